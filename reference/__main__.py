@@ -1,0 +1,33 @@
+"""The child process: a request on standard input, messages on standard output, llama.cpp's log on the error."""
+
+import os
+import sys
+
+import msgspec
+
+from tracediff.errors import TracediffError
+from tracediff_reference.protocol import Message, Request
+
+
+def main() -> int:
+    """Run one request; 0 when the trace is whole."""
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    messages = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints is log, not message
+
+    def send(message: Message) -> None:
+        messages.write(msgspec.json.encode(message) + b"\n")
+        messages.flush()
+
+    from tracediff_reference.engine import trace
+
+    try:
+        trace(request, lambda fraction: send(Message(progress=fraction)))
+    except TracediffError as error:
+        send(Message(error=str(error)))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Runs a model in llama.cpp for a request: load, tokenise, decode, all of it observed."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import llama_cpp.llama_cpp as llama
+import numpy as np
+
+from tracediff.errors import EngineError
+from tracediff.trace.writer import TraceWriter
+from tracediff_reference import ggml
+from tracediff_reference.observer import Observer
+from tracediff_reference.protocol import Options, Request
+
+_KV_TYPES = {"f32": llama.GGML_TYPE_F32, "f16": llama.GGML_TYPE_F16, "q8_0": llama.GGML_TYPE_Q8_0}
+_PAD = 256  # the KV cache grows in such steps (llama_kv_cache::get_n_kv)
+
+
+def trace(request: Request, progress: Callable[[float], None]) -> None:
+    """Write the trace that `request` asks for; raises EngineError for what llama.cpp refuses."""
+    ggml.check_layout()
+    llama.llama_backend_init()
+    model = _load(request)
+    tokens = _tokens(request, model)
+    _check_length(request, len(tokens))
+    engine = f"llama.cpp (llama-cpp-python {ggml.llama_version()})"
+    with TraceWriter(Path(request.out), engine, request.arch, Path(request.model).name) as writer:
+        observer = Observer(request, writer, progress)
+        context, _callback = _context(request.options, model, len(tokens) + request.n_decode, len(tokens), observer)
+        position = 0
+        for step in range(request.n_decode + 1):
+            writer.step(step, tokens, range(position, position + len(tokens)))
+            logits = _decode(context, observer, step, position, tokens, request)
+            position += len(tokens)
+            tokens = [int(logits.argmax())]
+        llama.llama_free(context)
+    llama.llama_model_free(model)
+
+
+def _load(request: Request) -> llama.llama_model_p:
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = request.options.gpu_layers
+    params.use_extra_bufts = request.options.extra_bufts
+    model = llama.llama_model_load_from_file(str(request.model).encode(), params)
+    if not model:
+        raise EngineError(f"llama.cpp cannot load {request.model}.")
+    return model
+
+
+def _tokens(request: Request, model: llama.llama_model_p) -> list[int]:
+    if request.tokens is not None:
+        return list(request.tokens)
+    vocab = llama.llama_model_get_vocab(model)
+    text = (request.prompt or "").encode()
+    room = len(text) + 16
+    buffer = (llama.llama_token * room)()
+    n = llama.llama_tokenize(vocab, text, len(text), buffer, room, True, True)
+    if n < 0:
+        raise EngineError(f"llama.cpp cannot tokenise the prompt (it answered {n}).")
+    if n == 0:
+        raise EngineError("the prompt is empty: no tokens. Give some text with -p or ids with --tokens 1,2,3.")
+    return list(buffer[:n])
+
+
+def _check_length(request: Request, n_tokens: int) -> None:
+    need, room = n_tokens + request.n_decode, request.options.n_ctx or request.n_ctx_train
+    if need > room:
+        raise EngineError(
+            f"the prompt of {n_tokens} tokens and {request.n_decode} decode steps do not fit the context of {room}. "
+            "Shorten the prompt, or raise --ctx if the model can take it."
+        )
+
+
+def _context(
+    options: Options, model: llama.llama_model_p, need: int, n_prompt: int, observer: Observer
+) -> tuple[llama.llama_context_p, object]:
+    params = llama.llama_context_default_params()
+    params.n_ctx = options.n_ctx or -(-need // _PAD) * _PAD
+    params.n_batch = options.n_batch or n_prompt
+    params.n_ubatch = min(options.n_ubatch, params.n_batch)
+    params.n_threads = params.n_threads_batch = options.threads
+    params.type_k = params.type_v = _KV_TYPES[options.kv_type]
+    params.flash_attn_type = (
+        llama.LLAMA_FLASH_ATTN_TYPE_ENABLED if options.flash_attn else llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    )
+    params.no_perf = True
+    callback = llama.ggml_backend_sched_eval_callback(observer)
+    params.cb_eval = callback
+    context = llama.llama_init_from_model(model, params)
+    if not context:
+        raise EngineError("llama.cpp cannot make a context with these options.")
+    return context, callback  # the callback must live as long as the context
+
+
+def _decode(
+    context: llama.llama_context_p,
+    observer: Observer,
+    step: int,
+    start: int,
+    tokens: Sequence[int],
+    request: Request,
+) -> np.ndarray:
+    """One step, in as many batches as it takes; returns the logits of its last token."""
+    n_batch = request.options.n_batch or len(tokens)
+    observer.begin(step, range(start, start + len(tokens)))
+    for first in range(0, len(tokens), n_batch):
+        part = tokens[first : first + n_batch]
+        batch = llama.llama_batch_init(len(part), 0, 1)
+        batch.n_tokens = len(part)
+        for i, token in enumerate(part):
+            batch.token[i], batch.pos[i] = token, start + first + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = 1  # every row, or the last layer is pruned to the last row
+        result = llama.llama_decode(context, batch)
+        llama.llama_batch_free(batch)
+        if observer.error:
+            raise observer.error
+        if result:
+            raise EngineError(f"llama_decode answered {result} at token {start + first}.")
+    _check_seen(observer, request)
+    pointer = llama.llama_get_logits_ith(context, -1)
+    return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), (request.n_vocab,))
+
+
+def _check_seen(observer: Observer, request: Request) -> None:
+    """Every op must have come, but flash attention hides scores and probabilities."""
+    hidden = ("attn_scores", "attn_probs") if request.options.flash_attn else ()
+    missing = [
+        node.role
+        for node in request.nodes
+        if node.axes is not None and node.role not in observer.seen and not node.role.endswith(hidden or ("\0",))
+    ]
+    if missing:
+        raise EngineError(
+            f"llama.cpp's graph does not show {len(missing)} ops, the first {missing[0]!r}: this version builds it "
+            f"differently. llama-cpp-python {ggml.llama_version()} is installed; tracediff knows 0.3.36."
+        )

@@ -1,0 +1,55 @@
+"""What parent and child say to each other: one request, then messages, each a JSON object on a line."""
+
+from msgspec import Struct
+
+from tracediff.names import Capture
+
+
+class Node(Struct, frozen=True):
+    """A ggml node to recognise: its op and the roles or weight names of its sources.
+
+    `axes` are those of the op to record under the name `role`; None for a node that only leads to others.
+    """
+
+    op: str
+    sources: tuple[str, ...]
+    role: str
+    axes: tuple[int | str, ...] | None = None
+
+
+class Options(Struct, frozen=True, kw_only=True):
+    """How llama.cpp is to run. The defaults show every op in full precision."""
+
+    threads: int = 2
+    n_ctx: int = 0  # 0: as much as the prompt and the decode steps need
+    n_batch: int = 0  # 0: the whole prompt
+    n_ubatch: int = 512
+    gpu_layers: int = 0
+    flash_attn: bool = False
+    kv_type: str = "f32"
+    extra_bufts: bool = False
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """One trace to make. Exactly one of `prompt` and `tokens` is given."""
+
+    model: str
+    arch: str
+    out: str
+    capture: Capture
+    nodes: tuple[Node, ...]
+    norm_weights: tuple[str, ...]
+    n_layer: int
+    n_vocab: int
+    n_ctx_train: int
+    prompt: str | None = None
+    tokens: tuple[int, ...] | None = None
+    n_decode: int = 0
+    options: Options = Options()
+
+
+class Message(Struct, frozen=True, omit_defaults=True):
+    """From the child: progress as a fraction of all nodes, or the error that ends it."""
+
+    progress: float | None = None
+    error: str | None = None

@@ -1,0 +1,62 @@
+"""What an engine's outputs become in a trace: everything, the hidden states only, or statistics."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tracediff.names import Capture, wanted
+from tracediff.trace.format import DType, Statistics
+from tracediff.trace.writer import TraceWriter
+
+DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
+}  # fmt: skip
+_NAMES: dict[torch.dtype, DType] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
+
+
+class Recorder:
+    """Writes tensors to a trace as `capture` says. Statistics are computed on the tensor's own device."""
+
+    def __init__(self, writer: TraceWriter, capture: Capture = "all") -> None:
+        self._writer = writer
+        self._capture = capture
+
+    def step(self, step: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Begin a step."""
+        self._writer.step(step, tokens, positions)
+
+    def weight(self, name: str, values: Tensor) -> None:
+        """A weight as the engine holds it."""
+        self._writer.weight(name, _bits(values), _NAMES[values.dtype])
+
+    def op(self, step: int, op: str, values: Tensor, hidden: Tensor | None = None) -> None:
+        """An op's output; statistics leave out what `hidden` [T, S] marks: scores that the mask will hide."""
+        if self._capture == "stats":
+            visible = values if hidden is None else values[..., ~hidden]
+            self._writer.op_statistics(step, op, tuple(values.shape), statistics(visible))
+        elif wanted(op, self._capture):
+            self._writer.op(step, op, _bits(values), _NAMES[values.dtype])
+
+
+def _bits(x: Tensor):  # type: ignore[no-untyped-def]
+    x = x.detach().contiguous().cpu()
+    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def statistics(x: Tensor) -> Statistics:
+    """Min, max, mean and RMS over the finite values, accumulated in float64, and counts of the others."""
+    x = x.detach().flatten()
+    n_nan = n_inf = 0
+    norm = torch.linalg.vector_norm(x, dtype=torch.float64)
+    if not norm.isfinite():
+        finite = x.isfinite()
+        n_nan = int(x.isnan().sum())
+        n_inf = x.numel() - n_nan - int(finite.sum())
+        x = x[finite]
+        norm = torch.linalg.vector_norm(x, dtype=torch.float64)
+    if not x.numel():
+        return Statistics(None, None, None, None, n_nan, n_inf)
+    low, high = torch.aminmax(x)
+    mean = torch.sum(x, dtype=torch.float64) / x.numel()
+    return Statistics(float(low), float(high), float(mean), float(norm / x.numel() ** 0.5), n_nan, n_inf)

@@ -1,0 +1,82 @@
+"""The torch engine: runs a graph op by op, one slice of weights in memory at a time, and records each output."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracediff.engine.recorder import Recorder
+from tracediff.errors import EngineError
+from tracediff.model.arithmetic import Arithmetic
+from tracediff.model.evaluate import evaluate
+from tracediff.model.graph import SOURCES, Graph, Op
+from tracediff.model.ops import causal
+from tracediff.model.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """Tokens of one forward pass and their positions in the sequence."""
+
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+class TorchEngine:
+    """A graph with its weights and a KV cache. One object runs one sequence."""
+
+    def __init__(self, graph: Graph, weights: Weights, arithmetic: dict[str, Arithmetic] | None = None) -> None:
+        self.graph = graph
+        self.weights = weights
+        self._arithmetic = arithmetic or {}
+        self._cached = graph.cached()
+        self._past: dict[str, list[Tensor]] = {name: [] for name in self._cached}
+        last_use = {name: op.name for op in graph for name in op.inputs}
+        self._dead_after: dict[str, list[str]] = {}
+        for name, op in last_use.items():
+            self._dead_after.setdefault(op, []).append(name)
+
+    @torch.inference_mode()
+    def run(self, step: int, given: StepInput, recorder: Recorder) -> Tensor:
+        """One forward pass: records every op of the step and returns the logits, [T, n_vocab]."""
+        self._check(given)
+        recorder.step(step, given.tokens, given.positions)
+        values = {
+            name: torch.tensor(ids, device=self.weights.device)
+            for name, ids in zip(SOURCES, (given.tokens, given.positions), strict=True)
+        }
+        for name in self._cached & set(SOURCES):
+            self._past[name].append(values[name])
+        hidden = causal(values["positions"], torch.cat(self._past["positions"]))
+        result = torch.empty(0)
+        for op in self.graph:
+            arithmetic = self._arithmetic.get(op.name, Arithmetic())
+            result = evaluate(op, [*self._inputs(op, values)], self.weights, arithmetic)
+            recorder.op(step, op.name, result, hidden if op.kind == "scores" else None)
+            values[op.name] = result
+            if op.name in self._cached:
+                self._past[op.name].append(result)
+            for name in self._dead_after.get(op.name, ()):
+                values.pop(name, None)
+        return result
+
+    def record_weights(self, recorder: Recorder) -> None:
+        """The norm weights as this engine holds them."""
+        for weight in self.graph.norm_weights():
+            recorder.weight(weight.name, self.weights.load(weight))
+
+    def _inputs(self, op: Op, values: dict[str, Tensor]) -> Iterator[Tensor]:
+        past = op.past or (False,) * len(op.inputs)
+        for name, reads_past in zip(op.inputs, past, strict=True):
+            yield torch.cat(self._past[name]) if reads_past else values[name]
+
+    def _check(self, given: StepInput) -> None:
+        n_vocab = self.graph.hparams.n_vocab
+        for token in given.tokens:
+            if not 0 <= token < n_vocab:
+                raise EngineError(
+                    f"token id {token} is outside the vocabulary of {n_vocab:,} (0 to {n_vocab - 1}). "
+                    "Were the ids made by another model's tokenizer?"
+                )
+

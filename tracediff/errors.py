@@ -1,0 +1,21 @@
+"""The error tree. Every message says what is wrong, where, and what to do next; only the CLI catches."""
+
+
+class TracediffError(Exception):
+    """Something could not be decided: exit code 2."""
+
+
+class ModelError(TracediffError):
+    """A GGUF file that cannot be read, or a model that is not supported."""
+
+
+class TraceError(TracediffError):
+    """A trace that breaks the format or cannot be written."""
+
+
+class EngineError(TracediffError):
+    """An engine that could not run: bad tokens, missing device, a dead child process."""
+
+
+class MismatchError(TracediffError):
+    """Two sides that cannot be compared: other tokens, another model."""

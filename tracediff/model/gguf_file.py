@@ -1,0 +1,171 @@
+"""A GGUF file: its metadata and the places of its tensors, read without touching the tensors.
+
+`gguf.GGUFReader` builds a numpy view per vocabulary entry and takes 6.7 s on a vocabulary of 151,936;
+this reader steps over string arrays and checks every length against the file before it believes it.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from tracediff.errors import ModelError
+
+Scalar = str | int | float | bool
+_SCALARS = {
+    GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.FLOAT32: "f", GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d",
+}  # fmt: skip
+_MAX_DIMS = 4  # GGML_MAX_DIMS, ggml.h
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies. `shape` is C order, outermost first: the reverse of ggml's `ne`."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StringArray:
+    """An array of strings that was stepped over: read it with `GGUFFile.strings`."""
+
+    count: int
+    offset: int
+
+
+class GGUFFile:
+    """Metadata and tensor directory of one GGUF file, memory-mapped.
+
+    Raises ModelError when the file is missing, is not GGUF, or ends before what it announces.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                # Private pages: numpy and torch want writable memory, and nothing ever writes.
+                self._bytes: mmap.mmap | bytes = (
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if path.stat().st_size else b""
+                )
+        except OSError as error:
+            raise ModelError(f"{path}: cannot open the model: {error.strerror}. Check the path.") from None
+        if self._bytes[:4] != b"GGUF":
+            raise ModelError(
+                f"{path}: not a GGUF file (it begins with {bytes(self._bytes[:4])!r}, not b'GGUF'). "
+                "Convert the model with llama.cpp's convert_hf_to_gguf.py."
+            )
+        self._at = 4
+        self._parse()
+
+    def _parse(self) -> None:
+        version = self._number("I")
+        if version not in (2, 3):
+            raise ModelError(
+                f"{self.path}: GGUF version {version} is not supported (2 and 3, little-endian, are)."
+            )
+        n_tensors, n_keys = self._number("Q"), self._number("Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(n_keys):
+            key = self._string()
+            self.metadata[key] = self._value(self._value_type())
+        directory = [self._tensor() for _ in range(n_tensors)]
+        alignment = int(self.metadata.get("general.alignment", 32))
+        start = -(-self._at // alignment) * alignment
+        self.tensors: dict[str, TensorInfo] = {}
+        for info in directory:
+            placed = TensorInfo(info.name, info.shape, info.type, start + info.offset, info.nbytes)
+            if placed.offset + placed.nbytes > len(self._bytes):
+                raise self._truncated(f"tensor {info.name!r} needs {info.nbytes:,} bytes at {placed.offset:,}")
+            self.tensors[info.name] = placed
+
+    def raw(self, info: TensorInfo) -> memoryview:
+        """The bytes of a tensor, still mapped."""
+        return memoryview(self._bytes)[info.offset : info.offset + info.nbytes]
+
+    def strings(self, key: str) -> Iterator[str]:
+        """The strings of the array `key`, one by one; nothing where there is no such array."""
+        array = self.metadata.get(key)
+        if isinstance(array, StringArray):
+            self._at = array.offset
+            for _ in range(array.count):
+                yield self._string()
+
+    def _truncated(self, what: str) -> ModelError:
+        return ModelError(
+            f"{self.path}: the file is truncated: {what}, but it has {len(self._bytes):,} bytes. "
+            "Download or convert it again."
+        )
+
+    def _take(self, size: int) -> int:
+        at, self._at = self._at, self._at + size
+        if self._at > len(self._bytes):
+            raise self._truncated(f"its header needs {size:,} bytes at {at:,}")
+        return at
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack_from("<" + code, self._bytes, self._take(struct.calcsize("<" + code)))[0]
+
+    def _string(self) -> str:
+        size = self._number("Q")
+        at = self._take(size)
+        return bytes(self._bytes[at : at + size]).decode("utf-8", errors="replace")
+
+    def _value_type(self) -> GGUFValueType:
+        number = self._number("I")
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            raise ModelError(
+                f"{self.path}: unknown metadata type {number} at byte {self._at - 4:,}: the header is damaged."
+            ) from None
+
+    def _value(self, kind: GGUFValueType) -> Any:
+        if kind == GGUFValueType.STRING:
+            return self._string()
+        if kind != GGUFValueType.ARRAY:
+            return self._number(_SCALARS[kind])
+        item, count = self._value_type(), self._number("Q")
+        if item == GGUFValueType.STRING:
+            array = StringArray(count, self._at)
+            for _ in range(count):
+                self._take(self._number("Q"))
+            return array
+        if item == GGUFValueType.ARRAY:
+            raise ModelError(f"{self.path}: nested arrays in the metadata are not supported.")
+        code = _SCALARS[item]
+        at = self._take(count * struct.calcsize("<" + code))
+        return list(struct.unpack_from(f"<{count}{code}", self._bytes, at))
+
+    def _tensor(self) -> TensorInfo:
+        name, n_dims = self._string(), self._number("I")
+        if not 1 <= n_dims <= _MAX_DIMS:
+            raise ModelError(
+                f"{self.path}: tensor {name!r} has {n_dims} dimensions; ggml has 1 to {_MAX_DIMS}."
+            )
+        shape = tuple(reversed([self._number("Q") for _ in range(n_dims)]))
+        number, offset = self._number("I"), self._number("Q")
+        try:
+            kind = GGMLQuantizationType(number)
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise ModelError(
+                f"{self.path}: tensor {name!r} has the unknown type {number}. Known to gguf-py: "
+                f"{', '.join(t.name for t in GGML_QUANT_SIZES)}. Try a newer gguf package."
+            ) from None
+        if shape[-1] % block:
+            raise ModelError(
+                f"{self.path}: tensor {name!r} has rows of {shape[-1]}, not a multiple of {kind.name}'s {block}."
+            )
+        return TensorInfo(name, shape, kind, offset, math.prod(shape) // block * block_bytes)

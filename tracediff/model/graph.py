@@ -1,0 +1,185 @@
+"""The op graph: the one description of a model. It is run, listed, replayed, changed and streamed.
+
+A family builds it by calling `Builder` methods in the order of the forward pass. Nothing here needs torch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tracediff.errors import ModelError
+from tracediff.model.gguf_file import GGUFFile, TensorInfo
+from tracediff.model.hparams import HParams
+from tracediff.names import layer_of
+
+Axis = str | int  # "T" tokens of the step, "S" positions visible so far, or a fixed size
+Kind = Literal[
+    "embedding", "rms_norm", "linear", "rope", "scores", "softmax", "weighted_values", "add", "swiglu"
+]  # fmt: skip
+SOURCES = ("tokens", "positions")  # what a step brings: int64 of shape [T]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A GGUF tensor as an op reads it.
+
+    `read(file, info)` returns it as a faulty engine would hold it; None reads it as it is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[GGUFFile, TensorInfo], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One step of the forward pass.
+
+    `inputs` are names of ops or SOURCES; those also in `past` are read over all steps so far (the KV cache).
+    `function` replaces the mathematics of `kind`, which is how a graph expresses somebody's mistake.
+    """
+
+    name: str
+    kind: Kind
+    inputs: tuple[str, ...]
+    axes: tuple[Axis, ...]
+    weights: tuple[Weight, ...] = ()
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    past: tuple[bool, ...] = ()
+    function: Callable[..., Any] | None = None
+
+    def shape(self, n_tokens: int, n_past: int = 0) -> tuple[int, ...]:
+        """The output's shape for a step of `n_tokens` after `n_past` cached positions."""
+        sizes = {"T": n_tokens, "S": n_tokens + n_past}
+        return tuple(sizes[axis] if isinstance(axis, str) else axis for axis in self.axes)
+
+    def with_attrs(self, **attrs: Any) -> "Op":
+        """The same op with other attributes."""
+        return replace(self, attrs={**self.attrs, **attrs})
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The ops of a model by name, in execution order."""
+
+    hparams: HParams
+    ops: Mapping[str, Op]
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self.ops.values())
+
+    def __getitem__(self, name: str) -> Op:
+        return self.ops[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.ops
+
+    def changed(self, *ops: Op) -> "Graph":
+        """The graph with these ops in place of those of the same names."""
+        return replace(self, ops={**self.ops, **{op.name: op for op in ops}})
+
+    def norm_weights(self) -> list[Weight]:
+        """The norm weights, which every engine is expected to record."""
+        return [weight for op in self if op.kind == "rms_norm" for weight in op.weights]
+
+    def cached(self) -> set[str]:
+        """Names of the values that later steps read."""
+        return {name for op in self for name, past in zip(op.inputs, op.past, strict=False) if past}
+
+    def layer(self, n: int) -> list[Op]:
+        """The ops of block `n`."""
+        return [op for op in self if layer_of(op.name) == n]
+
+
+class Builder:
+    """Appends ops to a graph; each method returns the new op's name. Weights are checked against the file."""
+
+    def __init__(self, hparams: HParams, file: GGUFFile) -> None:
+        self.hparams = hparams
+        self._file = file
+        self._ops: dict[str, Op] = {}
+
+    def build(self) -> Graph:
+        """The finished graph."""
+        return Graph(self.hparams, self._ops)
+
+    def blocks(self) -> Iterator[str]:
+        """The prefix of each layer: blk.0, blk.1, ..."""
+        return (f"blk.{n}" for n in range(self.hparams.n_layer))
+
+    def has(self, tensor: str) -> bool:
+        """Whether the file holds this tensor."""
+        return tensor in self._file.tensors
+
+    def embedding(self, name: str) -> str:
+        """Rows of the embedding: [T] -> [T, n_embd]."""
+        h = self.hparams
+        table = self._weight(f"{name}.weight", h.n_vocab, h.n_embd)
+        return self._append(Op(name, "embedding", ("tokens",), ("T", h.n_embd), (table,)))
+
+    def rms_norm(self, x: str, name: str) -> str:
+        """x / rms(x) * weight over the last axis (https://arxiv.org/abs/1910.07467)."""
+        axes = self._ops[x].axes
+        weight = self._weight(f"{name}.weight", axes[-1])
+        return self._append(Op(name, "rms_norm", (x,), axes, (weight,), {"eps": self.hparams.eps}))
+
+    def linear(self, x: str, name: str, *out: int, tensor: str | None = None) -> str:
+        """x @ W.T + b, with the bias if the file has one; `out` are the output axes after T."""
+        n_out = 1
+        for size in out:
+            n_out *= size
+        tensor = tensor or name
+        weights = [self._weight(f"{tensor}.weight", n_out, self._ops[x].axes[-1])]
+        if self.has(f"{name}.bias"):
+            weights.append(self._weight(f"{name}.bias", n_out))
+        return self._append(Op(name, "linear", (x,), ("T", *out), tuple(weights)))
+
+    def rope(self, x: str, name: str, factors: str | None = None) -> str:
+        """Rotary embedding (https://arxiv.org/abs/2104.09864): [T, heads, head_dim] -> the same."""
+        rope = self.hparams.rope
+        weights = (self._weight(factors, rope.n_rot // 2),) if factors and self.has(factors) else ()
+        return self._append(
+            Op(name, "rope", (x, "positions"), self._ops[x].axes, weights, {"rope": rope})
+        )  # fmt: skip
+
+    def attention(self, q: str, k: str, v: str, block: str) -> str:
+        """softmax(q k^T scale, causal) v, query heads sharing K and V in groups: -> [T, n_head * head_dim]."""
+        h = self.hparams
+        scores = self._append(
+            Op(f"{block}.attn_scores", "scores", (q, k), (h.n_head, "T", "S"), past=(False, True))
+        )
+        probs = self._append(
+            Op(
+                f"{block}.attn_probs", "softmax", (scores, "positions", "positions"), (h.n_head, "T", "S"),
+                attrs={"scale": h.attention_scale}, past=(False, False, True),
+            )
+        )  # fmt: skip
+        axes: tuple[Axis, ...] = ("T", h.n_head * h.head_dim)
+        return self._append(
+            Op(f"{block}.attn_kqv", "weighted_values", (probs, v), axes, past=(False, True))
+        )
+
+    def add(self, a: str, b: str, name: str) -> str:
+        """A + b."""
+        return self._append(Op(name, "add", (a, b), self._ops[a].axes))
+
+    def swiglu(self, gate: str, up: str, name: str) -> str:
+        """silu(gate) * up (https://arxiv.org/abs/2002.05202)."""
+        return self._append(Op(name, "swiglu", (gate, up), self._ops[gate].axes))
+
+    def _append(self, op: Op) -> str:
+        self._ops[op.name] = op
+        return op.name
+
+    def _weight(self, name: str, *shape: Axis) -> Weight:
+        info = self._file.tensors.get(name)
+        if info is None:
+            raise ModelError(
+                f"{self._file.path}: the required tensor {name!r} is missing. Convert the model again."
+            )
+        if info.shape != shape:
+            raise ModelError(
+                f"{self._file.path}: tensor {name!r} has shape {list(info.shape)}, expected {list(shape)} "
+                f"from the metadata of this {self.hparams.arch} model (outermost first)."
+            )
+        return Weight(name, info.shape)

@@ -1,0 +1,116 @@
+"""Writes a trace: append-only and streaming, so that whatever was written before a crash can be read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import msgspec
+import numpy as np
+
+from tracediff.errors import TraceError
+from tracediff.trace.format import (
+    STORAGE,
+    VERSION,
+    DType,
+    End,
+    Header,
+    OpRecord,
+    Statistics,
+    Step,
+    Weight,
+    encode,
+)
+
+
+class TraceWriter:
+    """A context manager; leaving it without an exception writes the `end` record.
+
+    Raises TraceError when the files cannot be written, a full disk included.
+    """
+
+    def __init__(self, path: Path, engine: str, arch: str | None = None, model: str | None = None) -> None:
+        self.path = path
+        self._data_path = path.with_suffix(".bin")
+        self._lines = 0
+        self._offset = 0
+        try:
+            self._text: BinaryIO = path.open("wb")
+            self._data: BinaryIO = self._data_path.open("wb")
+        except OSError as error:
+            raise self._failed(error) from None
+        self._line(Header(VERSION, engine, arch, model, self._data_path.name))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._line(End(self._lines))
+            self._data.close()
+            self._text.close()
+        except OSError as failure:
+            if kind is None:
+                raise self._failed(failure) from None
+
+    def weight(self, name: str, values: np.ndarray, dtype: DType = "f32") -> None:
+        """A weight as the engine holds it; `values` are bits as `trace.format.STORAGE` says."""
+        offset = self._append(values, dtype)
+        self._line(Weight(weight=name, shape=values.shape, dtype=dtype, offset=offset))
+
+    def step(self, step: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Begin a step."""
+        self._line(Step(step, tuple(tokens), tuple(positions)))
+
+    def op(self, step: int, op: str, values: np.ndarray, dtype: DType) -> None:
+        """An op's output with its data."""
+        self.op_at(step, op, values.shape, dtype, self._append(values, dtype))
+
+    def op_statistics(self, step: int, op: str, shape: tuple[int, ...], statistics: Statistics) -> None:
+        """An op's output as statistics only."""
+        self._line(OpRecord(step=step, op=op, shape=shape, **msgspec.structs.asdict(statistics)))
+
+    def reserve(self, size: int) -> int:
+        """Room for `size` bytes in the data file that come in pieces: the offset where they begin."""
+        offset, self._offset = self._offset, self._offset + size
+        return offset
+
+    def write_at(self, offset: int, values: np.ndarray) -> None:
+        """A piece of reserved data."""
+        try:
+            self._data.seek(offset)
+            self._data.write(np.ascontiguousarray(values).data.cast("B"))
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def op_at(self, step: int, op: str, shape: tuple[int, ...], dtype: DType, offset: int) -> None:
+        """An op whose data was written in pieces."""
+        self._line(OpRecord(step=step, op=op, shape=shape, dtype=dtype, offset=offset))
+
+    def _append(self, values: np.ndarray, dtype: DType) -> int:
+        if values.dtype != STORAGE[dtype]:
+            raise ValueError(f"{values.dtype} values given as {dtype}")
+        offset = self.reserve(values.nbytes)
+        if values.nbytes:
+            self.write_at(offset, values)
+        return offset
+
+    def _line(self, record: Any) -> None:
+        try:
+            # Data before the line that announces it: a cut leaves no promise without its bytes.
+            self._data.flush()
+            self._text.write(encode(record) + b"\n")
+            self._text.flush()
+        except OSError as error:
+            raise self._failed(error) from None
+        self._lines += 1
+
+    def _failed(self, error: OSError) -> TraceError:
+        return TraceError(
+            f"{self.path}: cannot write the trace: {error.strerror}. Free some space or choose another place "
+            "with -o; --capture layers or --capture stats write far less. What was written so far is readable."
+        )
+
