@@ -33,17 +33,24 @@ def tf32(x: Tensor) -> Tensor:
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).to(x.dtype)
 
 
-def _round_half_away(x: Tensor) -> Tensor:
-    """C's roundf; torch.round goes to even."""
-    return torch.trunc(x + torch.copysign(torch.tensor(0.5, dtype=x.dtype), x))
+def q8_0_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers [..., blocks, 32] and float32 scales [..., blocks, 1] of q8_0 and q8_1.
+
+    The scale is amax / 127; integers are x * (1 / scale) to nearest, ties to even. ggml has variants that differ
+    on ties and by one unit of the inverse (ggml-quants.c: roundf; ggml-cpu/arch/x86/quants.c: 127 / amax); of the
+    four combinations this one leaves no value of llama.cpp's on the wrong side, where the others leave 3 or 4 of
+    57 matmuls with one each.
+    """
+    blocks = x.float().unflatten(-1, (-1, 32))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    d = largest / 127.0
+    return torch.round(blocks * torch.where(d > 0, 1.0 / d, 0.0)), d
 
 
 def q8_0(x: Tensor) -> Tensor:
-    """Blocks of 32, scale amax / 127 kept in float16 (quantize_row_q8_0_ref). q8_1 has the same values."""
-    blocks = x.float().unflatten(-1, (-1, 32))
-    d = blocks.abs().amax(-1, keepdim=True) / 127.0
-    inverse = torch.where(d > 0, 1.0 / d, 0.0)
-    return (_round_half_away(blocks * inverse).to(x.dtype) * d.half().to(x.dtype)).flatten(-2)
+    """Blocks of 32 integers with a scale kept in float16. q8_1 has the same values (and their sum besides)."""
+    integers, d = q8_0_blocks(x)
+    return (integers.to(x.dtype) * d.half().to(x.dtype)).flatten(-2)
 
 
 def q8_k(x: Tensor) -> Tensor:
@@ -58,28 +65,86 @@ def q8_k(x: Tensor) -> Tensor:
 
 
 ROUNDINGS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {"f64": lambda x: x, "f32": single, "tf32": tf32, "f16": half, "bf16": bfloat, "q8_0": q8_0, "q8_K": q8_k}
+    {"f64": lambda x: x, "f32": single, "tf32": tf32, "f16": half, "bf16": bfloat, "q8_0": q8_0, "q8_1": q8_0,
+     "q8_K": q8_k}
 )
-BLOCK = {"q8_0": 32, "q8_K": 256}  # rows must be multiples of it
+BLOCK = {"q8_0": 32, "q8_1": 32, "q8_K": 256}  # rows must be multiples of it
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How an engine computes one op, beyond the op's mathematics.
+    """How an engine computes a matmul, beyond its mathematics. "f64" stands for "as it is, not rounded".
 
-    `operands`: what a matmul rounds its activations to (of attention: Q, K, V and the probabilities).
-    `weights`: what it holds dequantised weights in.
+    `operands`: what activations are rounded to (of attention: Q and the probabilities).
+    `stored`: what the other operand is held in: dequantised weights, or K and V in the cache.
+    `accumulate`: the type that sums run in.
     """
 
     operands: str = "f64"
-    weights: str = "f64"
+    stored: str = "f64"
+    accumulate: str = "f32"
+
+    def __str__(self) -> str:
+        parts = [f"operands {self.operands}" if self.operands != "f64" else ""]
+        parts += [f"stored {self.stored}" if self.stored != "f64" else ""]
+        parts += [f"sums {self.accumulate}" if self.accumulate != "f32" else ""]
+        return ", ".join(filter(None, parts)) or "exact"
 
 
 EXACT = Arithmetic()
 
 # The dot-product type of each weight type on ggml's CPU backend (ggml-cpu/ggml-cpu.c, type_traits_cpu).
-_Q8_0 = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q1_0 IQ4_NL MXFP4".split()
+_Q8_0 = "Q4_0 Q5_0 Q8_0 IQ4_NL MXFP4".split()
 _Q8_K = "Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_XS TQ1_0 TQ2_0".split()
-LLAMA_CPP_OPERANDS: Mapping[str, str] = MappingProxyType(
-    {"F32": "f32", "F16": "f16", "BF16": "bf16", **dict.fromkeys(_Q8_0, "q8_0"), **dict.fromkeys(_Q8_K, "q8_K")}
+_LLAMA_CPP_OPERANDS: Mapping[str, str] = MappingProxyType(
+    {"F16": "f16", "BF16": "bf16", "Q4_1": "q8_1", "Q5_1": "q8_1"}
+    | dict.fromkeys(_Q8_0, "q8_0")
+    | dict.fromkeys(_Q8_K, "q8_K")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The arithmetic of a whole engine. `linear` is None where it follows the weight's type as in ggml."""
+
+    name: str
+    linear: Arithmetic | None = EXACT
+    scores: Arithmetic = EXACT
+    values: Arithmetic = EXACT
+
+    def of(self, kind: str, weight_type: str = "F32") -> Arithmetic:
+        """The arithmetic of an op of this kind; `weight_type` is its matrix's ggml type."""
+        match kind:
+            case "linear":
+                return self.linear or Arithmetic(_LLAMA_CPP_OPERANDS.get(weight_type, "f64"))
+            case "scores":
+                return self.scores
+            case "weighted_values":
+                return self.values
+        return EXACT
+
+
+def _everywhere(name: str, arithmetic: Arithmetic) -> Scheme:
+    return Scheme(name, arithmetic, arithmetic, arithmetic)
+
+
+# Real engines' arithmetic, most usual first. Each entry is what some engine does: a fit can excuse no mistake.
+SCHEMES = (
+    Scheme("llama.cpp", None),
+    Scheme("exact"),
+    Scheme("llama.cpp, f16 cache", None, Arithmetic("f16", "f16"), Arithmetic("f16", "f16")),
+    # ggml_compute_forward_flash_attn_ext_f16_one_chunk: Q to f16, values summed in f16
+    Scheme("llama.cpp, flash attention", None, Arithmetic("f16", "f16"), Arithmetic("f64", "f16", "f16")),
+    # ggml_compute_forward_flash_attn_ext_tiled, from 64 tokens on: the cache alone is rounded
+    Scheme("llama.cpp, tiled flash attention", None, Arithmetic("f64", "f16"), Arithmetic("f64", "f16")),
+    Scheme("llama.cpp, q8_0 cache", None, Arithmetic("q8_0", "q8_0"), Arithmetic("f64", "q8_0")),
+    _everywhere("f16 weights and cache", Arithmetic("f64", "f16")),
+    _everywhere("bf16 weights and cache", Arithmetic("f64", "bf16")),
+    _everywhere("f16 matmuls", Arithmetic("f16", "f16")),
+    _everywhere("bf16 matmuls", Arithmetic("bf16", "bf16")),
+    _everywhere("tf32 matmuls", Arithmetic("tf32", "tf32")),
+    Scheme("f16 activations", Arithmetic("f16")),
+    Scheme("bf16 activations", Arithmetic("bf16")),
+    Scheme("q8_0 activations", Arithmetic("q8_0")),
+    Scheme("q8_K activations", Arithmetic("q8_K")),
 )

@@ -1,44 +1,99 @@
 """One op of a graph, computed: the only place where mathematics, weights and arithmetic meet."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import EXACT, ROUNDINGS, Arithmetic
+from tracediff.model.arithmetic import EXACT, ROUNDINGS, Arithmetic, q8_0_blocks
 from tracediff.model.graph import Op
 from tracediff.model.ops import FUNCTIONS
 from tracediff.model.weights import Weights
 
-_MATMULS = ("linear", "scores", "weighted_values")
+_OFFSET_BLOCK = {"TQ1_0": 256, "TQ2_0": 256}  # weights that share a scale; 16 is the least of all others
+_SIGNED = ("F64", "F32", "F16", "BF16", "Q8_0")
 
 
-def evaluate(op: Op, inputs: Sequence[Tensor], weights: Weights, arithmetic: Arithmetic = EXACT) -> Tensor:
+@dataclass(slots=True)
+class Energy:
+    """Asked for beside a matmul: `value` becomes sum((x * w)^2) of each output, to about 1%.
+
+    A quantised weight is a scale times an unsigned integer, less an offset or minimum. Engines add up the two
+    parts apart, so both count (ggml-cpu/arch/x86/quants.c: the block sums of q8_K are there for it).
+    """
+
+    value: Tensor | None = None
+
+
+def evaluate(
+    op: Op,
+    inputs: Sequence[Tensor],
+    weights: Weights,
+    arithmetic: Arithmetic = EXACT,
+    energy: Energy | None = None,
+) -> Tensor:
     """The op's output, in the dtype and on the device of `weights`; the shape is `op.shape(...)`.
 
     `inputs` are shaped as the graph says (an input that the op reads over all steps has S rows); integer
     inputs (tokens, positions) stay integers.
     """
     function = op.function or FUNCTIONS[op.kind]
-    if op.kind == "embedding":
-        return function(weights.gather(op.weights[0], inputs[0]), **op.attrs)
-    if op.kind in _MATMULS:
-        inputs = [ROUNDINGS[arithmetic.operands](x) for x in inputs]
-    if op.kind == "linear":
-        return _linear(op, inputs[0].flatten(1), weights, arithmetic)
+    match op.kind:
+        case "embedding":
+            return function(weights.gather(op.weights[0], inputs[0]), **op.attrs)
+        case "linear":
+            return _linear(op, inputs[0].flatten(1), weights, arithmetic, energy)
+        case "scores" | "weighted_values":
+            x, cached = ROUNDINGS[arithmetic.operands](inputs[0]), ROUNDINGS[arithmetic.stored](inputs[1])
+            if energy:
+                energy.value = FUNCTIONS[op.kind](x.square(), cached.square())
+            return function(x, cached, **op.attrs)
     return function(*inputs, *(weights.load(w) for w in op.weights), **op.attrs)
 
 
-def _linear(op: Op, x: Tensor, weights: Weights, arithmetic: Arithmetic) -> Tensor:
+def _linear(op: Op, x: Tensor, weights: Weights, arithmetic: Arithmetic, energy: Energy | None) -> Tensor:
     """A matmul block of rows by block of rows, so that a matrix is never whole in memory."""
     function = op.function or FUNCTIONS[op.kind]
-    hold = ROUNDINGS[arithmetic.weights]
-    n_out = op.weights[0].shape[0]
+    hold = ROUNDINGS[arithmetic.stored]
     bias = hold(weights.load(op.weights[1])) if len(op.weights) > 1 else None
-    y = torch.empty(len(x), n_out, dtype=weights.dtype, device=x.device)
-    at = 0
+    raw, x = x, ROUNDINGS[arithmetic.operands](x)
+    # Sums of squares have no cancellation: bfloat16 gives them to 1%, many times faster than float64.
+    squares = x.square().bfloat16() if energy else None
+    parts, energies, at = [], [], 0
     for rows in weights.slices(op.weights[0]):
         cut = slice(at, at + len(rows))
-        y[:, cut] = function(x, hold(rows), None if bias is None else bias[cut], **op.attrs)
+        rows = hold(rows)
+        parts.append(function(x, rows, None if bias is None else bias[cut], **op.attrs))
+        if squares is not None:
+            energies.append(_energy(x, squares, rows, weights.type_of(op.weights[0])))
         at = cut.stop
+    y = torch.cat(parts, 1)
+    if arithmetic.operands == "q8_1":
+        y += _q8_1_sums(raw) @ weights.minima(op.weights[0]).T
+    if energy:
+        energy.value = torch.cat(energies, 1).unflatten(1, op.axes[1:])  # type: ignore[arg-type]
     return y.unflatten(1, op.axes[1:])  # type: ignore[arg-type]
+
+
+def _energy(x: Tensor, squares: Tensor, rows: Tensor, weight_type: str) -> Tensor:
+    """`Energy.value` for these rows, [T, n_rows]; squares is x^2 in bfloat16."""
+    if weight_type in _SIGNED:
+        return (squares @ rows.square().bfloat16().T).to(x.dtype)
+    block = _OFFSET_BLOCK.get(weight_type, 16)
+    blocks = rows.unflatten(-1, (-1, block))
+    least = -blocks.abs().amax(-1, keepdim=True)
+    parts = ((blocks - least).square() + least.square()).flatten(-2)
+    # The offset's share is a sum of its own, as large as the other part's: 2/3 y^2 in the variance of floors.py.
+    offset = x.unflatten(-1, (-1, block)).sum(-1) @ least.squeeze(-1).T
+    return (squares @ parts.bfloat16().T).to(x.dtype) + 2 / 3 * offset.square()
+
+
+def _q8_1_sums(x: Tensor) -> Tensor:
+    """What q8_1 adds per block: it multiplies a weight block's minimum by a sum that it keeps in float16.
+
+    [T, n_in] -> [T, n_in / 32], the stored sum less the sum of the values (quantize_row_q8_1_ref).
+    """
+    integers, d = q8_0_blocks(x)
+    total = integers.sum(-1)
+    return (total * d.squeeze(-1)).half().to(x.dtype) - total.to(x.dtype) * d.squeeze(-1).half().to(x.dtype)

@@ -69,6 +69,14 @@ class Weights:
                 ahead.append(self._pool.submit(self._rows, info, cuts[i + 3]))
             yield self._placed(rows)
 
+    def minima(self, weight: Weight) -> Tensor:
+        """The float16 minimum of each block of a Q4_1 or Q5_1 matrix, [n_out, n_in / 32]."""
+        info = self._info(weight)
+        if info.type not in (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q5_1):
+            raise ValueError(f"{info.type.name} blocks have no minimum")
+        blocks = raw_rows(self.file, info).reshape(weight.shape[0], -1, GGML_QUANT_SIZES[info.type][1])
+        return self._placed(torch.from_numpy(blocks[:, :, 2:4].copy().view(np.float16)[..., 0]))
+
     def _info(self, weight: Weight) -> TensorInfo:
         return self.file.tensors[weight.name]
 

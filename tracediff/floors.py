@@ -1,0 +1,124 @@
+"""How far honest arithmetic can be from exact: a floor per element, from the numbers that an op adds up.
+
+A rounding errs by at most half a unit, u = 2^-24 of the value in float32, uniformly: variance u^2 / 3 of the
+value's square. Summing n terms in sequence rounds n partial sums. With Q the sum of squares of the terms and y
+their sum, the j-th partial sum has a mean square of j Q / n + (j / n)^2 y^2, so
+
+    variance of the error = u^2 / 3 * (n Q / 2 + n y^2 / 3).
+
+Sequential order is the worst that engines use; vector units keep 8 to 64 partial sums, and err less by the root
+of that. What follows the storage of the result, or is not random (an angle that a float32 cannot hold), is a
+hard bound instead. No formula here knows of an engine.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracediff.model.arithmetic import BLOCK, Arithmetic
+from tracediff.model.graph import Op
+from tracediff.model.ops import causal, rope_angles, wide
+
+# Half a unit in the last place of 1.0, and the smallest positive number (IEEE 754; bfloat16 as float32).
+UNIT = {"f64": 2.0**-53, "f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
+TINY = {"f64": 2.0**-1022, "f32": 2.0**-126, "f16": 2.0**-24, "bf16": 2.0**-126}
+# The chance that the largest of all elements of an op passes its bound by luck: one false alarm in a million ops.
+_LUCK = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Of each element of an output: the standard deviation of its error, and a bound on what is not random."""
+
+    sigma: Tensor
+    hard: Tensor
+
+    def bound(self) -> Tensor:
+        """What no element's error exceeds, but for one op in a million (Gaussian tail over all elements)."""
+        tail = math.sqrt(2 * math.log(max(self.sigma.numel(), 2) / _LUCK))
+        return tail * self.sigma + self.hard
+
+    def variance(self) -> Tensor:
+        """The mean square of the error of each element."""
+        return self.sigma.square() + self.hard.square() / 3
+
+
+def noise(
+    op: Op, inputs: list[Tensor], y: Tensor, energy: Tensor | None, arithmetic: Arithmetic, storage: str
+) -> Noise:
+    """The noise of computing `op` once in float32 (float64 where `storage` is) and storing it as `storage`.
+
+    `inputs` and `y` are float64; `energy` is the sum of squared products of a matmul, shaped as `y`.
+    """
+    unit = UNIT["f64" if storage == "f64" else arithmetic.accumulate]
+    kept = UNIT[storage]
+    size = y.abs()
+    half = storage in ("f16", "bf16")
+    # Engines in half precision round between the parts of an op too: the product before the bias, silu before
+    # the gate, the normed value before its weight. Two roundings of the result's size allow for that.
+    stored = kept * size * (2 if half else 1) + TINY[storage]
+    match op.kind:
+        case "linear" | "scores" | "weighted_values":
+            assert energy is not None
+            terms = _terms(op, inputs, arithmetic)
+            sigma = unit * torch.sqrt((terms * energy / 2 + terms * y.square() / 3) / 3)
+            if len(op.weights) > 1 and half:
+                stored = stored + kept * energy.sqrt()
+            return Noise(sigma, stored)
+        case "rms_norm":
+            return Noise(unit * size * _mean_square(inputs[0]), stored + 2 * unit * size)
+        case "rope":
+            return Noise(unit * size, stored + _rope(op, inputs, y, unit, kept if half else 0.0))
+        case "softmax":
+            return Noise(unit * size * math.sqrt(y.shape[-1]) / 3, stored + _softmax(op, inputs, y, unit, kept if half else 0.0))
+        case "swiglu":  # exp's argument is rounded, exp itself is good to 2 units, then three operations
+            return Noise(unit * size, stored + unit * size * (5 + wide(inputs[0]).abs().clamp(max=88.0)))
+        case "embedding":  # a dequantised value is a scale times an integer, less a minimum, in float32
+            return Noise(torch.zeros_like(y), stored + 2 * UNIT["f32"] * size.amax(-1, keepdim=True))
+    return Noise(torch.zeros_like(y), stored + unit * size)
+
+
+def _terms(op: Op, inputs: list[Tensor], arithmetic: Arithmetic) -> int:
+    """Length of the sum in floating point: block types add the products of a block as integers.
+
+    Eight more for adding up the lanes of a vector and multiplying by scales.
+    """
+    n = {"linear": inputs[0][0].numel(), "scores": inputs[0].shape[-1], "weighted_values": inputs[0].shape[-1]}[op.kind]
+    return n // BLOCK.get(arithmetic.operands, 1) + 8
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    """Relative error of 1 / sqrt(mean(x^2)) in units: half that of a sum of n positive terms."""
+    x2 = x.square()
+    n, total = x.shape[-1], x2.sum(-1, keepdim=True)
+    spread = x2.square().sum(-1, keepdim=True) / total.square().clamp(min=1e-300)
+    return torch.sqrt((n * spread / 2 + n / 3) / 3) / 2 + 1
+
+
+def _rope(op: Op, inputs: list[Tensor], y: Tensor, unit: float, half: float) -> Tensor:
+    """An angle is a float32 product: pair i's is off by i + 3 roundings, where powers are taken by multiplying."""
+    rope = op.attrs["rope"]
+    factors = inputs[2] if len(inputs) > 2 else None
+    angles = rope_angles(inputs[1], factors, rope).abs()
+    steps = torch.arange(rope.n_rot // 2, device=y.device) + 3.0
+    slip = unit * (angles * steps + 2)[:, None, :]
+    rotated = y[..., : rope.n_rot].abs()
+    a, b = rotated.unflatten(-1, (-1, 2) if rope.pairing == "neighbours" else (2, -1)).unbind(
+        -1 if rope.pairing == "neighbours" else -2
+    )
+    radius = torch.hypot(a, b)
+    error = radius * (slip + 2 * unit + 3 * half)
+    pair = torch.stack((error, error), -1 if rope.pairing == "neighbours" else -2).flatten(-2)
+    return torch.cat((pair, torch.zeros_like(y[..., rope.n_rot :])), -1)
+
+
+def _softmax(op: Op, inputs: list[Tensor], y: Tensor, unit: float, half: float) -> Tensor:
+    """exp magnifies the rounding of its argument: scaled score, maximum and their difference, a unit of each."""
+    scores, queries, keys = inputs
+    scaled = (scores * op.attrs["scale"]).masked_fill(causal(queries, keys), -math.inf)
+    largest = scaled.amax(-1, keepdim=True)
+    below = (largest - scaled).masked_fill(causal(queries, keys), 0.0)
+    sizes = scaled.abs().masked_fill(causal(queries, keys), 0.0) + largest.abs() + below
+    return y * ((unit + half) * sizes + 4 * unit)
