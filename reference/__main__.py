@@ -4,9 +4,9 @@ import os
 import sys
 
 import msgspec
+from tracediff_reference.protocol import Message, Request
 
 from tracediff.errors import TracediffError
-from tracediff_reference.protocol import Message, Request
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
     from tracediff_reference.engine import trace
 
     try:
-        trace(request, lambda fraction: send(Message(progress=fraction)))
+        trace(request, send)
     except TracediffError as error:
         send(Message(error=str(error)))
         return 2

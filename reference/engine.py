@@ -6,28 +6,40 @@ from pathlib import Path
 
 import llama_cpp.llama_cpp as llama
 import numpy as np
+from tracediff_reference import ggml
+from tracediff_reference.observer import Observer
+from tracediff_reference.protocol import Message, Options, Request
 
 from tracediff.errors import EngineError
 from tracediff.trace.writer import TraceWriter
-from tracediff_reference import ggml
-from tracediff_reference.observer import Observer
-from tracediff_reference.protocol import Options, Request
 
 _KV_TYPES = {"f32": llama.GGML_TYPE_F32, "f16": llama.GGML_TYPE_F16, "q8_0": llama.GGML_TYPE_Q8_0}
 _PAD = 256  # the KV cache grows in such steps (llama_kv_cache::get_n_kv)
 
 
-def trace(request: Request, progress: Callable[[float], None]) -> None:
+def trace(request: Request, send: Callable[[Message], None]) -> None:
     """Write the trace that `request` asks for; raises EngineError for what llama.cpp refuses."""
     ggml.check_layout()
     llama.llama_backend_init()
     model = _load(request)
     tokens = _tokens(request, model)
+    send(Message(tokens=tuple(tokens)))
+    if request.out is not None:
+        _trace(request, model, tokens, lambda fraction: send(Message(progress=fraction)))
+    llama.llama_model_free(model)
+
+
+def _trace(
+    request: Request, model: llama.llama_model_p, tokens: list[int], progress: Callable[[float], None]
+) -> None:
     _check_length(request, len(tokens))
     engine = f"llama.cpp (llama-cpp-python {ggml.llama_version()})"
-    with TraceWriter(Path(request.out), engine, request.arch, Path(request.model).name) as writer:
+    model_name = Path(request.model).name
+    with TraceWriter(Path(request.out or ""), engine, request.arch, model_name, request.weights) as writer:
         observer = Observer(request, writer, progress)
-        context, _callback = _context(request.options, model, len(tokens) + request.n_decode, len(tokens), observer)
+        context, _callback = _context(
+            request.options, model, len(tokens) + request.n_decode, len(tokens), observer
+        )
         position = 0
         for step in range(request.n_decode + 1):
             writer.step(step, tokens, range(position, position + len(tokens)))
@@ -35,13 +47,13 @@ def trace(request: Request, progress: Callable[[float], None]) -> None:
             position += len(tokens)
             tokens = [int(logits.argmax())]
         llama.llama_free(context)
-    llama.llama_model_free(model)
 
 
 def _load(request: Request) -> llama.llama_model_p:
     params = llama.llama_model_default_params()
     params.n_gpu_layers = request.options.gpu_layers
     params.use_extra_bufts = request.options.extra_bufts
+    params.vocab_only = request.out is None
     model = llama.llama_model_load_from_file(str(request.model).encode(), params)
     if not model:
         raise EngineError(f"llama.cpp cannot load {request.model}.")
@@ -59,7 +71,9 @@ def _tokens(request: Request, model: llama.llama_model_p) -> list[int]:
     if n < 0:
         raise EngineError(f"llama.cpp cannot tokenise the prompt (it answered {n}).")
     if n == 0:
-        raise EngineError("the prompt is empty: no tokens. Give some text with -p or ids with --tokens 1,2,3.")
+        raise EngineError(
+            "the prompt is empty: no tokens. Give some text with -p or ids with --tokens 1,2,3."
+        )
     return list(buffer[:n])
 
 
@@ -129,7 +143,9 @@ def _check_seen(observer: Observer, request: Request) -> None:
     missing = [
         node.role
         for node in request.nodes
-        if node.axes is not None and node.role not in observer.seen and not node.role.endswith(hidden or ("\0",))
+        if node.axes is not None
+        and node.role not in observer.seen
+        and not node.role.endswith(hidden or ("\0",))
     ]
     if missing:
         raise EngineError(

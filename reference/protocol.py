@@ -31,17 +31,18 @@ class Options(Struct, frozen=True, kw_only=True):
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One trace to make. Exactly one of `prompt` and `tokens` is given."""
+    """One trace to make; without `out` the prompt is only tokenised. One of `prompt` and `tokens` is given."""
 
     model: str
     arch: str
-    out: str
+    out: str | None
     capture: Capture
     nodes: tuple[Node, ...]
     norm_weights: tuple[str, ...]
     n_layer: int
     n_vocab: int
     n_ctx_train: int
+    weights: str | None = None
     prompt: str | None = None
     tokens: tuple[int, ...] | None = None
     n_decode: int = 0
@@ -49,7 +50,8 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 class Message(Struct, frozen=True, omit_defaults=True):
-    """From the child: progress as a fraction of all nodes, or the error that ends it."""
+    """From the child: progress as a fraction of all nodes, the prompt's tokens, or the error that ends it."""
 
     progress: float | None = None
     error: str | None = None
+    tokens: tuple[int, ...] | None = None

@@ -52,8 +52,10 @@ def _tokens_differ(
         f"  {reference.path}: {len(a)} tokens, {_excerpt(a, at)}\n"
         f"  {candidate.path}: {len(b)} tokens, {_excerpt(b, at)}\n"
     )
-    return message + (_explain_tokens(a, b) + " " if _explain_tokens(a, b) else "") + (
-        "Feed the candidate the reference's ids."
+    return (
+        message
+        + (_explain_tokens(a, b) + " " if _explain_tokens(a, b) else "")
+        + ("Feed the candidate the reference's ids.")
     )
 
 
@@ -61,7 +63,9 @@ def _explain_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> str:
     if a[1:] == b:
         return f"The candidate lacks the reference's first token {a[0]}: a BOS that was not added?"
     if b[1:] == a:
-        return f"The candidate has one more token in front, {b[0]}: a BOS added where none belongs, or doubled?"
+        return (
+            f"The candidate has one more token in front, {b[0]}: a BOS added where none belongs, or doubled?"
+        )
     return ""
 
 

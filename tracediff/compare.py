@@ -127,11 +127,14 @@ def compare_values(
     at = tuple(int(i) for i in np.unravel_index(whole.at, shape)) if a.size else ()
     worst = Worst(at, *(float(x[whole.at]) for x in (a, b))) if a.size else Worst((), 0.0, 0.0)
     apart = (parts[0].nmse, parts[1].nmse) if by_token else (None, None)
-    return whole.side(_R), whole.side(_C), Drift(whole.nmse, whole.cosine, max(0.0, whole.max_abs), worst, *apart)
+    return (
+        whole.side(_R),
+        whole.side(_C),
+        Drift(whole.nmse, whole.cosine, max(0.0, whole.max_abs), worst, *apart),
+    )
 
 
 def _chunks(first: int, size: int) -> Iterator[slice]:
     for start, stop in ((0, first), (first, size)):
         for at in range(start, stop, _CHUNK):
             yield slice(at, min(at + _CHUNK, stop))
-

@@ -72,7 +72,10 @@ def noise(
         case "rope":
             return Noise(unit * size, stored + _rope(op, inputs, y, unit, kept if half else 0.0))
         case "softmax":
-            return Noise(unit * size * math.sqrt(y.shape[-1]) / 3, stored + _softmax(op, inputs, y, unit, kept if half else 0.0))
+            return Noise(
+                unit * size * math.sqrt(y.shape[-1]) / 3,
+                stored + _softmax(op, inputs, y, unit, kept if half else 0.0),
+            )
         case "swiglu":  # exp's argument is rounded, exp itself is good to 2 units, then three operations
             return Noise(unit * size, stored + unit * size * (5 + wide(inputs[0]).abs().clamp(max=88.0)))
         case "embedding":  # a dequantised value is a scale times an integer, less a minimum, in float32
@@ -85,7 +88,11 @@ def _terms(op: Op, inputs: list[Tensor], arithmetic: Arithmetic) -> int:
 
     Eight more for adding up the lanes of a vector and multiplying by scales.
     """
-    n = {"linear": inputs[0][0].numel(), "scores": inputs[0].shape[-1], "weighted_values": inputs[0].shape[-1]}[op.kind]
+    n = {
+        "linear": inputs[0][0].numel(),
+        "scores": inputs[0].shape[-1],
+        "weighted_values": inputs[0].shape[-1],
+    }[op.kind]
     return n // BLOCK.get(arithmetic.operands, 1) + 8
 
 
@@ -117,8 +124,8 @@ def _rope(op: Op, inputs: list[Tensor], y: Tensor, unit: float, half: float) -> 
 def _softmax(op: Op, inputs: list[Tensor], y: Tensor, unit: float, half: float) -> Tensor:
     """exp magnifies the rounding of its argument: scaled score, maximum and their difference, a unit of each."""
     scores, queries, keys = inputs
-    scaled = (scores * op.attrs["scale"]).masked_fill(causal(queries, keys), -math.inf)
+    hidden = op.attrs.get("mask", causal)(queries, keys)
+    scaled = (scores * op.attrs["scale"]).masked_fill(hidden, -math.inf)
     largest = scaled.amax(-1, keepdim=True)
-    below = (largest - scaled).masked_fill(causal(queries, keys), 0.0)
-    sizes = scaled.abs().masked_fill(causal(queries, keys), 0.0) + largest.abs() + below
+    sizes = (scaled.abs() + largest.abs() + (largest - scaled)).masked_fill(hidden, 0.0)
     return y * ((unit + half) * sizes + 4 * unit)

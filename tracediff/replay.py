@@ -5,7 +5,8 @@ arithmetic makes on the way is carried along by recomputing the segment a second
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,9 @@ from tracediff.trace.reader import Trace
 _MARGIN = 4.0
 # Noise through a segment is known from samples of it, not from a formula: its spread is that uncertain.
 _SAMPLES, _SEGMENT_MARGIN = 2, 16.0
+_HOPELESS = (
+    0.05  # q8 blocks, the coarsest rounding here, make 1e-4 of one matmul; a whole segment of them more
+)
 _RECENT = 24  # values kept from one layer to the next: more than a layer has
 
 
@@ -79,7 +83,9 @@ class Replay:
         self._check_shapes()
 
     @torch.inference_mode()
-    def run(self, progress: Callable[[float], None] = lambda fraction: None) -> Iterator[tuple[OpRecord, Local]]:
+    def run(
+        self, progress: Callable[[float], None] = lambda fraction: None
+    ) -> Iterator[tuple[OpRecord, Local]]:
         """The local error of each record with data, in the trace's order of steps and the graph's of ops."""
         done = 0
         for step in self.trace.steps:
@@ -95,8 +101,29 @@ class Replay:
                 progress(done / (len(self.graph.ops) * len(self.trace.steps)))
             self._forget(step, all_of_it=True)
 
-    def _judge(self, record: OpRecord, op: Op) -> Local:
-        """The record's local error under the arithmetic that fits it best."""
+    @torch.inference_mode()
+    def under(self, record: OpRecord, ops: Sequence[Op]) -> Local:
+        """The record's local error if the engine computed these ops as given: a hypothesis tried."""
+        other = copy(self)
+        other.graph = self.graph.changed(*ops)
+        other._values = {key: value for key, value in self._values.items() if not key[2]}
+        other._fits = dict(self._fits)
+        other._random = torch.Generator().manual_seed(0)
+        return other._judge(record, other.graph[record.op], hopeless=_HOPELESS)
+
+    def made(self, record: OpRecord) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """What was recorded, what it should be, and the op's inputs: all float64, under the scheme that fits best."""
+        op = self.graph[record.op]
+        scheme = self._fits.get(self._sort_of(op, record), self._schemes[0])
+        inputs = self._inputs(record.step, op, scheme)
+        exact = self._recompute(record.step, op, scheme, record.dtype or "f32").exact
+        return self._recorded(record), exact, tuple(value.exact for value in inputs)
+
+    def _judge(self, record: OpRecord, op: Op, hopeless: float = math.inf) -> Local:
+        """The record's local error under the arithmetic that fits it best.
+
+        Beyond an NMSE of `hopeless` no other rounding is tried: none changes that much.
+        """
         recorded = self._recorded(record)
         key = self._sort_of(op, record)
         best: Local | None = None
@@ -107,6 +134,8 @@ class Replay:
                 best = local
             if not local.faulty:
                 self._fits[key] = scheme
+                break
+            if not local.nmse <= hopeless:
                 break
         assert best is not None
         return best
@@ -175,7 +204,9 @@ class Replay:
         under = "" if name in SOURCES or self._is_recorded(step, name) else scheme.name
         key = (step, name, under)
         if key not in self._values:
-            self._values[key] = self._recompute_value(step, name, scheme) if under else self._given(step, name)
+            self._values[key] = (
+                self._recompute_value(step, name, scheme) if under else self._given(step, name)
+            )
         return self._values[key]
 
     def _is_recorded(self, step: int, name: str) -> bool:
@@ -206,7 +237,9 @@ class Replay:
 
     def _hidden(self, step: int) -> Tensor:
         scheme = self._schemes[0]  # positions have no arithmetic
-        return causal(self._value(step, "positions", scheme).exact, self._past(step, "positions", scheme).exact)
+        return causal(
+            self._value(step, "positions", scheme).exact, self._past(step, "positions", scheme).exact
+        )
 
     def _n_past(self, step: int) -> int:
         return sum(len(p) for number, p in self._positions.items() if number < step)
@@ -228,7 +261,13 @@ class Replay:
         """Ops of one sort are computed alike: kind, storage, weight type, and whether it spans unrecorded ops."""
         whole = [str(not self._is_recorded(record.step, name)) for name in op.inputs if name not in SOURCES]
         types = [self.weights.type_of(w) for w in op.weights[:1]] if op.kind == "linear" else []
-        return (op.kind, record.dtype or "", str(len(self.trace.steps[record.step].tokens) > 1), *whole, *types)
+        return (
+            op.kind,
+            record.dtype or "",
+            str(len(self.trace.steps[record.step].tokens) > 1),
+            *whole,
+            *types,
+        )
 
     def _candidates(self, op: Op, step: int, sort: tuple[str, ...]) -> Iterator[Scheme]:
         """Schemes to try: the one that fitted the last op of this sort, then all that differ for this op."""

@@ -126,12 +126,13 @@ class Logits:
     kl: float  # of the candidate's distribution from the reference's, in nats
     same_argmax: bool
     margin: float  # between the reference's two best logits
-    noise: float  # the largest difference of a logit between the two sides
+    max_diff: float  # the largest difference of a logit between the two sides
+    nmse: float
 
     @property
     def explained(self) -> bool:
-        """Whether another argmax is within what the logits differ by anyway."""
-        return self.same_argmax or self.margin <= 2 * self.noise
+        """Whether another argmax is a near tie: logits all but agree, and differ by as much as the best two do."""
+        return self.same_argmax or (self.nmse < 0.01 and self.margin <= 2 * self.max_diff)
 
 
 @dataclass(frozen=True, slots=True)

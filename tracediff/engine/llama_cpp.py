@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from tracediff_reference.protocol import Message, Node, Options, Request
 
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
 from tracediff.names import Capture
-from tracediff_reference.protocol import Message, Node, Options, Request
 
 _LAST_LINES = 8
 
@@ -73,19 +73,20 @@ class LlamaCpp:
         model: Path,
         graph: Graph,
         prompt: Prompt,
-        out: Path,
+        out: Path | None,
         *,
         capture: Capture = "all",
         n_decode: int = 0,
         options: Options | None = None,
     ) -> None:
-        self.out = out
+        self.tokens: tuple[int, ...] = ()
+        self._out = out
         h = graph.hparams
         request = Request(
-            model=str(model), arch=h.arch, out=str(out), capture=capture, nodes=tuple(nodes(graph)),
+            model=str(model), arch=h.arch, out=str(out) if out else None, capture=capture, nodes=tuple(nodes(graph)),
             norm_weights=tuple(weight.name for weight in graph.norm_weights()), n_layer=h.n_layer,
             n_vocab=h.n_vocab, n_ctx_train=h.n_ctx, prompt=prompt.text, tokens=prompt.tokens,
-            n_decode=n_decode, options=options or Options(),
+            n_decode=n_decode, options=options or Options(), weights=graph.matmul_type,
         )  # fmt: skip
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._child = subprocess.Popen(
@@ -98,14 +99,15 @@ class LlamaCpp:
         self._child.stdin.write(msgspec.json.encode(request))
         self._child.stdin.close()
 
-    def wait(self, progress: Callable[[float], None] = lambda fraction: None) -> Path:
-        """The trace's path when the child is done; raises EngineError with its last lines if it died."""
+    def wait(self, progress: Callable[[float], None] = lambda fraction: None) -> tuple[int, ...]:
+        """The prompt's tokens when the child is done; raises EngineError with its last lines if it died."""
         error = None
         try:
             assert self._child.stdout
             for line in self._child.stdout:
                 message = msgspec.json.decode(line, type=Message)
                 error = message.error or error
+                self.tokens = message.tokens or self.tokens
                 if message.progress is not None:
                     progress(message.progress)
             code = self._child.wait()
@@ -114,7 +116,7 @@ class LlamaCpp:
             raise
         if code:
             raise EngineError(self._how_it_died(code, error))
-        return self.out
+        return self.tokens
 
     def stop(self) -> None:
         """End the child, whatever it does."""
@@ -132,6 +134,9 @@ class LlamaCpp:
             how = f"by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += " (out of memory?)"
-        return (
-            f"llama.cpp's process ended {how}. What it had recorded is in {self.out}. Its last lines:\n{said}"
-        )
+        return f"llama.cpp's process ended {how}. What it had recorded is in {self._out}. Its last lines:\n{said}"
+
+
+def tokenize(model: Path, graph: Graph, text: str) -> tuple[int, ...]:
+    """The token ids of a prompt, by llama.cpp's tokeniser."""
+    return LlamaCpp(model, graph, Prompt(text=text), None).wait()

@@ -1,6 +1,6 @@
 """The torch engine: runs a graph op by op, one slice of weights in memory at a time, and records each output."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tracediff.engine.recorder import Recorder
 from tracediff.errors import EngineError
-from tracediff.model.arithmetic import Arithmetic
+from tracediff.model.arithmetic import EXACT, Arithmetic, Scheme
 from tracediff.model.evaluate import evaluate
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.ops import causal
@@ -26,10 +26,18 @@ class StepInput:
 class TorchEngine:
     """A graph with its weights and a KV cache. One object runs one sequence."""
 
-    def __init__(self, graph: Graph, weights: Weights, arithmetic: dict[str, Arithmetic] | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        weights: Weights,
+        scheme: Scheme | None = None,
+        progress: Callable[[float], None] = lambda fraction: None,
+    ) -> None:
         self.graph = graph
         self.weights = weights
-        self._arithmetic = arithmetic or {}
+        self.logits = torch.empty(0)
+        self._scheme = scheme
+        self._progress = progress
         self._cached = graph.cached()
         self._past: dict[str, list[Tensor]] = {name: [] for name in self._cached}
         last_use = {name: op.name for op in graph for name in op.inputs}
@@ -50,16 +58,22 @@ class TorchEngine:
             self._past[name].append(values[name])
         hidden = causal(values["positions"], torch.cat(self._past["positions"]))
         result = torch.empty(0)
-        for op in self.graph:
-            arithmetic = self._arithmetic.get(op.name, Arithmetic())
-            result = evaluate(op, [*self._inputs(op, values)], self.weights, arithmetic)
+        for done, op in enumerate(self.graph, start=1):
+            result = evaluate(op, [*self._inputs(op, values)], self.weights, self._arithmetic(op))
             recorder.op(step, op.name, result, hidden if op.kind == "scores" else None)
             values[op.name] = result
             if op.name in self._cached:
                 self._past[op.name].append(result)
             for name in self._dead_after.get(op.name, ()):
                 values.pop(name, None)
+            self._progress(done / len(self.graph.ops))
+        self.logits = result
         return result
+
+    def _arithmetic(self, op: Op) -> Arithmetic:
+        if self._scheme is None:
+            return EXACT
+        return self._scheme.of(op.kind, self.weights.type_of(op.weights[0]) if op.weights else "F32")
 
     def record_weights(self, recorder: Recorder) -> None:
         """The norm weights as this engine holds them."""
@@ -79,4 +93,3 @@ class TorchEngine:
                     f"token id {token} is outside the vocabulary of {n_vocab:,} (0 to {n_vocab - 1}). "
                     "Were the ids made by another model's tokenizer?"
                 )
-

@@ -11,6 +11,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from tracediff.errors import EngineError
+
 
 def half(x: Tensor) -> Tensor:
     """To float16 and back."""
@@ -65,8 +67,16 @@ def q8_k(x: Tensor) -> Tensor:
 
 
 ROUNDINGS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {"f64": lambda x: x, "f32": single, "tf32": tf32, "f16": half, "bf16": bfloat, "q8_0": q8_0, "q8_1": q8_0,
-     "q8_K": q8_k}
+    {
+        "f64": lambda x: x,
+        "f32": single,
+        "tf32": tf32,
+        "f16": half,
+        "bf16": bfloat,
+        "q8_0": q8_0,
+        "q8_1": q8_0,
+        "q8_K": q8_k,
+    }
 )
 BLOCK = {"q8_0": 32, "q8_1": 32, "q8_K": 256}  # rows must be multiples of it
 
@@ -94,8 +104,8 @@ class Arithmetic:
 EXACT = Arithmetic()
 
 # The dot-product type of each weight type on ggml's CPU backend (ggml-cpu/ggml-cpu.c, type_traits_cpu).
-_Q8_0 = "Q4_0 Q5_0 Q8_0 IQ4_NL MXFP4".split()
-_Q8_K = "Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_XS TQ1_0 TQ2_0".split()
+_Q8_0 = ["Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4"]
+_Q8_K = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "TQ1_0", "TQ2_0"]
 _LLAMA_CPP_OPERANDS: Mapping[str, str] = MappingProxyType(
     {"F16": "f16", "BF16": "bf16", "Q4_1": "q8_1", "Q5_1": "q8_1"}
     | dict.fromkeys(_Q8_0, "q8_0")
@@ -148,3 +158,11 @@ SCHEMES = (
     Scheme("q8_0 activations", Arithmetic("q8_0")),
     Scheme("q8_K activations", Arithmetic("q8_K")),
 )
+
+
+def scheme_named(name: str) -> Scheme:
+    """One of SCHEMES by its name; raises EngineError with all names."""
+    for scheme in SCHEMES:
+        if scheme.name == name:
+            return scheme
+    raise EngineError(f"unknown arithmetic {name!r}. Known: {'; '.join(scheme.name for scheme in SCHEMES)}.")

@@ -87,7 +87,9 @@ class GGUFFile:
         for info in directory:
             placed = TensorInfo(info.name, info.shape, info.type, start + info.offset, info.nbytes)
             if placed.offset + placed.nbytes > len(self._bytes):
-                raise self._truncated(f"tensor {info.name!r} needs {info.nbytes:,} bytes at {placed.offset:,}")
+                raise self._truncated(
+                    f"tensor {info.name!r} needs {info.nbytes:,} bytes at {placed.offset:,}"
+                )
             self.tensors[info.name] = placed
 
     def raw(self, info: TensorInfo) -> memoryview:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from gguf.constants import GGML_QUANT_SIZES
+
 from tracediff.errors import ModelError
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.hparams import HParams
@@ -64,6 +66,7 @@ class Graph:
 
     hparams: HParams
     ops: Mapping[str, Op]
+    matmul_type: str  # ggml type of the matrices; where they are mixed, the one of fewest bits
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self.ops.values())
@@ -101,7 +104,11 @@ class Builder:
 
     def build(self) -> Graph:
         """The finished graph."""
-        return Graph(self.hparams, self._ops)
+        types = {
+            self._file.tensors[op.weights[0].name].type for op in self._ops.values() if op.kind == "linear"
+        }
+        smallest = min(types, key=lambda t: GGML_QUANT_SIZES[t][1] / GGML_QUANT_SIZES[t][0])
+        return Graph(self.hparams, self._ops, smallest.name)
 
     def blocks(self) -> Iterator[str]:
         """The prefix of each layer: blk.0, blk.1, ..."""
@@ -155,9 +162,7 @@ class Builder:
             )
         )  # fmt: skip
         axes: tuple[Axis, ...] = ("T", h.n_head * h.head_dim)
-        return self._append(
-            Op(f"{block}.attn_kqv", "weighted_values", (probs, v), axes, past=(False, True))
-        )
+        return self._append(Op(f"{block}.attn_kqv", "weighted_values", (probs, v), axes, past=(False, True)))
 
     def add(self, a: str, b: str, name: str) -> str:
         """A + b."""

@@ -71,7 +71,9 @@ def read_hparams(file: GGUFFile, pairing: Pairing) -> HParams:
         return value
 
     if optional("expert_count", 0):
-        raise ModelError(f"{file.path}: mixture-of-experts models ('{arch}.expert_count') are not supported yet.")
+        raise ModelError(
+            f"{file.path}: mixture-of-experts models ('{arch}.expert_count') are not supported yet."
+        )
     n_embd, n_head = int(required("embedding_length")), int(required("attention.head_count"))
     head_dim = int(optional("attention.key_length", n_embd // max(n_head, 1)))
     hparams = HParams(
@@ -95,7 +97,9 @@ def read_hparams(file: GGUFFile, pairing: Pairing) -> HParams:
 def _n_vocab(file: GGUFFile) -> int:
     """Rows of the embedding, the only vocabulary size that cannot lie (padding is real: 151,643 or 151,936)."""
     if "token_embd.weight" not in file.tensors:
-        raise ModelError(f"{file.path}: the required tensor 'token_embd.weight' is missing. Convert it again.")
+        raise ModelError(
+            f"{file.path}: the required tensor 'token_embd.weight' is missing. Convert it again."
+        )
     return file.tensors["token_embd.weight"].shape[0]
 
 

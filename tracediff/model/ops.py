@@ -58,7 +58,9 @@ def yarn_correction_range(rope: Rope) -> tuple[float, float]:
         turns = math.log(rope.n_ctx_orig / (rotations * 2 * math.pi))
         return rope.n_rot * turns / (2 * math.log(rope.theta))
 
-    return max(0, math.floor(pair_with(rope.beta_fast))), min(rope.n_rot - 1, math.ceil(pair_with(rope.beta_slow)))
+    return max(0, math.floor(pair_with(rope.beta_fast))), min(
+        rope.n_rot - 1, math.ceil(pair_with(rope.beta_slow))
+    )
 
 
 def rope(x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope) -> Tensor:
@@ -74,6 +76,9 @@ def rope(x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: R
     return torch.cat((turned, rest), -1).to(x.dtype)
 
 
+Mask = Callable[[Tensor, Tensor], Tensor]
+
+
 def scores(q: Tensor, k: Tensor) -> Tensor:
     """[T, H, D] x [S, G, D] -> [H, T, S]; query head h reads key head h // (H / G)."""
     groups = k.shape[1]
@@ -86,9 +91,11 @@ def causal(query_positions: Tensor, key_positions: Tensor) -> Tensor:
     return key_positions[None, :] > query_positions[:, None]
 
 
-def softmax(scores: Tensor, query_positions: Tensor, key_positions: Tensor, *, scale: float) -> Tensor:
+def softmax(
+    scores: Tensor, query_positions: Tensor, key_positions: Tensor, *, scale: float, mask: Mask = causal
+) -> Tensor:
     """Softmax over the visible keys of scores * scale: [H, T, S] -> [H, T, S]."""
-    hidden = causal(query_positions, key_positions)
+    hidden = mask(query_positions, key_positions)
     return torch.softmax((wide(scores) * scale).masked_fill(hidden, -math.inf), -1).to(scores.dtype)
 
 

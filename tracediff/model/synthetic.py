@@ -45,10 +45,26 @@ class Shape:
 
 
 QWEN25_05B = Shape(
-    n_layer=24, n_embd=896, n_head=14, n_head_kv=2, n_ff=4864, n_vocab=151_936, n_ctx=32_768, tied=True, loud=True
+    n_layer=24,
+    n_embd=896,
+    n_head=14,
+    n_head_kv=2,
+    n_ff=4864,
+    n_vocab=151_936,
+    n_ctx=32_768,
+    tied=True,
+    loud=True,
 )
 TINYLLAMA = Shape(
-    "llama", n_layer=22, n_embd=2048, n_head=32, n_head_kv=4, n_ff=5632, n_vocab=32_000, theta=10_000.0, eps=1e-5
+    "llama",
+    n_layer=22,
+    n_embd=2048,
+    n_head=32,
+    n_head_kv=4,
+    n_ff=5632,
+    n_vocab=32_000,
+    theta=10_000.0,
+    eps=1e-5,
 )
 DEMO = Shape(
     n_layer=8, n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_vocab=2048, tied=True, loud=True, n_ctx=4096
@@ -66,7 +82,7 @@ def write_model(path: Path, shape: Shape, weights: WeightType = "F16", seed: int
         # Rows that a block type cannot hold stay float16, as llama.cpp's quantiser falls back too.
         if tensor.ndim == 1 or weights == "F32":
             out.add_tensor(name, tensor)
-        elif weights == "F16" or tensor.shape[-1] % 32 and weights != "BF16":
+        elif weights == "F16" or (tensor.shape[-1] % 32 and weights != "BF16"):
             out.add_tensor(name, tensor.astype(np.float16))
         else:
             out.add_tensor(name, quants.quantize(tensor, kind), raw_dtype=kind)
@@ -116,9 +132,13 @@ def _metadata(out: GGUFWriter, s: Shape) -> None:
     out.add_rope_freq_base(s.theta)
     out.add_layer_norm_rms_eps(s.eps)
     for key, value in s.extra.items():
-        (out.add_string if isinstance(value, str) else out.add_uint32 if isinstance(value, int) else out.add_float32)(
-            f"{s.arch}.{key}", value
-        )
+        (
+            out.add_string
+            if isinstance(value, str)
+            else out.add_uint32
+            if isinstance(value, int)
+            else out.add_float32
+        )(f"{s.arch}.{key}", value)
 
 
 def _tokenizer(out: GGUFWriter, n_vocab: int) -> None:
@@ -150,7 +170,9 @@ def _tensors(s: Shape, rng: np.random.Generator):  # type: ignore[no-untyped-def
         # Rows and columns of different size, so that no two heads or channels look alike.
         rows = rng.uniform(0.6, 1.5, (n_out, 1)).astype(np.float32)
         columns = rng.uniform(0.6, 1.5, n_in).astype(np.float32)
-        return rng.standard_normal((n_out, n_in), np.float32) * rows * columns * np.float32(gain / np.sqrt(n_in))
+        return (
+            rng.standard_normal((n_out, n_in), np.float32) * rows * columns * np.float32(gain / np.sqrt(n_in))
+        )
 
     def norm(n: int, mean: float = 1.0) -> np.ndarray:
         return (mean * rng.uniform(0.4, 1.6, n)).astype(np.float32)

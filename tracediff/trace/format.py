@@ -26,6 +26,7 @@ class Header(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="tra
     arch: str | None = None
     model: str | None = None
     data: str | None = None
+    weights: str | None = None  # the matmul weights' ggml type, the coarsest where they are mixed
 
 
 class Values(Struct, frozen=True, omit_defaults=True):

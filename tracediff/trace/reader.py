@@ -91,7 +91,9 @@ class Trace:
             if isinstance(record, End):
                 ended = True
                 if record.records != number - 1:
-                    raise self._error(number, f"'end' counts {record.records} lines, but {number - 1} precede it")
+                    raise self._error(
+                        number, f"'end' counts {record.records} lines, but {number - 1} precede it"
+                    )
             elif isinstance(record, Values) and not self._fits(record):
                 if b'"type":"end"' in content[-64:].replace(b" ", b""):
                     raise self._error(number, self._short(record))
@@ -110,7 +112,9 @@ class Trace:
         if not isinstance(header, Header):
             raise self._error(1, 'not a trace: the first line must be {"type":"trace","version":1,...}')
         if header.version != VERSION:
-            raise self._error(1, f"trace version {header.version} is not supported; this is version {VERSION}")
+            raise self._error(
+                1, f"trace version {header.version} is not supported; this is version {VERSION}"
+            )
         self.header = header
         _ = self._data_bytes
         return header
@@ -142,10 +146,13 @@ class Trace:
 
     def _add_step(self, number: int, record: Step) -> None:
         if record.sequence:
-            raise self._error(number, "several sequences in one trace are not supported; trace them one by one")
+            raise self._error(
+                number, "several sequences in one trace are not supported; trace them one by one"
+            )
         if len(record.tokens) != len(record.positions) or not record.tokens:
             raise self._error(
-                number, f"step {record.step} has {len(record.tokens)} tokens and {len(record.positions)} positions"
+                number,
+                f"step {record.step} has {len(record.tokens)} tokens and {len(record.positions)} positions",
             )
         if self.steps and record.step <= max(self.steps):
             raise self._error(number, f"step {record.step} after step {max(self.steps)}: steps must ascend")
@@ -157,7 +164,8 @@ class Trace:
             raise self._error(number, f"op {record.op!r} of step {record.step}, which no 'step' record began")
         if record.step != max(self.steps):
             raise self._error(
-                number, f"op {record.op!r} of step {record.step} after step {max(self.steps)} began: out of order"
+                number,
+                f"op {record.op!r} of step {record.step} after step {max(self.steps)} began: out of order",
             )
         if (record.step, record.op) in self.ops:
             raise self._error(number, f"op {record.op!r} is recorded twice in step {record.step}")

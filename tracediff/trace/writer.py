@@ -29,7 +29,14 @@ class TraceWriter:
     Raises TraceError when the files cannot be written, a full disk included.
     """
 
-    def __init__(self, path: Path, engine: str, arch: str | None = None, model: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        engine: str,
+        arch: str | None = None,
+        model: str | None = None,
+        weights: str | None = None,
+    ) -> None:
         self.path = path
         self._data_path = path.with_suffix(".bin")
         self._lines = 0
@@ -39,7 +46,7 @@ class TraceWriter:
             self._data: BinaryIO = self._data_path.open("wb")
         except OSError as error:
             raise self._failed(error) from None
-        self._line(Header(VERSION, engine, arch, model, self._data_path.name))
+        self._line(Header(VERSION, engine, arch, model, self._data_path.name, weights))
 
     def __enter__(self) -> Self:
         return self
@@ -113,4 +120,3 @@ class TraceWriter:
             f"{self.path}: cannot write the trace: {error.strerror}. Free some space or choose another place "
             "with -o; --capture layers or --capture stats write far less. What was written so far is readable."
         )
-

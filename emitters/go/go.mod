@@ -1,0 +1,3 @@
+module tracediff
+
+go 1.18

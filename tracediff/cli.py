@@ -1,0 +1,422 @@
+"""The command line: the only place that prints and the only place that catches."""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import click
+import typer
+from rich.console import Console
+
+from tracediff import __version__
+from tracediff.errors import EngineError, TracediffError
+
+if TYPE_CHECKING:
+    from tracediff.engine.llama_cpp import Prompt
+    from tracediff.judge import Policy
+    from tracediff.model.graph import Graph
+    from tracediff.result import Result
+
+MATCH, DIVERGED, UNDECIDED, INTERRUPTED = 0, 1, 2, 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Find the first op at which an LLM engine goes wrong, and what the mistake is. llama.cpp is the reference.",
+    epilog="Exit code 0: nothing diverges. 1: something does. 2: it could not be decided.",
+)
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.", show_default=False)]
+PromptText = Annotated[str | None, typer.Option("-p", "--prompt", help="Text, tokenised by llama.cpp.")]
+Tokens = Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")]
+Decode = Annotated[int, typer.Option(min=0, help="Greedy decode steps after the prompt.")]
+DType = Annotated[
+    Literal["f64", "f32", "bf16", "f16"], typer.Option(help="What the torch engine computes in.")
+]
+Device = Annotated[str, typer.Option(help="cpu or cuda, for the torch engine.")]
+CaptureOption = Annotated[
+    Literal["all", "layers", "stats"],
+    typer.Option(help="Every op, the hidden states only, or statistics of every op."),
+]
+Fault = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Plant a mistake in the torch engine: NAME or NAME@LAYER. `tracediff faults` lists them."
+    ),
+]
+ArithmeticOption = Annotated[
+    str | None, typer.Option(help="Pin the arithmetic of the candidate, such as 'llama.cpp' or 'exact'.")
+]
+Tolerance = Annotated[
+    list[str] | None,
+    typer.Option(help="NMSE that may drift: 1e-6, or PATTERN=1e-6 for some ops; repeatable."),
+]
+Allow = Annotated[list[str] | None, typer.Option(help="Pattern of ops that one side may lack; repeatable.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
+Threads = Annotated[int, typer.Option(min=1, help="llama.cpp: threads.")]
+Ctx = Annotated[int, typer.Option(min=0, help="llama.cpp: context size; 0 for what is needed.")]
+Batch = Annotated[int, typer.Option(min=0, help="llama.cpp: batch size; 0 for the whole prompt.")]
+UBatch = Annotated[int, typer.Option(min=1, help="llama.cpp: micro-batch size.")]
+GpuLayers = Annotated[int, typer.Option(help="llama.cpp: layers on the GPU.")]
+FlashAttn = Annotated[bool, typer.Option(help="llama.cpp: flash attention, one op instead of three.")]
+KvType = Annotated[Literal["f32", "f16", "q8_0"], typer.Option(help="llama.cpp: type of the KV cache.")]
+ExtraBufts = Annotated[bool, typer.Option(help="llama.cpp: extra buffer types (repacked weights).")]
+
+
+def main() -> None:
+    """The entry point: runs a command and turns every expected failure into one message and an exit code."""
+    try:
+        code = app(standalone_mode=False)
+    except click.exceptions.Abort:
+        _complain("interrupted; what was traced so far is readable.")
+        code = INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        code = UNDECIDED
+    except TracediffError as error:
+        _complain(str(error))
+        code = UNDECIDED
+    except BrokenPipeError:  # the reader of our output went away: `tracediff ... | head`
+        sys.stderr.close()
+        code = UNDECIDED
+    except (OSError, MemoryError) as error:
+        _complain(f"{type(error).__name__}: {error}. Check the path, the permissions and the space left.")
+        code = UNDECIDED
+    sys.exit(code)
+
+
+def _complain(message: str) -> None:
+    print(f"tracediff: {message}", file=sys.stderr)  # noqa: T201
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Hold the options that belong to no command."""
+    if version:
+        print(__version__)  # noqa: T201
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    fault: Fault = None,
+    save: Annotated[Path | None, typer.Option(help="Keep the model and the traces in this folder.")] = None,
+    json: Json = None,
+) -> int:
+    """Make a small model as loud as a real one, plant a fault in the torch engine, trace both, and report."""
+    from tracediff.demo import FAULT, PROMPT, make_model
+
+    with _folder(save) as folder:
+        return run(
+            make_model(folder), prompt=PROMPT, decode=1, fault=fault or [FAULT], save=folder, json=json
+        )
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: PromptText = None,
+    tokens: Tokens = None,
+    decode: Decode = 0,
+    dtype: DType = "f32",
+    device: Device = "cpu",
+    capture: CaptureOption = "all",
+    fault: Fault = None,
+    arithmetic: ArithmeticOption = None,
+    tolerance: Tolerance = None,
+    allow: Allow = None,
+    save: Annotated[Path | None, typer.Option(help="Keep the traces in this folder.")] = None,
+    json: Json = None,
+    threads: Threads = 2,
+    ctx: Ctx = 0,
+    batch: Batch = 0,
+    ubatch: UBatch = 512,
+    gpu_layers: GpuLayers = 0,
+    flash_attn: FlashAttn = False,
+    kv_type: KvType = "f32",
+    extra_bufts: ExtraBufts = False,
+) -> int:
+    """Trace a model in llama.cpp and in torch, compare the two, and report."""
+    from tracediff_reference.protocol import Options
+
+    from tracediff.engine.llama_cpp import LlamaCpp
+    from tracediff.model.families import load_graph
+
+    options = Options(
+        threads=threads, n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, gpu_layers=gpu_layers,
+        flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
+    )  # fmt: skip
+    graph = load_graph(model)
+    given = _prompt(prompt, tokens, graph)
+    policy = _policy(tolerance, [*(allow or []), *(("attn_scores", "attn_probs") if flash_attn else ())])
+    with _folder(save) as folder, _progress() as progress:
+        reference, candidate = folder / "reference.trace", folder / "candidate.trace"
+        child = LlamaCpp(model, graph, given, reference, capture=capture, n_decode=decode, options=options)
+        try:
+            from tracediff.engine.torch_run import (
+                TorchOptions,
+                trace_torch,
+            )  # while llama.cpp works: 2 s of imports
+            from tracediff.pipeline import compare_traces
+            from tracediff.trace.reader import Trace
+
+            child.wait(lambda fraction: progress("llama.cpp", fraction))
+        except BaseException:
+            child.stop()
+            raise
+        _show_tokens(given, child.tokens)
+        torch_options = TorchOptions(
+            dtype=dtype, device=device, capture=capture, arithmetic=arithmetic, faults=tuple(fault or ())
+        )
+        steps = [*Trace(reference).steps.values()]
+        trace_torch(model, candidate, torch_options, steps=steps, progress=lambda f: progress("torch", f))
+        result = compare_traces(
+            reference,
+            candidate,
+            model=None if capture == "stats" else model,
+            policy=policy,
+            progress=progress,
+        )
+    return _report(result, json)
+
+
+@app.command()
+def trace(
+    model: Model,
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="The trace to write: OUT.trace, and OUT.bin beside it.")
+    ],
+    engine: Annotated[Literal["torch", "llama.cpp"], typer.Option(help="Which engine to trace.")] = "torch",
+    prompt: PromptText = None,
+    tokens: Tokens = None,
+    decode: Decode = 0,
+    dtype: DType = "f32",
+    device: Device = "cpu",
+    capture: CaptureOption = "all",
+    fault: Fault = None,
+    arithmetic: ArithmeticOption = None,
+    threads: Threads = 2,
+    ctx: Ctx = 0,
+    batch: Batch = 0,
+    ubatch: UBatch = 512,
+    gpu_layers: GpuLayers = 0,
+    flash_attn: FlashAttn = False,
+    kv_type: KvType = "f32",
+    extra_bufts: ExtraBufts = False,
+) -> int:
+    """Trace one engine."""
+    from tracediff_reference.protocol import Options
+
+    from tracediff.engine.llama_cpp import LlamaCpp, tokenize
+    from tracediff.model.families import load_graph
+
+    graph = load_graph(model)
+    given = _prompt(prompt, tokens, graph)
+    with _progress() as progress:
+        if engine == "llama.cpp":
+            options = Options(
+                threads=threads, n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, gpu_layers=gpu_layers,
+                flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
+            )  # fmt: skip
+            child = LlamaCpp(model, graph, given, out, capture=capture, n_decode=decode, options=options)
+            ids = child.wait(lambda fraction: progress("llama.cpp", fraction))
+        else:
+            from tracediff.engine.torch_run import TorchOptions, trace_torch
+
+            ids = given.tokens or tokenize(model, graph, given.text or "")
+            torch_options = TorchOptions(
+                dtype=dtype, device=device, capture=capture, arithmetic=arithmetic, faults=tuple(fault or ())
+            )
+            trace_torch(model, out, torch_options, ids, decode, progress=lambda f: progress("torch", f))
+    _show_tokens(given, ids)
+    _say(f"wrote {out}")
+    return MATCH
+
+
+@app.command()
+def compare(
+    reference: Annotated[Path, typer.Argument(help="The trace that is right.")],
+    candidate: Annotated[Path, typer.Argument(help="The trace to judge.")],
+    model: Annotated[Path | None, typer.Option(help="The GGUF file: replay, floors and causes.")] = None,
+    arithmetic: ArithmeticOption = None,
+    tolerance: Tolerance = None,
+    allow: Allow = None,
+    json: Json = None,
+) -> int:
+    """Compare two traces: op by op with the model, by drift alone without."""
+    from tracediff.pipeline import compare_traces
+
+    policy = _policy(tolerance, allow)
+    with _progress() as progress:
+        result = compare_traces(
+            reference, candidate, model=model, policy=policy, arithmetic=arithmetic, progress=progress
+        )
+    return _report(result, json)
+
+
+@app.command()
+def check(
+    trace: Annotated[Path, typer.Argument(help="The trace to judge.")],
+    model: Annotated[Path, typer.Option(help="The GGUF file that it was made with.")],
+    arithmetic: ArithmeticOption = None,
+    json: Json = None,
+) -> int:
+    """Judge one trace by replay alone: no reference needed."""
+    from tracediff.pipeline import check_trace
+
+    with _progress() as progress:
+        result = check_trace(trace, model, arithmetic=arithmetic, progress=progress)
+    return _report(result, json)
+
+
+@app.command()
+def inspect(what: Annotated[Path, typer.Argument(metavar="MODEL_OR_TRACE")]) -> int:
+    """List the ops that an engine should write for a model, or the records of a trace."""
+    from tracediff.report.inspect import model_table, trace_table
+
+    if _is_gguf(what):
+        from tracediff.model.families import load_graph
+
+        _console().print(model_table(load_graph(what)))
+    else:
+        from tracediff.trace.reader import Trace
+
+        _console().print(trace_table(Trace(what)))
+    return MATCH
+
+
+@app.command()
+def faults() -> int:
+    """List the mistakes that can be planted and recognised."""
+    from rich.table import Table
+
+    from tracediff.diagnose.bank import BANK
+
+    table = Table("name", "mistake", "ops", "look at", box=None, padding=(0, 2, 0, 0))
+    for mistake in BANK.values():
+        table.add_row(mistake.name, mistake.text, ", ".join(mistake.ops), mistake.look)
+    _console().print(table)
+    return MATCH
+
+
+# --- what the commands share ---------------------------------------------------------------------------------------
+
+
+def _prompt(text: str | None, tokens: str | None, graph: "Graph") -> "Prompt":
+    from tracediff.engine.llama_cpp import Prompt
+
+    if (text is None) == (tokens is None):
+        raise EngineError("give the prompt either as text with -p or as ids with --tokens 1,2,3.")
+    if tokens is None:
+        if not text:
+            raise EngineError("the prompt is empty. Give some text with -p, or ids with --tokens 1,2,3.")
+        return Prompt(text=text)
+    try:
+        ids = tuple(int(part) for part in tokens.split(",") if part.strip())
+    except ValueError:
+        raise EngineError(
+            f"--tokens {tokens!r}: ids are whole numbers with commas between, as in 1,2,3."
+        ) from None
+    if not ids:
+        raise EngineError("the prompt is empty: --tokens names no ids.")
+    n_vocab = graph.hparams.n_vocab
+    for token in ids:
+        if not 0 <= token < n_vocab:
+            raise EngineError(
+                f"token id {token} is outside the vocabulary of {n_vocab:,} (0 to {n_vocab - 1}). "
+                "Were the ids made by another model's tokenizer?"
+            )
+    return Prompt(tokens=ids)
+
+
+def _policy(tolerance: list[str] | None, allow: list[str] | None) -> "Policy":
+    from tracediff.judge import Policy
+
+    tolerances = {}
+    for item in tolerance or ():
+        pattern, _, value = item.rpartition("=")
+        try:
+            tolerances[pattern or "*"] = float(value)
+        except ValueError:
+            raise TracediffError(
+                f"--tolerance {item!r}: give an NMSE such as 1e-6, or PATTERN=1e-6."
+            ) from None
+    return Policy(tolerances, tuple(allow or ()))
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError as error:
+        raise TracediffError(f"{path}: cannot open it: {error.strerror}. Check the path.") from None
+
+
+@contextmanager
+def _folder(save: Path | None) -> Iterator[Path]:
+    if save:
+        save.mkdir(parents=True, exist_ok=True)
+        yield save
+        return
+    with tempfile.TemporaryDirectory(prefix="tracediff-") as name:
+        yield Path(name)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar per stage on standard error, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda stage, fraction: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(stage: str, fraction: float) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=1.0)
+            bars.update(tasks[stage], completed=fraction)
+
+        yield show
+
+
+def _console() -> Console:
+    """Standard output; in a pipe plain text, 100 columns wide unless COLUMNS says otherwise."""
+    import os
+
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=100 if piped else None, highlight=False, soft_wrap=False)
+
+
+def _report(result: "Result", json: Path | None) -> int:
+    if json:
+        from tracediff.report.json_report import render as render_json
+
+        text = render_json(result)
+        if str(json) == "-":
+            sys.stdout.write(text)
+        else:
+            json.write_text(text)
+    if str(json) != "-":
+        from tracediff.report.terminal import render
+
+        console = _console()
+        console.print(render(result, console.width))
+    return DIVERGED if result.verdict == "diverged" else MATCH
+
+
+def _show_tokens(given: "Prompt", tokens: tuple[int, ...]) -> None:
+    if given.text is not None:
+        _say(f"{len(tokens)} tokens: {','.join(map(str, tokens))}")
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)  # noqa: T201

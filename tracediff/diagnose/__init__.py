@@ -1,0 +1,1 @@
+"""Causes: known mistakes as small changes to a graph, which plant faults and explain them alike."""

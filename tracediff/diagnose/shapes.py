@@ -1,0 +1,109 @@
+"""The shape of an error that no known mistake explains: facts with figures, never a guess."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_CLOSE = 1e-6  # NMSE that a stated relation may leave
+
+
+def describe(recorded: Tensor, exact: Tensor, bound: Tensor | None = None) -> str:
+    """What sets `recorded` apart from `exact` (both [T, ...] or [H, T, S]), in one line."""
+    return "; ".join(_facts(recorded, exact)) or "no simple relation to the right values"
+
+
+def _facts(y: Tensor, x: Tensor) -> Iterator[str]:
+    finite = torch.isfinite(y)
+    if not bool(finite.all()):
+        where = tuple(int(i) for i in torch.nonzero(~finite)[0])
+        yield f"{int((~finite).sum())} of {y.numel()} values are NaN or Inf, the first at {list(where)}"
+        return
+    if not bool(y.any()):
+        yield "all values are zero"
+        return
+    ratio = float((y * x).sum() / x.square().sum().clamp(min=1e-300))
+    if _nmse(y, ratio * x) < _CLOSE:
+        yield f"every value is {ratio:.6g} times what it should be{_name_ratio(ratio, x)}"
+        return
+    difference = y - x
+    if (
+        y.ndim >= 2
+        and len(y) > 2
+        and _nmse(difference, difference.mean(0, keepdim=True).expand_as(difference)) < 1e-4
+    ):
+        yield "the same vector is added for every token, as a bias would be"
+    yield from _places(difference, x)
+    if y.ndim >= 2 and _same_values(y, x):
+        yield from _permutation(y, x)
+
+
+def _nmse(a: Tensor, b: Tensor) -> float:
+    signal = float(b.square().sum())
+    return float((a - b).square().sum()) / signal if signal else math.inf
+
+
+def _name_ratio(ratio: float, x: Tensor) -> str:
+    """The usual suspects among constant factors."""
+    n = x.shape[-1]
+    for name, value in (("sqrt(n)", math.sqrt(n)), ("n", n), ("1/sqrt(n)", n**-0.5), ("1/n", 1 / n)):
+        if math.isclose(abs(ratio), value, rel_tol=1e-3):
+            return f" ({name} of its {n} channels)"
+    return ""
+
+
+def _places(difference: Tensor, x: Tensor) -> Iterator[str]:
+    """Along which axes the error is confined."""
+    size = difference.abs()
+    wrong = size > 1e-4 * x.abs().amax().clamp(min=1e-300)
+    names = {2: ("token", "channel"), 3: ("token", "head", "channel")}.get(x.ndim, ())
+    for axis, name in enumerate(names):
+        others = [i for i in range(x.ndim) if i != axis]
+        bad = torch.nonzero(
+            wrong.any(dim=others[-1]).any(dim=others[0]) if len(others) == 2 else wrong.any(dim=others[0])
+        ).flatten()
+        if 0 < len(bad) < x.shape[axis]:
+            yield f"wrong in {len(bad)} of {x.shape[axis]} {name}s: {_ranges(bad.tolist())}"
+    share = float(wrong.double().mean())
+    if 0 < share < 1:
+        yield f"{share:.1%} of the values are off by more than 1e-4 of the largest"
+
+
+def _ranges(indices: list[int]) -> str:
+    """1, 2, 3, 7 -> "1-3, 7"; long lists are cut, and an even stride is named."""
+    if len(indices) > 2 and len({b - a for a, b in zip(indices, indices[1:], strict=False)}) == 1:
+        step = indices[1] - indices[0]
+        if step > 1:
+            return f"every {step}th from {indices[0]} to {indices[-1]}"
+    parts, start = [], indices[0]
+    for a, b in zip(indices, [*indices[1:], -1], strict=True):
+        if b != a + 1:
+            parts.append(str(start) if start == a else f"{start}-{a}")
+            start = b
+    return ", ".join(parts[:6]) + (", ..." if len(parts) > 6 else "")
+
+
+def _same_values(y: Tensor, x: Tensor) -> bool:
+    return _nmse(y.flatten().sort().values, x.flatten().sort().values) < _CLOSE
+
+
+def _permutation(y: Tensor, x: Tensor) -> Iterator[str]:
+    """The same values elsewhere: which axis was permuted, and how."""
+    for axis, name in enumerate({2: ("token", "channel"), 3: ("token", "head", "channel")}.get(x.ndim, ())):
+        a = x.movedim(axis, 0).flatten(1)
+        b = y.movedim(axis, 0).flatten(1)
+        if len(a) > 4096:
+            continue
+        source = torch.cdist(b, a).argmin(1)
+        if _nmse(b, a[source]) < _CLOSE:
+            order = source.tolist()
+            n = len(order)
+            how = (
+                "reversed"
+                if order == list(range(n))[::-1]
+                else f"in the order {', '.join(map(str, order[:8]))}..."
+            )
+            yield f"the right values with {name}s {how}"
+            return
+    yield "the right values in another order"

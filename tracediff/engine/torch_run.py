@@ -1,0 +1,90 @@
+"""One trace by the torch engine: from a GGUF file and tokens to a trace file."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tracediff import __version__
+from tracediff.engine.recorder import DTYPES, Recorder
+from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.errors import EngineError
+from tracediff.model.arithmetic import scheme_named
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.weights import Weights
+from tracediff.names import Capture
+from tracediff.trace.format import Step
+from tracediff.trace.writer import TraceWriter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptions:
+    """How the torch engine is to run. `arithmetic` names one of SCHEMES; `faults` are planted in the graph."""
+
+    dtype: str = "f32"
+    device: str = "cpu"
+    capture: Capture = "all"
+    arithmetic: str | None = None
+    faults: tuple[str, ...] = ()
+
+
+def trace_torch(
+    model: Path,
+    out: Path,
+    options: TorchOptions,
+    tokens: Sequence[int] = (),
+    n_decode: int = 0,
+    steps: Sequence[Step] = (),
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> Path:
+    """Write a trace of the prompt `tokens` and `n_decode` greedy steps, or of exactly the given `steps`.
+
+    Raises EngineError for a device that is absent or tokens that do not fit, ModelError for the file.
+    """
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise EngineError(
+            "--device cuda: this torch sees no CUDA device. Use --device cpu, or check nvidia-smi and that torch "
+            f"is a CUDA build (this one is {torch.__version__})."
+        )
+    file = GGUFFile(model)
+    graph = build_graph(file)
+    for fault in options.faults:
+        from tracediff.diagnose.bank import plant
+
+        graph = plant(graph, file, fault)
+    _check_length(len(tokens) + n_decode, graph.hparams.n_ctx)
+    weights = Weights(file, DTYPES[options.dtype], options.device)
+    scheme = scheme_named(options.arithmetic) if options.arithmetic else None
+    engine = TorchEngine(graph, weights, scheme, progress)
+    name = f"tracediff torch {__version__} ({options.dtype}, {options.device})"
+    name += f", with {', '.join(options.faults)} planted" if options.faults else ""
+    with TraceWriter(out, name, graph.hparams.arch, model.name, graph.matmul_type) as writer:
+        recorder = Recorder(writer, options.capture)
+        engine.record_weights(recorder)
+        for step, given in _given(steps) if steps else _greedy(engine, tokens, n_decode):
+            engine.run(step, given, recorder)
+    return out
+
+
+def _given(steps: Sequence[Step]) -> Iterator[tuple[int, StepInput]]:
+    for step in steps:
+        yield step.step, StepInput(step.tokens, step.positions)
+
+
+def _greedy(engine: TorchEngine, tokens: Sequence[int], n_decode: int) -> Iterator[tuple[int, StepInput]]:
+    if not tokens:
+        raise EngineError(
+            "the prompt is empty: no tokens. Give some text with -p or ids with --tokens 1,2,3."
+        )
+    yield 0, StepInput(tuple(tokens), tuple(range(len(tokens))))
+    for step in range(1, n_decode + 1):
+        yield step, StepInput((int(engine.logits[-1].argmax()),), (len(tokens) + step - 1,))
+
+
+def _check_length(need: int, n_ctx: int) -> None:
+    if need > n_ctx:
+        raise EngineError(
+            f"{need} tokens, prompt and decode steps, do not fit the context of {n_ctx}. Shorten the prompt."
+        )

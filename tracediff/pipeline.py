@@ -1,0 +1,174 @@
+"""The arrow diagram as code: traces -> align -> compare -> replay -> judge -> diagnose -> result."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tracediff.align import Pair, plan, same_input
+from tracediff.compare import compare_values
+from tracediff.judge import Policy, coarsest, drift_of_statistics, judge, verdict
+from tracediff.logits import compare_logits
+from tracediff.names import kind_of, layer_of
+from tracediff.result import Drift, OpResult, Result, Side, Statistics
+from tracediff.trace.format import OpRecord
+from tracediff.trace.reader import Trace
+from tracediff.weights import compare_weights
+
+if TYPE_CHECKING:
+    from tracediff.diagnose.explain import Judged
+
+Progress = Callable[[str, float], None]
+
+
+def compare_traces(
+    reference: Path,
+    candidate: Path,
+    *,
+    model: Path | None = None,
+    policy: Policy | None = None,
+    arithmetic: str | None = None,
+    progress: Progress = lambda stage, fraction: None,
+) -> Result:
+    """The candidate's trace against the reference's; with the model, every op of both is replayed too."""
+    policy = policy or Policy()
+    r, c = Trace(reference), Trace(candidate)
+    same_input(r, c)
+    pairs = plan(r, c)
+    measured = _measure(pairs, r, c, policy, progress)
+    notes = [f"{trace.path}: {trace.cut}" for trace in (r, c) if trace.cut]
+    explain: Callable[[list[OpResult]], list[OpResult]] = list
+    if model:
+        ours = _replayed(c, model, arithmetic, lambda f: progress("replay the candidate", f))
+        theirs = _replayed(r, model, None, lambda f: progress("replay the reference", f))
+        measured = [
+            replace(op, local=ours.locals.get(key), reference_local=theirs.locals.get(key))
+            for op in measured
+            for key in [(op.step, op.op)]
+        ]
+        explain = ours.explain
+    return _result(measured, r, c, model, policy, explain, notes)
+
+
+def check_trace(
+    trace: Path,
+    model: Path,
+    *,
+    policy: Policy | None = None,
+    arithmetic: str | None = None,
+    progress: Progress = lambda stage, fraction: None,
+) -> Result:
+    """One trace judged by replay alone."""
+    c = Trace(trace)
+    judged = _replayed(c, model, arithmetic, lambda f: progress("replay", f))
+    ops = []
+    for (step, name), record in c.ops.items():
+        statistics = record_statistics(record, c)
+        ops.append(
+            OpResult(
+                name,
+                step,
+                layer_of(name),
+                kind_of(name),
+                "ok",
+                None,
+                statistics,
+                local=judged.locals.get((step, name)),
+            )
+        )
+    notes = [f"{c.path}: {c.cut}"] if c.cut else []
+    return _result(ops, None, c, model, policy or Policy(), judged.explain, notes)
+
+
+def _result(
+    measured: list[OpResult],
+    reference: Trace | None,
+    candidate: Trace,
+    model: Path | None,
+    policy: Policy,
+    explain: Callable[[list[OpResult]], list[OpResult]],
+    notes: Iterable[str],
+) -> Result:
+    ops = explain(judge(measured, policy))
+    weights = list(compare_weights(reference, candidate, model))
+    outcome, first = verdict(ops, weights, policy)
+    return Result(
+        verdict=outcome,
+        first_divergence=first,
+        ops=tuple(ops),
+        weights=tuple(weights),
+        logits=tuple(compare_logits(reference, candidate, model)) if reference else (),
+        reference=_side(reference) if reference else None,
+        candidate=_side(candidate),
+        tokens=tuple(candidate.tokens),
+        steps=tuple(candidate.steps),
+        notes=tuple(notes),
+    )
+
+
+def _side(trace: Trace) -> Side:
+    return Side(str(trace.path), trace.header.engine, trace.header.model, len(trace.ops), trace.cut)
+
+
+def _replayed(
+    trace: Trace, model: Path, arithmetic: str | None, progress: Callable[[float], None]
+) -> "Judged":
+    """Replay needs torch, which `compare` without a model does without."""
+    from tracediff.diagnose.explain import replay_and_explain
+
+    return replay_and_explain(trace, model, arithmetic, progress)
+
+
+def _measure(pairs: list[Pair], r: Trace, c: Trace, policy: Policy, progress: Progress) -> list[OpResult]:
+    """Drift of every pair, two at a time: numpy leaves the interpreter while it computes."""
+    storages = [record.dtype for pair in pairs for record in (pair.reference, pair.candidate) if record]
+    coarse = coarsest(storages, [r.header.weights, c.header.weights])
+    done = []
+    with ThreadPoolExecutor(2) as pool:
+        for result in pool.map(
+            lambda pair: _measure_pair(pair, r, c, policy.tolerance(pair.op, coarse)), pairs
+        ):
+            done.append(result)
+            progress("compare", len(done) / len(pairs))
+    return done
+
+
+def _measure_pair(pair: Pair, r: Trace, c: Trace, tolerance: float) -> OpResult:
+    where = (pair.op, pair.step, layer_of(pair.op), kind_of(pair.op))
+    if pair.problem or not pair.reference or not pair.candidate:
+        sides = [
+            record_statistics(record, trace) if record else None
+            for record, trace in ((pair.reference, r), (pair.candidate, c))
+        ]
+        return OpResult(*where, "unmatched", *sides, note=pair.problem)
+    reference, candidate, drift = _drift(pair.reference, pair.candidate, r, c)
+    return OpResult(*where, "ok", reference, candidate, drift, tolerance)
+
+
+def _drift(a: OpRecord, b: OpRecord, r: Trace, c: Trace) -> tuple[Statistics, Statistics, Drift | None]:
+    if a.has_data and b.has_data:
+        return compare_values(r.values(a), c.values(b), _hidden(a, r))
+    reference, candidate = record_statistics(a, r), record_statistics(b, c)
+    return reference, candidate, drift_of_statistics(reference, candidate, a.size)
+
+
+def record_statistics(record: OpRecord, trace: Trace) -> Statistics:
+    """As recorded, or computed from the data."""
+    if record.has_statistics or not record.has_data:
+        return Statistics(record.min, record.max, record.mean, record.rms, record.nan, record.inf)
+    values = trace.values(record)
+    return compare_values(values, values, _hidden(record, trace))[0]
+
+
+def _hidden(record: OpRecord, trace: Trace) -> np.ndarray | None:
+    """Which scores the causal mask will hide, [T, S]; None for other ops."""
+    if kind_of(record.op) != "scores" or len(record.shape) != 3:
+        return None
+    queries = np.array(trace.steps[record.step].positions)
+    keys = np.concatenate([step.positions for number, step in trace.steps.items() if number <= record.step])
+    if record.shape[1:] != (len(queries), len(keys)):
+        return None
+    return keys[None, :] > queries[:, None]

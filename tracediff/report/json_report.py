@@ -1,0 +1,64 @@
+"""The result as JSON, schema tracediff/1. Not json.py: that name is the standard library's."""
+
+import msgspec
+
+from tracediff.result import OpResult, Result
+
+SCHEMA = "tracediff/1"
+
+
+def render(result: Result) -> str:
+    """One JSON object; what is not finite becomes null."""
+    first = result.first_divergence
+    document = {
+        "schema": SCHEMA,
+        "verdict": result.verdict,
+        "first_divergence": first,
+        "faulty": [_faulty(op) for op in result.faulty],
+        "ops": [_op(op) for op in result.ops],
+        "weights": result.weights,
+        "logits": {str(logits.step): logits for logits in result.logits},
+        "reference": result.reference,
+        "candidate": result.candidate,
+        "tokens": result.tokens,
+        "notes": result.notes,
+    }
+    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+
+
+def _faulty(op: OpResult) -> dict[str, object]:
+    local = op.local
+    return {
+        "op": op.op,
+        "step": op.step,
+        "local_nmse": local.nmse if local else None,
+        "floor": local.floor if local else None,
+        "segment": local.segment if local else (),
+        "cause": op.cause,
+        "shape": op.shape,
+    }
+
+
+def _op(op: OpResult) -> dict[str, object]:
+    drift, local = op.drift, op.local
+    return {
+        "op": op.op,
+        "step": op.step,
+        "status": op.status,
+        "reference": op.reference,
+        "candidate": op.candidate,
+        "nmse": drift.nmse if drift else None,
+        "cosine": drift.cosine if drift else None,
+        "max_abs": drift.max_abs if drift else None,
+        "worst": drift.worst if drift else None,
+        "first_token_nmse": drift.first_token_nmse if drift else None,
+        "other_tokens_nmse": drift.other_tokens_nmse if drift else None,
+        "tolerance": op.tolerance,
+        "local_nmse": local.nmse if local else None,
+        "reference_local_nmse": op.reference_local.nmse if op.reference_local else None,
+        "floor": local.floor if local else None,
+        "excess": local.excess if local else None,
+        "arithmetic": local.arithmetic if local else None,
+        "segment": local.segment if local else None,
+        "note": op.note,
+    }
