@@ -29,17 +29,13 @@ def trace(request: Request, send: Callable[[Message], None]) -> None:
     llama.llama_model_free(model)
 
 
-def _trace(
-    request: Request, model: llama.llama_model_p, tokens: list[int], progress: Callable[[float], None]
-) -> None:
+def _trace(request: Request, model: llama.llama_model_p, tokens: list[int], progress: Callable[[float], None]) -> None:
     _check_length(request, len(tokens))
     engine = f"llama.cpp (llama-cpp-python {ggml.llama_version()})"
     model_name = Path(request.model).name
     with TraceWriter(Path(request.out or ""), engine, request.arch, model_name, request.weights) as writer:
         observer = Observer(request, writer, progress)
-        context, _callback = _context(
-            request.options, model, len(tokens) + request.n_decode, len(tokens), observer
-        )
+        context, _callback = _context(request.options, model, len(tokens) + request.n_decode, len(tokens), observer)
         position = 0
         for step in range(request.n_decode + 1):
             writer.step(step, tokens, range(position, position + len(tokens)))
@@ -71,9 +67,7 @@ def _tokens(request: Request, model: llama.llama_model_p) -> list[int]:
     if n < 0:
         raise EngineError(f"llama.cpp cannot tokenise the prompt (it answered {n}).")
     if n == 0:
-        raise EngineError(
-            "the prompt is empty: no tokens. Give some text with -p or ids with --tokens 1,2,3."
-        )
+        raise EngineError("the prompt is empty: no tokens. Give some text with -p or ids with --tokens 1,2,3.")
     return list(buffer[:n])
 
 
@@ -143,9 +137,7 @@ def _check_seen(observer: Observer, request: Request) -> None:
     missing = [
         node.role
         for node in request.nodes
-        if node.axes is not None
-        and node.role not in observer.seen
-        and not node.role.endswith(hidden or ("\0",))
+        if node.axes is not None and node.role not in observer.seen and not node.role.endswith(hidden or ("\0",))
     ]
     if missing:
         raise EngineError(

@@ -124,9 +124,7 @@ def values(tensor: Tensor) -> np.ndarray:
     """A tensor's values, C order (reversed ne), valid until the callback returns. Raises EngineError by type."""
     dtype = _DTYPES.get(tensor.type)
     if dtype is None:
-        raise EngineError(
-            f"node {tensor.name.decode()!r} has ggml type {tensor.type}, which is not recorded."
-        )
+        raise EngineError(f"node {tensor.name.decode()!r} has ggml type {tensor.type}, which is not recorded.")
     size = library().ggml_nbytes(ctypes.byref(tensor))
     if library().ggml_backend_buffer_is_host(tensor.buffer):
         memory = (ctypes.c_char * size).from_address(tensor.data)

@@ -59,9 +59,7 @@ class Observer:
         op = self._describe(address, tensor)
         if op in _VIEWS:
             return False
-        sources = frozenset(
-            role for source in tensor.src if source and (role := self._role(source)) is not None
-        )
+        sources = frozenset(role for source in tensor.src if source and (role := self._role(source)) is not None)
         node = self._nodes.get((op, sources))
         if op == "GET_ROWS" and node:
             self._roles.clear()  # the first node of a graph: addresses mean new nodes from here on
@@ -123,9 +121,7 @@ class Observer:
 class _Pieces:
     """One op of one step, which llama.cpp computes in as many pieces as there are micro-batches."""
 
-    def __init__(
-        self, op: str, axes: tuple[int | str, ...], step: int, positions: range, statistics: bool
-    ) -> None:
+    def __init__(self, op: str, axes: tuple[int | str, ...], step: int, positions: range, statistics: bool) -> None:
         sizes = {"T": len(positions), "S": positions.stop}
         self._op, self._step = op, step
         self._shape = tuple(sizes[axis] if isinstance(axis, str) else axis for axis in axes)

@@ -43,9 +43,7 @@ def same_input(reference: Trace, candidate: Trace) -> None:
             raise MismatchError(_tokens_differ(number, a_step.tokens, b_step.tokens, reference, candidate))
 
 
-def _tokens_differ(
-    step: int, a: tuple[int, ...], b: tuple[int, ...], reference: Trace, candidate: Trace
-) -> str:
+def _tokens_differ(step: int, a: tuple[int, ...], b: tuple[int, ...], reference: Trace, candidate: Trace) -> str:
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     message = (
         f"the token ids differ in step {step}, first at index {at}: every value after it differs for that reason alone.\n"
@@ -63,9 +61,7 @@ def _explain_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> str:
     if a[1:] == b:
         return f"The candidate lacks the reference's first token {a[0]}: a BOS that was not added?"
     if b[1:] == a:
-        return (
-            f"The candidate has one more token in front, {b[0]}: a BOS added where none belongs, or doubled?"
-        )
+        return f"The candidate has one more token in front, {b[0]}: a BOS added where none belongs, or doubled?"
     return ""
 
 

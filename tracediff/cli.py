@@ -35,9 +35,7 @@ Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.", sho
 PromptText = Annotated[str | None, typer.Option("-p", "--prompt", help="Text, tokenised by llama.cpp.")]
 Tokens = Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")]
 Decode = Annotated[int, typer.Option(min=0, help="Greedy decode steps after the prompt.")]
-DType = Annotated[
-    Literal["f64", "f32", "bf16", "f16"], typer.Option(help="What the torch engine computes in.")
-]
+DType = Annotated[Literal["f64", "f32", "bf16", "f16"], typer.Option(help="What the torch engine computes in.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda, for the torch engine.")]
 CaptureOption = Annotated[
     Literal["all", "layers", "stats"],
@@ -45,9 +43,7 @@ CaptureOption = Annotated[
 ]
 Fault = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Plant a mistake in the torch engine: NAME or NAME@LAYER. `tracediff faults` lists them."
-    ),
+    typer.Option(help="Plant a mistake in the torch engine: NAME or NAME@LAYER. `tracediff faults` lists them."),
 ]
 ArithmeticOption = Annotated[
     str | None, typer.Option(help="Pin the arithmetic of the candidate, such as 'llama.cpp' or 'exact'.")
@@ -114,9 +110,7 @@ def demo(
     from tracediff.demo import FAULT, PROMPT, make_model
 
     with _folder(save) as folder:
-        return run(
-            make_model(folder), prompt=PROMPT, decode=1, fault=fault or [FAULT], save=folder, json=json
-        )
+        return run(make_model(folder), prompt=PROMPT, decode=1, fault=fault or [FAULT], save=folder, json=json)
 
 
 @app.command()
@@ -190,9 +184,7 @@ def run(
 @app.command()
 def trace(
     model: Model,
-    out: Annotated[
-        Path, typer.Option("-o", "--out", help="The trace to write: OUT.trace, and OUT.bin beside it.")
-    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The trace to write: OUT.trace, and OUT.bin beside it.")],
     engine: Annotated[Literal["torch", "llama.cpp"], typer.Option(help="Which engine to trace.")] = "torch",
     prompt: PromptText = None,
     tokens: Tokens = None,
@@ -321,9 +313,7 @@ def _prompt(text: str | None, tokens: str | None, graph: "Graph") -> "Prompt":
     try:
         ids = tuple(int(part) for part in tokens.split(",") if part.strip())
     except ValueError:
-        raise EngineError(
-            f"--tokens {tokens!r}: ids are whole numbers with commas between, as in 1,2,3."
-        ) from None
+        raise EngineError(f"--tokens {tokens!r}: ids are whole numbers with commas between, as in 1,2,3.") from None
     if not ids:
         raise EngineError("the prompt is empty: --tokens names no ids.")
     n_vocab = graph.hparams.n_vocab
@@ -345,9 +335,7 @@ def _policy(tolerance: list[str] | None, allow: list[str] | None) -> "Policy":
         try:
             tolerances[pattern or "*"] = float(value)
         except ValueError:
-            raise TracediffError(
-                f"--tolerance {item!r}: give an NMSE such as 1e-6, or PATTERN=1e-6."
-            ) from None
+            raise TracediffError(f"--tolerance {item!r}: give an NMSE such as 1e-6, or PATTERN=1e-6.") from None
     return Policy(tolerances, tuple(allow or ()))
 
 

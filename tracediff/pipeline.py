@@ -113,9 +113,7 @@ def _side(trace: Trace) -> Side:
     return Side(str(trace.path), trace.header.engine, trace.header.model, len(trace.ops), trace.cut)
 
 
-def _replayed(
-    trace: Trace, model: Path, arithmetic: str | None, progress: Callable[[float], None]
-) -> "Judged":
+def _replayed(trace: Trace, model: Path, arithmetic: str | None, progress: Callable[[float], None]) -> "Judged":
     """Replay needs torch, which `compare` without a model does without."""
     from tracediff.diagnose.explain import replay_and_explain
 
@@ -128,9 +126,7 @@ def _measure(pairs: list[Pair], r: Trace, c: Trace, policy: Policy, progress: Pr
     coarse = coarsest(storages, [r.header.weights, c.header.weights])
     done = []
     with ThreadPoolExecutor(2) as pool:
-        for result in pool.map(
-            lambda pair: _measure_pair(pair, r, c, policy.tolerance(pair.op, coarse)), pairs
-        ):
+        for result in pool.map(lambda pair: _measure_pair(pair, r, c, policy.tolerance(pair.op, coarse)), pairs):
             done.append(result)
             progress("compare", len(done) / len(pairs))
     return done

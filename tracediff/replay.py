@@ -28,9 +28,7 @@ from tracediff.trace.reader import Trace
 _MARGIN = 4.0
 # Noise through a segment is known from samples of it, not from a formula: its spread is that uncertain.
 _SAMPLES, _SEGMENT_MARGIN = 2, 16.0
-_HOPELESS = (
-    0.05  # q8 blocks, the coarsest rounding here, make 1e-4 of one matmul; a whole segment of them more
-)
+_HOPELESS = 0.05  # q8 blocks, the coarsest rounding here, make 1e-4 of one matmul; a whole segment of them more
 _RECENT = 24  # values kept from one layer to the next: more than a layer has
 
 
@@ -83,9 +81,7 @@ class Replay:
         self._check_shapes()
 
     @torch.inference_mode()
-    def run(
-        self, progress: Callable[[float], None] = lambda fraction: None
-    ) -> Iterator[tuple[OpRecord, Local]]:
+    def run(self, progress: Callable[[float], None] = lambda fraction: None) -> Iterator[tuple[OpRecord, Local]]:
         """The local error of each record with data, in the trace's order of steps and the graph's of ops."""
         done = 0
         for step in self.trace.steps:
@@ -204,9 +200,7 @@ class Replay:
         under = "" if name in SOURCES or self._is_recorded(step, name) else scheme.name
         key = (step, name, under)
         if key not in self._values:
-            self._values[key] = (
-                self._recompute_value(step, name, scheme) if under else self._given(step, name)
-            )
+            self._values[key] = self._recompute_value(step, name, scheme) if under else self._given(step, name)
         return self._values[key]
 
     def _is_recorded(self, step: int, name: str) -> bool:
@@ -237,9 +231,7 @@ class Replay:
 
     def _hidden(self, step: int) -> Tensor:
         scheme = self._schemes[0]  # positions have no arithmetic
-        return causal(
-            self._value(step, "positions", scheme).exact, self._past(step, "positions", scheme).exact
-        )
+        return causal(self._value(step, "positions", scheme).exact, self._past(step, "positions", scheme).exact)
 
     def _n_past(self, step: int) -> int:
         return sum(len(p) for number, p in self._positions.items() if number < step)

@@ -30,9 +30,7 @@ def compare_weights(reference: Trace | None, candidate: Trace, model: Path | Non
         yield WeightResult(name, status, r, c, drift.max_abs, note)
 
 
-def _judge(
-    expected: np.ndarray, held: np.ndarray
-) -> tuple[Literal["identical", "rounded", "wrong"], str | None]:
+def _judge(expected: np.ndarray, held: np.ndarray) -> tuple[Literal["identical", "rounded", "wrong"], str | None]:
     if np.array_equal(expected, held):
         return "identical", None
     for name, rounded in (

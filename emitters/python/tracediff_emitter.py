@@ -25,9 +25,7 @@ class Trace:
     `record` says what records hold of values, and may change at any time. After an OSError every call raises.
     """
 
-    def __init__(
-        self, path: str | Path, engine: str, arch: str | None = None, model: str | None = None
-    ) -> None:
+    def __init__(self, path: str | Path, engine: str, arch: str | None = None, model: str | None = None) -> None:
         path = Path(path)
         if path.suffix != ".trace":
             raise ValueError(f"{path}: name it NAME.trace; its data becomes NAME.bin")

@@ -717,9 +717,7 @@ def _rotated_again(op: Op, context: Context) -> Variants:
 
     def function(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
         n_new = len(q)
-        turned = (
-            ops.rope(k[:-n_new], positions[:-n_new], rope=rope_op.attrs["rope"]) if len(k) > n_new else k[:0]
-        )
+        turned = ops.rope(k[:-n_new], positions[:-n_new], rope=rope_op.attrs["rope"]) if len(k) > n_new else k[:0]
         return ops.scores(q, torch.cat((turned, k[-n_new:])))
 
     yield (

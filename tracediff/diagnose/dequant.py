@@ -50,13 +50,9 @@ def _q4_k_integers(blocks: Blocks) -> np.ndarray:
     return (nibbles & 15).reshape(-1, 8, 32).astype(np.float32)
 
 
-def _q4_k(
-    blocks: Blocks, scales: np.ndarray, minima: np.ndarray, integers: np.ndarray, sign: float
-) -> np.ndarray:
+def _q4_k(blocks: Blocks, scales: np.ndarray, minima: np.ndarray, integers: np.ndarray, sign: float) -> np.ndarray:
     d, d_min = _half(blocks, 0), _half(blocks, 2)
-    return ((d * scales)[:, :, None] * integers + sign * (d_min * minima)[:, :, None]).reshape(
-        len(blocks), 256
-    )
+    return ((d * scales)[:, :, None] * integers + sign * (d_min * minima)[:, :, None]).reshape(len(blocks), 256)
 
 
 def _q4_k_scales(blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:

@@ -26,9 +26,7 @@ class Judged:
     explain: Callable[[list[OpResult]], list[OpResult]]
 
 
-def replay_and_explain(
-    trace: Trace, model: Path, arithmetic: str | None, progress: Callable[[float], None]
-) -> Judged:
+def replay_and_explain(trace: Trace, model: Path, arithmetic: str | None, progress: Callable[[float], None]) -> Judged:
     """Judge every record of the trace by replay against the GGUF file `model`."""
     file = GGUFFile(model)
     replay = Replay(trace, build_graph(file), Weights(file), scheme_named(arithmetic) if arithmetic else None)

@@ -28,11 +28,7 @@ def _facts(y: Tensor, x: Tensor) -> Iterator[str]:
         yield f"every value is {ratio:.6g} times what it should be{_name_ratio(ratio, x)}"
         return
     difference = y - x
-    if (
-        y.ndim >= 2
-        and len(y) > 2
-        and _nmse(difference, difference.mean(0, keepdim=True).expand_as(difference)) < 1e-4
-    ):
+    if y.ndim >= 2 and len(y) > 2 and _nmse(difference, difference.mean(0, keepdim=True).expand_as(difference)) < 1e-4:
         yield "the same vector is added for every token, as a bias would be"
     yield from _places(difference, x)
     if y.ndim >= 2 and _same_values(y, x):
@@ -99,11 +95,7 @@ def _permutation(y: Tensor, x: Tensor) -> Iterator[str]:
         if _nmse(b, a[source]) < _CLOSE:
             order = source.tolist()
             n = len(order)
-            how = (
-                "reversed"
-                if order == list(range(n))[::-1]
-                else f"in the order {', '.join(map(str, order[:8]))}..."
-            )
+            how = "reversed" if order == list(range(n))[::-1] else f"in the order {', '.join(map(str, order[:8]))}..."
             yield f"the right values with {name}s {how}"
             return
     yield "the right values in another order"

@@ -75,9 +75,7 @@ def _given(steps: Sequence[Step]) -> Iterator[tuple[int, StepInput]]:
 
 def _greedy(engine: TorchEngine, tokens: Sequence[int], n_decode: int) -> Iterator[tuple[int, StepInput]]:
     if not tokens:
-        raise EngineError(
-            "the prompt is empty: no tokens. Give some text with -p or ids with --tokens 1,2,3."
-        )
+        raise EngineError("the prompt is empty: no tokens. Give some text with -p or ids with --tokens 1,2,3.")
     yield 0, StepInput(tuple(tokens), tuple(range(len(tokens))))
     for step in range(1, n_decode + 1):
         yield step, StepInput((int(engine.logits[-1].argmax()),), (len(tokens) + step - 1,))

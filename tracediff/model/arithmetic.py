@@ -105,7 +105,23 @@ EXACT = Arithmetic()
 
 # The dot-product type of each weight type on ggml's CPU backend (ggml-cpu/ggml-cpu.c, type_traits_cpu).
 _Q8_0 = ["Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4"]
-_Q8_K = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "TQ1_0", "TQ2_0"]
+_Q8_K = [
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ1_S",
+    "IQ1_M",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
+    "IQ4_XS",
+    "TQ1_0",
+    "TQ2_0",
+]
 _LLAMA_CPP_OPERANDS: Mapping[str, str] = MappingProxyType(
     {"F16": "f16", "BF16": "bf16", "Q4_1": "q8_1", "Q5_1": "q8_1"}
     | dict.fromkeys(_Q8_0, "q8_0")

@@ -8,9 +8,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Builder, Graph
 from tracediff.model.hparams import Pairing, read_hparams
 
-Position = Callable[
-    [Builder, str, str, str], tuple[str, str]
-]  # (graph, q, k, block) -> q, k ready for attention
+Position = Callable[[Builder, str, str, str], tuple[str, str]]  # (graph, q, k, block) -> q, k ready for attention
 
 
 def decoder(g: Builder, position: Position) -> None:

@@ -72,9 +72,7 @@ class GGUFFile:
     def _parse(self) -> None:
         version = self._number("I")
         if version not in (2, 3):
-            raise ModelError(
-                f"{self.path}: GGUF version {version} is not supported (2 and 3, little-endian, are)."
-            )
+            raise ModelError(f"{self.path}: GGUF version {version} is not supported (2 and 3, little-endian, are).")
         n_tensors, n_keys = self._number("Q"), self._number("Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(n_keys):
@@ -87,9 +85,7 @@ class GGUFFile:
         for info in directory:
             placed = TensorInfo(info.name, info.shape, info.type, start + info.offset, info.nbytes)
             if placed.offset + placed.nbytes > len(self._bytes):
-                raise self._truncated(
-                    f"tensor {info.name!r} needs {info.nbytes:,} bytes at {placed.offset:,}"
-                )
+                raise self._truncated(f"tensor {info.name!r} needs {info.nbytes:,} bytes at {placed.offset:,}")
             self.tensors[info.name] = placed
 
     def raw(self, info: TensorInfo) -> memoryview:
@@ -153,9 +149,7 @@ class GGUFFile:
     def _tensor(self) -> TensorInfo:
         name, n_dims = self._string(), self._number("I")
         if not 1 <= n_dims <= _MAX_DIMS:
-            raise ModelError(
-                f"{self.path}: tensor {name!r} has {n_dims} dimensions; ggml has 1 to {_MAX_DIMS}."
-            )
+            raise ModelError(f"{self.path}: tensor {name!r} has {n_dims} dimensions; ggml has 1 to {_MAX_DIMS}.")
         shape = tuple(reversed([self._number("Q") for _ in range(n_dims)]))
         number, offset = self._number("I"), self._number("Q")
         try:

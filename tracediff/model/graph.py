@@ -104,9 +104,7 @@ class Builder:
 
     def build(self) -> Graph:
         """The finished graph."""
-        types = {
-            self._file.tensors[op.weights[0].name].type for op in self._ops.values() if op.kind == "linear"
-        }
+        types = {self._file.tensors[op.weights[0].name].type for op in self._ops.values() if op.kind == "linear"}
         smallest = min(types, key=lambda t: GGML_QUANT_SIZES[t][1] / GGML_QUANT_SIZES[t][0])
         return Graph(self.hparams, self._ops, smallest.name)
 
@@ -152,9 +150,7 @@ class Builder:
     def attention(self, q: str, k: str, v: str, block: str) -> str:
         """softmax(q k^T scale, causal) v, query heads sharing K and V in groups: -> [T, n_head * head_dim]."""
         h = self.hparams
-        scores = self._append(
-            Op(f"{block}.attn_scores", "scores", (q, k), (h.n_head, "T", "S"), past=(False, True))
-        )
+        scores = self._append(Op(f"{block}.attn_scores", "scores", (q, k), (h.n_head, "T", "S"), past=(False, True)))
         probs = self._append(
             Op(
                 f"{block}.attn_probs", "softmax", (scores, "positions", "positions"), (h.n_head, "T", "S"),
@@ -179,9 +175,7 @@ class Builder:
     def _weight(self, name: str, *shape: Axis) -> Weight:
         info = self._file.tensors.get(name)
         if info is None:
-            raise ModelError(
-                f"{self._file.path}: the required tensor {name!r} is missing. Convert the model again."
-            )
+            raise ModelError(f"{self._file.path}: the required tensor {name!r} is missing. Convert the model again.")
         if info.shape != shape:
             raise ModelError(
                 f"{self._file.path}: tensor {name!r} has shape {list(info.shape)}, expected {list(shape)} "

@@ -64,16 +64,12 @@ def read_hparams(file: GGUFFile, pairing: Pairing) -> HParams:
         value = file.metadata.get(f"{arch}.{key}", default)
         if isinstance(value, list):  # one value per layer
             if len(set(value)) != 1:
-                raise ModelError(
-                    f"{file.path}: '{arch}.{key}' differs between layers, which is not supported yet."
-                )
+                raise ModelError(f"{file.path}: '{arch}.{key}' differs between layers, which is not supported yet.")
             return value[0]
         return value
 
     if optional("expert_count", 0):
-        raise ModelError(
-            f"{file.path}: mixture-of-experts models ('{arch}.expert_count') are not supported yet."
-        )
+        raise ModelError(f"{file.path}: mixture-of-experts models ('{arch}.expert_count') are not supported yet.")
     n_embd, n_head = int(required("embedding_length")), int(required("attention.head_count"))
     head_dim = int(optional("attention.key_length", n_embd // max(n_head, 1)))
     hparams = HParams(
@@ -97,9 +93,7 @@ def read_hparams(file: GGUFFile, pairing: Pairing) -> HParams:
 def _n_vocab(file: GGUFFile) -> int:
     """Rows of the embedding, the only vocabulary size that cannot lie (padding is real: 151,643 or 151,936)."""
     if "token_embd.weight" not in file.tensors:
-        raise ModelError(
-            f"{file.path}: the required tensor 'token_embd.weight' is missing. Convert it again."
-        )
+        raise ModelError(f"{file.path}: the required tensor 'token_embd.weight' is missing. Convert it again.")
     return file.tensors["token_embd.weight"].shape[0]
 
 
@@ -111,9 +105,7 @@ def _check(file: GGUFFile, h: HParams, value_length: int) -> None:
             f"{h.n_head}/{h.n_head_kv} heads of {h.head_dim} (V {value_length}), feed-forward {h.n_ff}."
         )
     if h.rope.n_rot % 2 or h.rope.n_rot > h.head_dim:
-        raise ModelError(
-            f"{file.path}: rotary dimension {h.rope.n_rot} does not fit heads of {h.head_dim} channels."
-        )
+        raise ModelError(f"{file.path}: rotary dimension {h.rope.n_rot} does not fit heads of {h.head_dim} channels.")
 
 
 def _rope(file: GGUFFile, optional: Any, pairing: Pairing, head_dim: int) -> Rope:

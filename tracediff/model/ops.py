@@ -58,9 +58,7 @@ def yarn_correction_range(rope: Rope) -> tuple[float, float]:
         turns = math.log(rope.n_ctx_orig / (rotations * 2 * math.pi))
         return rope.n_rot * turns / (2 * math.log(rope.theta))
 
-    return max(0, math.floor(pair_with(rope.beta_fast))), min(
-        rope.n_rot - 1, math.ceil(pair_with(rope.beta_slow))
-    )
+    return max(0, math.floor(pair_with(rope.beta_fast))), min(rope.n_rot - 1, math.ceil(pair_with(rope.beta_slow)))
 
 
 def rope(x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope) -> Tensor:

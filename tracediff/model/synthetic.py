@@ -66,9 +66,7 @@ TINYLLAMA = Shape(
     theta=10_000.0,
     eps=1e-5,
 )
-DEMO = Shape(
-    n_layer=8, n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_vocab=2048, tied=True, loud=True, n_ctx=4096
-)
+DEMO = Shape(n_layer=8, n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_vocab=2048, tied=True, loud=True, n_ctx=4096)
 
 
 def write_model(path: Path, shape: Shape, weights: WeightType = "F16", seed: int = 0) -> Path:
@@ -132,13 +130,9 @@ def _metadata(out: GGUFWriter, s: Shape) -> None:
     out.add_rope_freq_base(s.theta)
     out.add_layer_norm_rms_eps(s.eps)
     for key, value in s.extra.items():
-        (
-            out.add_string
-            if isinstance(value, str)
-            else out.add_uint32
-            if isinstance(value, int)
-            else out.add_float32
-        )(f"{s.arch}.{key}", value)
+        (out.add_string if isinstance(value, str) else out.add_uint32 if isinstance(value, int) else out.add_float32)(
+            f"{s.arch}.{key}", value
+        )
 
 
 def _tokenizer(out: GGUFWriter, n_vocab: int) -> None:
@@ -170,9 +164,7 @@ def _tensors(s: Shape, rng: np.random.Generator):  # type: ignore[no-untyped-def
         # Rows and columns of different size, so that no two heads or channels look alike.
         rows = rng.uniform(0.6, 1.5, (n_out, 1)).astype(np.float32)
         columns = rng.uniform(0.6, 1.5, n_in).astype(np.float32)
-        return (
-            rng.standard_normal((n_out, n_in), np.float32) * rows * columns * np.float32(gain / np.sqrt(n_in))
-        )
+        return rng.standard_normal((n_out, n_in), np.float32) * rows * columns * np.float32(gain / np.sqrt(n_in))
 
     def norm(n: int, mean: float = 1.0) -> np.ndarray:
         return (mean * rng.uniform(0.4, 1.6, n)).astype(np.float32)

@@ -84,11 +84,7 @@ def _why(result: Result) -> str:
         return _sentence(groups[0], result) + more
     if first.reason == "drift":
         op = next(op for op in result.ops if (op.op, op.step) == (first.op, first.step))
-        drift = (
-            f"NMSE {_number(op.drift.nmse)}, tolerance {_number(op.tolerance)}"
-            if op.drift
-            else (op.note or "")
-        )
+        drift = f"NMSE {_number(op.drift.nmse)}, tolerance {_number(op.tolerance)}" if op.drift else (op.note or "")
         return f"{first.op} is the first op over its tolerance{_in_step(first.step, result)} ({drift})."
     return f"{first.op} is not on both sides{_in_step(first.step, result)}."
 
@@ -253,9 +249,7 @@ def _growth(states: list[OpResult]) -> Iterator[RenderableType]:
     if theirs is None:
         yield Text(f"  {said}.")
     elif abs(ours / theirs - 1) < 0.02:
-        yield Text(
-            f"  {said}; the reference grows the same ({theirs:.3g} times): that is this model, not a fault."
-        )
+        yield Text(f"  {said}; the reference grows the same ({theirs:.3g} times): that is this model, not a fault.")
     else:
         yield Text(f"  {said}; the reference grows {theirs:.3g} times.")
 
@@ -384,22 +378,16 @@ def _arithmetic(result: Result) -> Iterator[RenderableType]:
 def _fitted(name: str, pairs: list) -> Iterator[str]:  # type: ignore[type-arg]
     by_kind: dict[str, dict[str, int]] = {}
     for op, local in pairs:
-        if not local.faulty and (
-            op.kind in ("linear", "scores", "weighted_values") or len(local.segment) > 1
-        ):
+        if not local.faulty and (op.kind in ("linear", "scores", "weighted_values") or len(local.segment) > 1):
             found = by_kind.setdefault(op.kind, {})
             found[local.arithmetic] = found.get(local.arithmetic, 0) + 1
     if by_kind:
-        parts = [
-            f"{kind} {' / '.join(f'{a} ({n})' for a, n in found.items())}" for kind, found in by_kind.items()
-        ]
+        parts = [f"{kind} {' / '.join(f'{a} ({n})' for a, n in found.items())}" for kind, found in by_kind.items()]
         yield f"{name}: " + "; ".join(parts)
     passing = [local for _, local in pairs if not local.faulty]
     if passing:
         linear = [local.sharpness for op, local in pairs if op.kind == "linear" and not local.faulty]
-        seen = (
-            f"; a scale error of {_number(max(linear))} in any matmul would have been seen" if linear else ""
-        )
+        seen = f"; a scale error of {_number(max(linear))} in any matmul would have been seen" if linear else ""
         yield f"{name}: the nearest that an honest op came to its bound is {max(x.excess for x in passing):.2f} of it{seen}"
 
 

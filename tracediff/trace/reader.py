@@ -91,9 +91,7 @@ class Trace:
             if isinstance(record, End):
                 ended = True
                 if record.records != number - 1:
-                    raise self._error(
-                        number, f"'end' counts {record.records} lines, but {number - 1} precede it"
-                    )
+                    raise self._error(number, f"'end' counts {record.records} lines, but {number - 1} precede it")
             elif isinstance(record, Values) and not self._fits(record):
                 if b'"type":"end"' in content[-64:].replace(b" ", b""):
                     raise self._error(number, self._short(record))
@@ -112,9 +110,7 @@ class Trace:
         if not isinstance(header, Header):
             raise self._error(1, 'not a trace: the first line must be {"type":"trace","version":1,...}')
         if header.version != VERSION:
-            raise self._error(
-                1, f"trace version {header.version} is not supported; this is version {VERSION}"
-            )
+            raise self._error(1, f"trace version {header.version} is not supported; this is version {VERSION}")
         self.header = header
         _ = self._data_bytes
         return header
@@ -146,9 +142,7 @@ class Trace:
 
     def _add_step(self, number: int, record: Step) -> None:
         if record.sequence:
-            raise self._error(
-                number, "several sequences in one trace are not supported; trace them one by one"
-            )
+            raise self._error(number, "several sequences in one trace are not supported; trace them one by one")
         if len(record.tokens) != len(record.positions) or not record.tokens:
             raise self._error(
                 number,

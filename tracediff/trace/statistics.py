@@ -44,9 +44,7 @@ class Moments:
         if not self.count:
             return Statistics(None, None, None, None, self.nan, self.inf)
         n = self.count
-        return Statistics(
-            self.min, self.max, self.sum / n, float(np.sqrt(self.squares / n)), self.nan, self.inf
-        )
+        return Statistics(self.min, self.max, self.sum / n, float(np.sqrt(self.squares / n)), self.nan, self.inf)
 
 
 def _sums(x: np.ndarray) -> tuple[float, float]:

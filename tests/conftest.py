@@ -1,0 +1,83 @@
+"""Models and traces that many tests share, made once per session in a temporary folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tracediff.engine.llama_cpp import LlamaCpp, Prompt
+from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.model.families import load_graph
+from tracediff.model.synthetic import DEMO, Shape, quantize, write_model
+from tracediff.trace.reader import Trace
+from tracediff_reference.protocol import Options
+
+TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 107, 32, 98, 114, 111, 119, 110, 260)
+SHAPES = {
+    "llama": Shape("llama", theta=10_000.0, eps=1e-5),
+    "llama3": Shape("llama", rope_factors=True, theta=500_000.0),
+    "qwen2": Shape("qwen2", tied=True),
+    "qwen3": Shape("qwen3", head_dim=24, n_head=5, n_head_kv=1, n_embd=80),
+    "k-quants": Shape("qwen2", n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_layer=3),
+    "demo": DEMO,
+}
+
+
+class Models:
+    """Makes a model of a shape and weight type on first use."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, shape: str, weights: str = "F32") -> Path:
+        path = self._folder / f"{shape}-{weights}.gguf"
+        if not path.exists():
+            if weights in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"):
+                write_model(path, SHAPES[shape], weights)
+            else:
+                quantize(self(shape, "F32"), path, weights)
+        return path
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_trace(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Trace a model in llama.cpp; the same arguments give the same trace."""
+    folder, made = tmp_path_factory.mktemp("llama.cpp"), {}
+
+    def trace(
+        model: Path, tokens: tuple[int, ...] = TOKENS, n_decode: int = 2, capture: str = "all", **options: object
+    ) -> Path:
+        key = (model, tokens, n_decode, capture, *sorted(options.items()))
+        if key not in made:
+            made[key] = folder / f"{len(made)}.trace"
+            LlamaCpp(
+                model,
+                load_graph(model),
+                Prompt(tokens=tokens),
+                made[key],
+                capture=capture,
+                n_decode=n_decode,
+                options=Options(**options),
+            ).wait()
+        return made[key]
+
+    return trace
+
+
+@pytest.fixture
+def torch_trace(tmp_path: Path) -> Callable[..., Path]:
+    """Trace a model in torch, fed what another trace was fed or its own greedy tokens."""
+
+    def trace(
+        model: Path, like: Path | None = None, tokens: tuple[int, ...] = TOKENS, n_decode: int = 2, **options: object
+    ) -> Path:
+        steps = [*Trace(like).steps.values()] if like else []
+        out = tmp_path / f"torch{len(list(tmp_path.iterdir()))}.trace"
+        return trace_torch(model, out, TorchOptions(**options), tokens, n_decode, steps)
+
+    return trace
