@@ -7,6 +7,7 @@ import ctypes
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import llama_cpp.llama_cpp as llama
 import numpy as np
@@ -37,7 +38,7 @@ Tensor._fields_ = [
 ]
 
 F32, F16 = 0, 1
-_DTYPES = {F32: np.dtype("<f4"), F16: np.dtype("<f2")}
+_DTYPES: dict[int, np.dtype[Any]] = {F32: np.dtype("<f4"), F16: np.dtype("<f2")}
 
 
 class _InitParams(ctypes.Structure):

@@ -46,7 +46,7 @@ def same_input(reference: Trace, candidate: Trace) -> None:
 def _tokens_differ(step: int, a: tuple[int, ...], b: tuple[int, ...], reference: Trace, candidate: Trace) -> str:
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     message = (
-        f"the token ids differ in step {step}, first at index {at}: every value after it differs for that reason alone.\n"
+        f"the token ids differ in step {step}, first at index {at}: all later values differ for that reason.\n"
         f"  {reference.path}: {len(a)} tokens, {_excerpt(a, at)}\n"
         f"  {candidate.path}: {len(b)} tokens, {_excerpt(b, at)}\n"
     )

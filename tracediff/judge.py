@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from tracediff.names import kind_of, layer_of, split
 from tracediff.result import Divergence, Drift, Local, OpResult, Statistics, Verdict, WeightResult, Worst
@@ -59,21 +60,26 @@ def drift_of_statistics(reference: Statistics, candidate: Statistics, size: int)
     """The least drift that two sets of statistics prove: sqrt(NMSE) is at least the difference of RMS or mean
     over the RMS (triangle inequality), and of an extreme over the RMS times sqrt(size).
     """
-    r, c = reference, candidate
-    if None in (r.min, r.max, r.mean, r.rms, c.min, c.max, c.mean, c.rms):
+    r, c = (_known(side) for side in (reference, candidate))
+    if r is None or c is None:
         return None
-    assert r.rms is not None and c.rms is not None and r.mean is not None and c.mean is not None
-    assert r.min is not None and c.min is not None and r.max is not None and c.max is not None
-    gaps = (
-        c.rms - r.rms,
-        c.mean - r.mean,
-        (c.max - r.max) / math.sqrt(size),
-        (c.min - r.min) / math.sqrt(size),
-    )
-    if r.rms == 0:
-        return Drift(0.0 if c.rms == 0 else math.inf, math.nan, c.rms, Worst((), 0.0, c.rms))
+    root = math.sqrt(size)
+    gaps = (c.rms - r.rms, c.mean - r.mean, (c.max - r.max) / root, (c.min - r.min) / root)
     largest = max(abs(c.max - r.max), abs(c.min - r.min))
-    return Drift(max((gap / r.rms) ** 2 for gap in gaps), math.nan, largest, Worst((), r.max, c.max))
+    nmse = max((gap / r.rms) ** 2 for gap in gaps) if r.rms else (math.inf if c.rms else 0.0)
+    return Drift(nmse, math.nan, largest, Worst((), r.max, c.max))
+
+
+class _Known(NamedTuple):
+    min: float
+    max: float
+    mean: float
+    rms: float
+
+
+def _known(s: Statistics) -> _Known | None:
+    values = (s.min, s.max, s.mean, s.rms)
+    return None if None in values else _Known(*values)  # type: ignore[arg-type]
 
 
 def judge(ops: Iterable[OpResult], policy: Policy) -> list[OpResult]:

@@ -135,11 +135,9 @@ def _measure(pairs: list[Pair], r: Trace, c: Trace, policy: Policy, progress: Pr
 def _measure_pair(pair: Pair, r: Trace, c: Trace, tolerance: float) -> OpResult:
     where = (pair.op, pair.step, layer_of(pair.op), kind_of(pair.op))
     if pair.problem or not pair.reference or not pair.candidate:
-        sides = [
-            record_statistics(record, trace) if record else None
-            for record, trace in ((pair.reference, r), (pair.candidate, c))
-        ]
-        return OpResult(*where, "unmatched", *sides, note=pair.problem)
+        reference = record_statistics(pair.reference, r) if pair.reference else None
+        candidate = record_statistics(pair.candidate, c) if pair.candidate else None
+        return OpResult(*where, "unmatched", reference, candidate, note=pair.problem)
     reference, candidate, drift = _drift(pair.reference, pair.candidate, r, c)
     return OpResult(*where, "ok", reference, candidate, drift, tolerance)
 

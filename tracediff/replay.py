@@ -165,7 +165,7 @@ class Replay:
         y = evaluate(op, exact_inputs, self.weights, arithmetic, energy)
         weight_inputs = [self.weights.load(w) for w in op.weights] if op.kind == "rope" else []
         own = noise(op, [*exact_inputs, *weight_inputs], y, energy.value, arithmetic, storage)
-        segment = tuple(dict.fromkeys(name for value in inputs for name in value.segment)) + (op.name,)
+        segment = (*dict.fromkeys(name for value in inputs for name in value.segment), op.name)
         if not any(value.samples for value in inputs):
             return Recomputed(y, own, segment)
         samples = []

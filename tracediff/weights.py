@@ -26,8 +26,8 @@ def compare_weights(reference: Trace | None, candidate: Trace, model: Path | Non
             yield WeightResult(name, "unmatched", None, None, None, note)
             continue
         r, c, drift = compare_values(expected.reshape(-1), held.reshape(-1))
-        status, note = _judge(expected.reshape(-1), held.reshape(-1))
-        yield WeightResult(name, status, r, c, drift.max_abs, note)
+        judged, why = _judge(expected.reshape(-1), held.reshape(-1))
+        yield WeightResult(name, judged, r, c, drift.max_abs, why)
 
 
 def _judge(expected: np.ndarray, held: np.ndarray) -> tuple[Literal["identical", "rounded", "wrong"], str | None]:
@@ -51,20 +51,23 @@ def _bfloat16(x: np.ndarray) -> np.ndarray:
 
 def _explain(expected: np.ndarray, held: np.ndarray) -> str:
     """The simplest relation that holds for every value, to float16 accuracy."""
-    close = {"rtol": 2e-3, "atol": 1e-6}
+
+    def close(a: np.ndarray, b: np.ndarray) -> bool:
+        return np.allclose(a, b, rtol=2e-3, atol=1e-6)
+
     if not held.any():
         return "all zeros: never loaded?"
-    if np.allclose(held, expected + 1, **close):
+    if close(held, expected + 1):
         return "1 was added to every value; in a GGUF file it is in already"
-    if np.allclose(held, expected - 1, **close):
+    if close(held, expected - 1):
         return "1 was taken from every value"
     ratio = float(held @ expected / (expected @ expected))
-    if np.allclose(held, ratio * expected, **close):
+    if close(held, ratio * expected):
         return f"every value was multiplied by {ratio:.4g}"
     for shift in (1, -1, 2, -2, 4, -4, 8, -8):
-        if np.allclose(np.roll(held, -shift)[8:-8], expected[8:-8], **close):
+        if close(np.roll(held, -shift)[8:-8], expected[8:-8]):
             return f"read {abs(shift)} elements {'before' if shift > 0 else 'after'} where it begins"
-    if np.allclose(np.sort(held), np.sort(expected), **close):
+    if close(np.sort(held), np.sort(expected)):
         return "the same values in another order"
     return "other values: another tensor's, or another model's"
 

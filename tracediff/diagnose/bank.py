@@ -176,7 +176,7 @@ def _permuting(heads: int, inverse: bool) -> Callable[[GGUFFile, TensorInfo], Te
 
 
 @_mistake(
-    "rope_permuted", "the rows of the projection are permuted for the other rope layout (once too often, or not at all)",
+    "rope_permuted", "the projection's rows are permuted for the other rope layout (once too often, or never)",
     "the loader's or converter's permutation of Q and K", ("attn_q", "attn_k"), "llama.cpp#22611",
 )  # fmt: skip
 def _permuted(op: Op, context: Context) -> Variants:
@@ -213,7 +213,8 @@ def _embedding_head(op: Op, context: Context) -> Variants:
 
 
 @_mistake(
-    "wrong_layer", "the weight of another layer is read", "the layer index in the loader", (*LAYER_LINEARS, *NORMS[:-1]),
+    "wrong_layer", "the weight of another layer is read", "the layer index in the loader",
+    (*LAYER_LINEARS, *NORMS[:-1]),
 )  # fmt: skip
 def _other_layer(op: Op, context: Context) -> Variants:
     layer = layer_of(op.name)

@@ -113,12 +113,34 @@ def _bf16_as_f16(blocks: Blocks) -> np.ndarray:
 
 
 BLOCK_MISTAKES = (
-    BlockMistake("bf16_as_f16", "the BF16 weights are decoded as F16", "BF16", _bf16_as_f16, "aprender#1601"),
-    BlockMistake("q4_k_scales", "Q4_K's 6-bit scales of sub-blocks 4 to 7 are unpacked like those of the first four", "Q4_K", _q4_k_naive_scales, "aprender#2141"),
-    BlockMistake("q4_k_min_added", "Q4_K's minimum is added where it must be subtracted", "Q4_K", _q4_k_adds_minimum, "llama-orch fba3827f"),
-    BlockMistake("q4_k_scales_dropped", "Q4_K's sub-block scales are dropped", "Q4_K", _q4_k_no_scales, "defenseclaw#679"),
-    BlockMistake("q4_k_nibbles", "Q4_K's nibbles are taken in sequence; low and high ones belong 32 values apart", "Q4_K", _q4_k_sequential, "imp#567"),
-    BlockMistake("q4_0_nibbles", "Q4_0's nibbles are taken in sequence; low and high ones belong 16 values apart", "Q4_0", _q4_0_sequential, "imp#567"),
-    BlockMistake("q5_0_high_bit", "Q5_0's fifth bit is taken from bit 2i of the mask; it is bit i", "Q5_0", _q5_0_high_bits, "aprender#1621"),
-    BlockMistake("q6_k_order", "Q6_K's values are taken in the order of their bytes; they interleave l, l+32, l+64, l+96", "Q6_K", _q6_k_sequential, "rustorch 5b0d5bb8"),
+    BlockMistake(
+        "bf16_as_f16", "the BF16 weights are decoded as F16", "BF16", _bf16_as_f16, "aprender#1601"
+    ),
+    BlockMistake(
+        "q4_k_scales", "Q4_K's 6-bit scales of sub-blocks 4 to 7 are unpacked like those of the first four",
+        "Q4_K", _q4_k_naive_scales, "aprender#2141",
+    ),
+    BlockMistake(
+        "q4_k_min_added", "Q4_K's minimum is added where it must be subtracted",
+        "Q4_K", _q4_k_adds_minimum, "llama-orch fba3827f",
+    ),
+    BlockMistake(
+        "q4_k_scales_dropped", "Q4_K's sub-block scales are dropped", "Q4_K", _q4_k_no_scales, "defenseclaw#679"
+    ),
+    BlockMistake(
+        "q4_k_nibbles", "Q4_K's nibbles are taken in sequence; low and high ones belong 32 values apart",
+        "Q4_K", _q4_k_sequential, "imp#567",
+    ),
+    BlockMistake(
+        "q4_0_nibbles", "Q4_0's nibbles are taken in sequence; low and high ones belong 16 values apart",
+        "Q4_0", _q4_0_sequential, "imp#567",
+    ),
+    BlockMistake(
+        "q5_0_high_bit", "Q5_0's fifth bit is taken from bit 2i of the mask; it is bit i",
+        "Q5_0", _q5_0_high_bits, "aprender#1621",
+    ),
+    BlockMistake(
+        "q6_k_order", "Q6_K's values are taken in the order of their bytes; they interleave l, l+32, l+64, l+96",
+        "Q6_K", _q6_k_sequential, "rustorch 5b0d5bb8",
+    ),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def _places(difference: Tensor, x: Tensor) -> Iterator[str]:
 
 def _ranges(indices: list[int]) -> str:
     """1, 2, 3, 7 -> "1-3, 7"; long lists are cut, and an even stride is named."""
-    if len(indices) > 2 and len({b - a for a, b in zip(indices, indices[1:], strict=False)}) == 1:
+    if len(indices) > 2 and len({b - a for a, b in pairwise(indices)}) == 1:
         step = indices[1] - indices[0]
         if step > 1:
             return f"every {step}th from {indices[0]} to {indices[-1]}"

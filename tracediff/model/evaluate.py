@@ -48,7 +48,7 @@ def evaluate(
             x, cached = ROUNDINGS[arithmetic.operands](inputs[0]), ROUNDINGS[arithmetic.stored](inputs[1])
             if energy:
                 energy.value = FUNCTIONS[op.kind](x.square(), cached.square())
-            return function(x, cached, **op.attrs)
+            return function(x, cached, *inputs[2:], **op.attrs)
     return function(*inputs, *(weights.load(w) for w in op.weights), **op.attrs)
 
 
@@ -72,8 +72,8 @@ def _linear(op: Op, x: Tensor, weights: Weights, arithmetic: Arithmetic, energy:
     if arithmetic.operands == "q8_1":
         y += _q8_1_sums(raw) @ weights.minima(op.weights[0]).T
     if energy:
-        energy.value = torch.cat(energies, 1).unflatten(1, op.axes[1:])  # type: ignore[arg-type]
-    return y.unflatten(1, op.axes[1:])  # type: ignore[arg-type]
+        energy.value = torch.cat(energies, 1).unflatten(1, op.axes[1:])
+    return y.unflatten(1, op.axes[1:])
 
 
 def _energy(x: Tensor, squares: Tensor, rows: Tensor, weight_type: str) -> Tensor:

@@ -12,7 +12,8 @@ def model_table(graph: Any) -> Table:
     h = graph.hparams
     table = Table(
         "op", "shape", "kind", "weights", box=None, padding=(0, 2, 0, 0),
-        title=f"{h.arch}: {h.n_layer} layers, {h.n_head}/{h.n_head_kv} heads of {h.head_dim}. T: tokens, S: positions visible.",
+        title=f"{h.arch}: {h.n_layer} layers, {h.n_head}/{h.n_head_kv} heads of {h.head_dim}. "
+        "T: tokens, S: positions visible.",
         title_justify="left",
     )  # fmt: skip
     for op in graph:

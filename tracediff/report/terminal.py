@@ -335,8 +335,8 @@ def _norm_weights(result: Result, width: int) -> Iterator[RenderableType]:
     if loud and loud.candidate and loud.status in ("identical", "rounded"):
         c = loud.candidate
         yield Text(
-            f"  The loudest, {loud.weight}, runs from {_number(c.min)} to {_number(c.max)} with mean {_number(c.mean)}: "
-            "so it is in the file; weights far from 1 are normal."
+            f"  The loudest, {loud.weight}, runs from {_number(c.min)} to {_number(c.max)} with mean "
+            f"{_number(c.mean)}: so it is in the file; weights far from 1 are normal."
         )
 
 
@@ -357,7 +357,8 @@ def _flip(logits: Logits) -> str:
     kl = f"KL divergence {_number(logits.kl)} nats. "
     if logits.same_argmax:
         return kl + "Both choose the same token."
-    gap = f"the reference's best two are {_number(logits.margin)} apart, logits differ by up to {_number(logits.max_diff)}"
+    apart, differ = _number(logits.margin), _number(logits.max_diff)
+    gap = f"the reference's best two are {apart} apart, logits differ by up to {differ}"
     if logits.explained:
         return kl + f"Another token is chosen, but it is a near tie ({gap}): that alone is no fault."
     return kl + f"Another token is chosen, and it is no near tie: {gap}."
@@ -388,7 +389,8 @@ def _fitted(name: str, pairs: list) -> Iterator[str]:  # type: ignore[type-arg]
     if passing:
         linear = [local.sharpness for op, local in pairs if op.kind == "linear" and not local.faulty]
         seen = f"; a scale error of {_number(max(linear))} in any matmul would have been seen" if linear else ""
-        yield f"{name}: the nearest that an honest op came to its bound is {max(x.excess for x in passing):.2f} of it{seen}"
+        nearest = max(x.excess for x in passing)
+        yield f"{name}: the nearest that an honest op came to its bound is {nearest:.2f} of it{seen}"
 
 
 def _unmatched(result: Result) -> Iterator[RenderableType]:

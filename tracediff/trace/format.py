@@ -5,7 +5,7 @@ record types are ignored, so that writers may add their own.
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -15,7 +15,12 @@ VERSION = 1
 DType = Literal["f64", "f32", "f16", "bf16"]
 Size = Annotated[int, Meta(ge=0)]
 # What holds a value's bits in numpy, which has no bfloat16.
-STORAGE = {"f64": np.dtype("<f8"), "f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
+STORAGE: dict[str, np.dtype[Any]] = {
+    "f64": np.dtype("<f8"),
+    "f32": np.dtype("<f4"),
+    "f16": np.dtype("<f2"),
+    "bf16": np.dtype("<u2"),
+}
 
 
 class Header(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="trace"):
