@@ -30,7 +30,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
 from tracediff.model.synthetic import Shape, quantize, write_model
 from tracediff.model.weights import Weights
-from tracediff.names import kind_of, layer_of, split
+from tracediff.names import kind_of, layer_of
 from tracediff.replay import Replay
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
@@ -74,12 +74,16 @@ class Bench:
     graph: Graph
     folder: Path
 
+    def __post_init__(self) -> None:
+        self.weights = Weights(self.file, keep_bytes=1 << 30)
+        self.weights32 = Weights(self.file, torch.float32, keep_bytes=1 << 30)
+
     def trace(self, graph: Graph, capture: str, n_decode: int = 2) -> Trace:
         """A trace of the torch engine running `graph`, greedily."""
         path = self.folder / "t.trace"
         with TraceWriter(path, "detection", graph.hparams.arch) as writer:
             recorder = LogitsOnly(writer) if capture == "logits" else Recorder(writer, capture)
-            engine = TorchEngine(graph, Weights(self.file, torch.float32))
+            engine = TorchEngine(graph, self.weights32)
             engine.run(0, StepInput(TOKENS, tuple(range(len(TOKENS)))), recorder)
             for step in range(1, n_decode + 1):
                 token = int(engine.logits[-1].nan_to_num().argmax())
@@ -88,7 +92,7 @@ class Bench:
 
     def judged(self, trace: Trace) -> list[OpResult]:
         """The trace's ops, judged and explained."""
-        replay = Replay(trace, self.graph, Weights(self.file))
+        replay = Replay(trace, self.graph, self.weights)
         ops = [
             OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for r, local in replay.run()
         ]
@@ -97,7 +101,7 @@ class Bench:
     def visible(self, clean: Trace, faulty_graph: Graph) -> bool:
         """Whether any record of the clean trace would differ beyond its floor under the mistake."""
         changed = [op for op in faulty_graph if op is not self.graph[op.name]]
-        replay = Replay(clean, self.graph, Weights(self.file))
+        replay = Replay(clean, self.graph, self.weights)
         touched = {op.name for op in changed}
         for record, local in replay.run():
             if touched & set(local.segment) and replay.under(record, changed).faulty:

@@ -4,9 +4,9 @@ import os
 import sys
 
 import msgspec
-from tracediff_reference.protocol import Message, Request
 
 from tracediff.errors import TracediffError
+from tracediff_reference.protocol import Message, Request
 
 
 def main() -> int:

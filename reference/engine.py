@@ -6,12 +6,12 @@ from pathlib import Path
 
 import llama_cpp.llama_cpp as llama
 import numpy as np
-from tracediff_reference import ggml
-from tracediff_reference.observer import Observer
-from tracediff_reference.protocol import Message, Options, Request
 
 from tracediff.errors import EngineError
 from tracediff.trace.writer import TraceWriter
+from tracediff_reference import ggml
+from tracediff_reference.observer import Observer
+from tracediff_reference.protocol import Message, Options, Request
 
 _KV_TYPES = {"f32": llama.GGML_TYPE_F32, "f16": llama.GGML_TYPE_F16, "q8_0": llama.GGML_TYPE_Q8_0}
 _PAD = 256  # the KV cache grows in such steps (llama_kv_cache::get_n_kv)

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from tracediff_reference import ggml
-from tracediff_reference.protocol import Node, Request
 
 from tracediff.errors import EngineError
 from tracediff.names import wanted
 from tracediff.trace.format import DType
 from tracediff.trace.statistics import Moments
 from tracediff.trace.writer import TraceWriter
+from tracediff_reference import ggml
+from tracediff_reference.protocol import Node, Request
 
 # Ops that show the same values under another shape.
 _VIEWS = {"RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"}

@@ -138,10 +138,9 @@ def run(
     extra_bufts: ExtraBufts = False,
 ) -> int:
     """Trace a model in llama.cpp and in torch, compare the two, and report."""
-    from tracediff_reference.protocol import Options
-
     from tracediff.engine.llama_cpp import LlamaCpp
     from tracediff.model.families import load_graph
+    from tracediff_reference.protocol import Options
 
     options = Options(
         threads=threads, n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, gpu_layers=gpu_layers,
@@ -204,10 +203,9 @@ def trace(
     extra_bufts: ExtraBufts = False,
 ) -> int:
     """Trace one engine."""
-    from tracediff_reference.protocol import Options
-
     from tracediff.engine.llama_cpp import LlamaCpp, tokenize
     from tracediff.model.families import load_graph
+    from tracediff_reference.protocol import Options
 
     graph = load_graph(model)
     given = _prompt(prompt, tokens, graph)

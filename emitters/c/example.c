@@ -60,7 +60,7 @@ static void forward(tracediff *t, int step, const int32_t *tokens, const int32_t
     tracediff_op(t, step, "output", TRACEDIFF_F64, logits_shape, 2, logits);
 }
 
-/* Values that statistics must leave out or survive: NaN, infinities, squares that overflow, none at all. */
+/* What statistics must leave out or survive: NaN, infinities, squares that overflow, none at all. */
 static void extremes(tracediff *t, int step)
 {
     static const uint16_t f16[] = {0x3c00, 0xc100, 0x7c00, 0x7e00, 0x0001, 0x7bff};

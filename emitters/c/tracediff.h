@@ -218,8 +218,7 @@ static tracediff__statistics tracediff__measure(const void *data, tracediff_dtyp
         }
     }
     if (s.finite == 0) return s;
-    scale = fmax(fabs(s.min), fabs(s.max));
-    if (scale < 1e150) scale = 1;
+    scale = fmax(fabs(s.min), fabs(s.max)) < 1e150 ? 1 : ldexp(1, 600);
     for (i = 0; i < n; i++) {
         double x = tracediff__value(data, dtype, i);
         if (!tracediff__is_finite(x)) continue;

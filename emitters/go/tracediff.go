@@ -134,6 +134,7 @@ func (t *Trace) Close() error {
 
 func (t *Trace) values(record values, name string, data any) error {
 	dtype, n, bits, at := inspect(data)
+	record.Shape = append([]int{}, record.Shape...) // a nil slice would become null
 	if dtype == "" {
 		return t.fail(fmt.Errorf("%s: cannot record a %T", name, data))
 	}
@@ -213,9 +214,9 @@ func measure(record *values, n int, at func(int) float64) {
 	if finite == 0 {
 		return
 	}
-	scale, sum, squares := math.Max(math.Abs(min), math.Abs(max)), 0.0, 0.0
-	if scale < 1e150 {
-		scale = 1
+	scale, sum, squares := 1.0, 0.0, 0.0
+	if math.Max(math.Abs(min), math.Abs(max)) >= 1e150 {
+		scale = math.Ldexp(1, 600)
 	}
 	for i := 0; i < n; i++ {
 		if x := at(i) / scale; !math.IsNaN(x) && !math.IsInf(x, 0) {

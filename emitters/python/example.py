@@ -35,7 +35,7 @@ def forward(trace: Trace, step: int, tokens: list[int], positions: list[int]) ->
 
 
 def extremes(trace: Trace, step: int) -> None:
-    """Values that statistics must leave out or survive: NaN, infinities, squares that overflow, none at all."""
+    """What statistics must leave out or survive: NaN, infinities, squares that overflow, none at all."""
     nan, inf = np.nan, np.inf
     trace.record = "both"
     f16 = np.array([[0x3C00, 0xC100, 0x7C00], [0x7E00, 0x0001, 0x7BFF]], np.uint16).view(np.float16)

@@ -65,14 +65,14 @@ class Trace:
         self._line(type="step", step=step, tokens=list(map(int, tokens)), positions=list(map(int, positions)))
 
     def op(self, step: int, name: str, values: np.ndarray, dtype: str | None = None) -> None:
-        """The output of one op of the step. `dtype` is needed for the bits of bfloat16 only, a uint16 array."""
+        """The output of one op of the step. `dtype` is "bf16" for the bits of bfloat16, a uint16 array."""
         if step != self._step:
             raise ValueError(f"{name} of step {step}, but the step begun last is {self._step}")
         self._values({"type": "op", "step": step, "op": name}, name, values, dtype)
 
     def _values(self, record: dict[str, Any], name: str, values: np.ndarray, dtype: str | None) -> None:
         dtype = dtype or f"f{8 * values.itemsize}"
-        if dtype not in DTYPES or values.dtype.kind != DTYPES[dtype].kind:
+        if values.dtype.newbyteorder("<") != DTYPES.get(dtype):
             raise ValueError(f"{name}: cannot record {values.dtype} as {dtype}; known: {', '.join(DTYPES)}")
         values = np.asarray(values, DTYPES[dtype], order="C")
         record["shape"] = values.shape
@@ -86,8 +86,9 @@ class Trace:
         self._line(**record)
 
     def _line(self, **record: Any) -> None:
-        line = json.dumps(record, separators=(",", ":"), allow_nan=False)
-        self._write(self._text, line.encode() + b"\n")
+        line = json.dumps(record, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+        # A file name that is not UTF-8 has surrogates, which JSON cannot hold.
+        self._write(self._text, line.encode(errors="replace") + b"\n")
         self._lines += 1
 
     def _write(self, file: Any, content: bytes) -> None:
@@ -110,8 +111,7 @@ def statistics(values: np.ndarray, dtype: str) -> dict[str, float]:
     finite = x[np.isfinite(x)]
     if finite.size:
         # Large float64 values are scaled, or their squares would overflow.
-        largest = float(np.abs(finite).max())
-        scale = 1.0 if largest < 1e150 else largest
+        scale = 1.0 if np.abs(finite).max() < 1e150 else 2.0**600
         found["min"], found["max"] = float(finite.min()), float(finite.max())
         found["mean"] = float((finite / scale).mean()) * scale
         found["rms"] = float(np.sqrt(np.square(finite / scale).mean())) * scale

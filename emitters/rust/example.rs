@@ -17,7 +17,10 @@ struct Model {
 impl Model {
     fn new() -> Model {
         let row = |v| std::array::from_fn(|i| ((v * 7 + i * 3) % 11) as f32 / 8.0 - 5.0 / 8.0);
-        Model { embedding: (0..VOCAB).map(row).collect(), norm_weight: std::array::from_fn(|i| 1.0 + i as f32 / 4.0) }
+        Model {
+            embedding: (0..VOCAB).map(row).collect(),
+            norm_weight: std::array::from_fn(|i| 1.0 + i as f32 / 4.0),
+        }
     }
 
     fn rms_norm(&self, x: &[f32; EMBD]) -> [f32; EMBD] {
@@ -26,7 +29,13 @@ impl Model {
         std::array::from_fn(|i| (f64::from(x[i]) / rms * f64::from(self.norm_weight[i])) as f32)
     }
 
-    fn forward(&self, trace: &mut Trace, step: u32, tokens: &[u32], positions: &[u32]) -> std::io::Result<()> {
+    fn forward(
+        &self,
+        trace: &mut Trace,
+        step: u32,
+        tokens: &[u32],
+        positions: &[u32],
+    ) -> std::io::Result<()> {
         let (n, mut rows, mut normed, mut logits) = (tokens.len(), vec![], vec![], vec![]);
         for &token in tokens {
             let x = &self.embedding[token as usize];
@@ -44,10 +53,13 @@ impl Model {
 }
 
 fn dot(a: &[f32], b: &[f32]) -> f64 {
-    a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
+    a.iter()
+        .zip(b)
+        .map(|(&a, &b)| f64::from(a) * f64::from(b))
+        .sum()
 }
 
-/// Values that statistics must leave out or survive: NaN, infinities, squares that overflow, none at all.
+/// What statistics must leave out or survive: NaN, infinities, squares that overflow, none at all.
 fn extremes(trace: &mut Trace, step: u32) -> std::io::Result<()> {
     let f16 = [0x3c00, 0xc100, 0x7c00, 0x7e00, 0x0001, 0x7bff];
     let bf16 = [0x3f80, 0xc020, 0x7f80, 0x7fc0, 0x0001, 0x7f7f];
@@ -66,7 +78,11 @@ fn extremes(trace: &mut Trace, step: u32) -> std::io::Result<()> {
 fn run(path: &str, engine: &str) -> std::io::Result<()> {
     let model = Model::new();
     let mut trace = Trace::create(path, engine, Some("llama"), None)?;
-    trace.weight("output_norm.weight", &[EMBD], Values::F32(&model.norm_weight))?;
+    trace.weight(
+        "output_norm.weight",
+        &[EMBD],
+        Values::F32(&model.norm_weight),
+    )?;
     model.forward(&mut trace, 0, &[3, 1, 4], &[0, 1, 2])?;
     trace.record = Record::Statistics;
     model.forward(&mut trace, 1, &[1], &[3])?;

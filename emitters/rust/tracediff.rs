@@ -43,14 +43,23 @@ pub struct Trace {
 
 impl Trace {
     /// Opens NAME.trace and, beside it, NAME.bin.
-    pub fn create(path: impl AsRef<Path>, engine: &str, arch: Option<&str>, model: Option<&str>) -> Result<Trace> {
+    pub fn create(
+        path: impl AsRef<Path>,
+        engine: &str,
+        arch: Option<&str>,
+        model: Option<&str>,
+    ) -> Result<Trace> {
         let path = path.as_ref();
-        if path.extension().map_or(true, |extension| extension != "trace") {
-            return Err(misuse(format!("{}: name it NAME.trace; its data becomes NAME.bin", path.display())));
+        if path.extension() != Some("trace".as_ref()) {
+            return Err(misuse(format!(
+                "{}: name it NAME.trace; its data becomes NAME.bin",
+                path.display()
+            )));
         }
         let data_path = path.with_extension("bin");
         let data_name = data_path.file_name().and_then(|name| name.to_str());
-        let data_name = data_name.ok_or_else(|| misuse(format!("{}: not a UTF-8 name", path.display())))?;
+        let data_name =
+            data_name.ok_or_else(|| misuse(format!("{}: not a UTF-8 name", path.display())))?;
         let mut trace = Trace {
             record: Record::Data,
             text: open(path)?,
@@ -60,7 +69,10 @@ impl Trace {
             step: None,
             failed: false,
         };
-        let mut line = format!(r#"{{"type":"trace","version":1,"engine":{}"#, quoted(engine));
+        let mut line = format!(
+            r#"{{"type":"trace","version":1,"engine":{}"#,
+            quoted(engine)
+        );
         for (key, value) in [("arch", arch), ("model", model), ("data", Some(data_name))] {
             if let Some(value) = value {
                 let _ = write!(line, r#","{key}":{}"#, quoted(value));
@@ -72,24 +84,43 @@ impl Trace {
 
     /// A weight as the engine holds it in memory, by its name in the GGUF file: "output_norm.weight".
     pub fn weight(&mut self, name: &str, shape: &[usize], values: Values) -> Result<()> {
-        self.values(format!(r#"{{"type":"weight","weight":{}"#, quoted(name)), name, shape, values)
+        self.values(
+            format!(r#"{{"type":"weight","weight":{}"#, quoted(name)),
+            name,
+            shape,
+            values,
+        )
     }
 
     /// Begins a forward pass: 0 is the prefill, then one step for each token decoded.
     pub fn step(&mut self, step: u32, tokens: &[u32], positions: &[u32]) -> Result<()> {
-        if self.step.is_some_and(|last| step <= last) || tokens.is_empty() || tokens.len() != positions.len() {
-            return self.fail(misuse(format!("step {step}: steps ascend, and each token has a position")));
+        if self.step.is_some_and(|last| step <= last)
+            || tokens.is_empty()
+            || tokens.len() != positions.len()
+        {
+            return self.fail(misuse(format!(
+                "step {step}: steps ascend, and each token has a position"
+            )));
         }
         self.step = Some(step);
-        self.line(format!(r#"{{"type":"step","step":{step},"tokens":{tokens:?},"positions":{positions:?}"#))
+        self.line(format!(
+            r#"{{"type":"step","step":{step},"tokens":{tokens:?},"positions":{positions:?}"#
+        ))
     }
 
     /// The output of one op of the step, `shape` outermost first.
     pub fn op(&mut self, step: u32, name: &str, shape: &[usize], values: Values) -> Result<()> {
         if self.step != Some(step) {
-            return self.fail(misuse(format!("{name} of step {step}, which is not the step begun last")));
+            return self.fail(misuse(format!(
+                "{name} of step {step}, which is not the step begun last"
+            )));
         }
-        self.values(format!(r#"{{"type":"op","step":{step},"op":{}"#, quoted(name)), name, shape, values)
+        self.values(
+            format!(r#"{{"type":"op","step":{step},"op":{}"#, quoted(name)),
+            name,
+            shape,
+            values,
+        )
     }
 
     /// Writes the `end` record, without which a trace counts as cut off.
@@ -97,15 +128,29 @@ impl Trace {
         self.line(format!(r#"{{"type":"end","records":{}"#, self.lines))
     }
 
-    fn values(&mut self, mut line: String, name: &str, shape: &[usize], values: Values) -> Result<()> {
+    fn values(
+        &mut self,
+        mut line: String,
+        name: &str,
+        shape: &[usize],
+        values: Values,
+    ) -> Result<()> {
         if shape.iter().product::<usize>() != values.len() {
-            return self.fail(misuse(format!("{name}: {} values for shape {shape:?}", values.len())));
+            return self.fail(misuse(format!(
+                "{name}: {} values for shape {shape:?}",
+                values.len()
+            )));
         }
         let _ = write!(line, r#","shape":{shape:?}"#);
         // Of no values there are no statistics: such a record holds data, of no bytes.
         if self.record != Record::Statistics || values.len() == 0 {
             let bytes = values.bytes();
-            let _ = write!(line, r#","dtype":"{}","offset":{}"#, values.dtype(), self.offset);
+            let _ = write!(
+                line,
+                r#","dtype":"{}","offset":{}"#,
+                values.dtype(),
+                self.offset
+            );
             self.offset += bytes.len() as u64;
             if let Err(error) = self.data.write_all(&bytes) {
                 return self.fail(error);
@@ -120,9 +165,15 @@ impl Trace {
     /// Ends a line. Data goes out before the line that announces it: a crash leaves no promise without its bytes.
     fn line(&mut self, line: String) -> Result<()> {
         if self.failed {
-            return Err(Error::new(ErrorKind::Other, "the trace could not be written further, see the first error"));
+            return Err(Error::other(
+                "the trace could not be written further, see the first error",
+            ));
         }
-        let written = self.data.flush().and_then(|()| writeln!(self.text, "{line}}}")).and_then(|()| self.text.flush());
+        let written = self
+            .data
+            .flush()
+            .and_then(|()| writeln!(self.text, "{line}}}"))
+            .and_then(|()| self.text.flush());
         written.or_else(|error| self.fail(error))?;
         self.lines += 1;
         Ok(())
@@ -174,17 +225,24 @@ impl Values<'_> {
 fn statistics(values: Values) -> String {
     let all = || (0..values.len()).map(|i| values.get(i));
     let finite = || all().filter(|x| x.is_finite());
-    let (min, max) = finite().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), x| (a.min(x), b.max(x)));
+    let (min, max) = finite().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), x| {
+        (a.min(x), b.max(x))
+    });
     let mut text = String::new();
     let n = finite().count() as f64;
     if n > 0.0 {
         let largest = min.abs().max(max.abs());
-        let scale = if largest < 1e150 { 1.0 } else { largest };
+        let scale = if largest < 1e150 { 1.0 } else { 2f64.powi(600) };
         let mean = finite().map(|x| x / scale).sum::<f64>() / n * scale;
         let rms = (finite().map(|x| (x / scale).powi(2)).sum::<f64>() / n).sqrt() * scale;
-        let _ = write!(text, r#","min":{min:e},"max":{max:e},"mean":{mean:e},"rms":{rms:e}"#);
+        let _ = write!(
+            text,
+            r#","min":{min:e},"max":{max:e},"mean":{mean:e},"rms":{rms:e}"#
+        );
     }
-    for (key, count) in [("nan", all().filter(|x| x.is_nan()).count()), ("inf", all().filter(|x| x.is_infinite()).count())] {
+    let nan = all().filter(|x| x.is_nan()).count();
+    let inf = all().filter(|x| x.is_infinite()).count();
+    for (key, count) in [("nan", nan), ("inf", inf)] {
         if count > 0 {
             let _ = write!(text, r#","{key}":{count}"#);
         }
@@ -200,7 +258,11 @@ fn from_f16(bits: u16) -> f64 {
         31 => f64::INFINITY,
         _ => (fraction + 1024.0) * 2f64.powi(exponent - 25),
     };
-    if bits >> 15 == 1 { -magnitude } else { magnitude }
+    if bits >> 15 == 1 {
+        -magnitude
+    } else {
+        magnitude
+    }
 }
 
 /// A JSON string.
@@ -219,7 +281,8 @@ fn quoted(string: &str) -> String {
 }
 
 fn open(path: &Path) -> Result<BufWriter<File>> {
-    let file = File::create(path).map_err(|e| Error::new(e.kind(), format!("cannot open {}: {e}", path.display())))?;
+    let file = File::create(path)
+        .map_err(|e| Error::new(e.kind(), format!("cannot open {}: {e}", path.display())))?;
     Ok(BufWriter::new(file))
 }
 

@@ -17,6 +17,8 @@ from tracediff.result import Cause, Local, OpResult
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
+_KEEP = 256 << 20  # bytes of weights that stay dequantised: all of a small model, some layers of a real one
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:
@@ -29,7 +31,7 @@ class Judged:
 def replay_and_explain(trace: Trace, model: Path, arithmetic: str | None, progress: Callable[[float], None]) -> Judged:
     """Judge every record of the trace by replay against the GGUF file `model`."""
     file = GGUFFile(model)
-    replay = Replay(trace, build_graph(file), Weights(file), scheme_named(arithmetic) if arithmetic else None)
+    replay = Replay(trace, build_graph(file), Weights(file, keep_bytes=_KEEP), scheme_named(arithmetic) if arithmetic else None)
     locals_ = {(record.step, record.op): local for record, local in replay.run(progress)}
     return Judged(locals_, Explainer(replay).explain)
 

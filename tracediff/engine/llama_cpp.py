@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from tracediff_reference.protocol import Message, Node, Options, Request
 
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
 from tracediff.names import Capture
+from tracediff_reference.protocol import Message, Node, Options, Request
 
 _LAST_LINES = 8
 

@@ -70,7 +70,7 @@ FAMILIES: dict[str, tuple[Position, Pairing]] = {
 def build_graph(file: GGUFFile) -> Graph:
     """The op graph of a GGUF file; raises ModelError for an unknown family or a file that does not fit it."""
     arch = file.metadata.get("general.architecture")
-    if arch not in FAMILIES:
+    if not isinstance(arch, str) or arch not in FAMILIES:
         raise ModelError(
             f"{file.path}: unknown architecture {arch!r}. Known: {', '.join(FAMILIES)}. "
             "A family is one function in tracediff/model/families.py."

@@ -24,6 +24,7 @@ _SCALARS = {
     GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d",
 }  # fmt: skip
 _MAX_DIMS = 4  # GGML_MAX_DIMS, ggml.h
+_AGAIN = "Download or convert it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,9 @@ class GGUFFile:
             key = self._string()
             self.metadata[key] = self._value(self._value_type())
         directory = [self._tensor() for _ in range(n_tensors)]
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelError(f"{self.path}: 'general.alignment' is {alignment!r}: the header is damaged. {_AGAIN}")
         start = -(-self._at // alignment) * alignment
         self.tensors: dict[str, TensorInfo] = {}
         for info in directory:
@@ -102,8 +105,7 @@ class GGUFFile:
 
     def _truncated(self, what: str) -> ModelError:
         return ModelError(
-            f"{self.path}: the file is truncated: {what}, but it has {len(self._bytes):,} bytes. "
-            "Download or convert it again."
+            f"{self.path}: the file is truncated: {what}, but it has {len(self._bytes):,} bytes. {_AGAIN}"
         )
 
     def _take(self, size: int) -> int:
@@ -126,7 +128,7 @@ class GGUFFile:
             return GGUFValueType(number)
         except ValueError:
             raise ModelError(
-                f"{self.path}: unknown metadata type {number} at byte {self._at - 4:,}: the header is damaged."
+                f"{self.path}: unknown metadata type {number} at byte {self._at - 4:,}: the header is damaged. {_AGAIN}"
             ) from None
 
     def _value(self, kind: GGUFValueType) -> Any:
@@ -141,7 +143,7 @@ class GGUFFile:
                 self._take(self._number("Q"))
             return array
         if item == GGUFValueType.ARRAY:
-            raise ModelError(f"{self.path}: nested arrays in the metadata are not supported.")
+            raise ModelError(f"{self.path}: nested arrays in the metadata are not supported. {_AGAIN}")
         code = _SCALARS[item]
         at = self._take(count * struct.calcsize("<" + code))
         return list(struct.unpack_from(f"<{count}{code}", self._bytes, at))
@@ -149,7 +151,9 @@ class GGUFFile:
     def _tensor(self) -> TensorInfo:
         name, n_dims = self._string(), self._number("I")
         if not 1 <= n_dims <= _MAX_DIMS:
-            raise ModelError(f"{self.path}: tensor {name!r} has {n_dims} dimensions; ggml has 1 to {_MAX_DIMS}.")
+            raise ModelError(
+                f"{self.path}: tensor {name!r} has {n_dims} dimensions; ggml has 1 to {_MAX_DIMS}. {_AGAIN}"
+            )
         shape = tuple(reversed([self._number("Q") for _ in range(n_dims)]))
         number, offset = self._number("I"), self._number("Q")
         try:
@@ -162,6 +166,6 @@ class GGUFFile:
             ) from None
         if shape[-1] % block:
             raise ModelError(
-                f"{self.path}: tensor {name!r} has rows of {shape[-1]}, not a multiple of {kind.name}'s {block}."
+                f"{self.path}: tensor {name!r} has rows of {shape[-1]}, not a multiple of {kind.name}'s {block}. {_AGAIN}"
             )
         return TensorInfo(name, shape, kind, offset, math.prod(shape) // block * block_bytes)

@@ -48,45 +48,70 @@ class HParams:
     rope: Rope
 
 
-def read_hparams(file: GGUFFile, pairing: Pairing) -> HParams:
-    """The hyper-parameters of `file`; raises ModelError when a required key is missing or unsupported."""
-    arch = str(file.metadata["general.architecture"])
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """The metadata of one architecture, of the type asked for. Without a default a key is required."""
 
-    def required(key: str) -> Any:
-        if f"{arch}.{key}" not in file.metadata:
+    file: GGUFFile
+    arch: str
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number."""
+        value = self._value(key, default)
+        if not isinstance(value, int):
+            raise self._wrong(key, value, "a whole number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self._value(key, default)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._wrong(key, value, "a finite number")
+        return float(value)
+
+    def _value(self, key: str, default: float | None) -> Any:
+        value = self.file.metadata.get(f"{self.arch}.{key}", default)
+        if value is None:
             raise ModelError(
-                f"{file.path}: the required metadata key '{arch}.{key}' is missing. "
+                f"{self.file.path}: the required metadata key '{self.arch}.{key}' is missing. "
                 "Convert the model again with a current convert_hf_to_gguf.py."
             )
-        return optional(key, None)
-
-    def optional(key: str, default: Any) -> Any:
-        value = file.metadata.get(f"{arch}.{key}", default)
-        if isinstance(value, list):  # one value per layer
+        if isinstance(value, list) and value:  # one value per layer
             if len(set(value)) != 1:
-                raise ModelError(f"{file.path}: '{arch}.{key}' differs between layers, which is not supported yet.")
+                raise ModelError(
+                    f"{self.file.path}: '{self.arch}.{key}' differs between layers, which is not supported yet."
+                )
             return value[0]
         return value
 
-    if optional("expert_count", 0):
-        raise ModelError(f"{file.path}: mixture-of-experts models ('{arch}.expert_count') are not supported yet.")
-    n_embd, n_head = int(required("embedding_length")), int(required("attention.head_count"))
-    head_dim = int(optional("attention.key_length", n_embd // max(n_head, 1)))
+    def _wrong(self, key: str, value: object, expected: str) -> ModelError:
+        return ModelError(
+            f"{self.file.path}: '{self.arch}.{key}' is {value!r}, not {expected}. Convert the model again."
+        )
+
+
+def read_hparams(file: GGUFFile, pairing: Pairing) -> HParams:
+    """The hyper-parameters of `file`; raises ModelError when a required key is missing or unsupported."""
+    keys = _Keys(file, file.metadata["general.architecture"])
+    if keys.integer("expert_count", 0):
+        raise ModelError(f"{file.path}: mixture-of-experts models ('{keys.arch}.expert_count') are not supported yet.")
+    n_embd, n_head = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    head_dim = keys.integer("attention.key_length", n_embd // max(n_head, 1))
     hparams = HParams(
-        arch=arch,
-        n_layer=int(required("block_count")),
+        arch=keys.arch,
+        n_layer=keys.integer("block_count"),
         n_embd=n_embd,
         n_head=n_head,
-        n_head_kv=int(optional("attention.head_count_kv", n_head)),
+        n_head_kv=keys.integer("attention.head_count_kv", n_head),
         head_dim=head_dim,
-        n_ff=int(required("feed_forward_length")),
+        n_ff=keys.integer("feed_forward_length"),
         n_vocab=_n_vocab(file),
-        n_ctx=int(required("context_length")),
-        eps=float(required("attention.layer_norm_rms_epsilon")),
-        attention_scale=float(optional("attention.scale", 0.0)) or 1.0 / math.sqrt(max(head_dim, 1)),
-        rope=_rope(file, optional, pairing, head_dim),
+        n_ctx=keys.integer("context_length"),
+        eps=keys.number("attention.layer_norm_rms_epsilon"),
+        attention_scale=keys.number("attention.scale", 0.0) or 1.0 / math.sqrt(max(head_dim, 1)),
+        rope=_rope(keys, pairing, head_dim),
     )
-    _check(file, hparams, int(optional("attention.value_length", head_dim)))
+    _check(file, hparams, keys.integer("attention.value_length", head_dim))
     return hparams
 
 
@@ -99,24 +124,29 @@ def _n_vocab(file: GGUFFile) -> int:
 
 def _check(file: GGUFFile, h: HParams, value_length: int) -> None:
     counts = (h.n_layer, h.n_embd, h.n_head, h.n_head_kv, h.head_dim, h.n_ff, h.n_ctx)
-    if min(counts) < 1 or h.n_head % h.n_head_kv or value_length != h.head_dim:
+    if min(counts) < 1 or h.n_head % h.n_head_kv or value_length != h.head_dim or h.eps < 0:
         raise ModelError(
             f"{file.path}: impossible hyper-parameters: {h.n_layer} layers, width {h.n_embd}, "
-            f"{h.n_head}/{h.n_head_kv} heads of {h.head_dim} (V {value_length}), feed-forward {h.n_ff}."
+            f"{h.n_head}/{h.n_head_kv} heads of {h.head_dim} (V {value_length}), feed-forward {h.n_ff}, context {h.n_ctx}, "
+            f"epsilon {h.eps:g}. Convert the model again."
         )
-    if h.rope.n_rot % 2 or h.rope.n_rot > h.head_dim:
-        raise ModelError(f"{file.path}: rotary dimension {h.rope.n_rot} does not fit heads of {h.head_dim} channels.")
+    r = h.rope
+    if r.n_rot % 2 or not 0 <= r.n_rot <= h.head_dim or r.theta <= 1 or r.freq_scale <= 0 or r.n_ctx_orig < 1:
+        raise ModelError(
+            f"{file.path}: impossible rotary embedding: dimension {r.n_rot} of heads of {h.head_dim} channels, base "
+            f"{r.theta:g}, scale {r.freq_scale:g}, original context {r.n_ctx_orig}. Convert the model again."
+        )
 
 
-def _rope(file: GGUFFile, optional: Any, pairing: Pairing, head_dim: int) -> Rope:
+def _rope(keys: _Keys, pairing: Pairing, head_dim: int) -> Rope:
     """Scaling as llama.cpp computes it (src/llama-context.cpp, constructor; ggml-cpu/ops.cpp, `rope_yarn`)."""
-    scaling = str(optional("rope.scaling.type", "linear"))
+    scaling = keys.file.metadata.get(f"{keys.arch}.rope.scaling.type", "linear")
     if scaling not in ("none", "linear", "yarn"):
         raise ModelError(
-            f"{file.path}: rope scaling {scaling!r} is not supported (none, linear, yarn, and the llama3 "
+            f"{keys.file.path}: rope scaling {scaling!r} is not supported (none, linear, yarn, and the llama3 "
             "factors of 'rope_freqs.weight' are)."
         )
-    factor = float(optional("rope.scaling.factor", optional("rope.scale_linear", 0.0)) or 1.0)
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 0.0)) or 1.0
     if scaling == "none":
         factor = 1.0
     yarn = scaling == "yarn"
@@ -124,10 +154,10 @@ def _rope(file: GGUFFile, optional: Any, pairing: Pairing, head_dim: int) -> Rop
     magnitude = 1.0 + 0.1 * math.log(factor) if yarn and factor > 1.0 else 1.0
     return Rope(
         pairing=pairing,
-        n_rot=int(optional("rope.dimension_count", head_dim)),
-        theta=float(optional("rope.freq_base", 10000.0)),
+        n_rot=keys.integer("rope.dimension_count", head_dim),
+        theta=keys.number("rope.freq_base", 10000.0),
         freq_scale=1.0 / factor,
         ext_factor=1.0 if yarn else 0.0,
-        magnitude=magnitude * float(optional("rope.scaling.attn_factor", 1.0)),
-        n_ctx_orig=int(optional("rope.scaling.original_context_length", optional("context_length", 0))),
+        magnitude=magnitude * keys.number("rope.scaling.attn_factor", 1.0),
+        n_ctx_orig=keys.integer("rope.scaling.original_context_length", keys.integer("context_length", 0)),
     )

@@ -180,7 +180,7 @@ def _tensors(s: Shape, rng: np.random.Generator):  # type: ignore[no-untyped-def
         blk, gain = f"blk.{n}", 0.05 * growth**n
         yield f"{blk}.attn_norm.weight", norm(s.n_embd)
         for name, heads in (("q", s.n_head), ("k", s.n_head_kv), ("v", s.n_head_kv)):
-            yield f"{blk}.attn_{name}.weight", matrix(heads * s.d, s.n_embd, gain=1.0 + 0.1 * n)
+            yield f"{blk}.attn_{name}.weight", matrix(heads * s.d, s.n_embd, gain=1.0 + 0.02 * (n % 5))
             if qkv_bias:
                 bias = rng.standard_normal(heads * s.d, np.float32)
                 if s.loud and name == "k":  # Qwen2.5-7B has K biases of 605, in channels that turn slowly

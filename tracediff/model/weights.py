@@ -27,10 +27,15 @@ _FLOATS = {
 class Weights:
     """The tensors of a GGUF file in one dtype on one device."""
 
-    def __init__(self, file: GGUFFile, dtype: torch.dtype = torch.float64, device: str = "cpu") -> None:
+    def __init__(
+        self, file: GGUFFile, dtype: torch.dtype = torch.float64, device: str = "cpu", keep_bytes: int = 0
+    ) -> None:
+        """`keep_bytes` of slices stay in memory for the next use: steps and hypotheses read the same ones."""
         self.file = file
         self.dtype = dtype
         self.device = device
+        self._room = keep_bytes
+        self._kept: dict[tuple[str, int], Tensor] = {}
         self._pool = ThreadPoolExecutor(2, "dequantise")
 
     def type_of(self, weight: Weight) -> str:
@@ -59,15 +64,26 @@ class Weights:
             yield from (whole[cut] for cut in cuts)
             return
         info = self._info(weight)
-        if info.type in _FLOATS:
-            yield from (self._placed(self._rows(info, cut)) for cut in cuts)
+        if info.type in _FLOATS or (weight.name, 0) in self._kept:
+            yield from (self._slice(info, cut) for cut in cuts)
             return
         ahead = [self._pool.submit(self._rows, info, cut) for cut in cuts[:3]]
         for i in range(len(cuts)):
             rows = ahead.pop(0).result()
             if i + 3 < len(cuts):
                 ahead.append(self._pool.submit(self._rows, info, cuts[i + 3]))
-            yield self._placed(rows)
+            yield self._keep(info, cuts[i], self._placed(rows))
+
+    def _slice(self, info: TensorInfo, cut: slice) -> Tensor:
+        kept = self._kept.get((info.name, cut.start))
+        return self._keep(info, cut, self._placed(self._rows(info, cut))) if kept is None else kept
+
+    def _keep(self, info: TensorInfo, cut: slice, rows: Tensor) -> Tensor:
+        size = rows.numel() * rows.element_size()
+        if size <= self._room and (info.name, cut.start) not in self._kept:
+            self._room -= size
+            self._kept[info.name, cut.start] = rows
+        return rows
 
     def minima(self, weight: Weight) -> Tensor:
         """The float16 minimum of each block of a Q4_1 or Q5_1 matrix, [n_out, n_in / 32]."""
