@@ -10,6 +10,7 @@ ones (layers, logits: exactly the records that cover them first), `named` with t
 
 import argparse
 import itertools
+import math
 import random
 import tempfile
 import time
@@ -32,12 +33,13 @@ from tracediff.model.synthetic import Shape, quantize, write_model
 from tracediff.model.weights import Weights
 from tracediff.names import kind_of, layer_of
 from tracediff.replay import Replay
-from tracediff.result import OpResult
+from tracediff.result import Local, OpResult, Worst
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
 N_LAYER = 3
 TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 107, 260, 98)
+CHUNK = (97, 110, 32)
 _COMMON = {"n_layer": N_LAYER, "n_embd": 256, "n_head": 8, "n_head_kv": 2, "n_ff": 512, "n_vocab": 512}
 SHAPES = {
     "llama": Shape("llama", **_COMMON, theta=500_000.0, eps=1e-5, rope_factors=True),
@@ -45,6 +47,13 @@ SHAPES = {
     "qwen3": Shape("qwen3", **{**_COMMON, "n_head": 6}, head_dim=64),
 }
 WEIGHTS = ("F32", "F16", "Q8_0", "Q4_K_M")
+_ANY = Local(math.inf, 0.0, math.inf, Worst((), 0.0, 0.0), "", ())  # an error that any change takes away
+
+
+def positions(step: int) -> tuple[int, ...]:
+    """Of the prompt, the chunk and the decoded token."""
+    cuts = (0, len(TOKENS), len(TOKENS) + len(CHUNK), len(TOKENS) + len(CHUNK) + 1)
+    return tuple(range(cuts[step], cuts[step + 1]))
 
 
 class LogitsOnly(Recorder):
@@ -78,16 +87,16 @@ class Bench:
         self.weights = Weights(self.file, keep_bytes=1 << 30)
         self.weights32 = Weights(self.file, torch.float32, keep_bytes=1 << 30)
 
-    def trace(self, graph: Graph, capture: str, n_decode: int = 2) -> Trace:
-        """A trace of the torch engine running `graph`, greedily."""
+    def trace(self, graph: Graph, capture: str) -> Trace:
+        """A trace of the torch engine running `graph`: a prompt, a second chunk of tokens, a decoded one."""
         path = self.folder / "t.trace"
         with TraceWriter(path, "detection", graph.hparams.arch) as writer:
             recorder = LogitsOnly(writer) if capture == "logits" else Recorder(writer, capture)
             engine = TorchEngine(graph, self.weights32)
-            engine.run(0, StepInput(TOKENS, tuple(range(len(TOKENS)))), recorder)
-            for step in range(1, n_decode + 1):
-                token = int(engine.logits[-1].nan_to_num().argmax())
-                engine.run(step, StepInput((token,), (len(TOKENS) + step - 1,)), recorder)
+            engine.run(0, StepInput(TOKENS, positions(0)), recorder)
+            engine.run(1, StepInput(CHUNK, positions(1)), recorder)
+            token = int(engine.logits[-1].nan_to_num().argmax())
+            engine.run(2, StepInput((token,), positions(2)), recorder)
         return Trace(path)
 
     def judged(self, trace: Trace) -> list[OpResult]:
@@ -104,7 +113,7 @@ class Bench:
         replay = Replay(clean, self.graph, self.weights)
         touched = {op.name for op in changed}
         for record, local in replay.run():
-            if touched & set(local.segment) and replay.under(record, changed).faulty:
+            if touched & set(local.segment) and replay.under(record, changed, _ANY).faulty:
                 return True
         return False
 
@@ -159,8 +168,8 @@ def main() -> None:
                     count[outcome.partition(":")[0]] += 1
                     if outcome not in ("named", "not visible"):
                         details.append(f"{family} {weight} {capture} {fault}{place}: {outcome}")
+                        print(details[-1], flush=True)
             print(family, weight, capture, dict(count), f"{time.time() - began:.0f} s", flush=True)
-    print("\n".join(details))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Runs a model in llama.cpp for a request: load, tokenise, decode, all of it observed."""
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from tracediff_reference.observer import Observer
 from tracediff_reference.protocol import Message, Options, Request
 
 _KV_TYPES = {"f32": llama.GGML_TYPE_F32, "f16": llama.GGML_TYPE_F16, "q8_0": llama.GGML_TYPE_Q8_0}
+_SHOWN = (3, 4)  # GGML_LOG_LEVEL_WARN and _ERROR, ggml.h
 _PAD = 256  # the KV cache grows in such steps (llama_kv_cache::get_n_kv)
 
 
 def trace(request: Request, send: Callable[[Message], None]) -> None:
     """Write the trace that `request` asks for; raises EngineError for what llama.cpp refuses."""
     ggml.check_layout()
+    llama.llama_log_set(_log, ctypes.c_void_p())
     llama.llama_backend_init()
     model = _load(request)
     tokens = _tokens(request, model)
@@ -27,6 +30,13 @@ def trace(request: Request, send: Callable[[Message], None]) -> None:
     if request.out is not None:
         _trace(request, model, tokens, lambda fraction: send(Message(progress=fraction)))
     llama.llama_model_free(model)
+
+
+@llama.llama_log_callback
+def _log(level: int, text: bytes, _: object) -> None:
+    """Warnings and errors only: the last lines of the log are shown when llama.cpp dies."""
+    if level in _SHOWN:
+        os.write(2, text)
 
 
 def _trace(request: Request, model: llama.llama_model_p, tokens: list[int], progress: Callable[[float], None]) -> None:
@@ -52,7 +62,10 @@ def _load(request: Request) -> llama.llama_model_p:
     params.vocab_only = request.out is None
     model = llama.llama_model_load_from_file(str(request.model).encode(), params)
     if not model:
-        raise EngineError(f"llama.cpp cannot load {request.model}.")
+        raise EngineError(
+            f"llama.cpp cannot load {request.model}, for the reason below. Convert the model again, or install the "
+            f"llama-cpp-python that it was made for ({ggml.llama_version()} is installed)."
+        )
     return model
 
 
@@ -97,7 +110,10 @@ def _context(
     params.cb_eval = callback
     context = llama.llama_init_from_model(model, params)
     if not context:
-        raise EngineError("llama.cpp cannot make a context with these options.")
+        raise EngineError(
+            "llama.cpp cannot make a context with these options, for the reason below. Try without them "
+            "(--ctx, --batch, --ubatch, --kv-type, --flash-attn, --gpu-layers)."
+        )
     return context, callback  # the callback must live as long as the context
 
 

@@ -1,10 +1,12 @@
 """Models and traces that many tests share, made once per session in a temporary folder."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tracediff.cli import main
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.families import load_graph
@@ -20,6 +22,7 @@ SHAPES = {
     "qwen3": Shape("qwen3", head_dim=24, n_head=5, n_head_kv=1, n_embd=80),
     "k-quants": Shape("qwen2", n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_layer=3),
     "demo": DEMO,
+    "tiny": Shape(n_layer=2, n_embd=48, n_ff=64, n_ctx=64),
 }
 
 
@@ -81,3 +84,38 @@ def torch_trace(tmp_path: Path) -> Callable[..., Path]:
         return trace_torch(model, out, TorchOptions(**options), tokens, n_decode, steps)
 
     return trace
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: its exit code, standard output and standard error. It never raises."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tracediff", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()  # type: ignore[return-value]
+
+    return run
+
+
+@pytest.fixture
+def refused(cli: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """The one message of a command line that ends undecided."""
+
+    def run(*arguments: object) -> str:
+        code, _, error = cli(*arguments)
+        return the_message(code, error)
+
+    return run
+
+
+def the_message(code: int, error: str) -> str:
+    assert code == 2, error
+    assert "Traceback" not in error
+    before, *messages = error.split("tracediff: ")
+    assert before == ""
+    assert len(messages) == 1, error
+    assert messages[0].endswith("\n")
+    return messages[0].rstrip()

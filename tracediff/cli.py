@@ -1,5 +1,8 @@
 """The command line: the only place that prints and the only place that catches."""
 
+import io
+import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -7,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import click
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from tracediff import __version__
 from tracediff.errors import EngineError, TracediffError
@@ -22,7 +25,36 @@ if TYPE_CHECKING:
 
 MATCH, DIVERGED, UNDECIDED, INTERRUPTED = 0, 1, 2, 130
 
+
+class _Commands(TyperGroup):
+    """Runs a command and turns every expected failure into one message and an exit code.
+
+    Within typer, for what typer catches itself changes: Ctrl-C was Abort, then Exit(130); a closed pipe is
+    exit code 1, which here says that something diverges.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            code = super().invoke(ctx)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            _complain("interrupted. What was traced so far is readable where it was saved (-o, --save).")
+            code = INTERRUPTED
+        except TracediffError as error:
+            code = _complain(str(error))
+        except UnicodeError as error:
+            code = _complain(f"{error}. Paths and prompts must be UTF-8.")
+        except BrokenPipeError:  # the reader of our output went away: `tracediff ... | head`
+            code = UNDECIDED
+            _drop_output()
+        except (OSError, MemoryError) as error:
+            code = _complain(f"{type(error).__name__}: {error}. Check the path, the permissions and the space left.")
+            _drop_output()
+        raise typer.Exit(code)
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -65,29 +97,23 @@ ExtraBufts = Annotated[bool, typer.Option(help="llama.cpp: extra buffer types (r
 
 
 def main() -> None:
-    """The entry point: runs a command and turns every expected failure into one message and an exit code."""
-    try:
-        code = app(standalone_mode=False)
-    except click.exceptions.Abort:
-        _complain("interrupted; what was traced so far is readable.")
-        code = INTERRUPTED
-    except click.ClickException as error:
-        error.show()
-        code = UNDECIDED
-    except TracediffError as error:
-        _complain(str(error))
-        code = UNDECIDED
-    except BrokenPipeError:  # the reader of our output went away: `tracediff ... | head`
-        sys.stderr.close()
-        code = UNDECIDED
-    except (OSError, MemoryError) as error:
-        _complain(f"{type(error).__name__}: {error}. Check the path, the permissions and the space left.")
-        code = UNDECIDED
-    sys.exit(code)
+    """The entry point."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without block characters shows ? for them
+    app()
 
 
-def _complain(message: str) -> None:
+def _complain(message: str) -> int:
     print(f"tracediff: {message}", file=sys.stderr)  # noqa: T201
+    return UNDECIDED
+
+
+def _drop_output() -> None:
+    """Drop what standard output does not take any more: Python would try again at exit, and complain again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @app.callback(invoke_without_command=True)
@@ -152,22 +178,20 @@ def run(
     with _folder(save) as folder, _progress() as progress:
         reference, candidate = folder / "reference.trace", folder / "candidate.trace"
         child = LlamaCpp(model, graph, given, reference, capture=capture, n_decode=decode, options=options)
-        try:
-            from tracediff.engine.torch_run import (
-                TorchOptions,
-                trace_torch,
-            )  # while llama.cpp works: 2 s of imports
+        try:  # while llama.cpp works: 2 s of imports, and what is wrong with the options of torch
+            from tracediff.engine.torch_run import TorchOptions, check_options, trace_torch
             from tracediff.pipeline import compare_traces
             from tracediff.trace.reader import Trace
 
+            torch_options = TorchOptions(
+                dtype=dtype, device=device, capture=capture, arithmetic=arithmetic, faults=tuple(fault or ())
+            )
+            check_options(model, torch_options)
             child.wait(lambda fraction: progress("llama.cpp", fraction))
         except BaseException:
             child.stop()
             raise
         _show_tokens(given, child.tokens)
-        torch_options = TorchOptions(
-            dtype=dtype, device=device, capture=capture, arithmetic=arithmetic, faults=tuple(fault or ())
-        )
         steps = [*Trace(reference).steps.values()]
         trace_torch(model, candidate, torch_options, steps=steps, progress=lambda f: progress("torch", f))
         result = compare_traces(
@@ -244,10 +268,14 @@ def compare(
     from tracediff.pipeline import compare_traces
 
     policy = _policy(tolerance, allow)
+    if arithmetic and not model:
+        raise TracediffError("--arithmetic is that of the replay, which needs the GGUF file: give --model as well.")
     with _progress() as progress:
         result = compare_traces(
             reference, candidate, model=model, policy=policy, arithmetic=arithmetic, progress=progress
         )
+    if model:
+        _check_replayed(result)
     return _report(result, json)
 
 
@@ -263,36 +291,34 @@ def check(
 
     with _progress() as progress:
         result = check_trace(trace, model, arithmetic=arithmetic, progress=progress)
+    _check_replayed(result)
     return _report(result, json)
 
 
 @app.command()
 def inspect(what: Annotated[Path, typer.Argument(metavar="MODEL_OR_TRACE")]) -> int:
     """List the ops that an engine should write for a model, or the records of a trace."""
-    from tracediff.report.inspect import model_table, trace_table
+    from tracediff.listings import of_model, of_trace
+    from tracediff.report.listing import render
 
     if _is_gguf(what):
         from tracediff.model.families import load_graph
 
-        _console().print(model_table(load_graph(what)))
+        _console().print(render(of_model(load_graph(what))))
     else:
         from tracediff.trace.reader import Trace
 
-        _console().print(trace_table(Trace(what)))
+        _console().print(render(of_trace(Trace(what))))
     return MATCH
 
 
 @app.command()
 def faults() -> int:
     """List the mistakes that can be planted and recognised."""
-    from rich.table import Table
+    from tracediff.listings import of_faults
+    from tracediff.report.listing import render
 
-    from tracediff.diagnose.bank import BANK
-
-    table = Table("name", "mistake", "ops", "look at", box=None, padding=(0, 2, 0, 0))
-    for mistake in BANK.values():
-        table.add_row(mistake.name, mistake.text, ", ".join(mistake.ops), mistake.look)
-    _console().print(table)
+    _console().print(render(of_faults()))
     return MATCH
 
 
@@ -301,6 +327,7 @@ def faults() -> int:
 
 def _prompt(text: str | None, tokens: str | None, graph: "Graph") -> "Prompt":
     from tracediff.engine.llama_cpp import Prompt
+    from tracediff.model.hparams import check_tokens
 
     if (text is None) == (tokens is None):
         raise EngineError("give the prompt either as text with -p or as ids with --tokens 1,2,3.")
@@ -314,13 +341,7 @@ def _prompt(text: str | None, tokens: str | None, graph: "Graph") -> "Prompt":
         raise EngineError(f"--tokens {tokens!r}: ids are whole numbers with commas between, as in 1,2,3.") from None
     if not ids:
         raise EngineError("the prompt is empty: --tokens names no ids.")
-    n_vocab = graph.hparams.n_vocab
-    for token in ids:
-        if not 0 <= token < n_vocab:
-            raise EngineError(
-                f"token id {token} is outside the vocabulary of {n_vocab:,} (0 to {n_vocab - 1}). "
-                "Were the ids made by another model's tokenizer?"
-            )
+    check_tokens(ids, graph.hparams.n_vocab)
     return Prompt(tokens=ids)
 
 
@@ -329,12 +350,24 @@ def _policy(tolerance: list[str] | None, allow: list[str] | None) -> "Policy":
 
     tolerances = {}
     for item in tolerance or ():
-        pattern, _, value = item.rpartition("=")
+        pattern, _, number = item.rpartition("=")
         try:
-            tolerances[pattern or "*"] = float(value)
+            nmse = float(number)
         except ValueError:
-            raise TracediffError(f"--tolerance {item!r}: give an NMSE such as 1e-6, or PATTERN=1e-6.") from None
+            nmse = math.nan
+        if not nmse >= 0:
+            raise TracediffError(f"--tolerance {item!r}: give an NMSE such as 1e-6, or PATTERN=1e-6.")
+        tolerances[pattern or "*"] = nmse
     return Policy(tolerances, tuple(allow or ()))
+
+
+def _check_replayed(result: "Result") -> None:
+    if not any(op.local for op in result.ops):
+        raise TracediffError(
+            f"{result.candidate.path}: nothing in it can be replayed: it holds statistics only, or no op of this "
+            "model. Record data, under the names that `tracediff inspect MODEL` lists; "
+            "`tracediff compare` without --model compares statistics by tolerance."
+        )
 
 
 def _is_gguf(path: Path) -> bool:
@@ -374,15 +407,25 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
         yield show
 
 
+class _Console(Console):
+    """Rich's, which ends with exit code 1 when a pipe is closed: here that says that something diverges."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError that is being handled
+
+
 def _console() -> Console:
     """Standard output; in a pipe plain text, 100 columns wide unless COLUMNS says otherwise."""
-    import os
-
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=100 if piped else None, highlight=False, soft_wrap=False)
+    return _Console(width=100 if piped else None, highlight=False, markup=False, soft_wrap=False)
 
 
 def _report(result: "Result", json: Path | None) -> int:
+    if str(json) != "-":
+        from tracediff.report.terminal import render
+
+        console = _console()
+        console.print(render(result, console.width))
     if json:
         from tracediff.report.json_report import render as render_json
 
@@ -391,11 +434,6 @@ def _report(result: "Result", json: Path | None) -> int:
             sys.stdout.write(text)
         else:
             json.write_text(text)
-    if str(json) != "-":
-        from tracediff.report.terminal import render
-
-        console = _console()
-        console.print(render(result, console.width))
     return DIVERGED if result.verdict == "diverged" else MATCH
 
 

@@ -68,7 +68,9 @@ def noise(
                 stored = stored + kept * energy.sqrt()
             return Noise(sigma, stored)
         case "rms_norm":
-            return Noise(unit * size * _mean_square(inputs[0]), stored + 2 * unit * size)
+            # A replaced norm may subtract a mean, which has the error of the largest value.
+            cancelled = 4 * unit * size.amax(-1, keepdim=True) if op.function else 0.0
+            return Noise(unit * size * _mean_square(inputs[0]), stored + 2 * unit * size + cancelled)
         case "rope":
             return Noise(unit * size, stored + _rope(op, inputs, y, unit, kept if half else 0.0))
         case "softmax":
@@ -77,7 +79,12 @@ def noise(
                 stored + _softmax(op, inputs, y, unit, kept if half else 0.0),
             )
         case "swiglu":  # exp's argument is rounded, exp itself is good to 2 units, then three operations
-            return Noise(unit * size, stored + unit * size * (5 + wide(inputs[0]).abs().clamp(max=88.0)))
+            gate, up = (wide(x).abs() for x in inputs)
+            # Another activation may subtract: 1 + erf(x) has the error of 1 (of a few units) where it is all but 0.
+            cancelled = 8 * unit if op.function else 0.0
+            # 1 / (1 + exp(88.8)) is 0 where exp overflows, though it should be a denormal.
+            lost = gate * up * (cancelled + TINY["f64" if storage == "f64" else "f32"])
+            return Noise(unit * size, stored + unit * size * (5 + gate.clamp(max=88.0)) + lost)
         case "embedding":  # a dequantised value is a scale times an integer, less a minimum, in float32
             return Noise(torch.zeros_like(y), stored + 2 * UNIT["f32"] * size.amax(-1, keepdim=True))
     return Noise(torch.zeros_like(y), stored + unit * size)

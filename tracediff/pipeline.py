@@ -39,7 +39,7 @@ def compare_traces(
     same_input(r, c)
     pairs = plan(r, c)
     measured = _measure(pairs, r, c, policy, progress)
-    notes = [f"{trace.path}: {trace.cut}" for trace in (r, c) if trace.cut]
+    notes = [*_notes(r), *_notes(c)]
     explain: Callable[[list[OpResult]], list[OpResult]] = list
     if model:
         ours = _replayed(c, model, arithmetic, lambda f: progress("replay the candidate", f))
@@ -79,8 +79,7 @@ def check_trace(
                 local=judged.locals.get((step, name)),
             )
         )
-    notes = [f"{c.path}: {c.cut}"] if c.cut else []
-    return _result(ops, None, c, model, policy or Policy(), judged.explain, notes)
+    return _result(ops, None, c, model, policy or Policy(), judged.explain, _notes(c))
 
 
 def _result(
@@ -107,6 +106,17 @@ def _result(
         steps=tuple(candidate.steps),
         notes=tuple(notes),
     )
+
+
+def _notes(trace: Trace) -> list[str]:
+    """What a reader must know of the trace itself."""
+    notes = [f"{trace.path}: cut off: {trace.cut}."] if trace.cut else []
+    if not any(record.has_data for record in trace.ops.values()):
+        notes.append(
+            f"{trace.path} holds statistics only: a permutation, a swapped head or a wrong rope pairing changes none "
+            "of them. Record data to see those, and to judge each op by replay."
+        )
+    return notes
 
 
 def _side(trace: Trace) -> Side:

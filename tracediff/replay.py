@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tracediff.errors import TraceError
 from tracediff.floors import Noise, noise
-from tracediff.model.arithmetic import BLOCK, SCHEMES, Arithmetic, Scheme
+from tracediff.model.arithmetic import BLOCK, EXACT, SCHEMES, Arithmetic, Scheme
 from tracediff.model.evaluate import Energy, evaluate
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.ops import causal
@@ -28,7 +28,6 @@ from tracediff.trace.reader import Trace
 _MARGIN = 4.0
 # Noise through a segment is known from samples of it, not from a formula: its spread is that uncertain.
 _SAMPLES, _SEGMENT_MARGIN = 2, 16.0
-_HOPELESS = 0.05  # q8 blocks, the coarsest rounding here, make 1e-4 of one matmul; a whole segment of them more
 _RECENT = 24  # values kept from one layer to the next: more than a layer has
 
 
@@ -74,6 +73,8 @@ class Replay:
         self.weights = weights
         self._schemes = (pinned,) if pinned else SCHEMES
         self._fits: dict[tuple[str, ...], Scheme] = {}
+        self._best: dict[tuple[int, str], Scheme] = {}
+        self._samples = _SAMPLES
         self._values: dict[tuple[int, str, str], Value] = {}
         self._random = torch.Generator().manual_seed(0)
         self._positions = _positions(trace)
@@ -98,47 +99,59 @@ class Replay:
             self._forget(step, all_of_it=True)
 
     @torch.inference_mode()
-    def under(self, record: OpRecord, ops: Sequence[Op]) -> Local:
-        """The record's local error if the engine computed these ops as given: a hypothesis tried."""
+    def under(self, record: OpRecord, ops: Sequence[Op], before: Local) -> Local:
+        """The record's local error if the engine computed these ops as given: a hypothesis tried.
+
+        `before` is the error without it. What does not take nine tenths of that away is not looked at closely.
+        """
         other = copy(self)
         other.graph = self.graph.changed(*ops)
         other._values = {key: value for key, value in self._values.items() if not key[2]}
         other._fits = dict(self._fits)
         other._random = torch.Generator().manual_seed(0)
-        return other._judge(record, other.graph[record.op], hopeless=_HOPELESS)
+        op = other.graph[record.op]
+        best = self._fits.get(self._sort_of(op, record)) or self._best[record.step, record.op]
+        other._samples = 0  # a first look needs no noise
+        first_look = other._local(record, op, self._recorded(record), other._recompute(record.step, op, best, "f32"), best)
+        if not first_look.nmse <= 0.1 * before.nmse:
+            return first_look
+        other._samples = self._samples
+        other._values = {key: value for key, value in other._values.items() if not key[2]}
+        return other._judge(record, op)
 
     def made(self, record: OpRecord) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """What was recorded, what it should be, and the op's inputs: all float64, under the scheme that fits best."""
         op = self.graph[record.op]
-        scheme = self._fits.get(self._sort_of(op, record), self._schemes[0])
+        scheme = self._best.get((record.step, record.op), self._schemes[0])
         inputs = self._inputs(record.step, op, scheme)
         exact = self._recompute(record.step, op, scheme, record.dtype or "f32").exact
         return self._recorded(record), exact, tuple(value.exact for value in inputs)
 
-    def _judge(self, record: OpRecord, op: Op, hopeless: float = math.inf) -> Local:
-        """The record's local error under the arithmetic that fits it best.
-
-        Beyond an NMSE of `hopeless` no other rounding is tried: none changes that much.
-        """
+    def _judge(self, record: OpRecord, op: Op) -> Local:
+        """The record's local error under the arithmetic that fits it best."""
         recorded = self._recorded(record)
-        key = self._sort_of(op, record)
-        best: Local | None = None
-        for scheme in self._candidates(op, record.step, key):
+        sort = self._sort_of(op, record)
+        best: tuple[Local, Scheme] | None = None
+        for scheme in self._candidates(op, record.step, sort):
             made = self._recompute(record.step, op, scheme, record.dtype or "f32")
             local = self._local(record, op, recorded, made, scheme)
-            if best is None or not local.faulty or local.nmse < best.nmse:
-                best = local
-            if not local.faulty:
-                self._fits[key] = scheme
-                break
-            if not local.nmse <= hopeless:
+            if best is None or local.nmse < best[0].nmse or (math.isnan(best[0].nmse) and not math.isnan(local.nmse)):
+                best = local, scheme
+            # A scheme with float16 sums has a floor so wide that it could excuse a small mistake: it must also
+            # leave less than every other.
+            if not local.faulty and not scheme.loose:
                 break
         assert best is not None
-        return best
+        self._best[record.step, record.op] = best[1]
+        if not best[0].faulty:
+            self._fits[sort] = best[1]
+        return best[0]
 
     def _local(self, record: OpRecord, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme) -> Local:
         exact, bound = made.exact, made.bound()
-        error = (recorded - exact).abs()
+        same = (recorded == exact) | (recorded.isnan() & exact.isnan())  # Inf - Inf is NaN
+        error = (recorded - exact).abs().masked_fill(same, 0.0)
+        exact = exact.masked_fill(~exact.isfinite(), 0.0)
         if op.kind == "scores":
             hidden = self._hidden(record.step)
             error = error.masked_fill(hidden, 0.0)
@@ -169,7 +182,7 @@ class Replay:
         if not any(value.samples for value in inputs):
             return Recomputed(y, own, segment)
         samples = []
-        for i in range(_SAMPLES):
+        for i in range(self._samples):
             samples.append(evaluate(op, [value.sample(i) for value in inputs], self.weights, arithmetic))
         # The spread of each row, for two samples say little of one element.
         spread = torch.stack([(sample - y).square() for sample in samples]).mean(0)
@@ -191,7 +204,7 @@ class Replay:
         values = [self._value(number, name, scheme) for number in self.trace.steps if number <= step]
         samples: tuple[Tensor, ...] = ()
         if any(value.samples for value in values):
-            samples = tuple(torch.cat([value.sample(i) for value in values]) for i in range(_SAMPLES))
+            samples = tuple(torch.cat([value.sample(i) for value in values]) for i in range(self._samples))
         segment = tuple(dict.fromkeys(n for value in values for n in value.segment))
         return Value(torch.cat([value.exact for value in values]), samples, segment)
 
@@ -215,7 +228,7 @@ class Replay:
 
     def _recompute_value(self, step: int, name: str, scheme: Scheme) -> Value:
         made = self._recompute(step, self.graph[name], scheme, self._storage(step))
-        before = made.samples or (made.exact,) * _SAMPLES
+        before = made.samples or (made.exact,) * self._samples
         return Value(made.exact, tuple(self._perturbed(x, made.noise) for x in before), made.segment)
 
     def _perturbed(self, x: Tensor, noise: Noise) -> Tensor:
@@ -269,12 +282,15 @@ class Replay:
         for scheme in (*first, *self._schemes):
             arithmetic = self._arithmetic(op, scheme)
             name = scheme.name if segment else str(arithmetic)
-            if name not in tried and self._possible(op, arithmetic):
+            covered = self.graph if segment else (op,)
+            if name not in tried and all(self._possible(o, self._arithmetic(o, scheme)) for o in covered):
                 tried.add(name)
                 yield scheme
 
     def _possible(self, op: Op, arithmetic: Arithmetic) -> bool:
         """Whether rows are multiples of the blocks."""
+        if arithmetic == EXACT:
+            return True
         columns = op.weights[0].shape[-1] if op.kind == "linear" else self.graph.hparams.head_dim
         return not any(columns % BLOCK.get(name, 1) for name in (arithmetic.operands, arithmetic.stored))
 

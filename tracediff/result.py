@@ -136,6 +136,15 @@ class Logits:
 
 
 @dataclass(frozen=True, slots=True)
+class Listing:
+    """A titled table of words."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Divergence:
     """The first op that diverges."""
 

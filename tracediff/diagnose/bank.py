@@ -507,14 +507,6 @@ def _rope_dim(op: Op, context: Context) -> Variants:
         )
 
 
-@_mistake("rope_skipped", "rope is not applied", "whether rope is applied at all", ROPES)
-def _no_rope(op: Op, _: Context) -> Variants:
-    yield (
-        _with_function(op, lambda x, positions, factors=None, rope=None: x),
-        "the input passes through unrotated",
-    )
-
-
 @_mistake("rope_reversed", "rope turns the wrong way", "the sign of the sine", ROPES)
 def _reversed(op: Op, _: Context) -> Variants:
     def function(x: Tensor, positions: Tensor, factors: Tensor | None = None, **attrs: Any) -> Tensor:
@@ -565,6 +557,14 @@ def _decode_shifted(op: Op, _: Context) -> Variants:
 def _shifted(op: Op, context: Context) -> Variants:
     for by in (1,) if context.seen is None else (1, -1, 2, -2, 3, -3):
         yield _repositioned(op, lambda p, by=by: p + by), f"positions are shifted by {by:+d}"  # type: ignore[misc]
+
+
+@_mistake("rope_skipped", "rope is not applied", "whether rope is applied at all", ROPES)
+def _no_rope(op: Op, _: Context) -> Variants:
+    yield (
+        _with_function(op, lambda x, positions, factors=None, rope=None: x),
+        "the input passes through unrotated",
+    )
 
 
 # --- attention ---------------------------------------------------------------------------------------------------

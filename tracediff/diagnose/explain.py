@@ -53,7 +53,7 @@ class Explainer:
         local_name = split(result.op)[1]
         for mistake in self._ordered(local_name, result.local.segment):
             for ops, text in self._hypotheses(mistake, record, result.local):
-                local = self._replay.under(record, ops)
+                local = self._replay.under(record, ops, result.local)
                 if not local.faulty:
                     self._worked[local_name] = mistake.name
                     return replace(result, cause=Cause(mistake.name, local.nmse, text))
@@ -75,9 +75,12 @@ class Explainer:
         if len(local.segment) == 1:
             recorded, _, inputs = self._replay.made(record)
             seen = Seen(inputs, recorded)
-        for local_name in dict.fromkeys(split(op.name)[1] for op in targets):
-            alike = [op for op in targets if split(op.name)[1] == local_name]
-            variants = [mistake.change(op, Context(graph, file, seen)) for op in alike]
-            for changed in zip(*variants, strict=False):
-                where = "" if len(local.segment) == 1 else f"{local_name}: "
-                yield [op for op, _ in changed], where + changed[0][1]
+        names = list(dict.fromkeys(split(op.name)[1] for op in targets))
+        # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone.
+        for chosen in [names, *([name] for name in names if len(names) > 1)]:
+            alike = [op for op in targets if split(op.name)[1] in chosen]
+            variants = [list(mistake.change(op, Context(graph, file, seen))) for op in alike]
+            for changed in zip(*filter(None, variants), strict=False):
+                ops = [op for op, _ in changed]
+                where = ", ".join(dict.fromkeys(split(op.name)[1] for op in ops))
+                yield ops, (f"{where}: " if len(local.segment) > 1 else "") + changed[0][1]

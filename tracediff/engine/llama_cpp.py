@@ -4,11 +4,13 @@ A child, because ggml aborts the whole process on a failed assertion and brings 
 recorded before it died stays readable.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +82,6 @@ class LlamaCpp:
         options: Options | None = None,
     ) -> None:
         self.tokens: tuple[int, ...] = ()
-        self._out = out
         h = graph.hparams
         request = Request(
             model=str(model), arch=h.arch, out=str(out) if out else None, capture=capture, nodes=tuple(nodes(graph)),
@@ -88,16 +89,19 @@ class LlamaCpp:
             n_vocab=h.n_vocab, n_ctx_train=h.n_ctx, prompt=prompt.text, tokens=prompt.tokens,
             n_decode=n_decode, options=options or Options(), weights=graph.matmul_type,
         )  # fmt: skip
+        message = msgspec.json.encode(request)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._child = subprocess.Popen(
             [sys.executable, "-m", "tracediff_reference"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # it would fill the last lines, and takes seconds
         )
         assert self._child.stdin
-        self._child.stdin.write(msgspec.json.encode(request))
-        self._child.stdin.close()
+        with suppress(BrokenPipeError):  # it died already: `wait` says how
+            with self._child.stdin as stdin:
+                stdin.write(message)
 
     def wait(self, progress: Callable[[float], None] = lambda fraction: None) -> tuple[int, ...]:
         """The prompt's tokens when the child is done; raises EngineError with its last lines if it died."""
@@ -134,7 +138,10 @@ class LlamaCpp:
             how = f"by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += " (out of memory?)"
-        return f"llama.cpp's process ended {how}. What it had recorded is in {self._out}. Its last lines:\n{said}"
+        return (
+            f"llama.cpp's process ended {how}. What it had recorded is readable where it was saved (-o, --save). "
+            f"Its last lines:\n{said}"
+        )
 
 
 def tokenize(model: Path, graph: Graph, text: str) -> tuple[int, ...]:

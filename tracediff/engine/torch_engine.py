@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tracediff.engine.recorder import Recorder
-from tracediff.errors import EngineError
 from tracediff.model.arithmetic import EXACT, Arithmetic, Scheme
 from tracediff.model.evaluate import evaluate
 from tracediff.model.graph import SOURCES, Graph, Op
+from tracediff.model.hparams import check_tokens
 from tracediff.model.ops import causal
 from tracediff.model.weights import Weights
 
@@ -48,7 +48,7 @@ class TorchEngine:
     @torch.inference_mode()
     def run(self, step: int, given: StepInput, recorder: Recorder) -> Tensor:
         """One forward pass: records every op of the step and returns the logits, [T, n_vocab]."""
-        self._check(given)
+        check_tokens(given.tokens, self.graph.hparams.n_vocab)
         recorder.step(step, given.tokens, given.positions)
         values = {
             name: torch.tensor(ids, device=self.weights.device)
@@ -84,12 +84,3 @@ class TorchEngine:
         past = op.past or (False,) * len(op.inputs)
         for name, reads_past in zip(op.inputs, past, strict=True):
             yield torch.cat(self._past[name]) if reads_past else values[name]
-
-    def _check(self, given: StepInput) -> None:
-        n_vocab = self.graph.hparams.n_vocab
-        for token in given.tokens:
-            if not 0 <= token < n_vocab:
-                raise EngineError(
-                    f"token id {token} is outside the vocabulary of {n_vocab:,} (0 to {n_vocab - 1}). "
-                    "Were the ids made by another model's tokenizer?"
-                )

@@ -1,5 +1,6 @@
 """One trace by the torch engine: from a GGUF file and tokens to a trace file."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from tracediff import __version__
 from tracediff.engine.recorder import DTYPES, Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import EngineError
-from tracediff.model.arithmetic import scheme_named
+from tracediff.model.arithmetic import Scheme, scheme_named
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Graph
 from tracediff.model.weights import Weights
 from tracediff.names import Capture
 from tracediff.trace.format import Step
@@ -43,20 +45,10 @@ def trace_torch(
 
     Raises EngineError for a device that is absent or tokens that do not fit, ModelError for the file.
     """
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise EngineError(
-            "--device cuda: this torch sees no CUDA device. Use --device cpu, or check nvidia-smi and that torch "
-            f"is a CUDA build (this one is {torch.__version__})."
-        )
     file = GGUFFile(model)
-    graph = build_graph(file)
-    for fault in options.faults:
-        from tracediff.diagnose.bank import plant
-
-        graph = plant(graph, file, fault)
+    graph, scheme = _prepare(file, options)
     _check_length(len(tokens) + n_decode, graph.hparams.n_ctx)
     weights = Weights(file, DTYPES[options.dtype], options.device)
-    scheme = scheme_named(options.arithmetic) if options.arithmetic else None
     engine = TorchEngine(graph, weights, scheme, progress)
     name = f"tracediff torch {__version__} ({options.dtype}, {options.device})"
     name += f", with {', '.join(options.faults)} planted" if options.faults else ""
@@ -64,8 +56,36 @@ def trace_torch(
         recorder = Recorder(writer, options.capture)
         engine.record_weights(recorder)
         for step, given in _given(steps) if steps else _greedy(engine, tokens, n_decode):
-            engine.run(step, given, recorder)
+            try:
+                engine.run(step, given, recorder)
+            except torch.OutOfMemoryError as error:
+                raise EngineError(
+                    f"--device {options.device}: out of memory in step {step}: {str(error).partition('.')[0]}. "
+                    "Shorten the prompt, or use --device cpu. What was written so far is readable."
+                ) from None
     return out
+
+
+def check_options(model: Path, options: TorchOptions) -> None:
+    """Raises what `trace_torch` would raise for these options, without running the model."""
+    _prepare(GGUFFile(model), options)
+
+
+def _prepare(file: GGUFFile, options: TorchOptions) -> tuple[Graph, Scheme | None]:
+    """The graph with the faults planted, and the arithmetic to run it in."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
+        raise EngineError(f"--device {options.device}: not a device of this engine. Use cpu, cuda or cuda:N.")
+    if options.device != "cpu" and int(options.device.partition(":")[2] or 0) >= torch.cuda.device_count():
+        raise EngineError(
+            f"--device {options.device}: CUDA devices that this torch sees: {torch.cuda.device_count()}. Use "
+            f"--device cpu, or check nvidia-smi and that torch is a CUDA build (this one is {torch.__version__})."
+        )
+    graph = build_graph(file)
+    for fault in options.faults:
+        from tracediff.diagnose.bank import plant
+
+        graph = plant(graph, file, fault)
+    return graph, scheme_named(options.arithmetic) if options.arithmetic else None
 
 
 def _given(steps: Sequence[Step]) -> Iterator[tuple[int, StepInput]]:

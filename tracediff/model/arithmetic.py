@@ -138,6 +138,11 @@ class Scheme:
     scores: Arithmetic = EXACT
     values: Arithmetic = EXACT
 
+    @property
+    def loose(self) -> bool:
+        """Whether sums run in half precision, whose order replay cannot know."""
+        return self.values.accumulate != "f32"
+
     def of(self, kind: str, weight_type: str = "F32") -> Arithmetic:
         """The arithmetic of an op of this kind; `weight_type` is its matrix's ggml type."""
         match kind:

@@ -166,6 +166,7 @@ class GGUFFile:
             ) from None
         if shape[-1] % block:
             raise ModelError(
-                f"{self.path}: tensor {name!r} has rows of {shape[-1]}, not a multiple of {kind.name}'s {block}. {_AGAIN}"
+                f"{self.path}: tensor {name!r} has rows of {shape[-1]}, not a multiple of {kind.name}'s {block}. "
+                f"{_AGAIN}"
             )
         return TensorInfo(name, shape, kind, offset, math.prod(shape) // block * block_bytes)

@@ -1,10 +1,11 @@
 """Hyper-parameters of a model, from its GGUF metadata. Defaults are llama.cpp's (src/llama-model.cpp)."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tracediff.errors import ModelError
+from tracediff.errors import EngineError, ModelError
 from tracediff.model.gguf_file import GGUFFile
 
 Pairing = Literal["neighbours", "halves"]
@@ -46,6 +47,16 @@ class HParams:
     eps: float
     attention_scale: float
     rope: Rope
+
+
+def check_tokens(tokens: Iterable[int], n_vocab: int) -> None:
+    """Raises EngineError for a token id that the embedding has no row for."""
+    for token in tokens:
+        if not 0 <= token < n_vocab:
+            raise EngineError(
+                f"token id {token} is outside the vocabulary of {n_vocab:,} (0 to {n_vocab - 1}). "
+                "Were the ids made by another model's tokenizer?"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +138,8 @@ def _check(file: GGUFFile, h: HParams, value_length: int) -> None:
     if min(counts) < 1 or h.n_head % h.n_head_kv or value_length != h.head_dim or h.eps < 0:
         raise ModelError(
             f"{file.path}: impossible hyper-parameters: {h.n_layer} layers, width {h.n_embd}, "
-            f"{h.n_head}/{h.n_head_kv} heads of {h.head_dim} (V {value_length}), feed-forward {h.n_ff}, context {h.n_ctx}, "
-            f"epsilon {h.eps:g}. Convert the model again."
+            f"{h.n_head}/{h.n_head_kv} heads of {h.head_dim} (V {value_length}), feed-forward {h.n_ff}, "
+            f"context {h.n_ctx}, epsilon {h.eps:g}. Convert the model again."
         )
     r = h.rope
     if r.n_rot % 2 or not 0 <= r.n_rot <= h.head_dim or r.theta <= 1 or r.freq_scale <= 0 or r.n_ctx_orig < 1:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tracediff.errors import ModelError
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Weight
+from tracediff.model.hparams import check_tokens
 
 # 4 MB of float32: a freshly mapped 17 MB block costs more in page faults (5 ms) than the float16 conversion
 # itself (0.3 ms); the allocator keeps blocks of this size. Row blocks also bound memory by the slice, not the matrix.
@@ -49,7 +50,8 @@ class Weights:
         return self._placed(self._rows(self._info(weight), slice(None))).reshape(weight.shape)
 
     def gather(self, weight: Weight, ids: Tensor) -> Tensor:
-        """Rows `ids` [T] of a matrix, reading only those."""
+        """Rows `ids` [T] of a matrix, reading only those; raises EngineError for an id outside it."""
+        check_tokens(ids.tolist(), weight.shape[0])
         if weight.read:
             return self.load(weight)[ids.to(self.device)]
         return self._placed(self._rows(self._info(weight), ids.cpu().numpy()))

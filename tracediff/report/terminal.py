@@ -265,8 +265,9 @@ def _around(result: Result, width: int) -> Iterator[RenderableType]:
     first = result.first_divergence
     if first is None:
         return
-    at = next(i for i, op in enumerate(result.ops) if (op.op, op.step) == (first.op, first.step))
-    shown = result.ops[max(0, at - _AROUND) : at + _AROUND + 1]
+    ops = [op for op in result.ops if op.step == first.step]
+    at = next(i for i, op in enumerate(ops) if op.op == first.op)
+    shown = ops[max(0, at - _AROUND) : at + _AROUND + 1]
     yield _heading("Around the first divergence")
     columns = ["op", "status"]
     columns += ["NMSE"] if result.reference else []
@@ -277,19 +278,21 @@ def _around(result: Result, width: int) -> Iterator[RenderableType]:
     table = _table(*columns, left=2)
     for op in shown:
         table.add_row(
-            *(_around_cell(op, column) for column in columns), style="reverse" if op is result.ops[at] else ""
+            *(_around_cell(op, column) for column in columns), style="reverse" if op is ops[at] else ""
         )
     yield Padding(table, (0, 0, 0, 2))
-    worst = result.ops[at].local.worst if result.ops[at].local else None  # type: ignore[union-attr]
-    if worst:
-        yield Text(
-            f"  at {list(worst.at)} of {first.op}: recorded {worst.candidate:.9g}, replayed {worst.reference:.9g}"
-        )
-    elif result.ops[at].drift and result.ops[at].drift.worst.at:  # type: ignore[union-attr]
-        worst = result.ops[at].drift.worst  # type: ignore[union-attr]
-        yield Text(
-            f"  at {list(worst.at)} of {first.op}: reference {worst.reference:.9g}, candidate {worst.candidate:.9g}"
-        )
+    yield from _worst(ops[at])
+
+
+def _worst(op: OpResult) -> Iterator[RenderableType]:
+    """The element that is furthest off, with both values."""
+    if op.local:
+        worst, right, ours = op.local.worst, "replayed", "recorded"
+    elif op.drift and op.drift.worst.at:
+        worst, right, ours = op.drift.worst, "reference", "candidate"
+    else:
+        return
+    yield Text(f"  at {list(worst.at)} of {op.op}: {ours} {worst.candidate:.9g}, {right} {worst.reference:.9g}")
 
 
 def _around_cell(op: OpResult, column: str) -> RenderableType:

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 VERSION = 1
 DType = Literal["f64", "f32", "f16", "bf16"]
-Size = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 # What holds a value's bits in numpy, which has no bfloat16.
 STORAGE: dict[str, np.dtype[Any]] = {
     "f64": np.dtype("<f8"),
@@ -46,7 +46,7 @@ class Values(Struct, frozen=True, omit_defaults=True):
     min: float | None = None
     max: float | None = None
     mean: float | None = None
-    rms: float | None = None
+    rms: Annotated[float, Meta(ge=0)] | None = None
     nan: Size = 0
     inf: Size = 0
 
@@ -62,7 +62,7 @@ class Values(Struct, frozen=True, omit_defaults=True):
 
     @property
     def size(self) -> int:
-        """Number of values. Python integers: no shape is too absurd to multiply."""
+        """Number of values."""
         return math.prod(self.shape)
 
     @property
@@ -81,8 +81,8 @@ class Step(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="step"
     """Tokens fed in one forward pass and their positions: 0 is the prefill, then one per decode step."""
 
     step: Size
-    tokens: tuple[int, ...]
-    positions: tuple[int, ...]
+    tokens: tuple[Size, ...]
+    positions: tuple[Size, ...]
     sequence: int = 0
 
 

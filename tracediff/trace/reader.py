@@ -1,7 +1,7 @@
 """Reads a trace: every line and every byte range is checked before anything is believed or allocated."""
 
+import math
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,10 @@ from tracediff.trace.format import (
     decode,
     to_float,
 )
+
+_MAX_DIMS, _MAX_SIZE = 8, 1 << 48  # of a shape: beyond any engine's, within numpy's
+_FORMAT = "The format is described in docs/trace-format.md."
+_COPY = "It must lie beside the trace: copy it there too."
 
 
 class Trace:
@@ -57,44 +61,41 @@ class Trace:
         data = self._data[record.offset : (record.offset or 0) + record.nbytes]
         return to_float(data.view(stored).reshape(record.shape), record.dtype)
 
-    @cached_property
-    def _data(self) -> np.ndarray:
-        if self.header.data is None or not self._data_bytes:
-            return np.empty(0, np.uint8)
-        return np.memmap(self.path.parent / self.header.data, np.uint8, "r")
-
-    @cached_property
-    def _data_bytes(self) -> int:
-        name = self.header.data
+    def _mapped(self, name: str | None) -> np.ndarray:
+        """The data file's bytes."""
         if name is None:
-            return 0
-        if not name or Path(name).name != name or name in (".", ".."):
-            raise self._error(1, f"data file {name!r} is not a bare file name: it must lie beside the trace")
+            return np.empty(0, np.uint8)
+        if not name or Path(name).name != name or name == "..":
+            raise self._error(1, f"the data file {name!r} is not a bare file name", _COPY)
+        path = self.path.parent / name
         try:
-            return (self.path.parent / name).stat().st_size
-        except OSError:
-            raise self._error(
-                1, f"data file {name!r} is missing: it must lie beside the trace; copy it there too"
-            ) from None
+            if not path.is_file():
+                raise self._error(1, f"the data file {name!r} is missing", _COPY)
+            return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+        except OSError as error:
+            raise self._error(1, f"cannot open the data file {name!r}: {error.strerror}", _COPY) from None
 
-    def _error(self, line: int, what: str) -> TraceError:
-        return TraceError(f"{self.path}:{line}: {what}.")
+    def _error(self, line: int, what: str, then: str = _FORMAT) -> TraceError:
+        return TraceError(f"{self.path}:{line}: {what}. {then}")
 
     def _read(self, content: bytes) -> None:
         *lines, rest = content.split(b"\n")
         self.header = self._header(lines[0] if lines else rest)
+        self._data = self._mapped(self.header.data)
         ended = False
         for number, line in enumerate(lines[1:], start=2):
             if ended:
                 raise self._error(number, "a record after the 'end' record")
             record = self._decode(number, line)
+            if isinstance(record, Values):
+                self._check_values(number, record)
             if isinstance(record, End):
                 ended = True
                 if record.records != number - 1:
                     raise self._error(number, f"'end' counts {record.records} lines, but {number - 1} precede it")
             elif isinstance(record, Values) and not self._fits(record):
-                if b'"type":"end"' in content[-64:].replace(b" ", b""):
-                    raise self._error(number, self._short(record))
+                if not rest and isinstance(self._decode(len(lines), lines[-1]), End):
+                    raise self._error(number, self._short(record), "Copy the whole of it, or trace again.")
                 self.cut = f"line {number}: {self._short(record)}"
                 return
             else:
@@ -106,13 +107,13 @@ class Trace:
             raise self._error(len(lines) + 1, "a record after the 'end' record")
 
     def _header(self, line: bytes) -> Header:
-        header = self._decode(1, line)
+        header = self._decode(1, line) if line.lstrip().startswith(b"{") else None
         if not isinstance(header, Header):
-            raise self._error(1, 'not a trace: the first line must be {"type":"trace","version":1,...}')
+            raise self._error(
+                1, f'not a trace: it begins with {line[:8]!r}, not with {{"type":"trace","version":{VERSION},...}}'
+            )
         if header.version != VERSION:
             raise self._error(1, f"trace version {header.version} is not supported; this is version {VERSION}")
-        self.header = header
-        _ = self._data_bytes
         return header
 
     def _decode(self, number: int, line: bytes) -> Header | Weight | Step | OpRecord | End | None:
@@ -131,7 +132,6 @@ class Trace:
             case Header():
                 raise self._error(number, "a second 'trace' record")
             case Weight():
-                self._check_values(number, record)
                 if record.weight in self.weights:
                     raise self._error(number, f"weight {record.weight!r} is recorded twice")
                 self.weights[record.weight] = record
@@ -153,7 +153,6 @@ class Trace:
         self.steps[record.step] = record
 
     def _add_op(self, number: int, record: OpRecord) -> None:
-        self._check_values(number, record)
         if record.step not in self.steps:
             raise self._error(number, f"op {record.op!r} of step {record.step}, which no 'step' record began")
         if record.step != max(self.steps):
@@ -166,6 +165,9 @@ class Trace:
         self.ops[record.step, record.op] = record
 
     def _check_values(self, number: int, record: Values) -> None:
+        # Zeros do not count: numpy refuses [0, 2**62, 2**62] too.
+        if len(record.shape) > _MAX_DIMS or math.prod(n for n in record.shape if n) > _MAX_SIZE:
+            raise self._error(number, f"no tensor has the shape {list(record.shape)}")
         if (record.dtype is None) != (record.offset is None):
             raise self._error(number, "'dtype' and 'offset' come together or not at all")
         if not record.has_data and not record.has_statistics and not (record.nan or record.inf):
@@ -174,10 +176,10 @@ class Trace:
             raise self._error(number, "data is announced, but the first line names no data file")
 
     def _fits(self, record: Values) -> bool:
-        return record.offset is None or record.offset + record.nbytes <= self._data_bytes
+        return record.offset is None or record.offset + record.nbytes <= self._data.size
 
     def _short(self, record: Values) -> str:
         return (
             f"the data file {self.header.data!r} is too short: the record needs {record.nbytes:,} bytes "
-            f"at {record.offset:,}, the file has {self._data_bytes:,}"
+            f"at {record.offset:,}, the file has {self._data.size:,}"
         )

@@ -1,6 +1,7 @@
 """Writes a trace: append-only and streaming, so that whatever was written before a crash can be read."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -38,15 +39,21 @@ class TraceWriter:
         weights: str | None = None,
     ) -> None:
         self.path = path
-        self._data_path = path.with_suffix(".bin")
+        if path.suffix != ".trace":
+            raise TraceError(f"{path}: a trace is two files, NAME.trace and NAME.bin. Name it {path.name}.trace.")
+        data_path = path.with_suffix(".bin")
         self._lines = 0
         self._offset = 0
         try:
-            self._text: BinaryIO = path.open("wb")
-            self._data: BinaryIO = self._data_path.open("wb")
+            if data_path.exists() and not path.exists():
+                raise TraceError(f"{data_path} exists and is no trace's. Move it away, or name the trace otherwise.")
+            with ExitStack() as files:
+                self._text: BinaryIO = files.enter_context(path.open("wb"))
+                self._data: BinaryIO = files.enter_context(data_path.open("wb"))
+                self._line(Header(VERSION, engine, arch, model, data_path.name, weights))
+                self._files = files.pop_all()
         except OSError as error:
             raise self._failed(error) from None
-        self._line(Header(VERSION, engine, arch, model, self._data_path.name, weights))
 
     def __enter__(self) -> Self:
         return self
@@ -55,10 +62,9 @@ class TraceWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
-                self._line(End(self._lines))
-            self._data.close()
-            self._text.close()
+            with self._files:
+                if kind is None:
+                    self._line(End(self._lines))
         except OSError as failure:
             if kind is None:
                 raise self._failed(failure) from None
@@ -118,5 +124,5 @@ class TraceWriter:
     def _failed(self, error: OSError) -> TraceError:
         return TraceError(
             f"{self.path}: cannot write the trace: {error.strerror}. Free some space or choose another place "
-            "with -o; --capture layers or --capture stats write far less. What was written so far is readable."
+            "with -o or --save; --capture layers or --capture stats write far less. What was written so far is readable."
         )

@@ -1,0 +1,248 @@
+"""The false-alarm benchmark: runs without a mistake, of which replay must call no op faulty.
+
+    python benchmarks/clean_runs.py [--quick] [--families llama,demo] [--weights F32,Q4_K_M] [--out docs/clean-runs.md]
+
+Every family in every weight type, and of each model: llama.cpp with each of its options, torch in each dtype, with
+prompts whose lengths take turns. Two decode steps follow each prompt.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from tracediff_reference.protocol import Options
+
+from tracediff.engine.llama_cpp import LlamaCpp, Prompt
+from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.synthetic import DEMO, Shape, quantize, write_model
+from tracediff.model.weights import Weights
+from tracediff.replay import Replay
+from tracediff.result import Local
+from tracediff.trace.reader import Trace
+
+_SIZES = {"n_layer": 2, "n_embd": 256, "n_ff": 512}
+# Heads are 32 or 64 channels wide: a q8_0 cache needs blocks of 32. "narrow" has rows that K-quants cannot hold.
+FAMILIES: Mapping[str, Shape] = MappingProxyType(
+    {
+        "llama": Shape("llama", **_SIZES, n_head=8, n_head_kv=2, theta=10_000.0, eps=1e-5),
+        "llama3": Shape("llama", **_SIZES, n_head=4, n_head_kv=2, theta=500_000.0, eps=1e-5, rope_factors=True),
+        "qwen2": Shape("qwen2", **_SIZES, n_head=8, n_head_kv=2, tied=True),
+        "qwen3": Shape("qwen3", **_SIZES, n_head=5, n_head_kv=1, head_dim=64),
+        "narrow": Shape("qwen2", n_layer=2, n_embd=96, n_head=3, n_head_kv=1, n_ff=160),
+        "demo": DEMO,
+    }
+)
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # gguf-py writes these; the rest llama.cpp's quantiser
+WEIGHTS = ("F32", "F16", "BF16", *BLOCKS, "Q2_K", "Q3_K_S", "Q4_K_S", "Q5_K_S", "Q6_K", "IQ4_XS", "Q4_K_M")
+LLAMA_CPP: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "defaults": {},
+        "small batches": {"n_batch": 9, "n_ubatch": 4},
+        "f16 cache": {"kv_type": "f16"},
+        "flash": {"flash_attn": True},
+        "flash, f16 cache": {"flash_attn": True, "kv_type": "f16"},
+        "flash, q8_0 cache": {"flash_attn": True, "kv_type": "q8_0"},
+    }
+)
+DTYPES = ("f64", "f32", "bf16", "f16")
+LENGTHS = (17, 1, 300, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One trace to make: `how` is a key of LLAMA_CPP or one of DTYPES."""
+
+    family: str
+    weights: str
+    engine: str
+    how: str
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.weights}, {self.engine} ({self.how}), prompt of {self.length}"
+
+
+@dataclass(slots=True)
+class Worst:
+    """The largest of each figure over some records."""
+
+    n: int = 0
+    nmse: float = 0.0
+    to_floor: float = 0.0
+    excess: float = 0.0
+    alarms: int = 0
+    arithmetic: Counter[str] = field(default_factory=Counter)
+
+    def add(self, local: Local) -> None:
+        """Count one record."""
+        self.n += 1
+        self.nmse = max(self.nmse, local.nmse)
+        self.to_floor = max(self.to_floor, local.nmse / local.floor if local.floor else 0.0)
+        self.excess = max(self.excess, local.excess)
+        self.alarms += local.faulty
+        self.arithmetic[local.arithmetic] += 1
+
+    def __str__(self) -> str:
+        return f"{self.nmse:.0e}, {self.to_floor:.2f}, {self.excess:.2f}" if self.n else ""
+
+
+Key = tuple[Run, str]  # and the kind of op
+
+
+def runs(families: Iterable[str], weights: Iterable[str]) -> Iterator[Run]:
+    """Every family, weight type and option; lengths take turns, so that each option meets each length."""
+    for i, family in enumerate(families):
+        for j, weight in enumerate(weights):
+            for engine, ways in (("llama.cpp", tuple(LLAMA_CPP)), ("torch", DTYPES)):
+                for k, how in enumerate(ways):
+                    yield Run(family, weight, engine, how, LENGTHS[(i + j + k) % len(LENGTHS)])
+
+
+def model_of(folder: Path, family: str, weights: str) -> Path:
+    """A generated model, made on first use."""
+    path = folder / f"{family}-{weights}.gguf"
+    if not path.exists():
+        if weights in ("F32", "F16", "BF16", *BLOCKS):
+            write_model(path, FAMILIES[family], weights)  # type: ignore[arg-type]
+        else:
+            quantize(model_of(folder, family, "F32"), path, weights)
+    return path
+
+
+def tokens_of(length: int, n_vocab: int) -> tuple[int, ...]:
+    """A BOS and random tokens."""
+    return (256, *np.random.default_rng(length).integers(0, n_vocab, length - 1).tolist())
+
+
+def locals_of(run: Run, folder: Path) -> Iterator[tuple[str, str, int, Local]]:
+    """Kind, op, step and local error of each record of a run."""
+    model = model_of(folder, run.family, run.weights)
+    file = GGUFFile(model)
+    graph = build_graph(file)
+    tokens, out = tokens_of(run.length, graph.hparams.n_vocab), folder / "clean.trace"
+    if run.engine == "torch":
+        trace_torch(model, out, TorchOptions(dtype=run.how), tokens, n_decode=2)
+    else:
+        options = Options(threads=1, **LLAMA_CPP[run.how])
+        LlamaCpp(model, graph, Prompt(tokens=tokens), out, n_decode=2, options=options).wait()
+    for record, local in Replay(Trace(out), graph, Weights(file, keep_bytes=1 << 28)).run():
+        yield graph[record.op].kind, record.op, record.step, local
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A Markdown table."""
+    lines = [[*head], *([str(cell) for cell in row] for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def merged(found: Mapping[Key, Worst], **wanted: str) -> Worst:
+    """The worst over all records whose run, or kind, is as wanted."""
+    total = Worst()
+    for (run, kind), worst in found.items():
+        if all((kind if name == "kind" else getattr(run, name)) == value for name, value in wanted.items()):
+            total.n += worst.n
+            total.alarms += worst.alarms
+            total.nmse = max(total.nmse, worst.nmse)
+            total.to_floor = max(total.to_floor, worst.to_floor)
+            total.excess = max(total.excess, worst.excess)
+            total.arithmetic += worst.arithmetic
+    return total
+
+
+def report(found: Mapping[Key, Worst], alarms: list[str], command: str, seconds: float) -> str:
+    """The document."""
+    used = {run for run, _ in found}
+    kinds = list(dict.fromkeys(kind for _, kind in found))
+    families, weights = (list(dict.fromkeys(getattr(run, name) for run, _ in found)) for name in ("family", "weights"))
+    figures = ("records", "false alarms", "worst NMSE", "worst NMSE / floor", "worst excess")
+
+    def row(*first: str, **wanted: str) -> list[object]:
+        w = merged(found, **wanted)
+        return [*first, f"{w.n:,}", w.alarms, f"{w.nmse:.0e}", f"{w.to_floor:.2f}", f"{w.excess:.2f}"]
+
+    parts = [
+        "# Clean runs\n\nRuns without a mistake: replay must call no op of them faulty. "
+        f"Written in {seconds / 60:.0f} minutes by\n\n    {command}\n\n"
+        f"{len(used)} runs ({', '.join(families)} in {len(weights)} weight types; llama.cpp with {len(LLAMA_CPP)} sets "
+        f"of options, torch in {len(DTYPES)} dtypes; prompts of {', '.join(map(str, sorted(LENGTHS)))} tokens and two "
+        f"decode steps), {sum(w.n for w in found.values()):,} records, **{len(alarms)} false alarms**. Rounding is "
+        "fitted as `tracediff check` fits it. An op is faulty when its NMSE exceeds its floor or one element its "
+        "bound (excess above 1), so NMSE / floor and excess are the headroom.",
+        "## By kind of op",
+    ]
+    for engine in dict.fromkeys(run.engine for run, _ in found):
+        parts += [f"### {engine}", table(("kind", *figures), (row(k, engine=engine, kind=k) for k in kinds))]
+    parts.append("## By option")
+    ways = dict.fromkeys((run.engine, run.how) for run, _ in found)
+    parts.append(table(("engine", "option", *figures), (row(e, how, engine=e, how=how) for e, how in ways)))
+    parts.append("## Fitted arithmetic\n\nRecords of matmuls that each arithmetic fitted, by weight type.")
+    parts.append(_arithmetic(found, weights))
+    parts.append("## By family and weight type\n\nEach cell: worst NMSE, worst NMSE / floor, worst excess.")
+    for engine in dict.fromkeys(run.engine for run, _ in found):
+        for family in families:
+            cells = (
+                (w, *(merged(found, engine=engine, family=family, weights=w, kind=kind) for kind in kinds))
+                for w in weights
+            )
+            parts += [f"### {family}, {engine}", table(("weights", *kinds), cells)]
+    if alarms:
+        parts.append("## False alarms\n\n" + table(("run", "op", "step", "NMSE", "floor", "excess", "fit"), alarms))
+    return "\n\n".join(parts) + "\n"
+
+
+def _arithmetic(found: Mapping[Key, Worst], weights: Iterable[str]) -> str:
+    def names(engine: str, weight: str, kind: str) -> str:
+        count = merged(found, engine=engine, weights=weight, kind=kind).arithmetic
+        return "; ".join(f"{name}: {n:,}" for name, n in count.most_common())
+
+    return table(
+        ("weights", "llama.cpp: linear", "torch: linear"),
+        ((w, names("llama.cpp", w, "linear"), names("torch", w, "linear")) for w in weights),
+    )
+
+
+def main() -> int:
+    """Run the matrix; 1 when there was a false alarm."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="four weight types")
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--weights", default=",".join(WEIGHTS))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    weights = "F32,F16,Q8_0,Q4_K_M" if args.quick else args.weights
+    torch.set_num_threads(2)
+    began, done = time.monotonic(), 0
+    found: dict[Key, Worst] = defaultdict(Worst)
+    alarms: list[tuple[object, ...]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for run in runs(args.families.split(","), weights.split(",")):
+            for kind, op, step, local in locals_of(run, Path(folder)):
+                found[run, kind].add(local)
+                if local.faulty:
+                    figures = (f"{local.nmse:.1e}", f"{local.floor:.1e}", f"{local.excess:.3g}", local.arithmetic)
+                    alarms.append((run, op, step, *figures))
+                    print("FALSE ALARM:", *alarms[-1], flush=True)
+            done += 1
+            print(f"{time.monotonic() - began:4.0f} s, {done:4} runs: {run}", file=sys.stderr, flush=True)
+    command = " ".join(["python", "benchmarks/clean_runs.py", *sys.argv[1:]])
+    text = report(found, alarms, command, time.monotonic() - began)
+    print(text if args.out is None else f"{done} runs, {len(alarms)} false alarms: {args.out}")
+    if args.out:
+        args.out.write_text(text)
+    return 1 if alarms else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

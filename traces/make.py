@@ -1,0 +1,66 @@
+"""The recipe of the golden traces: `python traces/make.py` writes every case afresh, expected reports included.
+
+Each folder holds a tiny model, a reference trace by llama.cpp, a candidate trace by torch, and the report that
+`tracediff compare reference.trace candidate.trace --model model.gguf` prints. Tests read what lies here; the
+traces differ in their last digits from machine to machine, so look at the difference before you commit it.
+"""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from tracediff.engine.llama_cpp import LlamaCpp, Prompt
+from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.model.families import load_graph
+from tracediff.model.synthetic import Shape, write_model
+from tracediff.pipeline import compare_traces
+from tracediff.report.terminal import render
+from tracediff.result import Result
+from tracediff.trace.reader import Trace
+
+HERE = Path(__file__).parent
+TOKENS = (256, 72, 101, 108, 108, 111)
+_TINY = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_head_kv": 2, "n_ff": 48, "n_vocab": 272}
+CASES: dict[str, tuple[Shape, TorchOptions]] = {
+    "clean": (Shape("qwen2", **_TINY, loud=True), TorchOptions()),
+    "rope-pairing": (Shape("qwen2", **_TINY, loud=True), TorchOptions(faults=("rope_pairing",))),
+    "three-faults": (
+        Shape("llama", **_TINY, tied=True),
+        TorchOptions(faults=("weight_transposed@blk.0.attn_v", "attention_scale@1", "act_gelu@ffn_act")),
+    ),
+    "layers-only": (Shape("qwen3", **_TINY, head_dim=12), TorchOptions(capture="layers", faults=("eps@1",))),
+    "statistics": (Shape("llama", **_TINY), TorchOptions(capture="stats", faults=("norm_scaled@output_norm",))),
+}
+
+
+def report(case: str, result: Result, width: int = 100) -> str:
+    """What the terminal shows, without colours, and with the case's folder left out of paths."""
+    console = Console(width=width, record=True, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+    console.print(render(result, width))
+    return console.export_text().replace(f"{HERE / case}/", "")
+
+
+def compare(case: str) -> Result:
+    """The comparison of a case's two traces."""
+    folder = HERE / case
+    statistics = CASES[case][1].capture == "stats"
+    model = None if statistics else folder / "model.gguf"
+    return compare_traces(folder / "reference.trace", folder / "candidate.trace", model=model)
+
+
+def main() -> None:
+    """Write every case."""
+    for case, (shape, options) in CASES.items():
+        folder = HERE / case
+        folder.mkdir(exist_ok=True)
+        model = write_model(folder / "model.gguf", shape, "F32")
+        reference = folder / "reference.trace"
+        LlamaCpp(
+            model, load_graph(model), Prompt(tokens=TOKENS), reference, capture=options.capture, n_decode=1
+        ).wait()
+        trace_torch(model, folder / "candidate.trace", options, steps=[*Trace(reference).steps.values()])
+        (folder / "expected.txt").write_text(report(case, compare(case)))
+
+
+if __name__ == "__main__":
+    main()
