@@ -1,5 +1,6 @@
 """Models and traces that many tests share, made once per session in a temporary folder."""
 
+import hashlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +33,12 @@ class Models:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def __call__(self, shape: str, weights: str = "F32") -> Path:
-        path = self._folder / f"{shape}-{weights}.gguf"
+    def __call__(self, shape: str | Shape, weights: str = "F32") -> Path:
+        name = shape if isinstance(shape, str) else hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
+        path = self._folder / f"{name}-{weights}.gguf"
         if not path.exists():
             if weights in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"):
-                write_model(path, SHAPES[shape], weights)
+                write_model(path, SHAPES[shape] if isinstance(shape, str) else shape, weights)
             else:
                 quantize(self(shape, "F32"), path, weights)
         return path

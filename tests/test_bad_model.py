@@ -14,7 +14,8 @@ from tracediff.model.families import load_graph
 
 Change = Callable[[bytes], bytes]
 TENSOR = b"blk.1.ffn_up.weight"
-I32, UINT32, INT32, FLOAT32, BOOL, STRING = 26, 4, 5, 6, 7, 8  # of a tensor; of metadata
+I32 = 26  # a tensor's type; those of metadata:
+UINT8, UINT32, INT32, FLOAT32, ARRAY = 0, 4, 5, 6, 9
 
 
 def renamed(old: bytes, new: bytes) -> Change:
@@ -23,7 +24,7 @@ def renamed(old: bytes, new: bytes) -> Change:
     return lambda model: model.replace(old, new, 1)
 
 
-def patched(at: bytes, skip: int, form: str, *values: object, tail: int = 0) -> Change:
+def patched(at: bytes, skip: int, form: str, *values: object) -> Change:
     """Numbers written over those that stand `skip` bytes after the name `at`, which its length precedes."""
 
     def change(model: bytes) -> bytes:
@@ -68,7 +69,11 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
         patched(ARCHITECTURE, 12, "<5s", b"gpt-2"),
         ("unknown architecture 'gpt-2'. Known: llama, qwen2, qwen3", "families.py"),
     ),
-    "architecture not text": (key(ARCHITECTURE, UINT32, "<I", 1), ("the header is damaged",)),
+    "architecture not text": (patched(ARCHITECTURE, 0, "<IIQ", ARRAY, UINT8, 1), ("unknown architecture [50]",)),
+    "no alignment": (
+        lambda model: renamed(LAYERS, b"general.alignment")(key(LAYERS, UINT32, "<I", 0)(model)),
+        ("'general.alignment' is 0: the header is damaged. Download or convert",),
+    ),
     "unknown metadata type": (patched(LAYERS, 0, "<I", 77), ("unknown metadata type 77 at byte", "Download or convert")),
     "tensor missing": (
         renamed(TENSOR, b"blk.1.ffn_pu.weight"),

@@ -3,19 +3,19 @@
 Measured, float32 weights, 3 layers, 17 tokens and 2 decode steps: the worst NMSE of any op is 6e-12.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from conftest import TOKENS
+from conftest import TOKENS, Models
 
-from tracediff.model.arithmetic import ROUNDINGS, scheme_named
+from tracediff.model.arithmetic import scheme_named
+from tracediff.model.evaluate import evaluate
 from tracediff.model.families import load_graph
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.graph import Graph, Op
-from tracediff.model.synthetic import Shape, write_model
+from tracediff.model.graph import Op
+from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.pipeline import compare_traces
 from tracediff.result import OpResult
@@ -106,27 +106,11 @@ ONE_LAYER = {
 }
 
 
-@pytest.fixture(scope="session")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Shape], Path]:
-    """A float32 model of a shape."""
-    folder, made = tmp_path_factory.mktemp("shapes"), {}
-
-    def model(shape: Shape) -> Path:
-        key = repr(shape)
-        if key not in made:
-            made[key] = write_model(folder / f"{len(made)}.gguf", shape, "F32")
-        return made[key]
-
-    return model
-
-
 @pytest.mark.parametrize("family", ONE_LAYER)
-def test_ops_of_one_layer(
-    family: str, model_of: Callable[[Shape], Path], llama_cpp_trace: Tracer, torch_trace: Tracer
-) -> None:
+def test_ops_of_one_layer(family: str, models: Models, llama_cpp_trace: Tracer, torch_trace: Tracer) -> None:
     shape, expected = ONE_LAYER[family]
-    model = model_of(shape)
-    reference = Trace(llama_cpp_trace(model, TOKENS[:3], n_decode=1))
+    model = models(shape)
+    reference = Trace(llama_cpp_trace(model, TOKENS[:3], n_decode=1, threads=1))
     ours = Trace(torch_trace(model, reference.path))
     for step, (t, s) in enumerate(((3, 3), (1, 4))):
         sizes = {"T": t, "S": s}
@@ -138,76 +122,90 @@ def test_ops_of_one_layer(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_op_agrees(
-    name: str, model_of: Callable[[Shape], Path], llama_cpp_trace: Tracer, torch_trace: Tracer
-) -> None:
-    model = model_of(SHAPES[name])
-    reference = llama_cpp_trace(model)
+def test_every_op_agrees(name: str, models: Models, llama_cpp_trace: Tracer, torch_trace: Tracer) -> None:
+    model = models(SHAPES[name])
+    reference = llama_cpp_trace(model, threads=1)
     _assert_agree(reference, torch_trace(model, reference))
 
 
 @pytest.mark.parametrize(("n_batch", "n_ubatch"), [(0, 5), (0, 1), (7, 3), (16, 16), (1, 1)])
 def test_batches_do_not_matter(
-    n_batch: int, n_ubatch: int, model_of: Callable[[Shape], Path], llama_cpp_trace: Tracer, torch_trace: Tracer
+    n_batch: int, n_ubatch: int, models: Models, llama_cpp_trace: Tracer, torch_trace: Tracer
 ) -> None:
-    model = model_of(SHAPES["qwen3"])
-    reference = llama_cpp_trace(model, n_batch=n_batch, n_ubatch=n_ubatch)
+    model = models(SHAPES["qwen3"])
+    reference = llama_cpp_trace(model, n_batch=n_batch, n_ubatch=n_ubatch, threads=1)
     assert list(Trace(reference).steps) == [0, 1, 2]
     _assert_agree(reference, torch_trace(model, reference))
 
 
 @pytest.mark.parametrize(
     "fault",
-    ["rope_pairing@2", "gqa_heads@0", "attention_scale@1", "wrong_layer@1", "mask_shifted@0", "rope_decode_shifted@0"],
+    [
+        "rope_pairing@2",
+        "gqa_heads@0",
+        "attention_scale@1",
+        "wrong_layer@blk.1.attn_v",
+        "mask_shifted@0",
+        "rope_decode_shifted@0",
+    ],
 )
-def test_a_fault_is_no_agreement(
-    fault: str, model_of: Callable[[Shape], Path], llama_cpp_trace: Tracer, torch_trace: Tracer
-) -> None:
-    model = model_of(SHAPES["qwen2"])
-    reference = llama_cpp_trace(model)
+def test_a_fault_is_no_agreement(fault: str, models: Models, llama_cpp_trace: Tracer, torch_trace: Tracer) -> None:
+    model = models(SHAPES["qwen2"])
+    reference = llama_cpp_trace(model, threads=1)
     with pytest.raises(AssertionError, match="drifts"):
         _assert_agree(reference, torch_trace(model, reference, faults=(fault,)))
+
+
+# K-quants need rows of a multiple of 256.
+LLAMA_256 = Shape("llama", n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_layer=2, theta=10_000.0)
+QWEN3_256 = Shape("qwen3", n_embd=256, n_head=5, n_head_kv=1, n_ff=512, n_layer=2, head_dim=64)
 
 
 @pytest.mark.parametrize(
     ("shape", "weights"),
     [
-        ("qwen2", "F16"),
-        ("qwen2", "BF16"),
-        ("qwen2", "Q8_0"),
-        ("qwen2", "Q4_0"),
-        ("qwen2", "Q4_1"),
-        ("qwen2", "Q5_0"),
-        ("qwen2", "Q5_1"),
-        ("qwen2", "Q4_K_M"),  # rows of 96: Q5_0 and Q8_0 in place of K-quants
-        ("llama, k-quants", "Q2_K"),
-        ("llama, k-quants", "Q3_K_M"),
-        ("llama, k-quants", "Q4_K_M"),
-        ("llama, k-quants", "Q5_K_M"),
-        ("llama, k-quants", "Q6_K"),
-        ("llama, k-quants", "IQ4_XS"),
-        ("qwen3, k-quants", "Q4_K_M"),
+        *((SHAPES["qwen2"], weights) for weights in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")),
+        (SHAPES["qwen2"], "Q4_K_M"),  # rows of 96: Q5_0 and Q8_0 stand in for K-quants
+        *((LLAMA_256, weights) for weights in ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS")),
+        (QWEN3_256, "Q4_K_M"),
     ],
+    ids=lambda value: value if isinstance(value, str) else value.arch,
 )
-def test_rounded_weights_agree_up_to_a_flip(
-    shape: str, weights: str, models: Callable[..., Path], llama_cpp_trace: Tracer, torch_trace: Tracer
+def test_rounded_weights_agree_until_a_value_flips(
+    shape: Shape, weights: str, models: Models, llama_cpp_trace: Tracer, torch_trace: Tracer
 ) -> None:
     """Torch that rounds as llama.cpp does agrees as in float32, until a value at a rounding boundary flips.
 
-    Inputs of a matmul differ by 1e-7 of their size between the engines, so that of 100,000 values that are
-    rounded to 8 bits a few come out one unit apart: an NMSE of 1e-8 there, and up to 1e-4 a few layers on.
+    Inputs of a matmul differ by 1e-7 of their size between the engines, so that of 100,000 values that are rounded
+    to 8 bits a few come out one unit apart: 1e-8 of NMSE there, and by the last layer up to 1e-3. So: the first op
+    that drifts is a matmul, and it drifts by what those values make of it, no more. Of 64 models of 3 to 8 layers
+    23 had no flip at all; their worst NMSE was 3e-12.
     """
     model = models(shape, weights)
-    reference = llama_cpp_trace(model)
+    reference = llama_cpp_trace(model, threads=1)
     candidate = torch_trace(model, reference, arithmetic="llama.cpp")
-    graph, first = load_graph(model), _first_beyond(1e-9, _drifts(reference, candidate), load_graph(model))
-    if first is None:
+    graph = load_graph(model)
+    order = list(graph.ops)
+    drifting = [op for op in _drifts(reference, candidate) if op.drift.nmse > AGREE]
+    if not drifting:
         return
-    op, step = graph[first.op], first.step
-    assert op.kind == "linear", f"{first.op} drifts first, by {first.drift.nmse:.1e}, and rounds nothing"
-    flips = _flips(op, step, Trace(reference), Trace(candidate), Weights(GGUFFile(model)))
-    assert 1 <= flips <= 5, f"{first.op} drifts by {first.drift.nmse:.1e} with {flips} values rounded apart"
-    assert first.drift.nmse < 1e-5
+    first = min(drifting, key=lambda op: (op.step, order.index(op.op)))
+    assert first.kind == "linear", f"{first.op} drifts first, by {first.drift.nmse:.1e}, and rounds nothing"
+    weights_ = Weights(GGUFFile(model))
+    left = _unexplained(graph[first.op], first.step, Trace(reference), Trace(candidate), weights_)
+    assert left < 1e-3 * first.drift.nmse, f"{first.op} drifts by {first.drift.nmse:.1e}, {left:.1e} of it unexplained"
+
+
+def _unexplained(op: Op, step: int, reference: Trace, candidate: Trace, weights: Weights) -> float:
+    """NMSE of the candidate, less what the inputs of the two engines, rounded apart, explain."""
+    arithmetic = scheme_named("llama.cpp").of(op.kind, weights.type_of(op.weights[0]))
+    error: torch.Tensor | float = 0.0
+    signal: torch.Tensor | float = 0.0
+    for sign, trace in ((1.0, candidate), (-1.0, reference)):
+        x, y = (torch.from_numpy(trace.values(trace.ops[step, name]).astype(float)) for name in (op.inputs[0], op.name))
+        error = error + sign * (y - evaluate(op, [x], weights, arithmetic))
+        signal = y
+    return float(torch.square(error).sum() / torch.square(signal).sum())
 
 
 def _assert_agree(reference: Path, candidate: Path) -> None:
@@ -224,24 +222,3 @@ def _drifts(reference: Path, candidate: Path) -> list[OpResult]:
     assert ops
     assert [op.op for op in ops if op.drift is None] == []
     return list(ops)
-
-
-def _first_beyond(nmse: float, drifts: list[OpResult], graph: Graph) -> OpResult | None:
-    order = list(graph.ops)
-    return min(
-        (op for op in drifts if op.drift.nmse > nmse), key=lambda op: (op.step, order.index(op.op)), default=None
-    )
-
-
-def _flips(op: Op, step: int, reference: Trace, candidate: Trace, weights: Weights) -> int:
-    """How many values of the matmul's input the two engines round apart, by more than they differ."""
-    rounding = scheme_named("llama.cpp").of(op.kind, weights.type_of(op.weights[0])).operands
-
-    def inputs(trace: Trace) -> Iterator[np.ndarray]:
-        x = torch.from_numpy(trace.values(trace.ops[step, op.inputs[0]]).astype(np.float64)).flatten(1)
-        yield x.numpy()
-        yield ROUNDINGS[rounding](x).numpy()
-
-    (a, a_rounded), (b, b_rounded) = inputs(reference), inputs(candidate)
-    assert np.abs(a - b).max() < 1e-4 * np.abs(a).max()
-    return int((np.abs(a_rounded - b_rounded) > 10 * np.abs(a - b).max()).sum())

@@ -110,7 +110,7 @@ class Replay:
         other._fits = dict(self._fits)
         other._random = torch.Generator().manual_seed(0)
         op = other.graph[record.op]
-        best = self._fits.get(self._sort_of(op, record)) or self._best[record.step, record.op]
+        best = self._likeliest(record)
         other._samples = 0  # a first look needs no noise
         first_look = other._local(record, op, self._recorded(record), other._recompute(record.step, op, best, "f32"), best)
         if not first_look.nmse <= 0.1 * before.nmse:
@@ -122,10 +122,14 @@ class Replay:
     def made(self, record: OpRecord) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """What was recorded, what it should be, and the op's inputs: all float64, under the scheme that fits best."""
         op = self.graph[record.op]
-        scheme = self._best.get((record.step, record.op), self._schemes[0])
+        scheme = self._likeliest(record)
         inputs = self._inputs(record.step, op, scheme)
         exact = self._recompute(record.step, op, scheme, record.dtype or "f32").exact
         return self._recorded(record), exact, tuple(value.exact for value in inputs)
+
+    def _likeliest(self, record: OpRecord) -> Scheme:
+        """The scheme of other ops of the record's sort; where all are faulty, the one that leaves least."""
+        return self._fits.get(self._sort_of(self.graph[record.op], record)) or self._best[record.step, record.op]
 
     def _judge(self, record: OpRecord, op: Op) -> Local:
         """The record's local error under the arithmetic that fits it best."""

@@ -4,7 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES
+from torch import Tensor
 
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.weights import raw_rows
@@ -23,21 +26,15 @@ class BlockMistake:
     link: str
 
 
-def read_with(dequantise: Callable[[Blocks], np.ndarray]) -> Callable[[GGUFFile, TensorInfo], np.ndarray]:
+def read_with(dequantise: Callable[[Blocks], np.ndarray]) -> Callable[[GGUFFile, TensorInfo], Tensor]:
     """A `Weight.read` that dequantises that way."""
 
-    def read(file: GGUFFile, info: TensorInfo) -> np.ndarray:
+    def read(file: GGUFFile, info: TensorInfo) -> Tensor:
         raw = raw_rows(file, info)
-        block_bytes = raw.size * _values_per_block(info) // int(np.prod(info.shape))
-        return dequantise(raw.reshape(-1, block_bytes)).reshape(info.shape).astype(np.float32)
+        block_bytes = GGML_QUANT_SIZES[info.type][1]
+        return torch.from_numpy(dequantise(raw.reshape(-1, block_bytes)).reshape(info.shape).astype(np.float32))
 
     return read
-
-
-def _values_per_block(info: TensorInfo) -> int:
-    from gguf.constants import GGML_QUANT_SIZES
-
-    return int(GGML_QUANT_SIZES[info.type][0])
 
 
 def _half(blocks: Blocks, at: int) -> np.ndarray:

@@ -1,0 +1,350 @@
+"""What is wrong with a command line, with the machine, or with an engine's health: exit code 2 and one message."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import Models, the_message
+from tracediff.engine import torch_engine
+from tracediff.engine.llama_cpp import LlamaCpp, Prompt
+from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.errors import EngineError
+from tracediff.model.families import load_graph
+from tracediff.trace.reader import Trace
+
+ENGINES = ("torch", "llama.cpp")
+
+
+@pytest.fixture
+def model(models: Models) -> Path:
+    """Two layers, 320 tokens, a context of 64."""
+    return models("tiny")
+
+
+@pytest.fixture(scope="module")
+def trace(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "a.trace"
+    return trace_torch(models("tiny"), path, TorchOptions(), (1, 2, 3))
+
+
+def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`python -m tracediff` in a process of its own."""
+    command = [sys.executable, "-m", "tracediff", *map(str, arguments)]
+    return subprocess.run(command, **({"capture_output": True, "text": True} | options))
+
+
+# ---- The command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "Usage: "),
+        (("zebra",), "No such command 'zebra'."),
+        (("compare", "a.trace"), "Missing argument"),
+        (("compare", "a.trace", "b.trace", "--zebra"), "No such option: --zebra"),
+        (("run", "a.gguf", "--decode", "-1"), "Invalid value for '--decode'"),
+        (("run", "a.gguf", "--dtype", "f8"), "'f8' is not one of 'f64', 'f32', 'bf16', 'f16'"),
+        (("check", "a.trace"), "Missing option '--model'"),
+    ],
+)
+def test_usage(arguments: tuple[str, ...], expected: str, cli: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, error = cli(*arguments)
+    assert code == 2
+    assert expected in error
+    assert "Traceback" not in error
+
+
+def test_as_a_module() -> None:
+    done = process("zebra")
+    assert done.returncode == 2
+    assert "No such command 'zebra'." in done.stderr
+    assert process("--version").stdout == "0.1.0\n"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "give the prompt either as text with -p or as ids with --tokens 1,2,3."),
+        (("-p", "x", "--tokens", "1"), "give the prompt either as text with -p or as ids with --tokens 1,2,3."),
+        (("-p", ""), "the prompt is empty. Give some text with -p, or ids with --tokens 1,2,3."),
+        (("--tokens", ""), "the prompt is empty: --tokens names no ids. Give some, as in 1,2,3."),
+        (("--tokens", " , "), "the prompt is empty: --tokens names no ids. Give some, as in 1,2,3."),
+        (("--tokens", "1,x"), "--tokens '1,x': ids are whole numbers with commas between, as in 1,2,3."),
+        (("--tokens", "1.5"), "--tokens '1.5': ids are whole numbers with commas between, as in 1,2,3."),
+        (("--tokens", "1,320"), "token id 320 is outside the vocabulary of 320 (0 to 319). Were the ids made by"),
+        (("--tokens", "-1"), "token id -1 is outside the vocabulary of 320"),
+        (("--tokens", f"{2**70}"), f"token id {2**70} is outside the vocabulary of 320"),
+        (("--tokens", ",".join("1" * 65)), "65 tokens"),
+        (("-p", "hello " * 40), "161 tokens"),
+        (("--tokens", "1", "--decode", "64"), "64 decode steps do not fit the context of 64. Shorten the prompt"),
+        (("-p", "a\udcff"), "surrogates not allowed. Paths and prompts must be UTF-8."),
+    ],
+)
+def test_prompt(
+    arguments: tuple[str, ...], expected: str, engine: str, model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    message = refused("trace", model, "--engine", engine, "-o", tmp_path / "a.trace", *arguments)
+    assert expected in message
+    if expected.endswith(" tokens"):
+        assert "do not fit the context of 64. Shorten the prompt" in message
+    assert not (tmp_path / "a.trace").exists()
+
+
+def test_context_option(model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    arguments = ("--engine", "llama.cpp", "--ctx", "2", "-o", tmp_path / "a.trace")
+    message = refused("trace", model, "--tokens", "1,2,3", *arguments)
+    assert "prompt of 3 tokens and 0 decode steps do not fit the context of 2. Shorten" in message
+    assert "raise --ctx" in message
+
+
+def test_tokens_outside_the_vocabulary_by_the_library(model: Path, tmp_path: Path) -> None:
+    """Without the command line each engine looks for itself."""
+    with pytest.raises(EngineError, match=r"token id 320 is outside the vocabulary of 320 \(0 to 319\)"):
+        trace_torch(model, tmp_path / "a.trace", TorchOptions(), (1, 320))
+    with pytest.raises(EngineError, match=r"token id 320 is outside the vocabulary of 320 \(0 to 319\)"):
+        LlamaCpp(model, load_graph(model), Prompt(tokens=(1, 320)), tmp_path / "b.trace").wait()
+
+
+@pytest.mark.parametrize("command", ["run", "trace"])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--fault", "zebra"), "unknown fault 'zebra'. `tracediff faults` lists them: "),
+        (("--fault", "rope_pairing@77"), "the fault 'rope_pairing@77' applies to nothing in this qwen2 model of 2"),
+        (("--arithmetic", "zebra"), "unknown arithmetic 'zebra'. Known: llama.cpp; exact; "),
+        (("--device", "zebra"), "--device zebra: not a device of this engine. Use cpu, cuda or cuda:N."),
+        (("--device", "meta"), "--device meta: not a device of this engine."),
+        (("--device", "cuda:99"), "--device cuda:99: CUDA devices that this torch sees: "),
+    ],
+)
+def test_options_of_torch(
+    command: str,
+    arguments: tuple[str, ...],
+    expected: str,
+    model: Path,
+    tmp_path: Path,
+    refused: Callable[..., str],
+) -> None:
+    where = ("--save", tmp_path) if command == "run" else ("-o", tmp_path / "a.trace")
+    assert refused(command, model, "--tokens", "1", *where, *arguments).startswith(expected)
+    assert not (tmp_path / "candidate.trace").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+@pytest.mark.parametrize("command", ["run", "trace"])
+def test_cuda_absent(command: str, model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    where = ("--save", tmp_path) if command == "run" else ("-o", tmp_path / "a.trace")
+    message = refused(command, model, "--tokens", "1", "--device", "cuda", *where)
+    assert message.startswith("--device cuda: CUDA devices that this torch sees: 0. Use --device cpu, or check nvidia-")
+    assert torch.__version__ in message
+
+
+def test_device_out_of_memory(
+    model: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
+
+    monkeypatch.setattr(torch_engine, "evaluate", evaluate)
+    message = refused("trace", model, "--tokens", "1", "-o", tmp_path / "a.trace")
+    assert message.startswith("--device cpu: out of memory in step 0: CUDA out of memory. Shorten the prompt")
+    assert Trace(tmp_path / "a.trace").cut
+
+
+@pytest.mark.parametrize("tolerance", ["x", "=", "attn_q=", "attn_q=x", "nan", "-1e-6", "*=-inf"])
+def test_tolerance(tolerance: str, trace: Path, refused: Callable[..., str]) -> None:
+    message = refused("compare", trace, trace, "--tolerance", tolerance)
+    assert message == f"--tolerance {tolerance!r}: give an NMSE such as 1e-6, or PATTERN=1e-6."
+
+
+def test_arithmetic(trace: Path, model: Path, refused: Callable[..., str]) -> None:
+    for arguments in (("check", trace), ("compare", trace, trace)):
+        message = refused(*arguments, "--model", model, "--arithmetic", "zebra")
+        assert message.startswith("unknown arithmetic 'zebra'. Known: llama.cpp; exact; ")
+    assert "give --model as well" in refused("compare", trace, trace, "--arithmetic", "exact")
+
+
+# ---- Where it writes
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("out", "expected"),
+    [
+        ("no/a.trace", "cannot write the trace: No such file or directory. Free some space or choose another place"),
+        (".", "a trace is two files, NAME.trace and NAME.bin. Name it "),
+        ("a.bin", "a trace is two files, NAME.trace and NAME.bin. Name it a.bin.trace."),
+        ("model.gguf", "a trace is two files, NAME.trace and NAME.bin. Name it model.gguf.trace."),
+        ("weights.trace", "weights.bin exists and is no trace's. Move it away, or name the trace otherwise."),
+    ],
+)
+def test_out(
+    engine: str, out: str, expected: str, model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    """Nothing that was there before is overwritten, except a trace."""
+    for name in ("model.gguf", "weights.bin"):
+        (tmp_path / name).write_bytes(model.read_bytes())
+    message = refused("trace", tmp_path / "model.gguf", "--engine", engine, "--tokens", "1", "-o", tmp_path / out)
+    assert expected in message
+    for name in ("model.gguf", "weights.bin"):
+        assert (tmp_path / name).read_bytes() == model.read_bytes()
+
+
+def test_save_is_a_file(model: Path, refused: Callable[..., str]) -> None:
+    message = refused("run", model, "--tokens", "1", "--save", model)
+    assert f"File exists: '{model}'. Check the path, the permissions and the space left." in message
+
+
+@pytest.mark.parametrize("name", ["no/a.json", "."])
+def test_json_that_cannot_be_written(
+    name: str, trace: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    """The report was worth the wait all the same."""
+    code, output, error = cli("compare", trace, trace, "--json", tmp_path / name)
+    assert f"'{tmp_path / name}'. Check the path, the permissions and the space left." in the_message(code, error)
+    assert output.startswith("MATCH: ")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_full_disk(engine: str, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.trace"
+    done = process(
+        "trace", model, "--engine", engine, "--tokens", ",".join("5" * 60), "-o", out,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )  # fmt: skip
+    message = the_message(done.returncode, done.stderr)
+    assert message.startswith(f"{out}: cannot write the trace: File too large. Free some space or choose another place")
+    assert "--capture layers or --capture stats write far less" in message
+    trace = Trace(out)
+    assert trace.cut
+    assert 0 < len(trace.ops) < 37
+    for record in trace.ops.values():
+        assert trace.values(record).shape == record.shape
+
+
+def test_full_standard_output(trace: Path) -> None:
+    for arguments in ((), ("--json", "-")):
+        with Path("/dev/full").open("w") as full:
+            done = process("compare", trace, trace, *arguments, stdout=full, stderr=subprocess.PIPE, capture_output=False)
+        message = the_message(done.returncode, done.stderr)
+        assert message == (
+            "OSError: [Errno 28] No space left on device. Check the path, the permissions and the space left."
+        )
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json", "-")])
+def test_closed_pipe(arguments: tuple[str, ...], trace: Path) -> None:
+    """As in `tracediff ... | head -1`: no message, and not the exit code of a divergence."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = process("compare", trace, trace, *arguments, stdout=writing, stderr=subprocess.PIPE, capture_output=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+def test_terminal_without_block_characters(trace: Path) -> None:
+    done = process("compare", trace, trace, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("MATCH: ")
+
+
+# ---- llama.cpp's process
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Run a shell script in place of llama.cpp."""
+
+    def replace(script: str) -> None:
+        path = tmp_path / "child"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [
+        ("cat > /dev/null; echo first >&2; echo 'GGML_ASSERT(a == b) failed' >&2; kill -ABRT $$", "by SIGABRT."),
+        ("cat > /dev/null; echo first >&2; echo 'GGML_ASSERT(a == b) failed' >&2; kill -SEGV $$", "by SIGSEGV."),
+        ("cat > /dev/null; echo first >&2; echo 'GGML_ASSERT(a == b) failed' >&2; kill -KILL $$", "by SIGKILL (out of"),
+        ("exec 0<&-; seq 20 >&2; echo first >&2; echo 'GGML_ASSERT(a == b) failed' >&2; exit 3", "with exit code 3."),
+    ],
+)
+def test_dead_child(
+    script: str, how: str, model: Path, tmp_path: Path, child: Callable[[str], None], refused: Callable[..., str]
+) -> None:
+    """In the last case before it has read its request, which is longer than a pipe holds."""
+    child(script)
+    prompt = "x" * 100_000
+    message = refused("trace", model, "--engine", "llama.cpp", "-p", prompt, "-o", tmp_path / "a.trace")
+    first, *lines = message.splitlines()
+    assert first.startswith(f"llama.cpp's process ended {how}")
+    assert first.endswith("What it had recorded is readable where it was saved (-o, --save). Its last lines:")
+    assert lines[-2:] == ["  | first", "  | GGML_ASSERT(a == b) failed"]
+    assert len(lines) <= 8
+
+
+def test_ggml_assertion(model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    """A real one: what is left of this context size in 32 bits is less than the prompt."""
+    arguments = ("--engine", "llama.cpp", "--ctx", 2**32 + 1, "-o", tmp_path / "a.trace")
+    first, *_, last = refused("trace", model, "--tokens", "1,2,3", *arguments).splitlines()
+    assert first.startswith("llama.cpp's process ended by SIGABRT.")
+    assert "GGML_ASSERT(" in last
+
+
+# ---- Ctrl-C
+
+
+@pytest.fixture
+def long_run(models: Models, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Start thousands of decode steps; handed over when some are written."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(engine: str) -> subprocess.Popen[str]:
+        out = tmp_path / "a.trace"
+        command = [sys.executable, "-m", "tracediff", "trace", models("demo"), "--engine", engine, "-o", out]
+        command += ["--tokens", "1,2,3", "--decode", "4000"]
+        running = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True, start_new_session=True)
+        started.append(running)
+        deadline = time.monotonic() + 60
+        while not out.exists() or out.stat().st_size < 20_000:
+            assert running.poll() is None, running.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return running
+
+    yield start
+    for running in started:
+        running.kill()
+        running.communicate()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_interrupted(engine: str, long_run: Callable[[str], subprocess.Popen[str]], tmp_path: Path) -> None:
+    """As a terminal does it: every process of the session gets the signal."""
+    running = long_run(engine)
+    children = [Path("/proc", pid) for pid in Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()]
+    assert len(children) == (engine == "llama.cpp")
+    os.killpg(running.pid, signal.SIGINT)
+    _, error = running.communicate(timeout=20)
+    assert running.returncode == 130
+    assert error == "tracediff: interrupted. What was traced so far is readable where it was saved (-o, --save).\n"
+    assert not any(child.exists() for child in children)
+    trace = Trace(tmp_path / "a.trace")
+    assert trace.cut
+    assert len(trace.ops) > 100
+    assert all(trace.values(record).shape == record.shape for record in trace.ops.values())

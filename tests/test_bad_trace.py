@@ -1,0 +1,368 @@
+"""Traces that break the format, were cut off, or do not belong together."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Models
+from tracediff.engine.torch_run import TorchOptions, trace_torch
+
+TOKENS = (256, 84, 104, 101)
+FORMAT = "The format is described in docs/trace-format.md."
+COPY = "It must lie beside the trace: copy it there too."
+# Lines of the candidate.
+HEADER, WEIGHT, STEP, EMBEDDING, NORM = 0, 1, 6, 7, 8
+
+
+class Pair:
+    """A reference and a candidate that match, in a folder of their own; the candidate is there to be damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.reference, self.path, self.data = (folder / name for name in ("r.trace", "c.trace", "c.bin"))
+        self.lines = self.path.read_bytes().splitlines()
+
+    def write(self, lines: list[bytes] | None = None) -> None:
+        self.path.write_bytes(b"".join(line + b"\n" for line in lines or self.lines))
+
+    def change(self, line: int, **values: Any) -> None:
+        """Other values of a line; None for a key that goes."""
+        record = json.loads(self.lines[line]) | values
+        kept = {key: value for key, value in record.items() if value is not None}
+        self.lines[line] = json.dumps(kept, separators=(",", ":")).encode()
+        self.write()
+
+    def insert(self, line: int, text: bytes) -> None:
+        """One more line, counted at the end."""
+        self.lines.insert(line, text)
+        self.lines[-1] = b'{"type":"end","records":%d}' % (len(self.lines) - 1)
+        self.write()
+
+
+@pytest.fixture(scope="module")
+def traces(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two whole traces, r and c, and one of statistics, s, of the same model and tokens."""
+    folder = tmp_path_factory.mktemp("traces")
+    for name in "rc":
+        trace_torch(models("tiny"), folder / f"{name}.trace", TorchOptions(), TOKENS, n_decode=1)
+    trace_torch(models("tiny"), folder / "s.trace", TorchOptions(capture="stats"), TOKENS, n_decode=1)
+    return folder
+
+
+@pytest.fixture
+def pair(traces: Path, tmp_path: Path) -> Pair:
+    return Pair(shutil.copytree(traces, tmp_path / "traces"))
+
+
+@pytest.fixture
+def model(models: Models) -> Path:
+    return models("tiny")
+
+
+# ---- Files
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "c.trace:1: not a trace: it begins with b'', not with {\"type\":\"trace\""),
+        (b"\n\n", "c.trace:1: not a trace: it begins with b''"),
+        (b"GGUF\3\0\0\0", "c.trace:1: not a trace: it begins with b'GGUF"),
+        (b'{"type":"tra', "c.trace:1: not a JSON object on one line: Input data was truncated"),
+        (b'{"type":"end","records":0}\n', "c.trace:1: not a trace: it begins with"),
+        (b'{"type":"trace","version":2,"engine":"e"}\n', "c.trace:1: trace version 2 is not supported; this is version 1"),
+        (b'{"type":"trace","engine":"e"}\n', "c.trace:1: Object missing required field `version`"),
+    ],
+)  # fmt: skip
+def test_first_line(content: bytes, expected: str, pair: Pair, refused: Callable[..., str]) -> None:
+    pair.path.write_bytes(content)
+    message = refused("compare", pair.reference, pair.path)
+    assert expected in message
+    assert message.endswith(FORMAT)
+
+
+def test_no_such_trace(pair: Pair, refused: Callable[..., str]) -> None:
+    pair.path.unlink()
+    for arguments in (("compare", pair.reference, pair.path), ("inspect", pair.path)):
+        assert refused(*arguments).endswith("No such file or directory. Check the path.")
+
+
+def test_a_trace_of_no_ops(pair: Pair, refused: Callable[..., str]) -> None:
+    pair.write(pair.lines[: STEP + 1])
+    assert "c.trace: the trace holds no op records: there is nothing to compare" in refused(
+        "compare", pair.reference, pair.path
+    )
+
+
+# ---- The data file
+
+
+@pytest.mark.parametrize("name", ["../r.bin", "/etc/passwd", "traces/c.bin", "..", ".", "", "c.bin/"])
+def test_data_outside_the_folder(name: str, pair: Pair, refused: Callable[..., str]) -> None:
+    pair.change(HEADER, data=name)
+    message = refused("compare", pair.reference, pair.path)
+    assert message.endswith(f"c.trace:1: the data file {name!r} is not a bare file name. {COPY}")
+
+
+@pytest.mark.parametrize("name", ["no.bin", "a\0b", "folder"])
+def test_data_missing(name: str, pair: Pair, refused: Callable[..., str]) -> None:
+    (pair.path.parent / "folder").mkdir()
+    pair.change(HEADER, data=name)
+    message = refused("compare", pair.reference, pair.path)
+    assert message.endswith(f"c.trace:1: the data file {name!r} is missing. {COPY}")
+
+
+def test_data_file_that_cannot_be_opened(pair: Pair, refused: Callable[..., str]) -> None:
+    pair.change(HEADER, data="x" * 300)
+    assert refused("compare", pair.reference, pair.path).endswith(f"File name too long. {COPY}")
+
+
+def test_data_short(pair: Pair, refused: Callable[..., str]) -> None:
+    """With an `end` record the trace was whole once: its data file is another, or was copied in part."""
+    pair.data.write_bytes(pair.data.read_bytes()[:5000])
+    message = refused("compare", pair.reference, pair.path)
+    assert "c.trace:15: the data file 'c.bin' is too short: the record needs 384 bytes at 4,800, the file has" in message
+    assert message.endswith("Copy the whole of it, or trace again.")
+
+
+def test_data_of_a_trace_that_names_none(pair: Pair, refused: Callable[..., str]) -> None:
+    pair.change(HEADER, data=None)
+    message = refused("compare", pair.reference, pair.path)
+    assert "c.trace:2: data is announced, but the first line names no data file" in message
+
+
+# ---- Records
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "expected"),
+    [
+        (9, EMBEDDING, "c.trace:10: op 'token_embd' is recorded twice in step 0"),
+        (3, WEIGHT, "c.trace:4: weight 'blk.0.attn_norm.weight' is recorded twice"),
+        (9, HEADER, "c.trace:10: a second 'trace' record"),
+        (9, STEP, "c.trace:10: step 0 after step 0: steps must ascend"),
+        (7, b'{"type":"op","step":1,"op":"x","shape":[1],"nan":1}', "op 'x' of step 1, which no 'step' record began"),
+        (-1, b'{"type":"op","step":0,"op":"x","shape":[1],"nan":1}', "'x' of step 0 after step 1 began: out of order"),
+        (9, b'{"type":"step","step":1,"tokens":[1,2],"positions":[4]}', "step 1 has 2 tokens and 1 positions"),
+        (9, b'{"type":"step","step":1,"tokens":[],"positions":[]}', "step 1 has 0 tokens"),
+        (9, b'{"type":"step","step":1,"tokens":[1],"positions":[4],"sequence":1}', "several sequences in one trace"),
+        (9, b'{"type":5}', "Expected `str` - at `$.type`"),
+        (9, b'{"typ":"op"}', "Object missing required field `type`"),
+        (9, b"[1,2]", "c.trace:10: Expected `object`, got `array`"),
+        (9, b'"op"', "c.trace:10: Expected `object`, got `str`"),
+        (9, b"", "c.trace:10: not a JSON object on one line: Input data was truncated"),
+        (9, b"hello", "c.trace:10: not a JSON object on one line: JSON is malformed"),
+        (9, b'{"type":"op","step":0,"op":"\xff","shape":[1],"nan":1}', "not a JSON object on one line: 'utf-8' codec"),
+        (9, b'{"type":"op","step":0,"op":"\\ud800","shape":[1],"nan":1}', "not a JSON object on one line: JSON is malf"),
+        (9, b'{"type":"op","step":0,"op":"x","shape":[1],"min":NaN}', "not a JSON object on one line: JSON is malformed"),
+        (9, b'{"type":"op","step":0,"op":"x","shape":[1],"min":1e999}', "Number out of range - at `$.min`"),
+        (9, b'{"type":"op","step":0,"op":"x","shape":[1],"min":1,"max":1,"mean":1,"rms":-1}', "Expected `float` >= 0.0"),
+        (9, b'{"type":"op","step":0,"op":"x","shape":[1]}', "neither data (dtype, offset) nor statistics"),
+        (9, b'{"type":"op","step":0,"op":"x","shape":[1],"dtype":"f32"}', "'dtype' and 'offset' come together"),
+        (9, b'{"type":"op","step":0,"op":"x","shape":[1],"dtype":"i8","offset":0}', "Invalid enum value 'i8' - at `$.dt"),
+    ],
+)  # fmt: skip
+def test_records(line: int, text: bytes | int, expected: str, pair: Pair, refused: Callable[..., str]) -> None:
+    pair.insert(line, pair.lines[text] if isinstance(text, int) else text)
+    message = refused("compare", pair.reference, pair.path)
+    assert expected in message
+    assert message.endswith(FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("line", "values", "expected"),
+    [
+        (EMBEDDING, {"shape": [10**12, 10**12]}, "no tensor has the shape [1000000000000, 1000000000000]"),
+        (EMBEDDING, {"shape": [0, 2**62, 2**62]}, "no tensor has the shape [0, "),
+        (EMBEDDING, {"shape": [1] * 100}, "no tensor has the shape [1, "),
+        (EMBEDDING, {"shape": [10**400]}, "Expected `int` <= 9223372036854775807 - at `$.shape[0]`"),
+        (EMBEDDING, {"shape": [-4, -48]}, "Expected `int` >= 0 - at `$.shape[0]`"),
+        (EMBEDDING, {"shape": [4, 48.5]}, "Expected `int`, got `float` - at `$.shape[1]`"),
+        (EMBEDDING, {"shape": 4}, "Expected `array`, got `int` - at `$.shape`"),
+        (EMBEDDING, {"offset": -1}, "Expected `int` >= 0 - at `$.offset`"),
+        (EMBEDDING, {"offset": 10**40}, "Expected `int` <= 9223372036854775807 - at `$.offset`"),
+        (EMBEDDING, {"offset": 10**12}, "the data file 'c.bin' is too short: the record needs 768 bytes at 1,000,000,000,"),
+        (EMBEDDING, {"step": -1}, "Expected `int` >= 0 - at `$.step`"),
+        (EMBEDDING, {"op": 5}, "Expected `str`, got `int` - at `$.op`"),
+        (STEP, {"tokens": [1, 2, 3, -1]}, "Expected `int` >= 0 - at `$.tokens[3]`"),
+        (STEP, {"tokens": [1, 2, 3, 10**30]}, "Expected `int` <= 9223372036854775807 - at `$.tokens[3]`"),
+        (STEP, {"positions": [-1, 0, 1, 2]}, "Expected `int` >= 0 - at `$.positions[0]`"),
+        (-1, {"records": 3}, "'end' counts 3 lines, but 82 precede it"),
+    ],
+)  # fmt: skip
+def test_values(line: int, values: dict[str, Any], expected: str, pair: Pair, refused: Callable[..., str]) -> None:
+    pair.change(line, **values)
+    assert f"c.trace:{line % len(pair.lines) + 1}: {expected}" in refused("compare", pair.reference, pair.path)
+
+
+def test_out_of_order(pair: Pair, refused: Callable[..., str]) -> None:
+    pair.lines[STEP], pair.lines[EMBEDDING] = pair.lines[EMBEDDING], pair.lines[STEP]
+    pair.write()
+    assert "c.trace:7: op 'token_embd' of step 0, which no 'step' record began" in refused("inspect", pair.path)
+
+
+def test_after_the_end(pair: Pair, refused: Callable[..., str]) -> None:
+    pair.write([*pair.lines, pair.lines[EMBEDDING]])
+    assert "c.trace:84: a record after the 'end' record" in refused("inspect", pair.path)
+
+
+def test_unknown_types_and_keys_are_ignored(pair: Pair, cli: Callable[..., tuple[int, str, str]]) -> None:
+    pair.insert(9, b'{"type":"remark","shape":"not one","text":%s}' % (b"[" * 10_000 + b"]" * 10_000))
+    pair.change(HEADER, colour="green")
+    pair.change(EMBEDDING, colour={"red": [1, None]})
+    code, output, error = cli("compare", pair.reference, pair.path)
+    assert (code, error) == (0, "")
+    assert "MATCH: nothing diverges in 74 ops" in output
+
+
+def test_huge_statistics(pair: Pair, cli: Callable[..., tuple[int, str, str]]) -> None:
+    huge = {"min": -1e308, "max": 1e308, "mean": 1e308, "rms": 1e308}
+    record = {"type": "op", "step": 0, "op": "token_embd", "shape": [4, 48], **huge}
+    pair.lines[EMBEDDING] = json.dumps(record).encode()
+    pair.write()
+    code, output, error = cli("compare", pair.reference, pair.path)
+    assert (code, error) == (1, "")
+    assert "token_embd is the first op over its tolerance" in output
+
+
+@pytest.mark.parametrize("name", ["[/x]", "blk.0", "blk.", "blk.x.y", "\x1b[31m", "é" * 300])
+def test_odd_names(name: str, pair: Pair, cli: Callable[..., tuple[int, str, str]]) -> None:
+    """An op that the model lacks is compared like any other; what it is called breaks no report."""
+    pair.change(HEADER, engine=name)
+    for path in (pair.path, pair.reference):
+        lines = path.read_bytes().replace(b'"op":"blk.0.attn_norm"', b'"op":%s' % json.dumps(name).encode())
+        path.write_bytes(lines)
+    compare = ("compare", pair.reference, pair.path)
+    for arguments in (compare, (*compare, "--json", "-"), ("inspect", pair.path)):
+        code, _, error = cli(*arguments)
+        assert (code, error) == (0, "")
+
+
+# ---- Cut off: readable up to there, and the report says so
+
+
+def test_cut_in_the_middle_of_a_line(pair: Pair, cli: Callable[..., tuple[int, str, str]]) -> None:
+    pair.path.write_bytes(b"\n".join(pair.lines[:20])[:-5])
+    code, output, error = cli("compare", pair.reference, pair.path)
+    assert (code, error) == (1, "")
+    assert "blk.0.ffn_norm is not on both sides" in output
+    assert "12 ops" in output
+    assert "it ends in the middle of line 20 without an 'end' record" in " ".join(output.split())
+
+
+def test_cut_after_a_line(pair: Pair, cli: Callable[..., tuple[int, str, str]]) -> None:
+    pair.write(pair.lines[:-1])
+    code, output, error = cli("compare", pair.reference, pair.path)
+    assert (code, error) == (0, "")
+    assert "it ends after line 82 without an 'end' record" in " ".join(output.split())
+    code, output, error = cli("inspect", pair.path)
+    assert (code, error) == (0, "")
+    assert "cut off: it ends after line 82" in " ".join(output.split())
+
+
+def test_cut_in_the_middle_of_a_tensor(pair: Pair, model: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
+    pair.data.write_bytes(pair.data.read_bytes()[:5000])
+    pair.write(pair.lines[:-1])
+    for arguments in (("compare", pair.reference, pair.path), ("check", pair.path, "--model", model)):
+        code, output, error = cli(*arguments)
+        assert (code, error) == (int(arguments[0] == "compare"), "")
+        assert "7 ops" in output
+        assert "line 15: the data file 'c.bin' is too short" in " ".join(output.split())
+
+
+# ---- Two sides that do not belong together
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([256, 84, 105, 101], "the token ids differ in step 0, first at index 2"),
+        ([84, 104, 101], "The candidate lacks the reference's first token 256: a BOS that was not added?"),
+        ([256, 256, 84, 104, 101], "The candidate has one more token in front, 256: a BOS added where none belongs"),
+    ],
+)
+def test_other_tokens(tokens: list[int], expected: str, pair: Pair, refused: Callable[..., str]) -> None:
+    pair.change(STEP, tokens=tokens, positions=list(range(len(tokens))))
+    message = refused("compare", pair.reference, pair.path)
+    assert expected in message
+    assert f"{pair.path}: {len(tokens)} tokens" in message
+    assert message.endswith("Feed the candidate the reference's ids.")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [("model", "other.gguf", "model 'tiny-F32.gguf'"), ("arch", "llama", "architecture 'qwen2'")],
+)
+def test_other_model(key: str, value: str, text: str, pair: Pair, refused: Callable[..., str]) -> None:
+    pair.change(HEADER, **{key: value})
+    message = refused("compare", pair.reference, pair.path)
+    assert f"the traces are of different models: {text} in {pair.reference}, '{value}' in {pair.path}. " in message
+    assert message.endswith("Trace both engines on the same GGUF file.")
+
+
+def test_no_step_in_common(pair: Pair, refused: Callable[..., str]) -> None:
+    text = pair.path.read_bytes().replace(b'"step":1', b'"step":7').replace(b'"step":0', b'"step":5')
+    pair.path.write_bytes(text)
+    assert "no step is in both traces: [0, 1]" in refused("compare", pair.reference, pair.path)
+
+
+def test_no_op_in_common(pair: Pair, refused: Callable[..., str]) -> None:
+    pair.path.write_bytes(pair.path.read_bytes().replace(b'"op":"', b'"op":"my.'))
+    message = refused("compare", pair.reference, pair.path)
+    assert "no op is in both traces" in message
+    assert "`tracediff inspect MODEL` lists the names" in message
+
+
+# ---- A trace and a model that do not belong together
+
+
+@pytest.fixture(params=["check", "compare"])
+def judge(request: pytest.FixtureRequest, pair: Pair, model: Path) -> tuple[object, ...]:
+    """The two commands that replay the candidate."""
+    if request.param == "check":
+        return "check", pair.path, "--model", model
+    return "compare", pair.reference, pair.path, "--model", model
+
+
+def test_other_shapes(judge: tuple[object, ...], pair: Pair, refused: Callable[..., str]) -> None:
+    pair.change(NORM, shape=[4, 24])
+    message = refused(*judge)
+    assert "c.trace: 'blk.0.attn_norm' in step 0 has shape [4, 24]; this model's is [4, 48]" in message
+    assert "tracediff inspect MODEL" in message
+
+
+def test_gap_in_the_positions(judge: tuple[object, ...], pair: Pair, refused: Callable[..., str]) -> None:
+    second = next(i for i, line in enumerate(pair.lines) if b'"type":"step","step":1' in line)
+    pair.change(second, positions=[9])
+    message = refused(*judge)
+    assert "c.trace: step 1 begins at position 9, but the steps before end at 3: the keys and values" in message
+    assert message.endswith("Record every step from the first.")
+
+
+def test_tokens_outside_the_vocabulary(pair: Pair, model: Path, refused: Callable[..., str]) -> None:
+    pair.change(STEP, tokens=[256, 84, 104, 99_999])
+    message = refused("check", pair.path, "--model", model)
+    assert "token id 99999 is outside the vocabulary of 320 (0 to 319). Were the ids made by another" in message
+
+
+def test_statistics_alone_cannot_be_replayed(
+    judge: tuple[object, ...], pair: Pair, refused: Callable[..., str]
+) -> None:
+    for end in ("trace", "bin"):
+        shutil.copy(pair.path.parent / f"s.{end}", pair.path.parent / f"c.{end}")
+    pair.lines = pair.path.read_bytes().splitlines()
+    pair.change(HEADER, data="c.bin")
+    message = refused(*judge)
+    assert message.startswith(f"{pair.path}: nothing in it can be replayed: it holds statistics only")
+    assert message.endswith("`tracediff compare` without --model compares statistics by tolerance.")
+
+
+def test_statistics_of_the_reference_suffice(
+    pair: Pair, model: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, output, error = cli("compare", pair.path.parent / "s.trace", pair.path, "--model", model)
+    assert (code, error) == (0, "")
+    assert "replayed and compared" in output

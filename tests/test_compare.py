@@ -1,0 +1,103 @@
+"""Metrics against a second computation in plain numpy, and what must hold of them whatever the data."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tracediff.compare import compare_values
+from tracediff.judge import Policy, drift_of_statistics, judge, verdict
+from tracediff.result import Drift, OpResult, Statistics, Worst
+
+RNG = np.random.default_rng(1)
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (5, 3), (3, 4, 50), (40, 1000)])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_metrics_are_those_of_numpy(shape: tuple[int, ...], dtype: type) -> None:
+    r = RNG.standard_normal(shape).astype(dtype)
+    c = (r + 0.01 * RNG.standard_normal(shape)).astype(dtype)
+    reference, candidate, drift = compare_values(r, c)
+    r64, c64 = r.astype(np.float64), c.astype(np.float64)
+    d = c64 - r64
+    assert drift.nmse == pytest.approx((d**2).sum() / (r64**2).sum(), rel=1e-12)
+    assert drift.cosine == pytest.approx((r64 * c64).sum() / np.sqrt((r64**2).sum() * (c64**2).sum()), rel=1e-12)
+    assert drift.max_abs == np.abs(d).max()
+    assert drift.worst.at == np.unravel_index(np.abs(d).argmax(), shape)
+    assert (drift.worst.reference, drift.worst.candidate) == (r64[drift.worst.at], c64[drift.worst.at])
+    for side, x in ((reference, r64), (candidate, c64)):
+        assert (side.min, side.max) == (x.min(), x.max())
+        assert side.mean == pytest.approx(x.mean(), rel=1e-9, abs=1e-15)
+        assert side.rms == pytest.approx(np.sqrt((x**2).mean()), rel=1e-12)
+    if shape[0] > 1:
+        assert drift.first_token_nmse == pytest.approx((d[0] ** 2).sum() / (r64[0] ** 2).sum(), rel=1e-12)
+        assert drift.other_tokens_nmse == pytest.approx((d[1:] ** 2).sum() / (r64[1:] ** 2).sum(), rel=1e-12)
+
+
+def test_the_same_is_exactly_the_same() -> None:
+    x = RNG.standard_normal((9, 5000)).astype(np.float32)
+    _, _, drift = compare_values(x, x.copy())
+    assert (drift.nmse, drift.max_abs) == (0.0, 0.0)
+    assert drift.cosine == pytest.approx(1.0, abs=1e-15)
+
+
+def test_flat_and_per_head_shapes_compare_alike() -> None:
+    r, c = RNG.standard_normal((2, 4, 6, 8))
+    assert compare_values(r, c.reshape(4, 48))[2] == compare_values(r, c)[2]
+
+
+def test_hidden_scores_do_not_count() -> None:
+    r, c = RNG.standard_normal((2, 3, 5, 5))
+    hidden = np.triu(np.ones((5, 5), bool), 1)
+    c = np.where(hidden, 1e9, r)
+    reference, candidate, drift = compare_values(r, c, hidden)
+    assert drift.nmse == 0
+    assert reference.rms == candidate.rms == pytest.approx(np.sqrt((r[:, ~hidden] ** 2).mean()))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_non_finite_value_on_one_side_never_passes(bad: float) -> None:
+    r = RNG.standard_normal((4, 100)).astype(np.float32)
+    c = r.copy()
+    c[2, 3] = bad
+    reference, candidate, drift = compare_values(r, c)
+    assert (candidate.nan, candidate.inf) == ((1, 0) if np.isnan(bad) else (0, 1))
+    assert (reference.nan, reference.inf) == (0, 0)
+    op = OpResult("output", 0, None, "linear", "ok", reference, candidate, drift, tolerance=1e9)
+    assert [judged.status for judged in judge([op], Policy())] == ["drift"]
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
+def test_a_looser_tolerance_never_fails_more(nmse: float, a: float, b: float) -> None:
+    def passes(tolerance: float) -> bool:
+        op = OpResult("output", 0, None, "linear", "ok", drift=Drift(nmse, 1.0, 0.0, Worst((), 0, 0)), tolerance=tolerance)
+        return verdict(judge([op], Policy()), [], Policy())[0] == "match"
+
+    assert passes(max(a, b)) or not passes(min(a, b))
+
+
+@given(st.integers(2, 50), st.integers(0, 2**32 - 1))
+def test_statistics_never_claim_more_drift_than_there_is(n: int, seed: int) -> None:
+    r, c = np.random.default_rng(seed).standard_normal((2, n))
+    reference, candidate, drift = compare_values(r, c)
+    proved = drift_of_statistics(reference, candidate, n)
+    assert proved is not None
+    assert proved.nmse <= drift.nmse * (1 + 1e-9)
+
+
+def test_the_first_in_execution_order_is_named_and_counts_add_up() -> None:
+    drift = Drift(0.5, 1.0, 0.0, Worst((), 0, 0))
+    ops = [
+        OpResult(name, 0, None, "linear", "ok", Statistics(0, 0, 0, 0), Statistics(0, 0, 0, 0), drift, tolerance)
+        for name, tolerance in (("a", 1.0), ("b", 0.1), ("c", 0.1))
+    ]
+    ops.append(replace(ops[0], op="d", status="unmatched"))
+    judged = judge(ops, Policy())
+    assert [op.status for op in judged] == ["ok", "drift", "drift", "unmatched"]
+    outcome, first = verdict(judged, [], Policy())
+    assert (outcome, first.op, first.reason) == ("diverged", "b", "drift")
+    assert verdict(judged[3:], [], Policy())[0] == "diverged"
+    assert verdict(judged[3:], [], Policy(allowed=("d",)))[0] == "match"
+    assert Policy({"*": 1e-3, "attn_probs": 1e-2}).tolerance("blk.3.attn_probs", "f32") == 1e-2

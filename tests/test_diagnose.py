@@ -1,0 +1,143 @@
+"""Planted mistakes are found by the candidate's trace alone, at every layer, and called by their names."""
+
+from pathlib import Path
+
+import pytest
+
+from tracediff.diagnose.bank import BANK, plant
+from tracediff.errors import TracediffError
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.pipeline import check_trace, compare_traces
+
+# fault, and the ops (without their layer) that must be faulty: exactly these
+FAULTS = {
+    "weight_transposed@ffn_down": {"ffn_down"},
+    "weight_zero@attn_output": {"attn_output"},
+    "bias_missing": {"attn_q", "attn_k", "attn_v"},
+    "rope_permuted": {"attn_q", "attn_k"},
+    "gate_up_swapped": {"ffn_gate", "ffn_up"},
+    "eps": {"attn_norm", "ffn_norm", "output_norm"},
+    "norm_weight_plus_one@attn_norm": {"attn_norm"},
+    "norm_scaled@output_norm": {"output_norm"},
+    "rope_pairing": {"attn_q_rope", "attn_k_rope"},
+    "rope_theta": {"attn_q_rope", "attn_k_rope"},
+    "rope_decode_shifted": {"attn_q_rope", "attn_k_rope"},
+    "no_mask": {"attn_probs"},
+    "mask_shifted": {"attn_probs"},
+    "attention_scale": {"attn_probs"},
+    "gqa_heads": {"attn_scores", "attn_kqv"},
+    "cached_k_rotated_again": {"attn_scores"},
+    "act_gelu": {"ffn_act"},
+    "act_swapped": {"ffn_act"},
+    "residual_dropped@ffn_residual": {"ffn_residual"},
+    "row_before@output": {"output"},
+}
+
+
+@pytest.mark.parametrize("weights", ["F32", "Q4_K_M"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_locates_and_names(fault: str, weights: str, models, torch_trace) -> None:
+    model = models("k-quants", weights)
+    result = check_trace(torch_trace(model, faults=(fault,)), model)
+    name = fault.partition("@")[0]
+    clean = build_graph(GGUFFile(model))
+    planted = plant(clean, GGUFFile(model), fault)
+    expected = {op.name for op in planted if op is not clean[op.name]}
+    assert result.verdict == "diverged"
+    assert {op.op for op in result.faulty} == expected
+    assert {op.op.rpartition(".")[2] for op in result.faulty} == FAULTS[fault]
+    assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {name}
+    assert all(op.cause.nmse < 0.1 * op.local.nmse for op in result.faulty)
+
+
+@pytest.mark.parametrize("weights", ["F32", "Q4_K_M"])
+def test_hidden_states_alone_name_a_missing_bias(weights: str, models, torch_trace) -> None:
+    model = models("k-quants", weights)
+    result = check_trace(torch_trace(model, capture="layers", faults=("bias_missing@1",)), model)
+    assert {op.op for op in result.faulty} == {"blk.1.ffn_residual"}
+    assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {"bias_missing"}
+
+
+@pytest.mark.parametrize("fault", ["q4_k_scales", "q4_k_min_added", "q4_k_nibbles", "q6_k_order"])
+def test_mistaken_dequantisation_is_named(fault: str, models, torch_trace) -> None:
+    model = models("k-quants", "Q4_K_M")
+    result = check_trace(torch_trace(model, faults=(fault,)), model)
+    assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {fault}
+
+
+def test_several_mistakes_are_all_found_and_nothing_else(models, torch_trace, llama_cpp_trace) -> None:
+    model = models("k-quants", "F16")
+    reference = llama_cpp_trace(model)
+    faults = ("weight_transposed@blk.0.attn_q", "rope_pairing@2", "attention_scale@1", "act_gelu@blk.1.ffn_act")
+    result = compare_traces(reference, torch_trace(model, like=reference, faults=faults), model=model)
+    assert {op.op: op.cause and op.cause.name for op in result.faulty} == {
+        "blk.0.attn_q": "weight_transposed",
+        "blk.1.attn_probs": "attention_scale",
+        "blk.1.ffn_act": "act_gelu",
+        "blk.2.attn_q_rope": "rope_pairing",
+        "blk.2.attn_k_rope": "rope_pairing",
+    }
+
+
+def test_positions_shifted_alike_are_no_mistake(models, torch_trace, tmp_path: Path) -> None:
+    """Logits do not change when every position moves by the same amount."""
+    from dataclasses import replace as changed
+
+    from tracediff.engine.torch_run import TorchOptions, trace_torch
+    from tracediff.trace.format import Step
+
+    model = models("k-quants", "F32")
+    tokens = (256, 72, 101, 108, 108)
+    steps = [Step(0, tokens, tuple(range(7, 12))), Step(1, (111,), (12,))]
+    trace = trace_torch(model, tmp_path / "shifted.trace", changed(TorchOptions()), steps=steps)
+    assert check_trace(trace, model).verdict == "match"
+
+
+def test_what_no_mistake_explains_is_described(models, torch_trace) -> None:
+    model = models("k-quants", "F32")
+    path = torch_trace(model)
+    data = bytearray(path.with_suffix(".bin").read_bytes())
+    from tracediff.trace.reader import Trace
+
+    record = Trace(path).ops[0, "blk.1.ffn_up"]
+    import numpy as np
+
+    values = np.frombuffer(data, np.float32, record.size, record.offset)
+    values[:] = values * np.float32(1.25)
+    path.with_suffix(".bin").write_bytes(data)
+    result = check_trace(path, model)
+    faulty = {op.op: op.shape for op in result.faulty}
+    assert faulty["blk.1.ffn_up"] == "every value is 1.25 times what it should be"
+
+
+def test_one_wrong_value_of_many_is_caught(models, torch_trace) -> None:
+    model = models("k-quants", "Q4_K_M")
+    path = torch_trace(model)
+    from tracediff.trace.reader import Trace
+
+    record = Trace(path).ops[0, "output"]
+    data = bytearray(path.with_suffix(".bin").read_bytes())
+    import numpy as np
+
+    np.frombuffer(data, np.float32, record.size, record.offset)[1234] *= np.float32(1.001)
+    path.with_suffix(".bin").write_bytes(data)
+    faulty = check_trace(path, model).faulty
+    assert [op.op for op in faulty] == ["output"]
+    assert faulty[0].local.worst.at == (1234 // 320, 1234 % 320)
+
+
+def test_an_unknown_fault_and_one_that_applies_to_nothing_are_refused(models) -> None:
+    model = GGUFFile(models("llama"))
+    graph = build_graph(model)
+    with pytest.raises(TracediffError, match="unknown fault 'nonsense'"):
+        plant(graph, model, "nonsense")
+    with pytest.raises(TracediffError, match="applies to nothing in this llama model of 3 layers"):
+        plant(graph, model, "bias_missing")
+
+
+def test_every_mistake_says_what_and_where_to_look() -> None:
+    for name, mistake in BANK.items():
+        assert mistake.text, name
+        assert mistake.look, name
+        assert mistake.ops, name

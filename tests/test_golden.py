@@ -1,0 +1,54 @@
+"""Golden traces: the whole report of each case, as it was when it was read and found right."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+TRACES = Path(__file__).parent.parent / "traces"
+sys.path.insert(0, str(TRACES))
+
+import make  # noqa: E402
+
+from tracediff.report.json_report import render as render_json  # noqa: E402
+
+
+def settled(text: str) -> str:
+    """The report without what differs between machines: figures at the noise, paths' line breaks, table padding."""
+    text = re.sub(r"\b\d(\.\d+)?e-1\d\b", "~0", text)
+    text = re.sub(r"bound is 0\.\d+ of it", "bound is ~ of it", text)
+    text = re.sub(r"(a scale error of) \S+", r"\1 ~", text)
+    return re.sub(r"\s+", " ", text)
+
+
+@pytest.mark.parametrize("case", make.CASES)
+def test_report_is_as_expected(case: str) -> None:
+    expected = (TRACES / case / "expected.txt").read_text()
+    assert settled(make.report(case, make.compare(case))) == settled(expected)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
+@pytest.mark.parametrize("case", ["clean", "three-faults", "statistics"])
+def test_no_line_is_wider_than_the_terminal(case: str, width: int) -> None:
+    lines = make.report(case, make.compare(case), width).splitlines()
+    assert max(map(len, lines)) <= width
+
+
+def test_json_says_the_same() -> None:
+    document = json.loads(render_json(make.compare("three-faults")))
+    assert document["schema"] == "tracediff/1"
+    assert document["verdict"] == "diverged"
+    assert document["first_divergence"] == {"op": "blk.0.attn_v", "step": 0, "layer": 0, "reason": "local"}
+    assert {(op["op"], op["cause"]["name"]) for op in document["faulty"]} == {
+        ("blk.0.attn_v", "weight_transposed"),
+        ("blk.0.ffn_act", "act_gelu"),
+        ("blk.1.ffn_act", "act_gelu"),
+        ("blk.1.attn_probs", "attention_scale"),
+    }
+    assert {op["status"] for op in document["ops"]} == {"ok", "faulty", "inherited"}
+    assert set(document["ops"][0]) >= {
+        "op", "step", "status", "reference", "candidate", "nmse", "cosine", "max_abs", "local_nmse",
+        "reference_local_nmse", "floor", "arithmetic",
+    }  # fmt: skip
