@@ -47,6 +47,10 @@ SHAPES = {
     "qwen3": Shape("qwen3", **{**_COMMON, "n_head": 6}, head_dim=64),
 }
 WEIGHTS = ("F32", "F16", "Q8_0", "Q4_K_M")
+# silu(up) * gate is what comes of swapped weights too; from the outside of a segment they are one mistake.
+SAME_IN_A_SEGMENT = {"act_swapped": ("gate_up_swapped",), "gate_up_swapped": ("act_swapped",)}
+# Where nothing overflows, float16 is coarse arithmetic and no mistake.
+COARSE_TYPES = ("scores_f16", "ffn_act_f16")
 _ANY = Local(math.inf, 0.0, math.inf, Worst((), 0.0, 0.0), "", ())  # an error that any change takes away
 
 
@@ -126,6 +130,8 @@ def run_one(bench: Bench, fault: str, capture: str) -> str:
     faulty = [op for op in ops if op.status == "faulty"]
     found = {name for op in faulty for name in op.local.segment} if faulty else set()
     if not faulty:
+        if fault.partition("@")[0] in COARSE_TYPES and not any(op.candidate and op.candidate.inf for op in ops):
+            return "innocent"
         return "missed" if bench.visible(bench.trace(bench.graph, capture), graph) else "not visible"
     if capture == "all":
         located = {op.op for op in faulty} <= planted
@@ -133,8 +139,9 @@ def run_one(bench: Bench, fault: str, capture: str) -> str:
         located = all(set(op.local.segment) & planted for op in faulty) and bool(found & planted)
     if not located:
         return "false alarm"
+    name = fault.partition("@")[0]
     names = {op.cause.name if op.cause else None for op in faulty}
-    if names == {fault.partition("@")[0]}:
+    if names <= {name, *(SAME_IN_A_SEGMENT.get(name, ()) if capture != "all" else ())}:
         return "named"
     return "unnamed" if None in names else "misnamed: " + ", ".join(sorted(filter(None, names)))
 

@@ -141,7 +141,10 @@ def _decode(
         if observer.error:
             raise observer.error
         if result:
-            raise EngineError(f"llama_decode answered {result} at token {start + first}.")
+            raise EngineError(
+                f"llama.cpp cannot decode the {len(part)} tokens from position {start + first} on: llama_decode "
+                f"answered {result}. Try other options (--ctx, --batch, --ubatch, --kv-type, --gpu-layers)."
+            )
     _check_seen(observer, request)
     pointer = llama.llama_get_logits_ith(context, -1)
     return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), (request.n_vocab,))

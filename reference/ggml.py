@@ -89,12 +89,13 @@ def check_layout() -> None:
     context = lib.ggml_init(_InitParams(1 << 16, None, False))
     try:
         leaf = lib.ggml_new_tensor_3d(context, F32, 3, 5, 7)
+        half = lib.ggml_new_tensor_3d(context, F16, 3, 5, 7)  # F32 is 0, as most of a tensor is
         lib.ggml_set_name(leaf, b"tracediff self-check")
         norm = lib.ggml_rms_norm(context, leaf, 0.5)
         view = lib.ggml_transpose(context, norm)
         t, n, v = at(leaf), at(norm), at(view)
         found = {
-            "type": t.type == F32,
+            "type": t.type == F32 and at(half).type == F16,
             "ne": list(t.ne) == [3, 5, 7, 1] and list(v.ne) == [5, 3, 7, 1],
             "nb": list(t.nb) == [4, 12, 60, 420] and list(v.nb) == [12, 4, 60, 420],
             "op": n.op != t.op and lib.ggml_op_desc(norm) == b"RMS_NORM",

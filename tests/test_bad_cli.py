@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-
 from conftest import Models, the_message
+
 from tracediff.engine import torch_engine
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import EngineError
 from tracediff.model.families import load_graph
 from tracediff.trace.reader import Trace
+from tracediff.trace.writer import TraceWriter
 
 ENGINES = ("torch", "llama.cpp")
 
@@ -36,10 +38,11 @@ def trace(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trace_torch(models("tiny"), path, TorchOptions(), (1, 2, 3))
 
 
-def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`python -m tracediff` in a process of its own."""
+def process(*arguments: object, stdout: Any = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m tracediff` in a process of its own, its output buffered as it is for everybody."""
     command = [sys.executable, "-m", "tracediff", *map(str, arguments)]
-    return subprocess.run(command, **({"capture_output": True, "text": True} | options))
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | environment
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=env)
 
 
 # ---- The command line
@@ -85,9 +88,9 @@ def test_as_a_module() -> None:
         (("--tokens", "1,320"), "token id 320 is outside the vocabulary of 320 (0 to 319). Were the ids made by"),
         (("--tokens", "-1"), "token id -1 is outside the vocabulary of 320"),
         (("--tokens", f"{2**70}"), f"token id {2**70} is outside the vocabulary of 320"),
-        (("--tokens", ",".join("1" * 65)), "65 tokens"),
-        (("-p", "hello " * 40), "161 tokens"),
-        (("--tokens", "1", "--decode", "64"), "64 decode steps do not fit the context of 64. Shorten the prompt"),
+        (("--tokens", ",".join("1" * 65)), "the prompt of 65 tokens and 0 decode"),
+        (("-p", "hello " * 40), "the prompt of 161 tokens and 0 decode"),
+        (("--tokens", "1", "--decode", "64"), "the prompt of 1 tokens and 64 decode"),
         (("-p", "a\udcff"), "surrogates not allowed. Paths and prompts must be UTF-8."),
     ],
 )
@@ -96,8 +99,8 @@ def test_prompt(
 ) -> None:
     message = refused("trace", model, "--engine", engine, "-o", tmp_path / "a.trace", *arguments)
     assert expected in message
-    if expected.endswith(" tokens"):
-        assert "do not fit the context of 64. Shorten the prompt" in message
+    if "decode" in expected:
+        assert "decode steps do not fit the context of 64. Shorten the prompt" in message
     assert not (tmp_path / "a.trace").exists()
 
 
@@ -189,9 +192,7 @@ def test_arithmetic(trace: Path, model: Path, refused: Callable[..., str]) -> No
         ("weights.trace", "weights.bin exists and is no trace's. Move it away, or name the trace otherwise."),
     ],
 )
-def test_out(
-    engine: str, out: str, expected: str, model: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
+def test_out(engine: str, out: str, expected: str, model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     """Nothing that was there before is overwritten, except a trace."""
     for name in ("model.gguf", "weights.bin"):
         (tmp_path / name).write_bytes(model.read_bytes())
@@ -216,14 +217,20 @@ def test_json_that_cannot_be_written(
     assert output.startswith("MATCH: ")
 
 
+@pytest.fixture
+def small_disk(model: Path) -> Iterator[None]:
+    """No file of this process and its children can grow beyond 100 kB, now that the model is there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("small_disk")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_full_disk(engine: str, model: Path, tmp_path: Path) -> None:
+def test_full_disk(engine: str, model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     out = tmp_path / "a.trace"
-    done = process(
-        "trace", model, "--engine", engine, "--tokens", ",".join("5" * 60), "-o", out,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-    )  # fmt: skip
-    message = the_message(done.returncode, done.stderr)
+    message = refused("trace", model, "--engine", engine, "--tokens", ",".join("5" * 60), "-o", out)
     assert message.startswith(f"{out}: cannot write the trace: File too large. Free some space or choose another place")
     assert "--capture layers or --capture stats write far less" in message
     trace = Trace(out)
@@ -233,10 +240,20 @@ def test_full_disk(engine: str, model: Path, tmp_path: Path) -> None:
         assert trace.values(record).shape == record.shape
 
 
-def test_full_standard_output(trace: Path) -> None:
-    for arguments in ((), ("--json", "-")):
+@pytest.fixture
+def short(tmp_path: Path) -> Path:
+    """A trace so short that what is said of it fits the buffer of standard output."""
+    with TraceWriter(tmp_path / "a.trace", "my engine \u2588") as writer:
+        writer.step(0, [1], [0])
+        writer.op(0, "output", np.ones((1, 2), np.float32), "f32")
+    return tmp_path / "a.trace"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json", "-")])
+def test_full_standard_output(arguments: tuple[str, ...], trace: Path, short: Path) -> None:
+    for path in (trace, short):
         with Path("/dev/full").open("w") as full:
-            done = process("compare", trace, trace, *arguments, stdout=full, stderr=subprocess.PIPE, capture_output=False)
+            done = process("compare", path, path, *arguments, stdout=full)
         message = the_message(done.returncode, done.stderr)
         assert message == (
             "OSError: [Errno 28] No space left on device. Check the path, the permissions and the space left."
@@ -244,19 +261,20 @@ def test_full_standard_output(trace: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json", "-")])
-def test_closed_pipe(arguments: tuple[str, ...], trace: Path) -> None:
+def test_closed_pipe(arguments: tuple[str, ...], trace: Path, short: Path) -> None:
     """As in `tracediff ... | head -1`: no message, and not the exit code of a divergence."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = process("compare", trace, trace, *arguments, stdout=writing, stderr=subprocess.PIPE, capture_output=False)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (2, "")
+    for path in (trace, short):
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = process("compare", path, path, *arguments, stdout=writing)
+        os.close(writing)
+        assert (done.returncode, done.stderr) == (2, "")
 
 
-def test_terminal_without_block_characters(trace: Path) -> None:
-    done = process("compare", trace, trace, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+def test_terminal_that_lacks_a_character(short: Path) -> None:
+    done = process("inspect", short, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("MATCH: ")
+    assert done.stdout.startswith("my engine ?, model not named, 1 tokens, whole")
 
 
 # ---- llama.cpp's process
@@ -337,7 +355,8 @@ def long_run(models: Models, tmp_path: Path) -> Iterator[Callable[[str], subproc
 def test_interrupted(engine: str, long_run: Callable[[str], subprocess.Popen[str]], tmp_path: Path) -> None:
     """As a terminal does it: every process of the session gets the signal."""
     running = long_run(engine)
-    children = [Path("/proc", pid) for pid in Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()]
+    pids = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    children = [Path("/proc", pid) for pid in pids]
     assert len(children) == (engine == "llama.cpp")
     os.killpg(running.pid, signal.SIGINT)
     _, error = running.communicate(timeout=20)

@@ -341,7 +341,7 @@ def _prompt(text: str | None, tokens: str | None, graph: "Graph") -> "Prompt":
         raise EngineError(f"--tokens {tokens!r}: ids are whole numbers with commas between, as in 1,2,3.") from None
     if not ids:
         raise EngineError("the prompt is empty: --tokens names no ids. Give some, as in 1,2,3.")
-    check_tokens(ids, graph.hparams.n_vocab)
+    check_tokens(ids, graph.hparams.n_vocab)  # before anything is loaded
     return Prompt(tokens=ids)
 
 

@@ -6,16 +6,17 @@ arithmetic makes on the way is carried along by recomputing the segment a second
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tracediff.errors import TraceError
 from tracediff.floors import Noise, noise
-from tracediff.model.arithmetic import BLOCK, EXACT, SCHEMES, Arithmetic, Scheme
-from tracediff.model.evaluate import Energy, evaluate
+from tracediff.model.arithmetic import BLOCK, EXACT, ROUNDINGS, SCHEMES, Arithmetic, Scheme, flips
+from tracediff.model.evaluate import Energy, columns, evaluate
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.ops import causal
 from tracediff.model.weights import Weights
@@ -28,6 +29,12 @@ from tracediff.trace.reader import Trace
 _MARGIN = 4.0
 # Noise through a segment is known from samples of it, not from a formula: its spread is that uncertain.
 _SAMPLES, _SEGMENT_MARGIN = 2, 16.0
+# A floor beyond this hides everything: no verdict is better than a blind one.
+_BLIND = 0.05
+_CLEARLY_LESS = 0.9
+# A value within 2^-15 of a boundary is one in 16,000; more rows than this with such an event are no accident.
+_MOST_TURNED = 0.5
+_MANY = 256  # values that all fit float16 by chance: 2^-13 to the power of it
 _RECENT = 24  # values kept from one layer to the next: more than a layer has
 
 
@@ -49,7 +56,8 @@ class Recomputed:
     """An op's output as it should be: exact, the noise of an honest engine, and the ops recomputed for it."""
 
     exact: Tensor
-    noise: Noise
+    own: Noise  # of the op itself
+    noise: Noise  # with that of the segment before it
     segment: tuple[str, ...]
     samples: tuple[Tensor, ...] = ()
 
@@ -128,30 +136,82 @@ class Replay:
         return self._recorded(record), exact, tuple(value.exact for value in inputs)
 
     def _likeliest(self, record: OpRecord) -> Scheme:
-        """The scheme of other ops of the record's sort; where all are faulty, the one that leaves least."""
-        return self._fits.get(self._sort_of(self.graph[record.op], record)) or self._best[record.step, record.op]
+        """The scheme of other ops of the record's sort, else of most other ops, else the one that leaves least."""
+        fit = self._fits.get(self._sort_of(self.graph[record.op], record))
+        if fit or not self._fits:
+            return fit or self._best[record.step, record.op]
+        return Counter(self._fits.values()).most_common(1)[0][0]
 
     def _judge(self, record: OpRecord, op: Op) -> Local:
-        """The record's local error under the arithmetic that fits it best."""
+        """The record's local error under the arithmetic that fits it."""
         recorded = self._recorded(record)
+        storage = _stored_as(recorded, record.dtype or "f32")
         sort = self._sort_of(op, record)
-        best: tuple[Local, Scheme] | None = None
+        tried: list[tuple[Local, Scheme]] = []
         for scheme in self._candidates(op, record.step, sort):
-            made = self._recompute(record.step, op, scheme, record.dtype or "f32")
-            local = self._local(record, op, recorded, made, scheme)
-            if best is None or local.nmse < best[0].nmse or (math.isnan(best[0].nmse) and not math.isnan(local.nmse)):
-                best = local, scheme
-            # A scheme with float16 sums has a floor so wide that it could excuse a small mistake: it must also
-            # leave less than every other.
-            if not local.faulty and not scheme.loose:
-                break
-        assert best is not None
-        self._best[record.step, record.op] = best[1]
-        if not best[0].faulty:
-            self._fits[sort] = best[1]
-        return best[0]
+            made = self._recompute(record.step, op, scheme, storage)
+            tried.append((self._local(record, op, recorded, made, scheme), scheme))
+            fit = self._fit(tried)
+            if fit:
+                self._fits[sort] = self._best[record.step, record.op] = fit[1]
+                return fit[0]
+        # Nothing fits: the error is what the least of the schemes that can see leaves.
+        local, scheme = min(tried, key=lambda pair: (pair[0].floor > _BLIND, math.isnan(pair[0].nmse), pair[0].nmse))
+        self._best[record.step, record.op] = scheme
+        return local
+
+    def _fit(self, tried: list[tuple[Local, Scheme]]) -> tuple[Local, Scheme] | None:
+        """The first scheme that passes and may: a wide floor could excuse a mistake.
+
+        The floors of single ops with float32 sums are narrow, and so are those of the plain schemes. Any other
+        must have been tried against those, and leave clearly less than each that has a narrower floor.
+        """
+        for local, scheme in tried:
+            if local.faulty or local.floor > _BLIND:
+                continue
+            if scheme in self._schemes[:2] or (len(local.segment) == 1 and not scheme.loose):
+                return local, scheme
+            narrower = [other for other, _ in tried if other.floor < local.floor]
+            if len(tried) > 2 and all(local.nmse <= _CLEARLY_LESS * other.nmse for other in narrower):
+                return local, scheme
+        return None
 
     def _local(self, record: OpRecord, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme) -> Local:
+        local = self._measure(record, op, recorded, made, scheme)
+        if local.faulty and op.kind == "linear" and len(made.segment) == 1:
+            turned = self._turned(op, recorded, made, scheme, record.step)
+            if turned is not None:
+                flipped = self._measure(record, op, recorded, replace(made, exact=turned[0]), scheme)
+                return replace(flipped, flips=turned[1])
+        return local
+
+    def _turned(
+        self, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme, step: int
+    ) -> tuple[Tensor, int] | None:
+        """The op's output with activations that lie on a rounding boundary turned where that explains the error,
+        and how many were turned. None where too many rows err for such an event, or none does.
+        """
+        x = self._inputs(step, op, scheme)[0].exact.flatten(1)
+        exact, error = made.exact.flatten(1).clone(), (recorded - made.exact).flatten(1)
+        rows = torch.nonzero((error.abs() > made.bound().flatten(1)).any(1)).flatten()
+        turns = flips(x, self._arithmetic(op, scheme).operands)
+        if not 0 < len(rows) <= _MOST_TURNED * len(x) + 1 or not bool(turns[rows].any()):
+            return None
+        near = torch.nonzero(turns[rows].any(0)).flatten()
+        matrix = columns(op, near, self.weights)
+        count = 0
+        for row in rows:
+            for i, column in enumerate(near):
+                change = float(turns[row, column]) * matrix[:, i]
+                # How much of the change is in the error: 1 if this value went the other way, 0 if it did not.
+                share = float(error[row] @ change / change.square().sum().clamp(min=1e-300))
+                if round(share) == 1:
+                    exact[row] += change
+                    error[row] -= change
+                    count += 1
+        return exact.reshape(made.exact.shape), count
+
+    def _measure(self, record: OpRecord, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme) -> Local:
         exact, bound = made.exact, made.bound()
         same = (recorded == exact) | (recorded.isnan() & exact.isnan())  # Inf - Inf is NaN
         error = (recorded - exact).abs().masked_fill(same, 0.0)
@@ -184,7 +244,7 @@ class Replay:
         own = noise(op, [*exact_inputs, *weight_inputs], y, energy.value, arithmetic, storage)
         segment = (*dict.fromkeys(name for value in inputs for name in value.segment), op.name)
         if not any(value.samples for value in inputs):
-            return Recomputed(y, own, segment)
+            return Recomputed(y, own, own, segment)
         samples = []
         for i in range(self._samples):
             samples.append(evaluate(op, [value.sample(i) for value in inputs], self.weights, arithmetic))
@@ -192,7 +252,7 @@ class Replay:
         spread = torch.stack([(sample - y).square() for sample in samples]).mean(0)
         rows = spread.mean(-1, keepdim=True).expand_as(spread)
         sigma = torch.sqrt(own.sigma.square() + torch.maximum(rows, spread))
-        return Recomputed(y, Noise(sigma, own.hard), segment, tuple(samples))
+        return Recomputed(y, own, Noise(sigma, own.hard), segment, tuple(samples))
 
     def _arithmetic(self, op: Op, scheme: Scheme) -> Arithmetic:
         return scheme.of(op.kind, self.weights.type_of(op.weights[0]) if op.weights else "F32")
@@ -233,7 +293,7 @@ class Replay:
     def _recompute_value(self, step: int, name: str, scheme: Scheme) -> Value:
         made = self._recompute(step, self.graph[name], scheme, self._storage(step))
         before = made.samples or (made.exact,) * self._samples
-        return Value(made.exact, tuple(self._perturbed(x, made.noise) for x in before), made.segment)
+        return Value(made.exact, tuple(self._perturbed(x, made.own) for x in before), made.segment)
 
     def _perturbed(self, x: Tensor, noise: Noise) -> Tensor:
         gauss = torch.randn(x.shape, generator=self._random, dtype=x.dtype).to(x.device)
@@ -309,6 +369,15 @@ class Replay:
                     f"{self.trace.path}: {record.op!r} in step {record.step} has shape {list(record.shape)}; this "
                     f"model's is {list(shape)}. Is it a trace of another model? See `tracediff inspect MODEL`."
                 )
+
+
+def _stored_as(values: Tensor, dtype: str) -> str:
+    """What an engine stored values in before it wrote them as float32: all of many fit a shorter type."""
+    if dtype == "f32" and int((values != 0).sum()) >= _MANY:
+        for name, rounding in (("bf16", ROUNDINGS["bf16"]), ("f16", ROUNDINGS["f16"])):
+            if torch.equal(rounding(values), values):
+                return name
+    return dtype
 
 
 def _positions(trace: Trace) -> dict[int, tuple[int, ...]]:

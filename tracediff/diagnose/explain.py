@@ -17,6 +17,8 @@ from tracediff.result import Cause, Local, OpResult
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
+# A hypothesis that leaves so little of the error needs no rival.
+_BEYOND_DOUBT = 1e-4
 _KEEP = 256 << 20  # bytes of weights that stay dequantised: all of a small model, some layers of a real one
 
 
@@ -51,12 +53,20 @@ class Explainer:
         assert result.local
         record = self._replay.trace.ops[result.step, result.op]
         local_name = split(result.op)[1]
+        causes = []
         for mistake in self._ordered(local_name, result.local.segment):
             for ops, text in self._hypotheses(mistake, record, result.local):
                 local = self._replay.under(record, ops, result.local)
                 if not local.faulty:
-                    self._worked[local_name] = mistake.name
-                    return replace(result, cause=Cause(mistake.name, local.nmse, text))
+                    causes.append(Cause(mistake.name, local.nmse, text))
+                    if local.nmse <= _BEYOND_DOUBT * result.local.nmse:
+                        break
+            if causes and causes[-1].nmse <= _BEYOND_DOUBT * result.local.nmse:
+                break
+        if causes:
+            best = min(causes, key=lambda cause: cause.nmse)
+            self._worked[local_name] = best.name
+            return replace(result, cause=best)
         recorded, exact, _ = self._replay.made(record)
         return replace(result, shape=describe(recorded, exact))
 

@@ -18,6 +18,7 @@ import msgspec
 
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
+from tracediff.model.hparams import check_tokens
 from tracediff.names import Capture
 from tracediff_reference.protocol import Message, Node, Options, Request
 
@@ -68,7 +69,10 @@ def _nodes_of(op: Op, graph: Graph) -> Iterator[Node]:
 
 
 class LlamaCpp:
-    """A running child that writes one trace. `wait` until it is done before reading the trace."""
+    """A running child that writes one trace. `wait` until it is done before reading the trace.
+
+    Raises EngineError at once for a token id outside the vocabulary.
+    """
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class LlamaCpp:
     ) -> None:
         self.tokens: tuple[int, ...] = ()
         h = graph.hparams
+        check_tokens(prompt.tokens or (), h.n_vocab)
         request = Request(
             model=str(model), arch=h.arch, out=str(out) if out else None, capture=capture, nodes=tuple(nodes(graph)),
             norm_weights=tuple(weight.name for weight in graph.norm_weights()), n_layer=h.n_layer,

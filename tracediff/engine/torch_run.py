@@ -47,7 +47,7 @@ def trace_torch(
     """
     file = GGUFFile(model)
     graph, scheme = _prepare(file, options)
-    _check_length(len(tokens) + n_decode, graph.hparams.n_ctx)
+    _check_length(len(tokens), n_decode, graph.hparams.n_ctx)
     weights = Weights(file, DTYPES[options.dtype], options.device)
     engine = TorchEngine(graph, weights, scheme, progress)
     name = f"tracediff torch {__version__} ({options.dtype}, {options.device})"
@@ -101,8 +101,9 @@ def _greedy(engine: TorchEngine, tokens: Sequence[int], n_decode: int) -> Iterat
         yield step, StepInput((int(engine.logits[-1].argmax()),), (len(tokens) + step - 1,))
 
 
-def _check_length(need: int, n_ctx: int) -> None:
-    if need > n_ctx:
+def _check_length(n_prompt: int, n_decode: int, n_ctx: int) -> None:
+    if n_prompt + n_decode > n_ctx:
         raise EngineError(
-            f"{need} tokens, prompt and decode steps, do not fit the context of {n_ctx}. Shorten the prompt."
+            f"the prompt of {n_prompt} tokens and {n_decode} decode steps do not fit the context of {n_ctx}. "
+            "Shorten the prompt."
         )

@@ -36,7 +36,7 @@ def tf32(x: Tensor) -> Tensor:
 
 
 def q8_0_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers [..., blocks, 32] and float32 scales [..., blocks, 1] of q8_0 and q8_1.
+    """Quotients [..., blocks, 32] and float32 scales [..., blocks, 1] of q8_0 and q8_1, before rounding.
 
     The scale is amax / 127; integers are x * (1 / scale) to nearest, ties to even. ggml has variants that differ
     on ties and by one unit of the inverse (ggml-quants.c: roundf; ggml-cpu/arch/x86/quants.c: 127 / amax); of the
@@ -46,24 +46,48 @@ def q8_0_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = x.float().unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
     d = largest / 127.0
-    return torch.round(blocks * torch.where(d > 0, 1.0 / d, 0.0)), d
+    return blocks * torch.where(d > 0, 1.0 / d, 0.0), d
+
+
+def q8_k_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Exact quotients [..., blocks, 256] and scales [..., blocks, 1] of q8_K, before rounding to integers."""
+    blocks = x.float().unflatten(-1, (-1, 256))
+    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    inverse = torch.where(largest != 0, -127.0 / largest, 0.0)
+    return blocks * inverse, torch.where(inverse != 0, 1.0 / inverse, 0.0)
 
 
 def q8_0(x: Tensor) -> Tensor:
     """Blocks of 32 integers with a scale kept in float16. q8_1 has the same values (and their sum besides)."""
-    integers, d = q8_0_blocks(x)
-    return (integers.to(x.dtype) * d.half().to(x.dtype)).flatten(-2)
+    quotients, d = q8_0_blocks(x)
+    return (torch.round(quotients).to(x.dtype) * d.half().to(x.dtype)).flatten(-2)
 
 
 def q8_k(x: Tensor) -> Tensor:
     """Blocks of 256, scale -max / 127 for the element of largest magnitude, in float32 (quantize_row_q8_K_ref)."""
-    blocks = x.float().unflatten(-1, (-1, 256))
-    at = blocks.abs().argmax(-1, keepdim=True)
-    largest = blocks.gather(-1, at)
-    inverse = torch.where(largest != 0, -127.0 / largest, 0.0)
-    d = torch.where(inverse != 0, 1.0 / inverse, 0.0)
-    integers = torch.round(blocks * inverse).clamp(max=127)  # nearest_int: ties to even
+    quotients, d = q8_k_blocks(x)
+    integers = torch.round(quotients).clamp(max=127)  # nearest_int: ties to even
     return (integers.to(x.dtype) * d.to(x.dtype)).flatten(-2)
+
+
+BLOCK = {"q8_0": 32, "q8_1": 32, "q8_K": 256}  # rows must be multiples of it
+
+
+def flips(x: Tensor, rounding: str) -> Tensor:
+    """What each value of x would change by if it were rounded to the other side of a boundary that it lies on.
+
+    Zero for values that lie on none. A quotient is a float32 product of at most 127, good to a few times 2^-18;
+    implementations multiply in another order, so within that it may go either way.
+    """
+    if rounding not in BLOCK:
+        return torch.zeros_like(x)
+    quotients, d = q8_k_blocks(x) if rounding == "q8_K" else q8_0_blocks(x)
+    scale = d if rounding == "q8_K" else d.half()
+    rounded = torch.round(quotients)
+    past = quotients - rounded  # from -0.5 to 0.5
+    on_boundary = past.abs() > 0.5 - 2.0**-15
+    other = torch.where(past >= 0, 1.0, -1.0).to(x.dtype)
+    return torch.where(on_boundary, other * scale.to(x.dtype), 0.0).flatten(-2)
 
 
 ROUNDINGS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -78,7 +102,6 @@ ROUNDINGS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "q8_K": q8_k,
     }
 )
-BLOCK = {"q8_0": 32, "q8_1": 32, "q8_K": 256}  # rows must be multiples of it
 
 
 @dataclass(frozen=True, slots=True)

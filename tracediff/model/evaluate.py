@@ -94,6 +94,11 @@ def _q8_1_sums(x: Tensor) -> Tensor:
 
     [T, n_in] -> [T, n_in / 32], the stored sum less the sum of the values (quantize_row_q8_1_ref).
     """
-    integers, d = q8_0_blocks(x)
-    total = integers.sum(-1)
+    quotients, d = q8_0_blocks(x)
+    total = torch.round(quotients).sum(-1)
     return (total * d.squeeze(-1)).half().to(x.dtype) - total.to(x.dtype) * d.squeeze(-1).half().to(x.dtype)
+
+
+def columns(op: Op, at: Tensor, weights: Weights) -> Tensor:
+    """Columns `at` [n] of a linear op's matrix, [n_out, n]."""
+    return torch.cat([rows[:, at] for rows in weights.slices(op.weights[0])])

@@ -1,0 +1,298 @@
+"""Speed and memory as ratios within one run, on a generated F16 model with the shape of Qwen2.5-0.5B.
+
+    python benchmarks/speed.py [--model MODEL.gguf] [--only NAME] [--out docs/performance.md]
+
+Each ratio is taken from timings that alternate in one process (or of processes that alternate), the least of
+several; nothing here is an absolute figure. Needs the test extra (transformers) and 4 GB of disk.
+"""
+
+import argparse
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+TOKENS = [256, *((37 * i + 11) % 250 for i in range(127))]
+REPEATS = 3
+
+
+def least(*functions: Callable[[], object], repeats: int = REPEATS) -> list[float]:
+    """The least seconds of each function, their runs alternating."""
+    times = [[] for _ in functions]
+    for _ in range(repeats):
+        for function, taken in zip(functions, times, strict=True):
+            gc.collect()
+            began = time.perf_counter()
+            function()
+            taken.append(time.perf_counter() - began)
+    return [min(taken) for taken in times]
+
+
+def llama_cpp(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """Decoding with every op recorded over plain decoding: statistics, then everything on disk."""
+    import llama_cpp.llama_cpp as llama
+
+    from tracediff.engine.llama_cpp import nodes
+    from tracediff.model.families import load_graph
+    from tracediff.trace.writer import TraceWriter
+    from tracediff_reference import engine
+    from tracediff_reference.observer import Observer
+    from tracediff_reference.protocol import Options, Request
+
+    llama.llama_log_set(llama.llama_log_callback(lambda level, text, data: None), None)
+    llama.llama_backend_init()
+    graph = load_graph(model)
+    h = graph.hparams
+
+    def request(capture: str) -> Request:
+        return Request(
+            model=str(model), arch=h.arch, out="", capture=capture, nodes=tuple(nodes(graph)),
+            norm_weights=(), n_layer=h.n_layer, n_vocab=h.n_vocab, n_ctx_train=h.n_ctx, tokens=tuple(TOKENS),
+        )  # fmt: skip
+
+    loaded = engine._load(request("all"))
+
+    def decode(capture: str | None) -> Callable[[], None]:
+        asked = request(capture or "all")
+        writer = TraceWriter(folder / f"{capture}.trace", "speed") if capture else None
+        if writer:
+            writer.step(0, TOKENS, range(len(TOKENS)))
+        observer = Observer(asked, writer, lambda fraction: None)
+        if capture is None:
+            observer = _Silent()
+        context, callback = engine._context(Options(), loaded, len(TOKENS), len(TOKENS), observer)
+        if capture is None:  # plain: no callback at all
+            llama.llama_free(context)
+            params = llama.llama_context_default_params()
+            params.n_ctx = params.n_batch = 256
+            params.n_threads = params.n_threads_batch = 2
+            params.type_k = params.type_v = llama.GGML_TYPE_F32
+            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            params.no_perf = True
+            context = llama.llama_init_from_model(loaded, params)
+
+        def run() -> None:
+            llama.llama_memory_clear(llama.llama_get_memory(context), True)
+            observer.seen_all = callback
+            engine._decode(context, observer, 0, 0, TOKENS, asked)
+
+        run()  # warm
+        return run
+
+    plain, stats, full = least(decode(None), decode("stats"), decode("all"))
+    return {
+        "llama.cpp, statistics of every op / plain decode": (stats / plain, 1.10),
+        "llama.cpp, every tensor on disk / plain decode": (full / plain, 1.35),
+    }
+
+
+class _Silent:
+    """Stands where an observer would, for the plain decode."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.seen = _Everything()
+
+    def begin(self, step: int, positions: range) -> None:
+        """Nothing to begin."""
+
+    def __call__(self, address: int, ask: bool, _: object) -> bool:
+        return False
+
+
+class _Everything:
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+def torch_engine(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """Statistics of every op in float32 over the plain forward of transformers."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from tracediff.engine.torch_run import TorchOptions, trace_torch
+    from tracediff.model.families import load_graph
+
+    h = load_graph(model).hparams
+    config = Qwen2Config(
+        vocab_size=h.n_vocab, hidden_size=h.n_embd, intermediate_size=h.n_ff, num_hidden_layers=h.n_layer,
+        num_attention_heads=h.n_head, num_key_value_heads=h.n_head_kv, tie_word_embeddings=True,
+    )  # fmt: skip
+    reference = Qwen2ForCausalLM(config).float().eval()
+    ids = torch.tensor([TOKENS])
+
+    @torch.inference_mode()
+    def forward() -> None:
+        reference(ids, use_cache=False)
+
+    def ours() -> None:
+        trace_torch(model, folder / "torch.trace", TorchOptions(capture="stats"), TOKENS)
+
+    forward()
+    ours()
+    theirs, mine = least(forward, ours)
+    return {"torch engine, statistics of every op / transformers forward": (mine / theirs, 1.3)}
+
+
+def compare(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """Bytes per second of comparing two full traces over those of copying them."""
+    import numpy as np
+
+    from tracediff.engine.torch_run import TorchOptions, trace_torch
+    from tracediff.pipeline import compare_traces
+
+    a = trace_torch(model, folder / "a.trace", TorchOptions(), TOKENS)
+    b = trace_torch(model, folder / "b.trace", TorchOptions(), TOKENS)
+    sources = [np.fromfile(path.with_suffix(".bin"), np.uint8) for path in (a, b)]
+    target = np.empty_like(sources[0])
+
+    def copy() -> None:
+        for source in sources:
+            np.copyto(target, source)
+
+    copying, comparing = least(copy, lambda: compare_traces(a, b))
+    return {"compare, bytes per second / plain memory copy": (copying / comparing, -0.33)}
+
+
+def replay(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """Replaying a full trace over a float64 forward of the same model."""
+    import torch
+
+    from tracediff.engine.torch_run import TorchOptions, trace_torch
+    from tracediff.model.families import build_graph
+    from tracediff.model.gguf_file import GGUFFile
+    from tracediff.model.weights import Weights
+    from tracediff.replay import Replay
+    from tracediff.trace.reader import Trace
+
+    path = trace_torch(model, folder / "r.trace", TorchOptions(), TOKENS)
+    file = GGUFFile(model)
+
+    def forward() -> None:
+        trace_torch(model, folder / "f64.trace", TorchOptions(dtype="f64", capture="stats"), TOKENS)
+
+    def judge() -> None:
+        for _ in Replay(Trace(path), build_graph(file), Weights(file, torch.float64)).run():
+            pass
+
+    theirs, ours = least(forward, judge, repeats=2)
+    return {"replay of every op / float64 forward": (ours / theirs, 2.0)}
+
+
+_MEMORY = """
+import sys, threading, time
+import torch, gguf, msgspec, tracediff.engine.torch_run as run
+def anonymous():
+    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')) * 1024
+base = peak = anonymous()
+stop = False
+def watch():
+    global peak
+    while not stop:
+        peak = max(peak, anonymous()); time.sleep(0.002)
+thread = threading.Thread(target=watch); thread.start()
+from pathlib import Path
+run.trace_torch(Path(sys.argv[1]), Path(sys.argv[2]), run.TorchOptions(capture='stats'), eval(sys.argv[3]))
+stop = True; thread.join()
+print(peak - base)
+"""
+
+
+def memory(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """Peak anonymous memory of the torch engine above its imports, over twice a layer + logits + 300 MB.
+
+    Anonymous, because mapped pages of the model file are the page cache's and go when anybody needs them.
+    """
+    from tracediff.model.families import load_graph
+
+    h = load_graph(model).hparams
+    layer = 4 * (2 * h.n_embd * h.head_dim * (h.n_head + h.n_head_kv) + 3 * h.n_embd * h.n_ff)
+    allowed = 2 * layer + 4 * len(TOKENS) * h.n_vocab + 300e6
+    out = subprocess.run(
+        [sys.executable, "-c", _MEMORY, str(model), str(folder / "m.trace"), repr(TOKENS)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return {"torch engine, peak memory / (2 layers + logits + 300 MB)": (int(out.stdout) / allowed, 1.0)}
+
+
+_PLAIN_SCRIPT = """
+import sys
+from llama_cpp import Llama
+tokens = eval(sys.argv[2])
+llm = Llama(sys.argv[1], n_ctx=256, n_batch=256, n_threads=2, logits_all=True, verbose=False)
+llm.eval(tokens)
+import os, torch
+from transformers import AutoModelForCausalLM
+folder, name = os.path.split(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+with torch.inference_mode():
+    model(torch.tensor([tokens]))
+"""
+
+
+def whole_run(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """`tracediff run --capture stats` over a script that does no more than run both engines."""
+    tokens = ",".join(map(str, TOKENS))
+    tracediff = [sys.executable, "-m", "tracediff", "run", str(model), "--tokens", tokens, "--capture", "stats"]
+    plain = [sys.executable, "-c", _PLAIN_SCRIPT, str(model), repr(TOKENS)]
+
+    def call(command: list[str]) -> Callable[[], None]:
+        return lambda: subprocess.run(command, capture_output=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+    result = subprocess.run(plain, capture_output=True, text=True, check=False)
+    if result.returncode:
+        print("the plain script fails:", result.stderr.strip().splitlines()[-1])
+        return {}
+    theirs, ours = least(call(plain), call(tracediff), repeats=2)
+    return {"tracediff run, statistics / a plain script of both engines": (ours / theirs, 1.0)}
+
+
+def start_up(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """`tracediff --help` over importing what it is made of."""
+
+    def call(*command: str) -> Callable[[], None]:
+        return lambda: subprocess.run([sys.executable, *command], capture_output=True, check=True)
+
+    theirs, ours = least(call("-c", "import typer, rich"), call("-m", "tracediff", "--help"), repeats=7)
+    return {"tracediff --help / python -c 'import typer, rich'": (ours / theirs, 1.5)}
+
+
+MEASURES = {f.__name__: f for f in (llama_cpp, torch_engine, compare, replay, memory, whole_run, start_up)}
+
+
+def main() -> None:
+    """Measure, print, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--only", choices=MEASURES)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = args.model
+        if model is None:
+            from tracediff.model.synthetic import QWEN25_05B, write_model
+
+            model = write_model(folder / "model.gguf", QWEN25_05B, "F16")
+        rows = []
+        for measure in [args.only] if args.only else MEASURES:
+            for what, (ratio, target) in MEASURES[measure](model, folder).items():
+                met = ratio >= -target if target < 0 else ratio <= target
+                sign = ">=" if target < 0 else "<="
+                rows.append(f"| {what} | {sign} {abs(target)} | {ratio:.2f} | {'yes' if met else 'no'} |")
+                print(rows[-1], flush=True)
+    if args.out:
+        head = args.out.read_text().split("<!-- table -->")
+        table = "\n".join(["| measure | target | measured | met |", "|---|---|---|---|", *rows])
+        args.out.write_text(f"{head[0]}<!-- table -->\n{table}\n<!-- table -->{head[2]}")
+
+
+if __name__ == "__main__":
+    threading.stack_size(1 << 20)
+    main()

@@ -1,0 +1,150 @@
+"""No false alarms: of runs without a mistake, replay calls no op faulty.
+
+Every pair of family, weight type, option and prompt length would be 450 runs (benchmarks/clean_runs.py); here is one
+run of each option, weight type and length, the hard ones first among them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import SHAPES, Models
+
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.synthetic import Shape
+from tracediff.model.weights import Weights
+from tracediff.replay import Replay
+from tracediff.trace.reader import Trace
+
+_SIZES = {"n_layer": 2, "n_embd": 256, "n_ff": 512}
+FAMILIES = {
+    "llama": Shape("llama", **_SIZES, n_head=8, n_head_kv=2, theta=10_000.0, eps=1e-5),
+    "llama3": Shape("llama", **_SIZES, n_head=4, n_head_kv=2, theta=500_000.0, eps=1e-5, rope_factors=True),
+    "qwen2": Shape("qwen2", **_SIZES, n_head=8, n_head_kv=2, tied=True),
+    "qwen3": Shape("qwen3", **_SIZES, n_head=5, n_head_kv=1, head_dim=64),
+    "narrow": Shape("qwen2", n_layer=2, n_embd=96, n_head=3, n_head_kv=1, n_ff=160),  # K-quants do not fit its rows
+    "demo": SHAPES["demo"],
+}
+SMALL_BATCHES = {"n_batch": 9, "n_ubatch": 4}
+F16 = {"kv_type": "f16"}
+FLASH = {"flash_attn": True}
+Q8 = {"flash_attn": True, "kv_type": "q8_0"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One clean run; `options` are llama.cpp's, or torch's where `engine` is torch."""
+
+    family: str
+    weights: str
+    length: int
+    options: dict[str, Any] = field(default_factory=dict)
+    engine: str = "llama.cpp"
+
+    def __str__(self) -> str:
+        options = " ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.engine} {self.family} {self.weights} {self.length} {options}".rstrip()
+
+
+def torch_run(family: str, weights: str, length: int, dtype: str) -> Run:
+    return Run(family, weights, length, {"dtype": dtype}, "torch")
+
+
+RUNS = [
+    Run("llama", "F32", 17),
+    Run("llama", "Q4_K_M", 1, FLASH),
+    Run("llama", "Q5_K_M", 300, SMALL_BATCHES | {"n_batch": 200, "n_ubatch": 70}),
+    Run("llama3", "F32", 300),
+    Run("llama3", "BF16", 2, F16),
+    Run("llama3", "Q4_1", 17, SMALL_BATCHES),
+    Run("llama3", "Q6_K", 17, FLASH),
+    Run("qwen2", "F16", 300, FLASH | F16),
+    Run("qwen2", "Q4_0", 17, Q8),
+    Run("qwen2", "IQ4_XS", 2),
+    Run("qwen2", "Q8_0", 1),
+    Run("qwen3", "Q2_K", 17, F16),
+    Run("qwen3", "Q4_K_M", 65, FLASH),
+    Run("qwen3", "Q8_0", 17, Q8),
+    Run("narrow", "Q4_K_M", 17, SMALL_BATCHES | F16),
+    Run("narrow", "Q5_0", 300, Q8),
+    Run("demo", "Q5_0", 17),  # one value of layer 5 lies on a rounding boundary
+    Run("demo", "Q3_K_M", 2, FLASH),
+    torch_run("llama", "F32", 300, "f32"),
+    torch_run("llama", "Q5_1", 2, "f64"),
+    torch_run("llama3", "F16", 17, "bf16"),
+    torch_run("llama3", "Q4_K_M", 300, "f16"),
+    torch_run("qwen2", "BF16", 17, "bf16"),
+    torch_run("qwen2", "F16", 300, "f16"),
+    torch_run("qwen3", "Q8_0", 1, "f16"),
+    torch_run("narrow", "F32", 2, "bf16"),
+    torch_run("demo", "Q4_K_M", 17, "f32"),
+]
+Tracer = Callable[..., Path]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_nothing_is_faulty(run: Run, models: Models, llama_cpp_trace: Tracer, torch_trace: Tracer) -> None:
+    model = models(FAMILIES[run.family], run.weights)
+    records = judged(trace_of(run, model, llama_cpp_trace, torch_trace), model)
+    assert alarms(records) == []
+
+
+@pytest.mark.parametrize("capture", ["layers", "all"])
+@pytest.mark.parametrize("engine", ["llama.cpp", "torch"])
+def test_coarse_traces_of_loud_models_are_clean(
+    engine: str, capture: str, models: Models, llama_cpp_trace: Tracer, torch_trace: Tracer
+) -> None:
+    """A whole layer is recomputed as one op where only hidden states were recorded."""
+    run = Run("demo", "Q4_K_M", 17, {"capture": capture}, engine)
+    model = models(FAMILIES["demo"], "Q4_K_M")
+    records = judged(trace_of(run, model, llama_cpp_trace, torch_trace), model)
+    assert len(records) == 3 * (11 if capture == "layers" else 139)
+    assert alarms(records) == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype", "fault"),
+    [
+        ("F32", "f32", "eps@1"),
+        ("Q4_K_M", "f32", "rope_decode_shifted@0"),
+        ("Q8_0", "bf16", "gqa_heads@1"),
+        ("F16", "f16", "attention_scale@0"),
+    ],
+)
+def test_a_fault_is_an_alarm(weights: str, dtype: str, fault: str, models: Models, torch_trace: Tracer) -> None:
+    model = models(FAMILIES["qwen2"], weights)
+    trace = torch_trace(model, tokens=tokens_of(17), dtype=dtype, faults=(fault,))
+    assert alarms(judged(trace, model)) != []
+
+
+def trace_of(run: Run, model: Path, llama_cpp_trace: Tracer, torch_trace: Tracer) -> Path:
+    if run.engine == "torch":
+        return torch_trace(model, tokens=tokens_of(run.length), **run.options)
+    return llama_cpp_trace(model, tokens_of(run.length), threads=1, **run.options)
+
+
+def tokens_of(length: int) -> tuple[int, ...]:
+    """A BOS and random tokens."""
+    return (256, *np.random.default_rng(length).integers(0, 320, length - 1).tolist())
+
+
+def judged(path: Path, model: Path) -> list[tuple[Any, Any]]:
+    """Every record with its local error; each op of each step must be among them."""
+    file, trace = GGUFFile(model), Trace(path)
+    records = list(Replay(trace, build_graph(file), Weights(file, keep_bytes=1 << 28)).run())
+    assert len(records) == len(trace.ops)
+    return records
+
+
+def alarms(records: list[tuple[Any, Any]]) -> list[str]:
+    """Faulty ops, with the figures that make them so."""
+    return [
+        f"{record.op} in step {record.step}: NMSE {local.nmse:.1e}, floor {local.floor:.1e}, "
+        f"excess {local.excess:.3g}, {local.arithmetic}"
+        for record, local in records
+        if local.faulty
+    ]
