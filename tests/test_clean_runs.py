@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SHAPES, Models
+from conftest import SHAPES, TOKENS, Models
 
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -128,8 +128,10 @@ def trace_of(run: Run, model: Path, llama_cpp_trace: Tracer, torch_trace: Tracer
 
 
 def tokens_of(length: int) -> tuple[int, ...]:
-    """A BOS and random tokens."""
-    return (256, *np.random.default_rng(length).integers(0, 320, length - 1).tolist())
+    """A BOS and random tokens, or some text."""
+    return (
+        TOKENS if length == len(TOKENS) else (256, *np.random.default_rng(length).integers(0, 320, length - 1).tolist())
+    )
 
 
 def judged(path: Path, model: Path) -> list[tuple[Any, Any]]:

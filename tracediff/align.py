@@ -23,7 +23,9 @@ def same_input(reference: Trace, candidate: Trace) -> None:
     """Raises MismatchError when the two sides were not fed the same tokens at the same steps, or differ in model."""
     if not reference.ops or not candidate.ops:
         empty = reference if not reference.ops else candidate
-        raise MismatchError(f"{empty.path}: the trace holds no op records: there is nothing to compare.")
+        raise MismatchError(
+            f"{empty.path}: the trace holds no op records: there is nothing to compare. Trace again, to the end."
+        )
     sides = [(trace.header.arch, trace.header.model) for trace in (reference, candidate)]
     for what, a, b in zip(("architecture", "model"), *sides, strict=True):
         if a and b and a != b:
@@ -35,7 +37,7 @@ def same_input(reference: Trace, candidate: Trace) -> None:
     if not common:
         raise MismatchError(
             f"no step is in both traces: {sorted(reference.steps)} in {reference.path}, "
-            f"{sorted(candidate.steps)} in {candidate.path}."
+            f"{sorted(candidate.steps)} in {candidate.path}. The prefill is step 0, each decode step one more."
         )
     for number in sorted(common):
         a_step, b_step = reference.steps[number], candidate.steps[number]

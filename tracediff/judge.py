@@ -66,7 +66,8 @@ def drift_of_statistics(reference: Statistics, candidate: Statistics, size: int)
     root = math.sqrt(size)
     gaps = (c.rms - r.rms, c.mean - r.mean, (c.max - r.max) / root, (c.min - r.min) / root)
     largest = max(abs(c.max - r.max), abs(c.min - r.min))
-    nmse = max((gap / r.rms) ** 2 for gap in gaps) if r.rms else (math.inf if c.rms else 0.0)
+    ratio = max(abs(gap) / r.rms for gap in gaps) if r.rms else (math.inf if c.rms else 0.0)
+    nmse = ratio * ratio  # ** raises OverflowError where * gives Inf
     return Drift(nmse, math.nan, largest, Worst((), r.max, c.max))
 
 

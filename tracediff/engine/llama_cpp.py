@@ -104,9 +104,8 @@ class LlamaCpp:
             env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # it would fill the last lines, and takes seconds
         )
         assert self._child.stdin
-        with suppress(BrokenPipeError):  # it died already: `wait` says how
-            with self._child.stdin as stdin:
-                stdin.write(message)
+        with suppress(BrokenPipeError), self._child.stdin as stdin:  # broken: it died already, `wait` says how
+            stdin.write(message)
 
     def wait(self, progress: Callable[[float], None] = lambda fraction: None) -> tuple[int, ...]:
         """The prompt's tokens when the child is done; raises EngineError with its last lines if it died."""

@@ -65,12 +65,10 @@ class Trace:
         """The data file's bytes."""
         if name is None:
             return np.empty(0, np.uint8)
-        if not name or Path(name).name != name or name == "..":
+        if not name or Path(name).name != name or name == ".." or "\0" in name:
             raise self._error(1, f"the data file {name!r} is not a bare file name", _COPY)
         path = self.path.parent / name
         try:
-            if not path.is_file():
-                raise self._error(1, f"the data file {name!r} is missing", _COPY)
             return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
         except OSError as error:
             raise self._error(1, f"cannot open the data file {name!r}: {error.strerror}", _COPY) from None
@@ -172,6 +170,8 @@ class Trace:
             raise self._error(number, "'dtype' and 'offset' come together or not at all")
         if not record.has_data and not record.has_statistics and not (record.nan or record.inf):
             raise self._error(number, "neither data (dtype, offset) nor statistics (min, max, mean, rms)")
+        if record.has_statistics and not record.size:
+            raise self._error(number, f"statistics of the shape {list(record.shape)}, which holds no values")
         if record.has_data and self.header.data is None:
             raise self._error(number, "data is announced, but the first line names no data file")
 

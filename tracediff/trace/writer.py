@@ -123,6 +123,6 @@ class TraceWriter:
 
     def _failed(self, error: OSError) -> TraceError:
         return TraceError(
-            f"{self.path}: cannot write the trace: {error.strerror}. Free some space or choose another place "
-            "with -o or --save; --capture layers or --capture stats write far less. What was written so far is readable."
+            f"{self.path}: cannot write the trace: {error.strerror}. Free some space or choose another place with "
+            "-o or --save; --capture layers or --capture stats write far less. What was written so far is readable."
         )
