@@ -106,9 +106,7 @@ class Bench:
     def judged(self, trace: Trace) -> list[OpResult]:
         """The trace's ops, judged and explained."""
         replay = Replay(trace, self.graph, self.weights)
-        ops = [
-            OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for r, local in replay.run()
-        ]
+        ops = [OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for r, local in replay.run()]
         return Explainer(replay).explain(judge(ops, Policy()))
 
     def visible(self, clean: Trace, faulty_graph: Graph) -> bool:

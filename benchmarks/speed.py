@@ -243,7 +243,9 @@ def whole_run(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     plain = [sys.executable, "-c", _PLAIN_SCRIPT, str(model), repr(TOKENS)]
 
     def call(command: list[str]) -> Callable[[], None]:
-        return lambda: subprocess.run(command, capture_output=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        return lambda: subprocess.run(
+            command, capture_output=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        )
 
     result = subprocess.run(plain, capture_output=True, text=True, check=False)
     if result.returncode:

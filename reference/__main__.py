@@ -19,6 +19,9 @@ def main() -> int:
         messages.write(msgspec.json.encode(message) + b"\n")
         messages.flush()
 
+    # A quantised cache has Q and K multiplied with a Hadamard matrix first (llama-kv-cache.cpp), which would
+    # record rotated scores under the names of plain ones.
+    os.environ.setdefault("LLAMA_ATTN_ROT_DISABLE", "1")
     from tracediff_reference.engine import trace
 
     try:

@@ -135,7 +135,8 @@ class _Pieces:
         """Write the piece `x`, in ggml's shape (outermost first); true when the op is complete."""
         n_tokens, n_keys = len(self._positions), self._positions.stop
         if self._by_keys:
-            x = x[0, :, :, :n_keys]  # the cache is padded; one sequence
+            # One sequence; heads that share keys may come folded into rows; the cache is padded.
+            x = x.reshape(self._shape[0], -1, x.shape[-1])[:, :, :n_keys]
             rows = x.shape[1]
         else:
             width = math.prod(self._shape[1:])

@@ -1,11 +1,13 @@
 """Traces that break the format, were cut off, or do not belong together."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import Models
 
@@ -237,6 +239,34 @@ def test_odd_names(name: str, pair: Pair, cli: Callable[..., tuple[int, str, str
     for arguments in (compare, (*compare, "--json", "-"), ("inspect", pair.path)):
         code, _, error = cli(*arguments)
         assert (code, error) == (0, "")
+
+
+@pytest.mark.parametrize("shape", [[], [0, 320], [1280], [4, 4, 80], [4, 0], [2, 2, 2, 160]])
+def test_odd_shapes(shape: list[int], pair: Pair, cli: Callable[..., tuple[int, str, str]]) -> None:
+    """Logits of whatever shape, the same on both sides, are compared; a next token is only read from [T, n_vocab]."""
+    output = next(i for i, line in enumerate(pair.lines) if b'"op":"output"' in line)
+    pair.change(output, shape=shape)
+    code, report, error = cli("compare", pair.path, pair.path)
+    assert (code, error) == (0, "")
+    assert report.startswith("MATCH: nothing diverges in 74 ops")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3.4e38, 1e-45, 0.0])
+def test_values_at_the_edges(value: float, pair: Pair, model: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
+    """An op and a norm weight of nothing else: the candidate diverges, and numpy has nothing to say to that."""
+    data = np.fromfile(pair.data, np.float32)
+    for line in (WEIGHT, NORM):
+        record = json.loads(pair.lines[line])
+        at = record["offset"] // 4
+        data[at : at + math.prod(record["shape"])] = value
+    data.tofile(pair.data)
+    for arguments in (("compare", pair.reference, pair.path), ("check", pair.path, "--model", model)):
+        code, report, error = cli(*arguments)
+        assert (code, error) == (1, "")
+        assert report.startswith("DIVERGED: ")
+        assert "attn_norm" in report.splitlines()[0]
+    for reference in (pair.path, pair.reference):
+        assert cli("compare", pair.path, reference)[2] == ""
 
 
 # ---- Cut off: readable up to there, and the report says so

@@ -72,7 +72,9 @@ def test_a_non_finite_value_on_one_side_never_passes(bad: float) -> None:
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
 def test_a_looser_tolerance_never_fails_more(nmse: float, a: float, b: float) -> None:
     def passes(tolerance: float) -> bool:
-        op = OpResult("output", 0, None, "linear", "ok", drift=Drift(nmse, 1.0, 0.0, Worst((), 0, 0)), tolerance=tolerance)
+        op = OpResult(
+            "output", 0, None, "linear", "ok", drift=Drift(nmse, 1.0, 0.0, Worst((), 0, 0)), tolerance=tolerance
+        )
         return verdict(judge([op], Policy()), [], Policy())[0] == "match"
 
     assert passes(max(a, b)) or not passes(min(a, b))

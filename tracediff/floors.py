@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tracediff.model.arithmetic import BLOCK, Arithmetic
+from tracediff.model.evaluate import Energy
 from tracediff.model.graph import Op
 from tracediff.model.ops import causal, rope_angles, wide
 
@@ -45,12 +46,10 @@ class Noise:
         return self.sigma.square() + self.hard.square() / 3
 
 
-def noise(
-    op: Op, inputs: list[Tensor], y: Tensor, energy: Tensor | None, arithmetic: Arithmetic, storage: str
-) -> Noise:
+def noise(op: Op, inputs: list[Tensor], y: Tensor, energy: Energy, arithmetic: Arithmetic, storage: str) -> Noise:
     """The noise of computing `op` once in float32 (float64 where `storage` is) and storing it as `storage`.
 
-    `inputs` and `y` are float64; `energy` is the sum of squared products of a matmul, shaped as `y`.
+    `inputs` and `y` are float64; `energy` is what `evaluate` told of a matmul.
     """
     unit = UNIT["f64" if storage == "f64" else arithmetic.accumulate]
     kept = UNIT[storage]
@@ -61,11 +60,13 @@ def noise(
     stored = kept * size * (2 if half else 1) + TINY[storage]
     match op.kind:
         case "linear" | "scores" | "weighted_values":
-            assert energy is not None
+            assert energy.value is not None
             terms = _terms(op, inputs, arithmetic)
-            sigma = unit * torch.sqrt((terms * energy / 2 + terms * y.square() / 3) / 3)
-            if len(op.weights) > 1 and half:
-                stored = stored + kept * energy.sqrt()
+            sigma = unit * torch.sqrt((terms * energy.value / 2 + terms * y.square() / 3) / 3)
+            if energy.product is not None and half:
+                stored = stored + kept * energy.product.abs()
+            if energy.turned is not None:
+                stored = stored + energy.turned
             return Noise(sigma, stored)
         case "rms_norm":
             # A replaced norm may subtract a mean, which has the error of the largest value.

@@ -5,8 +5,8 @@ arithmetic makes on the way is carried along by recomputing the segment a second
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -31,7 +31,6 @@ _MARGIN = 4.0
 _SAMPLES, _SEGMENT_MARGIN = 2, 16.0
 # A floor beyond this hides everything: no verdict is better than a blind one.
 _BLIND = 0.05
-_CLEARLY_LESS = 0.9
 # A value within 2^-15 of a boundary is one in 16,000; more rows than this with such an event are no accident.
 _MOST_TURNED = 0.5
 _MANY = 256  # values that all fit float16 by chance: 2^-13 to the power of it
@@ -82,6 +81,7 @@ class Replay:
         self._schemes = (pinned,) if pinned else SCHEMES
         self._fits: dict[tuple[str, ...], Scheme] = {}
         self._best: dict[tuple[int, str], Scheme] = {}
+        self._earned: set[Scheme] = set()
         self._samples = _SAMPLES
         self._values: dict[tuple[int, str, str], Value] = {}
         self._random = torch.Generator().manual_seed(0)
@@ -115,12 +115,14 @@ class Replay:
         other = copy(self)
         other.graph = self.graph.changed(*ops)
         other._values = {key: value for key, value in self._values.items() if not key[2]}
-        other._fits = dict(self._fits)
+        other._fits, other._earned = dict(self._fits), set(self._earned)
         other._random = torch.Generator().manual_seed(0)
         op = other.graph[record.op]
         best = self._likeliest(record)
         other._samples = 0  # a first look needs no noise
-        first_look = other._local(record, op, self._recorded(record), other._recompute(record.step, op, best, "f32"), best)
+        first_look = other._local(
+            record, op, self._recorded(record), other._recompute(record.step, op, best, "f32"), best
+        )
         if not first_look.nmse <= 0.1 * before.nmse:
             return first_look
         other._samples = self._samples
@@ -164,7 +166,7 @@ class Replay:
         """The first scheme that passes and may: a wide floor could excuse a mistake.
 
         The floors of single ops with float32 sums are narrow, and so are those of the plain schemes. Any other
-        must have been tried against those, and leave clearly less than each that has a narrower floor.
+        must leave less than each that has a narrower floor, once in the trace: then it is this engine's.
         """
         for local, scheme in tried:
             if local.faulty or local.floor > _BLIND:
@@ -172,7 +174,8 @@ class Replay:
             if scheme in self._schemes[:2] or (len(local.segment) == 1 and not scheme.loose):
                 return local, scheme
             narrower = [other for other, _ in tried if other.floor < local.floor]
-            if len(tried) > 2 and all(local.nmse <= _CLEARLY_LESS * other.nmse for other in narrower):
+            if scheme in self._earned or (len(tried) > 2 and all(local.nmse < other.nmse for other in narrower)):
+                self._earned.add(scheme)
                 return local, scheme
         return None
 
@@ -241,7 +244,7 @@ class Replay:
         energy = Energy()
         y = evaluate(op, exact_inputs, self.weights, arithmetic, energy)
         weight_inputs = [self.weights.load(w) for w in op.weights] if op.kind == "rope" else []
-        own = noise(op, [*exact_inputs, *weight_inputs], y, energy.value, arithmetic, storage)
+        own = noise(op, [*exact_inputs, *weight_inputs], y, energy, arithmetic, storage)
         segment = (*dict.fromkeys(name for value in inputs for name in value.segment), op.name)
         if not any(value.samples for value in inputs):
             return Recomputed(y, own, own, segment)

@@ -55,9 +55,7 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         model = write_model(folder / "model.gguf", shape, "F32")
         reference = folder / "reference.trace"
-        LlamaCpp(
-            model, load_graph(model), Prompt(tokens=TOKENS), reference, capture=options.capture, n_decode=1
-        ).wait()
+        LlamaCpp(model, load_graph(model), Prompt(tokens=TOKENS), reference, capture=options.capture, n_decode=1).wait()
         trace_torch(model, folder / "candidate.trace", options, steps=[*Trace(reference).steps.values()])
         (folder / "expected.txt").write_text(report(case, compare(case)))
 

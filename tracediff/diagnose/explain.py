@@ -33,7 +33,9 @@ class Judged:
 def replay_and_explain(trace: Trace, model: Path, arithmetic: str | None, progress: Callable[[float], None]) -> Judged:
     """Judge every record of the trace by replay against the GGUF file `model`."""
     file = GGUFFile(model)
-    replay = Replay(trace, build_graph(file), Weights(file, keep_bytes=_KEEP), scheme_named(arithmetic) if arithmetic else None)
+    replay = Replay(
+        trace, build_graph(file), Weights(file, keep_bytes=_KEEP), scheme_named(arithmetic) if arithmetic else None
+    )
     locals_ = {(record.step, record.op): local for record, local in replay.run(progress)}
     return Judged(locals_, Explainer(replay).explain)
 

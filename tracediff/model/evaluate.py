@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import EXACT, ROUNDINGS, Arithmetic, q8_0_blocks
+from tracediff.model.arithmetic import EXACT, ROUNDINGS, Arithmetic, flips, q8_0_blocks
 from tracediff.model.graph import Op
 from tracediff.model.ops import FUNCTIONS
 from tracediff.model.weights import Weights
@@ -24,6 +24,8 @@ class Energy:
     """
 
     value: Tensor | None = None
+    product: Tensor | None = None  # of a linear op with a bias: before the bias
+    turned: Tensor | None = None  # of attention: the change if values on a rounding boundary went the other way
 
 
 def evaluate(
@@ -47,8 +49,14 @@ def evaluate(
         case "scores" | "weighted_values":
             x, cached = ROUNDINGS[arithmetic.operands](inputs[0]), ROUNDINGS[arithmetic.stored](inputs[1])
             if energy:
-                energy.value = FUNCTIONS[op.kind](x.square(), cached.square())
+                of_sizes = FUNCTIONS[op.kind]
+                energy.value = of_sizes(x.square(), cached.square())
+                turned = flips(inputs[0], arithmetic.operands).abs(), flips(inputs[1], arithmetic.stored).abs()
+                if any(bool(t.any()) for t in turned):
+                    energy.turned = of_sizes(turned[0], cached.abs()) + of_sizes(x.abs(), turned[1])
             return function(x, cached, *inputs[2:], **op.attrs)
+        case "rope":  # a position times a frequency does not survive half precision: no engine stores factors in it
+            return function(*inputs, *(weights.load(w, torch.float64) for w in op.weights), **op.attrs)
     return function(*inputs, *(weights.load(w) for w in op.weights), **op.attrs)
 
 
@@ -73,6 +81,7 @@ def _linear(op: Op, x: Tensor, weights: Weights, arithmetic: Arithmetic, energy:
         y += _q8_1_sums(raw) @ weights.minima(op.weights[0]).T
     if energy:
         energy.value = torch.cat(energies, 1).unflatten(1, op.axes[1:])
+        energy.product = None if bias is None else (y - bias).unflatten(1, op.axes[1:])
     return y.unflatten(1, op.axes[1:])
 
 

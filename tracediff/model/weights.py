@@ -43,11 +43,11 @@ class Weights:
         """The ggml type's name, as in F16 or Q4_K."""
         return self._info(weight).type.name
 
-    def load(self, weight: Weight) -> Tensor:
-        """The whole tensor."""
-        if weight.read:
-            return self._placed(weight.read(self.file, self._info(weight)))
-        return self._placed(self._rows(self._info(weight), slice(None))).reshape(weight.shape)
+    def load(self, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole tensor, in another dtype where it is given."""
+        info = self._info(weight)
+        values = weight.read(self.file, info) if weight.read else self._rows(info, slice(None)).reshape(weight.shape)
+        return self._placed(values, dtype)
 
     def gather(self, weight: Weight, ids: Tensor) -> Tensor:
         """Rows `ids` [T] of a matrix, reading only those; raises EngineError for an id outside it."""
@@ -101,8 +101,8 @@ class Weights:
     def _rows(self, info: TensorInfo, rows: slice | np.ndarray) -> Tensor:
         return dequantize(info, raw_rows(self.file, info)[rows])
 
-    def _placed(self, x: Tensor) -> Tensor:
-        return x.to(device=self.device).to(self.dtype)
+    def _placed(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return x.to(device=self.device).to(dtype or self.dtype)
 
 
 def raw_rows(file: GGUFFile, info: TensorInfo) -> np.ndarray:

@@ -277,9 +277,7 @@ def _around(result: Result, width: int) -> Iterator[RenderableType]:
     columns += ["ref. local"] if replayed and result.reference and width >= 104 else []
     table = _table(*columns, left=2)
     for op in shown:
-        table.add_row(
-            *(_around_cell(op, column) for column in columns), style="reverse" if op is ops[at] else ""
-        )
+        table.add_row(*(_around_cell(op, column) for column in columns), style="reverse" if op is ops[at] else "")
     yield Padding(table, (0, 0, 0, 2))
     yield from _worst(ops[at])
 
