@@ -32,7 +32,7 @@ def trace(request: Request, send: Callable[[Message], None]) -> None:
     llama.llama_model_free(model)
 
 
-@llama.llama_log_callback
+@llama.llama_log_callback  # type: ignore[untyped-decorator]
 def _log(level: int, text: bytes, _: object) -> None:
     """Warnings and errors only: the last lines of the log are shown when llama.cpp dies."""
     if level in _SHOWN:

@@ -51,7 +51,7 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
     ours = {name for name in names if name.split(".")[0] in ROOTS}
-    return {"reference" if name.startswith("tracediff_reference") else (name.split(".") + [""])[1] for name in ours}
+    return {"reference" if name.startswith("tracediff_reference") else [*name.split("."), ""][1] for name in ours}
 
 
 @pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])

@@ -10,7 +10,8 @@ def of_model(graph: Graph) -> Listing:
     """The ops that an engine should write, in execution order, with shapes and the weights they multiply with."""
     h = graph.hparams
     return Listing(
-        f"{h.arch}: {h.n_layer} layers, {h.n_head}/{h.n_head_kv} heads of {h.head_dim}. T: tokens, S: positions visible.",
+        f"{h.arch}: {h.n_layer} layers, {h.n_head}/{h.n_head_kv} heads of {h.head_dim}. "
+        "T: tokens, S: positions visible.",
         ("op", "shape", "kind", "weights"),
         tuple(
             (op.name, ", ".join(map(str, op.axes)), op.kind, ", ".join(weight.name for weight in op.weights))
