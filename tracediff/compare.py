@@ -31,7 +31,8 @@ class _Sums:
         """Add a chunk of pairs that begins at flat index `offset`."""
         rows, ones = scratch[:3, : reference.size], scratch[3, : reference.size]
         rows[_R], rows[_C] = reference, candidate
-        np.subtract(rows[_C], rows[_R], out=rows[_D])
+        with np.errstate(invalid="ignore"):  # Inf on both sides
+            np.subtract(rows[_C], rows[_R], out=rows[_D])
         squares = [row @ row for row in rows]  # one BLAS dot each: rows @ rows.T takes six times as long
         if not np.isfinite(sum(squares)):
             rows = self._finite(rows)

@@ -18,8 +18,9 @@ def compare_logits(reference: Trace, candidate: Trace, model: Path | None = None
         records = [trace.ops.get((step, "output")) for trace in (reference, candidate)]
         if not all(record and record.has_data for record in records) or not records[0] or not records[1]:
             continue
-        if records[0].shape[-1] != records[1].shape[-1]:
-            continue
+        shapes = [record.shape for record in records if record]
+        if any(len(shape) != 2 or 0 in shape for shape in shapes) or shapes[0][1] != shapes[1][1]:
+            continue  # not [T, n_vocab], or of another vocabulary
         r = reference.values(records[0])[-1].astype(np.float64)
         c = candidate.values(records[1])[-1].astype(np.float64)
         if np.isfinite(r).all() and np.isfinite(c).all():

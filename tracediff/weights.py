@@ -1,5 +1,6 @@
 """What an engine holds in memory against what the file, or the other side, says it should hold."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -33,8 +34,10 @@ def compare_weights(reference: Trace | None, candidate: Trace, model: Path | Non
 def _judge(expected: np.ndarray, held: np.ndarray) -> tuple[Literal["identical", "rounded", "wrong"], str | None]:
     if np.array_equal(expected, held):
         return "identical", None
+    with np.errstate(over="ignore"):
+        half = expected.astype(np.float16).astype(np.float64)
     for name, rounded in (
-        ("float16", expected.astype(np.float16).astype(np.float64)),
+        ("float16", half),
         ("bfloat16", _bfloat16(expected)),
         ("float32", expected.astype(np.float32).astype(np.float64)),
     ):
@@ -61,7 +64,8 @@ def _explain(expected: np.ndarray, held: np.ndarray) -> str:
         return "1 was added to every value; in a GGUF file it is in already"
     if close(held, expected - 1):
         return "1 was taken from every value"
-    ratio = float(held @ expected / (expected @ expected))
+    energy = float(expected @ expected)
+    ratio = float(held @ expected) / energy if energy else math.nan
     if close(held, ratio * expected):
         return f"every value was multiplied by {ratio:.4g}"
     for shift in (1, -1, 2, -2, 4, -4, 8, -8):

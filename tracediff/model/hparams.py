@@ -119,7 +119,8 @@ def read_hparams(file: GGUFFile, pairing: Pairing) -> HParams:
         n_vocab=_n_vocab(file),
         n_ctx=keys.integer("context_length"),
         eps=keys.number("attention.layer_norm_rms_epsilon"),
-        attention_scale=keys.number("attention.scale", 0.0) or 1.0 / math.sqrt(max(head_dim, 1)),
+        # llama.cpp reads attention.scale for other families (Granite), not for these: src/models/llama.cpp.
+        attention_scale=1.0 / math.sqrt(max(head_dim, 1)),
         rope=_rope(keys, pairing, head_dim),
     )
     _check(file, hparams, keys.integer("attention.value_length", head_dim))

@@ -98,7 +98,7 @@ def _in_step(step: int, result: Result) -> str:
 
 
 def _local(op: str) -> str:
-    return op.split(".", 2)[2] if op.startswith("blk.") else op
+    return op.split(".", 2)[-1] if op.startswith("blk.") else op
 
 
 def _groups(result: Result) -> list[list[OpResult]]:
