@@ -67,6 +67,8 @@ def test_a_non_finite_value_on_one_side_never_passes(bad: float) -> None:
     assert (reference.nan, reference.inf) == (0, 0)
     op = OpResult("output", 0, None, "linear", "ok", reference, candidate, drift, tolerance=1e9)
     assert [judged.status for judged in judge([op], Policy())] == ["drift"]
+    other_way = OpResult("output", 0, None, "linear", "ok", candidate, reference, drift, tolerance=1e9)
+    assert [judged.status for judged in judge([other_way], Policy())] == ["drift"]
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))

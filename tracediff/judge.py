@@ -102,18 +102,18 @@ def _status(op: OpResult, policy: Policy, faulty_before: bool) -> OpResult:
             return replace(op, status="faulty")
         differs = op.drift is not None and not op.drift.nmse <= (op.tolerance or 0.0)
         return replace(op, status="inherited" if differs and faulty_before else "ok")
-    if _new_non_finite(op):
-        return replace(op, status="drift", note="NaN or Inf that the reference does not have")
+    if _other_non_finite(op):
+        return replace(op, status="drift", note="NaN or Inf on one side that the other does not have")
     if op.drift and op.tolerance is not None and not op.drift.nmse <= op.tolerance:
         return replace(op, status="drift")
     return replace(op, status="ok")
 
 
-def _new_non_finite(op: OpResult) -> bool:
-    if not op.candidate:
-        return False
-    reference = op.reference or Statistics(None, None, None, None)
-    return op.candidate.nan > reference.nan or op.candidate.inf > reference.inf
+def _other_non_finite(op: OpResult) -> bool:
+    """Metrics are over the values that are finite on both sides: others would go unseen."""
+    if not op.candidate or not op.reference:
+        return bool(op.candidate and (op.candidate.nan or op.candidate.inf))
+    return (op.candidate.nan, op.candidate.inf) != (op.reference.nan, op.reference.inf)
 
 
 def verdict(

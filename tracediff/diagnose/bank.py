@@ -319,7 +319,7 @@ def _fitted_eps(op: Op, context: Context) -> float | None:
     weight = _values(context.file, context.file.tensors[op.weights[0].name]).double().flatten()
     ratio = (x[row] * weight) @ y[row] / (y[row] @ y[row])
     eps = float(ratio.square() - ms[row])
-    return eps if math.isfinite(eps) and eps > 0 else None
+    return eps if 0 < eps < 1 else None
 
 
 @_mistake(
