@@ -75,7 +75,8 @@ class TorchEngine:
 
     def record_weights(self, recorder: Recorder) -> None:
         """The norm weights as this engine holds them."""
-        for weight in self.graph.norm_weights():
+        by_name = {weight.name: weight for weight in self.graph.norm_weights()}  # a fault may read one twice
+        for weight in by_name.values():
             recorder.weight(weight.name, self.weights.load(weight))
 
     def _inputs(self, op: Op, values: dict[str, Tensor]) -> Iterator[Tensor]:

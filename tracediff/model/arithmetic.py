@@ -38,23 +38,24 @@ def tf32(x: Tensor) -> Tensor:
 def q8_0_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quotients [..., blocks, 32] and float32 scales [..., blocks, 1] of q8_0 and q8_1, before rounding.
 
-    The scale is amax / 127; integers are x * (1 / scale) to nearest, ties to even. ggml has variants that differ
-    on ties and by one unit of the inverse (ggml-quants.c: roundf; ggml-cpu/arch/x86/quants.c: 127 / amax); of the
-    four combinations this one leaves no value of llama.cpp's on the wrong side, where the others leave 3 or 4 of
-    57 matmuls with one each.
+    Scale amax / 127, quotient x * (127 / amax), ties to even: ggml-cpu/arch/x86/quants.c, bit for bit. (The
+    reference in ggml-quants.c multiplies by 1 / scale and uses roundf.)
     """
     blocks = x.float().unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
-    d = largest / 127.0
-    return blocks * torch.where(d > 0, 1.0 / d, 0.0), d
+    return blocks * _over(127.0, largest), largest / 127.0
 
 
 def q8_k_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """Exact quotients [..., blocks, 256] and scales [..., blocks, 1] of q8_K, before rounding to integers."""
     blocks = x.float().unflatten(-1, (-1, 256))
-    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-    inverse = torch.where(largest != 0, -127.0 / largest, 0.0)
-    return blocks * inverse, torch.where(inverse != 0, 1.0 / inverse, 0.0)
+    inverse = _over(-127.0, blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)))
+    return blocks * inverse, _over(1.0, inverse)
+
+
+def _over(number: float, x: Tensor) -> Tensor:
+    """The quotient number / x, 0 where x is: torch takes number / x as number * (1 / x), one unit off in 25%."""
+    return torch.where(x != 0, torch.full_like(x, number) / x, 0.0)
 
 
 def q8_0(x: Tensor) -> Tensor:
