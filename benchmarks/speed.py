@@ -44,7 +44,8 @@ def llama_cpp(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     from tracediff_reference.observer import Observer
     from tracediff_reference.protocol import Options, Request
 
-    llama.llama_log_set(llama.llama_log_callback(lambda level, text, data: None), None)
+    silent = llama.llama_log_callback(lambda level, text, data: None)  # must outlive every call
+    llama.llama_log_set(silent, None)
     llama.llama_backend_init()
     graph = load_graph(model)
     h = graph.hparams
