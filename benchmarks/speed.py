@@ -53,7 +53,7 @@ def llama_cpp(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     def request(capture: str) -> Request:
         return Request(
             model=str(model), arch=h.arch, out="", capture=capture, nodes=tuple(nodes(graph)),
-            norm_weights=(), n_layer=h.n_layer, n_vocab=h.n_vocab, n_ctx_train=h.n_ctx, tokens=tuple(TOKENS),
+            norm_weights=(), n_vocab=h.n_vocab, n_ctx_train=h.n_ctx, tokens=tuple(TOKENS),
         )  # fmt: skip
 
     loaded = engine._load(request("all"))

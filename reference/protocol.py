@@ -39,7 +39,6 @@ class Request(Struct, frozen=True, kw_only=True):
     capture: Capture
     nodes: tuple[Node, ...]
     norm_weights: tuple[str, ...]
-    n_layer: int
     n_vocab: int
     n_ctx_train: int
     weights: str | None = None

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tracediff.names import kind_of, layer_of, split
-from tracediff.result import Divergence, Drift, Local, OpResult, Statistics, Verdict, WeightResult, Worst
+from tracediff.result import Divergence, Drift, OpResult, Statistics, Verdict, WeightResult, Worst
 
 # NMSE that one rounding of all operands makes, measured on llama.cpp (benchmarks/noise.py): float32 sums,
 # float16 and bfloat16 operands or storage, q8 blocks.
@@ -133,8 +133,3 @@ def verdict(
 
 def _fails_unmatched(op: OpResult, policy: Policy) -> bool:
     return op.status == "unmatched" and not policy.allows(op.op)
-
-
-def headroom(locals_: Iterable[Local]) -> float | None:
-    """How near the worst element came to its bound: 1 is at the bound. None where nothing was replayed."""
-    return max((local.excess for local in locals_ if math.isfinite(local.excess)), default=None)

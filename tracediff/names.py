@@ -1,7 +1,7 @@
 """The one table of op names: what each holds, its kind, and what others call it."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,6 @@ NAMES = {
 }
 
 Capture = Literal["all", "layers", "stats"]
-CAPTURES: tuple[Capture, ...] = get_args(Capture)
 _HIDDEN_STATES = ("token_embd", "ffn_residual", "output_norm", "output")
 
 

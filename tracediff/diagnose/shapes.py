@@ -10,7 +10,7 @@ from torch import Tensor
 _CLOSE = 1e-6  # NMSE that a stated relation may leave
 
 
-def describe(recorded: Tensor, exact: Tensor, bound: Tensor | None = None) -> str:
+def describe(recorded: Tensor, exact: Tensor) -> str:
     """What sets `recorded` apart from `exact` (both [T, ...] or [H, T, S]), in one line."""
     return "; ".join(_facts(recorded, exact)) or "no simple relation to the right values"
 

@@ -90,7 +90,7 @@ class LlamaCpp:
         check_tokens(prompt.tokens or (), h.n_vocab)
         request = Request(
             model=str(model), arch=h.arch, out=str(out) if out else None, capture=capture, nodes=tuple(nodes(graph)),
-            norm_weights=tuple(weight.name for weight in graph.norm_weights()), n_layer=h.n_layer,
+            norm_weights=tuple(weight.name for weight in graph.norm_weights()),
             n_vocab=h.n_vocab, n_ctx_train=h.n_ctx, prompt=prompt.text, tokens=prompt.tokens,
             n_decode=n_decode, options=options or Options(), weights=graph.matmul_type,
         )  # fmt: skip
