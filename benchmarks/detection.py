@@ -1,24 +1,29 @@
 """The detection benchmark: every plantable mistake, planted, then looked for in the candidate's trace alone.
 
-    python benchmarks/detection.py [--quick] [--out docs/detection.md]
+    python benchmarks/detection.py [--families qwen2] [--weights F32] [--captures all] [--only FAULT]
+                                   [--out docs/detection.md]
 
-Columns: `planted` runs; `not visible` those whose mistake changes no recorded value beyond its floor (shown by
-replaying the clean trace under the mistake); of the others `located` where the faulty ops are exactly the planted
-ones (layers, logits: exactly the records that cover them first), `named` with the planted mistake's name,
-`misnamed` with another.
+Each mistake is planted in the first, the middle, the last and all layers of a small torch model that runs a prompt,
+a second chunk of tokens and a decoded one; the trace holds every op, the hidden states, or the logits. Then sets of
+three to five mistakes at once, and runs that are as they should be though they look odd. Two processes share the work.
 """
 
 import argparse
 import itertools
-import math
+import multiprocessing
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from clean_runs import table
 
 from tracediff.diagnose.bank import BANK, plant
 from tracediff.diagnose.explain import Explainer
@@ -28,12 +33,12 @@ from tracediff.errors import TracediffError
 from tracediff.judge import Policy, judge
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.graph import Graph
+from tracediff.model.graph import Graph, Op
 from tracediff.model.synthetic import Shape, quantize, write_model
 from tracediff.model.weights import Weights
-from tracediff.names import kind_of, layer_of
+from tracediff.names import kind_of, layer_of, split
 from tracediff.replay import Replay
-from tracediff.result import Local, OpResult, Worst
+from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
@@ -47,16 +52,25 @@ SHAPES = {
     "qwen3": Shape("qwen3", **{**_COMMON, "n_head": 6}, head_dim=64),
 }
 WEIGHTS = ("F32", "F16", "Q8_0", "Q4_K_M")
-# silu(up) * gate is what comes of swapped weights too; from the outside of a segment they are one mistake.
-SAME_IN_A_SEGMENT = {"act_swapped": ("gate_up_swapped",), "gate_up_swapped": ("act_swapped",)}
+# From the outside of a segment these are one mistake: silu(up) * gate is what comes of swapped weights too, and rope
+# in the other pairing is the right rope of rows permuted (q and k alike, so that q.k is the same).
+SAME_IN_A_SEGMENT = {
+    "act_swapped": ("gate_up_swapped",),
+    "gate_up_swapped": ("act_swapped",),
+    "rope_pairing": ("rope_permuted",),
+    "rope_permuted": ("rope_pairing",),
+}
 # Where nothing overflows, float16 is coarse arithmetic and no mistake.
 COARSE_TYPES = ("scores_f16", "ffn_act_f16")
-_ANY = Local(math.inf, 0.0, math.inf, Worst((), 0.0, 0.0), "", ())  # an error that any change takes away
+N_SETS = 8
+# Of logits alone each mistake is planted in all layers of one model: a segment of the whole model takes a forward pass
+# for every hypothesis, and which layer of several is wrong cannot be told from outside.
+LOGITS_OF = ("qwen2", "F32")
 
 
-def positions(step: int) -> tuple[int, ...]:
+def positions(step: int, shift: int = 0) -> tuple[int, ...]:
     """Of the prompt, the chunk and the decoded token."""
-    cuts = (0, len(TOKENS), len(TOKENS) + len(CHUNK), len(TOKENS) + len(CHUNK) + 1)
+    cuts = [shift + n for n in (0, len(TOKENS), len(TOKENS) + len(CHUNK), len(TOKENS) + len(CHUNK) + 1)]
     return tuple(range(cuts[step], cuts[step + 1]))
 
 
@@ -91,16 +105,16 @@ class Bench:
         self.weights = Weights(self.file, keep_bytes=1 << 30)
         self.weights32 = Weights(self.file, torch.float32, keep_bytes=1 << 30)
 
-    def trace(self, graph: Graph, capture: str) -> Trace:
+    def trace(self, graph: Graph, capture: str, weights: Weights | None = None, shift: int = 0) -> Trace:
         """A trace of the torch engine running `graph`: a prompt, a second chunk of tokens, a decoded one."""
-        path = self.folder / "t.trace"
+        path = self.folder / "detection.trace"
         with TraceWriter(path, "detection", graph.hparams.arch) as writer:
             recorder = LogitsOnly(writer) if capture == "logits" else Recorder(writer, capture)
-            engine = TorchEngine(graph, self.weights32)
-            engine.run(0, StepInput(TOKENS, positions(0)), recorder)
-            engine.run(1, StepInput(CHUNK, positions(1)), recorder)
+            engine = TorchEngine(graph, weights or self.weights32)
+            engine.run(0, StepInput(TOKENS, positions(0, shift)), recorder)
+            engine.run(1, StepInput(CHUNK, positions(1, shift)), recorder)
             token = int(engine.logits[-1].nan_to_num().argmax())
-            engine.run(2, StepInput((token,), positions(2)), recorder)
+            engine.run(2, StepInput((token,), positions(2, shift)), recorder)
         return Trace(path)
 
     def judged(self, trace: Trace) -> list[OpResult]:
@@ -109,74 +123,256 @@ class Bench:
         ops = [OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for r, local in replay.run()]
         return Explainer(replay).explain(judge(ops, Policy()))
 
-    def visible(self, clean: Trace, faulty_graph: Graph) -> bool:
-        """Whether any record of the clean trace would differ beyond its floor under the mistake."""
-        changed = [op for op in faulty_graph if op is not self.graph[op.name]]
+    def missed(self, changed: dict[str, Op], faulty: list[OpResult], capture: str) -> list[str]:
+        """Which of the changed ops should have been found: those that are neither found nor masked by the others
+        (a matmul with zeros after one that is zero already), and that would show in a clean trace.
+        """
+        unseen = {name: op for name, op in changed.items() if name not in covered(faulty)}
+        if unseen and len(unseen) < len(changed):
+            alone = self.judged(self.trace(self.graph.changed(*unseen.values()), capture))
+            found = covered([op for op in alone if op.status == "faulty"])
+            unseen = {name: op for name, op in unseen.items() if name not in found}
+        visible = unseen and self.visible(self.trace(self.graph, capture), [*unseen.values()])
+        return [*unseen] if visible else []
+
+    def visible(self, clean: Trace, changed: list[Op]) -> bool:
+        """Whether any record of the clean trace would differ beyond its floor if the engine computed these ops so."""
         replay = Replay(clean, self.graph, self.weights)
         touched = {op.name for op in changed}
         for record, local in replay.run():
-            if touched & set(local.segment) and replay.under(record, changed, _ANY).faulty:
+            if touched & set(local.segment) and replay.under(record, changed).faulty:
                 return True
         return False
 
 
+def covered(faulty: list[OpResult]) -> set[str]:
+    """The ops that these faulty records are computed from."""
+    return {op for result in faulty for op in result.local.segment}
+
+
 def run_one(bench: Bench, fault: str, capture: str) -> str:
-    """Plant, trace, judge: one word for what came of it."""
+    """Plant, trace, judge: one word for what came of it, and names or ops after a colon."""
     graph = plant(bench.graph, bench.file, fault)
-    planted = {op.name for op in graph if op is not bench.graph[op.name]}
+    changed = {op.name: op for op in graph if op is not bench.graph[op.name]}
     ops = bench.judged(bench.trace(graph, capture))
     faulty = [op for op in ops if op.status == "faulty"]
-    found = {name for op in faulty for name in op.local.segment} if faulty else set()
-    if not faulty:
-        if fault.partition("@")[0] in COARSE_TYPES and not any(op.candidate and op.candidate.inf for op in ops):
-            return "innocent"
-        return "missed" if bench.visible(bench.trace(bench.graph, capture), graph) else "not visible"
-    if capture == "all":
-        located = {op.op for op in faulty} <= planted
-    else:
-        located = all(set(op.local.segment) & planted for op in faulty) and bool(found & planted)
-    if not located:
-        return "false alarm"
     name = fault.partition("@")[0]
+    if not faulty and name in COARSE_TYPES and not any(op.candidate and op.candidate.inf for op in ops):
+        return "innocent"
+    if any(not set(op.local.segment) & changed.keys() for op in faulty):
+        return "false alarm: " + ", ".join(op.op for op in faulty if not set(op.local.segment) & changed.keys())
+    missed = bench.missed(changed, faulty, capture)
+    if missed:
+        return "missed: " + ", ".join(missed)
+    if not faulty:
+        return "not visible"
     names = {op.cause.name if op.cause else None for op in faulty}
     if names <= {name, *(SAME_IN_A_SEGMENT.get(name, ()) if capture != "all" else ())}:
         return "named"
-    return "unnamed" if None in names else "misnamed: " + ", ".join(sorted(filter(None, names)))
+    return "unnamed" if names <= {None, name} else "misnamed: " + ", ".join(sorted(filter(None, names - {name})))
+
+
+def run_set(bench: Bench, faults: tuple[str, ...]) -> str:
+    """Several mistakes at once, every op recorded: each op of the set must be found, and nothing else."""
+    graph, owner = bench.graph, {}
+    for fault in faults:
+        graph = plant(graph, bench.file, fault)
+        owner |= {
+            op.name: fault.partition("@")[0] for op in graph if op is not bench.graph[op.name] and op.name not in owner
+        }
+    changed = {name: graph[name] for name in owner}
+    faulty = {op.op: op for op in bench.judged(bench.trace(graph, "all")) if op.status == "faulty"}
+    if faulty.keys() - owner.keys():
+        return "false alarm: " + ", ".join(faulty.keys() - owner.keys())
+    missed = bench.missed(changed, [*faulty.values()], "all")
+    if missed:
+        return "missed: " + ", ".join(missed)
+    wrong = {name: op.cause.name if op.cause else "unnamed" for name, op in faulty.items()}
+    wrong = {name: cause for name, cause in wrong.items() if cause != owner[name]}
+    if not wrong:
+        return "named"
+    kind = "unnamed" if set(wrong.values()) == {"unnamed"} else "misnamed"
+    return f"{kind}: " + ", ".join(f"{name} {owner[name]} as {cause}" for name, cause in wrong.items())
+
+
+def sets_of(bench: Bench, seed: str) -> Iterator[tuple[str, ...]]:
+    """Sets of three to five mistakes, each in its own op."""
+    rng = random.Random(seed)
+    for _ in range(N_SETS):
+        chosen: dict[str, str] = {}
+        size = rng.randint(3, 5)
+        while len(chosen) < size:
+            name = rng.choice([name for name in BANK if name not in COARSE_TYPES])
+            op = rng.choice([op.name for op in bench.graph if split(op.name)[1] in BANK[name].ops] or [""])
+            if op and op not in chosen and plantable(bench, f"{name}@{op}"):
+                chosen[op] = f"{name}@{op}"
+        yield tuple(chosen.values())
+
+
+def innocents(bench: Bench) -> Iterator[tuple[str, str]]:
+    """Runs without a mistake that look odd beside others: what they are and the outcome."""
+    for name, weights, shift in (
+        ("float64", Weights(bench.file), 0),
+        ("float16", Weights(bench.file, torch.float16), 0),
+        ("bfloat16", Weights(bench.file, torch.bfloat16), 0),
+        ("all positions shifted by 5", None, 5),
+    ):
+        faulty = [
+            op.op for op in bench.judged(bench.trace(bench.graph, "all", weights, shift)) if op.status == "faulty"
+        ]
+        yield name, "false alarm: " + ", ".join(faulty) if faulty else "passes"
+
+
+def plantable(bench: Bench, fault: str) -> bool:
+    """Whether the fault applies to something in this model."""
+    try:
+        plant(bench.graph, bench.file, fault)
+    except TracediffError:
+        return False
+    return True
+
+
+class Case(NamedTuple):
+    """One model and what is recorded; `only` is one fault, or empty."""
+
+    family: str
+    weights: str
+    capture: str
+    only: str
+
+
+class Outcome(NamedTuple):
+    """What came of one run: `kind` is single, set or innocent."""
+
+    case: Case
+    kind: str
+    what: str
+    result: str
+
+
+def work(case: Case) -> list[Outcome]:
+    """All runs of one case."""
+    torch.set_num_threads(1)
+    outcomes = []
+    with tempfile.TemporaryDirectory() as name:
+        file = GGUFFile(make_model(Path(name), case.family, case.weights))
+        bench = Bench(file, build_graph(file), Path(name))
+        places = ("",) if case.capture == "logits" else ("@0", f"@{N_LAYER // 2}", f"@{N_LAYER - 1}", "")
+        for fault, place in itertools.product([case.only] if case.only else BANK, places):
+            if plantable(bench, fault + place):
+                outcomes.append(Outcome(case, "single", fault + place, run_one(bench, fault + place, case.capture)))
+        if case.capture == "all" and not case.only:
+            for faults in sets_of(bench, case.family + case.weights):
+                outcomes.append(Outcome(case, "set", " + ".join(faults), run_set(bench, faults)))
+            outcomes += [Outcome(case, "innocent", *innocent) for innocent in innocents(bench)]
+    return outcomes
+
+
+WORDS = ("named", "unnamed", "misnamed", "missed", "false alarm", "not visible", "innocent")
+
+
+def row(outcomes: list[Outcome]) -> list[object]:
+    """Of these runs: how many, of each outcome, and the share named of the visible ones."""
+    count = Counter(outcome.result.partition(":")[0] for outcome in outcomes)
+    visible = len(outcomes) - count["not visible"] - count["innocent"]
+    located = visible - count["missed"] - count["false alarm"]
+    share = (f"{n / visible:.1%}" if visible else "" for n in (located, count["named"]))
+    return [len(outcomes), *(count[word] for word in WORDS), *share]
+
+
+_HEAD = """# Detection
+
+Every known mistake that can be planted, planted in a small model and looked for in its trace alone, without a
+reference. Written in {minutes} minutes by
+
+    {command}
+
+*Located*: the faulty ops are the planted ones that show, and nothing else (where only hidden states or logits are
+recorded: the segments that hold them). *Named*: every faulty op has the planted mistake's name; *unnamed*: some have
+none; *misnamed*: some have another's. *Not visible*: the clean trace replayed under the mistake differs from itself by
+no more than the floor, as with eps where activations are large. *Innocent*: a coarse float type where nothing
+overflows, which is arithmetic. Shares are of the visible ones."""
+
+
+def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
+    """The document."""
+    head = ("planted", *WORDS, "located", "named, share")
+    single = [o for o in outcomes if o.kind == "single"]
+    parts = [_HEAD.format(minutes=f"{seconds / 60:.0f}", command=command)]
+    for title, key in (
+        ("By what is recorded", lambda o: o.case.capture),
+        ("By weight type", lambda o: (o.case.capture, o.case.weights)),
+        ("By family", lambda o: (o.case.capture, o.case.family)),
+    ):
+        groups: dict[object, list[Outcome]] = {}
+        for outcome in single:
+            groups.setdefault(key(outcome), []).append(outcome)
+        rows = ((", ".join(k) if isinstance(k, tuple) else k, *row(v)) for k, v in groups.items())
+        parts.append(f"## {title}\n\n" + table(("recorded", *head), rows))
+    sets = [o for o in outcomes if o.kind == "set"]
+    if sets:
+        parts.append(
+            "## Three to five mistakes at once\n\nEvery op recorded; each mistake in one op.\n\n"
+            + table(("sets", *WORDS, "located", "named, share"), [row(sets)])
+        )
+    innocent = [o for o in outcomes if o.kind == "innocent"]
+    if innocent:
+        by_name: dict[str, Counter[str]] = {}
+        for o in innocent:
+            by_name.setdefault(o.what, Counter())[o.result.partition(":")[0]] += 1
+        parts.append(
+            "## Innocent runs\n\n"
+            + table(
+                ("run", "models", "pass", "false alarms"),
+                ((name, c.total(), c["passes"], c["false alarm"]) for name, c in by_name.items()),
+            )
+        )
+    rest = [o for o in outcomes if o.result.partition(":")[0] not in ("named", "not visible", "innocent", "passes")]
+    parts.append(
+        "## All that were not named\n\n"
+        + (
+            table(
+                ("family", "weights", "recorded", "planted", "outcome"), ((*o.case[:3], o.what, o.result) for o in rest)
+            )
+            if rest
+            else "None."
+        )
+    )
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
     """Run the benchmark and write its tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one family and two weight types")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(SHAPES))
+    parser.add_argument("--weights", default=",".join(WEIGHTS))
     parser.add_argument("--captures", default="all,layers,logits")
-    parser.add_argument("--only", help="one fault")
+    parser.add_argument("--only", default="", help="one fault")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    began = time.time()
-    table: dict[tuple[str, str, str], Counter[str]] = {}
-    details: list[str] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        families = ("qwen2",) if args.quick else tuple(SHAPES)
-        weights = ("F32", "Q4_K_M") if args.quick else WEIGHTS
-        for family, weight, capture in itertools.product(families, weights, args.captures.split(",")):
-            file = GGUFFile(make_model(folder, family, weight))
-            bench = Bench(file, build_graph(file), folder)
-            count = table.setdefault((family, weight, capture), Counter())
-            for fault in [args.only] if args.only else BANK:
-                for place in ("@0", f"@{N_LAYER // 2}", f"@{N_LAYER - 1}", ""):
-                    try:
-                        plant(bench.graph, file, fault + place)
-                    except TracediffError:
-                        continue
-                    outcome = run_one(bench, fault + place, capture)
-                    count[outcome.partition(":")[0]] += 1
-                    if outcome not in ("named", "not visible"):
-                        details.append(f"{family} {weight} {capture} {fault}{place}: {outcome}")
-                        print(details[-1], flush=True)
-            print(family, weight, capture, dict(count), f"{time.time() - began:.0f} s", flush=True)
+    began = time.monotonic()
+    planted = itertools.product(args.captures.split(","), args.families.split(","), args.weights.split(","))
+    cases = [Case(f, w, c, args.only) for c, f, w in planted if c != "logits" or (f, w) == LOGITS_OF]
+    command = " ".join(["python", "benchmarks/detection.py", *sys.argv[1:]])
+    outcomes: list[Outcome] = []
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        for done in pool.map(work, cases):
+            outcomes += done
+            count = Counter(o.result.partition(":")[0] for o in done)
+            print(
+                f"{time.monotonic() - began:4.0f} s {', '.join(done[0].case[:3])}: {dict(count)}",
+                file=sys.stderr,
+                flush=True,
+            )
+            for o in done:
+                if o.result.partition(":")[0] not in ("named", "not visible", "innocent", "passes"):
+                    print(f"      {o.what}: {o.result}", file=sys.stderr, flush=True)
+            text = report(outcomes, command, time.monotonic() - began)
+            if args.out:  # after every case: hours of work are not lost with the last one
+                args.out.write_text(text)
+    if not args.out:
+        print(text)
 
 
 if __name__ == "__main__":
-    random.seed(0)
     main()

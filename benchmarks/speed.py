@@ -60,12 +60,7 @@ def llama_cpp(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
 
     def decode(capture: str | None) -> Callable[[], None]:
         asked = request(capture or "all")
-        writer = TraceWriter(folder / f"{capture}.trace", "speed") if capture else None
-        if writer:
-            writer.step(0, TOKENS, range(len(TOKENS)))
-        observer = Observer(asked, writer, lambda fraction: None)
-        if capture is None:
-            observer = _Silent()
+        observer = Observer(asked, None, lambda fraction: None) if capture else _Silent()
         context, callback = engine._context(Options(), loaded, len(TOKENS), len(TOKENS), observer)
         if capture is None:  # plain: no callback at all
             llama.llama_free(context)
@@ -78,9 +73,14 @@ def llama_cpp(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
             context = llama.llama_init_from_model(loaded, params)
 
         def run() -> None:
+            if capture:  # a new file each time: one that grows would measure the disk's write-back
+                observer._writer = TraceWriter(folder / f"{capture}.trace", "speed")
+                observer._writer.step(0, TOKENS, range(len(TOKENS)))
             llama.llama_memory_clear(llama.llama_get_memory(context), True)
             observer.seen_all = callback
             engine._decode(context, observer, 0, 0, TOKENS, asked)
+            if capture:
+                observer._writer.__exit__(None, None, None)
 
         run()  # warm
         return run

@@ -165,6 +165,34 @@ def test_device_out_of_memory(
     assert Trace(tmp_path / "a.trace").cut
 
 
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (("--tolerance", "attn_qq=1e-6"), "--tolerance 'attn_qq' matches no op of the traces. Near it: attn_q, "),
+        (
+            ("--allow", "blk.9.ffn_up"),
+            "--allow 'blk.9.ffn_up' matches no op of the traces. Near it: blk.1.ffn_up",
+        ),
+        (
+            ("--tolerance", "attn_q=1", "--allow", "-"),
+            "--allow '-' matches no op of the traces. Near it: attn_k, ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("n_traces", [2, 3])
+def test_a_pattern_that_matches_nothing(
+    arguments: tuple[str, ...], near: str, n_traces: int, trace: Path, refused: Callable[..., str]
+) -> None:
+    message = refused("compare", *[trace] * n_traces, *arguments)
+    assert message.startswith(near)
+    assert message.endswith("`tracediff inspect TRACE` lists all; * and ? stand for any characters.")
+
+
+def test_patterns_that_match_something(trace: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
+    for pattern in ("*", "attn_q", "blk.1.*", "blk.?.ffn_up", "output"):
+        assert cli("compare", trace, trace, "--allow", pattern, "--tolerance", f"{pattern}=1e-3")[0] == 0
+
+
 @pytest.mark.parametrize("tolerance", ["x", "=", "attn_q=", "attn_q=x", "nan", "-1e-6", "*=-inf"])
 def test_tolerance(tolerance: str, trace: Path, refused: Callable[..., str]) -> None:
     message = refused("compare", trace, trace, "--tolerance", tolerance)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Models
+from conftest import SHAPES, Models
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.model.synthetic import write_model
 
 TOKENS = (256, 84, 104, 101)
 FORMAT = "The format is described in docs/trace-format.md."
@@ -320,6 +321,18 @@ def test_other_tokens(tokens: list[int], expected: str, pair: Pair, refused: Cal
     assert message.endswith("Feed the candidate the reference's ids.")
 
 
+def test_an_engine_that_chose_another_token_is_sent_to_check(pair: Pair, refused: Callable[..., str]) -> None:
+    """One that decodes freely and is wrong cannot have the reference's ids: its trace is of use all the same."""
+    step = next(i for i, line in enumerate(pair.lines) if line.startswith(b'{"type":"step","step":1'))
+    pair.change(step, tokens=[7])
+    message = refused("compare", pair.reference, pair.path)
+    assert message.startswith("the token ids differ in step 1, first at index 0")
+    assert message.endswith(
+        "Did it choose them itself after step 0? Then something is wrong before: "
+        f"`tracediff check {pair.path} --model MODEL` judges all its steps without the reference."
+    )
+
+
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [("model", "other.gguf", "model 'tiny-F32.gguf'"), ("arch", "llama", "architecture 'qwen2'")],
@@ -329,6 +342,17 @@ def test_other_model(key: str, value: str, text: str, pair: Pair, refused: Calla
     message = refused("compare", pair.reference, pair.path)
     assert f"the traces are of different models: {text} in {pair.reference}, '{value}' in {pair.path}. " in message
     assert message.endswith("Trace both engines on the same GGUF file.")
+
+
+@pytest.mark.parametrize("command", ["check", "compare"])
+def test_another_model_of_the_same_shape(command: str, pair: Pair, tmp_path: Path, refused: Callable[..., str]) -> None:
+    """Every tensor has another seed: the norm weights tell, whatever the file is called."""
+    other = write_model(tmp_path / "tiny-F32.gguf", SHAPES["tiny"], "F32", seed=1)
+    traces = [pair.path] if command == "check" else [pair.reference, pair.path]
+    assert refused(command, *traces, "--model", other) == (
+        f"{pair.path}: none of its 5 norm weights is that of {other}: it is a trace of another model "
+        "(its first line says 'tiny-F32.gguf'). Give the GGUF file that it was made with."
+    )
 
 
 def test_no_step_in_common(pair: Pair, refused: Callable[..., str]) -> None:

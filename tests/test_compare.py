@@ -22,18 +22,19 @@ def test_metrics_are_those_of_numpy(shape: tuple[int, ...], dtype: type) -> None
     reference, candidate, drift = compare_values(r, c)
     r64, c64 = r.astype(np.float64), c.astype(np.float64)
     d = c64 - r64
-    assert drift.nmse == pytest.approx((d**2).sum() / (r64**2).sum(), rel=1e-12)
-    assert drift.cosine == pytest.approx((r64 * c64).sum() / np.sqrt((r64**2).sum() * (c64**2).sum()), rel=1e-12)
+    near = 1e-12 if dtype is np.float64 else 1e-6  # blocks of 4096 are summed in float32
+    assert drift.nmse == pytest.approx((d**2).sum() / (r64**2).sum(), rel=near)
+    assert drift.cosine == pytest.approx((r64 * c64).sum() / np.sqrt((r64**2).sum() * (c64**2).sum()), rel=near)
     assert drift.max_abs == np.abs(d).max()
     assert drift.worst.at == np.unravel_index(np.abs(d).argmax(), shape)
     assert (drift.worst.reference, drift.worst.candidate) == (r64[drift.worst.at], c64[drift.worst.at])
     for side, x in ((reference, r64), (candidate, c64)):
         assert (side.min, side.max) == (x.min(), x.max())
-        assert side.mean == pytest.approx(x.mean(), rel=1e-9, abs=1e-15)
-        assert side.rms == pytest.approx(np.sqrt((x**2).mean()), rel=1e-12)
+        assert side.mean == pytest.approx(x.mean(), abs=near * np.sqrt((x**2).mean()))
+        assert side.rms == pytest.approx(np.sqrt((x**2).mean()), rel=near)
     if shape[0] > 1:
-        assert drift.first_token_nmse == pytest.approx((d[0] ** 2).sum() / (r64[0] ** 2).sum(), rel=1e-12)
-        assert drift.other_tokens_nmse == pytest.approx((d[1:] ** 2).sum() / (r64[1:] ** 2).sum(), rel=1e-12)
+        assert drift.first_token_nmse == pytest.approx((d[0] ** 2).sum() / (r64[0] ** 2).sum(), rel=near)
+        assert drift.other_tokens_nmse == pytest.approx((d[1:] ** 2).sum() / (r64[1:] ** 2).sum(), rel=near)
 
 
 def test_the_same_is_exactly_the_same() -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tracediff.diagnose.bank import BANK, plant
@@ -9,6 +10,7 @@ from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.pipeline import check_trace, compare_traces
+from tracediff.trace.reader import Trace
 
 # fault, and the ops (without their layer) that must be faulty: exactly these
 FAULTS = {
@@ -80,6 +82,33 @@ def test_several_mistakes_are_all_found_and_nothing_else(models, torch_trace, ll
     }
 
 
+@pytest.mark.parametrize(
+    ("faults", "capture", "where"),
+    [
+        (("weight_transposed@blk.1.attn_q", "bias_missing@blk.1.attn_q"), "all", "blk.1.attn_q"),
+        (("rope_pairing@1", "act_gelu@1"), "layers", "blk.1.ffn_residual"),
+    ],
+)
+def test_two_mistakes_behind_one_record_are_both_named(faults, capture, where, models, torch_trace) -> None:
+    model = models("k-quants", "F32")
+    result = check_trace(torch_trace(model, faults=faults, capture=capture), model)
+    named = {op.op: set(op.cause.name.split(" + ")) if op.cause else op.shape for op in result.faulty}
+    assert named == {where: {fault.partition("@")[0] for fault in faults}}
+
+
+def test_one_row_is_not_explained_by_what_other_rows_contradict(models, torch_trace) -> None:
+    """Of a decoded token's row any factor looks like a wrong eps; but that eps would show in the prompt's rows."""
+    model = models("k-quants", "F32")
+    path = torch_trace(model, n_decode=1)
+    record = Trace(path).ops[1, "blk.1.ffn_norm"]
+    data = np.memmap(path.with_suffix(".bin"), np.float32, "r+", record.offset, record.size)
+    data *= np.float32(0.999)
+    data.flush()
+    found, *_ = check_trace(path, model).faulty  # then those that were computed from the right values
+    assert (found.op, found.step, found.cause) == ("blk.1.ffn_norm", 1, None)
+    assert found.shape == "every value is 0.999 times what it should be"
+
+
 def test_positions_shifted_alike_are_no_mistake(models, torch_trace, tmp_path: Path) -> None:
     """Logits do not change when every position moves by the same amount."""
     from dataclasses import replace as changed
@@ -98,11 +127,7 @@ def test_what_no_mistake_explains_is_described(models, torch_trace) -> None:
     model = models("k-quants", "F32")
     path = torch_trace(model)
     data = bytearray(path.with_suffix(".bin").read_bytes())
-    from tracediff.trace.reader import Trace
-
     record = Trace(path).ops[0, "blk.1.ffn_up"]
-    import numpy as np
-
     values = np.frombuffer(data, np.float32, record.size, record.offset)
     values[:] = values * np.float32(1.25)
     path.with_suffix(".bin").write_bytes(data)
@@ -114,8 +139,6 @@ def test_what_no_mistake_explains_is_described(models, torch_trace) -> None:
 def test_one_wrong_value_of_many_is_caught(models, torch_trace) -> None:
     model = models("k-quants", "Q4_K_M")
     path = torch_trace(model)
-    from tracediff.trace.reader import Trace
-
     record = Trace(path).ops[0, "output"]
     data = bytearray(path.with_suffix(".bin").read_bytes())
     import numpy as np

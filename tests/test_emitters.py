@@ -133,6 +133,15 @@ def extremes() -> list[tuple[str, str, np.ndarray]]:
     ]
 
 
+def layouts() -> list[tuple[str, str, np.ndarray]]:
+    """The second lies in columns with a gap between them; Python writes it in C order."""
+    nan = np.nan
+    return [
+        ("layouts.rows", "f32", np.array([[1, -2, 3], [nan, nan, 0.5]], np.float32)),
+        ("layouts.strides", "f32", np.array([[1, 0.5], [-2, 0.25], [3, -0.125]], np.float32)),
+    ]
+
+
 def check_record(trace: Trace, record: Values, dtype: str, bits: np.ndarray, data: bool, stats: bool) -> None:
     assert record.shape == bits.shape
     assert record.has_data is data
@@ -156,13 +165,14 @@ def test_example_is_read_back_whole(example: list[str], tmp_path: Path) -> None:
     run(*example, "out.trace", ENGINE, cwd=tmp_path)
     trace = Trace(tmp_path / "out.trace")
     assert trace.cut is None
-    assert trace.header == Header(1, ENGINE, "llama", None, "out.bin")
+    assert trace.header == Header(1, ENGINE, "llama", None, "out.bin", "F32")
     assert trace.steps == {0: Step(0, (3, 1, 4), (0, 1, 2)), 1: Step(1, (1,), (3,))}
     assert list(trace.weights) == ["output_norm.weight"]
     norm = (1 + np.arange(4) / 4).astype(np.float32)
     check_record(trace, trace.weights["output_norm.weight"], "f32", norm, data=True, stats=False)
 
     expected = [(0, *values, True, False) for values in step_values([3, 1, 4])]
+    expected += [(0, *values, True, True) for values in layouts()]
     expected += [(1, *values, False, True) for values in step_values([1])]
     expected += [(1, *values, True, True) for values in extremes()]
     expected += [(1, "extremes.nan", "f32", np.full(2, np.nan, np.float32), False, True)]
@@ -170,6 +180,9 @@ def test_example_is_read_back_whole(example: list[str], tmp_path: Path) -> None:
     assert list(trace.ops) == [(step, op) for step, op, *_ in expected]  # execution order
     for step, op, dtype, bits, data, stats in expected:
         check_record(trace, trace.ops[step, op], dtype, bits, data, stats)
+    assert [record.rows for record in trace.ops.values()].count(None) == len(expected) - 1
+    assert trace.ops[0, "layouts.rows"].rows == (0, 2)
+    assert trace.ops[0, "layouts.strides"].strides == (None if "example.py" in example[-1] else (1, 5))
     held = [*trace.weights.values(), *trace.ops.values()]
     assert (tmp_path / "out.bin").stat().st_size == sum(record.nbytes for record in held)
 
@@ -408,7 +421,7 @@ def test_schema_has_the_fields_of_the_format(name: str) -> None:
 def test_schema_holds_for_every_line_of_a_trace(example: list[str], tmp_path: Path) -> None:
     run(*example, tmp_path / "out.trace", ENGINE)
     lines = (tmp_path / "out.trace").read_bytes().splitlines()
-    assert len(lines) == 17
+    assert len(lines) == 19
     for line in lines:
         assert valid(SCHEMA, json.loads(line)), line
 
@@ -421,8 +434,12 @@ LINES = {
         '{"type":"remark","text":"of a type that nobody knows"}',
         '{"type":"weight","weight":"w","shape":[],"dtype":"f16","offset":0,"mine":1}',
         OP + '"min":1,"max":1.5,"mean":1e0,"rms":1}',
+        OP + '"min":1,"max":1,"mean":1}',
+        OP + '"mean":1}',
         OP + '"nan":1}',
         OP + '"inf":1,"dtype":null,"offset":null}',
+        OP + '"rows":[0],"strides":[7],"dtype":"f32","offset":0}',
+        OP + '"rows":null,"nan":1}',
     ],
     False: [
         '{"kind":"op"}',
@@ -439,8 +456,12 @@ LINES = {
         OP + '"dtype":"f32","nan":1}',
         OP + '"offset":0,"nan":1}',
         OP + '"dtype":"f32","offset":-4}',
-        OP + '"min":1,"max":1,"mean":1}',
         OP + '"min":"1","max":1,"mean":1,"rms":1}',
+        OP + '"nan":1,"rows":[]}',
+        OP + '"nan":1,"rows":[-1]}',
+        OP + '"nan":1,"rows":0}',
+        OP + '"nan":1,"strides":[1]}',
+        OP + '"dtype":"f32","offset":0,"strides":[-1]}',
         '{"type":"end"}',
     ],
 }

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,24 @@ MAY = {
     "tracediff.trace": {"errors", "names"},
     "tracediff.model": {"errors", "names"},
     "tracediff.engine": {"errors", "names", "model", "trace", "diagnose", "reference"},
-    "tracediff.align": {"errors", "trace", "names", "result"},
-    "tracediff.compare": {"result"},
-    "tracediff.logits": {"result", "trace", "model"},
-    "tracediff.weights": {"result", "trace", "model", "compare"},
-    "tracediff.floors": {"model"},
-    "tracediff.replay": {"errors", "names", "trace", "model", "result", "floors"},
-    "tracediff.judge": {"names", "result"},
+    "tracediff.align": {"errors", "trace", "names", "result", "tokens", "vocabulary"},
+    "tracediff.tokens": {"vocabulary"},
+    "tracediff.compare": {"result", "trace"},
+    "tracediff.logits": {"result", "trace", "model", "vocabulary"},
+    "tracediff.vocabulary": {"model"},
+    "tracediff.normal": {"names", "result", "trace", "compare"},
+    "tracediff.coverage": {"names", "result", "trace", "model"},
+    "tracediff.skeleton": {"names", "trace", "model"},
+    "tracediff.validate": {"names", "trace", "model", "result", "compare"},
+    "tracediff.weight_causes": set(),
+    "tracediff.weights": {"errors", "names", "result", "trace", "model", "compare", "weight_causes", "diagnose"},
+    "tracediff.audit": {"errors", "result", "trace", "model", "weight_causes", "weights"},
+    "tracediff.threeway": {"names", "judge", "pipeline", "result", "trace"},
+    "tracediff.replay": {"errors", "names", "trace", "model", "result"},
+    "tracediff.judge": {"errors", "names", "result"},
     "tracediff.diagnose": {"errors", "names", "trace", "model", "result", "replay"},
     "tracediff.report": {"result"},
+    "tracediff.interchange": {"errors", "names", "trace", "model"},
     "tracediff_reference": {"errors", "names", "trace"},
 }
 
@@ -54,6 +64,13 @@ def imports(path: Path) -> set[str]:
     return {"reference" if name.startswith("tracediff_reference") else [*name.split("."), ""][1] for name in ours}
 
 
+def test_every_package_is_installed() -> None:
+    """Tests run beside the sources, where a package that setuptools was not told of is found all the same."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    packages = {name for name, path in modules() if path.name == "__init__.py"}
+    assert set(project["tool"]["setuptools"]["packages"]) == packages
+
+
 @pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])
 def test_imports_go_one_way(module: str, path: Path) -> None:
     rule = next((key for key in MAY if module == key or module.startswith(key + ".")), None)
@@ -65,7 +82,8 @@ def test_imports_go_one_way(module: str, path: Path) -> None:
 
 @pytest.mark.parametrize(
     "module", ["tracediff.compare", "tracediff.align", "tracediff.judge", "tracediff.pipeline",
-               "tracediff.report.terminal", "tracediff.report.json_report", "tracediff.cli"],
+               "tracediff.validate", "tracediff.threeway", "tracediff.report.threeway", "tracediff.report.terminal",
+               "tracediff.report.json_report", "tracediff.cli"],
 )  # fmt: skip
 def test_loads_without_torch_and_llama_cpp(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'llama_cpp', 'gguf') if m in sys.modules])"

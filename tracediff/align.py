@@ -1,26 +1,36 @@
 """Two traces to pairs: planned on names and shapes alone, executed on tensors by `compare`."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tracediff.errors import MismatchError
-from tracediff.trace.format import OpRecord, Values
+from tracediff.tokens import describe_difference
+from tracediff.trace.format import OpRecord, Rows
 from tracediff.trace.reader import Trace
+from tracediff.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The records of one op on both sides; None on the side that lacks it. `problem` says why it cannot pair."""
+    """The records of one op on both sides; None on the side that lacks it. `problem` says why it cannot pair.
+
+    `rows` are the tokens that both sides hold; None where both hold all.
+    """
 
     step: int
     op: str
     reference: OpRecord | None
     candidate: OpRecord | None
     problem: str | None = None
+    rows: Rows = None
 
 
-def same_input(reference: Trace, candidate: Trace) -> None:
-    """Raises MismatchError when the two sides were not fed the same tokens at the same steps, or differ in model."""
+def same_input(reference: Trace, candidate: Trace, vocabulary: Callable[[], Vocabulary] = Vocabulary) -> None:
+    """Raises MismatchError when the two sides were not fed the same tokens at the same steps, or differ in model.
+
+    `vocabulary` is asked for where tokens differ, for their texts.
+    """
     if not reference.ops or not candidate.ops:
         empty = reference if not reference.ops else candidate
         raise MismatchError(
@@ -42,34 +52,8 @@ def same_input(reference: Trace, candidate: Trace) -> None:
     for number in sorted(common):
         a_step, b_step = reference.steps[number], candidate.steps[number]
         if a_step.tokens != b_step.tokens:
-            raise MismatchError(_tokens_differ(number, a_step.tokens, b_step.tokens, reference, candidate))
-
-
-def _tokens_differ(step: int, a: tuple[int, ...], b: tuple[int, ...], reference: Trace, candidate: Trace) -> str:
-    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    message = (
-        f"the token ids differ in step {step}, first at index {at}: all later values differ for that reason.\n"
-        f"  {reference.path}: {len(a)} tokens, {_excerpt(a, at)}\n"
-        f"  {candidate.path}: {len(b)} tokens, {_excerpt(b, at)}\n"
-    )
-    return (
-        message
-        + (_explain_tokens(a, b) + " " if _explain_tokens(a, b) else "")
-        + ("Feed the candidate the reference's ids.")
-    )
-
-
-def _explain_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> str:
-    if a[1:] == b:
-        return f"The candidate lacks the reference's first token {a[0]}: a BOS that was not added?"
-    if b[1:] == a:
-        return f"The candidate has one more token in front, {b[0]}: a BOS added where none belongs, or doubled?"
-    return ""
-
-
-def _excerpt(tokens: tuple[int, ...], at: int) -> str:
-    part = tokens[max(0, at - 2) : at + 4]
-    return f"...{', '.join(map(str, part))}..."
+            names = (str(reference.path), str(candidate.path))
+            raise MismatchError(describe_difference(number, a_step.tokens, b_step.tokens, names, vocabulary()))
 
 
 def plan(reference: Trace, candidate: Trace) -> list[Pair]:
@@ -91,18 +75,35 @@ def plan(reference: Trace, candidate: Trace) -> list[Pair]:
 
 def _pair(step: int, op: str, reference: Trace, candidate: Trace) -> Pair:
     a, b = reference.ops.get((step, op)), candidate.ops.get((step, op))
-    problem = None
     if a is None or b is None:
         missing = reference if a is None else candidate
-        problem = f"{missing.path.name} has no such record"
-    elif not same_shape(a, b):
-        problem = f"shapes differ: {list(a.shape)} and {list(b.shape)}"
-    return Pair(step, op, a, b, problem)
+        return Pair(step, op, a, b, f"{missing.path.name} has no such record")
+    rows = _common_rows(a, b)
+    n = len(reference.steps[step].tokens)
+    if not same_shape(a.whole_shape(n), b.whole_shape(n), may_be_flat=a.token_axis == 0):
+        return Pair(step, op, a, b, f"shapes differ: {list(a.shape)} and {list(b.shape)}")
+    if rows == ():
+        return Pair(step, op, a, b, f"no row in common: one side has tokens {_few(a)}, the other {_few(b)}")
+    for trace, record in ((reference, a), (candidate, b)):
+        if not record.has_data and record.rows != rows:
+            of = f"{trace.path.name} has statistics of tokens {_few(record)}"
+            return Pair(step, op, a, b, f"{of}, which do not tell those of tokens {_few(b if record is a else a)}")
+    return Pair(step, op, a, b, rows=rows)
 
 
-def same_shape(a: Values, b: Values) -> bool:
+def _common_rows(a: OpRecord, b: OpRecord) -> Rows:
+    if a.rows is None or b.rows is None:
+        return a.rows or b.rows
+    return tuple(sorted({*a.rows} & {*b.rows}))
+
+
+def _few(record: OpRecord) -> str:
+    rows = [*map(str, record.rows or ())]
+    return ", ".join(rows if len(rows) < 6 else [*rows[:4], "...", rows[-1]]) or "all"
+
+
+def same_shape(a: tuple[int, ...], b: tuple[int, ...], may_be_flat: bool = True) -> bool:
     """Equal, or flat on one side where the other lists heads: [T, heads * head_dim] and [T, heads, head_dim]."""
-    if a.shape == b.shape:
+    if a == b:
         return True
-    ranks = {len(a.shape), len(b.shape)}
-    return ranks == {2, 3} and a.shape[:1] == b.shape[:1] and math.prod(a.shape) == math.prod(b.shape)
+    return may_be_flat and {len(a), len(b)} == {2, 3} and a[:1] == b[:1] and math.prod(a) == math.prod(b)

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
-from tracediff import __version__
+from tracediff import __version__, cli_interchange
 from tracediff.errors import EngineError, TracediffError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from tracediff.engine.llama_cpp import Prompt
     from tracediff.judge import Policy
     from tracediff.model.graph import Graph
-    from tracediff.result import Result
+    from tracediff.result import Result, Verdict
 
 MATCH, DIVERGED, UNDECIDED, INTERRUPTED = 0, 1, 2, 130
 
@@ -67,8 +68,8 @@ Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.", sho
 PromptText = Annotated[str | None, typer.Option("-p", "--prompt", help="Text, tokenised by llama.cpp.")]
 Tokens = Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")]
 Decode = Annotated[int, typer.Option(min=0, help="Greedy decode steps after the prompt.")]
-DType = Annotated[Literal["f64", "f32", "bf16", "f16"], typer.Option(help="What the torch engine computes in.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda, for the torch engine.")]
+DType = Annotated[Literal["f64", "f32", "bf16", "f16"], typer.Option(help="What torch or transformers computes in.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda, for torch and transformers.")]
 CaptureOption = Annotated[
     Literal["all", "layers", "stats"],
     typer.Option(help="Every op, the hidden states only, or statistics of every op."),
@@ -174,7 +175,8 @@ def run(
     )  # fmt: skip
     graph = load_graph(model)
     given = _prompt(prompt, tokens, graph)
-    policy = _policy(tolerance, [*(allow or []), *(("attn_scores", "attn_probs") if flash_attn else ())])
+    fused = ("attn_scores", "attn_probs") if flash_attn and capture != "layers" else ()
+    policy = _policy(tolerance, [*(allow or []), *fused])
     with _folder(save) as folder, _progress() as progress:
         reference, candidate = folder / "reference.trace", folder / "candidate.trace"
         child = LlamaCpp(model, graph, given, reference, capture=capture, n_decode=decode, options=options)
@@ -208,7 +210,12 @@ def run(
 def trace(
     model: Model,
     out: Annotated[Path, typer.Option("-o", "--out", help="The trace to write: OUT.trace, and OUT.bin beside it.")],
-    engine: Annotated[Literal["torch", "llama.cpp"], typer.Option(help="Which engine to trace.")] = "torch",
+    engine: Annotated[
+        Literal["torch", "llama.cpp", "transformers"], typer.Option(help="Which engine to trace.")
+    ] = "torch",
+    hf: Annotated[
+        Path | None, typer.Option(help="transformers: load this model folder, not the weights of MODEL.")
+    ] = None,
     prompt: PromptText = None,
     tokens: Tokens = None,
     decode: Decode = 0,
@@ -231,8 +238,11 @@ def trace(
     from tracediff.model.families import load_graph
     from tracediff_reference.protocol import Options
 
+    if hf and engine != "transformers":
+        raise EngineError("--hf names a model folder for transformers: give --engine transformers as well.")
     graph = load_graph(model)
     given = _prompt(prompt, tokens, graph)
+    notes: list[str] = []
     with _progress() as progress:
         if engine == "llama.cpp":
             options = Options(
@@ -248,7 +258,15 @@ def trace(
             torch_options = TorchOptions(
                 dtype=dtype, device=device, capture=capture, arithmetic=arithmetic, faults=tuple(fault or ())
             )
-            trace_torch(model, out, torch_options, ids, decode, progress=lambda f: progress("torch", f))
+            if engine == "torch":
+                trace_torch(model, out, torch_options, ids, decode, progress=lambda f: progress("torch", f))
+            else:
+                from tracediff.engine.transformers_run import trace_transformers
+
+                show = lambda f: progress("transformers", f)  # noqa: E731
+                notes = trace_transformers(model, out, torch_options, ids, decode, hf, show)
+    for note in notes:
+        _say(note)
     _show_tokens(given, ids)
     _say(f"wrote {out}")
     return MATCH
@@ -258,16 +276,19 @@ def trace(
 def compare(
     reference: Annotated[Path, typer.Argument(help="The trace that is right.")],
     candidate: Annotated[Path, typer.Argument(help="The trace to judge.")],
+    third: Annotated[Path | None, typer.Argument(help="A third engine's: which of the three is the outlier?")] = None,
     model: Annotated[Path | None, typer.Option(help="The GGUF file: replay, floors and causes.")] = None,
     arithmetic: ArithmeticOption = None,
     tolerance: Tolerance = None,
     allow: Allow = None,
     json: Json = None,
 ) -> int:
-    """Compare two traces: op by op with the model, by drift alone without."""
+    """Compare two traces, or three: op by op with the model, by drift alone without."""
     from tracediff.pipeline import compare_traces
 
     policy = _policy(tolerance, allow)
+    if third:
+        return _compare_three((reference, candidate, third), model, policy, arithmetic, json)
     if arithmetic and not model:
         raise TracediffError("--arithmetic is that of the replay, which needs the GGUF file: give --model as well.")
     with _progress() as progress:
@@ -277,6 +298,21 @@ def compare(
     if model:
         _check_replayed(result)
     return _report(result, json)
+
+
+def _compare_three(
+    traces: tuple[Path, Path, Path], model: Path | None, policy: "Policy", arithmetic: str | None, json: Path | None
+) -> int:
+    from tracediff.report.threeway import render, render_json
+    from tracediff.threeway import compare_three
+
+    if arithmetic:
+        raise TracediffError("--arithmetic pins that of one candidate: compare two traces, or let it be fitted.")
+    with _progress() as progress:
+        result = compare_three(traces, model=model, policy=policy, progress=progress)
+    if model and not any(any(op.local) for op in result.ops):
+        raise TracediffError("nothing in the three traces can be replayed. Record data, or compare without --model.")
+    return _show(lambda width: render(result, width), lambda: render_json(result), result.verdict, json)
 
 
 @app.command()
@@ -296,19 +332,77 @@ def check(
 
 
 @app.command()
-def inspect(what: Annotated[Path, typer.Argument(metavar="MODEL_OR_TRACE")]) -> int:
+def validate(
+    trace: Annotated[Path, typer.Argument(help="The trace to look through.")],
+    model: Annotated[Path | None, typer.Option(help="The GGUF file: names, shapes and what is missing.")] = None,
+    json: Json = None,
+) -> int:
+    """List everything that is wrong or suspicious in how a trace is written. 0: valid, 1: it is not."""
+    from tracediff.report.validation import render, render_json
+    from tracediff.validate import validate as find
+
+    found = find(trace, model)
+    if str(json) != "-":
+        sys.stdout.write(render(found))
+    if json:
+        _write(json, render_json(found))
+    return DIVERGED if found.violations else MATCH
+
+
+@app.command()
+def weights(
+    model: Model,
+    trace: Annotated[Path | None, typer.Option(help="What an engine holds: the weight records of its trace.")] = None,
+    hf: Annotated[Path | None, typer.Option(help="What the file was made from: a folder of safetensors.")] = None,
+    json: Json = None,
+) -> int:
+    """Audit every tensor of a GGUF file, against a trace or against the checkpoint that it was made from."""
+    from tracediff.audit import audit_checkpoint, audit_trace
+    from tracediff.report.audit import render, render_json
+
+    with _progress() as progress:
+        if trace and not hf:
+            result = audit_trace(model, trace, lambda f: progress("weights", f))
+        elif hf and not trace:
+            result = audit_checkpoint(model, hf, lambda f: progress("weights", f))
+        else:
+            raise TracediffError("give either --trace TRACE or --hf FOLDER to audit the weights against.")
+    return _show(lambda width: render(result), lambda: render_json(result), result.verdict, json)
+
+
+@app.command()
+def inspect(
+    what: Annotated[Path, typer.Argument(metavar="MODEL_OR_TRACE")],
+    skeleton: Annotated[bool, typer.Option("--skeleton", help="A model: as comments to paste into an engine.")] = False,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="With --skeleton: as a trace of so many tokens that lacks only values.")
+    ] = None,
+) -> int:
     """List the ops that an engine should write for a model, or the records of a trace."""
     from tracediff.listings import of_model, of_trace
     from tracediff.report.listing import render
 
-    if _is_gguf(what):
+    is_model = _is_gguf(what)
+    if (tokens and not skeleton) or (skeleton and not is_model):
+        raise TracediffError(
+            "--skeleton is of a model, and --tokens N of the skeleton: give a GGUF file and --skeleton."
+        )
+    if is_model:
         from tracediff.model.families import load_graph
 
-        _console().print(render(of_model(load_graph(what))))
+        graph = load_graph(what)
+        if skeleton:
+            from tracediff.skeleton import comments, trace
+
+            sys.stdout.writelines(
+                f"{line}\n" for line in (trace(graph, what.name, tokens) if tokens else comments(graph))
+            )
+        else:
+            _print(render(of_model(graph)))
     else:
         from tracediff.trace.reader import Trace
 
-        _console().print(render(of_trace(Trace(what))))
+        _print(render(of_trace(Trace(what))))
     return MATCH
 
 
@@ -318,8 +412,12 @@ def faults() -> int:
     from tracediff.listings import of_faults
     from tracediff.report.listing import render
 
-    _console().print(render(of_faults()))
+    _print(render(of_faults()))
     return MATCH
+
+
+app.command("import")(cli_interchange.import_)
+app.command()(cli_interchange.export)
 
 
 # --- what the commands share ---------------------------------------------------------------------------------------
@@ -327,7 +425,7 @@ def faults() -> int:
 
 def _prompt(text: str | None, tokens: str | None, graph: "Graph") -> "Prompt":
     from tracediff.engine.llama_cpp import Prompt
-    from tracediff.model.hparams import check_tokens
+    from tracediff.model.hparams import check_tokens, parse_tokens
 
     if (text is None) == (tokens is None):
         raise EngineError("give the prompt either as text with -p or as ids with --tokens 1,2,3.")
@@ -335,12 +433,7 @@ def _prompt(text: str | None, tokens: str | None, graph: "Graph") -> "Prompt":
         if not text:
             raise EngineError("the prompt is empty. Give some text with -p, or ids with --tokens 1,2,3.")
         return Prompt(text=text)
-    try:
-        ids = tuple(int(part) for part in tokens.split(",") if part.strip())
-    except ValueError:
-        raise EngineError(f"--tokens {tokens!r}: ids are whole numbers with commas between, as in 1,2,3.") from None
-    if not ids:
-        raise EngineError("the prompt is empty: --tokens names no ids. Give some, as in 1,2,3.")
+    ids = parse_tokens(tokens)
     check_tokens(ids, graph.hparams.n_vocab)  # before anything is loaded
     return Prompt(tokens=ids)
 
@@ -394,6 +487,7 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
     if not sys.stderr.isatty():
         yield lambda stage, fraction: None
         return
+    from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bars:
@@ -407,34 +501,38 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
         yield show
 
 
-class _Console(Console):
-    """Rich's, which ends with exit code 1 when a pipe is closed: here that says that something diverges."""
+def _print(what: "RenderableType") -> None:
+    from tracediff.console import standard_output
 
-    def on_broken_pipe(self) -> None:
-        raise  # the BrokenPipeError that is being handled
-
-
-def _console() -> Console:
-    """Standard output; in a pipe plain text, 100 columns wide unless COLUMNS says otherwise."""
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return _Console(width=100 if piped else None, highlight=False, markup=False, soft_wrap=False)
+    standard_output().print(what)
 
 
 def _report(result: "Result", json: Path | None) -> int:
+    from tracediff.report.json_report import render as render_json
+    from tracediff.report.terminal import render
+
+    return _show(lambda width: render(result, width), lambda: render_json(result), result.verdict, json)
+
+
+def _show(
+    render: Callable[[int], "RenderableType"], render_json: Callable[[], str], verdict: "Verdict", json: Path | None
+) -> int:
+    """Print the report, write the JSON where it is asked for, and say how it ended."""
     if str(json) != "-":
-        from tracediff.report.terminal import render
+        from tracediff.console import standard_output
 
-        console = _console()
-        console.print(render(result, console.width))
+        console = standard_output()
+        console.print(render(console.width))
     if json:
-        from tracediff.report.json_report import render as render_json
+        _write(json, render_json())
+    return DIVERGED if verdict == "diverged" else MATCH
 
-        text = render_json(result)
-        if str(json) == "-":
-            sys.stdout.write(text)
-        else:
-            json.write_text(text)
-    return DIVERGED if result.verdict == "diverged" else MATCH
+
+def _write(path: Path, text: str) -> None:
+    if str(path) == "-":
+        sys.stdout.write(text)
+    else:
+        path.write_text(text)
 
 
 def _show_tokens(given: "Prompt", tokens: tuple[int, ...]) -> None:

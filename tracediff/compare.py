@@ -1,96 +1,72 @@
-"""A pair of arrays to metrics: float64, streamed in chunks that stay in the cache; no thresholds."""
+"""A pair of arrays to metrics, streamed in chunks that stay in the cache; no thresholds.
 
+Differences of float32 values are taken in float32: correctly rounded, they are right to 6e-8 of themselves.
+Sums are added up in float64 (`trace.statistics`).
+"""
+
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tracediff.result import Drift, Statistics, Worst
+from tracediff.trace.statistics import Moments, moments
 
-# 16k pairs are 512 kB in float64 (difference, both sides and ones): within a second-level cache.
-_CHUNK = 1 << 14
-_D, _R, _C = range(3)  # difference, reference, candidate
+# 128k pairs are 1.5 MB in float32 (difference and both sides): within a second-level cache, and so long that the
+# interpreter's share is small.
+_CHUNK = 1 << 17
 
 
 @dataclass(slots=True)
 class _Sums:
     """Sums over pairs of finite values, and where they differ most."""
 
-    n: int = 0
-    squares: np.ndarray = field(default_factory=lambda: np.zeros(3))
-    totals: np.ndarray = field(default_factory=lambda: np.zeros(3))
-    product: float = 0.0
-    low: np.ndarray = field(default_factory=lambda: np.full(3, np.inf))
-    high: np.ndarray = field(default_factory=lambda: np.full(3, -np.inf))
-    nan: np.ndarray = field(default_factory=lambda: np.zeros(3, int))
-    inf: np.ndarray = field(default_factory=lambda: np.zeros(3, int))
+    difference: Moments = field(default_factory=Moments)
+    reference: Moments = field(default_factory=Moments)
+    candidate: Moments = field(default_factory=Moments)
     max_abs: float = -1.0
     at: int = 0
 
-    def add(self, reference: np.ndarray, candidate: np.ndarray, offset: int, scratch: np.ndarray) -> None:
-        """Add a chunk of pairs that begins at flat index `offset`."""
-        rows, ones = scratch[:3, : reference.size], scratch[3, : reference.size]
-        rows[_R], rows[_C] = reference, candidate
-        with np.errstate(invalid="ignore"):  # Inf on both sides
-            np.subtract(rows[_C], rows[_R], out=rows[_D])
-        squares = [row @ row for row in rows]  # one BLAS dot each: rows @ rows.T takes six times as long
-        if not np.isfinite(sum(squares)):
-            rows = self._finite(rows)
-            ones = ones[: rows.shape[1]]
-            squares = [row @ row for row in rows]
-        if not rows.shape[1]:
-            return
-        self.n += rows.shape[1]
-        self.squares += squares
-        self.totals += [row @ ones for row in rows]
-        self.product += float(rows[_R] @ rows[_C])
-        low, high = rows.min(axis=1), rows.max(axis=1)
-        np.minimum(self.low, low, out=self.low)
-        np.maximum(self.high, high, out=self.high)
-        largest = max(-low[_D], high[_D])
-        if largest > self.max_abs:
-            self.max_abs = float(largest)
-            difference = np.abs(candidate.astype(np.float64) - reference)
-            self.at = offset + int(np.where(np.isfinite(difference), difference, -1).argmax())
-
-    def _finite(self, rows: np.ndarray) -> np.ndarray:
-        self.nan += np.isnan(rows).sum(axis=1)
-        self.inf += np.isinf(rows).sum(axis=1)
-        return rows[:, np.isfinite(rows).all(axis=0)]
+    def add(self, reference: np.ndarray, candidate: np.ndarray, offset: int) -> None:
+        """Add a chunk of pairs, both float32 or both float64, that begins at flat index `offset`."""
+        rows, index = [candidate - reference, reference, candidate], None
+        parts = [moments(row) for row in rows]
+        if any(part.nan or part.inf for part in parts):
+            wide = rows[2].astype(np.float64) - rows[1]
+            index = np.flatnonzero(np.isfinite(wide))  # not so if either side is not
+            rows = [row[index] for row in (wide, reference, candidate)]
+            counts = [(part.nan, part.inf) for part in parts]
+            parts = [replace(moments(row), nan=nan, inf=inf) for row, (nan, inf) in zip(rows, counts, strict=True)]
+        for mine, part in zip((self.difference, self.reference, self.candidate), parts, strict=True):
+            mine.merge(part)
+        largest = max(-parts[0].min, parts[0].max)
+        if parts[0].count and largest > self.max_abs:
+            self.max_abs = largest
+            at = rows[0].argmax() if largest == parts[0].max else rows[0].argmin()
+            self.at = offset + int(at if index is None else index[at])
 
     def merge(self, other: "_Sums") -> None:
         """Add what another has summed."""
-        self.n += other.n
-        self.squares += other.squares
-        self.totals += other.totals
-        self.product += other.product
-        self.nan += other.nan
-        self.inf += other.inf
-        np.minimum(self.low, other.low, out=self.low)
-        np.maximum(self.high, other.high, out=self.high)
+        self.difference.merge(other.difference)
+        self.reference.merge(other.reference)
+        self.candidate.merge(other.candidate)
         if other.max_abs > self.max_abs:
             self.max_abs, self.at = other.max_abs, other.at
-
-    def side(self, row: int) -> Statistics:
-        """Statistics of the reference or the candidate."""
-        nan, inf = int(self.nan[row]), int(self.inf[row])
-        if not self.n:
-            return Statistics(None, None, None, None, nan, inf)
-        mean, rms = self.totals[row] / self.n, np.sqrt(self.squares[row] / self.n)
-        return Statistics(float(self.low[row]), float(self.high[row]), float(mean), float(rms), nan, inf)
 
     @property
     def nmse(self) -> float:
         """sum((c - r)^2) / sum(r^2); inf where the reference is all zero and the candidate is not."""
-        return _ratio(self.squares[_D], self.squares[_R])
+        return _ratio(self.difference.squares, self.reference.squares)
 
     @property
     def cosine(self) -> float:
-        """Of the angle between the two; 1 where both are zero."""
-        norms = float(np.sqrt(self.squares[_R] * self.squares[_C]))
+        """Of the angle between the two, by the law of cosines; 1 where both are zero."""
+        d, r, c = self.difference.squares, self.reference.squares, self.candidate.squares
+        norms = math.sqrt(r * c)
         if norms == 0:
-            return 1.0 if self.squares[_D] == 0 else 0.0
-        return self.product / norms
+            return 1.0 if d == 0 else 0.0
+        return min(1.0, max(-1.0, (r + c - d) / 2 / norms))
 
 
 def _ratio(error: float, signal: float) -> float:
@@ -99,40 +75,49 @@ def _ratio(error: float, signal: float) -> float:
     return float(error / signal)
 
 
+# Inf on both sides, 3e38 less -3e38, a signalling NaN that is cast, squares of 1e200: what comes of them is counted
+# or Inf.
+@np.errstate(over="ignore", invalid="ignore")
 def compare_values(
-    reference: np.ndarray, candidate: np.ndarray, hidden: np.ndarray | None = None
+    reference: np.ndarray, candidate: np.ndarray, hidden: np.ndarray | None = None, first_token: bool = True
 ) -> tuple[Statistics, Statistics, Drift]:
     """Statistics of both sides and their drift. Shapes are equal, or one is the other with heads flattened.
 
     `hidden` [T, S] marks pairs that do not count (scores that the causal mask hides). Where the first axis is
-    the token's, the first token is measured apart: its massive activations hide the rest.
+    the token's, the first token is measured apart: its massive activations hide the rest. `first_token` says
+    whether it is there at all.
     """
     shape = reference.shape if reference.ndim >= candidate.ndim else candidate.shape
-    by_token = hidden is None and len(shape) >= 2 and shape[0] > 1
+    by_token = first_token and hidden is None and len(shape) >= 2 and shape[0] > 1
     if hidden is not None:
         hidden = np.broadcast_to(hidden, shape).reshape(-1)
     a, b = reference.reshape(-1), candidate.reshape(-1)
+    wide = np.float64 if np.float64 in (a.dtype, b.dtype) else np.float32
     first = a.size // shape[0] if by_token else 0
     whole, parts = _Sums(), (_Sums(), _Sums())
-    scratch = np.ones((4, _CHUNK))
     for cut in _chunks(first, a.size):
-        x, y = a[cut], b[cut]
+        x, y = a[cut].astype(wide, copy=False), b[cut].astype(wide, copy=False)
         if hidden is not None:
-            keep = ~hidden[cut]
-            x, y = np.where(keep, x, 0), np.where(keep, y, 0)
-        parts[cut.start >= first].add(x, y, cut.start, scratch)
+            x, y = np.where(hidden[cut], wide(0), x), np.where(hidden[cut], wide(0), y)
+        parts[cut.start >= first].add(x, y, cut.start)
     for part in parts:
         whole.merge(part)
     if hidden is not None:
-        whole.n -= int(hidden.sum())
+        for side in (whole.reference, whole.candidate):
+            side.count -= int(hidden.sum())
     at = tuple(int(i) for i in np.unravel_index(whole.at, shape)) if a.size else ()
     worst = Worst(at, *(float(x[whole.at]) for x in (a, b))) if a.size else Worst((), 0.0, 0.0)
     apart = (parts[0].nmse, parts[1].nmse) if by_token else (None, None)
     return (
-        whole.side(_R),
-        whole.side(_C),
+        _statistics(whole.reference),
+        _statistics(whole.candidate),
         Drift(whole.nmse, whole.cosine, max(0.0, whole.max_abs), worst, *apart),
     )
+
+
+def _statistics(m: Moments) -> Statistics:
+    s = m.statistics()
+    return Statistics(s.min, s.max, s.mean, s.rms, s.nan, s.inf)
 
 
 def _chunks(first: int, size: int) -> Iterator[slice]:

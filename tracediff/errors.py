@@ -17,5 +17,9 @@ class EngineError(TracediffError):
     """An engine that could not run: bad tokens, missing device, a dead child process."""
 
 
+class InterchangeError(TracediffError):
+    """A foreign file that cannot be imported, or a trace that cannot be exported."""
+
+
 class MismatchError(TracediffError):
     """Two sides that cannot be compared: other tokens, another model."""

@@ -1,16 +1,17 @@
 """Metrics and local errors to verdicts. Thresholds live here; arrays do not.
 
-With replay an op is judged by its own error against its own floor (`floors.py`). Without, only the drift from
+With replay an op is judged by its own error against its own floor (`replay/floors.py`). Without, only the drift from
 the reference can be judged, and that carries everything that went before it: the tolerances below allow for it.
 """
 
+import difflib
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
 
+from tracediff.errors import TracediffError
 from tracediff.names import kind_of, layer_of, split
 from tracediff.result import Divergence, Drift, OpResult, Statistics, Verdict, WeightResult, Worst
 
@@ -30,6 +31,24 @@ class Policy:
 
     tolerances: Mapping[str, float] = field(default_factory=dict)
     allowed: tuple[str, ...] = ()
+
+    def check(self, ops: Iterable[str]) -> None:
+        """Raises TracediffError for a pattern that matches none of these ops: it would change nothing, unseen."""
+        names = sorted({name for op in ops for name in (op, split(op)[1])})
+        for option, patterns in (("--tolerance", self.tolerances), ("--allow", self.allowed)):
+            for pattern in patterns:
+                if not any(_matches(name, pattern) for name in names):
+                    near = difflib.get_close_matches(pattern, names, 4) or names[:4]
+                    raise TracediffError(
+                        f"{option} {pattern!r} matches no op of the traces. Near it: {', '.join(near)}. "
+                        "`tracediff inspect TRACE` lists all; * and ? stand for any characters."
+                    )
+
+    def within(self, ops: Iterable[str]) -> "Policy":
+        """Without the patterns that match none of these ops."""
+        names = {*ops}
+        kept = {p: nmse for p, nmse in self.tolerances.items() if any(_matches(name, p) for name in names)}
+        return Policy(kept, tuple(p for p in self.allowed if any(_matches(name, p) for name in names)))
 
     def allows(self, op: str) -> bool:
         """Whether the op may be missing on one side."""
@@ -59,28 +78,41 @@ def coarsest(storages: Iterable[str | None], weight_types: Iterable[str | None])
 def drift_of_statistics(reference: Statistics, candidate: Statistics, size: int) -> Drift | None:
     """The least drift that two sets of statistics prove: sqrt(NMSE) is at least the difference of RMS or mean
     over the RMS (triangle inequality), and of an extreme over the RMS times sqrt(size).
+
+    Of statistics that one side lacks nothing is said; None where no statistic is on both.
     """
-    r, c = (_known(side) for side in (reference, candidate))
-    if r is None or c is None:
+    gaps = {
+        name: abs(c - r)
+        for name in ("min", "max", "mean", "rms")
+        for r, c in [(getattr(reference, name), getattr(candidate, name))]
+        if r is not None and c is not None
+    }
+    if not gaps:
         return None
-    root = math.sqrt(size)
-    gaps = (c.rms - r.rms, c.mean - r.mean, (c.max - r.max) / root, (c.min - r.min) / root)
-    largest = max(abs(c.max - r.max), abs(c.min - r.min))
-    ratio = max(abs(gap) / r.rms for gap in gaps) if r.rms else (math.inf if c.rms else 0.0)
+    root, scale = math.sqrt(size), _scale(reference, candidate)
+    proved = max(gap / root if name in ("min", "max") else gap for name, gap in gaps.items())
+    ratio = proved / scale if scale else (math.inf if proved else 0.0)
     nmse = ratio * ratio  # ** raises OverflowError where * gives Inf
-    return Drift(nmse, math.nan, largest, Worst((), r.max, c.max))
+    # Elements differ at least by as much as their mean does.
+    largest = max((gaps[name] for name in ("min", "max") if name in gaps), default=gaps.get("mean", math.nan))
+    return Drift(nmse, math.nan, largest, Worst((), _or_nan(reference.max), _or_nan(candidate.max)))
 
 
-class _Known(NamedTuple):
-    min: float
-    max: float
-    mean: float
-    rms: float
+def _scale(reference: Statistics, candidate: Statistics) -> float:
+    """The RMS that differences are measured by; with none on either side what comes next in reliability.
+
+    The larger extreme is at least the RMS. Of a mean alone (the sums that llama.cpp's debug tools print) only the
+    relative difference can be told, which says much less: it may be large where the mean happens to be near zero.
+    """
+    sides = (reference, candidate)
+    known = [side.rms for side in sides if side.rms is not None]
+    known += [max(-s.min, s.max) for s in sides if s.min is not None and s.max is not None]
+    known += [abs(x) for x in (reference.mean, reference.max, reference.min) if x is not None]
+    return known[0] if known else 0.0
 
 
-def _known(s: Statistics) -> _Known | None:
-    values = (s.min, s.max, s.mean, s.rms)
-    return None if None in values else _Known(*values)  # type: ignore[arg-type]
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def judge(ops: Iterable[OpResult], policy: Policy) -> list[OpResult]:

@@ -1,19 +1,22 @@
 """Logits as users see them: the next token, its rivals, and whether a flip means anything."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from tracediff.result import Logits, Token
+from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
+from tracediff.vocabulary import Vocabulary
 
 _TOP = 8
 
 
 def compare_logits(reference: Trace, candidate: Trace, model: Path | None = None) -> Iterator[Logits]:
     """The distributions after the last token of each step that both sides recorded with data."""
-    texts = _Vocabulary(model)
+    texts, head = Vocabulary(model), _Head(model) if model else None
     for step in sorted(reference.steps.keys() & candidate.steps.keys()):
         records = [trace.ops.get((step, "output")) for trace in (reference, candidate)]
         if not all(record and record.has_data for record in records) or not records[0] or not records[1]:
@@ -21,15 +24,24 @@ def compare_logits(reference: Trace, candidate: Trace, model: Path | None = None
         shapes = [record.shape for record in records if record]
         if any(len(shape) != 2 or 0 in shape for shape in shapes) or shapes[0][1] != shapes[1][1]:
             continue  # not [T, n_vocab], or of another vocabulary
-        r = reference.values(records[0])[-1].astype(np.float64)
-        c = candidate.values(records[1])[-1].astype(np.float64)
+        last = len(reference.steps[step].tokens) - 1
+        if any(record.rows and record.rows[-1] != last for record in records if record):
+            continue  # not of the last token
+        r, c = _last(reference, records[0]), _last(candidate, records[1])
         if np.isfinite(r).all() and np.isfinite(c).all():
-            yield _compare(step, r, c, texts)
+            logits = _compare(step, r, c, texts)
+            yield _recomputed(logits, head, reference, candidate) if head else logits
 
 
-def _compare(step: int, r: np.ndarray, c: np.ndarray, texts: "_Vocabulary") -> Logits:
+@np.errstate(invalid="ignore")  # a signalling NaN that is cast
+def _last(trace: Trace, record: OpRecord) -> np.ndarray:
+    return trace.values(record)[-1].astype(np.float64)
+
+
+@np.errstate(over="ignore", invalid="ignore")  # squares of 1e200
+def _compare(step: int, r: np.ndarray, c: np.ndarray, texts: Vocabulary) -> Logits:
     log_p, log_q = _log_softmax(r), _log_softmax(c)
-    best = np.sort(r)[-2:]
+    best = np.partition(r, -2)[-2:]
     return Logits(
         step=step,
         reference=tuple(_top(r, log_p, c, texts)),
@@ -42,26 +54,48 @@ def _compare(step: int, r: np.ndarray, c: np.ndarray, texts: "_Vocabulary") -> L
     )
 
 
+def _recomputed(logits: Logits, head: "_Head", reference: Trace, candidate: Trace) -> Logits:
+    return replace(
+        logits,
+        head=head.name,
+        reference=head.given(logits.reference, logits.step, reference),
+        candidate=head.given(logits.candidate, logits.step, candidate),
+    )
+
+
 def _log_softmax(x: np.ndarray) -> np.ndarray:
     shifted = x - x.max()
     return shifted - np.log(np.exp(shifted).sum())
 
 
-def _top(x: np.ndarray, log_p: np.ndarray, other: np.ndarray, texts: "_Vocabulary") -> Iterator[Token]:
-    for token in np.argsort(-x, kind="stable")[:_TOP]:
+def _top(x: np.ndarray, log_p: np.ndarray, other: np.ndarray, texts: Vocabulary) -> Iterator[Token]:
+    likeliest = np.flatnonzero(x >= np.partition(x, -_TOP)[-_TOP]) if x.size > _TOP else np.arange(x.size)
+    for token in likeliest[np.argsort(-x[likeliest], kind="stable")][:_TOP]:
         rank = int((other > other[token]).sum()) + 1
-        yield Token(int(token), texts[int(token)], float(x[token]), float(np.exp(log_p[token])), rank)
+        yield Token(int(token), texts.spelled(int(token)), float(x[token]), float(np.exp(log_p[token])), rank)
 
 
-class _Vocabulary:
-    """Token texts of a GGUF file; None for each where there is no model."""
+class _Head:
+    """The output matrix of a GGUF file: logits one by one, as products in float64."""
 
-    def __init__(self, model: Path | None) -> None:
-        self._texts: list[str] = []
-        if model:
-            from tracediff.model.gguf_file import GGUFFile
+    def __init__(self, model: Path) -> None:
+        from tracediff.model.families import build_graph
+        from tracediff.model.gguf_file import GGUFFile
+        from tracediff.model.tensors import FileTensors
 
-            self._texts = list(GGUFFile(model).strings("tokenizer.ggml.tokens"))
+        file = GGUFFile(model)
+        op = build_graph(file)["output"]
+        self._tensors = FileTensors(file)
+        self._state = op.inputs[0]
+        self.name, *self._bias = (weight.name for weight in op.weights)
 
-    def __getitem__(self, token: int) -> str | None:
-        return self._texts[token] if token < len(self._texts) else None
+    def given(self, tokens: Iterable[Token], step: int, trace: Trace) -> tuple[Token, ...]:
+        """The tokens with the logits that the trace's own final hidden state gives them, where it was recorded."""
+        tokens, state = tuple(tokens), trace.last_row(step, self._state)
+        if state is None:
+            return tokens
+        ids = [token.id for token in tokens]
+        logits = self._tensors.rows(self.name, ids) @ state.reshape(-1).astype(np.float64)
+        for bias in self._bias:
+            logits += self._tensors.get(bias)[ids]
+        return tuple(replace(token, recomputed=float(x)) for token, x in zip(tokens, logits, strict=True))

@@ -6,41 +6,101 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A canonical op. `local` is the name without `blk.N.`; foreign names are those of one layer."""
+    """A canonical op. `local` is the name without `blk.N.`; in foreign names N stands for the layer's number."""
 
     local: str
     kind: str
     value: str
-    llama_cpp: str | None = None  # as llm_graph_context::cb() names it (src/models/*.cpp)
+    llama_cpp: str | None = None  # as llm_graph_context::cb() names it (src/models/*.cpp), of one layer
+    transformers: str | None = None  # the module whose output it is (models/llama/modeling_llama.py), without `model.`
+    transformer_lens: str | None = None  # the hook point (transformer_lens/components/)
+    sglang: str | None = None  # what its dumper calls the output (srt/models/llama.py), without `model.`
 
 
+# fmt: off
 NAMES = {
     name.local: name
     for name in (
-        Name("token_embd", "embedding", "embedding rows", "inp_embd"),
-        Name("attn_norm", "rms_norm", "RMS norm, times weight", "attn_norm"),
-        Name("attn_q", "linear", "Q projection, with its bias"),
-        Name("attn_k", "linear", "K projection, with its bias"),
-        Name("attn_v", "linear", "V projection, with its bias"),
-        Name("attn_q_norm", "rms_norm", "per-head RMS norm of Q", "Qcur_normed"),
-        Name("attn_k_norm", "rms_norm", "per-head RMS norm of K", "Kcur_normed"),
-        Name("attn_q_rope", "rope", "Q after rotary embedding", "Qcur"),
-        Name("attn_k_rope", "rope", "K after rotary embedding", "Kcur"),
+        Name("token_embd", "embedding", "embedding rows", "inp_embd",
+             "embed_tokens", "hook_embed", "embed_tokens"),
+        Name("attn_norm", "rms_norm", "RMS norm, times weight", "attn_norm",
+             "layers.N.input_layernorm", None, "layers.N.input_layernorm"),
+        Name("attn_q", "linear", "Q projection, with its bias", None,
+             "layers.N.self_attn.q_proj", "blocks.N.attn.hook_q", "layers.N.self_attn.q_proj"),
+        Name("attn_k", "linear", "K projection, with its bias", None,
+             "layers.N.self_attn.k_proj", "blocks.N.attn.hook_k", "layers.N.self_attn.k_proj"),
+        Name("attn_v", "linear", "V projection, with its bias", "Vcur",
+             "layers.N.self_attn.v_proj", "blocks.N.attn.hook_v", "layers.N.self_attn.v_proj"),
+        Name("attn_q_norm", "rms_norm", "per-head RMS norm of Q", "Qcur_normed",
+             "layers.N.self_attn.q_norm", None, "layers.N.self_attn.q_norm"),
+        Name("attn_k_norm", "rms_norm", "per-head RMS norm of K", "Kcur_normed",
+             "layers.N.self_attn.k_norm", None, "layers.N.self_attn.k_norm"),
+        Name("attn_q_rope", "rope", "Q after rotary embedding", "Qcur",
+             None, "blocks.N.attn.hook_rot_q", "layers.N.self_attn.rotary_emb.output.0"),
+        Name("attn_k_rope", "rope", "K after rotary embedding", "Kcur",
+             None, "blocks.N.attn.hook_rot_k", "layers.N.self_attn.rotary_emb.output.1"),
         Name("attn_scores", "scores", "q.k, before scale and mask", "kq"),
-        Name("attn_scores_scaled", "scores", "q.k times scale, before the mask"),
-        Name("attn_probs", "softmax", "softmax of scaled, masked scores", "kq_soft_max"),
-        Name("attn_kqv", "weighted_values", "probs times V, heads side by side", "kqv_out"),
-        Name("attn_output", "linear", "attention's output projection", "attn_out"),
-        Name("attn_residual", "add", "attn_output + the layer's input", "ffn_inp"),
-        Name("ffn_norm", "rms_norm", "RMS norm, times weight", "ffn_norm"),
-        Name("ffn_gate", "linear", "gate projection", "ffn_gate"),
-        Name("ffn_up", "linear", "up projection", "ffn_up"),
-        Name("ffn_act", "swiglu", "silu(gate) * up", "ffn_swiglu"),
-        Name("ffn_down", "linear", "down projection", "ffn_out"),
-        Name("ffn_residual", "add", "ffn_down + attn_residual: the layer's output", "l_out"),
-        Name("output_norm", "rms_norm", "final RMS norm, times weight", "result_norm"),
-        Name("output", "linear", "logits", "result_output"),
+        Name("attn_scores_scaled", "scores", "q.k times scale, before the mask", None,
+             None, "blocks.N.attn.hook_attn_scores"),
+        Name("attn_probs", "softmax", "softmax of scaled, masked scores", "kq_soft_max",
+             None, "blocks.N.attn.hook_pattern"),
+        Name("attn_kqv", "weighted_values", "probs times V, heads side by side", "kqv_out",
+             None, "blocks.N.attn.hook_z", "layers.N.self_attn.attn"),
+        Name("attn_output", "linear", "attention's output projection", "attn_out",
+             "layers.N.self_attn.o_proj", "blocks.N.hook_attn_out", "layers.N.self_attn.o_proj"),
+        Name("attn_residual", "add", "attn_output + the layer's input", "ffn_inp",
+             None, "blocks.N.hook_resid_mid", "layers.N.post_attention_layernorm.output.1"),
+        Name("ffn_norm", "rms_norm", "RMS norm, times weight", "ffn_norm",
+             "layers.N.post_attention_layernorm", None, "layers.N.post_attention_layernorm"),
+        Name("ffn_gate", "linear", "gate projection", "ffn_gate",
+             "layers.N.mlp.gate_proj", "blocks.N.mlp.hook_pre"),
+        Name("ffn_up", "linear", "up projection", "ffn_up",
+             "layers.N.mlp.up_proj", "blocks.N.mlp.hook_pre_linear"),
+        Name("ffn_act", "swiglu", "silu(gate) * up", "ffn_swiglu",
+             None, "blocks.N.mlp.hook_post", "layers.N.mlp.act_fn"),
+        Name("ffn_down", "linear", "down projection", "ffn_out",
+             "layers.N.mlp.down_proj", "blocks.N.hook_mlp_out", "layers.N.mlp.down_proj"),
+        Name("ffn_residual", "add", "ffn_down + attn_residual: the layer's output", "l_out",
+             "layers.N", "blocks.N.hook_resid_post"),
+        Name("output_norm", "rms_norm", "final RMS norm, times weight", "result_norm",
+             "norm", None, "norm"),
+        Name("output", "linear", "logits", "result_output",
+             "lm_head"),
     )
+}
+# fmt: on
+
+# Other names of the same values; N+1 reads the number of the layer after.
+ALIASES = {
+    "llama_cpp": {"embd": "token_embd"},  # before llama.cpp called it inp_embd, and again since
+    "transformers": {"layers.N.self_attn": "attn_output", "layers.N.mlp": "ffn_down"},
+    "transformer_lens": {"blocks.0.hook_resid_pre": "token_embd", "blocks.N+1.hook_resid_pre": "ffn_residual"},
+    # A norm that is given a residual adds it first and returns the sum as its second output.
+    "sglang": {
+        "layers.N.self_attn": "attn_output",
+        "layers.N.mlp": "ffn_down",
+        "layers.N+1.input_layernorm.output.1": "ffn_residual",
+    },
+}
+# Foreign values that are known and are no op's output: regular expressions, and what they are.
+NOT_OPS = {
+    "llama_cpp": {
+        r"[QK]cur-N": "one name for several tensors (before and after bias and rope): say which with --map",
+    },
+    "transformers": {
+        r"layers\.N\.mlp\.act_fn": "silu(gate), not yet multiplied with up",
+        r"(layers\.N\.self_attn\.)?rotary_emb(\.output\.1)?": "cosines and sines",
+    },
+    "transformer_lens": {
+        r"(blocks\.N\.ln[12]|ln_final)\.hook_normalized": "an RMS norm before its weight",
+        r".*\.hook_scale": "the divisor of an RMS norm",
+    },
+    "sglang": {
+        r".*\.inputs\..*": "an input, which is some other module's output",
+        r"layers\.N\.self_attn\.qkv_proj|layers\.N\.mlp\.gate_up_proj": "several ops' outputs side by side",
+        r"layers\.N(\.output\.1)?": "one of the two terms that the next norm adds",
+        r"norm\.output\.1": "the last layer's output, whose number it does not say: map it with --map",
+    },
 }
 
 Capture = Literal["all", "layers", "stats"]

@@ -1,7 +1,6 @@
 """The arrow diagram as code: traces -> align -> compare -> replay -> judge -> diagnose -> result."""
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +9,16 @@ import numpy as np
 
 from tracediff.align import Pair, plan, same_input
 from tracediff.compare import compare_values
+from tracediff.coverage import measure_coverage
 from tracediff.judge import Policy, coarsest, drift_of_statistics, judge, verdict
 from tracediff.logits import compare_logits
 from tracediff.names import kind_of, layer_of
+from tracediff.normal import measure_normal
 from tracediff.result import Drift, OpResult, Result, Side, Statistics
-from tracediff.trace.format import OpRecord
+from tracediff.trace.format import OpRecord, Rows
 from tracediff.trace.reader import Trace
-from tracediff.weights import compare_weights
+from tracediff.vocabulary import Vocabulary
+from tracediff.weights import compare_weights, refuse_another_model
 
 if TYPE_CHECKING:
     from tracediff.diagnose.explain import Judged
@@ -36,12 +38,15 @@ def compare_traces(
     """The candidate's trace against the reference's; with the model, every op of both is replayed too."""
     policy = policy or Policy()
     r, c = Trace(reference), Trace(candidate)
-    same_input(r, c)
+    same_input(r, c, lambda: Vocabulary(model))
     pairs = plan(r, c)
+    policy.check(pair.op for pair in pairs)
     measured = _measure(pairs, r, c, policy, progress)
     notes = [*_notes(r), *_notes(c)]
     explain: Callable[[list[OpResult]], list[OpResult]] = list
     if model:
+        refuse_another_model(c, model)
+        refuse_another_model(r, model)
         ours = _replayed(c, model, arithmetic, lambda f: progress("replay the candidate", f))
         theirs = _replayed(r, model, None, lambda f: progress("replay the reference", f))
         measured = [
@@ -63,6 +68,7 @@ def check_trace(
 ) -> Result:
     """One trace judged by replay alone."""
     c = Trace(trace)
+    refuse_another_model(c, model)
     judged = _replayed(c, model, arithmetic, lambda f: progress("replay", f))
     ops = []
     for (step, name), record in c.ops.items():
@@ -104,6 +110,8 @@ def _result(
         candidate=_side(candidate),
         tokens=tuple(candidate.tokens),
         steps=tuple(candidate.steps),
+        normal=measure_normal(reference, candidate),
+        coverage=measure_coverage(candidate, model, ops) if model else None,
         notes=tuple(notes),
     )
 
@@ -115,6 +123,13 @@ def _notes(trace: Trace) -> list[str]:
         notes.append(
             f"{trace.path} holds statistics only: a permutation, a swapped head or a wrong rope pairing changes none "
             "of them. Record data to see those, and to judge each op by replay."
+        )
+    partial = [record for record in trace.ops.values() if record.has_statistics and record.lacking]
+    if partial and not all(record.has_data for record in partial):
+        lacking = sorted({name for record in partial for name in record.lacking})
+        notes.append(
+            f"{trace.path}: {len(partial)} records lack statistics ({', '.join(lacking)}): only those that both sides "
+            "hold are compared. Where neither has the RMS, NMSE is relative to the mean or the extremes, and says less."
         )
     return notes
 
@@ -131,14 +146,13 @@ def _replayed(trace: Trace, model: Path, arithmetic: str | None, progress: Calla
 
 
 def _measure(pairs: list[Pair], r: Trace, c: Trace, policy: Policy, progress: Progress) -> list[OpResult]:
-    """Drift of every pair, two at a time: numpy leaves the interpreter while it computes."""
+    """Drift of every pair. One at a time: threads would fight over the interpreter more than they compute."""
     storages = [record.dtype for pair in pairs for record in (pair.reference, pair.candidate) if record]
     coarse = coarsest(storages, [r.header.weights, c.header.weights])
     done = []
-    with ThreadPoolExecutor(2) as pool:
-        for result in pool.map(lambda pair: _measure_pair(pair, r, c, policy.tolerance(pair.op, coarse)), pairs):
-            done.append(result)
-            progress("compare", len(done) / len(pairs))
+    for pair in pairs:
+        done.append(_measure_pair(pair, r, c, policy.tolerance(pair.op, coarse)))
+        progress("compare", len(done) / len(pairs))
     return done
 
 
@@ -148,31 +162,39 @@ def _measure_pair(pair: Pair, r: Trace, c: Trace, tolerance: float) -> OpResult:
         reference = record_statistics(pair.reference, r) if pair.reference else None
         candidate = record_statistics(pair.candidate, c) if pair.candidate else None
         return OpResult(*where, "unmatched", reference, candidate, note=pair.problem)
-    reference, candidate, drift = _drift(pair.reference, pair.candidate, r, c)
+    reference, candidate, drift = _drift(pair.reference, pair.candidate, r, c, pair.rows)
+    if drift is None and pair.reference.has_statistics and pair.candidate.has_statistics:
+        return OpResult(*where, "unmatched", reference, candidate, note="no statistic is on both sides")
     return OpResult(*where, "ok", reference, candidate, drift, tolerance)
 
 
-def _drift(a: OpRecord, b: OpRecord, r: Trace, c: Trace) -> tuple[Statistics, Statistics, Drift | None]:
+def _drift(a: OpRecord, b: OpRecord, r: Trace, c: Trace, rows: Rows) -> tuple[Statistics, Statistics, Drift | None]:
     if a.has_data and b.has_data:
-        return compare_values(r.values(a), c.values(b), _hidden(a, r))
-    reference, candidate = record_statistics(a, r), record_statistics(b, c)
-    return reference, candidate, drift_of_statistics(reference, candidate, a.size)
+        has_first = a.token_axis == 0 and (rows is None or rows[0] == 0)
+        x, y = r.values(a, rows), c.values(b, rows)
+        reference, candidate, drift = compare_values(x, y, _hidden(a, r, rows), has_first)
+        worst = replace(drift.worst, at=a.place(drift.worst.at, rows))
+        return reference, candidate, replace(drift, worst=worst)
+    reference, candidate = record_statistics(a, r, rows), record_statistics(b, c, rows)
+    size = (a if a.rows == rows else b).size
+    return reference, candidate, drift_of_statistics(reference, candidate, size)
 
 
-def record_statistics(record: OpRecord, trace: Trace) -> Statistics:
-    """As recorded, or computed from the data."""
-    if record.has_statistics or not record.has_data:
+def record_statistics(record: OpRecord, trace: Trace, rows: Rows = None) -> Statistics:
+    """As recorded, or computed from the data: of all that the record holds, or of these tokens alone."""
+    rows = rows or record.rows
+    if not record.has_data or (not record.lacking and rows == record.rows):
         return Statistics(record.min, record.max, record.mean, record.rms, record.nan, record.inf)
-    values = trace.values(record)
-    return compare_values(values, values, _hidden(record, trace))[0]
+    values = trace.values(record, rows)
+    return compare_values(values, values, _hidden(record, trace, rows))[0]
 
 
-def _hidden(record: OpRecord, trace: Trace) -> np.ndarray | None:
+def _hidden(record: OpRecord, trace: Trace, rows: Rows) -> np.ndarray | None:
     """Which scores the causal mask will hide, [T, S]; None for other ops."""
     if kind_of(record.op) != "scores" or len(record.shape) != 3:
         return None
     queries = np.array(trace.steps[record.step].positions)
     keys = np.concatenate([step.positions for number, step in trace.steps.items() if number <= record.step])
-    if record.shape[1:] != (len(queries), len(keys)):
+    if record.whole_shape(len(queries))[1:] != (len(queries), len(keys)):
         return None
-    return keys[None, :] > queries[:, None]
+    return keys[None, :] > queries[slice(None) if rows is None else [*rows], None]

@@ -1,10 +1,11 @@
 """What crosses the stages and feeds the reports: frozen, printable, no arrays."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["ok", "faulty", "inherited", "drift", "unmatched"]
 Verdict = Literal["match", "diverged"]
+Tokens = Literal["first", "others", "all"]  # which of a step
 Reason = Literal["local", "drift", "weights", "unmatched"]
 
 
@@ -57,6 +58,9 @@ class Local:
     segment: tuple[str, ...]
     flips: int = 0
     sharpness: float = 0.0  # the smallest relative scale error that would exceed the floor
+    blind: bool = False  # whether the floor is so wide that it hides everything
+    weight_type: str | None = None  # of a matmul
+    one_token: bool = False  # engines multiply a row by a matrix in another kernel than several
 
     @property
     def faulty(self) -> bool:
@@ -66,11 +70,13 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A known mistake that brings the error down to the floor."""
+    """A known mistake that brings the error down to the floor: `floor` and `arithmetic` are those it fits under."""
 
     name: str
     nmse: float
     text: str
+    floor: float
+    arithmetic: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,16 @@ class OpResult:
     shape: str | None = None  # the error's shape in words, where no cause fits
     note: str | None = None
 
+    @property
+    def floor(self) -> float | None:
+        """What honest arithmetic can make of it: under the cause where there is one, for else nothing fitted."""
+        return self.cause.floor if self.cause else self.local.floor if self.local else None
+
+    @property
+    def arithmetic(self) -> str | None:
+        """How it was computed, as far as replay can tell; under the cause where there is one."""
+        return self.cause.arithmetic if self.cause else self.local.arithmetic if self.local else None
+
 
 @dataclass(frozen=True, slots=True)
 class WeightResult:
@@ -103,6 +119,7 @@ class WeightResult:
     candidate: Statistics | None
     max_abs: float | None
     note: str | None = None
+    cause: str | None = None  # the name of the loader's mistake that `note` puts in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +131,7 @@ class Token:
     logit: float
     probability: float
     other_rank: int  # its rank on the other side, 1 is first
+    recomputed: float | None = None  # in float64 from this side's own final hidden state and the file's head
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +146,101 @@ class Logits:
     margin: float  # between the reference's two best logits
     max_diff: float  # the largest difference of a logit between the two sides
     nmse: float
+    head: str | None = None  # the file's tensor that logits were recomputed with
 
     @property
     def explained(self) -> bool:
         """Whether another argmax is a near tie: logits all but agree, and differ by as much as the best two do."""
         return self.same_argmax or (self.nmse < 0.01 and self.margin <= 2 * self.max_diff)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How many times larger the hidden state's RMS is at `op`, after the last layer, than at the embedding."""
+
+    tokens: Tokens
+    op: str
+    reference: float | None
+    candidate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lean:
+    """The candidate's largest |mean| / RMS of a hidden state; the reference's there, and its largest.
+
+    Chance alone makes about 1 / sqrt(channels) of it.
+    """
+
+    tokens: Tokens
+    op: str
+    step: int
+    channels: int
+    reference: float | None
+    candidate: float
+    reference_largest: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """Of two values of the same side."""
+
+    nmse: float
+    cosine: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnds:
+    """How alike the last token's final hidden states of two consecutive steps are, on each side."""
+
+    op: str
+    steps: tuple[int, int]
+    reference: Likeness | None
+    candidate: Likeness
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """What looks alarming and may be normal."""
+
+    growth: tuple[Growth, ...] = ()
+    means: tuple[Lean, ...] = ()
+    ends: tuple[StepEnds, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Ops that were judged together, the recorded one last. `record` are those to record next: parts of at most
+    `largest` ops are left then.
+    """
+
+    op: str
+    step: int
+    ops: tuple[str, ...]
+    floor: float
+    blind: bool
+    faulty: bool
+    record: tuple[str, ...]
+    largest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of the model a trace lets replay judge: of `n_ops` in all steps so many `alone`, and in segments."""
+
+    n_ops: int
+    alone: int
+    together: int
+    segments: tuple[Segment, ...]
+    unjudged: tuple[str, ...]  # in no segment in some step
+    unknown: tuple[str, ...]  # records that are no op of the model
+    statistics_only: tuple[str, ...]
+    some_tokens: tuple[str, ...]
+
+    @property
+    def full(self) -> bool:
+        """Whether every op was judged by itself, for all tokens."""
+        open_ends = (self.segments, self.unknown, self.statistics_only, self.some_tokens)
+        return self.alone == self.n_ops and not any(open_ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +250,31 @@ class Listing:
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong with a line of a trace, or suspicious, and what to do."""
+
+    line: int
+    level: Literal["violation", "warning"]
+    what: str
+    then: str
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """All that was found in one trace, by line."""
+
+    path: str
+    n_steps: int
+    n_ops: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def violations(self) -> list[Finding]:
+        """What makes the trace unfit to be judged."""
+        return [finding for finding in self.findings if finding.level == "violation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +311,73 @@ class Result:
     candidate: Side
     tokens: tuple[int, ...]
     steps: tuple[int, ...]
-    arithmetic: dict[str, str] = field(default_factory=dict)
+    normal: Normal = Normal()
+    coverage: Coverage | None = None  # by replay, with the model only
     notes: tuple[str, ...] = ()
 
     @property
     def faulty(self) -> list[OpResult]:
         """The ops that are wrong by themselves."""
         return [op for op in self.ops if op.status == "faulty"]
+
+
+@dataclass(frozen=True, slots=True)
+class ThreeOp:
+    """One op in one step of three engines. Pairs are of sides 0 and 1, 0 and 2, 1 and 2.
+
+    `outliers` are the sides that are wrong by themselves or alone against two that agree; "scattered" is an op of
+    which no two sides agree, "inherited" one that differs only because something before it does.
+    """
+
+    op: str
+    step: int
+    layer: int | None
+    status: Literal["ok", "outlier", "scattered", "inherited", "unmatched"]
+    outliers: tuple[int, ...] = ()
+    nmse: tuple[float | None, ...] = (None, None, None)  # of each pair
+    statistics: tuple[Statistics | None, ...] = (None, None, None)  # of each side, as local and cause
+    local: tuple[Local | None, ...] = (None, None, None)
+    cause: tuple[Cause | None, ...] = (None, None, None)
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ThreeWay:
+    """The outcome of comparing three traces. `weights` are those wrong in memory, of each side."""
+
+    verdict: Verdict
+    names: tuple[str, ...]
+    sides: tuple[Side, ...]
+    ops: tuple[ThreeOp, ...]
+    weights: tuple[tuple[WeightResult, ...], ...]
+    tokens: tuple[int, ...]
+    steps: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorResult:
+    """One tensor of a weights audit. `error` is the RMS of the difference over that of the values.
+
+    "computed" tensors are made by converters and stand in no checkpoint; "not recorded" ones are not in the trace.
+    """
+
+    tensor: str
+    status: Literal["identical", "rounded", "quantised", "computed", "not recorded", "wrong", "missing", "extra"]
+    type: str | None = None  # in the GGUF file
+    other: str | None = None  # in the trace or the checkpoint
+    error: float | None = None
+    bound: float | None = None  # on the error, of a quantised tensor
+    cause: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditResult:
+    """A GGUF file's tensors against a trace's weight records, or against a checkpoint."""
+
+    verdict: Verdict
+    model: str
+    against: Literal["trace", "checkpoint"]
+    path: str
+    tensors: tuple[TensorResult, ...]

@@ -1,95 +1,148 @@
 """What an engine holds in memory against what the file, or the other side, says it should hold."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from tracediff.compare import compare_values
+from tracediff.errors import MismatchError
+from tracediff.names import split
 from tracediff.result import WeightResult
 from tracediff.trace.reader import Trace
+from tracediff.weight_causes import CLOSE, Reading, Readings, bfloat16, chunks, explain, residual
 
-_STORAGES = (np.float32, np.float16)
+if TYPE_CHECKING:
+    from tracediff.model.gguf_file import GGUFFile
+    from tracediff.model.tensors import FileTensors, Tensors
+
+Held = Literal["identical", "rounded", "wrong"]
+# A dequantised value is a product and a sum of float32 numbers, which engines round in their own order.
+_DEQUANTISED = 1e-6
+
+_ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "float16": lambda x: x.astype(np.float16).astype(np.float64),
+    "bfloat16": bfloat16,
+    "float32": lambda x: x.astype(np.float32).astype(np.float64),
+}
 
 
 def compare_weights(reference: Trace | None, candidate: Trace, model: Path | None) -> Iterator[WeightResult]:
     """Every weight record of the candidate against the file where there is one, else against the reference's."""
-    file = _FileWeights(model)
-    for name, record in candidate.weights.items():
-        held = candidate.values(record) if record.has_data else None
-        expected = file.get(name)
-        if expected is None and reference and name in reference.weights and reference.weights[name].has_data:
-            expected = reference.values(reference.weights[name])
-        if held is None or expected is None or held.size != expected.size:
-            note = "no such weight to compare with" if expected is None else "shape or data missing"
-            yield WeightResult(name, "unmatched", None, None, None, note)
-            continue
-        r, c, drift = compare_values(expected.reshape(-1), held.reshape(-1))
-        judged, why = _judge(expected.reshape(-1), held.reshape(-1))
-        yield WeightResult(name, judged, r, c, drift.max_abs, why)
+    file = _file_tensors(model) if model else None
+    for name in candidate.weights:
+        if file and name in file:
+            yield compare_weight(name, file.get(name), candidate, readings(file, name, file.file))
+        else:
+            other = reference.weights.get(name) if reference else None
+            expected = reference.values(other) if reference and other and other.has_data else None
+            yield compare_weight(name, expected, candidate)
 
 
-def _judge(expected: np.ndarray, held: np.ndarray) -> tuple[Literal["identical", "rounded", "wrong"], str | None]:
-    if np.array_equal(expected, held):
-        return "identical", None
-    with np.errstate(over="ignore"):
-        half = expected.astype(np.float16).astype(np.float64)
-    for name, rounded in (
-        ("float16", half),
-        ("bfloat16", _bfloat16(expected)),
-        ("float32", expected.astype(np.float32).astype(np.float64)),
-    ):
-        if np.array_equal(rounded, held.astype(np.float64)):
-            return "rounded", f"the file's values in {name}"
-    return "wrong", _explain(expected.astype(np.float64), held.astype(np.float64))
+def refuse_another_model(trace: Trace, model: Path) -> None:
+    """Raises MismatchError when none of several norm weights is the file's and no known mistake explains one."""
+    file = _file_tensors(model)
+    names = [name for name in trace.weights if name.endswith("norm.weight") and name in file]
+    found = (compare_weight(name, file.get(name), trace, readings(file, name, file.file)) for name in names)
+    if len(names) > 1 and all(weight.status == "wrong" and weight.cause is None for weight in found):
+        raise MismatchError(
+            f"{trace.path}: none of its {len(names)} norm weights is that of {model}: it is a trace of another model "
+            f"(its first line says {trace.header.model!r}). Give the GGUF file that it was made with."
+        )
 
 
-def _bfloat16(x: np.ndarray) -> np.ndarray:
-    bits = x.astype(np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000  # to nearest, ties to even
-    return rounded.astype(np.uint32).view(np.float32).astype(np.float64)
+def _file_tensors(model: Path) -> "FileTensors":
+    from tracediff.model.gguf_file import GGUFFile
+    from tracediff.model.tensors import FileTensors
+
+    return FileTensors(GGUFFile(model))
 
 
-def _explain(expected: np.ndarray, held: np.ndarray) -> str:
-    """The simplest relation that holds for every value, to float16 accuracy."""
-
-    def close(a: np.ndarray, b: np.ndarray) -> bool:
-        return np.allclose(a, b, rtol=2e-3, atol=1e-6)
-
-    if not held.any():
-        return "all zeros: never loaded?"
-    if close(held, expected + 1):
-        return "1 was added to every value; in a GGUF file it is in already"
-    if close(held, expected - 1):
-        return "1 was taken from every value"
-    energy = float(expected @ expected)
-    ratio = float(held @ expected) / energy if energy else math.nan
-    if close(held, ratio * expected):
-        return f"every value was multiplied by {ratio:.4g}"
-    for shift in (1, -1, 2, -2, 4, -4, 8, -8):
-        if close(np.roll(held, -shift)[8:-8], expected[8:-8]):
-            return f"read {abs(shift)} elements {'before' if shift > 0 else 'after'} where it begins"
-    if close(np.sort(held), np.sort(expected)):
-        return "the same values in another order"
-    return "other values: another tensor's, or another model's"
+def compare_weight(
+    name: str, expected: np.ndarray | None, candidate: Trace, others: Readings = lambda held: iter(())
+) -> WeightResult:
+    """One weight record of a trace; "unmatched" where there is nothing that it could be compared with."""
+    record = candidate.weights[name]
+    held = candidate.values(record) if record.has_data else None
+    if held is None or expected is None or held.size != expected.size:
+        note = "no such weight to compare with" if expected is None else "shape or data missing"
+        return WeightResult(name, "unmatched", None, None, None, note)
+    r, c, drift = compare_values(expected.reshape(-1), held.reshape(-1))
+    status, cause, why = judge_values(expected, held, others)
+    return WeightResult(name, status, r, c, drift.max_abs, why, cause)
 
 
-class _FileWeights:
-    """One-dimensional float weights of a GGUF file, read without torch."""
+@np.errstate(over="ignore", invalid="ignore")  # too large for float16; a signalling NaN that is cast
+def judge_values(
+    expected: np.ndarray, held: np.ndarray, others: Readings = lambda held: iter(()), close: float = CLOSE
+) -> tuple[Held, str | None, str | None]:
+    """Whether `held` are the expected values, or these rounded to a storage type; the cause's name and words else."""
+    flat, held = expected.reshape(-1), held.reshape(-1)
+    if np.array_equal(flat, held):
+        return "identical", None, None
+    rounding = rounded_to(flat, held)
+    if rounding:
+        return "rounded", None, f"the right values in {rounding}"
+    if residual(flat, held) < _DEQUANTISED and np.allclose(flat, held, rtol=1e-5, atol=0):
+        return "rounded", None, "the right values to the accuracy of float32"
+    return "wrong", *explain(expected, held, close, others)
 
-    def __init__(self, model: Path | None) -> None:
-        self._file = None
-        if model:
-            from tracediff.model.gguf_file import GGUFFile
 
-            self._file = GGUFFile(model)
-
-    def get(self, name: str) -> np.ndarray | None:
-        """The values, None where the file has no such tensor or it is no plain float."""
-        info = self._file.tensors.get(name) if self._file else None
-        dtype = {"F32": np.float32, "F16": np.float16}.get(info.type.name) if info else None
-        if not self._file or not info or not dtype:
+def rounded_to(flat: np.ndarray, held: np.ndarray) -> str | None:
+    """The storage type that makes `held` of `flat`, if any does."""
+    left = dict(_ROUNDINGS)
+    for cut in chunks(flat.size):
+        with np.errstate(over="ignore", invalid="ignore"):
+            left = {name: f for name, f in left.items() if np.array_equal(f(flat[cut]), held[cut].astype(np.float64))}
+        if not left:
             return None
-        return np.frombuffer(self._file.raw(info), dtype)
+    return next(iter(left))
+
+
+# --- what a file tells of other ways to read a tensor --------------------------------------------------------------
+
+
+def readings(source: "Tensors", name: str, file: "GGUFFile") -> Readings:
+    """Other tensors that may have been taken for `name`, its rows permuted, its blocks misread."""
+
+    def all_of(held: np.ndarray) -> Iterator[Reading]:
+        yield from _other_tensors(source, name, held)
+        yield from _permutations(source.get(name), name, file)
+        if name in file.tensors:
+            yield from _misread_blocks(name, file)
+
+    return all_of
+
+
+def _other_tensors(source: "Tensors", name: str, held: np.ndarray) -> Iterator[Reading]:
+    """Those of the same shape whose beginning is not another one's."""
+    shape, local = source.shape(name), split(name)[1]
+    for other in source.names():
+        if other == name or source.shape(other) != shape or residual(source.head(other), held) > 0.5:
+            continue
+        same = split(other)[1] == local
+        yield Reading("wrong_layer" if same else "wrong_tensor", f"it holds {other}", source.get(other))
+
+
+def _permutations(values: np.ndarray, name: str, file: "GGUFFile") -> Iterator[Reading]:
+    from tracediff.model.checkpoint import head_counts, permuted
+
+    heads = head_counts(file).get(name)
+    if heads and values.shape[0] % (2 * heads) == 0:
+        what = "Q/K rows are permuted"
+        yield Reading("rope_permuted", f"{what} from halves to neighbours", permuted(values, heads))
+        yield Reading("rope_permuted", f"{what} from neighbours to halves", permuted(values, heads, inverse=True))
+
+
+def _misread_blocks(name: str, file: "GGUFFile") -> Iterator[Reading]:
+    """The mistakes of dequantisation that the bank of faults knows for this type."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    from tracediff.diagnose.dequant import BLOCK_MISTAKES
+
+    info = file.tensors[name]
+    blocks = np.frombuffer(file.raw(info), np.uint8).reshape(-1, GGML_QUANT_SIZES[info.type][1])
+    for mistake in BLOCK_MISTAKES:
+        if mistake.type == info.type.name and mistake.name != "bf16_as_f16":  # which needs no blocks
+            yield Reading(mistake.name, mistake.text, mistake.dequantise(blocks))

@@ -79,6 +79,21 @@ static void extremes(tracediff *t, int step)
     tracediff_op(t, step, "extremes.empty", TRACEDIFF_F32, empty, 2, nothing_but_nan);
 }
 
+/* Of three tokens the first and the last; and values that lie in columns, two apart. */
+static void layouts(tracediff *t, int step)
+{
+    static const int32_t rows[] = {0, 2};
+    static const int64_t shape[] = {2, 3}, of_columns[] = {3, 2}, strides[] = {1, 5};
+    const float x[] = {1, -2, 3, NAN, NAN, 0.5f, 0.25f, -0.125f};
+
+    t->record = TRACEDIFF_DATA | TRACEDIFF_STATISTICS;
+    t->rows = rows;
+    t->n_rows = 2;
+    tracediff_op(t, step, "layouts.rows", TRACEDIFF_F32, shape, 2, x);
+    t->strides = strides;
+    tracediff_op(t, step, "layouts.strides", TRACEDIFF_F32, of_columns, 2, x);
+}
+
 int main(int argc, char **argv)
 {
     const int32_t prompt[] = {3, 1, 4}, prompt_positions[] = {0, 1, 2}, next[] = {1}, next_position[] = {3};
@@ -87,9 +102,10 @@ int main(int argc, char **argv)
 
     if (argc < 2) return fprintf(stderr, "usage: %s OUT.trace [ENGINE]\n", argv[0]), 2;
     make_weights();
-    tracediff_open(&t, argv[1], argc > 2 ? argv[2] : "example", "llama", NULL);
+    tracediff_open_as(&t, argv[1], argc > 2 ? argv[2] : "example", "llama", NULL, "F32");
     tracediff_weight(&t, "output_norm.weight", TRACEDIFF_F32, norm_shape, 1, norm_weight);
     forward(&t, 0, prompt, prompt_positions, 3);
+    layouts(&t, 0);
     t.record = TRACEDIFF_STATISTICS;
     forward(&t, 1, next, next_position, 1);
     extremes(&t, 1);

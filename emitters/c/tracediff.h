@@ -34,6 +34,12 @@ enum { TRACEDIFF_DATA = 1, TRACEDIFF_STATISTICS = 2 };
 
 typedef struct {
     int record; /* TRACEDIFF_DATA after tracediff_open; set it at any time */
+    /* Of the next record alone, which resets them: indices of the step's tokens that an op holds, where it does not
+     * hold all (the last of n is {n - 1}); for each axis how many elements further its next value is, where `data`
+     * is transposed or padded. */
+    const int32_t *rows;
+    int n_rows;
+    const int64_t *strides;
     FILE *text, *data;
     uint64_t lines, offset;
     int64_t step;
@@ -43,6 +49,10 @@ typedef struct {
 /* Opens NAME.trace and, beside it, NAME.bin. `arch` and `model` may be NULL. */
 int tracediff_open(tracediff *t, const char *path, const char *engine, const char *arch, const char *model);
 
+/* The same, with the ggml type of the matmul weights, the coarsest of a mix: "Q4_K". It may be NULL. */
+int tracediff_open_as(tracediff *t, const char *path, const char *engine, const char *arch, const char *model,
+                      const char *weights);
+
 /* A weight as the engine holds it in memory, by its name in the GGUF file: "output_norm.weight". */
 int tracediff_weight(tracediff *t, const char *name, tracediff_dtype dtype, const int64_t *shape, int ndim,
                      const void *data);
@@ -50,7 +60,7 @@ int tracediff_weight(tracediff *t, const char *name, tracediff_dtype dtype, cons
 /* Begins a forward pass: 0 is the prefill, then one step for each token decoded. */
 int tracediff_step(tracediff *t, int step, const int32_t *tokens, const int32_t *positions, int n);
 
-/* The output of one op of the step: `shape` outermost first, `data` without gaps. */
+/* The output of one op of the step: `shape` outermost first, `data` without gaps unless `strides` are set. */
 int tracediff_op(tracediff *t, int step, const char *name, tracediff_dtype dtype, const int64_t *shape, int ndim,
                  const void *data);
 
@@ -152,6 +162,14 @@ static void tracediff__integers(tracediff *t, const char *key, const int32_t *va
     fputc(']', t->text);
 }
 
+static void tracediff__sizes_of_axes(tracediff *t, const char *key, const int64_t *values, int n)
+{
+    int i;
+    fprintf(t->text, ",\"%s\":[", key);
+    for (i = 0; i < n; i++) fprintf(t->text, "%s%lld", i ? "," : "", (long long)values[i]);
+    fputc(']', t->text);
+}
+
 /* Ends a line. Data goes out before the line that announces it: a crash leaves no promise without its bytes. */
 static int tracediff__line(tracediff *t)
 {
@@ -174,6 +192,18 @@ static double tracediff__from_f16(uint16_t bits)
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;
     if (exponent == 0) return ldexp(sign ? -(double)fraction : (double)fraction, -24);
     return tracediff__from_f32(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
+}
+
+/* Where the i-th value lies in data with these strides, in elements. */
+static uint64_t tracediff__place(uint64_t i, const int64_t *shape, int ndim, const int64_t *strides)
+{
+    uint64_t place = 0;
+    if (!strides) return i;
+    while (ndim--) {
+        place += i % (uint64_t)shape[ndim] * (uint64_t)strides[ndim];
+        i /= (uint64_t)shape[ndim];
+    }
+    return place;
 }
 
 static double tracediff__value(const void *data, tracediff_dtype dtype, uint64_t i)
@@ -202,13 +232,14 @@ static int tracediff__is_finite(double x)
 }
 
 /* Over the finite values. Large float64 values are scaled, or their squares would overflow. */
-static tracediff__statistics tracediff__measure(const void *data, tracediff_dtype dtype, uint64_t n)
+static tracediff__statistics tracediff__measure(const void *data, tracediff_dtype dtype, uint64_t n,
+                                                const int64_t *shape, int ndim, const int64_t *strides)
 {
     tracediff__statistics s = {0, 0, 0, 0, 0, 0, 0};
     double scale, sum = 0, squares = 0;
     uint64_t i;
     for (i = 0; i < n; i++) {
-        double x = tracediff__value(data, dtype, i);
+        double x = tracediff__value(data, dtype, tracediff__place(i, shape, ndim, strides));
         if (tracediff__is_nan(x)) s.nan++;
         else if (!tracediff__is_finite(x)) s.inf++;
         else {
@@ -220,7 +251,7 @@ static tracediff__statistics tracediff__measure(const void *data, tracediff_dtyp
     if (s.finite == 0) return s;
     scale = fmax(fabs(s.min), fabs(s.max)) < 1e150 ? 1 : ldexp(1, 600);
     for (i = 0; i < n; i++) {
-        double x = tracediff__value(data, dtype, i);
+        double x = tracediff__value(data, dtype, tracediff__place(i, shape, ndim, strides));
         if (!tracediff__is_finite(x)) continue;
         x /= scale;
         sum += x;
@@ -255,17 +286,24 @@ static int tracediff__write_data(tracediff *t, tracediff_dtype dtype, uint64_t n
 /* The rest of a weight or op record, from its shape on. */
 static int tracediff__values(tracediff *t, tracediff_dtype dtype, const int64_t *shape, int ndim, const void *data)
 {
-    uint64_t n = 1;
+    const int64_t *strides = t->strides;
+    const int holds_data = t->record & TRACEDIFF_DATA;
+    uint64_t n = 1, extent = 1;
     int i;
-    fputs(",\"shape\":[", t->text);
     for (i = 0; i < ndim; i++) {
-        fprintf(t->text, "%s%lld", i ? "," : "", (long long)shape[i]);
         n *= (uint64_t)shape[i];
+        if (strides) extent += (uint64_t)(shape[i] - 1) * (uint64_t)strides[i];
     }
-    fputc(']', t->text);
+    if (!strides || n == 0) extent = n;
+    tracediff__sizes_of_axes(t, "shape", shape, ndim);
+    if (t->rows) tracediff__integers(t, "rows", t->rows, t->n_rows);
+    if (strides && (holds_data || n == 0)) tracediff__sizes_of_axes(t, "strides", strides, ndim);
+    t->rows = NULL;
+    t->strides = NULL;
     /* Of no values there are no statistics: such a record holds data, of no bytes. */
-    if ((t->record & TRACEDIFF_DATA || n == 0) && tracediff__write_data(t, dtype, n, data) != 0) return -1;
-    if (t->record & TRACEDIFF_STATISTICS) tracediff__write_statistics(t, tracediff__measure(data, dtype, n));
+    if ((holds_data || n == 0) && tracediff__write_data(t, dtype, extent, data) != 0) return -1;
+    if (t->record & TRACEDIFF_STATISTICS)
+        tracediff__write_statistics(t, tracediff__measure(data, dtype, n, shape, ndim, strides));
     return tracediff__line(t);
 }
 
@@ -278,7 +316,8 @@ static int tracediff__check_values(tracediff *t, const char *name, tracediff_dty
     if (!(t->record & (TRACEDIFF_DATA | TRACEDIFF_STATISTICS)))
         return tracediff__fail(t, "%s: record neither data nor statistics", name);
     for (i = 0; i < ndim; i++)
-        if (shape[i] < 0) return tracediff__fail(t, "%s: negative size %lld", name, (long long)shape[i]);
+        if (shape[i] < 0 || (t->strides && t->strides[i] < 0))
+            return tracediff__fail(t, "%s: negative size %lld", name, (long long)(shape[i] < 0 ? shape : t->strides)[i]);
     return 0;
 }
 
@@ -303,17 +342,25 @@ static const char *tracediff__base_name(const char *path)
     return base;
 }
 
-static int tracediff__header(tracediff *t, const char *engine, const char *arch, const char *model, const char *data)
+static int tracediff__header(tracediff *t, const char *engine, const char *arch, const char *model, const char *data,
+                             const char *weights)
 {
     fputs("{\"type\":\"trace\",\"version\":1", t->text);
     tracediff__field(t, "engine", engine);
     if (arch) tracediff__field(t, "arch", arch);
     if (model) tracediff__field(t, "model", model);
     tracediff__field(t, "data", data);
+    if (weights) tracediff__field(t, "weights", weights);
     return tracediff__line(t);
 }
 
 int tracediff_open(tracediff *t, const char *path, const char *engine, const char *arch, const char *model)
+{
+    return tracediff_open_as(t, path, engine, arch, model, NULL);
+}
+
+int tracediff_open_as(tracediff *t, const char *path, const char *engine, const char *arch, const char *model,
+                      const char *weights)
 {
     static const char suffix[] = ".trace";
     const uint16_t one = 1;
@@ -332,7 +379,7 @@ int tracediff_open(tracediff *t, const char *path, const char *engine, const cha
     memcpy(data_path, path, stem);
     strcpy(data_path + stem, ".bin");
     result = tracediff__open_files(t, path, data_path);
-    if (result == 0) result = tracediff__header(t, engine, arch, model, tracediff__base_name(data_path));
+    if (result == 0) result = tracediff__header(t, engine, arch, model, tracediff__base_name(data_path), weights);
     free(data_path);
     return result;
 }

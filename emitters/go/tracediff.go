@@ -36,6 +36,8 @@ const (
 // Trace is a trace being written. After an error it reads as cut off at that place.
 type Trace struct {
 	Record     Record // Data at first; Statistics or Data | Statistics at any time
+	Rows       []int  // of the next op alone: indices of the step's tokens that it holds, if not all
+	Strides    []int  // of the next record alone, if transposed or padded: elements to each axis's next value
 	text, data *os.File
 	buffer     *bufio.Writer // of data
 	lines      int
@@ -51,22 +53,25 @@ type header struct {
 	Arch    string `json:"arch,omitempty"`
 	Model   string `json:"model,omitempty"`
 	Data    string `json:"data"`
+	Weights string `json:"weights,omitempty"`
 }
 
 type values struct {
-	Type   string   `json:"type"`
-	Weight string   `json:"weight,omitempty"`
-	Step   *int     `json:"step,omitempty"`
-	Op     string   `json:"op,omitempty"`
-	Shape  []int    `json:"shape"`
-	DType  string   `json:"dtype,omitempty"`
-	Offset *int64   `json:"offset,omitempty"`
-	Min    *float64 `json:"min,omitempty"`
-	Max    *float64 `json:"max,omitempty"`
-	Mean   *float64 `json:"mean,omitempty"`
-	RMS    *float64 `json:"rms,omitempty"`
-	NaN    int      `json:"nan,omitempty"`
-	Inf    int      `json:"inf,omitempty"`
+	Type    string   `json:"type"`
+	Weight  string   `json:"weight,omitempty"`
+	Step    *int     `json:"step,omitempty"`
+	Op      string   `json:"op,omitempty"`
+	Shape   []int    `json:"shape"`
+	Rows    []int    `json:"rows,omitempty"`
+	Strides []int    `json:"strides,omitempty"`
+	DType   string   `json:"dtype,omitempty"`
+	Offset  *int64   `json:"offset,omitempty"`
+	Min     *float64 `json:"min,omitempty"`
+	Max     *float64 `json:"max,omitempty"`
+	Mean    *float64 `json:"mean,omitempty"`
+	RMS     *float64 `json:"rms,omitempty"`
+	NaN     int      `json:"nan,omitempty"`
+	Inf     int      `json:"inf,omitempty"`
 }
 
 type step struct {
@@ -83,6 +88,11 @@ type end struct {
 
 // Create opens NAME.trace and, beside it, NAME.bin. The arch and model may be "".
 func Create(path, engine, arch, model string) (*Trace, error) {
+	return CreateAs(path, engine, arch, model, "")
+}
+
+// CreateAs is Create with the ggml type of the matmul weights, the coarsest of a mix: "Q4_K".
+func CreateAs(path, engine, arch, model, weights string) (*Trace, error) {
 	stem := strings.TrimSuffix(path, ".trace")
 	if stem == path {
 		return nil, fmt.Errorf("%s: name it NAME.trace; its data becomes NAME.bin", path)
@@ -96,7 +106,7 @@ func Create(path, engine, arch, model string) (*Trace, error) {
 		return nil, t.err
 	}
 	t.buffer = bufio.NewWriterSize(t.data, 1<<16)
-	if t.line(header{"trace", 1, engine, arch, model, filepath.Base(stem + ".bin")}) != nil {
+	if t.line(header{"trace", 1, engine, arch, model, filepath.Base(stem + ".bin"), weights}) != nil {
 		return nil, t.Close()
 	}
 	return t, nil
@@ -135,10 +145,13 @@ func (t *Trace) Close() error {
 func (t *Trace) values(record values, name string, data any) error {
 	dtype, n, bits, at := inspect(data)
 	record.Shape = append([]int{}, record.Shape...) // a nil slice would become null
+	record.Rows, record.Strides = t.Rows, t.Strides
+	t.Rows, t.Strides = nil, nil
 	if dtype == "" {
 		return t.fail(fmt.Errorf("%s: cannot record a %T", name, data))
 	}
-	if n != product(record.Shape) {
+	place, extent := layout(record.Shape, record.Strides)
+	if n != extent {
 		return t.fail(fmt.Errorf("%s: %d values for shape %v", name, n, record.Shape))
 	}
 	if t.err != nil {
@@ -151,8 +164,11 @@ func (t *Trace) values(record values, name string, data any) error {
 		t.offset += int64(binary.Size(bits))
 		t.fail(binary.Write(t.buffer, binary.LittleEndian, bits))
 	}
+	if record.Offset == nil {
+		record.Strides = nil
+	}
 	if t.Record&Statistics != 0 {
-		measure(&record, n, at)
+		measure(&record, product(record.Shape), func(i int) float64 { return at(place(i)) })
 	}
 	return t.line(record)
 }
@@ -240,6 +256,28 @@ func fromF16(bits uint16) float64 {
 		magnitude = math.Inf(1)
 	}
 	return math.Copysign(magnitude, 0.5-float64(bits>>15))
+}
+
+// layout returns where the i-th value of a shape lies, and how many elements they take up, gaps included; -1 if the
+// strides are not one for each axis.
+func layout(shape, strides []int) (place func(int) int, extent int) {
+	if strides == nil || product(shape) == 0 {
+		return func(i int) int { return i }, product(shape)
+	}
+	if len(strides) != len(shape) {
+		return nil, -1
+	}
+	extent = 1
+	for axis, n := range shape {
+		extent += (n - 1) * strides[axis]
+	}
+	return func(i int) (at int) {
+		for axis := len(shape) - 1; axis >= 0; axis-- {
+			at += i % shape[axis] * strides[axis]
+			i /= shape[axis]
+		}
+		return at
+	}, extent
 }
 
 func product(shape []int) int {

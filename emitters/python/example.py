@@ -49,14 +49,23 @@ def extremes(trace: Trace, step: int) -> None:
     trace.op(step, "extremes.empty", np.empty((0, 3), np.float32))
 
 
+def layouts(trace: Trace, step: int) -> None:
+    """Of three tokens the first and the last; and values that lie in columns, two apart."""
+    x = np.array([1, -2, 3, np.nan, np.nan, 0.5, 0.25, -0.125], np.float32)
+    trace.record = "both"
+    trace.op(step, "layouts.rows", x[:6].reshape(2, 3), rows=[0, 2])
+    trace.op(step, "layouts.strides", np.stack((x[:3], x[5:]), 1))
+
+
 def main() -> None:
     """Write the trace that the first argument names; the second names the engine."""
     if len(sys.argv) < 2:
         sys.exit(f"usage: {sys.argv[0]} OUT.trace [ENGINE]")
     try:
-        with Trace(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "example", "llama") as trace:
+        with Trace(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "example", "llama", weights="F32") as trace:
             trace.weight("output_norm.weight", NORM_WEIGHT)
             forward(trace, 0, [3, 1, 4], [0, 1, 2])
+            layouts(trace, 0)
             trace.record = "statistics"
             forward(trace, 1, [1], [3])
             extremes(trace, 1)

@@ -23,9 +23,17 @@ class Trace:
     """A trace being written; leaving the `with` block without an exception completes it.
 
     `record` says what records hold of values, and may change at any time. After an OSError every call raises.
+    `weights` is the ggml type of the matmul weights, the coarsest of a mix: "Q4_K".
     """
 
-    def __init__(self, path: str | Path, engine: str, arch: str | None = None, model: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        engine: str,
+        arch: str | None = None,
+        model: str | None = None,
+        weights: str | None = None,
+    ) -> None:
         path = Path(path)
         if path.suffix != ".trace":
             raise ValueError(f"{path}: name it NAME.trace; its data becomes NAME.bin")
@@ -36,7 +44,7 @@ class Trace:
         # Unbuffered: what was written before a crash can be read.
         self._text = path.open("wb", buffering=0)
         self._data = path.with_suffix(".bin").open("wb", buffering=0)
-        names = {"arch": arch, "model": model}
+        names = {"arch": arch, "model": model, "weights": weights}
         known = {key: value for key, value in names.items() if value is not None}
         self._line(type="trace", version=1, engine=engine, **known, data=path.with_suffix(".bin").name)
 
@@ -64,11 +72,17 @@ class Trace:
         self._step = step
         self._line(type="step", step=step, tokens=list(map(int, tokens)), positions=list(map(int, positions)))
 
-    def op(self, step: int, name: str, values: np.ndarray, dtype: str | None = None) -> None:
-        """The output of one op of the step. `dtype` is "bf16" for the bits of bfloat16, a uint16 array."""
+    def op(
+        self, step: int, name: str, values: np.ndarray, dtype: str | None = None, rows: Sequence[int] | None = None
+    ) -> None:
+        """The output of one op of the step, for all of its tokens or for those at the indices `rows`.
+
+        `dtype` is "bf16" for the bits of bfloat16, a uint16 array. Arrays of any strides are written in C order.
+        """
         if step != self._step:
             raise ValueError(f"{name} of step {step}, but the step begun last is {self._step}")
-        self._values({"type": "op", "step": step, "op": name}, name, values, dtype)
+        some = {} if rows is None else {"rows": list(map(int, rows))}
+        self._values({"type": "op", "step": step, "op": name, **some}, name, values, dtype)
 
     def _values(self, record: dict[str, Any], name: str, values: np.ndarray, dtype: str | None) -> None:
         dtype = dtype or f"f{8 * values.itemsize}"

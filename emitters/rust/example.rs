@@ -75,15 +75,26 @@ fn extremes(trace: &mut Trace, step: u32) -> std::io::Result<()> {
     trace.op(step, "extremes.empty", &[0, 3], Values::F32(&[]))
 }
 
+/// Of three tokens the first and the last; and values that lie in columns, two apart.
+fn layouts(trace: &mut Trace, step: u32) -> std::io::Result<()> {
+    let x = [1.0, -2.0, 3.0, f32::NAN, f32::NAN, 0.5, 0.25, -0.125];
+    trace.record = Record::Both;
+    trace.rows = Some(vec![0, 2]);
+    trace.op(step, "layouts.rows", &[2, 3], Values::F32(&x[..6]))?;
+    trace.strides = Some(vec![1, 5]);
+    trace.op(step, "layouts.strides", &[3, 2], Values::F32(&x))
+}
+
 fn run(path: &str, engine: &str) -> std::io::Result<()> {
     let model = Model::new();
-    let mut trace = Trace::create(path, engine, Some("llama"), None)?;
+    let mut trace = Trace::create_as(path, engine, Some("llama"), None, Some("F32"))?;
     trace.weight(
         "output_norm.weight",
         &[EMBD],
         Values::F32(&model.norm_weight),
     )?;
     model.forward(&mut trace, 0, &[3, 1, 4], &[0, 1, 2])?;
+    layouts(&mut trace, 0)?;
     trace.record = Record::Statistics;
     model.forward(&mut trace, 1, &[1], &[3])?;
     extremes(&mut trace, 1)?;

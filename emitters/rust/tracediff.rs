@@ -7,6 +7,8 @@
 //! trace.close()?;
 //! ```
 
+#![allow(dead_code)] // an engine calls what it needs
+
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{BufWriter, Error, ErrorKind, Result, Write};
@@ -33,6 +35,11 @@ pub enum Record {
 pub struct Trace {
     /// Data at first; set it at any time.
     pub record: Record,
+    /// Of the next op alone: indices of the step's tokens that it holds, where it does not hold all.
+    pub rows: Option<Vec<usize>>,
+    /// Of the next record alone, where its values are transposed or padded: for each axis how many elements further
+    /// its next value is.
+    pub strides: Option<Vec<usize>>,
     text: BufWriter<File>,
     data: BufWriter<File>,
     lines: u64,
@@ -49,6 +56,17 @@ impl Trace {
         arch: Option<&str>,
         model: Option<&str>,
     ) -> Result<Trace> {
+        Trace::create_as(path, engine, arch, model, None)
+    }
+
+    /// The same, with the ggml type of the matmul weights, the coarsest of a mix: "Q4_K".
+    pub fn create_as(
+        path: impl AsRef<Path>,
+        engine: &str,
+        arch: Option<&str>,
+        model: Option<&str>,
+        weights: Option<&str>,
+    ) -> Result<Trace> {
         let path = path.as_ref();
         if path.extension() != Some("trace".as_ref()) {
             return Err(misuse(format!(
@@ -62,6 +80,8 @@ impl Trace {
             data_name.ok_or_else(|| misuse(format!("{}: not a UTF-8 name", path.display())))?;
         let mut trace = Trace {
             record: Record::Data,
+            rows: None,
+            strides: None,
             text: open(path)?,
             data: open(&data_path)?,
             lines: 0,
@@ -73,7 +93,12 @@ impl Trace {
             r#"{{"type":"trace","version":1,"engine":{}"#,
             quoted(engine)
         );
-        for (key, value) in [("arch", arch), ("model", model), ("data", Some(data_name))] {
+        for (key, value) in [
+            ("arch", arch),
+            ("model", model),
+            ("data", Some(data_name)),
+            ("weights", weights),
+        ] {
             if let Some(value) = value {
                 let _ = write!(line, r#","{key}":{}"#, quoted(value));
             }
@@ -135,15 +160,33 @@ impl Trace {
         shape: &[usize],
         values: Values,
     ) -> Result<()> {
-        if shape.iter().product::<usize>() != values.len() {
+        let (rows, strides) = (self.rows.take(), self.strides.take());
+        let strides = strides.unwrap_or_else(|| contiguous(shape));
+        let extent = match shape.iter().product::<usize>() {
+            0 => 0,
+            _ => {
+                1 + shape
+                    .iter()
+                    .zip(&strides)
+                    .map(|(n, s)| (n - 1) * s)
+                    .sum::<usize>()
+            }
+        };
+        if extent != values.len() || strides.len() != shape.len() {
             return self.fail(misuse(format!(
                 "{name}: {} values for shape {shape:?}",
                 values.len()
             )));
         }
         let _ = write!(line, r#","shape":{shape:?}"#);
+        if let Some(rows) = rows {
+            let _ = write!(line, r#","rows":{rows:?}"#);
+        }
         // Of no values there are no statistics: such a record holds data, of no bytes.
         if self.record != Record::Statistics || values.len() == 0 {
+            if strides != contiguous(shape) {
+                let _ = write!(line, r#","strides":{strides:?}"#);
+            }
             let bytes = values.bytes();
             let _ = write!(
                 line,
@@ -157,7 +200,7 @@ impl Trace {
             }
         }
         if self.record != Record::Data {
-            line += &statistics(values);
+            line += &statistics(values, shape, &strides);
         }
         self.line(line)
     }
@@ -222,8 +265,12 @@ impl Values<'_> {
 }
 
 /// Over the finite values, with counts of the others. Large f64 values are scaled, or their squares would overflow.
-fn statistics(values: Values) -> String {
-    let all = || (0..values.len()).map(|i| values.get(i));
+fn statistics(values: Values, shape: &[usize], strides: &[usize]) -> String {
+    let place = |mut i: usize| {
+        let axes = shape.iter().zip(strides).rev();
+        axes.fold(0, |at, (n, s)| (at + i % n * s, i /= n).0)
+    };
+    let all = || (0..shape.iter().product()).map(|i| values.get(place(i)));
     let finite = || all().filter(|x| x.is_finite());
     let (min, max) = finite().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), x| {
         (a.min(x), b.max(x))
@@ -248,6 +295,13 @@ fn statistics(values: Values) -> String {
         }
     }
     text
+}
+
+/// Strides of values without gaps, in C order.
+fn contiguous(shape: &[usize]) -> Vec<usize> {
+    (1..=shape.len())
+        .map(|axis| shape[axis..].iter().product())
+        .collect()
 }
 
 fn from_f16(bits: u16) -> f64 {

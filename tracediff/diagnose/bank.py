@@ -302,7 +302,7 @@ def _eps(op: Op, context: Context) -> Variants:
         yield op.with_attrs(eps=right * 10), f"eps is {right * 10:g} instead of {right:g}"
         return
     for eps in (
-        *(e for e in (1e-5, 1e-6, 1e-12, 1e-8, 0.0) if not math.isclose(e, right)),
+        *(e for e in (1e-5, 1e-6, 1e-12, 1e-8, 0.0, 1e-4, 1e-3, 1e-7) if not math.isclose(e, right)),
         _fitted_eps(op, context),
     ):
         if eps is not None:

@@ -17,8 +17,11 @@ from tracediff.result import Cause, Local, OpResult
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
-# A hypothesis that leaves so little of the error needs no rival.
-_BEYOND_DOUBT = 1e-4
+# A hypothesis that leaves so little of the error needs no rival. (Two kinds of GELU leave 1e-5 of each other.)
+_BEYOND_DOUBT = 1e-8
+_A_LAYER = 24  # ops: in longer segments the pairs are too many
+# One that leaves less than this share may be one of two; with the best so many of those every other is tried.
+_PARTLY, _FIRST_OF_PAIR = 1.0, 6
 _KEEP = 256 << 20  # bytes of weights that stay dequantised: all of a small model, some layers of a real one
 
 
@@ -40,51 +43,116 @@ def replay_and_explain(trace: Trace, model: Path, arithmetic: str | None, progre
     return Judged(locals_, Explainer(replay).explain)
 
 
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """Mistakes tried on a record: the ops as they would be, and what replay leaves under them."""
+
+    mistakes: tuple[str, ...]
+    ops: tuple[Op, ...]
+    text: str
+    local: Local
+
+
 class Explainer:
-    """Tries mistakes on faulty ops; what explained one op is tried first on its kin in other layers and steps."""
+    """Tries mistakes on faulty ops, then pairs of them; what explained one op is tried first on the same op in other
+    steps, then on its kin in other layers.
+    """
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
-        self._worked: dict[str, str] = {}
+        self._worked: dict[str, tuple[str, ...]] = {}
+        self._sound: set[tuple[int, str]] = set()  # records that are as they should be
+        self._paired: set[str] = set()  # local names of ops on which pairs were tried
 
     def explain(self, ops: list[OpResult]) -> list[OpResult]:
         """The ops, those that are faulty with their cause or the shape of their error."""
-        return [self._explain(op) if op.status == "faulty" and op.local else op for op in ops]
+        self._sound = {(op.step, op.op) for op in ops if op.local and op.status != "faulty"}
+        return [self._explain(op, op.local) if op.status == "faulty" and op.local else op for op in ops]
 
-    def _explain(self, result: OpResult) -> OpResult:
-        assert result.local
+    def _explain(self, result: OpResult, error: Local) -> OpResult:
         record = self._replay.trace.ops[result.step, result.op]
         local_name = split(result.op)[1]
-        causes = []
-        for mistake in self._ordered(local_name, result.local.segment):
-            for ops, text in self._hypotheses(mistake, record, result.local):
-                local = self._replay.under(record, ops, result.local)
-                if not local.faulty:
-                    causes.append(Cause(mistake.name, local.nmse, text))
-                    if local.nmse <= _BEYOND_DOUBT * result.local.nmse:
+        known = [names for name in (result.op, local_name) for names in [self._worked.get(name)] if names]
+        best = self._known_pair(record, error, known) or self._single_or_pair(record, error, known)
+        if best is None:
+            recorded, exact, _ = self._replay.made(record)
+            return replace(result, shape=describe(recorded, exact))
+        self._worked[result.op] = self._worked[local_name] = best.mistakes
+        under = best.local
+        return replace(
+            result, cause=Cause(" + ".join(best.mistakes), under.nmse, best.text, under.floor, under.arithmetic)
+        )
+
+    def _known_pair(self, record: OpRecord, error: Local, known: list[tuple[str, ...]]) -> Hypothesis | None:
+        """What two mistakes explained an op of this name, where they explain this one too."""
+        for first, second in (names for names in known if len(names) == 2):
+            for given in self._tried(BANK[first], record, error):
+                for both in self._tried(BANK[second], record, error, given):
+                    if self._explains(both, record):
+                        return both
+        return None
+
+    def _single_or_pair(self, record: OpRecord, error: Local, known: list[tuple[str, ...]]) -> Hypothesis | None:
+        found: list[Hypothesis] = []
+        partly: list[Hypothesis] = []
+        names = [names[0] for names in known]
+        for mistake in self._ordered(names, error.segment):
+            for tried in self._tried(mistake, record, error):
+                if self._explains(tried, record):
+                    found.append(tried)
+                    if tried.local.nmse <= _BEYOND_DOUBT * error.nmse:
                         break
-            if causes and causes[-1].nmse <= _BEYOND_DOUBT * result.local.nmse:
+                elif tried.local.nmse < _PARTLY * error.nmse:
+                    partly.append(tried)
+            # What explained its kin and explains it too needs no rival: one row may suit several.
+            if found and (mistake.name in names or found[-1].local.nmse <= _BEYOND_DOUBT * error.nmse):
                 break
-        if causes:
-            best = min(causes, key=lambda cause: cause.nmse)
-            self._worked[local_name] = best.name
-            return replace(result, cause=best)
-        recorded, exact, _ = self._replay.made(record)
-        return replace(result, shape=describe(recorded, exact))
+        if found:
+            return min(found, key=lambda hypothesis: hypothesis.local.nmse)
+        return self._pair(record, error, sorted(partly, key=lambda hypothesis: hypothesis.local.nmse))
 
-    def _ordered(self, local_name: str, segment: tuple[str, ...]) -> Iterator[Mistake]:
-        """Mistakes that apply to some op of the segment, the one that worked last time first."""
+    def _pair(self, record: OpRecord, error: Local, partly: list[Hypothesis]) -> Hypothesis | None:
+        """Two mistakes that together explain what one of them explains in part. Once for all ops of a name."""
+        local_name = split(record.op)[1]
+        if local_name in self._paired or len(error.segment) > _A_LAYER:
+            return None
+        self._paired.add(local_name)
+        for given in partly[:_FIRST_OF_PAIR]:
+            for mistake in self._ordered([], error.segment):
+                if mistake.name in given.mistakes:
+                    continue
+                for both in self._tried(mistake, record, error, given):
+                    if self._explains(both, record):
+                        return both
+        return None
+
+    def _explains(self, tried: Hypothesis, record: OpRecord) -> bool:
+        return not tried.local.faulty and not self._contradicted(record, tried.ops)
+
+    def _contradicted(self, record: OpRecord, ops: tuple[Op, ...]) -> bool:
+        """Whether the mistake would show in another step of the op, which is as it should be.
+
+        To one row any factor looks like a wrong eps; in the prompt's rows that eps would show as well.
+        """
+        others = [step for step in self._replay.trace.steps if (step, record.op) in self._sound]
+        records = (self._replay.trace.ops[step, record.op] for step in others)
+        return any(self._replay.under(other, ops).faulty for other in records)
+
+    def _ordered(self, known: list[str], segment: tuple[str, ...]) -> list[Mistake]:
+        """Mistakes that apply to some op of the segment, those that worked before first."""
         names = {split(name)[1] for name in segment}
-        first = self._worked.get(local_name)
         applicable = [m for m in BANK.values() if names & set(m.ops)]
-        yield from sorted(applicable, key=lambda mistake: mistake.name != first)
+        return sorted(applicable, key=lambda m: known.index(m.name) if m.name in known else len(known))
 
-    def _hypotheses(self, mistake: Mistake, record: OpRecord, local: Local) -> Iterator[tuple[list[Op], str]]:
-        """Changed ops and what they mean; in a segment, the same change in every layer of it."""
-        graph, file = self._replay.graph, self._replay.weights.file
-        targets = [graph[name] for name in local.segment if split(name)[1] in mistake.ops]
+    def _tried(
+        self, mistake: Mistake, record: OpRecord, error: Local, given: Hypothesis | None = None
+    ) -> Iterator[Hypothesis]:
+        """The mistake in all its variants, on top of what is `given`; in a segment, alike in every layer of it."""
+        before = given.ops if given else ()
+        graph, file = self._replay.graph.changed(*before), self._replay.weights.file
+        targets = [graph[name] for name in error.segment if split(name)[1] in mistake.ops]
         seen = None
-        if len(local.segment) == 1:
+        if len(error.segment) == 1:
             recorded, _, inputs = self._replay.made(record)
             seen = Seen(inputs, recorded)
         names = list(dict.fromkeys(split(op.name)[1] for op in targets))
@@ -95,4 +163,11 @@ class Explainer:
             for changed in zip(*filter(None, variants), strict=False):
                 ops = [op for op, _ in changed]
                 where = ", ".join(dict.fromkeys(split(op.name)[1] for op in ops))
-                yield ops, (f"{where}: " if len(local.segment) > 1 else "") + changed[0][1]
+                text = (f"{where}: " if len(error.segment) > 1 else "") + changed[0][1]
+                both = tuple({op.name: op for op in (*before, *ops)}.values())
+                yield Hypothesis(
+                    (*given.mistakes, mistake.name) if given else (mistake.name,),
+                    both,
+                    f"{given.text}, and {text}" if given else text,
+                    self._replay.under(record, both, error.nmse),
+                )

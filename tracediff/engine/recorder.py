@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tracediff.names import Capture, wanted
 from tracediff.trace.format import DType, Statistics
+from tracediff.trace.statistics import Moments
 from tracediff.trace.writer import TraceWriter
 
 DTYPES: dict[str, torch.dtype] = {
@@ -47,6 +48,10 @@ def _bits(x: Tensor):  # type: ignore[no-untyped-def]
 def statistics(x: Tensor) -> Statistics:
     """Min, max, mean and RMS over the finite values, accumulated in float64, and counts of the others."""
     x = x.detach().flatten()
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):  # ten times as fast as torch's sums
+        seen = Moments()
+        seen.add(x.numpy())
+        return seen.statistics()
     n_nan = n_inf = 0
     norm = torch.linalg.vector_norm(x, dtype=torch.float64)
     if not norm.isfinite():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tracediff.engine.recorder import Recorder
-from tracediff.model.arithmetic import EXACT, Arithmetic, Scheme
-from tracediff.model.evaluate import evaluate
+from tracediff.model.arithmetic import EXACT, Scheme
+from tracediff.model.evaluate import arithmetic_of, evaluate
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.ops import causal
 from tracediff.model.weights import Weights
@@ -57,7 +57,8 @@ class TorchEngine:
         hidden = causal(values["positions"], torch.cat(self._past["positions"]))
         result = torch.empty(0)
         for done, op in enumerate(self.graph, start=1):
-            result = evaluate(op, [*self._inputs(op, values)], self.weights, self._arithmetic(op))
+            arithmetic = arithmetic_of(op, self._scheme, self.weights) if self._scheme else EXACT
+            result = evaluate(op, [*self._inputs(op, values)], self.weights, arithmetic)
             recorder.op(step, op.name, result, hidden if op.kind == "scores" else None)
             values[op.name] = result
             if op.name in self._cached:
@@ -67,11 +68,6 @@ class TorchEngine:
             self._progress(done / len(self.graph.ops))
         self.logits = result
         return result
-
-    def _arithmetic(self, op: Op) -> Arithmetic:
-        if self._scheme is None:
-            return EXACT
-        return self._scheme.of(op.kind, self.weights.type_of(op.weights[0]) if op.weights else "F32")
 
     def record_weights(self, recorder: Recorder) -> None:
         """The norm weights as this engine holds them."""

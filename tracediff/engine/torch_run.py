@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -47,7 +48,7 @@ def trace_torch(
     """
     file = GGUFFile(model)
     graph, scheme = _prepare(file, options)
-    _check_length(len(tokens), n_decode, graph.hparams.n_ctx)
+    check_length(len(tokens), n_decode, graph.hparams.n_ctx)
     weights = Weights(file, DTYPES[options.dtype], options.device)
     engine = TorchEngine(graph, weights, scheme, progress)
     name = f"tracediff torch {__version__} ({options.dtype}, {options.device})"
@@ -55,7 +56,7 @@ def trace_torch(
     with TraceWriter(out, name, graph.hparams.arch, model.name, graph.matmul_type) as writer:
         recorder = Recorder(writer, options.capture)
         engine.record_weights(recorder)
-        for step, given in _given(steps) if steps else _greedy(engine, tokens, n_decode):
+        for step, given in _given(steps) if steps else greedy(engine, tokens, n_decode):
             try:
                 engine.run(step, given, recorder)
             except torch.OutOfMemoryError as error:
@@ -73,13 +74,7 @@ def check_options(model: Path, options: TorchOptions) -> None:
 
 def _prepare(file: GGUFFile, options: TorchOptions) -> tuple[Graph, Scheme | None]:
     """The graph with the faults planted, and the arithmetic to run it in."""
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
-        raise EngineError(f"--device {options.device}: not a device of this engine. Use cpu, cuda or cuda:N.")
-    if options.device != "cpu" and int(options.device.partition(":")[2] or 0) >= torch.cuda.device_count():
-        raise EngineError(
-            f"--device {options.device}: CUDA devices that this torch sees: {torch.cuda.device_count()}. Use "
-            f"--device cpu, or check nvidia-smi and that torch is a CUDA build (this one is {torch.__version__})."
-        )
+    check_device(options.device)
     graph = build_graph(file)
     for fault in options.faults:
         from tracediff.diagnose.bank import plant
@@ -88,12 +83,30 @@ def _prepare(file: GGUFFile, options: TorchOptions) -> tuple[Graph, Scheme | Non
     return graph, scheme_named(options.arithmetic) if options.arithmetic else None
 
 
+def check_device(device: str) -> None:
+    """Raises EngineError for a device that torch cannot use here."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise EngineError(f"--device {device}: not a device of this engine. Use cpu, cuda or cuda:N.")
+    if device != "cpu" and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
+        raise EngineError(
+            f"--device {device}: CUDA devices that this torch sees: {torch.cuda.device_count()}. Use "
+            f"--device cpu, or check nvidia-smi and that torch is a CUDA build (this one is {torch.__version__})."
+        )
+
+
 def _given(steps: Sequence[Step]) -> Iterator[tuple[int, StepInput]]:
     for step in steps:
         yield step.step, StepInput(step.tokens, step.positions)
 
 
-def _greedy(engine: TorchEngine, tokens: Sequence[int], n_decode: int) -> Iterator[tuple[int, StepInput]]:
+class HasLogits(Protocol):
+    """An engine that keeps the logits of its last step, [T, n_vocab]."""
+
+    logits: torch.Tensor
+
+
+def greedy(engine: HasLogits, tokens: Sequence[int], n_decode: int) -> Iterator[tuple[int, StepInput]]:
+    """The prompt, then one step for each token that the engine itself likes best; raises EngineError without tokens."""
     if not tokens:
         raise EngineError("the prompt is empty: no tokens. Give some text with -p or ids with --tokens 1,2,3.")
     yield 0, StepInput(tuple(tokens), tuple(range(len(tokens))))
@@ -101,7 +114,8 @@ def _greedy(engine: TorchEngine, tokens: Sequence[int], n_decode: int) -> Iterat
         yield step, StepInput((int(engine.logits[-1].argmax()),), (len(tokens) + step - 1,))
 
 
-def _check_length(n_prompt: int, n_decode: int, n_ctx: int) -> None:
+def check_length(n_prompt: int, n_decode: int, n_ctx: int) -> None:
+    """Raises EngineError for what the model's context does not hold."""
     if n_prompt + n_decode > n_ctx:
         raise EngineError(
             f"the prompt of {n_prompt} tokens and {n_decode} decode steps do not fit the context of {n_ctx}. "

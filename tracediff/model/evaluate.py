@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import EXACT, ROUNDINGS, Arithmetic, flips, q8_0_blocks
+from tracediff.model.arithmetic import EXACT, ROUNDINGS, Arithmetic, Scheme, flips, q8_0_blocks
 from tracediff.model.graph import Op
 from tracediff.model.ops import FUNCTIONS
 from tracediff.model.weights import Weights
@@ -26,6 +26,11 @@ class Energy:
     value: Tensor | None = None
     product: Tensor | None = None  # of a linear op with a bias: before the bias
     turned: Tensor | None = None  # of attention: the change if values on a rounding boundary went the other way
+
+
+def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
+    """What the scheme rounds in this op, which depends on the type of its weight."""
+    return scheme.of(op.kind, weights.type_of(op.weights[0]) if op.weights else "F32")
 
 
 def evaluate(

@@ -25,12 +25,18 @@ SOURCES = ("tokens", "positions")  # what a step brings: int64 of shape [T]
 class Weight:
     """A GGUF tensor as an op reads it.
 
-    `read(file, info)` returns it as a faulty engine would hold it; None reads it as it is.
+    `read(file, info)` returns it as a faulty engine would hold it; None reads it as it is. A weight may be some
+    rows of the tensor, from `first` on.
     """
 
     name: str
     shape: tuple[int, ...]
     read: Callable[[GGUFFile, TensorInfo], Any] | None = None
+    first: int = 0
+
+    def rows(self, cut: slice) -> "Weight":
+        """Rows of it, as a weight of its own."""
+        return replace(self, shape=(cut.stop - cut.start, *self.shape[1:]), first=self.first + cut.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,10 @@ class Op:
     def with_attrs(self, **attrs: Any) -> "Op":
         """The same op with other attributes."""
         return replace(self, attrs={**self.attrs, **attrs})
+
+    def channels(self, cut: slice) -> "Op":
+        """The part of a linear op that makes these channels of its output, [T, n]."""
+        return replace(self, axes=("T", cut.stop - cut.start), weights=tuple(w.rows(cut) for w in self.weights))
 
 
 @dataclass(frozen=True, slots=True)

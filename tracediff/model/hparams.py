@@ -49,6 +49,17 @@ class HParams:
     rope: Rope
 
 
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """The ids of a list such as 1,2,3; raises EngineError for anything else."""
+    try:
+        ids = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise EngineError(f"--tokens {text!r}: ids are whole numbers with commas between, as in 1,2,3.") from None
+    if not ids:
+        raise EngineError("the prompt is empty: --tokens names no ids. Give some, as in 1,2,3.")
+    return ids
+
+
 def check_tokens(tokens: Iterable[int], n_vocab: int) -> None:
     """Raises EngineError for a token id that the embedding has no row for."""
     for token in tokens:

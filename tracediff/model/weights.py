@@ -36,7 +36,7 @@ class Weights:
         self.dtype = dtype
         self.device = device
         self._room = keep_bytes
-        self._kept: dict[tuple[str, int], Tensor] = {}
+        self._kept: dict[tuple[str, int, int], Tensor] = {}
         self._pool = ThreadPoolExecutor(2, "dequantise")
 
     def type_of(self, weight: Weight) -> str:
@@ -44,10 +44,10 @@ class Weights:
         return self._info(weight).type.name
 
     def load(self, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole tensor, in another dtype where it is given."""
+        """The whole weight, in another dtype where it is given."""
         info = self._info(weight)
-        values = weight.read(self.file, info) if weight.read else self._rows(info, slice(None)).reshape(weight.shape)
-        return self._placed(values, dtype)
+        whole = weight.read(self.file, info) if weight.read else self._rows(info, slice(None)).reshape(info.shape)
+        return self._placed(whole[weight.first : weight.first + weight.shape[0]], dtype)
 
     def gather(self, weight: Weight, ids: Tensor) -> Tensor:
         """Rows `ids` [T] of a matrix, reading only those; raises EngineError for an id outside it."""
@@ -60,13 +60,12 @@ class Weights:
         """The matrix as consecutive blocks of rows of about 4 MB; quantised ones are dequantised ahead."""
         n_rows, n_columns = weight.shape
         step = max(1, _SLICE // n_columns)
-        cuts = [slice(at, min(at + step, n_rows)) for at in range(0, n_rows, step)]
         if weight.read:
-            whole = self.load(weight)
-            yield from (whole[cut] for cut in cuts)
+            yield from self.load(weight).split(step)
             return
-        info = self._info(weight)
-        if info.type in _FLOATS or (weight.name, 0) in self._kept:
+        info, end = self._info(weight), weight.first + n_rows
+        cuts = [slice(at, min(at + step, end)) for at in range(weight.first, end, step)]
+        if info.type in _FLOATS or (weight.name, cuts[0].start, cuts[0].stop) in self._kept:
             yield from (self._slice(info, cut) for cut in cuts)
             return
         ahead = [self._pool.submit(self._rows, info, cut) for cut in cuts[:3]]
@@ -77,14 +76,14 @@ class Weights:
             yield self._keep(info, cuts[i], self._placed(rows))
 
     def _slice(self, info: TensorInfo, cut: slice) -> Tensor:
-        kept = self._kept.get((info.name, cut.start))
+        kept = self._kept.get((info.name, cut.start, cut.stop))
         return self._keep(info, cut, self._placed(self._rows(info, cut))) if kept is None else kept
 
     def _keep(self, info: TensorInfo, cut: slice, rows: Tensor) -> Tensor:
-        size = rows.numel() * rows.element_size()
-        if size <= self._room and (info.name, cut.start) not in self._kept:
+        size, key = rows.numel() * rows.element_size(), (info.name, cut.start, cut.stop)
+        if size <= self._room and key not in self._kept:
             self._room -= size
-            self._kept[info.name, cut.start] = rows
+            self._kept[key] = rows
         return rows
 
     def minima(self, weight: Weight) -> Tensor:
@@ -92,7 +91,8 @@ class Weights:
         info = self._info(weight)
         if info.type not in (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q5_1):
             raise ValueError(f"{info.type.name} blocks have no minimum")
-        blocks = raw_rows(self.file, info).reshape(weight.shape[0], -1, GGML_QUANT_SIZES[info.type][1])
+        rows = raw_rows(self.file, info)[weight.first : weight.first + weight.shape[0]]
+        blocks = rows.reshape(weight.shape[0], -1, GGML_QUANT_SIZES[info.type][1])
         return self._placed(torch.from_numpy(blocks[:, :, 2:4].copy().view(np.float16)[..., 0]))
 
     def _info(self, weight: Weight) -> TensorInfo:

@@ -11,9 +11,13 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from tracediff.names import kind_of
+
 VERSION = 1
 DType = Literal["f64", "f32", "f16", "bf16"]
+STATISTICS = ("min", "max", "mean", "rms")
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Rows = tuple[int, ...] | None  # indices of tokens of a step, ascending; None for all of them
 # What holds a value's bits in numpy, which has no bfloat16.
 STORAGE: dict[str, np.dtype[Any]] = {
     "f64": np.dtype("<f8"),
@@ -21,6 +25,13 @@ STORAGE: dict[str, np.dtype[Any]] = {
     "f16": np.dtype("<f2"),
     "bf16": np.dtype("<u2"),
 }
+
+_MAX_DIMS, _MAX_SIZE = 8, 1 << 48  # of a shape: beyond any engine's, within numpy's
+
+
+def possible(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor may have this shape. Zeros do not count: numpy refuses [0, 2**62, 2**62] too."""
+    return len(shape) <= _MAX_DIMS and math.prod(n for n in shape if n) <= _MAX_SIZE
 
 
 class Header(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="trace"):
@@ -37,12 +48,15 @@ class Header(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="tra
 class Values(Struct, frozen=True, omit_defaults=True):
     """Data (`dtype`, and `offset` in bytes into the data file), statistics, or both.
 
-    Little-endian, C order, no padding. Statistics are over finite values; `nan` and `inf` count the others.
+    Little-endian, C order, no padding: else `strides`, in elements, say how far the next of each axis is.
+    Statistics are over finite values; `nan` and `inf` count the others. Some of the four may
+    be absent: a log that prints sums alone yields means and nothing else.
     """
 
     shape: tuple[Size, ...]
     dtype: DType | None = None
     offset: Size | None = None
+    strides: tuple[Size, ...] | None = None
     min: float | None = None
     max: float | None = None
     mean: float | None = None
@@ -57,8 +71,13 @@ class Values(Struct, frozen=True, omit_defaults=True):
 
     @property
     def has_statistics(self) -> bool:
-        """Whether the line itself says min, max, mean and rms."""
-        return None not in (self.min, self.max, self.mean, self.rms)
+        """Whether the line itself says any of min, max, mean and rms."""
+        return len(self.lacking) < len(STATISTICS)
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """The statistics that the line does not say."""
+        return tuple(name for name in STATISTICS if getattr(self, name) is None)
 
     @property
     def size(self) -> int:
@@ -66,9 +85,16 @@ class Values(Struct, frozen=True, omit_defaults=True):
         return math.prod(self.shape)
 
     @property
+    def extent(self) -> int:
+        """Elements of the data file from the first value to the last, both included."""
+        if self.strides is None or not self.size:
+            return self.size
+        return sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + 1
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the data, 0 where there is none."""
-        return self.size * STORAGE[self.dtype].itemsize if self.dtype else 0
+        """Bytes that the data takes up, gaps included; 0 where there is none."""
+        return self.extent * STORAGE[self.dtype].itemsize if self.dtype else 0
 
 
 class Weight(Values, frozen=True, omit_defaults=True, kw_only=True, tag_field="type", tag="weight"):
@@ -87,10 +113,30 @@ class Step(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="step"
 
 
 class OpRecord(Values, frozen=True, omit_defaults=True, kw_only=True, tag_field="type", tag="op"):
-    """The output of one op in one step."""
+    """The output of one op in one step: for all of its tokens, or for those that `rows` lists."""
 
     step: Size
     op: str
+    rows: tuple[Size, ...] | None = None
+
+    @property
+    def token_axis(self) -> int:
+        """The axis of `shape` that counts tokens: heads come before it in scores and probabilities."""
+        return 1 if kind_of(self.op) in ("scores", "softmax") else 0
+
+    def holds(self, rows: Rows) -> bool:
+        """Whether these tokens of the step are among the record's."""
+        return self.rows is None or (rows is not None and set(rows) <= set(self.rows))
+
+    def whole_shape(self, n_tokens: int) -> tuple[int, ...]:
+        """The shape of the output for all tokens of a step of `n_tokens`."""
+        axis = self.token_axis
+        return self.shape if self.rows is None else (*self.shape[:axis], n_tokens, *self.shape[axis + 1 :])
+
+    def place(self, index: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
+        """Where in the output for all tokens a value stands that is at `index` of its `rows`."""
+        axis = self.token_axis
+        return index if rows is None or not index else (*index[:axis], rows[index[axis]], *index[axis + 1 :])
 
 
 class End(Struct, frozen=True, tag_field="type", tag="end"):

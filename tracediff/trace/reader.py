@@ -1,8 +1,10 @@
 """Reads a trace: every line and every byte range is checked before anything is believed or allocated."""
 
-import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -14,16 +16,29 @@ from tracediff.trace.format import (
     End,
     Header,
     OpRecord,
+    Rows,
     Step,
     Values,
     Weight,
     decode,
+    possible,
     to_float,
 )
 
-_MAX_DIMS, _MAX_SIZE = 8, 1 << 48  # of a shape: beyond any engine's, within numpy's
+Record = Header | Weight | Step | OpRecord | End
 _FORMAT = "The format is described in docs/trace-format.md."
 _COPY = "It must lie beside the trace: copy it there too."
+_NO_END = "Close the trace after the last step: a trace without 'end' was cut off."
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What breaks the format in a line, and what to do. `cut`: before it the trace is whole, and says this of it."""
+
+    line: int
+    what: str
+    then: str = _FORMAT
+    cut: str | None = None
 
 
 class Trace:
@@ -33,16 +48,22 @@ class Trace:
     Raises TraceError, naming file and line, for anything that breaks the format.
     """
 
+    cut: str | None
+
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.cut: str | None = None
-        self.weights: dict[str, Weight] = {}
-        self.steps: dict[int, Step] = {}
-        self.ops: dict[tuple[int, str], OpRecord] = {}
-        try:
-            self._read(path.read_bytes())
-        except OSError as error:
-            raise TraceError(f"{path}: cannot open the trace: {error.strerror}. Check the path.") from None
+        content = self._open(path)
+        for problem in self._read(content):
+            if problem.cut is None:
+                raise TraceError(f"{path}:{problem.line}: {problem.what}. {problem.then}")
+            self.cut = problem.cut
+            break
+
+    @classmethod
+    def lenient(cls, path: Path) -> tuple[Self, list[Problem]]:
+        """What can be read of a trace, and all that breaks the format. Raises TraceError if it cannot be opened."""
+        trace = cls.__new__(cls)
+        content = trace._open(path)
+        return trace, list(trace._read(content))
 
     @property
     def tokens(self) -> list[int]:
@@ -53,127 +74,170 @@ class Trace:
         """The op records of one step, in execution order."""
         return (record for (number, _), record in self.ops.items() if number == step)
 
-    def values(self, record: Values) -> np.ndarray:
-        """The record's values, shaped; mapped, not read (bfloat16 excepted, which becomes float32)."""
+    def values(self, record: Values, rows: Rows = None) -> np.ndarray:
+        """The record's values, shaped; mapped, not read (bfloat16 excepted, which becomes float32).
+
+        With `rows` those of these tokens only, which the record must hold: a copy.
+        """
+        shaped = self.stored(record)
+        if rows is not None and isinstance(record, OpRecord):
+            at = rows if record.rows is None else [record.rows.index(row) for row in rows]
+            shaped = shaped.take(at, axis=record.token_axis)
+        return to_float(shaped, record.dtype or "")
+
+    def last_row(self, step: int, op: str) -> np.ndarray | None:
+        """The values of the step's last token, of an op whose first axis is the token's; None where not recorded."""
+        record = self.ops.get((step, op))
+        if record is None or not record.has_data or not record.holds((len(self.steps[step].tokens) - 1,)):
+            return None
+        return self.values(record)[-1]
+
+    def stored(self, record: Values) -> np.ndarray:
+        """The record's values as `format.STORAGE` holds them, shaped and mapped."""
         if record.dtype is None:
             raise TraceError(f"{self.path}: a record has statistics only; its values were not recorded.")
         stored = STORAGE[record.dtype]
-        data = self._data[record.offset : (record.offset or 0) + record.nbytes]
-        return to_float(data.view(stored).reshape(record.shape), record.dtype)
+        data = self._data[record.offset : (record.offset or 0) + record.nbytes].view(stored)
+        if record.strides is None or not record.size:
+            return data.reshape(record.shape)
+        # Along an axis of one value nobody moves, and its stride may be anything.
+        strides = [s * stored.itemsize * (n > 1) for n, s in zip(record.shape, record.strides, strict=True)]
+        return np.lib.stride_tricks.as_strided(data, record.shape, strides, subok=True, writeable=False)
 
-    def _mapped(self, name: str | None) -> np.ndarray:
-        """The data file's bytes."""
-        if name is None:
-            return np.empty(0, np.uint8)
-        if not name or Path(name).name != name or name == ".." or "\0" in name:
-            raise self._error(1, f"the data file {name!r} is not a bare file name", _COPY)
-        path = self.path.parent / name
+    def _open(self, path: Path) -> bytes:
+        self.path = path
+        self.cut = None
+        self.header = Header(VERSION, "")
+        self.weights: dict[str, Weight] = {}
+        self.steps: dict[int, Step] = {}
+        self.ops: dict[tuple[int, str], OpRecord] = {}
+        # Of each op (step, name), weight (name) and step in the text file.
+        self.lines: dict[tuple[int, str] | str | int, int] = {}
+        self._data = np.empty(0, np.uint8)
         try:
-            return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+            return path.read_bytes()
         except OSError as error:
-            raise self._error(1, f"cannot open the data file {name!r}: {error.strerror}", _COPY) from None
+            raise TraceError(f"{path}: cannot open the trace: {error.strerror}. Check the path.") from None
 
-    def _error(self, line: int, what: str, then: str = _FORMAT) -> TraceError:
-        return TraceError(f"{self.path}:{line}: {what}. {then}")
-
-    def _read(self, content: bytes) -> None:
+    def _read(self, content: bytes) -> Iterator[Problem]:
+        """Add every record that is right; yield what is wrong with the others."""
         *lines, rest = content.split(b"\n")
-        self.header = self._header(lines[0] if lines else rest)
-        self._data = self._mapped(self.header.data)
+        header = _header(lines[0] if lines else rest)
+        if isinstance(header, str):
+            yield Problem(1, header)
+            return
+        self.header = header
+        unmapped = self._map_data()
+        if unmapped:
+            yield Problem(1, unmapped, _COPY)
+        whole = not rest and isinstance(_decoded(lines[-1]), End)
         ended = False
         for number, line in enumerate(lines[1:], start=2):
+            record = _decoded(line)
             if ended:
-                raise self._error(number, "a record after the 'end' record")
-            record = self._decode(number, line)
-            if isinstance(record, Values):
-                self._check_values(number, record)
-            if isinstance(record, End):
+                yield Problem(number, "a record after the 'end' record")
+            elif isinstance(record, End):
                 ended = True
                 if record.records != number - 1:
-                    raise self._error(number, f"'end' counts {record.records} lines, but {number - 1} precede it")
-            elif isinstance(record, Values) and not self._fits(record):
-                if not rest and isinstance(self._decode(len(lines), lines[-1]), End):
-                    raise self._error(number, self._short(record), "Copy the whole of it, or trace again.")
-                self.cut = f"line {number}: {self._short(record)}"
-                return
+                    yield Problem(number, f"'end' counts {record.records} lines, but {number - 1} precede it")
             else:
-                self._add(number, record)
+                yield from self._take(number, record, whole, unmapped is not None)
         if not ended:
             where = f"in the middle of line {len(lines) + 1}" if rest else f"after line {len(lines)}"
-            self.cut = f"it ends {where} without an 'end' record"
+            what = f"it ends {where} without an 'end' record"
+            yield Problem(len(lines) + bool(rest), what, _NO_END, what)
         elif rest:
-            raise self._error(len(lines) + 1, "a record after the 'end' record")
+            yield Problem(len(lines) + 1, "a record after the 'end' record")
 
-    def _header(self, line: bytes) -> Header:
-        header = self._decode(1, line) if line.lstrip().startswith(b"{") else None
-        if not isinstance(header, Header):
-            raise self._error(
-                1, f'not a trace: it begins with {line[:8]!r}, not with {{"type":"trace","version":{VERSION},...}}'
-            )
-        if header.version != VERSION:
-            raise self._error(1, f"trace version {header.version} is not supported; this is version {VERSION}")
-        return header
-
-    def _decode(self, number: int, line: bytes) -> Header | Weight | Step | OpRecord | End | None:
-        """The record of a line; None for a type that is not known, which the format says to ignore."""
+    def _map_data(self) -> str | None:
+        """Map the data file's bytes. Returns what is wrong with it."""
+        name = self.header.data
+        if name is None:
+            return None
+        if not name or Path(name).name != name or name == ".." or "\0" in name:
+            return f"the data file {name!r} is not a bare file name"
+        path = self.path.parent / name
         try:
-            return decode(line)
-        except msgspec.ValidationError as error:
-            if "Invalid value" in str(error) and str(error).endswith("`$.type`"):
-                return None
-            raise self._error(number, f"{error}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise self._error(number, f"not a JSON object on one line: {error}") from None
+            if path.stat().st_size:
+                # As a plain array: each view of a memmap costs microseconds.
+                self._data = np.asarray(np.memmap(path, np.uint8, "r"))
+        except OSError as error:
+            return f"cannot open the data file {name!r}: {error.strerror}"
+        return None
 
-    def _add(self, number: int, record: Header | Weight | Step | OpRecord | End | None) -> None:
+    def _take(self, number: int, record: Record | str | None, whole: bool, unmapped: bool) -> Iterator[Problem]:
+        """Add the record of a line if nothing is wrong with it; yield what is."""
+        wrong = [record] if isinstance(record, str) else [*self._wrong(record)]
+        yield from (Problem(number, what) for what in wrong)
+        begins = isinstance(record, Step) and record.step not in self.steps
+        if isinstance(record, str) or (wrong and not begins):  # without a step that is wrong all its ops would be too
+            return
+        if isinstance(record, Values) and not self._fits(record):
+            short = self._short(record)
+            then = "Copy the whole of it, or trace again."
+            if not unmapped:
+                yield Problem(number, short, then, None if whole else f"line {number}: {short}")
+            return
+        self._add(number, record)
+
+    def _add(self, number: int, record: Record | None) -> None:
+        match record:
+            case Weight():
+                self.weights[record.weight] = record
+                self.lines[record.weight] = number
+            case Step():
+                self.steps[record.step] = record
+                self.lines[record.step] = number
+            case OpRecord():
+                if record.rows is not None and len(record.rows) == len(self.steps[record.step].tokens):
+                    record = msgspec.structs.replace(record, rows=None)  # all of them
+                self.ops[record.step, record.op] = record
+                self.lines[record.step, record.op] = number
+
+    def _wrong(self, record: Record | None) -> Iterator[str]:
+        if isinstance(record, Values):
+            yield from self._wrong_values(record)
         match record:
             case Header():
-                raise self._error(number, "a second 'trace' record")
-            case Weight():
-                if record.weight in self.weights:
-                    raise self._error(number, f"weight {record.weight!r} is recorded twice")
-                self.weights[record.weight] = record
+                yield "a second 'trace' record"
+            case Weight() if record.weight in self.weights:
+                yield f"weight {record.weight!r} is recorded twice"
             case Step():
-                self._add_step(number, record)
+                yield from self._wrong_step(record)
             case OpRecord():
-                self._add_op(number, record)
+                yield from self._wrong_op(record)
 
-    def _add_step(self, number: int, record: Step) -> None:
+    def _wrong_step(self, record: Step) -> Iterator[str]:
         if record.sequence:
-            raise self._error(number, "several sequences in one trace are not supported; trace them one by one")
+            yield "several sequences in one trace are not supported; trace them one by one"
         if len(record.tokens) != len(record.positions) or not record.tokens:
-            raise self._error(
-                number,
-                f"step {record.step} has {len(record.tokens)} tokens and {len(record.positions)} positions",
-            )
+            yield f"step {record.step} has {len(record.tokens)} tokens and {len(record.positions)} positions"
         if self.steps and record.step <= max(self.steps):
-            raise self._error(number, f"step {record.step} after step {max(self.steps)}: steps must ascend")
-        self.steps[record.step] = record
+            yield f"step {record.step} after step {max(self.steps)}: steps must ascend"
 
-    def _add_op(self, number: int, record: OpRecord) -> None:
+    def _wrong_op(self, record: OpRecord) -> Iterator[str]:
         if record.step not in self.steps:
-            raise self._error(number, f"op {record.op!r} of step {record.step}, which no 'step' record began")
-        if record.step != max(self.steps):
-            raise self._error(
-                number,
-                f"op {record.op!r} of step {record.step} after step {max(self.steps)} began: out of order",
-            )
+            yield f"op {record.op!r} of step {record.step}, which no 'step' record began"
+        elif record.step != next(reversed(self.steps)):
+            yield f"op {record.op!r} of step {record.step} after step {max(self.steps)} began: out of order"
+        elif record.rows is not None:
+            yield from _wrong_rows(record, record.rows, len(self.steps[record.step].tokens))
         if (record.step, record.op) in self.ops:
-            raise self._error(number, f"op {record.op!r} is recorded twice in step {record.step}")
-        self.ops[record.step, record.op] = record
+            yield f"op {record.op!r} is recorded twice in step {record.step}"
 
-    def _check_values(self, number: int, record: Values) -> None:
-        # Zeros do not count: numpy refuses [0, 2**62, 2**62] too.
-        if len(record.shape) > _MAX_DIMS or math.prod(n for n in record.shape if n) > _MAX_SIZE:
-            raise self._error(number, f"no tensor has the shape {list(record.shape)}")
+    def _wrong_values(self, record: Values) -> Iterator[str]:
+        if not possible(record.shape):
+            yield f"no tensor has the shape {list(record.shape)}"
         if (record.dtype is None) != (record.offset is None):
-            raise self._error(number, "'dtype' and 'offset' come together or not at all")
+            yield "'dtype' and 'offset' come together or not at all"
         if not record.has_data and not record.has_statistics and not (record.nan or record.inf):
-            raise self._error(number, "neither data (dtype, offset) nor statistics (min, max, mean, rms)")
+            yield "neither data (dtype, offset) nor statistics (min, max, mean, rms)"
         if record.has_statistics and not record.size:
-            raise self._error(number, f"statistics of the shape {list(record.shape)}, which holds no values")
+            yield f"statistics of the shape {list(record.shape)}, which holds no values"
         if record.has_data and self.header.data is None:
-            raise self._error(number, "data is announced, but the first line names no data file")
+            yield "data is announced, but the first line names no data file"
+        if record.strides is not None:
+            yield from _wrong_strides(record, record.strides)
 
     def _fits(self, record: Values) -> bool:
         return record.offset is None or record.offset + record.nbytes <= self._data.size
@@ -183,3 +247,48 @@ class Trace:
             f"the data file {self.header.data!r} is too short: the record needs {record.nbytes:,} bytes "
             f"at {record.offset:,}, the file has {self._data.size:,}"
         )
+
+
+def _header(line: bytes) -> Header | str:
+    """The first record, or what is wrong with it."""
+    header = _decoded(line) if line.lstrip().startswith(b"{") else None
+    if isinstance(header, str):
+        return header
+    if not isinstance(header, Header):
+        return f'not a trace: it begins with {line[:8]!r}, not with {{"type":"trace","version":{VERSION},...}}'
+    if header.version != VERSION:
+        return f"trace version {header.version} is not supported; this is version {VERSION}"
+    return header
+
+
+def _decoded(line: bytes) -> Record | str | None:
+    """The record of a line, or what is wrong with it; None for an unknown type, which the format says to ignore."""
+    try:
+        return decode(line)
+    except msgspec.ValidationError as error:
+        if "Invalid value" in str(error) and str(error).endswith("`$.type`"):
+            return None
+        return str(error)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"not a JSON object on one line: {error}"
+
+
+def _wrong_rows(record: OpRecord, rows: tuple[int, ...], n_tokens: int) -> Iterator[str]:
+    if not rows or any(b <= a for a, b in pairwise(rows)) or rows[-1] >= n_tokens:
+        yield f"'rows' {_excerpt(rows)}: indices of tokens of the step ascend, below {n_tokens}"
+    axis = record.token_axis
+    if len(record.shape) <= axis or record.shape[axis] != len(rows):
+        yield f"{len(rows)} rows, but axis {axis} of the shape {list(record.shape)} counts the tokens held"
+
+
+def _wrong_strides(record: Values, strides: tuple[int, ...]) -> Iterator[str]:
+    if not record.has_data:
+        yield "'strides' place data, but the record has none (dtype, offset)"
+    elif len(strides) != len(record.shape):
+        yield f"{len(strides)} strides for the shape {list(record.shape)}: one for each axis, in elements"
+    elif record.size > record.extent:  # nobody may claim more values than the file can hold
+        yield f"strides {list(strides)} place {record.size:,} values in {record.extent:,}: they overlap"
+
+
+def _excerpt(rows: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, rows[:8]))}{', ...' if len(rows) > 8 else ''}]"

@@ -17,6 +17,7 @@ from tracediff.trace.format import (
     End,
     Header,
     OpRecord,
+    Rows,
     Statistics,
     Step,
     Weight,
@@ -78,13 +79,15 @@ class TraceWriter:
         """Begin a step."""
         self._line(Step(step, tuple(tokens), tuple(positions)))
 
-    def op(self, step: int, op: str, values: np.ndarray, dtype: DType) -> None:
-        """An op's output with its data."""
-        self.op_at(step, op, values.shape, dtype, self._append(values, dtype))
+    def op(self, step: int, op: str, values: np.ndarray, dtype: DType, rows: Rows = None) -> None:
+        """An op's output with its data, for all tokens of the step or for those at the indices `rows`."""
+        self.op_at(step, op, values.shape, dtype, self._append(values, dtype), rows)
 
-    def op_statistics(self, step: int, op: str, shape: tuple[int, ...], statistics: Statistics) -> None:
+    def op_statistics(
+        self, step: int, op: str, shape: tuple[int, ...], statistics: Statistics, rows: Rows = None
+    ) -> None:
         """An op's output as statistics only."""
-        self._line(OpRecord(step=step, op=op, shape=shape, **msgspec.structs.asdict(statistics)))
+        self._line(OpRecord(step=step, op=op, shape=shape, rows=rows, **msgspec.structs.asdict(statistics)))
 
     def reserve(self, size: int) -> int:
         """Room for `size` bytes in the data file that come in pieces: the offset where they begin."""
@@ -99,9 +102,18 @@ class TraceWriter:
         except OSError as error:
             raise self._failed(error) from None
 
-    def op_at(self, step: int, op: str, shape: tuple[int, ...], dtype: DType, offset: int) -> None:
-        """An op whose data was written in pieces."""
-        self._line(OpRecord(step=step, op=op, shape=shape, dtype=dtype, offset=offset))
+    def op_at(
+        self,
+        step: int,
+        op: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        offset: int,
+        rows: Rows = None,
+        strides: tuple[int, ...] | None = None,
+    ) -> None:
+        """An op whose data was written in pieces; `strides`, in elements, where it is not in C order."""
+        self._line(OpRecord(step=step, op=op, shape=shape, dtype=dtype, offset=offset, rows=rows, strides=strides))
 
     def _append(self, values: np.ndarray, dtype: DType) -> int:
         if values.dtype != STORAGE[dtype]:

@@ -86,13 +86,25 @@ func extremes(t *tracediff.Trace, step int) {
 	t.Op(step, "extremes.empty", []int{0, 3}, []float32{})
 }
 
+// layouts are of three tokens the first and the last, and values that lie in columns, two apart.
+func layouts(t *tracediff.Trace, step int) {
+	nan32 := float32(math.NaN())
+	x := []float32{1, -2, 3, nan32, nan32, 0.5, 0.25, -0.125}
+	t.Record = tracediff.Data | tracediff.Statistics
+	t.Rows = []int{0, 2}
+	t.Op(step, "layouts.rows", []int{2, 3}, x[:6])
+	t.Strides = []int{1, 5}
+	t.Op(step, "layouts.strides", []int{3, 2}, x)
+}
+
 func run(path, engine string) error {
-	t, err := tracediff.Create(path, engine, "llama", "")
+	t, err := tracediff.CreateAs(path, engine, "llama", "", "F32")
 	if err != nil {
 		return err
 	}
 	t.Weight("output_norm.weight", []int{embd}, normWeight[:])
 	forward(t, 0, []int32{3, 1, 4}, []int32{0, 1, 2})
+	layouts(t, 0)
 	t.Record = tracediff.Statistics
 	forward(t, 1, []int32{1}, []int32{3})
 	extremes(t, 1)

@@ -39,11 +39,12 @@ class Noise:
     def bound(self) -> Tensor:
         """What no element's error exceeds, but for one op in a million (Gaussian tail over all elements)."""
         tail = math.sqrt(2 * math.log(max(self.sigma.numel(), 2) / _LUCK))
-        return tail * self.sigma + self.hard
+        return torch.add(self.hard, self.sigma, alpha=tail)
 
-    def variance(self) -> Tensor:
-        """The mean square of the error of each element."""
-        return self.sigma.square() + self.hard.square() / 3
+    def energy(self) -> float:
+        """The sum over all elements of the mean square of their errors."""
+        sigma, hard = self.sigma.flatten(), self.hard.flatten()
+        return float(sigma @ sigma + hard @ hard / 3)
 
 
 def noise(op: Op, inputs: list[Tensor], y: Tensor, energy: Energy, arithmetic: Arithmetic, storage: str) -> Noise:
@@ -62,7 +63,9 @@ def noise(op: Op, inputs: list[Tensor], y: Tensor, energy: Energy, arithmetic: A
         case "linear" | "scores" | "weighted_values":
             assert energy.value is not None
             terms = _terms(op, inputs, arithmetic)
-            sigma = unit * torch.sqrt((terms * energy.value / 2 + terms * y.square() / 3) / 3)
+            # terms * (energy / 2 + y^2 / 3) / 3, in place: of logits each copy is as large as the model's layers.
+            variance = energy.value.mul_(terms / 6).addcmul_(y, y, value=terms / 9)
+            sigma = variance.sqrt_().mul_(unit)
             if energy.product is not None and half:
                 stored = stored + kept * energy.product.abs()
             if energy.turned is not None:
@@ -71,6 +74,8 @@ def noise(op: Op, inputs: list[Tensor], y: Tensor, energy: Energy, arithmetic: A
         case "rms_norm":
             # A replaced norm may subtract a mean, which has the error of the largest value.
             cancelled = 4 * unit * size.amax(-1, keepdim=True) if op.function else 0.0
+            if half:  # a third rounding, of the weight: transformers holds it in half precision as well
+                stored = stored + kept * size
             return Noise(unit * size * _mean_square(inputs[0]), stored + 2 * unit * size + cancelled)
         case "rope":
             return Noise(unit * size, stored + _rope(op, inputs, y, unit, kept if half else 0.0))

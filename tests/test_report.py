@@ -1,0 +1,270 @@
+"""The terminal report: what it says of results made by hand, and how its lines look."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Models
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from rich.console import Console
+
+from tracediff.model.arithmetic import EXACT
+from tracediff.model.evaluate import arithmetic_of
+from tracediff.model.families import load_graph
+from tracediff.pipeline import check_trace, compare_traces
+from tracediff.report.terminal import render
+from tracediff.result import Result
+from tracediff.trace.reader import Trace
+
+TRACES = Path(__file__).parent.parent / "traces"
+sys.path.insert(0, str(TRACES))
+
+import make  # noqa: E402
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+@pytest.mark.parametrize("case", make.CASES)
+def test_no_trailing_spaces_and_no_cut_figures(case: str, width: int) -> None:
+    lines = make.report(case, make.compare(case), width).split("\n")
+    assert [line for line in lines if line != line.rstrip() or "…" in line] == []
+
+
+def test_a_clean_run_fits_a_screen() -> None:
+    assert len(make.report("clean", make.compare("clean")).splitlines()) <= 40
+
+
+def test_a_short_parenthesis_is_never_broken() -> None:
+    result = make.compare("rope-pairing")
+    for width in range(60, 100):
+        assert "(2i, 2i + 1)" in make.report("rope-pairing", result, width)
+
+
+# ---- What is normal
+
+
+def words(result: Result, width: int = 400) -> str:
+    """The report as one line of words."""
+    console = Console(width=width, record=True, file=io.StringIO(), highlight=False)
+    console.print(render(result, width))
+    return " ".join(console.export_text().split())
+
+
+def edit(trace: Path, step: int, op: str, values: np.ndarray) -> None:
+    """Write other values over those of a record."""
+    record = Trace(trace).ops[step, op]
+    data = bytearray(trace.with_suffix(".bin").read_bytes())
+    np.frombuffer(data, np.float32, record.size, record.offset)[:] = values.reshape(-1)
+    trace.with_suffix(".bin").write_bytes(data)
+
+
+@pytest.fixture
+def pair(
+    models: Models, llama_cpp_trace: Callable[..., Path], torch_trace: Callable[..., Path]
+) -> Callable[..., tuple]:
+    """A model, its reference trace and the candidate's."""
+
+    def make_pair(shape: str = "qwen2", weights: str = "F32", **options: object) -> tuple[Path, Path, Path]:
+        model = models(shape, weights)
+        reference = llama_cpp_trace(model)
+        return model, reference, torch_trace(model, like=reference, **options)
+
+    return make_pair
+
+
+def test_growth_keeps_the_first_token_apart(pair: Callable[..., tuple]) -> None:
+    model, reference, candidate = pair("demo", "F16")
+    result = compare_traces(reference, candidate, model=model)
+    trace = Trace(candidate)
+    first, last = (trace.values(trace.ops[0, op]).astype(float) for op in ("token_embd", "blk.7.ffn_residual"))
+    expected = [np.sqrt((last[rows] ** 2).mean() / (first[rows] ** 2).mean()) for rows in (slice(1), slice(1, None))]
+    assert [part.tokens for part in result.normal.growth] == ["first", "others"]
+    assert [part.candidate for part in result.normal.growth] == pytest.approx(expected, rel=1e-6)
+    assert [part.reference for part in result.normal.growth] == pytest.approx(expected, rel=1e-3)
+    assert "in the others, as in the reference: that is this model, not a fault." in words(result)
+
+
+def test_a_mean_of_the_size_of_the_rms_is_an_alarm(pair: Callable[..., tuple]) -> None:
+    _, reference, candidate = pair("demo", "F16")
+    trace = Trace(candidate)
+    values = trace.values(trace.ops[0, "blk.4.ffn_residual"]).copy()
+    edit(candidate, 0, "blk.4.ffn_residual", values + 3 * np.sqrt((values**2).mean(-1, keepdims=True)))
+    result = compare_traces(reference, candidate)
+    assert [(lean.tokens, lean.op, lean.step, lean.channels) for lean in result.normal.means] == [
+        ("first", "blk.4.ffn_residual", 0, 256),
+        ("others", "blk.4.ffn_residual", 0, 256),
+    ]
+    assert all(lean.candidate > 0.7 > 0.2 > lean.reference for lean in result.normal.means)
+    assert "A mean of the size of the rms: something adds an offset." in words(result)
+    same = compare_traces(candidate, candidate)
+    assert "Healthy models stay under 0.035, but the reference has the same: no fault." in words(same)
+
+
+def test_steps_that_end_alike_are_loud_unless_the_reference_does_the_same(pair: Callable[..., tuple]) -> None:
+    _, reference, candidate = pair()
+    trace = Trace(candidate)
+    clean = compare_traces(reference, candidate).normal.ends
+    assert [(end.op, end.steps) for end in clean] == [("output_norm", (0, 1)), ("output_norm", (1, 2))]
+    a, b = (trace.values(trace.ops[step, "output_norm"])[-1].astype(float) for step in (1, 2))
+    assert clean[1].candidate.nmse == pytest.approx(((b - a) ** 2).sum() / (a**2).sum(), rel=1e-5)
+    assert clean[1].candidate.cosine == pytest.approx(a @ b / np.sqrt((a @ a) * (b @ b)), rel=1e-5)
+    assert clean[1].reference.nmse == pytest.approx(clean[1].candidate.nmse, rel=1e-4)
+    edit(candidate, 2, "output_norm", a * 1.001)
+    said = words(compare_traces(reference, candidate))
+    assert "Steps 1 and 2 end in states that differ by NMSE 1.00e-06 (reference " in said
+    assert "what a new token changes does not reach the end." in said
+    same = words(compare_traces(candidate, candidate))
+    assert "(reference 1.00e-06), the least of 2 pairs: nearly the same; so it is in the reference." in same
+
+
+@pytest.mark.parametrize(("shape", "weights"), [("qwen2", "F32"), ("llama", "Q8_0"), ("k-quants", "Q4_K_M")])
+def test_logits_by_hand(shape: str, weights: str, pair: Callable[..., tuple]) -> None:
+    model, reference, candidate = pair(shape, weights)
+    result = compare_traces(reference, candidate, model=model)
+    reader = GGUFReader(model)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    head = "output.weight" if "output.weight" in tensors else "token_embd.weight"
+    matrix = dequantize(tensors[head].data, tensors[head].tensor_type).astype(float)
+    for logits in result.logits:
+        assert logits.head == head
+        for side, trace in ((logits.reference, Trace(reference)), (logits.candidate, Trace(candidate))):
+            state = trace.values(trace.ops[logits.step, "output_norm"])[-1].astype(float)
+            assert [t.recomputed for t in side] == pytest.approx([matrix[t.id] @ state for t in side], rel=1e-12)
+            assert [t.recomputed for t in side] == pytest.approx([t.logit for t in side], rel=0.05)
+    assert f"Recomputed in float64 from its own output_norm and {head}: off by " in words(result)
+
+
+def test_a_wrong_head_is_told_from_a_wrong_hidden_state(pair: Callable[..., tuple]) -> None:
+    model, reference, candidate = pair(faults=("weight_transposed@output",))
+    said = words(compare_traces(reference, candidate, model=model))
+    assert "more than its arithmetic explains. The head is wrong, whatever came before." in said
+    model, reference, candidate = pair(faults=("weight_transposed@ffn_down",))
+    assert "The head is wrong" not in words(compare_traces(reference, candidate, model=model))
+
+
+# ---- Could not be judged
+
+
+def without(trace: Path, out: Path, *names: str) -> Path:
+    """The trace without the data of some ops: what a coarser engine would have recorded."""
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    kept = [line for line in lines if line.get("op", "").split(".")[-1] not in names]
+    kept[-1]["records"] = len(kept) - 1
+    out.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    return out
+
+
+def gaps(result: Result) -> str:
+    return words(result).partition("Could not be judged, and what to record next ")[2]
+
+
+def test_a_full_trace_has_no_gaps(pair: Callable[..., tuple]) -> None:
+    model, _, candidate = pair()
+    result = check_trace(candidate, model)
+    assert (result.coverage.alone, result.coverage.together, result.coverage.full) == (result.coverage.n_ops, 0, True)
+    assert gaps(result) == ""
+
+
+def test_a_coarse_trace_says_what_to_record(pair: Callable[..., tuple]) -> None:
+    model, _, candidate = pair(capture="layers", faults=("act_gelu@1",))
+    result = check_trace(candidate, model)
+    assert gaps(result).startswith(
+        "- 153 of 162 ops were judged only as part of a segment (9 segments, the longest of 17 ops). "
+        "- Record blk.1.attn_k_rope, blk.1.attn_v and blk.1.attn_output to split the segment of 17 ops that ends in "
+        "blk.1.ffn_residual (faulty, step 0) into parts of at most 7."
+    )
+    assert {*result.coverage.segments[1].ops} == {op.name for op in load_graph(model).layer(1)}
+
+
+def test_the_hint_is_followed_and_splits(pair: Callable[..., tuple], tmp_path: Path) -> None:
+    model, _, candidate = pair(faults=("act_gelu@1",))
+    names = {op.name.split(".")[-1] for op in load_graph(model)}
+    kept = {"token_embd", "ffn_residual", "output_norm", "output"}
+    most = 18
+    while most > 1:
+        result = check_trace(without(candidate, candidate.with_name("coarse.trace"), *names - kept), model)
+        faulty = [segment for segment in result.coverage.segments if segment.faulty]
+        assert {op.op.split(".")[1] for op in result.faulty} == {"1"}
+        longest = max((len(segment.ops) for segment in faulty), default=1)
+        assert longest < most
+        most = longest
+        kept |= {op.split(".")[-1] for segment in faulty[:1] for op in segment.record}
+    assert [op.op for op in result.faulty if op.step == 0] == ["blk.1.ffn_act"]
+
+
+def test_segments_of_several_layers_are_halved(pair: Callable[..., tuple]) -> None:
+    model, _, candidate = pair("demo", "F16", capture="layers", faults=("act_gelu@5",))
+    coarse = without(candidate, candidate.with_name("coarse.trace"), "ffn_residual")
+    (segment, *_) = check_trace(coarse, model).coverage.segments
+    assert (segment.op, len(segment.ops), segment.record, segment.largest) == (
+        "output_norm", 137, ("blk.3.ffn_residual",), 69,
+    )  # fmt: skip
+
+
+def test_other_gaps_are_named(pair: Callable[..., tuple], tmp_path: Path) -> None:
+    model, reference, _ = pair()
+    lines = [json.loads(line) for line in reference.read_text().splitlines()]
+    data = Trace(reference)
+    for line in lines:
+        if line.get("op", "").endswith("ffn_up"):
+            values = data.values(data.ops[line["step"], line["op"]])
+            del line["dtype"], line["offset"]
+            line |= {"min": float(values.min()), "max": float(values.max()), "mean": 0.0, "rms": 1.0}
+        if line.get("op") == "output":
+            line["op"] = "lm_head"
+    lines[0]["data"] = reference.with_suffix(".bin").name
+    trace = reference.with_name("gaps.trace")
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert gaps(check_trace(trace, model)).startswith(
+        "- 18 of 162 ops were judged only as part of a segment (9 segments, the longest of 2 ops). "
+        "- not judged at all: output. - no op of this model, and not judged: lm_head. "
+        "- recorded as statistics only: ffn_up in 3 layers."
+    )
+
+
+def test_a_blind_segment_is_no_silent_match(pair: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, candidate = pair(capture="layers")
+    for module in ("replay", "fits"):
+        monkeypatch.setattr(f"tracediff.replay.{module}.BLIND", 1e-16)
+    result = check_trace(candidate, model)
+    said = words(result)
+    assert "Of 18 ops nothing could be told: see below." in said
+    assert "- blind, with a floor of up to" in said
+    assert "(blind, step 0) into parts of at most 7." in said
+
+
+# ---- Arithmetic
+
+
+def test_an_arithmetic_that_changes_between_layers_is_pointed_out(
+    pair: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tracediff.engine.torch_engine.arithmetic_of",
+        lambda op, scheme, weights: EXACT if op.name.startswith("blk.1.") else arithmetic_of(op, scheme, weights),
+    )
+    model, reference, candidate = pair("k-quants", "Q4_K_M", arithmetic="llama.cpp")
+    result = compare_traces(reference, candidate, model=model)
+    assert result.verdict == "match"
+    said = words(result)
+    for steps in ("several tokens", "one token"):
+        assert (
+            f"candidate: it changes: linear (Q4_K), in steps of {steps}: operands q8_K in 2 layers, "
+            "exact in layer 1 (attn_q, attn_v, attn_k, ...)"
+        ) in said
+    assert "reference: it changes" not in said
+
+
+def test_flipped_roundings_are_counted(pair: Callable[..., tuple]) -> None:
+    model, _, candidate = pair()
+    result = check_trace(candidate, model)
+    first = next(op for op in result.ops if op.op == "blk.0.attn_q")
+    flipped = replace(first, local=replace(first.local, flips=2))
+    said = words(replace(result, ops=(flipped, *result.ops)))
+    assert "2 activations on a rounding boundary went the other way, in 1 op: a countable event, no fault" in said
+    assert "rounding boundary" not in words(result)

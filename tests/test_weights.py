@@ -1,0 +1,403 @@
+"""The weights audit: real GGUF and safetensors files, with each mistake of a loader or converter planted once."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Models
+
+from tracediff.audit import audit_checkpoint, audit_trace
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.synthetic import Shape
+from tracediff.model.tensors import FileTensors
+from tracediff.result import TensorResult
+from tracediff.trace.reader import Trace
+from tracediff.trace.writer import TraceWriter
+from tracediff.weights import compare_weights
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+
+HF_NAMES = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+}  # fmt: skip
+N_HEAD, N_HEAD_KV = 6, 2  # of the shape "llama"
+K_QUANTS = Shape("llama", n_embd=256, n_head=6, n_head_kv=2, head_dim=32, n_ff=512, n_layer=2)
+
+
+def hf_name(name: str) -> str:
+    *blk, local, kind = name.split(".")
+    return f"model.layers.{blk[1]}.{HF_NAMES[local]}.{kind}" if blk else f"{HF_NAMES[local]}.{kind}"
+
+
+def as_halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The checkpoint's order of Q and K rows from GGUF's: even channels of each head, then odd ones."""
+    each = rows.reshape(heads, -1, *rows.shape[1:])
+    return np.concatenate((each[:, 0::2], each[:, 1::2]), 1).reshape(rows.shape)
+
+
+def as_neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
+    out = np.empty_like(rows).reshape(heads, -1, *rows.shape[1:])
+    first, second = np.split(rows.reshape(out.shape), 2, axis=1)
+    out[:, 0::2], out[:, 1::2] = first, second
+    return out.reshape(rows.shape)
+
+
+def tensors_of(model: Path) -> dict[str, np.ndarray]:
+    tensors = FileTensors(GGUFFile(model))
+    return {name: tensors.get(name) for name in tensors.names()}
+
+
+def checkpoint(
+    model: Path, folder: Path, dtype: Any = torch.float32, tensors: dict[str, np.ndarray] | None = None
+) -> Path:
+    """A folder of two safetensors files that convert_hf_to_gguf.py would make `model` of."""
+    converted = {}
+    for name, values in (tensors or tensors_of(model)).items():
+        heads = {"attn_q": N_HEAD, "attn_k": N_HEAD_KV}.get(name.split(".")[-2])
+        original = as_halves(values, heads) if heads else values.copy()
+        converted[hf_name(name)] = torch.from_numpy(original).to(dtype)
+    folder.mkdir()
+    for n, part in enumerate((list(converted)[::2], list(converted)[1::2])):
+        safetensors.save_file({key: converted[key] for key in part}, folder / f"model-{n}.safetensors")
+    return folder
+
+
+@pytest.fixture
+def model(models: Models, tmp_path: Path) -> Path:
+    """A copy of a small llama that a test may change."""
+    return Path(shutil.copy(models("llama"), tmp_path / "model.gguf"))
+
+
+def plant(model: Path, name: str, values: np.ndarray) -> None:
+    """Other bytes in the place of a tensor."""
+    info = GGUFFile(model).tensors[name]
+    data = values.tobytes()
+    assert len(data) == info.nbytes
+    with model.open("r+b") as file:
+        file.seek(info.offset)
+        file.write(data)
+
+
+def wrong(tensors: tuple[TensorResult, ...]) -> dict[str, tuple[str | None, str | None]]:
+    return {t.tensor: (t.cause, t.note) for t in tensors if t.status in ("wrong", "missing", "extra")}
+
+
+# --- against a checkpoint ----------------------------------------------------------------------------------------
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype", "statuses"),
+    [
+        ("F32", F32, {"identical"}), ("F16", F32, {"identical", "rounded"}), ("BF16", F32, {"identical", "rounded"}),
+        ("Q8_0", F32, {"identical", "quantised"}), ("Q4_0", F32, {"identical", "quantised"}),
+        ("F32", BF16, {"rounded"}), ("BF16", BF16, {"identical", "rounded"}), ("F16", F16, {"identical", "rounded"}),
+        ("Q5_1", BF16, {"rounded", "quantised"}),
+    ],
+)  # fmt: skip
+def test_an_honest_conversion(weights: str, dtype: Any, statuses: set[str], models: Models, tmp_path: Path) -> None:
+    """Of a checkpoint in half precision too, whose float32 original the file was made of."""
+    folder = checkpoint(models("llama", "F32"), tmp_path / "hf", dtype)
+    result = audit_checkpoint(models("llama", weights), folder)
+    assert (result.verdict, {t.status for t in result.tensors}) == ("match", statuses)
+    assert [t.tensor for t in result.tensors] == list(GGUFFile(models("llama", weights)).tensors)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS"])
+def test_k_quants_are_within_what_they_cost(kind: str, models: Models, tmp_path: Path) -> None:
+    folder = checkpoint(models(K_QUANTS), tmp_path / "hf")
+    result = audit_checkpoint(models(K_QUANTS, kind), folder)
+    assert (result.verdict, wrong(result.tensors)) == ("match", {})
+    quantised = [t for t in result.tensors if t.status == "quantised"]
+    assert len(quantised) == 16
+    assert all(t.error and t.bound and 0.4 * t.bound < t.error < t.bound for t in quantised)
+
+
+def bfloat16_bits(x: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(x.ravel().copy()).bfloat16().view(torch.uint16).numpy()
+
+
+def read_at(t: dict[str, np.ndarray], name: str, offset: int) -> np.ndarray:
+    """As if the file's tensors lay one after the other and this one were looked for `offset` elements too late."""
+    following = list(t)[list(t).index(name) + 1]
+    return np.concatenate((t[name].ravel(), t[following].ravel()))[offset:][: t[name].size]
+
+
+def half_as_single(x: np.ndarray, behind: np.ndarray) -> np.ndarray:
+    return np.concatenate((x.astype(np.float16).ravel(), behind.astype(np.float16).ravel())).view(np.float32)[: x.size]
+
+
+Plant = Callable[[dict[str, np.ndarray], str], np.ndarray]
+NORM, Q, UP = "blk.1.ffn_norm.weight", "blk.1.attn_q.weight", "blk.1.ffn_up.weight"
+CAUSES: dict[str, tuple[str, Plant, str, str]] = {
+    "zero": (UP, lambda t, n: 0 * t[n], "zero", "all zeros: never loaded?"),
+    "plus one": (
+        NORM, lambda t, n: t[n] + 1, "plus_one", "1 was added to every value; in a GGUF file it is in already"
+    ),
+    "minus one": (NORM, lambda t, n: t[n] - 1, "minus_one", "1 was taken from every value"),
+    "scaled": (NORM, lambda t, n: t[n] * np.float32(0.14), "scaled", "every value was multiplied by 0.14"),
+    "layer": (UP, lambda t, n: t["blk.2.ffn_up.weight"], "wrong_layer", "it holds blk.2.ffn_up.weight"),
+    "tensor": (UP, lambda t, n: t["blk.1.ffn_gate.weight"], "wrong_tensor", "it holds blk.1.ffn_gate.weight"),
+    "transposed": (UP, lambda t, n: t[n].T.copy(), "transposed", "stored transposed"),
+    "read transposed": (
+        UP, lambda t, n: t[n].reshape(t[n].shape[::-1]).T.copy(), "transposed",
+        "read transposed: rows and columns of the wrong length",
+    ),
+    "offset": (UP, lambda t, n: read_at(t, n, 37), "offset", "read 37 elements after where it begins"),
+    "offset of a norm": (NORM, lambda t, n: read_at(t, n, 8), "offset", "read 8 elements after where it begins"),
+    "neighbours": (
+        Q, lambda t, n: as_neighbours(t[n], N_HEAD), "rope_permuted", "Q/K rows are permuted from halves to neighbours"
+    ),
+    "halves": (
+        Q, lambda t, n: as_halves(t[n], N_HEAD), "rope_permuted", "Q/K rows are permuted from neighbours to halves"
+    ),
+    "f16 as f32": (
+        UP, lambda t, n: half_as_single(t[n], t["output_norm.weight"].repeat(200)), "f16_as_f32",
+        "the bytes of F16 are read as F32",
+    ),
+    "bf16 as f32": (
+        UP, lambda t, n: np.tile(bfloat16_bits(t[n]), 2).view(np.float32)[: t[n].size],
+        "bf16_as_f32", "the bytes of BF16 are read as F32",
+    ),
+    "before": (
+        UP, lambda t, n: np.concatenate((t[NORM], t[n].ravel()))[: t[n].size], "offset",
+        "read 96 elements before where it begins",
+    ),
+    "order": (NORM, lambda t, n: np.sort(t[n]), "None", "the same values in another order"),
+    "rows": (
+        UP, lambda t, n: np.where(np.arange(160)[:, None] == 5, np.float32(9), t[n]), "None",
+        "1 of 160 rows are wrong: 5",
+    ),
+    "alien": (NORM, lambda t, n: t[n][::-1] ** 2 + 3, "None", "other values: another tensor's, or another model's"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_each_mistake_of_a_converter(case: str, model: Path, tmp_path: Path) -> None:
+    folder = checkpoint(model, tmp_path / "hf")
+    name, change, cause, note = CAUSES[case]
+    plant(model, name, change(tensors_of(model), name))
+    result = audit_checkpoint(model, folder)
+    assert result.verdict == "diverged"
+    assert wrong(result.tensors) == {name: (None if cause == "None" else cause, note)}
+
+
+@pytest.mark.parametrize(("stored", "taken", "cause"), [("BF16", "F16", "bf16_as_f16"), ("F16", "BF16", "f16_as_bf16")])
+def test_bits_of_another_half_type(stored: str, taken: str, cause: str, models: Models, tmp_path: Path) -> None:
+    dtype = {"BF16": BF16, "F16": F16}[stored]
+    folder = checkpoint(models("llama", stored), tmp_path / "hf", F32)
+    model = Path(shutil.copy(models("llama", taken), tmp_path / "model.gguf"))
+    right = torch.from_numpy(tensors_of(models("llama", stored))[UP].copy()).to(dtype)
+    plant(model, UP, right.view(torch.int16).numpy())
+    found = {t.tensor: t for t in audit_checkpoint(model, folder).tensors}[UP]
+    assert (found.status, found.cause, found.note) == ("wrong", cause, f"{stored} bits are read as {taken}")
+
+
+def test_float32_read_as_float16(models: Models, tmp_path: Path) -> None:
+    """Half of what is read are the low bits of a mantissa: NaN now and then, and no value is what it should be."""
+    folder = checkpoint(models("llama"), tmp_path / "hf")
+    model = Path(shutil.copy(models("llama", "F16"), tmp_path / "model.gguf"))
+    plant(model, UP, tensors_of(models("llama"))[UP].view(np.float16).ravel()[: 160 * 96])
+    found = {t.tensor: t for t in audit_checkpoint(model, folder).tensors}[UP]
+    assert (found.status, found.cause, found.note) == ("wrong", "f32_as_f16", "the bytes of F32 are read as F16")
+
+
+def test_a_quantised_tensor_of_another_layer(models: Models, tmp_path: Path) -> None:
+    """4-bit values fit their own tensor to 8% and no other: noise hides no mistake."""
+    folder = checkpoint(models("llama"), tmp_path / "hf")
+    model = Path(shutil.copy(models("llama", "Q4_0"), tmp_path / "model.gguf"))
+    file = GGUFFile(model)
+    plant(model, UP, np.frombuffer(file.raw(file.tensors["blk.0.ffn_up.weight"]), np.uint8).copy())
+    result = audit_checkpoint(model, folder)
+    assert wrong(result.tensors) == {UP: ("wrong_layer", "it holds blk.0.ffn_up.weight")}
+
+
+def test_one_row_of_a_quantised_tensor(models: Models, tmp_path: Path) -> None:
+    """A row of zeros among 160 changes the error of the whole from 0.08 to 0.11: each row is judged as well."""
+    folder = checkpoint(models("llama"), tmp_path / "hf")
+    model = Path(shutil.copy(models("llama", "Q4_0"), tmp_path / "model.gguf"))
+    file = GGUFFile(model)
+    raw = np.frombuffer(file.raw(file.tensors[UP]), np.uint8).copy().reshape(160, -1)
+    raw[7] = 0
+    plant(model, UP, raw)
+    assert list(wrong(audit_checkpoint(model, folder).tensors)) == [UP]
+
+
+def test_missing_and_extra(models: Models, tmp_path: Path) -> None:
+    folder = checkpoint(models("llama"), tmp_path / "hf")
+    (shard,) = (path for path in folder.iterdir() if hf_name(UP) in safetensors.load_file(path))
+    held = safetensors.load_file(shard)
+    del held[hf_name(UP)]
+    added = {"model.layers.0.mlp.new.weight": torch.ones(3), "model.layers.2.self_attn.q_proj.bias": torch.ones(96)}
+    safetensors.save_file(held | added, shard)
+    assert wrong(audit_checkpoint(models("llama"), folder).tensors) == {
+        UP: (None, "the checkpoint has no such tensor"),
+        "blk.2.attn_q.bias": (None, "the file has no such tensor"),
+        "model.layers.0.mlp.new.weight": (None, "gguf-py has no name for it in this architecture"),
+    }
+
+
+def test_factors_of_rope_are_in_no_checkpoint(models: Models, tmp_path: Path) -> None:
+    model = models("llama3")
+    without = {name: values for name, values in tensors_of(model).items() if name != "rope_freqs.weight"}
+    result = audit_checkpoint(model, checkpoint(model, tmp_path / "hf", tensors=without))
+    assert result.verdict == "match"
+    assert {t.tensor for t in result.tensors if t.status == "computed"} == {"rope_freqs.weight"}
+
+
+def test_a_tied_head_is_the_embedding(models: Models, tmp_path: Path) -> None:
+    """The checkpoint may hold lm_head or not; if it is another matrix, the file lost it."""
+    model = models(Shape("llama", tied=True, n_layer=1))
+    folder = checkpoint(model, tmp_path / "hf")
+    assert audit_checkpoint(model, folder).verdict == "match"
+    embedding = torch.from_numpy(tensors_of(model)["token_embd.weight"].copy())
+    safetensors.save_file({"lm_head.weight": embedding}, folder / "head.safetensors")
+    assert audit_checkpoint(model, folder).verdict == "match"
+    safetensors.save_file({"lm_head.weight": embedding + 1}, folder / "head.safetensors")
+    assert wrong(audit_checkpoint(model, folder).tensors) == {
+        "output.weight": ("wrong_tensor", "it holds token_embd.weight")
+    }
+
+
+# --- against a trace ---------------------------------------------------------------------------------------------
+
+
+def write_trace(model: Path, path: Path, changed: dict[str, np.ndarray]) -> Path:
+    with TraceWriter(path, "loader 1.0", model=model.name) as writer:
+        for name, values in {**tensors_of(model), **changed}.items():
+            writer.weight(name, values.astype(np.float32))
+    return path
+
+
+def test_what_an_engine_holds(models: Models, tmp_path: Path) -> None:
+    model = models("k-quants", "Q4_K_M")
+    result = audit_trace(model, write_trace(model, tmp_path / "x.trace", {}))
+    assert result.verdict == "match"
+    assert {t.status for t in result.tensors} == {"identical"}
+    assert [t.tensor for t in result.tensors] == list(GGUFFile(model).tensors)
+
+
+def test_each_mistake_of_a_loader(models: Models, tmp_path: Path) -> None:
+    """The mistakes in one engine all at once, each in a tensor of its own, of a file of K-quants."""
+    from tracediff.diagnose.dequant import BLOCK_MISTAKES
+
+    model = models("k-quants", "Q4_K_M")
+    t, file = tensors_of(model), GGUFFile(model)
+    nibbles = next(m for m in BLOCK_MISTAKES if m.name == "q4_k_nibbles")
+    q4_k = next(name for name, info in file.tensors.items() if info.type.name == "Q4_K")
+    misread = nibbles.dequantise(np.frombuffer(file.raw(file.tensors[q4_k]), np.uint8).reshape(-1, 144))
+    changed = {
+        q4_k: misread.reshape(t[q4_k].shape),
+        "blk.0.attn_q.bias": 0 * t["blk.0.attn_q.bias"],
+        "blk.0.attn_norm.weight": t["blk.0.attn_norm.weight"] + 1,
+        "blk.0.ffn_norm.weight": t["blk.1.ffn_norm.weight"],
+        "blk.2.ffn_down.weight": t["blk.2.ffn_down.weight"].T,
+        "blk.1.attn_k.weight": as_neighbours(t["blk.1.attn_k.weight"], 2),
+        "blk.1.attn_k.bias": as_neighbours(t["blk.1.attn_k.bias"], 2),
+        "output_norm.weight": t["output_norm.weight"] * 2,
+        "blk.9.ffn_up.weight": t["blk.0.ffn_up.weight"],
+    }
+    result = audit_trace(model, write_trace(model, tmp_path / "x.trace", changed))
+    assert {name: cause for name, (cause, _) in wrong(result.tensors).items()} == {
+        q4_k: "q4_k_nibbles",
+        "blk.0.attn_q.bias": "zero",
+        "blk.0.attn_norm.weight": "plus_one",
+        "blk.0.ffn_norm.weight": "wrong_layer",
+        "blk.2.ffn_down.weight": "transposed",
+        "blk.1.attn_k.weight": "rope_permuted",
+        "blk.1.attn_k.bias": "rope_permuted",
+        "output_norm.weight": "scaled",
+        "blk.9.ffn_up.weight": None,
+    }
+
+
+def test_compare_and_check_name_the_cause_too(models: Models, tmp_path: Path) -> None:
+    model = models("k-quants", "Q4_K_M")
+    t = tensors_of(model)
+    changed = {
+        "blk.1.attn_k.bias": as_neighbours(t["blk.1.attn_k.bias"], 2),
+        "blk.0.ffn_norm.weight": t["blk.1.ffn_norm.weight"],
+    }
+    candidate = Trace(write_trace(model, tmp_path / "x.trace", changed))
+    assert {w.weight: (w.cause, w.note) for w in compare_weights(None, candidate, model) if w.status == "wrong"} == {
+        "blk.1.attn_k.bias": ("rope_permuted", "Q/K rows are permuted from halves to neighbours"),
+        "blk.0.ffn_norm.weight": ("wrong_layer", "it holds blk.1.ffn_norm.weight"),
+    }
+
+
+def test_float32_dequantised_in_another_order_is_no_mistake(models: Models, tmp_path: Path) -> None:
+    model = models("k-quants", "Q4_K_M")
+    changed = {UP: tensors_of(model)[UP] * np.float32(1 + 2**-23)}
+    found = {r.tensor: r for r in audit_trace(model, write_trace(model, tmp_path / "x.trace", changed)).tensors}[UP]
+    assert (found.status, found.note) == ("rounded", "the right values to the accuracy of float32")
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+REPORT = """\
+DIVERGED: 1 of 30 tensors is not right; blk.1.ffn_norm.weight is wrong: 1 was added to every value;
+in a GGUF file it is in already.
+  MODEL against the checkpoint HF
+
+Not right
+  tensor                 status  file  checkpoint   error  allowed  cause
+  blk.1.ffn_norm.weight  wrong   F32   F32         0.9245        -  1 was added to every value; in a
+                                                                    GGUF file it is in already
+
+Counts
+  status     file  checkpoint  tensors  error up to  allowed from
+  identical  F32   F32              29            0             -
+  wrong      F32   F32               1       0.9245             -
+"""
+
+
+def test_the_report(model: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
+    folder = checkpoint(model, tmp_path / "hf")
+    assert cli("weights", model, "--hf", folder)[0] == 0
+    plant(model, NORM, tensors_of(model)[NORM] + 1)
+    code, report, error = cli("weights", model, "--hf", folder)
+    assert (code, error) == (1, "")
+    lines = [line.rstrip() for line in report.split("\n")]
+    at = next(n for n, line in enumerate(lines) if " against" in line)
+    end = lines.index("", at)
+    assert " ".join("".join(lines[at:end]).split()).replace(" ", "") == f"{model}againstthecheckpoint{folder}"
+    expected = REPORT.split("\n")
+    assert lines[:at] + lines[end:] == expected[:2] + expected[3:]
+    code, text, _ = cli("weights", model, "--hf", folder, "--json", "-")
+    document = json.loads(text)
+    assert (code, document["schema"], document["verdict"]) == (1, "tracediff/weights/1", "diverged")
+    assert [t["cause"] for t in document["tensors"] if t["status"] == "wrong"] == ["plus_one"]
+
+
+def test_norms_alone(
+    models: Models, torch_trace: Callable[..., Path], cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, report, _ = cli("weights", models("llama"), "--trace", torch_trace(models("llama")))
+    assert code == 0
+    assert report.startswith("MATCH: all 7 tensors recorded are as in the file. 23 more were not recorded.\n")
+
+
+def test_refusals(models: Models, refused: Callable[..., str], tmp_path: Path) -> None:
+    model = models("llama")
+    assert refused("weights", model) == "give either --trace TRACE or --hf FOLDER to audit the weights against."
+    assert refused("weights", model, "--hf", tmp_path) == (
+        f"{tmp_path}: no *.safetensors file in this folder. Give the folder of the checkpoint."
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"not one")
+    assert refused("weights", model, "--hf", tmp_path).startswith(
+        f"{tmp_path / 'model.safetensors'}: not a safetensors"
+    )
+    with TraceWriter(tmp_path / "x.trace", "x") as writer:
+        writer.step(0, (1,), (0,))
+    assert refused("weights", model, "--trace", tmp_path / "x.trace") == (
+        f"{tmp_path / 'x.trace'}: no weights are recorded. Write a weight record for each tensor after loading it."
+    )

@@ -1,0 +1,113 @@
+"""Every tensor of a GGUF file, one by one, against what an engine holds or the checkpoint it was made from."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from tracediff.errors import MismatchError
+from tracediff.model.checkpoint import Checkpoint
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.quantisation import expected_error, relative_errors
+from tracediff.model.tensors import FileTensors
+from tracediff.result import AuditResult, TensorResult
+from tracediff.trace.reader import Trace
+from tracediff.weight_causes import CLOSE, explain
+from tracediff.weights import compare_weight, judge_values, readings, rounded_to
+
+FAILING = ("wrong", "missing", "extra")
+_TIED = {"output.weight": "token_embd.weight"}
+_COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_PLAIN = ("F32", "F16", "BF16", "F64")
+Progress = Callable[[float], None]
+
+
+def audit_trace(model: Path, path: Path, progress: Progress = lambda fraction: None) -> AuditResult:
+    """The weight records of a trace against the file; raises MismatchError for a trace without any."""
+    tensors, trace = FileTensors(GGUFFile(model)), Trace(path)
+    if not trace.weights:
+        raise MismatchError(f"{path}: no weights are recorded. Write a weight record for each tensor after loading it.")
+    names = list(dict.fromkeys((*tensors.names(), *trace.weights)))
+    results = [_recorded(name, tensors, trace) for name in _counted(names, progress)]
+    return _result(model, "trace", path, results)
+
+
+def audit_checkpoint(model: Path, folder: Path, progress: Progress = lambda fraction: None) -> AuditResult:
+    """The file against the safetensors that it was made from; raises ModelError for a folder without any."""
+    file = GGUFFile(model)
+    tensors, checkpoint = FileTensors(file), Checkpoint(folder, file)
+    names = list(dict.fromkeys((*tensors.names(), *checkpoint.names())))
+    results = [_converted(name, tensors, checkpoint) for name in _counted(names, progress)]
+    results += [
+        TensorResult(key, "missing", None, None, note="gguf-py has no name for it in this architecture")
+        for key in checkpoint.unnamed
+    ]
+    return _result(model, "checkpoint", folder, results)
+
+
+def _counted(names: list[str], progress: Progress) -> Iterator[str]:
+    for done, name in enumerate(names, start=1):
+        yield name
+        progress(done / len(names))
+
+
+def _result(model: Path, against: str, path: Path, results: list[TensorResult]) -> AuditResult:
+    failing = any(result.status in FAILING for result in results)
+    return AuditResult("diverged" if failing else "match", str(model), against, str(path), tuple(results))  # type: ignore[arg-type]
+
+
+def _recorded(name: str, tensors: FileTensors, trace: Trace) -> TensorResult:
+    """A tensor as the engine holds it; a tied head that it holds under its own name is the embedding."""
+    source = name if name in tensors else _TIED.get(name, name)
+    storage = tensors.storage(source) if source in tensors else None
+    if name not in trace.weights:
+        return TensorResult(name, "not recorded", storage)
+    record = trace.weights[name]
+    held = (record.dtype or "").upper() or None
+    if storage is None:
+        return TensorResult(name, "extra", None, held, note="the file has no such tensor")
+    expected = tensors.get(source)
+    if record.size != expected.size:
+        note = f"it holds the shape {list(record.shape)}, the file {list(expected.shape)}"
+        return TensorResult(name, "wrong", storage, held, note=note)
+    found = compare_weight(name, expected, trace, readings(tensors, source, tensors.file))
+    if found.status == "unmatched":
+        return TensorResult(name, "not recorded", storage, held, note="recorded without data")
+    error = relative_errors(_rows(expected), trace.values(record).reshape(_rows(expected).shape))[0]
+    return TensorResult(name, found.status, storage, held, error, None, found.cause, found.note)
+
+
+def _converted(name: str, tensors: FileTensors, checkpoint: Checkpoint) -> TensorResult:
+    """A tensor of the file against the checkpoint's; what one side ties is its embedding."""
+    original = name if name in checkpoint else _TIED.get(name, name)
+    if original not in checkpoint:
+        status = "computed" if name in _COMPUTED else "extra"
+        note = "converters make it from config.json" if status == "computed" else "the checkpoint has no such tensor"
+        return TensorResult(name, status, tensors.storage(name), None, note=note)  # type: ignore[arg-type]
+    stored = checkpoint.storage(original)
+    source = name if name in tensors else _TIED.get(name, name)
+    if source not in tensors:
+        return TensorResult(name, "missing", None, stored, note="the file has no such tensor")
+    expected, held = checkpoint.get(original), tensors.get(source)
+    kind = tensors.storage(source)
+    if expected.size != held.size:
+        note = f"the file holds the shape {list(held.shape)}, the checkpoint {list(expected.shape)}"
+        return TensorResult(name, "wrong", kind, stored, note=note)
+    others = readings(checkpoint, original, tensors.file)
+    if kind in _PLAIN:
+        error = relative_errors(_rows(expected), held.reshape(_rows(expected).shape))[0]
+        coarser = rounded_to(held.reshape(-1), expected.reshape(-1)) if error else None
+        if coarser:
+            return TensorResult(name, "rounded", kind, stored, error, note=f"the checkpoint holds them in {coarser}")
+        status, cause, why = judge_values(expected, held, others)
+        return TensorResult(name, status, kind, stored, error, None, cause, why)
+    whole, row = expected_error(expected, tensors.file.tensors[source].type)
+    error, each = relative_errors(_rows(expected), held.reshape(_rows(expected).shape))
+    if error <= whole and each.max() <= row:
+        return TensorResult(name, "quantised", kind, stored, error, whole)
+    cause, note = explain(expected, held, max(CLOSE, whole), others)
+    return TensorResult(name, "wrong", kind, stored, error, whole, cause, note)
+
+
+def _rows(values: np.ndarray) -> np.ndarray:
+    return values.reshape(-1, values.shape[-1])

@@ -1,0 +1,73 @@
+"""What replay could not judge of a trace op by op, and which records would change that."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracediff.names import layer_of
+from tracediff.result import Coverage, OpResult, Segment
+from tracediff.trace.reader import Trace
+
+if TYPE_CHECKING:
+    from tracediff.model.graph import Graph
+
+
+def measure_coverage(trace: Trace, model: Path, ops: Iterable[OpResult]) -> Coverage:
+    """Of a replayed trace: its segments in the order of execution, and what is in none."""
+    from tracediff.model.families import load_graph
+
+    graph = load_graph(model)
+    judged = [op for op in ops if op.local]
+    alone = {(op.step, op.op) for op in judged if op.local and len(op.local.segment) == 1}
+    every = {(step, op.name) for step in trace.steps for op in graph}
+    segments = [_segment(op, graph) for op in judged if op.local and (len(op.local.segment) > 1 or op.local.blind)]
+    together = {(segment.step, op) for segment in segments for op in segment.ops} - alone
+    records = trace.ops.items()
+    return Coverage(
+        n_ops=len(every),
+        alone=len(every & alone),
+        together=len(every & together),
+        segments=tuple(segments),
+        unjudged=tuple(
+            op.name for op in graph if any((step, op.name) in every - alone - together for step in trace.steps)
+        ),
+        unknown=tuple(dict.fromkeys(op for _, op in trace.ops if op not in graph)),
+        statistics_only=tuple(dict.fromkeys(op for (_, op), record in records if not record.has_data)),
+        some_tokens=tuple(dict.fromkeys(op for (_, op), record in records if record.rows is not None)),
+    )
+
+
+def _segment(op: OpResult, graph: "Graph") -> Segment:
+    assert op.local
+    record, largest = _split(op.local.segment, graph)
+    return Segment(op.op, op.step, op.local.segment, op.local.floor, op.local.blind, op.local.faulty, record, largest)
+
+
+def _split(segment: tuple[str, ...], graph: "Graph") -> tuple[tuple[str, ...], int]:
+    """The ops to record next, and the size of the largest part that is left then.
+
+    Within one layer K and V come first, for all later steps read them; else what halves the segment.
+    """
+    chosen = [op for op in segment[:-1] if op in graph.cached()] if len({*map(layer_of, segment)}) == 1 else []
+    before = max(_sizes(segment, chosen, graph))
+    sizes = {op: _sizes(segment, [*chosen, op], graph) for op in segment[:-1] if op not in chosen}
+    best = min(sizes, key=lambda op: (max(sizes[op]), sum(size**2 for size in sizes[op])), default=None)
+    if best is None or (chosen and max(sizes[best]) == before):
+        return tuple(chosen), before
+    return tuple(sorted((*chosen, best), key=segment.index)), max(sizes[best])
+
+
+def _sizes(segment: tuple[str, ...], recorded: list[str], graph: "Graph") -> list[int]:
+    """How many ops each part of the segment has, were these recorded."""
+    between = {*segment} - {*recorded, segment[-1]}
+    return [len(_ancestors(op, between, graph)) for op in (*recorded, segment[-1])]
+
+
+def _ancestors(op: str, among: set[str], graph: "Graph") -> set[str]:
+    """The op and all that it is made of among these."""
+    found, stack = {op}, [op]
+    while stack:
+        new = {name for name in graph[stack.pop()].inputs if name in among and name not in found}
+        found |= new
+        stack += new
+    return found

@@ -1,0 +1,165 @@
+"""One trace by Hugging Face transformers: from a GGUF file, or a model folder of its own, and tokens to a trace."""
+
+import io
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tracediff.engine.recorder import DTYPES, Recorder
+from tracediff.engine.torch_run import TorchOptions, check_device, check_length, greedy
+from tracediff.engine.transformers_engine import IMPLEMENTATION, TransformersEngine
+from tracediff.errors import EngineError
+from tracediff.model.families import load_graph
+from tracediff.trace.writer import TraceWriter
+
+_INSTALL = 'Install it with: pip install "tracediff[transformers]".'
+
+
+def trace_transformers(
+    model: Path,
+    out: Path,
+    options: TorchOptions,
+    tokens: Sequence[int],
+    n_decode: int = 0,
+    hf: Path | None = None,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> list[str]:
+    """Write a trace of the prompt and `n_decode` greedy steps; returns what a reader must know that is not in it.
+
+    The weights are those of `model` as transformers' own GGUF loader reads them, or of the model folder `hf`.
+    Raises EngineError where transformers is missing, cannot load the model, or another model is in the folder.
+    """
+    if options.faults or options.arithmetic:
+        raise EngineError("--fault and --arithmetic are for the torch engine: transformers computes as it does.")
+    check_device(options.device)
+    loaded, ignored = load(model, hf, DTYPES[options.dtype], options.device)
+    notes = [f"transformers ignores {_some(ignored)} of {hf or model}"] if ignored else []
+    return notes + trace_model(loaded, model, out, options, tokens, n_decode, progress)
+
+
+def trace_model(
+    loaded: Any,
+    model: Path,
+    out: Path,
+    options: TorchOptions,
+    tokens: Sequence[int],
+    n_decode: int = 0,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> list[str]:
+    """The same for a transformers model that is loaded already, of the GGUF file `model`."""
+    graph = load_graph(model)
+    check_length(len(tokens), n_decode, graph.hparams.n_ctx)
+    name = f"transformers {_transformers().__version__} {type(loaded).__name__} ({options.dtype}, {options.device})"
+    with TraceWriter(out, name, graph.hparams.arch, model.name, graph.matmul_type) as writer:
+        engine = TransformersEngine(graph, loaded, Recorder(writer, options.capture), progress)
+        engine.record_weights()
+        with _watched_attention(loaded), _double(loaded) if options.dtype == "f64" else nullcontext():
+            for step, given in greedy(engine, tokens, n_decode):
+                engine.run(step, given)
+    left_out = engine.left_out() if options.capture != "layers" else []
+    return [f"left out, for transformers shows it nowhere: {', '.join(left_out)}"] if left_out else []
+
+
+def load(model: Path, hf: Path | None, dtype: torch.dtype, device: str) -> tuple[Any, list[str]]:
+    """A causal language model by transformers' AutoModel, and the tensors that it has no place for.
+
+    Raises EngineError when it cannot be loaded, or some of its weights were in no file.
+    """
+    transformers = _transformers()
+    if hf and not hf.is_dir():
+        raise EngineError(f"--hf {hf}: not a folder. Give the folder that holds config.json and the safetensors files.")
+    source = {"pretrained_model_name_or_path": str(hf)} if hf else {
+        "pretrained_model_name_or_path": str(model.resolve().parent), "gguf_file": model.name
+    }  # fmt: skip
+    try:
+        with _quiet(transformers):
+            loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+                **source, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, NotImplementedError) as error:
+        hint = f" {_INSTALL}" if "accelerate" in str(error) else " Its own folder can be given with --hf."
+        raise EngineError(
+            f"transformers cannot load {hf or model}: {_one_line(error)}.{hint if not hf else ''}"
+        ) from None
+    if info["missing_keys"]:
+        raise EngineError(
+            f"{hf or model}: {type(loaded).__name__} finds no tensor for {_some(info['missing_keys'])}: transformers "
+            "would run on random numbers there. Give its own folder with --hf."
+        )
+    return loaded.to(device).eval(), sorted(map(str, info["unexpected_keys"]))
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise EngineError(f"the transformers engine needs transformers, which is not installed. {_INSTALL}") from None
+    return transformers
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without transformers' warnings and progress bars, one of which asks nobody; the loading info says it all."""
+    log = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(log.CRITICAL)
+    log.disable_progress_bar()
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()
+
+
+@contextmanager
+def _watched_attention(loaded: Any) -> Iterator[None]:
+    """The model's attention under the name that the engine registers, and back."""
+    before = loaded.config._attn_implementation
+    loaded.config._attn_implementation = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        loaded.config._attn_implementation = before
+
+
+@contextmanager
+def _double(loaded: Any) -> Iterator[None]:
+    """transformers' code in float64 throughout; rope's frequencies are computed again by its own module."""
+    rotary = loaded.model.rotary_emb
+    with _WideMode():
+        loaded.model.rotary_emb = type(rotary)(loaded.config).to(loaded.device)
+        try:
+            yield
+        finally:
+            loaded.model.rotary_emb = rotary
+
+
+class _WideMode(TorchFunctionMode):
+    """Float64 wherever transformers asks for float32: its norms, softmax and rope do, whatever the model's dtype.
+
+    Without, `--dtype f64` would record values that look like float64 and are good to 1e-7.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        given = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        return func(*(_wide(value) for value in args), **given)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

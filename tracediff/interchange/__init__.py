@@ -1,0 +1,5 @@
+"""Traces from and to the files of others: one module per format, and a common part that names and writes."""
+
+from typing import Literal
+
+Format = Literal["npy", "npz", "safetensors", "llama-text", "table", "sglang"]

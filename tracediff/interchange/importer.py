@@ -1,0 +1,146 @@
+"""The common part of every import: planned on names, then written one array at a time.
+
+    entries -> names -> steps and tokens -> TraceWriter
+
+Nothing is dropped silently: a name that nobody knows is an error, or said with --skip-unknown.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracediff.errors import InterchangeError
+from tracediff.interchange import Format, llama_text, npy, npz, safetensors_file, sglang, table
+from tracediff.interchange.entry import Entry, Say, some
+from tracediff.interchange.naming import NameMap, execution_order, is_op, meaning
+from tracediff.interchange.steps import Named, steps_of
+from tracediff.interchange.writing import write
+from tracediff.model.hparams import check_tokens
+from tracediff.trace.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from tracediff.model.graph import Graph
+
+READERS: dict[Format, Callable[[Path, Say], Iterator[Entry]]] = {
+    "npy": npy.entries,
+    "npz": npz.entries,
+    "safetensors": safetensors_file.entries,
+    "llama-text": llama_text.entries,
+    "table": table.entries,
+    "sglang": sglang.entries,
+}
+WEIGHTS = "weights/"  # in front of the name of a weight record
+TOKENS, POSITIONS = ("tokens", "input_ids", "token_ids"), ("positions", "position_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user says of a foreign file."""
+
+    name_map: Path | None = None
+    tokens: tuple[int, ...] = ()
+    engine: str | None = None
+    skip_unknown: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Sorted:
+    """The entries of a file by what they are."""
+
+    ops: list[Named] = field(default_factory=list)
+    weights: list[Entry] = field(default_factory=list)
+    tokens: dict[int, Entry] = field(default_factory=dict)
+    positions: dict[int, Entry] = field(default_factory=dict)
+    no_ops: dict[str, list[str]] = field(default_factory=dict)  # what they are instead -> names
+    unknown: list[str] = field(default_factory=list)
+
+
+def import_trace(
+    form: Format,
+    path: Path,
+    out: Path,
+    options: Options,
+    *,
+    graph: "Graph | None" = None,
+    model: str | None = None,
+    say: Say,
+) -> None:
+    """Read a foreign file or folder and write a trace. `say` is told all that is left out, and why.
+
+    Raises InterchangeError, and leaves no trace behind, for a broken file, unknown names, missing tokens or shapes.
+    """
+    found = _sorted([*READERS[form](path, say)], NameMap(options.name_map), path)
+    _report(found, path, options.skip_unknown, say)
+    found.ops.sort(key=lambda named: (named.entry.step, execution_order(named.op)))
+    steps = steps_of(found.ops, found.tokens, found.positions, options.tokens, path, say)
+    if graph:
+        check_tokens([token for tokens, _ in steps.values() for token in tokens], graph.hparams.n_vocab)
+    arch, weights = (graph.hparams.arch, graph.matmul_type) if graph else (None, None)
+    engine = options.engine or f"imported from {form} {path.name}"
+    try:
+        with TraceWriter(out, engine, arch, model, weights) as writer:
+            n = write(writer, found.weights, found.ops, steps, graph, say)
+    except InterchangeError:
+        out.unlink(missing_ok=True)
+        out.with_suffix(".bin").unlink(missing_ok=True)
+        raise
+    say(f"imported {n} records in {len(steps)} step{'s' * (len(steps) > 1)}")
+
+
+def _sorted(entries: list[Entry], names: NameMap, path: Path) -> _Sorted:
+    found = _Sorted()
+    for entry in entries:
+        _sort(entry, names(entry.name), found)
+    if names.unused:
+        raise InterchangeError(
+            f"{names.path}: nothing in {path} is called {', '.join(sorted(names.unused))}. It holds "
+            f"{some([entry.name for entry in entries])}. Correct the map."
+        )
+    return found
+
+
+def _sort(entry: Entry, mapped: str | None, found: _Sorted) -> None:
+    last = entry.name.rpartition("/")[2].rpartition(".")[2]
+    if mapped:
+        found.ops.append(Named(mapped, entry, None))
+    elif entry.op:
+        found.ops.append(Named(entry.op, entry, entry.whose))
+    elif entry.no_op:
+        found.no_ops.setdefault(entry.no_op, []).append(entry.name)
+    elif entry.name.startswith(WEIGHTS):
+        found.weights.append(entry)
+    elif last in TOKENS:
+        found.tokens.setdefault(entry.step, entry)
+    elif last in POSITIONS:
+        found.positions.setdefault(entry.step, entry)
+    else:
+        known = meaning(entry.name)
+        if known.op:
+            found.ops.append(Named(known.op, entry, known.whose))
+        elif known.no_op:
+            found.no_ops.setdefault(known.no_op, []).append(entry.name)
+        else:
+            found.unknown.append(entry.name)
+
+
+def _report(found: _Sorted, path: Path, skip_unknown: bool, say: Say) -> None:
+    """Says what is left out; raises InterchangeError for unknown names, unless they may be skipped, or no op at all."""
+    if found.unknown and not skip_unknown:
+        raise InterchangeError(
+            f"{path}: {len(found.unknown)} unknown names: {some(found.unknown)}. Say what they are with --map FILE "
+            "(lines of FOREIGN=CANONICAL, {N} for a layer's number), or leave them out with --skip-unknown."
+        )
+    left_out = [f"left out {len(names)}, {what}: {some(names)}" for what, names in found.no_ops.items()]
+    if found.unknown:
+        left_out.append(f"left out {len(found.unknown)} of unknown name: {some(found.unknown)}")
+    if not found.ops:
+        raise InterchangeError(
+            f"{path}: no op's output is in it{''.join(f'; {line}' for line in left_out)}. `tracediff inspect MODEL` "
+            "lists the names of a model's ops; --map FILE says what other names stand for."
+        )
+    for line in left_out:
+        say(line)
+    own = sorted({named.op for named in found.ops if not is_op(named.op)})
+    if own:
+        say(f"names that are no op of the table, kept as the map has them: {some(own)}")

@@ -1,0 +1,115 @@
+"""A Hugging Face checkpoint beside a GGUF file: its safetensors read tensor by tensor, named and laid out as GGUF's."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+from tracediff.errors import ModelError
+from tracediff.model.gguf_file import GGUFFile
+
+# convert_hf_to_gguf.py (LlamaModel.permute) lays out each head of Q and K for rope on neighbours; checkpoints pair
+# halves. The whole head is permuted, whatever part of it is rotated.
+PERMUTED_ARCHITECTURES = ("llama",)
+PERMUTED_OPS = ("attn_q", "attn_k", "attn_q_rope", "attn_k_rope")
+_COMPUTED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold and every engine computes
+
+
+class Checkpoint:
+    """The tensors of a folder of safetensors files, memory-mapped, by the names that `file` gives them.
+
+    `unnamed` are those that the architecture has no GGUF name for. Raises ModelError for a folder without any.
+    """
+
+    def __init__(self, folder: Path, file: GGUFFile) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.folder = folder
+        self.unnamed: list[str] = []
+        self._places: dict[str, tuple[Any, str]] = {}
+        names = _name_map(file)
+        shards = sorted(folder.glob("*.safetensors"))
+        if not shards:
+            raise ModelError(f"{folder}: no *.safetensors file in this folder. Give the folder of the checkpoint.")
+        for shard in shards:
+            try:
+                opened: Any = safe_open(shard, "pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{shard}: not a safetensors file: {error}. Download it again.") from None
+            for key in opened.keys():  # noqa: SIM118 - not a dict
+                self._add(key, names.get_name(key, try_suffixes=(".weight", ".bias")), opened)
+        self._permuted = head_counts(file) if _arch(file) in PERMUTED_ARCHITECTURES else {}
+
+    def _add(self, key: str, name: str | None, opened: Any) -> None:
+        if key.endswith(_COMPUTED):
+            return
+        if name is None:
+            self.unnamed.append(key)
+        else:
+            self._places[name] = (opened, key)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def names(self) -> list[str]:
+        """GGUF names of the tensors."""
+        return list(self._places)
+
+    def storage(self, name: str) -> str:
+        """The type that it is stored in, as in BF16."""
+        opened, key = self._places[name]
+        return str(opened.get_slice(key).get_dtype())
+
+    def get(self, name: str) -> np.ndarray:
+        """The values in GGUF's layout, float32 or what they are stored in."""
+        opened, key = self._places[name]
+        tensor = opened.get_tensor(key)
+        values = (tensor.float() if tensor.dtype.itemsize < 4 else tensor).numpy()
+        return permuted(values, self._permuted[name]) if name in self._permuted else values
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor, outermost first."""
+        opened, key = self._places[name]
+        return tuple(opened.get_slice(key).get_shape())
+
+    def head(self, name: str) -> np.ndarray:
+        """Its first row, which no permutation moves; of a vector its first value."""
+        opened, key = self._places[name]
+        return opened.get_slice(key)[:1].double().numpy().reshape(-1)
+
+
+def head_counts(file: GGUFFile) -> Mapping[str, int]:
+    """Heads of each Q and K tensor; none where the metadata does not say."""
+    arch, n_layer = _arch(file), _n_layer(file)
+    q = file.metadata.get(f"{arch}.attention.head_count")
+    kv = file.metadata.get(f"{arch}.attention.head_count_kv", q)
+    return {
+        f"blk.{layer}.attn_{x}.{kind}": heads
+        for layer in range(n_layer)
+        for x, heads in (("q", q), ("k", kv))
+        for kind in ("weight", "bias")
+        if isinstance(heads, int)
+    }
+
+
+def permuted(rows: np.ndarray, heads: int, inverse: bool = False) -> np.ndarray:
+    """Rows of each head from halves (i, i + n/2) to neighbours (2i, 2i + 1), or back."""
+    shape = (heads, -1, 2, *rows.shape[1:]) if inverse else (heads, 2, -1, *rows.shape[1:])
+    return np.ascontiguousarray(rows.reshape(shape).swapaxes(1, 2).reshape(rows.shape))
+
+
+def _arch(file: GGUFFile) -> str:
+    return str(file.metadata.get("general.architecture"))
+
+
+def _n_layer(file: GGUFFile) -> int:
+    return int(file.metadata.get(f"{_arch(file)}.block_count", 0))
+
+
+def _name_map(file: GGUFFile) -> Any:
+    known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+    if _arch(file) not in known:
+        raise ModelError(f"{file.path}: gguf-py knows no tensor names of the architecture {_arch(file)!r}.")
+    return get_tensor_name_map(known[_arch(file)], _n_layer(file))

@@ -1,0 +1,177 @@
+"""Ops recomputed from what a trace holds.
+
+Where an input was not recorded it is recomputed too, from the nearest recorded ancestors: a segment of the graph.
+The noise that honest arithmetic makes on the way is carried along in samples, values with that noise added.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracediff.model.arithmetic import Scheme
+from tracediff.model.evaluate import Energy, arithmetic_of, evaluate
+from tracediff.model.graph import SOURCES, Graph, Op
+from tracediff.model.weights import Weights
+from tracediff.replay.floors import Noise, noise
+from tracediff.replay.recorded import Place, Recorded
+from tracediff.trace.format import OpRecord, Rows
+
+# The whole op's NMSE may exceed its expectation by chance and by what the model of the noise neglects.
+_MARGIN = 4.0
+# Noise through a segment is known from samples of it, not from a formula: its spread is that uncertain.
+_SAMPLES, _SEGMENT_MARGIN = 2, 16.0
+_RECENT = 48  # values kept from one layer to the next: more than a layer has, of some tokens and of all
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of the trace in float64. Recomputed ones carry samples of what noise would have made of them."""
+
+    exact: Tensor
+    samples: tuple[Tensor, ...] = ()
+    segment: tuple[str, ...] = ()
+
+    def sample(self, i: int) -> Tensor:
+        """Sample `i`; a recorded value has no noise of ours."""
+        return self.samples[i] if self.samples else self.exact
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """An op's output as it should be: exact, the noise of an honest engine, and the ops recomputed for it."""
+
+    exact: Tensor
+    own: Noise  # of the op itself
+    noise: Noise  # with that of the segment before it
+    segment: tuple[str, ...]
+    samples: tuple[Tensor, ...] = ()
+
+    @property
+    def margin(self) -> float:
+        """How many times its expectation the squared error may be."""
+        return _SEGMENT_MARGIN if self.samples else _MARGIN
+
+    def bound(self) -> Tensor:
+        """Of each element. A sampled spread is that of its row: two samples say little of one element."""
+        return self.noise.bound() * math.sqrt(_SEGMENT_MARGIN) if self.samples else self.noise.bound()
+
+
+class Recomputation:
+    """Recomputes the ops of `graph`. What was recomputed is kept for the ops after it, until `forget`."""
+
+    def __init__(self, recorded: Recorded, graph: Graph, weights: Weights, n_samples: int = _SAMPLES) -> None:
+        self._recorded = recorded
+        self._graph = graph
+        self._weights = weights
+        self._n_samples = n_samples
+        self.has_noise = n_samples > 0
+        self._values: dict[tuple[Place, str], Value] = {}
+        self._random = torch.Generator().manual_seed(0)
+
+    def changed(self, ops: Sequence[Op], n_samples: int = _SAMPLES) -> "Recomputation":
+        """The same trace with these ops in place of those of the same names. Without samples no noise is computed."""
+        other = Recomputation(self._recorded, self._graph.changed(*ops), self._weights, n_samples)
+        other._values = {key: value for key, value in self._values.items() if not key[1]}
+        return other
+
+    def op(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Recomputed:
+        """The op's output for these tokens of the step, were it computed under `scheme` and stored as `storage`."""
+        inputs, arithmetic = self.inputs(step, op, scheme, rows), arithmetic_of(op, scheme, self._weights)
+        exact_inputs = [value.exact for value in inputs]
+        if not self.has_noise:
+            y = evaluate(op, exact_inputs, self._weights, arithmetic)
+            return self._without_noise(y, inputs, op)
+        energy = Energy()
+        y = evaluate(op, exact_inputs, self._weights, arithmetic, energy)
+        weight_inputs = [self._weights.load(w) for w in op.weights] if op.kind == "rope" else []
+        own = noise(op, [*exact_inputs, *weight_inputs], y, energy, arithmetic, storage)
+        segment = _segment(inputs, op)
+        if not any(value.samples for value in inputs):
+            return Recomputed(y, own, own, segment)
+        samples = []
+        for i in range(self._n_samples):
+            samples.append(evaluate(op, [value.sample(i) for value in inputs], self._weights, arithmetic))
+        # The spread of each row, for two samples say little of one element.
+        spread = torch.stack([(sample - y).square() for sample in samples]).mean(0)
+        sigma = torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread))
+        return Recomputed(y, own, Noise(sigma, own.hard), segment, tuple(samples))
+
+    def _without_noise(self, y: Tensor, inputs: list[Value], op: Op) -> Recomputed:
+        none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
+        return Recomputed(y, Noise(none, none), Noise(none, none), _segment(inputs, op))
+
+    def inputs(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> list[Value]:
+        """What the op reads, in its order."""
+        return [self._joined(places, scheme) for places in self._recorded.reads(step, op, rows)]
+
+    def recorded(self, record: OpRecord) -> Tensor:
+        """The record's own values; kept, for the next op reads them."""
+        place = record.step, record.op, record.rows
+        if (place, "") not in self._values:
+            self._values[place, ""] = Value(self._recorded.value(place))
+        return self._values[place, ""].exact
+
+    def forget(self, all_of_it: bool = False) -> None:
+        """Drop values of layers that are done. The trace has what was recorded; recomputed K and V must stay."""
+        cached = self._graph.cached()
+        recent = () if all_of_it else list(self._values)[-_RECENT:]
+        self._values = {
+            key: value
+            for key, value in self._values.items()
+            if key in recent or key[0][1] in SOURCES or (key[0][1] in cached and value.samples)
+        }
+
+    def _joined(self, places: list[Place], scheme: Scheme) -> Value:
+        values = [self._value(place, scheme) for place in places]
+        if len(values) == 1:
+            return values[0]
+        samples: tuple[Tensor, ...] = ()
+        if any(value.samples for value in values):
+            samples = tuple(torch.cat([value.sample(i) for value in values]) for i in range(self._n_samples))
+        segment = tuple(dict.fromkeys(n for value in values for n in value.segment))
+        return Value(torch.cat([value.exact for value in values]), samples, segment)
+
+    def _value(self, place: Place, scheme: Scheme) -> Value:
+        """A value as the trace recorded it, or recomputed under the scheme from what it recorded."""
+        key = self._key(place, scheme)
+        if key not in self._values and self._recorded.holds(place):
+            self._values[key] = Value(self._recorded.value(place))
+        for missing in self._unrecorded(place, scheme):
+            self._values[self._key(missing, scheme)] = self._recompute(missing, scheme)
+        return self._values[key]
+
+    def _unrecorded(self, place: Place, scheme: Scheme) -> Iterator[Place]:
+        """What must be recomputed for a value, each after its inputs: deep models outgrow Python's recursion."""
+        stack = [(place, False)]
+        while stack:
+            place, inputs_are_there = stack.pop()
+            if self._recorded.holds(place) or self._key(place, scheme) in self._values:
+                continue
+            if inputs_are_there:
+                yield place
+                continue
+            step, name, rows = place
+            inputs = [at for places in self._recorded.reads(step, self._graph[name], rows) for at in places]
+            stack += [(place, True), *((at, False) for at in reversed(inputs))]
+
+    def _key(self, place: Place, scheme: Scheme) -> tuple[Place, str]:
+        return place, "" if self._recorded.holds(place) else scheme.name
+
+    def _recompute(self, place: Place, scheme: Scheme) -> Value:
+        step, name, rows = place
+        made = self.op(step, self._graph[name], scheme, self._recorded.storage(step), rows)
+        before = made.samples or (made.exact,) * self._n_samples
+        return Value(made.exact, tuple(self._perturbed(x, made.own) for x in before), made.segment)
+
+    def _perturbed(self, x: Tensor, noise: Noise) -> Tensor:
+        gauss = torch.randn(x.shape, generator=self._random, dtype=x.dtype).to(x.device)
+        flat = 2 * torch.rand(x.shape, generator=self._random, dtype=x.dtype).to(x.device) - 1
+        return x + gauss * noise.sigma + flat * noise.hard
+
+
+def _segment(inputs: list[Value], op: Op) -> tuple[str, ...]:
+    """The ops that were recomputed for the inputs, and the op itself."""
+    return (*dict.fromkeys(name for value in inputs for name in value.segment), op.name)

@@ -1,0 +1,101 @@
+"""A trace seen through the graph of its model: what it holds, and where the inputs of an op are. All in float64."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracediff.errors import TraceError
+from tracediff.model.graph import SOURCES, Graph, Op
+from tracediff.model.ops import causal
+from tracediff.trace.format import OpRecord, Rows
+from tracediff.trace.reader import Trace
+
+Place = tuple[int, str, Rows]  # step, name and tokens of a value
+
+
+class Recorded:
+    """Raises TraceError for shapes that are not the model's and for positions that leave a gap."""
+
+    def __init__(self, trace: Trace, graph: Graph, device: str) -> None:
+        self.trace = trace
+        self._graph = graph
+        self._device = device
+        self._positions = _positions(trace)
+        self._check_shapes()
+
+    def holds(self, place: Place) -> bool:
+        """Whether the trace has the value, for all these tokens."""
+        step, name, rows = place
+        record = self.trace.ops.get((step, name))
+        return name in SOURCES or (record is not None and record.has_data and record.holds(rows))
+
+    def value(self, place: Place) -> Tensor:
+        """The value that is held there: float64 of the op's shape, or int64 [T] of a source."""
+        step, name, rows = place
+        if name in SOURCES:
+            ids = self.trace.steps[step].tokens if name == "tokens" else self._positions[step]
+            return torch.tensor(ids if rows is None else [ids[row] for row in rows], device=self._device)
+        return self.values(self.trace.ops[step, name], rows)
+
+    def values(self, record: OpRecord, rows: Rows = None) -> Tensor:
+        """The record's values, or those of the tokens `rows` of it."""
+        with np.errstate(invalid="ignore"):  # a signalling NaN that is cast
+            values = torch.from_numpy(self.trace.values(record, rows).astype("float64", order="C"))
+        return values.reshape(self._shape(record, rows or record.rows)).to(self._device)
+
+    def reads(self, step: int, op: Op, rows: Rows) -> list[list[Place]]:
+        """Of each input where it is: for these tokens of the step, or for all tokens so far, step by step."""
+        so_far = [number for number in self.trace.steps if number <= step]
+        return [
+            [(number, name, None) for number in so_far] if reads_past else [(step, name, rows)]
+            for name, reads_past in zip(op.inputs, op.past or (False,) * len(op.inputs), strict=True)
+        ]
+
+    def holds_inputs(self, op: Op, record: OpRecord) -> list[bool]:
+        """Of each input whether it is held, for all the tokens that the op reads it of."""
+        return [all(map(self.holds, places)) for places in self.reads(record.step, op, record.rows)]
+
+    def hidden(self, step: int, rows: Rows) -> Tensor:
+        """Which scores the causal mask hides, bool [T, S]."""
+        so_far = [n for n in self._positions if n <= step]
+        keys = torch.cat([self.value((n, "positions", None)) for n in so_far])
+        return causal(self.value((step, "positions", rows)), keys)
+
+    def storage(self, step: int) -> str:
+        """What the engine stores values in, by what it recorded in this step."""
+        return next((r.dtype for r in self.trace.step_ops(step) if r.dtype), "f32")
+
+    def _shape(self, record: OpRecord, rows: Rows) -> tuple[int, ...]:
+        n_tokens = len(self._positions[record.step])
+        n_rows = n_tokens if rows is None else len(rows)
+        n_past = sum(len(p) for number, p in self._positions.items() if number < record.step)
+        return self._graph[record.op].shape(n_rows, n_past + n_tokens - n_rows)
+
+    def _check_shapes(self) -> None:
+        for record in self.trace.ops.values():
+            if record.op not in self._graph:
+                continue
+            shape = self._shape(record, record.rows)
+            if record.size != math.prod(shape) or record.shape[0] != shape[0]:
+                raise TraceError(
+                    f"{self.trace.path}: {record.op!r} in step {record.step} has shape {list(record.shape)}; this "
+                    f"model's is {list(shape)}. Is it a trace of another model? See `tracediff inspect MODEL`."
+                )
+
+
+def _positions(trace: Trace) -> dict[int, tuple[int, ...]]:
+    """The positions that each step should have: they go on where the last ended. Raises TraceError for a gap."""
+    positions: dict[int, tuple[int, ...]] = {}
+    following: int | None = None
+    for number, step in trace.steps.items():
+        first = step.positions[0] if following is None else following
+        if step.positions[0] > first and following is not None:
+            raise TraceError(
+                f"{trace.path}: step {number} begins at position {step.positions[0]}, but the steps before end at "
+                f"{first - 1}: the keys and values between are missing. Record every step from the first."
+            )
+        positions[number] = tuple(range(first, first + len(step.positions)))
+        following = first + len(step.positions)
+    return positions

@@ -1,0 +1,161 @@
+"""Judges the ops of a trace one by one: recomputed from the trace's own inputs, under the arithmetic that fits."""
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from tracediff.model.arithmetic import SCHEMES, Scheme
+from tracediff.model.evaluate import arithmetic_of
+from tracediff.model.graph import Graph, Op
+from tracediff.model.weights import Weights
+from tracediff.names import layer_of
+from tracediff.replay.fits import BLIND, Fits, stored_as
+from tracediff.replay.recompute import Recomputation, Recomputed
+from tracediff.replay.recorded import Recorded
+from tracediff.replay.residual import Residual, measure, turned
+from tracediff.result import Local, Worst
+from tracediff.trace.format import OpRecord
+from tracediff.trace.reader import Trace
+
+_PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
+
+
+class Replay:
+    """Judges the records of one trace. `graph` is the model as it should be.
+
+    Raises TraceError for a trace of another model, or one whose positions leave a gap.
+    """
+
+    def __init__(self, trace: Trace, graph: Graph, weights: Weights, pinned: Scheme | None = None) -> None:
+        self.trace = trace
+        self.graph = graph
+        self.weights = weights
+        self._recorded = Recorded(trace, graph, weights.device)
+        self._recomputation = Recomputation(self._recorded, graph, weights)
+        self._fits = Fits(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
+
+    @torch.inference_mode()
+    def run(self, progress: Callable[[float], None] = lambda fraction: None) -> Iterator[tuple[OpRecord, Local]]:
+        """The local error of each record with data, in the trace's order of steps and the graph's of ops."""
+        done = 0
+        for step in self.trace.steps:
+            layer: int | None = None
+            for op in self.graph:
+                if layer_of(op.name) != layer:
+                    layer = layer_of(op.name)
+                    self._recomputation.forget()
+                record = self.trace.ops.get((step, op.name))
+                if record is not None and record.has_data:
+                    yield record, self.judge(record)
+                done += 1
+                progress(done / (len(self.graph.ops) * len(self.trace.steps)))
+            self._recomputation.forget(all_of_it=True)
+
+    @torch.inference_mode()
+    def under(self, record: OpRecord, ops: Sequence[Op], before: float = math.inf) -> Local:
+        """The record's local error if the engine computed these ops as given: a hypothesis tried.
+
+        `before` is the NMSE without it. What does not take nine tenths of that away is not looked at closely.
+        """
+        other = copy(self)
+        other.graph = self.graph.changed(*ops)
+        other._fits = self._fits.changed(other.graph)
+        other._recomputation = self._recomputation.changed(ops, n_samples=0)  # a first look needs no noise
+        recorded = self._recorded.values(record)
+        looks = []
+        for scheme in self._fits.likely(record):
+            looks.append(other._local(record, recorded, scheme, "f32"))
+            if looks[-1].nmse <= 0.1 * before:
+                break
+        else:
+            return min(looks, key=lambda look: (math.isnan(look.nmse), look.nmse))
+        other._recomputation = self._recomputation.changed(ops)
+        return other.judge(record)
+
+    def made(self, record: OpRecord) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """What was recorded, what it should be, and the op's inputs: all float64, under the scheme that fits best."""
+        op, scheme = self.graph[record.op], self._fits.likely(record)[0]
+        inputs = self._recomputation.inputs(record.step, op, scheme, record.rows)
+        exact = self._recomputation.op(record.step, op, scheme, record.dtype or "f32", record.rows).exact
+        return self._recorded.values(record), exact, tuple(value.exact for value in inputs)
+
+    def judge(self, record: OpRecord) -> Local:
+        """The record's local error under the arithmetic that fits it."""
+        recorded = self._recomputation.recorded(record)
+        storage = stored_as(recorded, record.dtype or "f32")
+        tried: list[tuple[Local, Scheme]] = []
+        for scheme in self._fits.candidates(record):
+            tried.append((self._local(record, recorded, scheme, storage), scheme))
+            fit = self._fits.accept(tried)
+            if fit:
+                self._fits.remember(record, fit[1], fits=True)
+                return fit[0]
+        # Nothing fits: the error is what the least of the schemes that can see leaves.
+        local, scheme = min(tried, key=lambda pair: (pair[0].floor > BLIND, math.isnan(pair[0].nmse), pair[0].nmse))
+        self._fits.remember(record, scheme, fits=False)
+        return local
+
+    def _local(self, record: OpRecord, recorded: Tensor, scheme: Scheme, storage: str) -> Local:
+        """The record's local error under a scheme."""
+        op = self.graph[record.op]
+        residuals = []
+        for cut in _parts(op, recorded):
+            part = op.channels(cut) if cut else op
+            made = self._recomputation.op(record.step, part, scheme, storage, record.rows)
+            values = recorded[:, cut] if cut else recorded
+            residuals.append(self._residual(record, part, values, made, scheme))
+        whole = reduce(operator.add, residuals)
+        floor = made.margin * _ratio(whole.noise, whole.signal)
+        return Local(
+            nmse=_ratio(whole.error, whole.signal),
+            floor=floor,
+            excess=whole.excess,
+            worst=whole.worst,
+            arithmetic=str(arithmetic_of(op, scheme, self.weights)) if len(made.segment) == 1 else scheme.name,
+            segment=made.segment,
+            flips=whole.flips,
+            sharpness=min(math.sqrt(floor), whole.sharpness),
+            blind=floor > BLIND,
+            weight_type=self.weights.type_of(op.weights[0]) if op.kind == "linear" else None,
+            one_token=len(self.trace.steps[record.step].tokens) == 1,
+        )
+
+    def _residual(self, record: OpRecord, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme) -> Residual:
+        hidden = self._recorded.hidden(record.step, record.rows) if op.kind == "scores" else None
+        residual = measure(recorded, made, hidden)
+        passes = residual.excess <= 1 and residual.error <= made.margin * residual.noise
+        if self._recomputation.has_noise and not passes and op.kind == "linear" and len(made.segment) == 1:
+            x = self._recomputation.inputs(record.step, op, scheme, record.rows)[0].exact
+            other_way = turned(op, x, recorded, made, arithmetic_of(op, scheme, self.weights).operands, self.weights)
+            if other_way is not None:
+                residual = replace(measure(recorded, replace(made, exact=other_way[0])), flips=other_way[1])
+        return replace(residual, worst=_placed(residual.worst, record, op))
+
+
+def _placed(worst: Worst, record: OpRecord, op: Op) -> Worst:
+    """The coordinate in the whole output: of all its channels and of the step's tokens."""
+    first = op.weights[0].first if op.kind == "linear" else 0
+    return replace(worst, at=record.place((*worst.at[:-1], worst.at[-1] + first), record.rows))
+
+
+def _parts(op: Op, output: Tensor) -> Iterator[slice | None]:
+    """The channels of an op's output in parts, where it is large and made channel by channel; None for all of it."""
+    whole = op.kind != "linear" or op.function or any(w.read for w in op.weights)
+    if whole or output.ndim != 2 or output.numel() <= _PART:
+        yield None
+        return
+    n_tokens, n = output.shape
+    step = max(1, _PART // n_tokens)
+    yield from (slice(at, min(at + step, n)) for at in range(0, n, step))
+
+
+def _ratio(error: float, signal: float) -> float:
+    if not signal:
+        return 0.0 if not error else math.inf
+    return error / signal

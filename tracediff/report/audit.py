@@ -1,0 +1,90 @@
+"""A weights audit for a terminal and as JSON: one sentence, then what is not as it should be, then counts."""
+
+from collections.abc import Iterator
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from tracediff.report.parts import heading, number, table
+from tracediff.result import AuditResult, TensorResult
+
+SCHEMA = "tracediff/weights/1"
+_FAILING = ("wrong", "missing", "extra")
+_STYLES = {"wrong": "bold red", "missing": "bold red", "extra": "magenta"}
+_LISTED = 40
+
+
+def render(result: AuditResult) -> RenderableType:
+    """The whole report."""
+    word, style = ("MATCH", "bold green") if result.verdict == "match" else ("DIVERGED", "bold red")
+    first = Text.assemble((word, style), ": ", summary(result))
+    against = "what the engine holds by" if result.against == "trace" else "the checkpoint"
+    sides = Text(f"  {result.model} against {against} {result.path}", style="dim")
+    return Group(first, sides, *_failing(result), *_counts(result))
+
+
+def render_json(result: AuditResult) -> str:
+    """One JSON object; what is not finite becomes null."""
+    document = {"schema": SCHEMA, "summary": summary(result), **msgspec.to_builtins(result)}
+    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+
+
+def summary(result: AuditResult) -> str:
+    """The one sentence."""
+    failing = _of(result, *_FAILING)
+    silent = len(_of(result, "not recorded"))
+    checked = len(result.tensors) - silent
+    rest = f" {silent} more were not recorded." if silent else ""
+    if not failing:
+        where = "as in the file" if result.against == "trace" else "what the checkpoint's become"
+        return f"all {checked} tensors {'recorded ' * (result.against == 'trace')}are {where}.{rest}"
+    first = failing[0]
+    what = f"{first.tensor} is {first.status}" + (f": {first.note}" if first.note else "")
+    return f"{len(failing)} of {checked} tensors {'is' if len(failing) == 1 else 'are'} not right; {what}.{rest}"
+
+
+def _of(result: AuditResult, *statuses: str) -> list[TensorResult]:
+    return [tensor for tensor in result.tensors if tensor.status in statuses]
+
+
+def _failing(result: AuditResult) -> Iterator[RenderableType]:
+    failing = _of(result, *_FAILING)
+    if not failing:
+        return
+    yield heading("Not right")
+    held = "held" if result.against == "trace" else "checkpoint"
+    shown = table("tensor", "status", "file", held, "error", "allowed", left=4)
+    shown.add_column("cause", overflow="fold")
+    for tensor in failing[:_LISTED]:
+        shown.add_row(
+            tensor.tensor, Text(tensor.status, style=_STYLES[tensor.status]), tensor.type or "-", tensor.other or "-",
+            number(tensor.error), number(tensor.bound), tensor.note or "",
+        )  # fmt: skip
+    yield Padding(shown, (0, 0, 0, 2))
+    if len(failing) > _LISTED:
+        yield Text(f"  ... and {len(failing) - _LISTED} more")
+
+
+def _counts(result: AuditResult) -> Iterator[RenderableType]:
+    """Each status, and of the quantised tensors each type with the largest error, and the least that was allowed."""
+    yield heading("Counts")
+    groups: dict[tuple[str, str | None, str | None], list[TensorResult]] = {}
+    for tensor in result.tensors:
+        groups.setdefault((tensor.status, tensor.type, tensor.other), []).append(tensor)
+    held = "held" if result.against == "trace" else "checkpoint"
+    shown = table("status", "file", held, "tensors", "error up to", "allowed from", left=3)
+    for (status, kind, other), tensors in groups.items():
+        errors = [tensor.error for tensor in tensors if tensor.error is not None]
+        bounds = [tensor.bound for tensor in tensors if tensor.bound is not None]
+        shown.add_row(
+            status, kind or "-", other or "-", str(len(tensors)),
+            number(max(errors, default=None)), number(min(bounds, default=None)),
+        )  # fmt: skip
+    yield Padding(shown, (0, 0, 0, 2))
+    if _of(result, "quantised"):
+        yield Text(
+            "  Errors are relative, RMS over RMS; allowed is 1.5 times what llama.cpp's quantiser makes of rows of "
+            "the checkpoint's tensor."
+        )

@@ -1,0 +1,74 @@
+"""How each side computes, as far as replay could tell, and how near it came to its floors."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from tracediff.report.parts import count, hanging, heading, listed, local_name, number
+from tracediff.result import Local, OpResult, Result
+
+_Fits = list[tuple[OpResult, Local]]
+_Places = dict[str, list[OpResult]]  # by arithmetic
+
+
+def arithmetic(result: Result) -> Iterator[RenderableType]:
+    """The roundings that fit, by kind of op, and the margins that were left."""
+    sides: dict[str, _Fits] = {
+        "candidate": [(op, op.local) for op in result.ops if op.local],
+        "reference": [(op, op.reference_local) for op in result.ops if op.reference_local],
+    }
+    said = [(name, text) for name, fits in sides.items() for text in _said(fits)]
+    if said:
+        yield heading("Arithmetic that fits")
+        yield from (hanging(f"  {name}:", Text(text)) for name, text in said)
+
+
+def _said(fits: _Fits) -> Iterator[str]:
+    passing = [(op, local) for op, local in fits if not local.faulty]
+    by_kind: dict[str, Counter[str]] = {}
+    for op, local in passing:
+        if op.kind in ("linear", "scores", "weighted_values") or len(local.segment) > 1:
+            by_kind.setdefault(op.kind, Counter())[local.arithmetic] += 1
+    if by_kind:
+        yield "; ".join(
+            f"{kind} {' / '.join(f'{a} ({n})' for a, n in found.items())}" for kind, found in by_kind.items()
+        )
+    yield from _changes(passing)
+    turned = [local.flips for _, local in passing if local.flips]
+    if turned:
+        were = f"{count(sum(turned), 'activation')} on a rounding boundary"
+        yield f"{were} went the other way, in {count(len(turned), 'op')}: a countable event, no fault"
+    if passing:
+        linear = [local.sharpness for op, local in passing if op.kind == "linear"]
+        seen = f"; a scale error of {number(max(linear))} in a matmul shows" if linear else ""
+        nearest = max(local.excess for _, local in passing)
+        yield f"the nearest to its bound is {nearest:.2f} of it{seen}"
+
+
+def _changes(fits: _Fits) -> Iterator[str]:
+    """Ops of one kind and weight type, in steps of one sort, that are not all computed alike."""
+    sorts: dict[tuple[str, str | None, bool], _Places] = {}
+    for op, local in fits:
+        if len(local.segment) == 1 and op.kind in ("linear", "scores", "weighted_values"):
+            places = sorts.setdefault((op.kind, local.weight_type, local.one_token), {})
+            places.setdefault(local.arithmetic, []).append(op)
+    for (kind, weight_type, one_token), places in sorts.items():
+        if len(places) > 1:
+            most_first = sorted(places.items(), key=lambda item: -len(item[1]))
+            said = ", ".join(f"{name} in {_where(ops)}" for name, ops in most_first)
+            what = f"{kind} ({weight_type})" if weight_type else kind
+            yield f"it changes: {what}, in steps of {'one token' if one_token else 'several tokens'}: {said}"
+
+
+def _where(ops: list[OpResult]) -> str:
+    """Layers, or the ops that are in none."""
+    layers = sorted({op.layer for op in ops if op.layer is not None})
+    names = [*dict.fromkeys(local_name(op.op) for op in ops if op.layer is None)]
+    if len(layers) == 1:
+        inside = [*dict.fromkeys(local_name(op.op) for op in ops if op.layer is not None)]
+        names.insert(0, f"layer {layers[0]} ({listed(inside, 3)})")
+    elif layers:
+        names.insert(0, f"{len(layers)} layers")
+    return listed(names)

@@ -1,0 +1,53 @@
+"""The next token, its rivals on both sides, and whether another choice means anything."""
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from tracediff.report.parts import fitting, heading, line, number
+from tracediff.result import Logits, Result, Token
+
+_SPARE = [
+    ("recomputed:ref", "recomputed"),
+    ("p:ref", "p"),
+    ("rank in ref.", "rank"),
+]  # what goes where the terminal is narrow
+
+
+def next_token(result: Result, width: int) -> Iterator[RenderableType]:
+    """The first and the last step's best logits; of a match the last step's, and fewer."""
+    match = result.verdict == "match"
+    for logits in dict.fromkeys((*result.logits[: 0 if match else 1], *result.logits[-1:])):
+        yield heading("Next token" + (f" after step {logits.step}" if len(result.logits) > 1 else ""))
+        pairs = [*zip(logits.reference, logits.candidate, strict=True)][: 3 if match else None]
+        rows = [_row(rank, r, c) for rank, (r, c) in enumerate(pairs, start=1)]
+        columns = [column for column in rows[0] if any(str(row[column]) != "-" for row in rows)]
+        yield fitting(columns, rows, width, _SPARE, left=2)
+        yield line(_flip(logits))
+
+
+def _row(rank: int, r: Token, c: Token) -> dict[str, str | Text]:
+    return {
+        "rank": str(rank),
+        "reference": f"{r.id} {r.text or ''}".strip(),
+        "logit:ref": number(r.logit),
+        "recomputed:ref": number(r.recomputed),
+        "p:ref": f"{r.probability:.3f}",
+        "candidate": f"{c.id} {c.text or ''}".strip(),
+        "logit": number(c.logit),
+        "recomputed": number(c.recomputed),
+        "p": f"{c.probability:.3f}",
+        "rank in ref.": str(c.other_rank),
+    }
+
+
+def _flip(logits: Logits) -> str:
+    kl = f"KL divergence {number(logits.kl)} nats. "
+    if logits.same_argmax:
+        return kl + "Both choose the same token."
+    apart, differ = number(logits.margin), number(logits.max_diff)
+    gap = f"the reference's best two are {apart} apart, logits differ by up to {differ}"
+    if logits.explained:
+        return kl + f"Another token is chosen, but it is a near tie ({gap}): that alone is no fault."
+    return kl + f"Another token is chosen, and it is no near tie: {gap}."

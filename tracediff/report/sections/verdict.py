@@ -1,0 +1,138 @@
+"""The verdict: what is wrong first, which engines were compared, and every mistake once."""
+
+import math
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from tracediff.report.parts import ALARM, count, hanging, heading, line, listed, local_name, number
+from tracediff.result import OpResult, Result
+
+
+def verdict(result: Result) -> Iterator[RenderableType]:
+    """One sentence, and the figures behind it."""
+    if result.verdict == "match":
+        replayed = "replayed and compared" if result.reference else "replayed"
+        how = replayed if any(op.local for op in result.ops) else "compared by drift"
+        blind = sum(op.local.blind for op in result.ops if op.local)
+        but = f" Of {count(blind, 'op')} nothing could be told: see below." if blind else ""
+        yield hanging("MATCH:", Text(f"nothing diverges in {len(result.ops)} ops, {how}.{but}"), "bold green")
+        return
+    yield hanging("DIVERGED:", Text(_why(result)), ALARM)
+    first = result.first_divergence
+    if first and first.reason == "local":
+        op = next(op for op in result.ops if (op.op, op.step) == (first.op, first.step))
+        if op.local:
+            yield line(
+                f"first at {first.op}{_in_step(first.step, result)}: local error (NMSE) {number(op.local.nmse)}, "
+                f"floor {number(op.floor)}" + (f", with the cause undone {number(op.cause.nmse)}" if op.cause else "")
+            )
+
+
+def _why(result: Result) -> str:
+    first = result.first_divergence
+    if first is None:
+        wrong = [weight.weight for weight in result.weights if weight.status == "wrong"]
+        return f"{_are(len(wrong), 'weight')} wrong in memory: {', '.join(wrong[:3])}."
+    if first.reason == "local":
+        groups = _groups(result)
+        others = len(groups) - 1
+        more = f" {_are(others, 'other mistake')} listed below." if others > 0 else ""
+        return _sentence(groups[0], result) + more
+    if first.reason == "drift":
+        op = next(op for op in result.ops if (op.op, op.step) == (first.op, first.step))
+        drift = f"NMSE {number(op.drift.nmse)}, tolerance {number(op.tolerance)}" if op.drift else (op.note or "")
+        return f"{first.op} is the first op over its tolerance{_in_step(first.step, result)} ({drift})."
+    return f"{first.op} is not on both sides{_in_step(first.step, result)}."
+
+
+def _are(n: int, noun: str) -> str:
+    return f"{count(n, noun)} {'is' if n == 1 else 'are'}"
+
+
+def _in_step(step: int, result: Result) -> str:
+    return f" in step {step}" if len(result.steps) > 1 else ""
+
+
+def _groups(result: Result) -> list[list[OpResult]]:
+    """Faulty ops by what is wrong: the same mistake in other ops, layers and steps is one mistake."""
+    groups: dict[tuple[str, str], list[OpResult]] = {}
+    for op in result.faulty:
+        key = local_name(op.op), op.cause.name if op.cause else ""
+        if op.cause and "blk." not in (text := _unnamed(op.cause.text, op)):
+            key = "", text
+        groups.setdefault(key, []).append(op)
+    return list(groups.values())
+
+
+def _unnamed(text: str, op: OpResult) -> str:
+    """A cause in words that suit the same mistake elsewhere."""
+    text = text.replace(f" ({op.op}.weight)", "")
+    return text.replace(f"{op.op}.weight", "the weight").replace(f"{op.op}.bias", "the bias")
+
+
+def _sentence(group: list[OpResult], result: Result) -> str:
+    first = group[0]
+    if not first.cause:
+        return f"{_where(group, result)}: wrong, and no known mistake explains it ({first.shape})."
+    several = len({op.op for op in group}) > 1
+    return f"{_where(group, result)}: {_unnamed(first.cause.text, first) if several else first.cause.text}."
+
+
+def _where(group: list[OpResult], result: Result) -> str:
+    inside = list(dict.fromkeys(local_name(op.op) for op in group if op.layer is not None))
+    outside = list(dict.fromkeys(op.op for op in group if op.layer is None))
+    places = [listed(outside, len(outside))] if outside else []
+    if inside:
+        places.insert(0, f"{listed(inside, len(inside))} in {_layers(group, inside, result)}")
+    return ", and ".join(places)
+
+
+def _layers(group: list[OpResult], names: list[str], result: Result) -> str:
+    layers = sorted({op.layer for op in group if op.layer is not None})
+    known = {op.layer for op in result.ops if local_name(op.op) in names}
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    if len(layers) == len(known):
+        return f"all {len(layers)} layers"
+    some = ", ".join(map(str, layers[:6])) + (", ..." if len(layers) > 6 else "")
+    return f"{len(layers)} of {len(known)} layers ({some})"
+
+
+def sides(result: Result) -> Iterator[RenderableType]:
+    """Which engines, which traces, which tokens."""
+    for name, side in (("reference", result.reference), ("candidate", result.candidate)):
+        if side:
+            cut = f", cut off: {side.cut}" if side.cut else ""
+            said = f"{side.engine}, {side.n_ops} ops ({side.path}){cut}"
+            yield line(f"{name}: {said}", style="dim")
+    ids = ", ".join(map(str, result.tokens[:16])) + (", ..." if len(result.tokens) > 16 else "")
+    yield line(f"{count(len(result.tokens), 'token')} in {count(len(result.steps), 'step')}: {ids}", style="dim")
+
+
+def wrong_weights(result: Result) -> Iterator[RenderableType]:
+    """Weights that are not what the file says."""
+    wrong = [weight for weight in result.weights if weight.status == "wrong"]
+    if wrong:
+        yield heading("Weights that are wrong in memory")
+        yield from (line(f"{weight.weight}: {weight.note}") for weight in wrong)
+
+
+def faulty(result: Result) -> Iterator[RenderableType]:
+    """Each mistake once, with all the ops that it is in."""
+    groups = _groups(result)
+    if not groups:
+        return
+    yield heading("Faulty ops (wrong by themselves, whatever came before)")
+    for group in groups:
+        worst = max((op.local.nmse for op in group if op.local), default=math.nan)
+        said = Text.assemble(_sentence(group, result), (f" (NMSE up to {number(worst)})", "dim"))
+        yield hanging("  -", said)
+        local = group[0].local
+        if local and len(local.segment) > 1:
+            yield line(f"covers {_segment(local.segment)}", style="dim", by=4)
+
+
+def _segment(segment: tuple[str, ...]) -> str:
+    return f"{len(segment)} ops, {segment[0]} to {segment[-1]}: the trace holds no values between"

@@ -1,0 +1,137 @@
+"""Three engines at once: which of them is the outlier, op by op.
+
+Two engines that differ leave open which is wrong. A third decides it: two that agree are right, or share a mistake,
+which replay against the model tells.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from tracediff.judge import Policy
+from tracediff.names import layer_of
+from tracediff.pipeline import Progress, check_trace, compare_traces
+from tracediff.result import OpResult, Result, Side, ThreeOp, ThreeWay
+from tracediff.trace.reader import Trace
+
+PAIRS = ((0, 1), (0, 2), (1, 2))
+_Key = tuple[int, str]  # step and op
+_Ops = dict[_Key, OpResult]
+
+
+def compare_three(
+    traces: Sequence[Path],
+    *,
+    model: Path | None = None,
+    policy: Policy | None = None,
+    progress: Progress = lambda stage, fraction: None,
+) -> ThreeWay:
+    """Three traces pairwise by drift; with the model each is replayed too, and judged by its own errors.
+
+    Raises MismatchError where two traces cannot be compared, TracediffError for a pattern that matches nothing.
+    """
+    policy = policy or Policy()
+    names = [{op for _, op in Trace(trace).ops} for trace in traces]
+    policy.check(set().union(*names))
+    pairs = [
+        compare_traces(traces[a], traces[b], policy=policy.within(names[a] | names[b]), progress=progress)
+        for a, b in PAIRS
+    ]
+    checks = [check_trace(trace, model, progress=progress) for trace in traces] if model else []
+    ops = tuple(_ops(pairs, checks))
+    wrong = tuple(tuple(w for w in check.weights if w.status == "wrong") for check in checks)
+    sides = _sides(pairs)
+    failing = [op for op in ops if op.status in ("outlier", "scattered") or _fails(op, policy)]
+    notes = [note for pair in pairs for note in pair.notes]
+    if not model:
+        notes.append("Weights are compared, and mistakes told from what they lead to, with --model only.")
+    return ThreeWay(
+        verdict="diverged" if failing or any(wrong) else "match",
+        names=_names(sides),
+        sides=sides,
+        ops=ops,
+        weights=wrong,
+        tokens=pairs[0].tokens,
+        steps=tuple(sorted({step for pair in pairs for step in pair.steps})),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _fails(op: ThreeOp, policy: Policy) -> bool:
+    return op.status == "unmatched" and not policy.allows(op.op)
+
+
+def _sides(pairs: list[Result]) -> tuple[Side, ...]:
+    sides = (pairs[0].reference, pairs[0].candidate, pairs[1].candidate)
+    return tuple(side for side in sides if side)
+
+
+def _names(sides: Sequence[Side]) -> tuple[str, ...]:
+    """Each engine's name without its version; the trace's where two are of the same engine."""
+    names = [re.split(r" [\d(]", side.engine)[0] for side in sides]
+    if len(set(names)) < len(names):
+        names = [Path(side.path).stem for side in sides]
+    return tuple(names if len(set(names)) == len(names) else [side.path for side in sides])
+
+
+def _ops(pairs: list[Result], checks: list[Result]) -> Iterator[ThreeOp]:
+    """Every op of any side, in the order of the first pair, what only the third has at the end of its step."""
+    by_pair: list[_Ops] = [{(op.step, op.op): op for op in pair.ops} for pair in pairs]
+    by_side: list[_Ops] = [{(op.step, op.op): op for op in check.ops} for check in checks] or [{}, {}, {}]
+    keys = sorted(dict.fromkeys(key for ops in by_pair for key in ops), key=lambda key: key[0])
+    found = False
+    for key in keys:
+        op = _judge(key, [ops.get(key) for ops in by_pair], [ops.get(key) for ops in by_side], found)
+        found = found or op.status in ("outlier", "scattered")
+        yield op
+
+
+def _judge(key: _Key, pairs: list[OpResult | None], sides: list[OpResult | None], found: bool) -> ThreeOp:
+    """One op: faulty sides by replay; the others by which pairs agree."""
+    differ = [pair is not None and pair.status == "drift" for pair in pairs]
+    unmatched = [pair for pair in pairs if pair and pair.status == "unmatched"]
+    outliers = [n for n, side in enumerate(sides) if side and side.status == "faulty"]
+    alone = _alone(pairs) if any(differ) and not unmatched else None
+    if alone is not None and not _replayed(sides[alone]):
+        outliers.append(alone)
+    status: Literal["ok", "outlier", "scattered", "inherited", "unmatched"] = "ok"
+    if outliers:
+        status = "outlier"
+    elif unmatched:
+        status = "unmatched"
+    elif any(differ) and alone is None and not all(_replayed(side) for side in sides):
+        status = "scattered"
+    elif any(differ) and found:
+        status = "inherited"
+    return ThreeOp(
+        key[1], key[0], layer_of(key[1]), status, tuple(sorted(set(outliers))),
+        nmse=tuple(pair.drift.nmse if pair and pair.drift else None for pair in pairs),
+        statistics=_statistics(pairs),
+        local=tuple(side.local if side else None for side in sides),
+        cause=tuple(side.cause if side else None for side in sides),
+        note="; ".join(dict.fromkeys(pair.note for pair in unmatched if pair.note)) or None,
+    )  # fmt: skip
+
+
+def _replayed(side: OpResult | None) -> bool:
+    return side is not None and side.local is not None
+
+
+def _alone(pairs: list[OpResult | None]) -> int | None:
+    """The side outside the closest pair, if that pair agrees; None where no two agree."""
+    agreeing = [n for n, pair in enumerate(pairs) if pair and pair.drift and pair.status != "drift"]
+    if not agreeing:
+        return None
+    closest = min(agreeing, key=lambda n: pairs[n].drift.nmse)  # type: ignore[union-attr]
+    return 3 - sum(PAIRS[closest])
+
+
+def _statistics(pairs: list[OpResult | None]) -> tuple:  # type: ignore[type-arg]
+    """Of each side, from the first pair that has it."""
+    seen: list[object] = [None, None, None]
+    for (a, b), pair in zip(PAIRS, pairs, strict=True):
+        if pair:
+            seen[a] = seen[a] or pair.reference
+            seen[b] = seen[b] or pair.candidate
+    return tuple(seen)

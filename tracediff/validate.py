@@ -1,0 +1,231 @@
+"""All that is wrong with a trace, line by line: what breaks the format, what is no trace of the model, and what looks
+like a mistake of whoever wrote it. Judging the numbers themselves is the work of `check` and `compare`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tracediff.compare import compare_values
+from tracediff.names import NAMES, kind_of, layer_of, split
+from tracediff.result import Finding, Statistics, Validation
+from tracediff.trace.format import OpRecord, Values
+from tracediff.trace.reader import Trace
+
+if TYPE_CHECKING:
+    from tracediff.model.graph import Graph
+
+_NOT_FINITE = "Is that memory written before it is recorded? If the engine computes it: the first of them is the place."
+_ZERO = "Is it recorded before the kernel has run, or from a buffer that nobody fills?"
+_ENOUGH = 64  # values that look like half precision by chance: not so many
+# Standard deviations of the exponents of values that belong together, in octaves; normal ones have 1.6. Random bits
+# have 74 as bf16 and 9 as f16, and f16 values taken for bf16, an octave of which is 8 exponents, have 13.
+_SPREAD = {"bf16": 6.0, "f16": 5.0}
+# Relative to the largest value: what sums in float32, or a rounding on the way to the file, may make of a statistic.
+_SAME = {"f64": 1e-3, "f32": 1e-3, "f16": 4e-3, "bf16": 1.6e-2}
+_INSPECT = "`tracediff inspect MODEL --skeleton` lists names, shapes and order."
+
+
+def validate(path: Path, model: Path | None = None) -> Validation:
+    """Everything found in the trace, by line. Raises TraceError if it cannot be opened, ModelError for the model."""
+    graph = None
+    if model:
+        from tracediff.model.families import load_graph
+
+        graph = load_graph(model)
+    trace, problems = Trace.lenient(path)
+    findings = [Finding(p.line, "violation", p.what, p.then) for p in problems]
+    findings += [*_steps(trace), *_values(trace), *_shared_bytes(trace)]
+    if trace.ops or trace.weights:
+        findings += [*_against_model(trace, graph)] if graph else [*_names(trace)]
+    return Validation(str(path), len(trace.steps), len(trace.ops), tuple(sorted(findings, key=lambda f: f.line)))
+
+
+def _steps(trace: Trace) -> Iterator[Finding]:
+    following: int | None = None
+    for number, step in trace.steps.items():
+        if len(step.tokens) > 1 and not any(step.tokens):
+            then = "Write the ids that the engine was fed: replay begins with them."
+            yield Finding(trace.lines[number], "violation", f"all token ids of step {number} are 0", then)
+        first = following if following is not None else next(iter(step.positions), 0)
+        expected = range(first, first + len(step.positions))
+        if step.positions != tuple(expected):
+            what = f"step {number} has positions {_few(step.positions)}, where {_few(expected)} follow"
+            then = "Every step goes on where the last ended, unless that is the engine's mistake."
+            yield Finding(trace.lines[number], "warning", what, then)
+        following = expected.stop
+
+
+def _records(trace: Trace) -> Iterator[tuple[int, str, Values]]:
+    """Line, name and record of every weight and op."""
+    yield from ((trace.lines[name], name, weight) for name, weight in trace.weights.items())
+    yield from ((trace.lines[key], key[1], op) for key, op in trace.ops.items())
+
+
+def _values(trace: Trace) -> Iterator[Finding]:
+    for line, name, record in _records(trace):
+        if record.has_data and record.size:
+            yield from _data(line, name, record, trace.values(record))
+        elif record.nan or record.inf:
+            yield Finding(line, "violation", f"{name}: {record.nan} NaN, {record.inf} Inf", _NOT_FINITE)
+        elif record.rms == 0:
+            yield Finding(line, "violation", f"{name}: all values are 0", _ZERO)
+
+
+def _data(line: int, name: str, record: Values, values: np.ndarray) -> Iterator[Finding]:
+    found = compare_values(values, values)[0]
+    scores = kind_of(name) == "scores"
+    if found.nan or found.inf:
+        what = f"{name}: {found.nan} NaN, {found.inf} Inf among {record.size:,} values"
+        masked = scores and not found.nan
+        then = "Scores are recorded before the mask." if masked else _NOT_FINITE
+        yield Finding(line, "warning" if masked else "violation", what, then)
+    elif found.rms == 0 and not name.endswith(".bias"):
+        yield Finding(line, "violation", f"{name}: all {record.size:,} values are 0", _ZERO)
+    half = _half_read_as_float(values) if record.dtype == "f32" else None
+    if half:
+        what = f"{name}: the bits look like pairs of {half} values, not like f32"
+        yield Finding(line, "violation", what, f'Write "dtype":"{half}".')
+    if record.has_statistics and not scores:  # of scores some leave out what the mask will hide
+        keys = ("min", "max", "mean", "rms", "nan", "inf")
+        wrong = [key for key in keys if not _agree(record, found, key)]
+        said = ", ".join(f"{key} {getattr(record, key):.6g} (it is {getattr(found, key):.6g})" for key in wrong)
+        if wrong:
+            what = f"{name}: the statistics are not those of the data: {said}"
+            then = "Take both from the same buffer at the same time, and check offset and dtype."
+            yield Finding(line, "violation", what, then)
+
+
+def _agree(record: Values, found: Statistics, key: str) -> bool:
+    said, is_ = getattr(record, key), getattr(found, key)
+    if found.min is None or found.max is None:
+        return key not in ("nan", "inf") or said == is_
+    return math.isclose(said, is_, abs_tol=_SAME[record.dtype or "f32"] * max(abs(found.min), abs(found.max)))
+
+
+def _half_read_as_float(values: np.ndarray) -> str | None:
+    """The type of which two values fill each float32: then both halves of its bits have exponents of one kind.
+
+    Of real float32 values the lower half is the end of a mantissa: random, or zero where it was rounded.
+    """
+    bits = np.ascontiguousarray(values.reshape(-1)[: 1 << 20]).view(np.uint32)
+    low, high = bits & 0xFFFF, bits >> 16
+    both = (low & 0x7FFF != 0) & (high & 0x7FFF != 0)
+    low, high = low[both], high[both]
+    if low.size < max(_ENOUGH, values.size // 2 if values.size < 1 << 20 else 1 << 19):
+        return None
+    for name, mantissa in (("bf16", 7), ("f16", 10)):
+        exponents = [(half & 0x7FFF).astype(np.int32) >> mantissa for half in (low, high)]
+        spread = _SPREAD[name]
+        if max(e.std() for e in exponents) < spread and abs(exponents[0].mean() - exponents[1].mean()) < spread:
+            return name
+    return None
+
+
+def _shared_bytes(trace: Trace) -> Iterator[Finding]:
+    first: dict[int, str] = {}
+    for (step, op), record in trace.ops.items():
+        if record.offset is None or not record.size or record.strides:
+            continue
+        if record.offset in first:
+            what = f"{op}: begins at byte {record.offset:,}, where {first[record.offset]} begins"
+            yield Finding(trace.lines[step, op], "warning", what, "Add the size of what was written to the offset.")
+        first.setdefault(record.offset, op)
+
+
+def _names(trace: Trace) -> Iterator[Finding]:
+    """Without a model only the local part of a name is known."""
+    for step, op in trace.ops:
+        local = split(op)[1]
+        if local not in NAMES:
+            close = get_close_matches(local, NAMES, 1)
+            then = f"Did you mean {op.removesuffix(local) + close[0]}?" if close else _INSPECT
+            yield Finding(trace.lines[step, op], "warning", f"{op}: no name that tracediff knows", then)
+
+
+def _against_model(trace: Trace, graph: "Graph") -> Iterator[Finding]:
+    h = graph.hparams
+    if trace.header.arch and trace.header.arch != h.arch:
+        what = f"the trace is of architecture {trace.header.arch!r}, the model of {h.arch!r}"
+        yield Finding(1, "violation", what, "Give the GGUF file that the engine ran.")
+    for number, fed in trace.steps.items():
+        outside = [token for token in fed.tokens if token >= h.n_vocab]
+        if outside:
+            what = f"token id {outside[0]} is outside the vocabulary of {h.n_vocab}"
+            yield Finding(trace.lines[number], "violation", what, "Were the ids made by another tokeniser?")
+    for (step, op), record in trace.ops.items():
+        yield from _against_graph(trace, step, op, record, graph)
+    yield from _weights_against_graph(trace, graph)
+    yield from _never_written(trace, graph)
+
+
+def _weights_against_graph(trace: Trace, graph: "Graph") -> Iterator[Finding]:
+    shapes = {weight.name: weight.shape for op in graph for weight in op.weights}
+    for name, weight in trace.weights.items():
+        if name not in shapes:
+            close = get_close_matches(name, shapes, 1)
+            then = f"Did you mean {close[0]}?" if close else "Name the tensors as the GGUF file does."
+            yield Finding(trace.lines[name], "warning", f"{name}: no weight that this model reads", then)
+        elif weight.size != math.prod(shapes[name]):
+            what = f"{name}: shape {list(weight.shape)}; the file's is {list(shapes[name])}"
+            yield Finding(trace.lines[name], "violation", what, "Record the tensor of that name.")
+
+
+def _against_graph(trace: Trace, step: int, op: str, record: OpRecord, graph: "Graph") -> Iterator[Finding]:
+    line = trace.lines[step, op]
+    if op not in graph:
+        if op.endswith("attn_scores_scaled") and op.removesuffix("_scaled") in graph:
+            return
+        close = get_close_matches(op, graph.ops, 1)
+        then = f"Did you mean {close[0]}?" if close else _INSPECT
+        yield Finding(line, "violation", f"{op}: no op of this model", then)
+        return
+    n = len(trace.steps[step].tokens)
+    past = sum(len(s.tokens) for number, s in trace.steps.items() if number < step)
+    expected, found = graph[op].shape(n, past), record.whole_shape(n)
+    flat = (expected[0], math.prod(expected[1:])) if record.token_axis == 0 else expected
+    if found not in (expected, flat):
+        what = f"{op}: shape {list(record.shape)}; this model's is {list(expected)} for {n} tokens"
+        yield Finding(line, "violation", what, _reshaped(record, expected, graph, n, past))
+
+
+def _reshaped(record: OpRecord, expected: tuple[int, ...], graph: "Graph", n: int, past: int) -> str:
+    """What the shape may mean instead."""
+    axis = record.token_axis
+    held = record.shape[axis] if len(record.shape) > axis else 0
+    if record.rows is None and 0 < held < n and (*expected[:axis], held, *expected[axis + 1 :]) == record.shape:
+        return f'If it holds {held} of the {n} tokens, say which: "rows":[{n - 1}] is the last.'
+    if sorted(record.shape) == sorted(expected):
+        return 'Write this shape; for data in another order add "strides" in elements.'
+    alike = [op.name for op in graph if layer_of(op.name) == layer_of(record.op) and op.shape(n, past) == record.shape]
+    return f"That is the shape of {', '.join(alike[:4])}. {_INSPECT}" if alike else _INSPECT
+
+
+def _never_written(trace: Trace, graph: "Graph") -> Iterator[Finding]:
+    """Warnings: any subset of the ops will do, and the location is as close as they are."""
+    written = {op.removesuffix("_scaled") for _, op in trace.ops}
+    missing = [op.name for op in graph if op.name not in written]
+    last = max(trace.lines.values())
+    if missing:
+        what = f"{len(missing)} of the model's {len(graph.ops)} ops were never written: {_few(_by_name(missing))}"
+        yield Finding(last, "warning", what, "None is required; each that is there makes the location closer.")
+    norms = dict.fromkeys(weight.name for weight in graph.norm_weights())
+    absent = [name for name in norms if name not in trace.weights]
+    if absent:
+        what = f"{len(absent)} of {len(norms)} norm weights were never written: {_few(absent)}"
+        yield Finding(last, "warning", what, "Write them as the engine holds them, once: a wrong one explains much.")
+
+
+def _by_name(ops: list[str]) -> list[str]:
+    """Names, or where several layers lack an op its local name and their number."""
+    names = [split(op)[1] for op in ops]
+    alike = dict(zip(names, ops, strict=True))
+    return [f"{n} in {names.count(n)} layers" if names.count(n) > 1 else op for n, op in alike.items()]
+
+
+def _few(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items[:6])) + (", ..." if len(items) > 6 else "")

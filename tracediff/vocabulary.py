@@ -1,0 +1,61 @@
+"""The texts of a model's tokens, as its GGUF file spells them and as people read them."""
+
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # llama_token_type, include/llama.h
+# Byte-level BPE writes each byte as a printable character (bytes_to_unicode, openai/gpt-2/src/encoder.py).
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
+}
+
+
+class Vocabulary:
+    """Token texts and special tokens of a GGUF file; empty where there is no model."""
+
+    def __init__(self, model: Path | None = None) -> None:
+        self._texts: list[str] = []
+        self._metadata: dict[str, object] = {}
+        if model:
+            from tracediff.model.gguf_file import GGUFFile
+
+            file = GGUFFile(model)
+            self._texts = list(file.strings("tokenizer.ggml.tokens"))
+            self._metadata = file.metadata
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def spelled(self, token: int) -> str | None:
+        """The token as the file spells it, with its marks for spaces."""
+        return self._texts[token] if 0 <= token < len(self._texts) else None
+
+    def special(self, name: str) -> int | None:
+        """The id of the "bos", "eos" or "padding" token."""
+        found = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return found if isinstance(found, int) else None
+
+    def is_special(self, token: int) -> bool:
+        """Whether the token stands for no text of its own: <|im_start|>, </s>."""
+        return token < len(self._types) and self._types[token] in (_CONTROL, _USER_DEFINED)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Their text. A byte that is no UTF-8 by itself becomes U+FFFD."""
+        return b"".join(map(self._bytes, tokens)).decode("utf-8", errors="replace")
+
+    def _bytes(self, token: int) -> bytes:
+        text = self.spelled(token) or ""
+        if self.is_special(token):
+            return text.encode()
+        if self._metadata.get("tokenizer.ggml.model") == "gpt2":
+            return b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in text)
+        if token < len(self._types) and self._types[token] == _BYTE:  # <0x0A>
+            return bytes.fromhex(text[3:5])
+        return text.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _types(self) -> list[int]:
+        types = self._metadata.get("tokenizer.ggml.token_type")
+        return types if isinstance(types, list) else []

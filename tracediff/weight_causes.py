@@ -1,0 +1,152 @@
+"""Why an engine holds other numbers than it should: each known mistake of a loader, tried on the whole tensor.
+
+Pure functions of two arrays, and of others that the held one may have been mistaken for. Nothing here needs torch.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+Array = np.ndarray
+CLOSE = 2e-3  # relative RMS error that a cause may leave: what float16 makes of a value and bfloat16 of most
+_CHUNK = 1 << 20
+_WINDOW, _REACH = 1 << 12, 1 << 17  # elements in which an offset is looked for, and how far
+
+
+class Reading(NamedTuple):
+    """A mistaken way to get at a tensor, under the name that the mistake has in reports, and what comes out."""
+
+    cause: str
+    text: str
+    values: Array
+
+
+Readings = Callable[[Array], Iterator[Reading]]  # given the held values, flat
+
+
+def explain(
+    expected: Array, held: Array, close: float = CLOSE, others: Readings = lambda held: iter(())
+) -> tuple[str | None, str]:
+    """The name of the mistake that leaves the least of the difference, None for an unknown one; and it in words.
+
+    `expected` has the tensor's shape, `held` as many values; `others` are readings that only a file can tell of.
+    """
+    expected, held = _single(expected), _single(held.reshape(-1))
+    if not np.count_nonzero(held):
+        return "zero", "all zeros: never loaded?"
+    best, least = None, close
+    for reading in chain(_relations(expected, held), others(held)):  # one at a time: each is as large as the tensor
+        left = residual(reading.values.reshape(-1), held)
+        if left < least:
+            best, least = (reading.cause, reading.text), left
+    return best or (None, _describe(expected, held))
+
+
+def _single(x: Array) -> Array:
+    """Half precision as float32, to compute with."""
+    with np.errstate(invalid="ignore"):
+        return x.astype(np.float32) if x.itemsize < 4 else x
+
+
+def chunks(size: int) -> Iterator[slice]:
+    """Parts of a large array, so that no copy of the whole is made in float64."""
+    return (slice(at, at + _CHUNK) for at in range(0, size, _CHUNK))
+
+
+def residual(right: Array, held: Array) -> float:
+    """Relative RMS error over the finite values; infinite where other values are finite."""
+    error = signal = 0.0
+    for cut in chunks(min(right.size, held.size)):
+        with np.errstate(invalid="ignore"):  # bits that are no number
+            a, b = right[cut].astype(np.float64), held[: right.size][cut].astype(np.float64)
+        finite = np.isfinite(b)
+        if not np.array_equal(np.isfinite(a), finite):
+            return math.inf
+        error += float(np.square(a[finite] - b[finite]).sum())
+        signal += float(np.square(b[finite]).sum())
+    return math.sqrt(error / signal) if signal else math.inf
+
+
+def _relations(expected: Array, held: Array) -> Iterator[Reading]:
+    """What arithmetic, strides and bit patterns can make of the right values."""
+    flat = expected.reshape(-1)
+    yield Reading("plus_one", "1 was added to every value; in a GGUF file it is in already", flat + 1)
+    yield Reading("minus_one", "1 was taken from every value", flat - 1)
+    energy = float(flat @ flat)
+    ratio = float(np.nan_to_num(held) @ flat) / energy if energy else math.nan
+    if not math.isclose(ratio, 1, rel_tol=1e-4):
+        yield Reading("scaled", f"every value was multiplied by {ratio:.4g}", flat * ratio)
+    if expected.ndim == 2:
+        n_out, n_in = expected.shape
+        yield Reading("transposed", "stored transposed", expected.T)
+        yield Reading(
+            "transposed", "read transposed: rows and columns of the wrong length", flat.reshape(n_in, n_out).T
+        )
+    yield from _shifted(flat, held)
+    yield from _reinterpreted(flat)
+
+
+def _shifted(flat: Array, held: Array) -> Iterator[Reading]:
+    """Read from another offset, the likeliest of all: where a piece of the held values correlates best."""
+    n = min(flat.size, _REACH)
+    window = min(_WINDOW, n // 2)
+    at = (n - window) // 2
+    piece = np.nan_to_num(held[at : at + window])
+    spectrum = np.fft.rfft(flat[:n] - flat[:n].mean(), 2 * n) * np.conj(np.fft.rfft(piece - piece.mean(), 2 * n))
+    shift = int(np.fft.irfft(spectrum, 2 * n)[: n - window + 1].argmax()) - at
+    if shift:
+        # What was read beyond the tensor's end is another tensor's: taken as held.
+        values = held.copy()
+        read, kept = slice(max(0, shift), flat.size + min(0, shift)), slice(max(0, -shift), flat.size - max(0, shift))
+        values[kept] = flat[read]
+        if kept.stop - kept.start >= flat.size // 2:
+            where = "after" if shift > 0 else "before"
+            yield Reading("offset", f"read {abs(shift)} elements {where} where it begins", values)
+
+
+def _reinterpreted(flat: Array) -> Iterator[Reading]:
+    """The bits of one type taken for another's."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        half, brain = flat.astype(np.float16), bfloat16_bits(flat)
+        yield Reading("bf16_as_f16", "BF16 bits are read as F16", brain.view(np.float16))
+        yield Reading("f16_as_bf16", "F16 bits are read as BF16", _from_bfloat16(half.view(np.uint16)))
+        even = flat.size // 2 * 2
+        for bits, name in ((half.view(np.uint16), "F16"), (brain, "BF16")):
+            yield Reading(
+                f"{name.lower()}_as_f32", f"the bytes of {name} are read as F32", bits[:even].view(np.float32)
+            )
+        yield Reading(
+            "f32_as_f16", "the bytes of F32 are read as F16", flat.astype(np.float32).view(np.float16)[: flat.size]
+        )
+
+
+def bfloat16_bits(x: Array) -> Array:
+    """The nearest bfloat16, ties to even, as uint16."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def bfloat16(x: Array) -> Array:
+    """Rounded to bfloat16, as float64."""
+    return _from_bfloat16(bfloat16_bits(x)).astype(np.float64)
+
+
+def _from_bfloat16(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _describe(expected: Array, held: Array) -> str:
+    """Facts, where no mistake is known."""
+    flat = expected.reshape(-1)
+    if np.allclose(np.sort(held), np.sort(flat), rtol=CLOSE, atol=1e-6):
+        return "the same values in another order"
+    rows = flat.reshape(expected.shape[0], -1), held.reshape(expected.shape[0], -1)
+    wrong = ~np.isclose(*rows, rtol=1e-2, atol=1e-6).all(1)
+    if 0 < wrong.sum() <= len(wrong) // 2:
+        what = "rows" if expected.ndim > 1 else "values"
+        first = ", ".join(map(str, np.flatnonzero(wrong)[:6]))
+        return f"{int(wrong.sum())} of {len(wrong)} {what} are wrong: {first}{', ...' * bool(wrong.sum() > 6)}"
+    return "other values: another tensor's, or another model's"
