@@ -26,13 +26,13 @@ def settled(text: str) -> str:
 @pytest.mark.parametrize("case", make.CASES)
 def test_report_is_as_expected(case: str) -> None:
     expected = (TRACES / case / "expected.txt").read_text()
-    assert settled(make.report(case, make.compare(case))) == settled(expected)
+    assert settled(make.report(make.compare(case))) == settled(expected)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
 @pytest.mark.parametrize("case", ["clean", "three-faults", "statistics"])
 def test_no_line_is_wider_than_the_terminal(case: str, width: int) -> None:
-    lines = make.report(case, make.compare(case), width).splitlines()
+    lines = make.report(make.compare(case), width).splitlines()
     assert max(map(len, lines)) <= width
 
 

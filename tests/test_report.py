@@ -31,18 +31,18 @@ import make  # noqa: E402
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 @pytest.mark.parametrize("case", make.CASES)
 def test_no_trailing_spaces_and_no_cut_figures(case: str, width: int) -> None:
-    lines = make.report(case, make.compare(case), width).split("\n")
+    lines = make.report(make.compare(case), width).split("\n")
     assert [line for line in lines if line != line.rstrip() or "…" in line] == []
 
 
 def test_a_clean_run_fits_a_screen() -> None:
-    assert len(make.report("clean", make.compare("clean")).splitlines()) <= 40
+    assert len(make.report(make.compare("clean")).splitlines()) <= 40
 
 
 def test_a_short_parenthesis_is_never_broken() -> None:
     result = make.compare("rope-pairing")
     for width in range(60, 100):
-        assert "(2i, 2i + 1)" in make.report("rope-pairing", result, width)
+        assert "(2i, 2i + 1)" in make.report(result, width)
 
 
 # ---- What is normal

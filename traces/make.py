@@ -5,6 +5,7 @@ Each folder holds a tiny model, a reference trace by llama.cpp, a candidate trac
 traces differ in their last digits from machine to machine, so look at the difference before you commit it.
 """
 
+from contextlib import chdir
 from pathlib import Path
 
 from rich.console import Console
@@ -33,19 +34,18 @@ CASES: dict[str, tuple[Shape, TorchOptions]] = {
 }
 
 
-def report(case: str, result: Result, width: int = 100) -> str:
-    """What the terminal shows, without colours, and with the case's folder left out of paths."""
+def report(result: Result, width: int = 100) -> str:
+    """What the terminal shows, without colours."""
     console = Console(width=width, record=True, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
     console.print(render(result, width))
-    return console.export_text().replace(f"{HERE / case}/", "")
+    return console.export_text()
 
 
 def compare(case: str) -> Result:
-    """The comparison of a case's two traces."""
-    folder = HERE / case
-    statistics = CASES[case][1].capture == "stats"
-    model = None if statistics else folder / "model.gguf"
-    return compare_traces(folder / "reference.trace", folder / "candidate.trace", model=model)
+    """The comparison of a case's two traces, from inside its folder: no line depends on where the sources lie."""
+    model = None if CASES[case][1].capture == "stats" else Path("model.gguf")
+    with chdir(HERE / case):
+        return compare_traces(Path("reference.trace"), Path("candidate.trace"), model=model)
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
         reference = folder / "reference.trace"
         LlamaCpp(model, load_graph(model), Prompt(tokens=TOKENS), reference, capture=options.capture, n_decode=1).wait()
         trace_torch(model, folder / "candidate.trace", options, steps=[*Trace(reference).steps.values()])
-        (folder / "expected.txt").write_text(report(case, compare(case)))
+        (folder / "expected.txt").write_text(report(compare(case)))
 
 
 if __name__ == "__main__":
