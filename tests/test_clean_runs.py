@@ -63,6 +63,7 @@ RUNS = [
     Run("llama3", "Q4_1", 17, SMALL_BATCHES),
     Run("llama3", "Q6_K", 17, FLASH),
     Run("qwen2", "F16", 300, FLASH | F16),
+    Run("llama", "Q8_0", 17, FLASH | F16),
     Run("qwen2", "Q4_0", 17, Q8),
     Run("qwen2", "IQ4_XS", 2),
     Run("qwen2", "Q8_0", 1),
@@ -106,6 +107,37 @@ def test_hidden_states_of_a_loud_model_are_clean(
 
 
 @pytest.mark.parametrize(
+    ("length", "threads", "scheme"),
+    [(17, 2, "flash attention"), (300, 2, "flash attention on 2 threads"), (300, 3, "flash attention on 3 threads")],
+)
+def test_sums_in_half_precision_are_followed(
+    length: int, threads: int, scheme: str, models: Models, llama_cpp_trace: Tracer
+) -> None:
+    """Key by key; of a token decoded after 300, the threads add up their own keys."""
+    model = models(FAMILIES["qwen3"], "F32")
+    records = judged(llama_cpp_trace(model, tokens_of(length), **FLASH, **F16, threads=threads), model)
+    assert alarms(records) == []
+    decoded = [local for record, local in records if record.step > 0 and len(local.segment) > 1]
+    assert {local.arithmetic for local in decoded} == {f"llama.cpp, {scheme}"}
+    assert max(local.nmse for local in decoded) < 1e-8  # 1e-7 to 4e-6 if they are not
+
+
+def test_hidden_states_after_sums_in_half_precision_are_clean(models: Models, llama_cpp_trace: Tracer) -> None:
+    model = models(FAMILIES["qwen3"], "F32")
+    trace = llama_cpp_trace(model, tokens_of(300), **FLASH, **F16, threads=3, capture="layers")
+    assert alarms(judged(trace, model)) == []
+
+
+def test_no_arithmetic_excuses_a_small_mistake(models: Models, torch_trace: Tracer) -> None:
+    """An eps of 1e-5 for 1e-6 in a trace of hidden states: its error is smaller than the noise of half precision."""
+    model = models(FAMILIES["qwen3"], "F32")
+    trace = torch_trace(model, tokens=tokens_of(17), capture="layers", faults=("eps",))
+    faulty = {(record.step, record.op) for record, local in judged(trace, model) if local.faulty}
+    changed = ("blk.0.ffn_residual", "blk.1.ffn_residual", "output_norm")
+    assert faulty == {(step, op) for step in Trace(trace).steps for op in changed}
+
+
+@pytest.mark.parametrize(
     ("weights", "dtype", "fault"),
     [
         ("F32", "f32", "eps@1"),
@@ -123,7 +155,7 @@ def test_a_fault_is_an_alarm(weights: str, dtype: str, fault: str, models: Model
 def trace_of(run: Run, model: Path, llama_cpp_trace: Tracer, torch_trace: Tracer) -> Path:
     if run.engine == "torch":
         return torch_trace(model, tokens=tokens_of(run.length), **run.options)
-    return llama_cpp_trace(model, tokens_of(run.length), threads=1, **run.options)
+    return llama_cpp_trace(model, tokens_of(run.length), **{"threads": 1} | run.options)
 
 
 def tokens_of(length: int) -> tuple[int, ...]:

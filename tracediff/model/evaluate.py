@@ -1,12 +1,23 @@
 """One op of a graph, computed: the only place where mathematics, weights and arithmetic meet."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import EXACT, ROUNDINGS, Arithmetic, Scheme, flips, q8_0_blocks
+from tracediff.model.arithmetic import (
+    EXACT,
+    ROUNDINGS,
+    Arithmetic,
+    Scheme,
+    flips,
+    half,
+    q8_0_blocks,
+    single,
+    split_keys,
+)
 from tracediff.model.graph import Op
 from tracediff.model.ops import FUNCTIONS
 from tracediff.model.weights import Weights
@@ -26,6 +37,7 @@ class Energy:
     value: Tensor | None = None
     product: Tensor | None = None  # of a linear op with a bias: before the bias
     turned: Tensor | None = None  # of attention: the change if values on a rounding boundary went the other way
+    last_place: Tensor | None = None  # of sums in half precision, followed: the largest unit of a running sum
 
 
 def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
@@ -52,17 +64,58 @@ def evaluate(
         case "linear":
             return _linear(op, inputs[0].flatten(1), weights, arithmetic, energy)
         case "scores" | "weighted_values":
-            x, cached = ROUNDINGS[arithmetic.operands](inputs[0]), ROUNDINGS[arithmetic.stored](inputs[1])
-            if energy:
-                of_sizes = FUNCTIONS[op.kind]
-                energy.value = of_sizes(x.square(), cached.square())
-                turned = flips(inputs[0], arithmetic.operands).abs(), flips(inputs[1], arithmetic.stored).abs()
-                if any(bool(t.any()) for t in turned):
-                    energy.turned = of_sizes(turned[0], cached.abs()) + of_sizes(x.abs(), turned[1])
-            return function(x, cached, *inputs[2:], **op.attrs)
+            return _attention(op, inputs, arithmetic, energy)
         case "rope":  # a position times a frequency does not survive half precision: no engine stores factors in it
             return function(*inputs, *(weights.load(w, torch.float64) for w in op.weights), **op.attrs)
     return function(*inputs, *(weights.load(w) for w in op.weights), **op.attrs)
+
+
+def _attention(op: Op, inputs: Sequence[Tensor], arithmetic: Arithmetic, energy: Energy | None) -> Tensor:
+    """A matmul of activations, queries or probabilities, with keys or values from the cache."""
+    function, of_sizes = op.function or FUNCTIONS[op.kind], FUNCTIONS[op.kind]
+    x, cached = ROUNDINGS[arithmetic.operands](inputs[0]), ROUNDINGS[arithmetic.stored](inputs[1])
+    if energy:
+        energy.value = of_sizes(x.square(), cached.square())
+        turned = flips(inputs[0], arithmetic.operands).abs(), flips(inputs[1], arithmetic.stored).abs()
+        if any(bool(t.any()) for t in turned):
+            energy.turned = of_sizes(turned[0], cached.abs()) + of_sizes(x.abs(), turned[1])
+
+    def product(x: Tensor, cached: Tensor) -> Tensor:
+        return function(x, cached, *inputs[2:], **op.attrs)
+
+    if arithmetic.accumulate != "f16" or not arithmetic.parts:
+        return product(x, cached)
+    cuts = split_keys(x.shape[1], x.shape[2], arithmetic.parts)
+    sums = [_half_sums(product, x[..., keys], cached[keys]) for keys in cuts]
+    if energy:
+        energy.last_place = reduce(torch.maximum, (last_place for _, last_place in sums))
+    return reduce(torch.add, (y for y, _ in sums))
+
+
+def _half_sums(weigh: Callable[[Tensor, Tensor], Tensor], probs: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`weigh` of probs [H, T, S] and v [S, G, D] as flash attention sums it, in float16 key by key; [T, H * D].
+
+    The running sum has the weights exp(score - largest score so far): it is rescaled when that grows, and rounded
+    each time (ggml-cpu/ops.cpp, ggml_compute_forward_flash_attn_ext_f16_one_chunk). A product and its addition are
+    one operation in float32. Also gives 2^-10 of the largest running sum: no rounding is by more.
+    """
+    largest = probs.cummax(-1).values
+    weights = torch.where(largest == 0, 0.0, probs / largest).to(torch.float32).to(probs.dtype)
+    before = torch.cat((largest[..., :1], largest[..., :-1]), -1)
+    scales = torch.where(largest == 0, 1.0, before / largest).to(torch.float32).to(probs.dtype)
+    total = size = weigh(torch.zeros_like(probs[..., :1]), v[:1])
+    width = total.shape[-1] // len(probs)
+
+    def per_channel(of_heads: Tensor) -> Tensor:  # [H, T] -> [T, H * D]
+        return of_heads.T.repeat_interleave(width, -1)
+
+    for key in range(probs.shape[-1]):
+        scale = per_channel(scales[..., key])
+        total = half(single(total * scale))
+        total = half(single(total + weigh(weights[..., key : key + 1], v[key : key + 1])))
+        size = torch.maximum(size * scale, total.abs())
+    least = per_channel(largest[..., -1])
+    return total * least, 2.0**-10 * size * least
 
 
 def _linear(op: Op, x: Tensor, weights: Weights, arithmetic: Arithmetic, energy: Energy | None) -> Tensor:

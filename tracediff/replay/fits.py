@@ -7,7 +7,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import BLOCK, EXACT, ROUNDINGS, Arithmetic, Scheme
+from tracediff.model.arithmetic import BLOCK, EXACT, ROUNDINGS, Arithmetic, Scheme, split_keys
 from tracediff.model.evaluate import arithmetic_of
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
@@ -50,6 +50,8 @@ class Fits:
         for scheme in (*first, *self._schemes):
             name = scheme.name if segment else str(arithmetic_of(op, scheme, self._weights))
             covered = self._graph if segment else (op,)
+            if scheme.values.parts > 1 and not self._splits(record, scheme):
+                continue  # as with one thread
             if name not in tried and all(self._possible(o, arithmetic_of(o, scheme, self._weights)) for o in covered):
                 tried.add(name)
                 yield scheme
@@ -72,13 +74,13 @@ class Fits:
     def accept(self, tried: Sequence[tuple[Local, Scheme]]) -> tuple[Local, Scheme] | None:
         """The first scheme that passes and may: a wide floor could excuse a mistake.
 
-        The floors of single ops with float32 sums are narrow, and so are those of the plain schemes. Any other
-        must leave less than each that has a narrower floor, once in the trace: then it is this engine's.
+        The floors of single ops are narrow, and so are those of the plain schemes. Any other must leave less than
+        each that has a narrower floor, once in the trace: then it is this engine's.
         """
         for local, scheme in tried:
             if local.faulty or local.floor > BLIND:
                 continue
-            if scheme in self._schemes[:2] or (len(local.segment) == 1 and not scheme.loose):
+            if scheme in self._schemes[:2] or len(local.segment) == 1:
                 return local, scheme
             narrower = [other for other, _ in tried if other.floor < local.floor]
             if scheme in self._earned or (len(tried) > 2 and all(local.nmse < other.nmse for other in narrower)):
@@ -99,6 +101,12 @@ class Fits:
         types = [self._weights.type_of(w) for w in op.weights[:1]] if op.kind == "linear" else []
         several = len(self._recorded.trace.steps[record.step].tokens) > 1
         return (op.kind, record.dtype or "", str(several), *whole, *types)
+
+    def _splits(self, record: OpRecord, scheme: Scheme) -> bool:
+        """Whether threads share the keys of this step."""
+        steps = self._recorded.trace.steps
+        n_keys = sum(len(step.tokens) for number, step in steps.items() if number <= record.step)
+        return len(split_keys(len(steps[record.step].tokens), n_keys, scheme.values.parts)) > 1
 
     def _possible(self, op: Op, arithmetic: Arithmetic) -> bool:
         """Whether rows are multiples of the blocks."""

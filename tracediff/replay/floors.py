@@ -31,15 +31,21 @@ _LUCK = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Of each element of an output: the standard deviation of its error, and a bound on what is not random."""
+    """Of each element of an output: the standard deviation of its error, and a bound on what is not random.
+
+    `turned` is what an element may err by besides because a rounding went the other way: that is rare, so `sigma`
+    tells how often, and the whole is not allowed it.
+    """
 
     sigma: Tensor
     hard: Tensor
+    turned: Tensor | None = None
 
     def bound(self) -> Tensor:
         """What no element's error exceeds, but for one op in a million (Gaussian tail over all elements)."""
         tail = math.sqrt(2 * math.log(max(self.sigma.numel(), 2) / _LUCK))
-        return torch.add(self.hard, self.sigma, alpha=tail)
+        bound = torch.add(self.hard, self.sigma, alpha=tail)
+        return bound if self.turned is None else bound.add_(self.turned)
 
     def energy(self) -> float:
         """The sum over all elements of the mean square of their errors."""
@@ -52,7 +58,8 @@ def noise(op: Op, inputs: list[Tensor], y: Tensor, energy: Energy, arithmetic: A
 
     `inputs` and `y` are float64; `energy` is what `evaluate` told of a matmul.
     """
-    unit = UNIT["f64" if storage == "f64" else arithmetic.accumulate]
+    accumulate = arithmetic.accumulate if energy.last_place is None else "f32"
+    unit = UNIT["f64" if storage == "f64" else accumulate]
     kept = UNIT[storage]
     size = y.abs()
     half = storage in ("f16", "bf16")
@@ -70,6 +77,8 @@ def noise(op: Op, inputs: list[Tensor], y: Tensor, energy: Energy, arithmetic: A
                 stored = stored + kept * energy.product.abs()
             if energy.turned is not None:
                 stored = stored + energy.turned
+            if energy.last_place is not None:
+                return _followed(Noise(sigma, stored), energy.last_place)
             return Noise(sigma, stored)
         case "rms_norm":
             # A replaced norm may subtract a mean, which has the error of the largest value.
@@ -94,6 +103,19 @@ def noise(op: Op, inputs: list[Tensor], y: Tensor, energy: Energy, arithmetic: A
         case "embedding":  # a dequantised value is a scale times an integer, less a minimum, in float32
             return Noise(torch.zeros_like(y), stored + 2 * UNIT["f32"] * size.amax(-1, keepdim=True))
     return Noise(torch.zeros_like(y), stored + unit * size)
+
+
+def _followed(noise: Noise, last_place: Tensor) -> Noise:
+    """The noise of sums that were followed through their roundings to half precision.
+
+    A rounding goes the other way where a boundary lies within the error of the term added, u |t|. Of a sum that is
+    the chance u sum(|t|) / last_place, where u sum(|t|) <= u sqrt(n sum(t^2)) <= sqrt(6) sigma; last_place is the
+    largest, and half of it usual. At least a quarter of a turn is expected in the whole output: with the margin of a
+    segment, four are allowed.
+    """
+    least = last_place.square() / (4 * last_place.numel())
+    turns = torch.maximum(math.sqrt(6) * noise.sigma * last_place, least) / 4
+    return Noise(torch.sqrt(noise.sigma.square() + turns), noise.hard, 2 * last_place)
 
 
 def _terms(op: Op, inputs: list[Tensor], arithmetic: Arithmetic) -> int:

@@ -6,7 +6,7 @@ The noise that honest arithmetic makes on the way is carried along in samples, v
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ class Recomputation:
         # The spread of each row, for two samples say little of one element.
         spread = torch.stack([(sample - y).square() for sample in samples]).mean(0)
         sigma = torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread))
-        return Recomputed(y, own, Noise(sigma, own.hard), segment, tuple(samples))
+        return Recomputed(y, own, replace(own, sigma=sigma), segment, tuple(samples))
 
     def _without_noise(self, y: Tensor, inputs: list[Value], op: Op) -> Recomputed:
         none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
