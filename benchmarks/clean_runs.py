@@ -56,7 +56,7 @@ LLAMA_CPP: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "small batches": {"n_batch": 9, "n_ubatch": 4},
         "f16 cache": {"kv_type": "f16"},
         "flash": {"flash_attn": True},
-        "flash, f16 cache": {"flash_attn": True, "kv_type": "f16"},
+        "flash, f16 cache": {"flash_attn": True, "kv_type": "f16", "threads": 2},
         "flash, q8_0 cache": {"flash_attn": True, "kv_type": "q8_0"},
     }
 )
@@ -155,7 +155,7 @@ def locals_of(run: Run, folder: Path) -> Iterator[Judged]:
     if run.engine == "torch":
         trace_torch(model, out, TorchOptions(dtype=run.how), tokens, n_decode=2)
     else:
-        options = Options(threads=1, **LLAMA_CPP[run.how])
+        options = Options(**{"threads": 1} | LLAMA_CPP[run.how])
         LlamaCpp(model, graph, Prompt(tokens=tokens), out, n_decode=2, options=options).wait()
     for record, local in Replay(Trace(out), graph, Weights(file, keep_bytes=1 << 28)).run():
         yield graph[record.op].kind, record.op, record.step, local
