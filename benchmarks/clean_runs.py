@@ -31,6 +31,7 @@ from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import DEMO, Shape, quantize, write_model
 from tracediff.model.weights import Weights
+from tracediff.names import split
 from tracediff.replay import Replay
 from tracediff.result import Local
 from tracediff.trace.reader import Trace
@@ -58,6 +59,9 @@ LLAMA_CPP: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "flash": {"flash_attn": True},
         "flash, f16 cache": {"flash_attn": True, "kv_type": "f16", "threads": 2},
         "flash, q8_0 cache": {"flash_attn": True, "kv_type": "q8_0"},
+        "hidden states": {"capture": "layers"},
+        "hidden states, flash, f16 cache": {"capture": "layers", "flash_attn": True, "kv_type": "f16"},
+        "hidden states, flash, q8_0 cache": {"capture": "layers", "flash_attn": True, "kv_type": "q8_0"},
     }
 )
 DTYPES = ("f64", "f32", "bf16", "f16")
@@ -155,10 +159,14 @@ def locals_of(run: Run, folder: Path) -> Iterator[Judged]:
     if run.engine == "torch":
         trace_torch(model, out, TorchOptions(dtype=run.how), tokens, n_decode=2)
     else:
-        options = Options(**{"threads": 1} | LLAMA_CPP[run.how])
-        LlamaCpp(model, graph, Prompt(tokens=tokens), out, n_decode=2, options=options).wait()
+        options = {"threads": 1, "capture": "all"} | LLAMA_CPP[run.how]
+        capture = options.pop("capture")
+        LlamaCpp(
+            model, graph, Prompt(tokens=tokens), out, capture=capture, n_decode=2, options=Options(**options)
+        ).wait()
     for record, local in Replay(Trace(out), graph, Weights(file, keep_bytes=1 << 28)).run():
-        yield graph[record.op].kind, record.op, record.step, local
+        layer = split(record.op)[1] == "ffn_residual" and len(local.segment) > 1
+        yield "whole layer" if layer else graph[record.op].kind, record.op, record.step, local
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:

@@ -92,6 +92,19 @@ def flips(x: Tensor, rounding: str) -> Tensor:
     return torch.where(on_boundary, other * scale.to(x.dtype), 0.0).flatten(-2)
 
 
+_MANTISSA = {"f16": 10, "tf32": 10, "bf16": 7}  # bits
+
+
+def step_of(x: Tensor, rounding: str) -> Tensor:
+    """How far apart the values that `rounding` keeps lie, at each value of x; 0 at 0 and where it rounds nothing."""
+    if rounding in BLOCK:
+        _, d = q8_k_blocks(x) if rounding == "q8_K" else q8_0_blocks(x)
+        return d.abs().to(x.dtype).expand(*d.shape[:-1], BLOCK[rounding]).flatten(-2)
+    if rounding not in _MANTISSA:
+        return torch.zeros_like(x)
+    return torch.where(x != 0, torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1 - _MANTISSA[rounding]), 0.0)
+
+
 ROUNDINGS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "f64": lambda x: x,
@@ -114,7 +127,7 @@ class Arithmetic:
     `stored`: what the other operand is held in: dequantised weights, or K and V in the cache.
     `accumulate`: the type that sums run in.
     `parts`: of attention's sums in f16, which can be followed term by term: how many threads share the keys of a
-    decoded token, each adding up its own (see `SPLIT_FROM`). 0: in an order that is not known.
+    decoded token, each adding up its own (see `split_keys`). 0: in an order that is not known.
     """
 
     operands: str = "f64"
@@ -134,14 +147,15 @@ EXACT = Arithmetic()
 
 # ggml-cpu/ops.cpp, ggml_compute_forward_flash_attn_ext_f16: from so many cells of the cache on the threads share the
 # keys of a decoded token. llama.cpp shows it the cells in use, rounded up to 256 (llama-kv-cache.cpp, get_n_kv).
-SPLIT_FROM, _CELLS = 512, 256
+_SPLIT_FROM, _CELLS = 512, 256
+SHARED_BEYOND = _SPLIT_FROM - _CELLS  # keys
 
 
 def split_keys(n_tokens: int, n_keys: int, parts: int) -> list[slice]:
     """The keys of each thread; all in one where they are not shared."""
-    cells = math.ceil(n_keys / _CELLS) * _CELLS
-    if n_tokens > 1 or cells < SPLIT_FROM:
+    if n_tokens > 1 or n_keys <= SHARED_BEYOND:
         return [slice(n_keys)]
+    cells = math.ceil(n_keys / _CELLS) * _CELLS
     width = math.ceil(cells / parts)
     return [slice(at, at + width) for at in range(0, n_keys, width)]
 

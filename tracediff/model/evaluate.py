@@ -40,6 +40,14 @@ class Energy:
     last_place: Tensor | None = None  # of sums in half precision, followed: the largest unit of a running sum
 
 
+Rounded = Callable[[Tensor, str], Tensor]
+
+
+def rounding(x: Tensor, name: str) -> Tensor:
+    """X as `name` keeps it."""
+    return ROUNDINGS[name](x)
+
+
 def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
     """What the scheme rounds in this op, which depends on the type of its weight."""
     return scheme.of(op.kind, weights.type_of(op.weights[0]) if op.weights else "F32")
@@ -51,29 +59,32 @@ def evaluate(
     weights: Weights,
     arithmetic: Arithmetic = EXACT,
     energy: Energy | None = None,
+    rounded: Rounded = rounding,
 ) -> Tensor:
     """The op's output, in the dtype and on the device of `weights`; the shape is `op.shape(...)`.
 
     `inputs` are shaped as the graph says (an input that the op reads over all steps has S rows); integer
-    inputs (tokens, positions) stay integers.
+    inputs (tokens, positions) stay integers. `rounded` rounds activations.
     """
     function = op.function or FUNCTIONS[op.kind]
     match op.kind:
         case "embedding":
             return function(weights.gather(op.weights[0], inputs[0]), **op.attrs)
         case "linear":
-            return _linear(op, inputs[0].flatten(1), weights, arithmetic, energy)
+            return _linear(op, inputs[0].flatten(1), weights, arithmetic, energy, rounded)
         case "scores" | "weighted_values":
-            return _attention(op, inputs, arithmetic, energy)
+            return _attention(op, inputs, arithmetic, energy, rounded)
         case "rope":  # a position times a frequency does not survive half precision: no engine stores factors in it
             return function(*inputs, *(weights.load(w, torch.float64) for w in op.weights), **op.attrs)
     return function(*inputs, *(weights.load(w) for w in op.weights), **op.attrs)
 
 
-def _attention(op: Op, inputs: Sequence[Tensor], arithmetic: Arithmetic, energy: Energy | None) -> Tensor:
+def _attention(
+    op: Op, inputs: Sequence[Tensor], arithmetic: Arithmetic, energy: Energy | None, rounded: Rounded
+) -> Tensor:
     """A matmul of activations, queries or probabilities, with keys or values from the cache."""
     function, of_sizes = op.function or FUNCTIONS[op.kind], FUNCTIONS[op.kind]
-    x, cached = ROUNDINGS[arithmetic.operands](inputs[0]), ROUNDINGS[arithmetic.stored](inputs[1])
+    x, cached = rounded(inputs[0], arithmetic.operands), rounded(inputs[1], arithmetic.stored)
     if energy:
         energy.value = of_sizes(x.square(), cached.square())
         turned = flips(inputs[0], arithmetic.operands).abs(), flips(inputs[1], arithmetic.stored).abs()
@@ -118,12 +129,14 @@ def _half_sums(weigh: Callable[[Tensor, Tensor], Tensor], probs: Tensor, v: Tens
     return total * least, 2.0**-10 * size * least
 
 
-def _linear(op: Op, x: Tensor, weights: Weights, arithmetic: Arithmetic, energy: Energy | None) -> Tensor:
+def _linear(
+    op: Op, x: Tensor, weights: Weights, arithmetic: Arithmetic, energy: Energy | None, rounded: Rounded
+) -> Tensor:
     """A matmul block of rows by block of rows, so that a matrix is never whole in memory."""
     function = op.function or FUNCTIONS[op.kind]
     hold = ROUNDINGS[arithmetic.stored]
     bias = hold(weights.load(op.weights[1])) if len(op.weights) > 1 else None
-    raw, x = x, ROUNDINGS[arithmetic.operands](x)
+    raw, x = x, rounded(x, arithmetic.operands)
     # Sums of squares have no cancellation: bfloat16 gives them to 1%, many times faster than float64.
     squares = x.square().bfloat16() if energy else None
     parts, energies, at = [], [], 0

@@ -1,29 +1,39 @@
 """Which of the roundings that engines really use fits the ops of a trace."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import BLOCK, EXACT, ROUNDINGS, Arithmetic, Scheme, split_keys
+from tracediff.model.arithmetic import BLOCK, EXACT, ROUNDINGS, SHARED_BEYOND, Arithmetic, Scheme, split_keys
 from tracediff.model.evaluate import arithmetic_of
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
+from tracediff.names import split
 from tracediff.replay.recorded import Recorded
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 
 # A floor beyond this hides everything: no verdict is better than a blind one.
 BLIND = 0.05
+_TOGETHER = 3  # records of a sort that choose its scheme: one mistake is outvoted
+# A scheme that fits needs no rival where its floor is that of float32, or where it leaves so little of its floor.
+_NARROW, _SURE = 1e-9, 0.01
 _LOOK = 1 << 14  # values looked at before the others: most that are longer than float16 show at once
 _MANY = 64  # values that all fit float16 by chance: 2^-13 to the power of it
 Sort = tuple[str, ...]
 
 
 class Fits:
-    """What fitted so far. Ops of one sort are computed alike: the fit of one is tried first on the next."""
+    """What fitted so far. Ops of one sort are computed alike: the fit of one is tried first on the next.
+
+    The floors of single ops are narrow: what passes fits. Those of segments may be wide enough for a mistake, so the
+    scheme of a sort of segments is chosen from several of its records together, before any of them is judged.
+    """
 
     def __init__(self, recorded: Recorded, graph: Graph, weights: Weights, schemes: Sequence[Scheme]) -> None:
         self._recorded = recorded
@@ -32,61 +42,78 @@ class Fits:
         self._schemes = schemes
         self._of_sort: dict[Sort, Scheme] = {}
         self._of_record: dict[tuple[int, str], Scheme] = {}
-        self._earned: set[Scheme] = set()
+        self._doubtful: set[Sort] = set()  # sorts of segments that no scheme fits
 
-    def changed(self, graph: Graph) -> "Fits":
-        """For a hypothesis: what it fits is not remembered here."""
-        other = copy(self)
-        other._graph = graph
-        other._of_sort, other._earned = dict(self._of_sort), set(self._earned)
-        return other
+    def is_segment(self, record: OpRecord) -> bool:
+        """Whether inputs of the record must be recomputed."""
+        return not all(self._recorded.holds_inputs(self._graph[record.op], record))
 
     def candidates(self, record: OpRecord) -> Iterator[Scheme]:
         """Schemes to try: the one that fitted the last op of this sort, then all that differ for this op."""
         op, sort = self._graph[record.op], self._sort(record)
         first = [self._of_sort[sort]] if sort in self._of_sort else []
-        segment = not all(self._recorded.holds_inputs(op, record))
-        tried: set[str] = set()
+        covered = tuple(self._graph) if self.is_segment(record) else (op,)
+        tried: set[tuple[Arithmetic, ...]] = set()
         for scheme in (*first, *self._schemes):
-            name = scheme.name if segment else str(arithmetic_of(op, scheme, self._weights))
-            covered = self._graph if segment else (op,)
             if scheme.values.parts > 1 and not self._splits(record, scheme):
                 continue  # as with one thread
-            if name not in tried and all(self._possible(o, arithmetic_of(o, scheme, self._weights)) for o in covered):
-                tried.add(name)
+            arithmetics = tuple(arithmetic_of(o, scheme, self._weights) for o in covered)
+            if arithmetics not in tried and all(map(self._possible, covered, arithmetics)):
+                tried.add(arithmetics)
                 yield scheme
 
     def likely(self, record: OpRecord) -> list[Scheme]:
         """Schemes to try a hypothesis under: the one that fits other ops of the record's sort; else the one that
-        fits most of its kind, then all others of a single op; where there is none, the plain ones of a segment.
+        fits most of its kind, then all others of a single op; the plain ones of a segment.
         """
         op, sort = self._graph[record.op], self._sort(record)
+        if sort in self._doubtful:
+            return [*dict.fromkeys((self._of_sort[sort], *self._schemes[:2]))]
         if sort in self._of_sort:
             return [self._of_sort[sort]]
-        kin = Counter(fit for other, fit in self._of_sort.items() if other[0] == op.kind)
-        likely = [scheme for scheme, _ in (kin or Counter(self._of_sort.values())).most_common(1)]
-        if all(self._recorded.holds_inputs(op, record)):
-            return [*likely, *self.candidates(record)]
-        if kin:
-            return likely
-        return [*dict.fromkeys((self._of_record[record.step, record.op], *self._schemes[:2]))]
+        kin = Counter(fit for other, fit in self._of_sort.items() if other[0] in (op.kind, split(op.name)[1]))
+        return [*(scheme for scheme, _ in kin.most_common(1)), *self.candidates(record)]
 
-    def accept(self, tried: Sequence[tuple[Local, Scheme]]) -> tuple[Local, Scheme] | None:
-        """The first scheme that passes and may: a wide floor could excuse a mistake.
+    def of_segment(self, record: OpRecord, look: Callable[[OpRecord, Scheme], Local]) -> Scheme:
+        """The scheme of all segments of the record's sort. `look` gives what a scheme leaves of a record."""
+        sort = self._sort(record)
+        if sort not in self._of_sort:
+            best, fits = self._best(self._alike(sort), look)
+            self._of_sort[sort] = best
+            if not fits:
+                self._doubtful.add(sort)
+        return self._of_sort[sort]
 
-        The floors of single ops are narrow, and so are those of the plain schemes. Any other must leave less than
-        each that has a narrower floor, once in the trace: then it is this engine's.
+    def _best(self, records: list[OpRecord], look: Callable[[OpRecord, Scheme], Local]) -> tuple[Scheme, bool]:
+        """The scheme that leaves least of these records, and whether it fits most of them.
+
+        One with a wider floor must leave less than half: what an engine does not do adds an error, which the other
+        errors have no part in, so it leaves more. Both plain schemes are tried at least.
         """
-        for local, scheme in tried:
-            if local.faulty or local.floor > BLIND:
-                continue
-            if scheme in self._schemes[:2] or len(local.segment) == 1:
-                return local, scheme
-            narrower = [other for other, _ in tried if other.floor < local.floor]
-            if scheme in self._earned or (len(tried) > 2 and all(local.nmse < other.nmse for other in narrower)):
-                self._earned.add(scheme)
-                return local, scheme
-        return None
+        tried: list[_Tried] = []
+        for scheme in self.candidates(records[0]):
+            tried.append(_Tried.of(scheme, [look(record, scheme) for record in records]))
+            tried.sort(key=lambda one: round(math.log10(one.floor)))  # in the schemes' order where they are alike
+            best = reduce(_better, tried)
+            if (
+                len(tried) > 1
+                and best.passes == len(records)
+                and (best.floor < _NARROW or best.nmse < _SURE * best.floor)
+            ):
+                break
+        return best.scheme, best.passes > len(records) / 2
+
+    def _alike(self, sort: Sort) -> list[OpRecord]:
+        """A few records of the sort, of the early, the middle and the late ones."""
+        alike = [
+            other
+            for other in self._recorded.trace.ops.values()
+            if other.op in self._graph and split(other.op)[1] == sort[0]
+            if other.has_data and self._sort(other) == sort
+        ]
+        return [
+            alike[at] for at in dict.fromkeys(len(alike) * (2 * i + 1) // (2 * _TOGETHER) for i in range(_TOGETHER))
+        ]
 
     def remember(self, record: OpRecord, scheme: Scheme, fits: bool) -> None:
         """The scheme that fits the record, or that leaves least where none does."""
@@ -95,18 +122,23 @@ class Fits:
             self._of_sort[self._sort(record)] = scheme
 
     def _sort(self, record: OpRecord) -> Sort:
-        """Kind, storage, prompt or decoding, which inputs were recomputed, and the weight's type."""
+        """Kind (of a segment its name), storage, tokens of the step, inputs that were recomputed, the weight's type."""
         op = self._graph[record.op]
         whole = [str(not held) for held in self._recorded.holds_inputs(op, record)]
         types = [self._weights.type_of(w) for w in op.weights[:1]] if op.kind == "linear" else []
-        several = len(self._recorded.trace.steps[record.step].tokens) > 1
-        return (op.kind, record.dtype or "", str(several), *whole, *types)
+        n_tokens, n_keys = self._lengths(record)
+        kind = split(op.name)[1] if self.is_segment(record) else op.kind
+        return (kind, record.dtype or "", str(n_tokens), str(n_keys > SHARED_BEYOND), *whole, *types)
+
+    def _lengths(self, record: OpRecord) -> tuple[int, int]:
+        """Tokens of the record's step, and all so far."""
+        steps = self._recorded.trace.steps
+        so_far = sum(len(step.tokens) for number, step in steps.items() if number <= record.step)
+        return len(steps[record.step].tokens), so_far
 
     def _splits(self, record: OpRecord, scheme: Scheme) -> bool:
         """Whether threads share the keys of this step."""
-        steps = self._recorded.trace.steps
-        n_keys = sum(len(step.tokens) for number, step in steps.items() if number <= record.step)
-        return len(split_keys(len(steps[record.step].tokens), n_keys, scheme.values.parts)) > 1
+        return len(split_keys(*self._lengths(record), scheme.values.parts)) > 1
 
     def _possible(self, op: Op, arithmetic: Arithmetic) -> bool:
         """Whether rows are multiples of the blocks."""
@@ -114,6 +146,36 @@ class Fits:
             return True
         columns = op.weights[0].shape[-1] if op.kind == "linear" else self._graph.hparams.head_dim
         return not any(columns % BLOCK.get(name, 1) for name in (arithmetic.operands, arithmetic.stored))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A scheme tried on some records: how many pass, and the mean floor and NMSE."""
+
+    scheme: Scheme
+    passes: int
+    floor: float
+    nmse: float
+
+    @property
+    def decade(self) -> int:
+        """Of the floor."""
+        return round(math.log10(min(self.floor, 1e300)))
+
+    @classmethod
+    def of(cls, scheme: Scheme, locals_: list[Local]) -> "_Tried":
+        passes = sum(not local.faulty and not local.blind for local in locals_)
+        return cls(scheme, passes, _mean(x.floor for x in locals_), _mean(x.nmse for x in locals_))
+
+
+def _better(best: _Tried, wider: _Tried) -> _Tried:
+    return wider if wider.nmse < best.nmse / 2 and wider.floor <= BLIND else best
+
+
+def _mean(figures: Iterable[float]) -> float:
+    """The geometric mean; infinite where one is NaN or infinite."""
+    logs = [math.inf if math.isnan(x) else math.log(max(x, 1e-300)) for x in figures]
+    return math.exp(sum(logs) / len(logs)) if math.isfinite(sum(logs)) else math.inf
 
 
 def stored_as(values: Tensor, dtype: str) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import Scheme
-from tracediff.model.evaluate import Energy, arithmetic_of, evaluate
+from tracediff.model.arithmetic import Scheme, step_of
+from tracediff.model.evaluate import Energy, Rounded, arithmetic_of, evaluate, rounding
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.replay.floors import Noise, noise
@@ -23,6 +23,7 @@ from tracediff.trace.format import OpRecord, Rows
 _MARGIN = 4.0
 # Noise through a segment is known from samples of it, not from a formula: its spread is that uncertain.
 _SAMPLES, _SEGMENT_MARGIN = 2, 16.0
+_TURNED = 0.5  # values of a row that are rounded the other way; the margin of a segment allows 8
 _RECENT = 48  # values kept from one layer to the next: more than a layer has, of some tokens and of all
 
 
@@ -93,11 +94,27 @@ class Recomputation:
             return Recomputed(y, own, own, segment)
         samples = []
         for i in range(self._n_samples):
-            samples.append(evaluate(op, [value.sample(i) for value in inputs], self._weights, arithmetic))
+            sampled = [value.sample(i) for value in inputs]
+            samples.append(evaluate(op, sampled, self._weights, arithmetic, rounded=self._rounded(inputs)))
         # The spread of each row, for two samples say little of one element.
         spread = torch.stack([(sample - y).square() for sample in samples]).mean(0)
         sigma = torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread))
         return Recomputed(y, own, replace(own, sigma=sigma), segment, tuple(samples))
+
+    def _rounded(self, inputs: list[Value]) -> Rounded:
+        """Rounds samples of the inputs, with the noise of some values of each row that are rounded the other way.
+
+        Of 10,000 to 100,000 values that were recomputed one lies so near a boundary. If it turns, that is worth more
+        than all other noise: a few samples would have it for some ops and not for others. So each row has its share.
+        """
+        recorded = [id(value.exact) for value in inputs if not value.samples]
+
+        def rounded(x: Tensor, name: str) -> Tensor:
+            if id(x) in recorded or name == "f64":
+                return rounding(x, name)
+            return rounding(x, name) + step_of(x, name) * math.sqrt(_TURNED / x[0].numel()) * self._gauss(x)
+
+        return rounded
 
     def _without_noise(self, y: Tensor, inputs: list[Value], op: Op) -> Recomputed:
         none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
@@ -167,9 +184,11 @@ class Recomputation:
         return Value(made.exact, tuple(self._perturbed(x, made.own) for x in before), made.segment)
 
     def _perturbed(self, x: Tensor, noise: Noise) -> Tensor:
-        gauss = torch.randn(x.shape, generator=self._random, dtype=x.dtype).to(x.device)
         flat = 2 * torch.rand(x.shape, generator=self._random, dtype=x.dtype).to(x.device) - 1
-        return x + gauss * noise.sigma + flat * noise.hard
+        return x + self._gauss(x) * noise.sigma + flat * noise.hard
+
+    def _gauss(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=self._random, dtype=like.dtype).to(like.device)
 
 
 def _segment(inputs: list[Value], op: Op) -> tuple[str, ...]:

@@ -65,18 +65,18 @@ class Replay:
         """
         other = copy(self)
         other.graph = self.graph.changed(*ops)
-        other._fits = self._fits.changed(other.graph)
-        other._recomputation = self._recomputation.changed(ops, n_samples=0)  # a first look needs no noise
         recorded = self._recorded.values(record)
+        storage = stored_as(recorded, record.dtype or "f32")
         looks = []
         for scheme in self._fits.likely(record):
-            looks.append(other._local(record, recorded, scheme, "f32"))
+            other._recomputation = self._recomputation.changed(ops, n_samples=0)  # a first look needs no noise
+            looks.append(other._local(record, recorded, scheme, storage))
             if looks[-1].nmse <= 0.1 * before:
-                break
-        else:
-            return min(looks, key=lambda look: (math.isnan(look.nmse), look.nmse))
-        other._recomputation = self._recomputation.changed(ops)
-        return other.judge(record)
+                other._recomputation = self._recomputation.changed(ops)
+                looks[-1] = other._local(record, recorded, scheme, storage)
+                if not looks[-1].faulty and not looks[-1].blind:
+                    return looks[-1]
+        return min(looks, key=_what_is_left)
 
     def made(self, record: OpRecord) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """What was recorded, what it should be, and the op's inputs: all float64, under the scheme that fits best."""
@@ -87,22 +87,26 @@ class Replay:
 
     def judge(self, record: OpRecord) -> Local:
         """The record's local error under the arithmetic that fits it."""
-        recorded = self._recomputation.recorded(record)
-        storage = stored_as(recorded, record.dtype or "f32")
+        if self._fits.is_segment(record):
+            return self._look(record, self._fits.of_segment(record, self._look))
         tried: list[tuple[Local, Scheme]] = []
         for scheme in self._fits.candidates(record):
-            tried.append((self._local(record, recorded, scheme, storage), scheme))
-            fit = self._fits.accept(tried)
-            if fit:
-                self._fits.remember(record, fit[1], fits=True)
-                return fit[0]
+            local = self._look(record, scheme)
+            tried.append((local, scheme))
+            if not local.faulty and not local.blind:
+                self._fits.remember(record, scheme, fits=True)
+                return local
         # Nothing fits: the error is what the least of the schemes that can see leaves.
-        local, scheme = min(tried, key=lambda pair: (pair[0].floor > BLIND, math.isnan(pair[0].nmse), pair[0].nmse))
+        local, scheme = min(tried, key=lambda pair: _what_is_left(pair[0]))
         self._fits.remember(record, scheme, fits=False)
         return local
 
-    def _local(self, record: OpRecord, recorded: Tensor, scheme: Scheme, storage: str) -> Local:
+    def _look(self, record: OpRecord, scheme: Scheme) -> Local:
         """The record's local error under a scheme."""
+        recorded = self._recomputation.recorded(record)
+        return self._local(record, recorded, scheme, stored_as(recorded, record.dtype or "f32"))
+
+    def _local(self, record: OpRecord, recorded: Tensor, scheme: Scheme, storage: str) -> Local:
         op = self.graph[record.op]
         residuals = []
         for cut in _parts(op, recorded):
@@ -153,6 +157,10 @@ def _parts(op: Op, output: Tensor) -> Iterator[slice | None]:
     n_tokens, n = output.shape
     step = max(1, _PART // n_tokens)
     yield from (slice(at, min(at + step, n)) for at in range(0, n, step))
+
+
+def _what_is_left(local: Local) -> tuple[bool, bool, float]:
+    return local.blind, math.isnan(local.nmse), local.nmse
 
 
 def _ratio(error: float, signal: float) -> float:
