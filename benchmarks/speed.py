@@ -188,7 +188,10 @@ def replay(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
 
 _MEMORY = """
 import sys, threading, time
-import torch, gguf, msgspec, tracediff.engine.torch_run as run
+from pathlib import Path
+import tracediff.engine.torch_run as run
+from tracediff.diagnose.explain import replay_and_explain
+from tracediff.trace.reader import Trace
 def anonymous():
     return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')) * 1024
 base = peak = anonymous()
@@ -198,28 +201,42 @@ def watch():
     while not stop:
         peak = max(peak, anonymous()); time.sleep(0.002)
 thread = threading.Thread(target=watch); thread.start()
-from pathlib import Path
-run.trace_torch(Path(sys.argv[1]), Path(sys.argv[2]), run.TorchOptions(capture='stats'), eval(sys.argv[3]))
+model, trace = Path(sys.argv[1]), Path(sys.argv[2])
+if sys.argv[3] == 'trace':
+    run.trace_torch(model, trace, run.TorchOptions(capture='stats'), eval(sys.argv[4]))
+else:
+    replay_and_explain(Trace(trace), model, None, lambda fraction: None)
 stop = True; thread.join()
 print(peak - base)
 """
 
 
 def memory(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
-    """Peak anonymous memory of the torch engine above its imports, over twice a layer + logits + 300 MB.
+    """Peak anonymous memory above its imports, over twice a layer + logits + 300 MB, in the type that it computes in:
+    of the torch engine, and of judging a trace of every op.
 
     Anonymous, because mapped pages of the model file are the page cache's and go when anybody needs them.
     """
+    from tracediff.engine.torch_run import TorchOptions, trace_torch
     from tracediff.model.families import load_graph
 
     h = load_graph(model).hparams
-    layer = 4 * (2 * h.n_embd * h.head_dim * (h.n_head + h.n_head_kv) + 3 * h.n_embd * h.n_ff)
-    allowed = 2 * layer + 4 * len(TOKENS) * h.n_vocab + 300e6
-    out = subprocess.run(
-        [sys.executable, "-c", _MEMORY, str(model), str(folder / "m.trace"), repr(TOKENS)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return {"torch engine, peak memory / (2 layers + logits + 300 MB)": (int(out.stdout) / allowed, 1.0)}
+    layer = 2 * h.n_embd * h.head_dim * (h.n_head + h.n_head_kv) + 3 * h.n_embd * h.n_ff
+    values = 2 * layer + len(TOKENS) * h.n_vocab
+
+    def peak(what: str, trace: Path) -> int:
+        command = [sys.executable, "-c", _MEMORY, str(model), str(trace), what, repr(TOKENS)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    full = trace_torch(model, folder / "full.trace", TorchOptions(), TOKENS)
+    return {
+        "torch engine, peak memory / (2 layers + logits + 300 MB)": (
+            peak("trace", folder / "m.trace") / (4 * values + 300e6), 1.0
+        ),
+        "replay, peak memory / (2 layers + logits in float64 + 300 MB)": (
+            peak("replay", full) / (8 * values + 300e6), 1.0
+        ),
+    }  # fmt: skip
 
 
 _PLAIN_SCRIPT = """

@@ -23,6 +23,8 @@ BLIND = 0.05
 _TOGETHER = 3  # records of a sort that choose its scheme: one mistake is outvoted
 # A scheme that fits needs no rival where its floor is that of float32, or where it leaves so little of its floor.
 _NARROW, _SURE = 1e-9, 0.01
+# Of the squared error: the right rounding may leave half, where the few values that turn have turned many after them.
+_CLEARLY_LESS = 0.7
 _LOOK = 1 << 14  # values looked at before the others: most that are longer than float16 show at once
 _MANY = 64  # values that all fit float16 by chance: 2^-13 to the power of it
 Sort = tuple[str, ...]
@@ -87,19 +89,15 @@ class Fits:
     def _best(self, records: list[OpRecord], look: Callable[[OpRecord, Scheme], Local]) -> tuple[Scheme, bool]:
         """The scheme that leaves least of these records, and whether it fits most of them.
 
-        One with a wider floor must leave less than half: what an engine does not do adds an error, which the other
+        One with a wider floor must leave clearly less: what an engine does not do adds an error, which the other
         errors have no part in, so it leaves more. Both plain schemes are tried at least.
         """
         tried: list[_Tried] = []
         for scheme in self.candidates(records[0]):
             tried.append(_Tried.of(scheme, [look(record, scheme) for record in records]))
-            tried.sort(key=lambda one: round(math.log10(one.floor)))  # in the schemes' order where they are alike
+            tried.sort(key=lambda one: one.decade)  # in the schemes' order where they are alike
             best = reduce(_better, tried)
-            if (
-                len(tried) > 1
-                and best.passes == len(records)
-                and (best.floor < _NARROW or best.nmse < _SURE * best.floor)
-            ):
+            if best.sure and len(tried) > 1:
                 break
         return best.scheme, best.passes > len(records) / 2
 
@@ -150,10 +148,11 @@ class Fits:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A scheme tried on some records: how many pass, and the mean floor and NMSE."""
+    """A scheme tried on some records: how many pass, whether all do beyond doubt, and the mean floor and NMSE."""
 
     scheme: Scheme
     passes: int
+    sure: bool
     floor: float
     nmse: float
 
@@ -165,11 +164,12 @@ class _Tried:
     @classmethod
     def of(cls, scheme: Scheme, locals_: list[Local]) -> "_Tried":
         passes = sum(not local.faulty and not local.blind for local in locals_)
-        return cls(scheme, passes, _mean(x.floor for x in locals_), _mean(x.nmse for x in locals_))
+        sure = all(not x.faulty and (x.floor < _NARROW or x.nmse < _SURE * x.floor) for x in locals_)
+        return cls(scheme, passes, sure, _mean(x.floor for x in locals_), _mean(x.nmse for x in locals_))
 
 
 def _better(best: _Tried, wider: _Tried) -> _Tried:
-    return wider if wider.nmse < best.nmse / 2 and wider.floor <= BLIND else best
+    return wider if wider.nmse < _CLEARLY_LESS * best.nmse and wider.floor <= BLIND else best
 
 
 def _mean(figures: Iterable[float]) -> float:
