@@ -204,6 +204,11 @@ def test_arithmetic(trace: Path, model: Path, refused: Callable[..., str]) -> No
         message = refused(*arguments, "--model", model, "--arithmetic", "zebra")
         assert message.startswith("unknown arithmetic 'zebra'. Known: llama.cpp; exact; ")
     assert "give --model as well" in refused("compare", trace, trace, "--arithmetic", "exact")
+    message = refused("check", trace, "--model", model, "--arithmetic", "q8_K activations")
+    assert message == (
+        "blk.0.attn_q cannot be recomputed in the arithmetic 'q8_K activations': this model has rows that are no "
+        "multiples of its blocks. Leave --arithmetic out, or name another."
+    )
 
 
 # ---- Where it writes

@@ -122,6 +122,16 @@ def test_sums_in_half_precision_are_followed(
     assert max(local.nmse for local in decoded) < 1e-8  # 1e-7 to 4e-6 if they are not
 
 
+def test_a_prompt_of_one_ubatch_and_a_few_tokens_is_followed(models: Models, llama_cpp_trace: Tracer) -> None:
+    """llama.cpp computes 512 tokens at once in tiles, and the other 3 key by key."""
+    model = models(FAMILIES["qwen3"], "F32")
+    records = judged(llama_cpp_trace(model, tokens_of(515), **FLASH, **F16, threads=2), model)
+    assert alarms(records) == []
+    prompt = [local for record, local in records if record.step == 0 and len(local.segment) > 1]
+    assert {local.arithmetic for local in prompt} == {"llama.cpp, flash attention tiled in whole ubatches"}
+    assert max(local.nmse for local in prompt) < 1e-8
+
+
 def test_hidden_states_after_sums_in_half_precision_are_clean(models: Models, llama_cpp_trace: Tracer) -> None:
     model = models(FAMILIES["qwen3"], "F32")
     trace = llama_cpp_trace(model, tokens_of(300), **FLASH, **F16, threads=3, capture="layers")

@@ -701,10 +701,7 @@ def _heads(op: Op, context: Context) -> Variants:
     ("attn_scores",), "llama.cpp#8025",
 )  # fmt: skip
 def _scores_f16(op: Op, _: Context) -> Variants:
-    yield (
-        _with_function(op, lambda q, k: ops.scores(q, k).half().to(q.dtype)),
-        "scores are float16: coarse, and infinite beyond 65,504",
-    )
+    yield replace(op, stored="f16"), "scores are float16: coarse, and infinite beyond 65,504"
 
 
 @_mistake(
@@ -769,14 +766,11 @@ for _name, (_text, _function) in _ACTIVATIONS.items():
 
 
 @_mistake(
-    "ffn_act_f16", "the activations of the down projection overflow float16", "the type of the feed-forward's buffer",
-    ("ffn_act",), "llama.cpp#27016",
+    "ffn_act_f16", "the activations of the down projection are kept in float16, which overflows at 65,504",
+    "the type of the feed-forward's buffer", ("ffn_act",), "llama.cpp#27016",
 )  # fmt: skip
 def _act_f16(op: Op, _: Context) -> Variants:
-    yield (
-        _with_function(op, lambda g, u: ops.swiglu(g, u).half().to(g.dtype)),
-        "activations are float16: infinite beyond 65,504",
-    )
+    yield replace(op, stored="f16"), "activations are float16: coarse, and infinite beyond 65,504"
 
 
 @_mistake(

@@ -128,18 +128,26 @@ class Arithmetic:
     `accumulate`: the type that sums run in.
     `parts`: of attention's sums in f16, which can be followed term by term: how many threads share the keys of a
     decoded token, each adding up its own (see `split_keys`). 0: in an order that is not known.
+    `ubatch`: tokens that come in so many at a time have neither `operands` nor `accumulate`: only the last ones of a
+    prompt, too few for it, do. 0: all do.
     """
 
     operands: str = "f64"
     stored: str = "f64"
     accumulate: str = "f32"
     parts: int = 1
+    ubatch: int = 0
+
+    def whole_ubatches(self, n_tokens: int) -> int:
+        """How many of the first tokens are in ubatches that are full."""
+        return n_tokens // self.ubatch * self.ubatch if self.ubatch else 0
 
     def __str__(self) -> str:
         parts = [f"operands {self.operands}" if self.operands != "f64" else ""]
         parts += [f"stored {self.stored}" if self.stored != "f64" else ""]
         parts += [f"sums {self.accumulate}" if self.accumulate != "f32" else ""]
         parts += [f"in {self.parts or 'unknown'} parts" if self.parts != 1 else ""]
+        parts += [f"of the tokens after ubatches of {self.ubatch}" if self.ubatch else ""]
         return ", ".join(filter(None, parts)) or "exact"
 
 
@@ -148,6 +156,8 @@ EXACT = Arithmetic()
 # ggml-cpu/ops.cpp, ggml_compute_forward_flash_attn_ext_f16: from so many cells of the cache on the threads share the
 # keys of a decoded token. llama.cpp shows it the cells in use, rounded up to 256 (llama-kv-cache.cpp, get_n_kv).
 _SPLIT_FROM, _CELLS = 512, 256
+UBATCH = 512  # tokens that llama.cpp computes at once, unless told otherwise (llama_context_default_params)
+TILED_FROM = 64  # tokens of a ubatch (GGML_FA_TILE_Q)
 SHARED_BEYOND = _SPLIT_FROM - _CELLS  # keys
 
 
@@ -220,12 +230,18 @@ SCHEMES = (
     Scheme("llama.cpp, flash attention", None, Arithmetic("f16", "f16"), Arithmetic("f64", "f16", "f16")),
     # ggml_compute_forward_flash_attn_ext_tiled, from 64 tokens on: the cache alone is rounded
     Scheme("llama.cpp, tiled flash attention", None, Arithmetic("f64", "f16"), Arithmetic("f64", "f16")),
+    Scheme(  # a prompt of more than one ubatch, whose last has fewer than 64 tokens
+        "llama.cpp, flash attention tiled in whole ubatches",
+        None,
+        Arithmetic("f16", "f16", ubatch=UBATCH),
+        Arithmetic("f64", "f16", "f16", ubatch=UBATCH),
+    ),
     *(
         Scheme(
             f"llama.cpp, flash attention on {threads} threads",
             None,
-            Arithmetic("f16", "f16"),
-            Arithmetic("f64", "f16", "f16", parts=threads),
+            Arithmetic("f16", "f16", ubatch=UBATCH),
+            Arithmetic("f64", "f16", "f16", parts=threads, ubatch=UBATCH),
         )
         for threads in (2, 3, 4, 6, 8, 12, 16)
     ),

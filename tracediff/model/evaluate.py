@@ -66,6 +66,17 @@ def evaluate(
     `inputs` are shaped as the graph says (an input that the op reads over all steps has S rows); integer
     inputs (tokens, positions) stay integers. `rounded` rounds activations.
     """
+    return rounded(_computed(op, inputs, weights, arithmetic, energy, rounded), op.stored)
+
+
+def _computed(
+    op: Op,
+    inputs: Sequence[Tensor],
+    weights: Weights,
+    arithmetic: Arithmetic,
+    energy: Energy | None,
+    rounded: Rounded,
+) -> Tensor:
     function = op.function or FUNCTIONS[op.kind]
     match op.kind:
         case "embedding":
@@ -85,6 +96,9 @@ def _attention(
     """A matmul of activations, queries or probabilities, with keys or values from the cache."""
     function, of_sizes = op.function or FUNCTIONS[op.kind], FUNCTIONS[op.kind]
     x, cached = rounded(inputs[0], arithmetic.operands), rounded(inputs[1], arithmetic.stored)
+    axis = 1 if op.kind == "weighted_values" else 0  # of the tokens
+    if whole := arithmetic.whole_ubatches(x.shape[axis]):
+        x = torch.cat((inputs[0].narrow(axis, 0, whole), x.narrow(axis, whole, x.shape[axis] - whole)), axis)
     if energy:
         energy.value = of_sizes(x.square(), cached.square())
         turned = flips(inputs[0], arithmetic.operands).abs(), flips(inputs[1], arithmetic.stored).abs()
@@ -96,11 +110,15 @@ def _attention(
 
     if arithmetic.accumulate != "f16" or not arithmetic.parts:
         return product(x, cached)
-    cuts = split_keys(x.shape[1], x.shape[2], arithmetic.parts)
-    sums = [_half_sums(product, x[..., keys], cached[keys]) for keys in cuts]
+    cuts = split_keys(x.shape[1] - whole, x.shape[2], arithmetic.parts)
+    sums = [_half_sums(product, x[:, whole:, keys], cached[keys]) for keys in cuts]
+    y, last_place = reduce(torch.add, (y for y, _ in sums)), reduce(torch.maximum, (place for _, place in sums))
+    if whole:
+        y = torch.cat((product(x[:, :whole], cached), y))
+        last_place = torch.cat((last_place.new_zeros(whole, *last_place.shape[1:]), last_place))
     if energy:
-        energy.last_place = reduce(torch.maximum, (last_place for _, last_place in sums))
-    return reduce(torch.add, (y for y, _ in sums))
+        energy.last_place = last_place
+    return y
 
 
 def _half_sums(weigh: Callable[[Tensor, Tensor], Tensor], probs: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,8 @@ class Op:
     """One step of the forward pass.
 
     `inputs` are names of ops or SOURCES; those also in `past` are read over all steps so far (the KV cache).
-    `function` replaces the mathematics of `kind`, which is how a graph expresses somebody's mistake.
+    `function` replaces the mathematics of `kind`, and `stored` is a type that the output is rounded to: that is how a
+    graph expresses somebody's mistake.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Op:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     past: tuple[bool, ...] = ()
     function: Callable[..., Any] | None = None
+    stored: str = "f64"  # as it is
 
     def shape(self, n_tokens: int, n_past: int = 0) -> tuple[int, ...]:
         """The output's shape for a step of `n_tokens` after `n_past` cached positions."""

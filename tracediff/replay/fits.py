@@ -9,7 +9,18 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import BLOCK, EXACT, ROUNDINGS, SHARED_BEYOND, Arithmetic, Scheme, split_keys
+from tracediff.errors import EngineError
+from tracediff.model.arithmetic import (
+    BLOCK,
+    EXACT,
+    ROUNDINGS,
+    SHARED_BEYOND,
+    TILED_FROM,
+    UBATCH,
+    Arithmetic,
+    Scheme,
+    split_keys,
+)
 from tracediff.model.evaluate import arithmetic_of
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
@@ -51,18 +62,26 @@ class Fits:
         return not all(self._recorded.holds_inputs(self._graph[record.op], record))
 
     def candidates(self, record: OpRecord) -> Iterator[Scheme]:
-        """Schemes to try: the one that fitted the last op of this sort, then all that differ for this op."""
+        """Schemes to try: the one that fitted the last op of this sort, then all that differ for this op.
+
+        Raises EngineError where the op's rows cannot be rounded as the only scheme says.
+        """
         op, sort = self._graph[record.op], self._sort(record)
         first = [self._of_sort[sort]] if sort in self._of_sort else []
         covered = tuple(self._graph) if self.is_segment(record) else (op,)
         tried: set[tuple[Arithmetic, ...]] = set()
         for scheme in (*first, *self._schemes):
-            if scheme.values.parts > 1 and not self._splits(record, scheme):
-                continue  # as with one thread
+            if len(self._schemes) > 1 and not self._sums_so(record, scheme.values):
+                continue
             arithmetics = tuple(arithmetic_of(o, scheme, self._weights) for o in covered)
             if arithmetics not in tried and all(map(self._possible, covered, arithmetics)):
                 tried.add(arithmetics)
                 yield scheme
+        if not tried:
+            raise EngineError(
+                f"{op.name} cannot be recomputed in the arithmetic {self._schemes[0].name!r}: this model has rows that "
+                "are no multiples of its blocks. Leave --arithmetic out, or name another."
+            )
 
     def likely(self, record: OpRecord) -> list[Scheme]:
         """Schemes to try a hypothesis under: the one that fits other ops of the record's sort; else the one that
@@ -134,9 +153,15 @@ class Fits:
         so_far = sum(len(step.tokens) for number, step in steps.items() if number <= record.step)
         return len(steps[record.step].tokens), so_far
 
-    def _splits(self, record: OpRecord, scheme: Scheme) -> bool:
-        """Whether threads share the keys of this step."""
-        return len(split_keys(*self._lengths(record), scheme.values.parts)) > 1
+    def _sums_so(self, record: OpRecord, values: Arithmetic) -> bool:
+        """Whether llama.cpp would sum attention's values so in this step, and no other scheme is the same in it."""
+        if values.accumulate != "f16":
+            return True
+        n_tokens, n_keys = self._lengths(record)
+        whole = values.whole_ubatches(n_tokens)
+        if values.parts > 1:
+            return len(split_keys(n_tokens - whole, n_keys, values.parts)) > 1
+        return 0 < whole < n_tokens < whole + TILED_FROM if values.ubatch else n_tokens <= UBATCH
 
     def _possible(self, op: Op, arithmetic: Arithmetic) -> bool:
         """Whether rows are multiples of the blocks."""
