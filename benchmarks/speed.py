@@ -182,7 +182,7 @@ def replay(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
         for _ in Replay(Trace(path), build_graph(file), Weights(file, torch.float64)).run():
             pass
 
-    theirs, ours = least(forward, judge, repeats=2)
+    theirs, ours = least(forward, judge, repeats=5)
     return {"replay of every op / float64 forward": (ours / theirs, 2.0)}
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tracediff.diagnose.explain import Judged
 
 Progress = Callable[[str, float], None]
+Explain = Callable[[list[OpResult]], list[OpResult]]
 
 
 def compare_traces(
@@ -43,7 +44,7 @@ def compare_traces(
     policy.check(pair.op for pair in pairs)
     measured = _measure(pairs, r, c, policy, progress)
     notes = [*_notes(r), *_notes(c)]
-    explain: Callable[[list[OpResult]], list[OpResult]] = list
+    explain: Explain = list
     if model:
         refuse_another_model(c, model)
         refuse_another_model(r, model)
@@ -54,7 +55,7 @@ def compare_traces(
             for op in measured
             for key in [(op.step, op.op)]
         ]
-        explain = ours.explain
+        explain = _explain(ours, progress)
     return _result(measured, r, c, model, policy, explain, notes)
 
 
@@ -85,7 +86,7 @@ def check_trace(
                 local=judged.locals.get((step, name)),
             )
         )
-    return _result(ops, None, c, model, policy or Policy(), judged.explain, _notes(c))
+    return _result(ops, None, c, model, policy or Policy(), _explain(judged, progress), _notes(c))
 
 
 def _result(
@@ -94,7 +95,7 @@ def _result(
     candidate: Trace,
     model: Path | None,
     policy: Policy,
-    explain: Callable[[list[OpResult]], list[OpResult]],
+    explain: Explain,
     notes: Iterable[str],
 ) -> Result:
     ops = explain(judge(measured, policy))
@@ -143,6 +144,10 @@ def _replayed(trace: Trace, model: Path, arithmetic: str | None, progress: Calla
     from tracediff.diagnose.explain import replay_and_explain
 
     return replay_and_explain(trace, model, arithmetic, progress)
+
+
+def _explain(judged: "Judged", progress: Progress) -> Explain:
+    return lambda ops: judged.explain(ops, lambda fraction: progress("name the mistakes", fraction))
 
 
 def _measure(pairs: list[Pair], r: Trace, c: Trace, policy: Policy, progress: Progress) -> list[OpResult]:

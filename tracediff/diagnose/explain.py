@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tracediff.diagnose.bank import BANK, Context, Mistake, Seen
@@ -25,15 +26,18 @@ _PARTLY, _FIRST_OF_PAIR = 1.0, 6
 _KEEP = 256 << 20  # bytes of weights that stay dequantised: all of a small model, some layers of a real one
 
 
+Progress = Callable[[float], None]  # told the share that is done
+
+
 @dataclass(frozen=True, slots=True)
 class Judged:
     """What replay says of one trace, and how to explain what it found."""
 
     locals: dict[tuple[int, str], Local]
-    explain: Callable[[list[OpResult]], list[OpResult]]
+    explain: Callable[[list[OpResult], Progress], list[OpResult]]
 
 
-def replay_and_explain(trace: Trace, model: Path, arithmetic: str | None, progress: Callable[[float], None]) -> Judged:
+def replay_and_explain(trace: Trace, model: Path, arithmetic: str | None, progress: Progress) -> Judged:
     """Judge every record of the trace by replay against the GGUF file `model`."""
     file = GGUFFile(model)
     replay = Replay(
@@ -41,6 +45,10 @@ def replay_and_explain(trace: Trace, model: Path, arithmetic: str | None, progre
     )
     locals_ = {(record.step, record.op): local for record, local in replay.run(progress)}
     return Judged(locals_, Explainer(replay).explain)
+
+
+def _part_of(progress: Progress, done: int, of: int, fraction: float) -> None:
+    progress((done + fraction) / of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +72,21 @@ class Explainer:
         self._sound: set[tuple[int, str]] = set()  # records that are as they should be
         self._paired: set[str] = set()  # local names of ops on which pairs were tried
 
-    def explain(self, ops: list[OpResult]) -> list[OpResult]:
+    def explain(self, ops: list[OpResult], progress: Progress = lambda fraction: None) -> list[OpResult]:
         """The ops, those that are faulty with their cause or the shape of their error."""
         self._sound = {(op.step, op.op) for op in ops if op.local and op.status != "faulty"}
-        return [self._explain(op, op.local) if op.status == "faulty" and op.local else op for op in ops]
+        faulty = [(i, op, op.local) for i, op in enumerate(ops) if op.status == "faulty" and op.local]
+        explained = list(ops)
+        for done, (i, op, error) in enumerate(faulty):
+            explained[i] = self._explain(op, error, partial(_part_of, progress, done, len(faulty)))
+            progress((done + 1) / len(faulty))
+        return explained
 
-    def _explain(self, result: OpResult, error: Local) -> OpResult:
+    def _explain(self, result: OpResult, error: Local, progress: Progress) -> OpResult:
         record = self._replay.trace.ops[result.step, result.op]
         local_name = split(result.op)[1]
         known = [names for name in (result.op, local_name) for names in [self._worked.get(name)] if names]
-        best = self._known_pair(record, error, known) or self._single_or_pair(record, error, known)
+        best = self._known_pair(record, error, known) or self._single_or_pair(record, error, known, progress)
         if best is None:
             recorded, exact, _ = self._replay.made(record)
             return replace(result, shape=describe(recorded, exact))
@@ -92,11 +105,15 @@ class Explainer:
                         return both
         return None
 
-    def _single_or_pair(self, record: OpRecord, error: Local, known: list[tuple[str, ...]]) -> Hypothesis | None:
+    def _single_or_pair(
+        self, record: OpRecord, error: Local, known: list[tuple[str, ...]], progress: Progress
+    ) -> Hypothesis | None:
         found: list[Hypothesis] = []
         partly: list[Hypothesis] = []
         names = [names[0] for names in known]
-        for mistake in self._ordered(names, error.segment):
+        mistakes = self._ordered(names, error.segment)
+        for done, mistake in enumerate(mistakes):
+            progress(done / len(mistakes))
             for tried in self._tried(mistake, record, error):
                 if self._explains(tried, record):
                     found.append(tried)

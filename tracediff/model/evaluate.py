@@ -177,7 +177,7 @@ def _linear(
 def _energy(x: Tensor, squares: Tensor, rows: Tensor, weight_type: str) -> Tensor:
     """`Energy.value` for these rows, [T, n_rows]; squares is x^2 in bfloat16."""
     if weight_type in _SIGNED:
-        return (squares @ rows.square().bfloat16().T).to(x.dtype)
+        return (squares @ rows.bfloat16().square().T).to(x.dtype)
     block = _OFFSET_BLOCK.get(weight_type, 16)
     blocks = rows.float().unflatten(-1, (-1, block))  # to 1%: float32 halves the memory traffic
     offset = blocks.abs().amax(-1, keepdim=True)

@@ -65,7 +65,7 @@ def noise(op: Op, inputs: list[Tensor], y: Tensor, energy: Energy, arithmetic: A
     half = storage in ("f16", "bf16")
     # Engines in half precision round between the parts of an op too: the product before the bias, silu before
     # the gate, the normed value before its weight. Two roundings of the result's size allow for that.
-    stored = kept * size * (2 + kept if half else 1) + TINY[storage]
+    stored = (size * (kept * (2 + kept if half else 1))).add_(TINY[storage])
     match op.kind:
         case "linear" | "scores" | "weighted_values":
             assert energy.value is not None

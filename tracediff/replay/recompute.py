@@ -124,8 +124,10 @@ class Recomputation:
         """What the op reads, in its order."""
         return [self._joined(places, scheme) for places in self._recorded.reads(step, op, rows)]
 
-    def recorded(self, record: OpRecord) -> Tensor:
-        """The record's own values; kept, for the next op reads them."""
+    def recorded(self, record: OpRecord, channels: slice | None = None) -> Tensor:
+        """The record's own values. All of them are kept, for the next op reads them; some `channels` are not."""
+        if channels is not None:
+            return self._recorded.values(record, channels=channels)
         place = record.step, record.op, record.rows
         if (place, "") not in self._values:
             self._values[place, ""] = Value(self._recorded.value(place))

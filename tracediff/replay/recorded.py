@@ -1,6 +1,7 @@
 """A trace seen through the graph of its model: what it holds, and where the inputs of an op are. All in float64."""
 
 import math
+import warnings
 
 import numpy as np
 import torch
@@ -39,11 +40,15 @@ class Recorded:
             return torch.tensor(ids if rows is None else [ids[row] for row in rows], device=self._device)
         return self.values(self.trace.ops[step, name], rows)
 
-    def values(self, record: OpRecord, rows: Rows = None) -> Tensor:
-        """The record's values, or those of the tokens `rows` of it."""
-        with np.errstate(invalid="ignore"):  # a signalling NaN that is cast
-            values = torch.from_numpy(self.trace.values(record, rows).astype("float64", order="C"))
-        return values.reshape(self._shape(record, rows or record.rows)).to(self._device)
+    def values(self, record: OpRecord, rows: Rows = None, channels: slice | None = None) -> Tensor:
+        """The record's values, or those of the tokens `rows` or `channels` of it."""
+        values = self.trace.values(record, rows).reshape(self.shape(record, rows or record.rows))
+        if channels is not None:
+            values = values[:, channels]
+        with warnings.catch_warnings():  # that a mapped file cannot be written to
+            warnings.simplefilter("ignore", UserWarning)
+            stored = torch.from_numpy(np.require(values, requirements="A")).to(self._device)
+        return stored.to(torch.float64, memory_format=torch.contiguous_format).contiguous()
 
     def reads(self, step: int, op: Op, rows: Rows) -> list[list[Place]]:
         """Of each input where it is: for these tokens of the step, or for all tokens so far, step by step."""
@@ -67,7 +72,8 @@ class Recorded:
         """What the engine stores values in, by what it recorded in this step."""
         return next((r.dtype for r in self.trace.step_ops(step) if r.dtype), "f32")
 
-    def _shape(self, record: OpRecord, rows: Rows) -> tuple[int, ...]:
+    def shape(self, record: OpRecord, rows: Rows) -> tuple[int, ...]:
+        """The shape that the graph gives the record's op, for these tokens of the step."""
         n_tokens = len(self._positions[record.step])
         n_rows = n_tokens if rows is None else len(rows)
         n_past = sum(len(p) for number, p in self._positions.items() if number < record.step)
@@ -77,7 +83,7 @@ class Recorded:
         for record in self.trace.ops.values():
             if record.op not in self._graph:
                 continue
-            shape = self._shape(record, record.rows)
+            shape = self.shape(record, record.rows)
             if record.size != math.prod(shape) or record.shape[0] != shape[0]:
                 raise TraceError(
                     f"{self.trace.path}: {record.op!r} in step {record.step} has shape {list(record.shape)}; this "

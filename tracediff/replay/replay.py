@@ -65,15 +65,13 @@ class Replay:
         """
         other = copy(self)
         other.graph = self.graph.changed(*ops)
-        recorded = self._recorded.values(record)
-        storage = stored_as(recorded, record.dtype or "f32")
         looks = []
         for scheme in self._fits.likely(record):
             other._recomputation = self._recomputation.changed(ops, n_samples=0)  # a first look needs no noise
-            looks.append(other._local(record, recorded, scheme, storage))
+            looks.append(other._look(record, scheme))
             if looks[-1].nmse <= 0.1 * before:
                 other._recomputation = self._recomputation.changed(ops)
-                looks[-1] = other._local(record, recorded, scheme, storage)
+                looks[-1] = other._look(record, scheme)
                 if not looks[-1].faulty and not looks[-1].blind:
                     return looks[-1]
         return min(looks, key=_what_is_left)
@@ -103,16 +101,13 @@ class Replay:
 
     def _look(self, record: OpRecord, scheme: Scheme) -> Local:
         """The record's local error under a scheme."""
-        recorded = self._recomputation.recorded(record)
-        return self._local(record, recorded, scheme, stored_as(recorded, record.dtype or "f32"))
-
-    def _local(self, record: OpRecord, recorded: Tensor, scheme: Scheme, storage: str) -> Local:
         op = self.graph[record.op]
-        residuals = []
-        for cut in _parts(op, recorded):
-            part = op.channels(cut) if cut else op
+        storage, residuals = None, []
+        for channels in _parts(op, self._recorded.shape(record, record.rows)):
+            part = op.channels(channels) if channels else op
+            values = self._recomputation.recorded(record, channels)
+            storage = storage or stored_as(values, record.dtype or "f32")
             made = self._recomputation.op(record.step, part, scheme, storage, record.rows)
-            values = recorded[:, cut] if cut else recorded
             residuals.append(self._residual(record, part, values, made, scheme))
         whole = reduce(operator.add, residuals)
         floor = made.margin * _ratio(whole.noise, whole.signal)
@@ -148,13 +143,13 @@ def _placed(worst: Worst, record: OpRecord, op: Op) -> Worst:
     return replace(worst, at=record.place((*worst.at[:-1], worst.at[-1] + first), record.rows))
 
 
-def _parts(op: Op, output: Tensor) -> Iterator[slice | None]:
+def _parts(op: Op, shape: tuple[int, ...]) -> Iterator[slice | None]:
     """The channels of an op's output in parts, where it is large and made channel by channel; None for all of it."""
     whole = op.kind != "linear" or op.function or any(w.read for w in op.weights)
-    if whole or output.ndim != 2 or output.numel() <= _PART:
+    if whole or len(shape) != 2 or math.prod(shape) <= _PART:
         yield None
         return
-    n_tokens, n = output.shape
+    n_tokens, n = shape
     step = max(1, _PART // n_tokens)
     yield from (slice(at, min(at + step, n)) for at in range(0, n, step))
 

@@ -46,25 +46,29 @@ def measure(recorded: Tensor, made: Recomputed, hidden: Tensor | None = None) ->
     """`recorded` against what was made; `hidden` [T, S] marks scores that do not count."""
     exact, bound = made.exact, made.bound()
     error = (recorded - exact).abs_()
-    if not math.isfinite(float(error.sum())):
+    if not math.isfinite(_energy(error)):
         same = (recorded == exact) | (recorded.isnan() & exact.isnan())  # Inf - Inf is NaN
         error = error.masked_fill(same, 0.0)
         exact = exact.masked_fill(~exact.isfinite(), 0.0)
     if hidden is not None:
         error, exact = error.masked_fill(hidden, 0.0), exact.masked_fill(hidden, 0.0)
-    sharpness = float((bound / exact.abs()).min())
+    bounds_in_largest = float(torch.stack(torch.aminmax(exact / bound)).abs().max())
     excess = torch.div(error, bound, out=bound).flatten()
-    at = int(excess.nan_to_num_(nan=math.inf).argmax())
+    at = int(excess.argmax())  # a NaN before all numbers
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), error.shape))
-    error, exact = error.flatten(), exact.flatten()
     return Residual(
-        error=float(error @ error),
-        signal=float(exact @ exact),
+        error=_energy(error),
+        signal=_energy(exact),
         noise=made.noise.energy(),
-        excess=float(excess[at]),
-        worst=Worst(place, float(exact[at]), float(recorded.flatten()[at])),
-        sharpness=sharpness,
+        excess=math.inf if bool(excess[at].isnan()) else float(excess[at]),
+        worst=Worst(place, float(exact.flatten()[at]), float(recorded.flatten()[at])),
+        sharpness=1 / bounds_in_largest if bounds_in_largest else math.inf,
     )
+
+
+def _energy(x: Tensor) -> float:
+    x = x.flatten()
+    return float(x @ x)
 
 
 def turned(
