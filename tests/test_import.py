@@ -196,6 +196,7 @@ def test_names_of_sglang() -> None:
         "model.layers.4.output.0": None,
         "model.layers.4.self_attn.qkv_proj.output": None,
         "model.layers.4.mlp.inputs.0": None,
+        "inputs.0": None,
         "model.norm.output.1": None,
     }
     assert {name: meaning(name, ("sglang",)).op for name in names} == names

@@ -96,7 +96,7 @@ NOT_OPS = {
         r".*\.hook_scale": "the divisor of an RMS norm",
     },
     "sglang": {
-        r".*\.inputs\..*": "an input, which is some other module's output",
+        r"(.*\.)?inputs\..*": "an input, which is some other module's output",
         r"layers\.N\.self_attn\.qkv_proj|layers\.N\.mlp\.gate_up_proj": "several ops' outputs side by side",
         r"layers\.N(\.output\.1)?": "one of the two terms that the next norm adds",
         r"norm\.output\.1": "the last layer's output, whose number it does not say: map it with --map",

@@ -93,13 +93,16 @@ def noise(op: Op, inputs: list[Tensor], y: Tensor, energy: Energy, arithmetic: A
                 unit * size * math.sqrt(y.shape[-1]) / 3,
                 stored + _softmax(op, inputs, y, unit, kept if half else 0.0),
             )
-        case "swiglu":  # exp's argument is rounded, exp itself is good to 2 units, then three operations
-            gate, up = (wide(x).abs() for x in inputs)
+        case "swiglu":  # of exp(-gate) the share sigmoid(-gate) reaches gate / (1 + exp(-gate)) * up
+            gate, up = (wide(x) for x in inputs)
+            share = torch.sigmoid(-gate)
+            # Three operations; exp is good to 2 units, and to |gate| more where its argument is scaled first (ex2).
+            sigma = unit * size * torch.sqrt((3 + (4 + gate.square()) * share.square()) / 3)
             # Another activation may subtract: 1 + erf(x) has the error of 1 (of a few units) where it is all but 0.
             cancelled = 8 * unit if op.function else 0.0
             # 1 / (1 + exp(88.8)) is 0 where exp overflows, though it should be a denormal.
-            lost = gate * up * (cancelled + TINY["f64" if storage == "f64" else "f32"])
-            return Noise(unit * size, stored + unit * size * (5 + gate.clamp(max=88.0)) + lost)
+            lost = gate.abs() * up.abs() * (cancelled + TINY["f64" if storage == "f64" else "f32"])
+            return Noise(sigma, stored + lost)
         case "embedding":  # a dequantised value is a scale times an integer, less a minimum, in float32
             return Noise(torch.zeros_like(y), stored + 2 * UNIT["f32"] * size.amax(-1, keepdim=True))
     return Noise(torch.zeros_like(y), stored + unit * size)
