@@ -72,6 +72,25 @@ def test_a_non_finite_value_on_one_side_never_passes(bad: float) -> None:
     assert [judged.status for judged in judge([other_way], Policy())] == ["drift"]
 
 
+@pytest.mark.parametrize(
+    ("r", "c"),
+    [([np.nan, 1, 2], [0, 1, np.nan]), ([np.inf, 1, 2], [-np.inf, 1, 2]), ([1.7e308, 1, 2], [-1.7e308, 1, 2])],
+)
+def test_what_is_not_finite_is_compared_place_by_place(r: list[float], c: list[float]) -> None:
+    reference, candidate, drift = compare_values(np.array([[0, 0, 0], r]), np.array([[0, 0, 0], c]))
+    assert (drift.nmse, drift.worst.at) == (np.inf, (1, 0))
+    op = OpResult("output", 0, None, "linear", "ok", reference, candidate, drift, tolerance=1e9)
+    assert [judged.status for judged in judge([op], Policy())] == ["drift"]
+
+
+def test_what_is_not_finite_on_both_sides_is_the_same() -> None:
+    x = np.array([[np.nan, np.inf, -np.inf, 3.0]])
+    reference, candidate, drift = compare_values(x, x.copy())
+    assert (drift.nmse, drift.apart) == (0.0, 0)
+    op = OpResult("output", 0, None, "linear", "ok", reference, candidate, drift, tolerance=0.0)
+    assert [judged.status for judged in judge([op], Policy())] == ["ok"]
+
+
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
 def test_a_looser_tolerance_never_fails_more(nmse: float, a: float, b: float) -> None:
     def passes(tolerance: float) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +13,10 @@ sys.path.insert(0, str(TRACES))
 
 import make  # noqa: E402
 
+from tracediff.judge import Policy  # noqa: E402
+from tracediff.pipeline import compare_traces  # noqa: E402
 from tracediff.report.json_report import render as render_json  # noqa: E402
+from tracediff.result import Divergence  # noqa: E402
 
 
 def settled(text: str) -> str:
@@ -34,6 +38,36 @@ def test_report_is_as_expected(case: str) -> None:
 def test_no_line_is_wider_than_the_terminal(case: str, width: int) -> None:
     lines = make.report(make.compare(case), width).splitlines()
     assert max(map(len, lines)) <= width
+
+
+def test_what_the_reference_lacks_is_judged_by_replay(tmp_path: Path) -> None:
+    """What may be unmatched is not excused: flash attention hides scores, and the candidate's may be wrong."""
+    case = TRACES / "rope-pairing"
+    kept = [line for line in (case / "reference.trace").read_text().splitlines()[:-1] if "_rope" not in line]
+    (tmp_path / "reference.trace").write_text("\n".join([*kept, f'{{"type":"end","records":{len(kept)}}}', ""]))
+    shutil.copy(case / "reference.bin", tmp_path)
+    result = compare_traces(
+        tmp_path / "reference.trace",
+        case / "candidate.trace",
+        model=case / "model.gguf",
+        policy=Policy(allowed=("*_rope",)),
+    )
+    assert {op.op for op in result.faulty} == {op.op for op in make.compare("rope-pairing").faulty}
+    assert result.verdict == "diverged"
+
+
+def test_a_faulty_reference_is_said_to_be(tmp_path: Path) -> None:
+    case = TRACES / "rope-pairing"
+    swapped = compare_traces(case / "candidate.trace", case / "reference.trace", model=case / "model.gguf")
+    assert swapped.verdict == "diverged"
+    assert swapped.first_divergence == Divergence("blk.0.attn_q_rope", 0, 0, "drift")
+    assert {op.op for op in swapped.ops if op.status == "drift"} == {
+        op.op for op in make.compare("rope-pairing").faulty
+    }
+    assert make.report(swapped).splitlines()[:2] == [
+        "DIVERGED: blk.0.attn_q_rope in step 0: the reference is faulty by itself, the candidate is not (of",
+        "          two traces the reference is the first).",
+    ]
 
 
 def test_json_says_the_same() -> None:

@@ -27,6 +27,7 @@ class _Sums:
     candidate: Moments = field(default_factory=Moments)
     max_abs: float = -1.0
     at: int = 0
+    apart: int = 0  # pairs whose difference is not finite and that are not the same
 
     def add(self, reference: np.ndarray, candidate: np.ndarray, offset: int) -> None:
         """Add a chunk of pairs, both float32 or both float64, that begins at flat index `offset`."""
@@ -34,7 +35,10 @@ class _Sums:
         parts = [moments(row) for row in rows]
         if any(part.nan or part.inf for part in parts):
             wide = rows[2].astype(np.float64) - rows[1]
-            index = np.flatnonzero(np.isfinite(wide))  # not so if either side is not
+            finite = np.isfinite(wide)  # not so if either side is not
+            same = (reference == candidate) | (np.isnan(reference) & np.isnan(candidate))
+            self._add_apart(offset + np.flatnonzero(~finite & ~same))
+            index = np.flatnonzero(finite)
             rows = [row[index] for row in (wide, reference, candidate)]
             counts = [(part.nan, part.inf) for part in parts]
             parts = [replace(moments(row), nan=nan, inf=inf) for row, (nan, inf) in zip(rows, counts, strict=True)]
@@ -46,8 +50,14 @@ class _Sums:
             at = rows[0].argmax() if largest == parts[0].max else rows[0].argmin()
             self.at = offset + int(at if index is None else index[at])
 
+    def _add_apart(self, places: np.ndarray) -> None:
+        if places.size and not self.apart:
+            self.max_abs, self.at = math.inf, int(places[0])
+        self.apart += int(places.size)
+
     def merge(self, other: "_Sums") -> None:
         """Add what another has summed."""
+        self.apart += other.apart
         self.difference.merge(other.difference)
         self.reference.merge(other.reference)
         self.candidate.merge(other.candidate)
@@ -56,8 +66,8 @@ class _Sums:
 
     @property
     def nmse(self) -> float:
-        """sum((c - r)^2) / sum(r^2); inf where the reference is all zero and the candidate is not."""
-        return _ratio(self.difference.squares, self.reference.squares)
+        """sum((c - r)^2) / sum(r^2); inf where the reference is all zero and the candidate is not, or NaN is apart."""
+        return math.inf if self.apart else _ratio(self.difference.squares, self.reference.squares)
 
     @property
     def cosine(self) -> float:
@@ -107,11 +117,11 @@ def compare_values(
             side.count -= int(hidden.sum())
     at = tuple(int(i) for i in np.unravel_index(whole.at, shape)) if a.size else ()
     worst = Worst(at, *(float(x[whole.at]) for x in (a, b))) if a.size else Worst((), 0.0, 0.0)
-    apart = (parts[0].nmse, parts[1].nmse) if by_token else (None, None)
+    by_rows = (parts[0].nmse, parts[1].nmse) if by_token else (None, None)
     return (
         _statistics(whole.reference),
         _statistics(whole.candidate),
-        Drift(whole.nmse, whole.cosine, max(0.0, whole.max_abs), worst, *apart),
+        Drift(whole.nmse, whole.cosine, max(0.0, whole.max_abs), worst, *by_rows, whole.apart),
     )
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from tracediff.errors import TracediffError
 from tracediff.names import kind_of, layer_of, split
-from tracediff.result import Divergence, Drift, OpResult, Statistics, Verdict, WeightResult, Worst
+from tracediff.result import Divergence, Drift, Local, OpResult, Statistics, Verdict, WeightResult, Worst
 
 # NMSE that one rounding of all operands makes, rounded up: llama.cpp's matmuls replayed without it are off by 4e-8
 # in float16, 2e-6 in bfloat16 and 2e-5 to 4e-5 in q8 blocks; float32 sums by 1e-14 to 2e-13.
@@ -118,34 +118,44 @@ def _or_nan(value: float | None) -> float:
 def judge(ops: Iterable[OpResult], policy: Policy) -> list[OpResult]:
     """Give each op, in execution order, its status from what was measured of it."""
     judged: list[OpResult] = []
-    faulty = False
+    faulty = False  # on either side: what follows differs because of it
     for op in ops:
-        status = _status(op, policy, faulty)
-        faulty = faulty or status.status == "faulty"
-        judged.append(status)
+        judged.append(_judged(op, faulty))
+        faulty = faulty or judged[-1].status == "faulty" or _faulty(op.reference_local)
     return judged
 
 
-def _status(op: OpResult, policy: Policy, faulty_before: bool) -> OpResult:
+def _judged(op: OpResult, faulty_before: bool) -> OpResult:
+    if _faulty(op.local):  # whether or not the reference has such a record
+        return replace(op, status="faulty")
     if op.status == "unmatched":
         return op
+    differs = op.drift is not None and op.tolerance is not None and not op.drift.nmse <= op.tolerance
     if op.local:
-        if op.local.faulty:
-            return replace(op, status="faulty")
-        differs = op.drift is not None and not op.drift.nmse <= (op.tolerance or 0.0)
+        if differs and _faulty(op.reference_local):
+            note = "the reference is faulty by itself, the candidate is not (of two traces the reference is the first)"
+            return replace(op, status="drift", note=note)
         return replace(op, status="inherited" if differs and faulty_before else "ok")
-    if _other_non_finite(op):
-        return replace(op, status="drift", note="NaN or Inf on one side that the other does not have")
-    if op.drift and op.tolerance is not None and not op.drift.nmse <= op.tolerance:
-        return replace(op, status="drift")
+    not_finite = _other_non_finite(op)
+    if differs or not_finite:
+        return replace(op, status="drift", note=not_finite)
     return replace(op, status="ok")
 
 
-def _other_non_finite(op: OpResult) -> bool:
-    """Metrics are over the values that are finite on both sides: others would go unseen."""
-    if not op.candidate or not op.reference:
-        return bool(op.candidate and (op.candidate.nan or op.candidate.inf))
-    return (op.candidate.nan, op.candidate.inf) != (op.reference.nan, op.reference.inf)
+def _faulty(local: Local | None) -> bool:
+    return local is not None and local.faulty
+
+
+def _other_non_finite(op: OpResult) -> str | None:
+    """What is said of NaN and Inf that are not the other side's too; with no other side, of any."""
+    if op.candidate is None:
+        return None
+    ours = (op.candidate.nan, op.candidate.inf)
+    if op.reference is None:
+        return "it holds NaN or Inf, and could not be replayed" if any(ours) else None
+    if ours != (op.reference.nan, op.reference.inf):
+        return "NaN or Inf on one side that the other does not have"
+    return "NaN or Inf in other places than on the other side" if any(ours) and op.drift and op.drift.apart else None
 
 
 def verdict(

@@ -32,7 +32,10 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Candidate against reference. `nmse` is sum((c - r)^2) / sum(r^2); the first token apart from the rest."""
+    """Candidate against reference. `nmse` is sum((c - r)^2) / sum(r^2); the first token apart from the rest.
+
+    Infinite where elements are infinitely `apart`: one is NaN or Inf and the other is not the same, say.
+    """
 
     nmse: float
     cosine: float
@@ -40,6 +43,7 @@ class Drift:
     worst: Worst
     first_token_nmse: float | None = None
     other_tokens_nmse: float | None = None
+    apart: int = 0
 
 
 @dataclass(frozen=True, slots=True)

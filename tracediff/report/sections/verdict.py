@@ -42,7 +42,9 @@ def _why(result: Result) -> str:
         return _sentence(groups[0], result) + more
     if first.reason == "drift":
         op = next(op for op in result.ops if (op.op, op.step) == (first.op, first.step))
-        drift = f"NMSE {number(op.drift.nmse)}, tolerance {number(op.tolerance)}" if op.drift else (op.note or "")
+        if op.note:
+            return f"{first.op}{_in_step(first.step, result)}: {op.note}."
+        drift = f"NMSE {number(op.drift.nmse)}, tolerance {number(op.tolerance)}" if op.drift else ""
         return f"{first.op} is the first op over its tolerance{_in_step(first.step, result)} ({drift})."
     return f"{first.op} is not on both sides{_in_step(first.step, result)}."
 
