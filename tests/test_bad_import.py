@@ -131,6 +131,8 @@ REFUSED = {
     ),
     "float ids": ({"lm_head": X, "tokens": np.ones(2)}, (), "tokens holds f64, not whole numbers"),
     "positions": ({"lm_head": X, "tokens": [1, 2], "positions": [0]}, (), "step 0 has 2 tokens and 1 positions"),
+    "rows that are none": ({"lm_head": X, "lm_head.rows": [1, 2]}, IDS, "lm_head.rows: [1, 2] are not indices of"),
+    "rows of nothing": ({"lm_head": X, "output.rows": [0, 1]}, IDS, "1 unknown names: output.rows"),
     "one op twice": ({"lm_head": X, "output": 2 * X}, IDS, "lm_head and output are both output in step 0, and differ"),
 }
 
@@ -148,7 +150,8 @@ MAPS = {
     "the same twice": ("a=b\na=c", "map:2: 'a=c' is not a new"),
     "no op": ("lm_head=", "map: the map has '' for 'lm_head'"),
     "a layer from nowhere": ("lm_head=blk.{N}.attn_q", "map: the map has 'blk.{N}.attn_q' for 'lm_head'"),
-    "broken JSON": ('{"a": ', "map:1: the map is no JSON"),
+    "broken JSON": ('{"a": ', "map: the map is no JSON: Expecting value: line 1 column 7"),
+    "deep JSON": ('{"a":' * 100_000, "map: the map is no JSON"),
     "numbers": ('{"a": 1}', "map: the map has 1 for 'a'"),
     "empty": ("# nothing\n", "map: the map is empty"),
     "binary": ("\udcff", "map: the map is not UTF-8 text"),
@@ -180,6 +183,8 @@ BAD_TABLES = {
     "header only": ("layer,rms\n", "no rows in it"),
     "two tables": ("|layer|\n|---|\n|0|\n\n|layer|\n|---|\n|1|\n", "2 Markdown tables in it"),
     "broken JSON": ('[{"layer": 0', "it begins like JSON and is none"),
+    "a long number": ('[{"layer": ' + "1" * 5000 + "}]", "it begins like JSON and is none"),
+    "an open quote": ('layer,min\n0,"' + "x" * 140_000, "it is no CSV: field larger than field limit"),
     "a JSON string": ('{"a": 1}', "the JSON is no list of objects and no object of objects"),
 }
 
@@ -199,6 +204,13 @@ def test_refused_text_and_shards(tmp_path: Path, refused: Callable[..., str]) ->
     )
     (tmp_path / "a.txt").write_text(text.replace("l_out-0 = (f32)        ADD", "conv-0 = (f32) CONV"))
     assert "1 unknown names: conv-N. Say what" in no_traceback(refused, "llama-text", tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_text(text.replace("{32, 3, 1, 1}\n", "{0, 3, 1, 1}\n", 1))
+    assert "embd (token_embd) has the sizes (0, 3, 1, 1): nothing" in no_traceback(
+        refused, "llama-text", tmp_path / "a.txt"
+    )
+    nowhere = "x:  y = (f32) FLASH_ATTN_EXT({4, 1, 1, 1}, }) = {4, 1, 1, 1}\n sum = 1.0\n"
+    (tmp_path / "a.txt").write_text(nowhere)
+    no_traceback(refused, "llama-text", tmp_path / "a.txt", "--tokens", "1")
     for folder in "def":
         (tmp_path / folder).mkdir()
     for rank in (0, 1):

@@ -110,6 +110,26 @@ def test_round_trip_of_every_dtype(tmp_path: Path, cli: Cli) -> None:
     assert contents(back) == expected
 
 
+@pytest.mark.parametrize("form", ["npz", "safetensors"])
+def test_round_trip_of_some_tokens_and_of_data_in_another_order(form: str, tmp_path: Path, cli: Cli) -> None:
+    """The last token alone; a matrix that lies transposed, whose padding stays behind."""
+    trace, file, back = tmp_path / "a.trace", tmp_path / f"a.{form}", tmp_path / "back.trace"
+    with TraceWriter(trace, "e") as writer:
+        writer.step(0, [1, 2, 3], [0, 1, 2])
+        writer.op(0, "token_embd", np.arange(12, dtype=np.float32).reshape(3, 4), "f32")
+        writer.op(0, "blk.0.ffn_residual", np.full((1, 4), 7, np.float32), "f32", rows=(2,))
+        offset = writer.reserve(4 * 20)
+        writer.write_at(offset, np.arange(20, dtype=np.float32))
+        writer.op_at(0, "output", (3, 4), "f32", offset, strides=(1, 5))
+    assert cli("export", trace, "-o", file)[0] == 0
+    imported(cli, form, file, back)
+    a, b = Trace(trace), Trace(back)
+    assert [(r.op, r.shape, r.rows) for r in b.ops.values()] == [(r.op, r.shape, r.rows) for r in a.ops.values()]
+    for key, record in a.ops.items():
+        np.testing.assert_array_equal(b.values(b.ops[key]), a.values(record))
+    assert b.values(b.ops[0, "output"])[1].tolist() == [1, 6, 11, 16]
+
+
 def test_bfloat16_in_npz_becomes_float32_and_that_is_said(tmp_path: Path, cli: Cli) -> None:
     trace, file, back = every_dtype(tmp_path / "a.trace"), tmp_path / "a.npz", tmp_path / "back.trace"
     _, _, said = cli("export", trace, "-o", file)
@@ -297,7 +317,7 @@ def test_q_and_k_of_llama_are_put_in_the_order_of_the_file(models: Models, tmp_p
     heads, head_dim, n_embd, model = 6, 16, 96, models("llama")
     weight, x = RNG.standard_normal((heads * head_dim, n_embd)), RNG.standard_normal((4, n_embd))
     permuted = weight.reshape(heads, 2, head_dim // 2, n_embd).swapaxes(1, 2).reshape(weight.shape)
-    np.testing.assert_array_equal(pair_neighbours(x @ weight.T, head_dim), x @ permuted.T)
+    np.testing.assert_array_equal(pair_neighbours("attn_q", x @ weight.T, head_dim), x @ permuted.T)
     np.savez(tmp_path / "a.npz", **{"model.layers.0.self_attn.q_proj": x @ weight.T, "blk.1.attn_q": x @ permuted.T})
     options = ("--tokens", "1,2,3,4", "--model", model)
     said = imported(cli, "npz", tmp_path / "a.npz", tmp_path / "out.trace", *options)
@@ -306,6 +326,10 @@ def test_q_and_k_of_llama_are_put_in_the_order_of_the_file(models: Models, tmp_p
     assert (trace.header.arch, trace.header.model, trace.header.weights) == ("llama", model.name, "F32")
     for op in ("blk.0.attn_q", "blk.1.attn_q"):
         np.testing.assert_array_equal(trace.values(trace.ops[0, op]), x @ permuted.T)
+    np.savez(tmp_path / "a.npz", **{"model.layers.0.self_attn.q_proj": np.ones((4, 90))})
+    code, _, said = cli("import", "npz", tmp_path / "a.npz", "-o", tmp_path / "b.trace", *options)
+    assert code == 2
+    assert "blk.0.attn_q: rows of the shape [90] are no heads of 16, as this model has them" in said
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -56,7 +56,15 @@ def is_rotated_by(op: str, whose: str | None) -> bool:
     return whose in _HUGGING_FACE and split(op)[1] in PERMUTED_OPS
 
 
-def pair_neighbours(values: np.ndarray, head_dim: int) -> np.ndarray:
-    """Halves of each head interleaved: channel (half, i) becomes (i, half). Shape unchanged."""
+def pair_neighbours(op: str, values: np.ndarray, head_dim: int) -> np.ndarray:
+    """Halves of each head interleaved: channel (half, i) becomes (i, half). Shape unchanged.
+
+    Raises InterchangeError for rows that are no multiple of heads.
+    """
+    if not len(values) or values.size % (len(values) * head_dim):
+        raise InterchangeError(
+            f"{op}: rows of the shape {list(values.shape[1:])} are no heads of {head_dim}, as this model has them. "
+            "Give the file that the engine ran."
+        )
     halves = values.reshape(len(values), -1, 2, head_dim // 2)
     return np.ascontiguousarray(halves.swapaxes(2, 3)).reshape(values.shape)

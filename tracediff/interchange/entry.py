@@ -17,10 +17,12 @@ from tracediff.trace.format import STORAGE, Statistics
 
 # What numpy, zipfile and torch raise for a file that is not what it should be (numpy parses headers as Python).
 _BROKEN: tuple[type[Exception], ...] = (
-    OSError, ValueError, EOFError, RuntimeError, SyntaxError, zipfile.BadZipFile, zlib.error, tokenize.TokenError,
+    OSError, ValueError, EOFError, RuntimeError, SyntaxError, LookupError, ArithmeticError, AssertionError,
+    zipfile.BadZipFile, zlib.error, tokenize.TokenError,
 )  # fmt: skip
 
 _SHOWN = 12  # names in one message
+ROWS = ".rows"  # after the name of a value that is of some tokens only: the array of their indices in the step
 Say = Callable[[str], None]  # tells the user what was left out, and why
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from tracediff.errors import InterchangeError
-from tracediff.interchange.entry import Say
+from tracediff.interchange.entry import ROWS, Say
 from tracediff.trace.format import Values, to_float
 from tracediff.trace.reader import Trace
 
@@ -39,16 +39,18 @@ def export_trace(path: Path, out: Path, say: Say) -> None:
 
 
 def _tensors(trace: Trace) -> Iterator[Tensor]:
-    """All that is exported, the data mapped."""
+    """All that is exported; the data is mapped, where it lies in C order."""
     for name, weight in trace.weights.items():
         if weight.dtype:
-            yield f"weights/{name}", trace.stored(weight), weight.dtype
+            yield f"weights/{name}", np.ascontiguousarray(trace.stored(weight)), weight.dtype
     for number, step in trace.steps.items():
         yield f"step{number}/tokens", np.array(step.tokens, np.int64), "int64"
         yield f"step{number}/positions", np.array(step.positions, np.int64), "int64"
     for (number, op), record in trace.ops.items():
         if record.dtype:
-            yield f"step{number}/{op}", trace.stored(record), record.dtype
+            yield f"step{number}/{op}", np.ascontiguousarray(trace.stored(record)), record.dtype
+            if record.rows is not None:
+                yield f"step{number}/{op}{ROWS}", np.array(record.rows, np.int64), "int64"
 
 
 def _safetensors(trace: Trace, out: Path, say: Say) -> None:
@@ -70,6 +72,6 @@ def _npz(trace: Trace, out: Path, say: Say) -> None:
                 widened += 1
                 stored = to_float(stored, dtype)
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, np.asanyarray(stored), allow_pickle=False)
+                np.lib.format.write_array(file, stored, allow_pickle=False)
     if widened:
         say(f"{widened} bfloat16 records were written as float32, which numpy knows: the same values")

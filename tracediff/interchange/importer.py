@@ -6,13 +6,13 @@ Nothing is dropped silently: a name that nobody knows is an error, or said with 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracediff.errors import InterchangeError
 from tracediff.interchange import Format, llama_text, npy, npz, safetensors_file, sglang, table
-from tracediff.interchange.entry import Entry, Say, some
+from tracediff.interchange.entry import ROWS, Entry, Say, some
 from tracediff.interchange.naming import NameMap, execution_order, is_op, meaning
 from tracediff.interchange.steps import Named, steps_of
 from tracediff.interchange.writing import write
@@ -52,6 +52,7 @@ class _Sorted:
     weights: list[Entry] = field(default_factory=list)
     tokens: dict[int, Entry] = field(default_factory=dict)
     positions: dict[int, Entry] = field(default_factory=dict)
+    rows: dict[tuple[int, str], Entry] = field(default_factory=dict)  # by step and name of the value
     no_ops: dict[str, list[str]] = field(default_factory=dict)  # what they are instead -> names
     unknown: list[str] = field(default_factory=list)
 
@@ -81,7 +82,7 @@ def import_trace(
     try:
         with TraceWriter(out, engine, arch, model, weights) as writer:
             n = write(writer, found.weights, found.ops, steps, graph, say)
-    except InterchangeError:
+    except BaseException:
         out.unlink(missing_ok=True)
         out.with_suffix(".bin").unlink(missing_ok=True)
         raise
@@ -92,6 +93,8 @@ def _sorted(entries: list[Entry], names: NameMap, path: Path) -> _Sorted:
     found = _Sorted()
     for entry in entries:
         _sort(entry, names(entry.name), found)
+    found.ops[:] = [replace(o, rows=found.rows.pop((o.entry.step, o.entry.name), None)) for o in found.ops]
+    found.unknown.extend(entry.name for entry in found.rows.values())
     if names.unused:
         raise InterchangeError(
             f"{names.path}: nothing in {path} is called {', '.join(sorted(names.unused))}. It holds "
@@ -110,6 +113,8 @@ def _sort(entry: Entry, mapped: str | None, found: _Sorted) -> None:
         found.no_ops.setdefault(entry.no_op, []).append(entry.name)
     elif entry.name.startswith(WEIGHTS):
         found.weights.append(entry)
+    elif entry.name.endswith(ROWS):
+        found.rows[entry.step, entry.name.removesuffix(ROWS)] = entry
     elif last in TOKENS:
         found.tokens.setdefault(entry.step, entry)
     elif last in POSITIONS:

@@ -120,7 +120,8 @@ def _op(node: _Node) -> str | None:
         if suffix == "weight" and is_op(stem) and _GGML.get(kind_of(stem)) == node.op:
             return stem
     if node.op == "FLASH_ATTN_EXT":  # one op with no name of its own
-        return f"blk.{layer}.attn_kqv" if (layer := _layer(node.sources[0])) is not None else None
+        layer = _layer("".join(node.sources[:1]))
+        return f"blk.{layer}.attn_kqv" if layer is not None else None
     pattern, layer = split_layer(node.name)
     local = _BY_NAME.get((node.op, pattern.removesuffix("-N")))
     return f"blk.{layer}.{local}" if local and layer is not None else None
@@ -145,6 +146,8 @@ def _summary(node: _Node, op: str) -> Summary:
     """The mean; ggml's sizes are innermost first."""
     headed = op.endswith(("_rope", "attn_q_norm", "attn_k_norm")) or node.op == "FLASH_ATTN_EXT"
     sizes = node.ne[: 3 if headed else 2][::-1]
+    if not math.prod(node.ne):
+        raise InterchangeError(f"{node.name} ({op}) has the sizes {node.ne}: nothing. Print it again.")
     if math.prod(sizes) != math.prod(node.ne):
         raise InterchangeError(f"{node.name} ({op}) has the sizes {node.ne}: several sequences at once. Run one alone.")
     shape = (sizes[0], math.prod(sizes[1:])) if node.op == "FLASH_ATTN_EXT" else sizes

@@ -110,8 +110,8 @@ def _read_map(path: Path) -> dict[str, str]:
         raise InterchangeError(f"{path}: the map is not UTF-8 text. Write FOREIGN=CANONICAL on each line.") from None
     try:
         found = json.loads(text) if text.lstrip().startswith("{") else _lines(path, text)
-    except json.JSONDecodeError as error:
-        raise InterchangeError(f"{path}:{error.lineno}: the map is no JSON: {error.msg}. Correct it.") from None
+    except (ValueError, RecursionError) as error:
+        raise InterchangeError(f"{path}: the map is no JSON: {error}. Correct it.") from None
     for name, op in found.items():
         if not isinstance(op, str) or not op.strip() or ("{N}" in op and "{N}" not in name):
             raise InterchangeError(

@@ -14,11 +14,15 @@ _GIVE = "Give --tokens 1,2,3 with all ids in order, or an array called tokens (o
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """An entry and the op that it is the output of; `whose` name it had, as the columns of `names.py` are called."""
+    """An entry and the op that it is the output of; `whose` name it had, as the columns of `names.py` are called.
+
+    `rows` holds the indices of its tokens in the step, where those are not all.
+    """
 
     op: str
     entry: Entry
     whose: str | None
+    rows: Entry | None = None
 
 
 Fed = tuple[Sequence[int], Sequence[int]]  # tokens, positions
@@ -43,9 +47,9 @@ def steps_of(
     if not given and not tokens:
         raise InterchangeError(f"{path}: which tokens was it fed? {_GIVE}.")
     if given or len(tokens) == 1 < len(numbers):
-        ids = _deal(given or _integers(next(iter(tokens.values()))), numbers, ops, path)
+        ids = _deal(given or integers(next(iter(tokens.values()))), numbers, ops, path)
     else:
-        ids = {step: _integers(entry) for step, entry in tokens.items()}
+        ids = {step: integers(entry) for step, entry in tokens.items()}
     wrong = [token for tokens_of in ids.values() for token in tokens_of if not 0 <= token < 2**31]
     if wrong:
         raise InterchangeError(f"{path}: {wrong[0]} is no token id. {_GIVE}.")
@@ -59,7 +63,7 @@ def _with_positions(ids: dict[int, Sequence[int]], positions: dict[int, Entry], 
     steps: dict[int, Fed] = {}
     after = 0
     for step, tokens in ids.items():
-        places = _integers(positions[step]) if step in positions else range(after, after + len(tokens))
+        places = integers(positions[step]) if step in positions else range(after, after + len(tokens))
         if len(places) != len(tokens):
             raise InterchangeError(
                 f"{path}: step {step} has {len(tokens)} tokens and {len(places)} positions. Correct one of them."
@@ -98,8 +102,8 @@ def _length(ops: list[Named], path: Path) -> int:
     raise InterchangeError(f"{path}: how many tokens has each of its steps? {_GIVE}, one for each step: stepN/tokens.")
 
 
-def _integers(entry: Entry) -> list[int]:
-    """Ids or positions, a batch axis of 1 dropped."""
+def integers(entry: Entry) -> list[int]:
+    """Ids, positions or indices, a batch axis of 1 dropped."""
     loaded = entry.load()
     if not isinstance(loaded, Array) or loaded.values.dtype.kind not in "iu" or loaded.dtype == "bf16":
         kind = loaded.dtype if isinstance(loaded, Array) else "statistics"

@@ -59,7 +59,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 def _json(path: Path, text: str) -> list[dict[str, Any]]:
     try:
         found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InterchangeError(f"{path}: it begins like JSON and is none: {error}. Write it again.") from None
     rows = found
     if isinstance(found, dict):
@@ -80,7 +80,10 @@ def _markdown(path: Path, text: str) -> list[dict[str, Any]]:
 def _csv(path: Path, text: str) -> list[dict[str, Any]]:
     lines = [line for line in text.splitlines() if line.strip()]
     separator = max(",;\t", key=lines[0].count) if lines else ","
-    return _records(path, list(csv.reader(lines, delimiter=separator, skipinitialspace=True)))
+    try:
+        return _records(path, list(csv.reader(lines, delimiter=separator, skipinitialspace=True)))
+    except csv.Error as error:
+        raise InterchangeError(f"{path}: it is no CSV: {error}. Close its quotes.") from None
 
 
 def _records(path: Path, rows: list[list[str]]) -> list[dict[str, Any]]:

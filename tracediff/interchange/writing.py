@@ -8,7 +8,7 @@ import numpy as np
 from tracediff.errors import InterchangeError
 from tracediff.interchange.border import checked, is_rotated_by, pair_neighbours, rows, shape_of
 from tracediff.interchange.entry import Array, Entry, Say, Summary, some
-from tracediff.interchange.steps import Fed, Named
+from tracediff.interchange.steps import Fed, Named, integers
 from tracediff.trace.format import DType
 from tracediff.trace.writer import TraceWriter
 
@@ -66,9 +66,14 @@ class _Step:
             self.again.append(f"{named.entry.name} is {self._last[1]}")
             return
         self._last = named.op, named.entry.name, mark
-        shape = self._summary(named, loaded) if isinstance(loaded, Summary) else self._array(named, loaded)
+        held = self._held(named)
+        n_rows = self._n_tokens if held is None else len(held)
+        if isinstance(loaded, Summary):
+            shape = self._summary(named, loaded)
+        else:
+            shape = self._array(named, loaded, n_rows, held)
         self._written += 1
-        if rows(named.op, shape) != self._n_tokens:
+        if rows(named.op, shape) != n_rows:
             self._uneven.append(f"{named.op} {list(shape)}")
 
     def end(self) -> None:
@@ -85,12 +90,24 @@ class _Step:
                 f"{', '.join(self._uneven[:8])}{', ...' if len(self._uneven) > 8 else ''}"
             )
 
-    def _array(self, named: Named, loaded: Array) -> tuple[int, ...]:
+    def _held(self, named: Named) -> tuple[int, ...] | None:
+        """Which of the step's tokens the value is of; None for all of them."""
+        if named.rows is None:
+            return None
+        held = integers(named.rows)
+        if held != sorted({*held}) or held[-1] >= self._n_tokens:
+            raise InterchangeError(
+                f"{named.rows.name}: {held[:8]} are not indices of tokens of a step of {self._n_tokens}, each larger "
+                "than the one before. Correct them."
+            )
+        return tuple(held)
+
+    def _array(self, named: Named, loaded: Array, n_rows: int, held: tuple[int, ...] | None) -> tuple[int, ...]:
         values = checked(named.entry.name, loaded)
-        values = values.reshape(shape_of(named.op, values.shape, self._n_tokens))
+        values = values.reshape(shape_of(named.op, values.shape, n_rows))
         if is_rotated_by(named.op, named.whose):
             values = self._as_in_the_file(named.op, values)
-        self._writer.op(self._step, named.op, values, cast(DType, loaded.dtype))
+        self._writer.op(self._step, named.op, values, cast(DType, loaded.dtype), held)
         return values.shape
 
     def _as_in_the_file(self, op: str, values: np.ndarray) -> np.ndarray:
@@ -102,7 +119,7 @@ class _Step:
         if self._graph is not None and self._graph.hparams.rope.pairing == "neighbours":
             if not self._told:
                 self._say("Q and K were put in the channel order of the GGUF file, which pairs neighbours in rope")
-            values = pair_neighbours(values, self._graph.hparams.head_dim)
+            values = pair_neighbours(op, values, self._graph.hparams.head_dim)
         self._told = True
         return values
 
