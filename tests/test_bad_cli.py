@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,10 @@ def test_tokens_outside_the_vocabulary_by_the_library(model: Path, tmp_path: Pat
         (("--fault", "zebra"), "unknown fault 'zebra'. `tracediff faults` lists them: "),
         (("--fault", "rope_pairing@77"), "the fault 'rope_pairing@77' applies to nothing in this qwen2 model of 2"),
         (("--arithmetic", "zebra"), "unknown arithmetic 'zebra'. Known: llama.cpp; exact; "),
+        (
+            ("--arithmetic", "q8_K activations"),
+            "--arithmetic 'q8_K activations': the rows that blk.0.attn_q multiplies are no multiples of its blocks",
+        ),
         (("--device", "zebra"), "--device zebra: not a device of this engine. Use cpu, cuda or cuda:N."),
         (("--device", "meta"), "--device meta: not a device of this engine."),
         (("--device", "cuda:99"), "--device cuda:99: CUDA devices that this torch sees: "),
@@ -209,6 +214,42 @@ def test_arithmetic(trace: Path, model: Path, refused: Callable[..., str]) -> No
         "blk.0.attn_q cannot be recomputed in the arithmetic 'q8_K activations': this model has rows that are no "
         "multiples of its blocks. Leave --arithmetic out, or name another."
     )
+
+
+@pytest.mark.parametrize(
+    ("engine", "option", "of"),
+    [
+        ("llama.cpp", ("--fault", "eps"), "torch"),
+        ("llama.cpp", ("--arithmetic", "exact"), "torch"),
+        ("llama.cpp", ("--dtype", "f32"), "torch or transformers"),
+        ("llama.cpp", ("--device", "cuda"), "torch or transformers"),
+        ("torch", ("--flash-attn",), "llama.cpp"),
+        ("torch", ("--hf", "folder"), "transformers"),
+        ("transformers", ("--fault", "eps"), "torch"),
+    ],
+)
+def test_options_of_another_engine(
+    engine: str, option: tuple[str, ...], of: str, model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    out = tmp_path / "x.trace"
+    assert refused("trace", model, "--tokens", "1", "--engine", engine, *option, "-o", out) == (
+        f"{option[0]} is for --engine {of}; this is {engine}, which would not heed it. Leave it out."
+    )
+    assert not out.exists()
+
+
+def test_the_last_tolerance_of_an_op_counts(
+    trace: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Also where the same pattern stood before another."""
+    for suffix in (".trace", ".bin"):
+        shutil.copy(trace.with_suffix(suffix), tmp_path / f"a{suffix}")
+    data = np.fromfile(tmp_path / "a.bin", np.float32)
+    data[-1] += 1e-3 * abs(data).max()
+    data.tofile(tmp_path / "a.bin")
+    strict, loose = ("--tolerance", "1e-30"), ("--tolerance", "output=1")
+    assert cli("compare", trace, tmp_path / "a.trace", *strict, *loose)[0] == 0
+    assert cli("compare", trace, tmp_path / "a.trace", *strict, *loose, *strict)[0] == 1
 
 
 # ---- Where it writes

@@ -229,7 +229,9 @@ def test_huge_statistics(pair: Pair, cli: Callable[..., tuple[int, str, str]]) -
     assert "token_embd is the first op over its tolerance" in output
 
 
-@pytest.mark.parametrize("name", ["[/x]", "blk.0", "blk.", "blk.x.y", "\x1b[31m", "é" * 300])
+@pytest.mark.parametrize(
+    "name", ["[/x]", "blk.0", f"blk.{'9' * 5000}.attn_q", "blk.", "blk.x.y", "\x1b[31m", "é" * 300]
+)
 def test_odd_names(name: str, pair: Pair, cli: Callable[..., tuple[int, str, str]]) -> None:
     """An op that the model lacks is compared like any other; what it is called breaks no report."""
     pair.change(HEADER, engine=name)
@@ -242,11 +244,12 @@ def test_odd_names(name: str, pair: Pair, cli: Callable[..., tuple[int, str, str
         assert (code, error) == (0, "")
 
 
-@pytest.mark.parametrize("shape", [[], [0, 320], [1280], [4, 4, 80], [4, 0], [2, 2, 2, 160]])
-def test_odd_shapes(shape: list[int], pair: Pair, cli: Callable[..., tuple[int, str, str]]) -> None:
-    """Logits of whatever shape, the same on both sides, are compared; a next token is only read from [T, n_vocab]."""
-    output = next(i for i, line in enumerate(pair.lines) if b'"op":"output"' in line)
-    pair.change(output, shape=shape)
+@pytest.mark.parametrize("op", ["output", "token_embd", "blk.1.ffn_residual"])
+@pytest.mark.parametrize("shape", [[], [0, 320], [1280], [1280, 1], [4, 4, 80], [4, 0], [2, 2, 2, 160]])
+def test_odd_shapes(shape: list[int], op: str, pair: Pair, cli: Callable[..., tuple[int, str, str]]) -> None:
+    """Values of whatever shape, the same on both sides, are compared; a next token is only read from [T, n_vocab]."""
+    at = next(i for i, line in enumerate(pair.lines) if f'"op":"{op}"'.encode() in line)
+    pair.change(at, shape=shape, offset=0)
     code, report, error = cli("compare", pair.path, pair.path)
     assert (code, error) == (0, "")
     assert report.startswith("MATCH: nothing diverges in 74 ops")
@@ -344,6 +347,12 @@ def test_other_model(key: str, value: str, text: str, pair: Pair, refused: Calla
     assert message.endswith("Trace both engines on the same GGUF file.")
 
 
+@pytest.mark.parametrize("path", ["/models/tiny-F32.gguf", r"C:\\models\\tiny-F32.gguf"])
+def test_the_same_model_in_another_folder(path: str, pair: Pair, cli: Callable[..., tuple[int, str, str]]) -> None:
+    pair.change(HEADER, model=path)
+    assert cli("compare", pair.reference, pair.path)[0] == 0
+
+
 @pytest.mark.parametrize("command", ["check", "compare"])
 def test_another_model_of_the_same_shape(command: str, pair: Pair, tmp_path: Path, refused: Callable[..., str]) -> None:
     """Every tensor has another seed: the norm weights tell, whatever the file is called."""
@@ -385,6 +394,13 @@ def test_other_shapes(judge: tuple[object, ...], pair: Pair, refused: Callable[.
     message = refused(*judge)
     assert "c.trace: 'blk.0.attn_norm' in step 0 has shape [4, 24]; this model's is [4, 48]" in message
     assert "tracediff inspect MODEL" in message
+
+
+def test_heads_in_another_order_of_axes(judge: tuple[object, ...], pair: Pair, refused: Callable[..., str]) -> None:
+    """As many values in [T, head_dim, n_head]: read as [T, n_head, head_dim] they would be somebody's mistake."""
+    q = next(i for i, line in enumerate(pair.lines) if b'"op":"blk.0.attn_q"' in line)
+    pair.change(q, shape=[4, 8, 6])
+    assert "'blk.0.attn_q' in step 0 has shape [4, 8, 6]; this model's is [4, 6, 8]" in refused(*judge)
 
 
 def test_gap_in_the_positions(judge: tuple[object, ...], pair: Pair, refused: Callable[..., str]) -> None:

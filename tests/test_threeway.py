@@ -39,7 +39,7 @@ def renamed(path: Path, to: Path) -> Path:
 
 def said(cli: Cli, *arguments: object) -> tuple[int, str]:
     code, report, _ = cli("compare", *arguments)
-    return code, " ".join(report.split("\n  ")[0].split())
+    return code, " ".join(re.split(r"\n  (?! )", report)[0].split())
 
 
 def test_all_agree(three: Callable[..., list[Path]], models: Models, cli: Cli) -> None:
@@ -92,6 +92,26 @@ def test_a_mistake_that_two_share_needs_the_model(three: Callable[..., list[Path
 def test_no_two_agree(three: Callable[..., list[Path]], cli: Cli) -> None:
     traces = three(b=("act_gelu@blk.0.ffn_act",), c=("act_swapped@blk.0.ffn_act",))
     assert said(cli, *traces) == (1, "DIVERGED: no two engines agree from blk.0.ffn_act in step 0 on.")
+
+
+def test_what_comes_first_is_said_first(three: Callable[..., list[Path]], cli: Cli) -> None:
+    """Each is wrong in its own way before two of them agree again."""
+    traces = three(
+        b=("act_gelu@blk.0.ffn_act", "attention_scale@1"), c=("act_swapped@blk.0.ffn_act", "attention_scale@1")
+    )
+    code, line = said(cli, *traces)
+    assert code == 1
+    assert line.startswith("DIVERGED: no two engines agree from blk.0.ffn_act in step 0 on")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_no_line_is_cut(width: int, three: Callable[..., list[Path]], models: Models, cli: Cli, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, report, _ = cli("compare", *three(c=("act_gelu@blk.1.ffn_act",)), "--model", models("tiny"))
+    lines = report.split("\n")
+    assert max(map(len, lines)) <= width
+    assert "…" not in report
+    assert lines == [line.rstrip() for line in lines]
 
 
 REPORT = """\

@@ -115,6 +115,20 @@ def test_statistics_only(models: Models, torch_trace: Callable[..., Path], cli: 
     assert (code, output.count("\n")) == (0, 1)
 
 
+def test_some_statistics_beside_data(broken: Broken, found: Callable[..., list[tuple[int, str, str, str]]]) -> None:
+    """Those that are there are checked, and counts to the last: values of a million allow no NaN more."""
+    mean = float(broken.read(NORM).mean(dtype=np.float64))
+    broken.change(NORM, mean=mean)
+    assert found() == []
+    broken.change(NORM, mean=mean + 1)
+    broken.poke(EMBEDDING, np.full(192, 1e6, np.float32))
+    broken.change(EMBEDDING, nan=1, max=1e6)
+    assert [what for _, _, what, _ in found()] == [
+        "token_embd: the statistics are not those of the data: nan 1 (it is 0)",
+        f"blk.0.attn_norm: the statistics are not those of the data: mean {mean + 1:.6g} (it is {mean:.6g})",
+    ]
+
+
 # ---- Everything is wrong
 
 

@@ -1,12 +1,11 @@
 """Two traces to pairs: planned on names and shapes alone, executed on tensors by `compare`."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tracediff.errors import MismatchError
 from tracediff.tokens import describe_difference
-from tracediff.trace.format import OpRecord, Rows
+from tracediff.trace.format import OpRecord, Rows, same_shape
 from tracediff.trace.reader import Trace
 from tracediff.vocabulary import Vocabulary
 
@@ -36,7 +35,7 @@ def same_input(reference: Trace, candidate: Trace, vocabulary: Callable[[], Voca
         raise MismatchError(
             f"{empty.path}: the trace holds no op records: there is nothing to compare. Trace again, to the end."
         )
-    sides = [(trace.header.arch, trace.header.model) for trace in (reference, candidate)]
+    sides = [(trace.header.arch, _file_name(trace.header.model)) for trace in (reference, candidate)]
     for what, a, b in zip(("architecture", "model"), *sides, strict=True):
         if a and b and a != b:
             raise MismatchError(
@@ -54,6 +53,11 @@ def same_input(reference: Trace, candidate: Trace, vocabulary: Callable[[], Voca
         if a_step.tokens != b_step.tokens:
             names = (str(reference.path), str(candidate.path))
             raise MismatchError(describe_difference(number, a_step.tokens, b_step.tokens, names, vocabulary()))
+
+
+def _file_name(model: str | None) -> str | None:
+    """Some engines write the path, of either kind."""
+    return model and model.replace("\\", "/").rpartition("/")[2]
 
 
 def plan(reference: Trace, candidate: Trace) -> list[Pair]:
@@ -100,10 +104,3 @@ def _common_rows(a: OpRecord, b: OpRecord) -> Rows:
 def _few(record: OpRecord) -> str:
     rows = [*map(str, record.rows or ())]
     return ", ".join(rows if len(rows) < 6 else [*rows[:4], "...", rows[-1]]) or "all"
-
-
-def same_shape(a: tuple[int, ...], b: tuple[int, ...], may_be_flat: bool = True) -> bool:
-    """Equal, or flat on one side where the other lists heads: [T, heads * head_dim] and [T, heads, head_dim]."""
-    if a == b:
-        return True
-    return may_be_flat and {len(a), len(b)} == {2, 3} and a[:1] == b[:1] and math.prod(a) == math.prod(b)

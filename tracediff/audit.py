@@ -88,11 +88,11 @@ def _converted(name: str, tensors: FileTensors, checkpoint: Checkpoint) -> Tenso
     source = name if name in tensors else _TIED.get(name, name)
     if source not in tensors:
         return TensorResult(name, "missing", None, stored, note="the file has no such tensor")
-    expected, held = checkpoint.get(original), tensors.get(source)
-    kind = tensors.storage(source)
-    if expected.size != held.size:
-        note = f"the file holds the shape {list(held.shape)}, the checkpoint {list(expected.shape)}"
+    kind, ours, theirs = tensors.storage(source), tensors.file.tensors[source].shape, checkpoint.shape(original)
+    if tuple(ours) != theirs:
+        note = f"the file holds the shape {list(ours)}, the checkpoint {list(theirs)}"
         return TensorResult(name, "wrong", kind, stored, note=note)
+    expected, held = checkpoint.get(original), tensors.get(source)
     others = readings(checkpoint, original, tensors.file)
     if kind in _PLAIN:
         error = relative_errors(_rows(expected), held.reshape(_rows(expected).shape))[0]

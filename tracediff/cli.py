@@ -206,8 +206,28 @@ def run(
     return _report(result, json)
 
 
+# Of which engines `trace` takes an option; what is in none of these is for all.
+_OPTIONS = {
+    "torch": {"dtype", "device", "fault", "arithmetic"},
+    "transformers": {"dtype", "device", "hf"},
+    "llama.cpp": {"threads", "ctx", "batch", "ubatch", "gpu_layers", "flash_attn", "kv_type", "extra_bufts"},
+}
+
+
+def _refuse_options_of_others(context: typer.Context, engine: str) -> None:
+    for name in context.params:
+        takers = [taker for taker, names in _OPTIONS.items() if name in names]
+        source = context.get_parameter_source(name)
+        if takers and engine not in takers and source is not None and source.name == "COMMANDLINE":
+            raise EngineError(
+                f"--{name.replace('_', '-')} is for --engine {' or '.join(takers)}; this is {engine}, which would not "
+                "heed it. Leave it out."
+            )
+
+
 @app.command()
 def trace(
+    context: typer.Context,
     model: Model,
     out: Annotated[Path, typer.Option("-o", "--out", help="The trace to write: OUT.trace, and OUT.bin beside it.")],
     engine: Annotated[
@@ -238,8 +258,7 @@ def trace(
     from tracediff.model.families import load_graph
     from tracediff_reference.protocol import Options
 
-    if hf and engine != "transformers":
-        raise EngineError("--hf names a model folder for transformers: give --engine transformers as well.")
+    _refuse_options_of_others(context, engine)
     graph = load_graph(model)
     given = _prompt(prompt, tokens, graph)
     notes: list[str] = []
@@ -367,7 +386,7 @@ def weights(
             result = audit_checkpoint(model, hf, lambda f: progress("weights", f))
         else:
             raise TracediffError("give either --trace TRACE or --hf FOLDER to audit the weights against.")
-    return _show(lambda width: render(result), lambda: render_json(result), result.verdict, json)
+    return _show(lambda width: render(result, width), lambda: render_json(result), result.verdict, json)
 
 
 @app.command()
@@ -450,6 +469,7 @@ def _policy(tolerance: list[str] | None, allow: list[str] | None) -> "Policy":
             nmse = math.nan
         if not nmse >= 0:
             raise TracediffError(f"--tolerance {item!r}: give an NMSE such as 1e-6, or PATTERN=1e-6.")
+        tolerances.pop(pattern or "*", None)  # the last one of a pattern stands last: that is the one that counts
         tolerances[pattern or "*"] = nmse
     return Policy(tolerances, tuple(allow or ()))
 
@@ -529,10 +549,13 @@ def _show(
 
 
 def _write(path: Path, text: str) -> None:
-    if str(path) == "-":
-        sys.stdout.write(text)
-    else:
-        path.write_text(text)
+    """JSON is UTF-8, whatever the locale says."""
+    if str(path) != "-":
+        path.write_text(text, encoding="utf-8")
+        return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+    sys.stdout.write(text)
 
 
 def _show_tokens(given: "Prompt", tokens: tuple[int, ...]) -> None:

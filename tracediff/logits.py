@@ -22,7 +22,7 @@ def compare_logits(reference: Trace, candidate: Trace, model: Path | None = None
         if not all(record and record.has_data for record in records) or not records[0] or not records[1]:
             continue
         shapes = [record.shape for record in records if record]
-        if any(len(shape) != 2 or 0 in shape for shape in shapes) or shapes[0][1] != shapes[1][1]:
+        if any(len(shape) != 2 or shape[0] < 1 or shape[1] < 2 for shape in shapes) or shapes[0][1] != shapes[1][1]:
             continue  # not [T, n_vocab], or of another vocabulary
         last = len(reference.steps[step].tokens) - 1
         if any(record.rows and record.rows[-1] != last for record in records if record):

@@ -104,6 +104,7 @@ NOT_OPS = {
 }
 
 Capture = Literal["all", "layers", "stats"]
+_DIGITS = 10  # of a layer's number, below it
 _HIDDEN_STATES = ("token_embd", "ffn_residual", "output_norm", "output")
 
 
@@ -116,7 +117,7 @@ def split(op: str) -> tuple[int | None, str]:
     """The layer and local name of an op: ("blk.3.attn_q") -> (3, "attn_q"); ("output") -> (None, "output")."""
     head, _, rest = op.partition(".")
     number, _, local = rest.partition(".")
-    if head == "blk" and number.isascii() and number.isdigit() and local:
+    if head == "blk" and number.isascii() and number.isdigit() and len(number) < _DIGITS and local:
         return int(number), local
     return None, op
 

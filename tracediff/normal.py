@@ -40,6 +40,8 @@ def _states(trace: Trace) -> dict[tuple[int, str], _Parts]:
 @np.errstate(over="ignore", invalid="ignore")  # NaN and Inf are counted elsewhere
 def _parts(trace: Trace, record: OpRecord) -> _Parts:
     """Mean and RMS of all values, and where they are there of the first token's and of the others'."""
+    if not record.shape:
+        return {}
     if not record.has_data:
         known = record.mean is not None and record.rms is not None
         return {"all": (record.mean or 0.0, record.rms or 0.0, record.shape[-1])} if known else {}

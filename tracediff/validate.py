@@ -13,7 +13,7 @@ import numpy as np
 from tracediff.compare import compare_values
 from tracediff.names import NAMES, kind_of, layer_of, split
 from tracediff.result import Finding, Statistics, Validation
-from tracediff.trace.format import OpRecord, Values
+from tracediff.trace.format import OpRecord, Values, same_shape
 from tracediff.trace.reader import Trace
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _values(trace: Trace) -> Iterator[Finding]:
             yield from _data(line, name, record, trace.values(record))
         elif record.nan or record.inf:
             yield Finding(line, "violation", f"{name}: {record.nan} NaN, {record.inf} Inf", _NOT_FINITE)
-        elif record.rms == 0:
+        elif record.rms == 0 and not name.endswith(".bias"):
             yield Finding(line, "violation", f"{name}: all values are 0", _ZERO)
 
 
@@ -102,8 +102,10 @@ def _data(line: int, name: str, record: Values, values: np.ndarray) -> Iterator[
 
 def _agree(record: Values, found: Statistics, key: str) -> bool:
     said, is_ = getattr(record, key), getattr(found, key)
-    if found.min is None or found.max is None:
-        return key not in ("nan", "inf") or said == is_
+    if key in ("nan", "inf"):
+        return bool(said == is_)
+    if said is None or found.min is None or found.max is None:
+        return True
     return math.isclose(said, is_, abs_tol=_SAME[record.dtype or "f32"] * max(abs(found.min), abs(found.max)))
 
 
@@ -187,8 +189,7 @@ def _against_graph(trace: Trace, step: int, op: str, record: OpRecord, graph: "G
     n = len(trace.steps[step].tokens)
     past = sum(len(s.tokens) for number, s in trace.steps.items() if number < step)
     expected, found = graph[op].shape(n, past), record.whole_shape(n)
-    flat = (expected[0], math.prod(expected[1:])) if record.token_axis == 0 else expected
-    if found not in (expected, flat):
+    if not same_shape(found, expected, may_be_flat=record.token_axis == 0):
         what = f"{op}: shape {list(record.shape)}; this model's is {list(expected)} for {n} tokens"
         yield Finding(line, "violation", what, _reshaped(record, expected, graph, n, past))
 

@@ -13,6 +13,7 @@ from tracediff.engine.recorder import DTYPES, Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import EngineError
 from tracediff.model.arithmetic import Scheme, scheme_named
+from tracediff.model.evaluate import arithmetic_of, rows_fit
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
@@ -80,7 +81,19 @@ def _prepare(file: GGUFFile, options: TorchOptions) -> tuple[Graph, Scheme | Non
         from tracediff.diagnose.bank import plant
 
         graph = plant(graph, file, fault)
-    return graph, scheme_named(options.arithmetic) if options.arithmetic else None
+    scheme = scheme_named(options.arithmetic) if options.arithmetic else None
+    if scheme:
+        _check_blocks(graph, scheme, Weights(file))
+    return graph, scheme
+
+
+def _check_blocks(graph: Graph, scheme: Scheme, weights: Weights) -> None:
+    for op in graph:
+        if not rows_fit(op, arithmetic_of(op, scheme, weights), graph.hparams.head_dim):
+            raise EngineError(
+                f"--arithmetic {scheme.name!r}: the rows that {op.name} multiplies are no multiples of its blocks in "
+                "this model. Name another."
+            )
 
 
 def check_device(device: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tracediff.model.arithmetic import (
+    BLOCK,
     EXACT,
     ROUNDINGS,
     Arithmetic,
@@ -51,6 +52,12 @@ def rounding(x: Tensor, name: str) -> Tensor:
 def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
     """What the scheme rounds in this op, which depends on the type of its weight."""
     return scheme.of(op.kind, weights.type_of(op.weights[0]) if op.weights else "F32")
+
+
+def rows_fit(op: Op, arithmetic: Arithmetic, head_dim: int) -> bool:
+    """Whether the rows that the arithmetic rounds in blocks are multiples of them."""
+    columns = op.weights[0].shape[-1] if op.kind == "linear" else head_dim
+    return not any(columns % BLOCK.get(name, 1) for name in (arithmetic.operands, arithmetic.stored))
 
 
 def evaluate(

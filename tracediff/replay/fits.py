@@ -11,8 +11,6 @@ from torch import Tensor
 
 from tracediff.errors import EngineError
 from tracediff.model.arithmetic import (
-    BLOCK,
-    EXACT,
     ROUNDINGS,
     SHARED_BEYOND,
     TILED_FROM,
@@ -21,8 +19,8 @@ from tracediff.model.arithmetic import (
     Scheme,
     split_keys,
 )
-from tracediff.model.evaluate import arithmetic_of
-from tracediff.model.graph import Graph, Op
+from tracediff.model.evaluate import arithmetic_of, rows_fit
+from tracediff.model.graph import Graph
 from tracediff.model.weights import Weights
 from tracediff.names import split
 from tracediff.replay.recorded import Recorded
@@ -74,7 +72,8 @@ class Fits:
             if len(self._schemes) > 1 and not self._sums_so(record, scheme.values):
                 continue
             arithmetics = tuple(arithmetic_of(o, scheme, self._weights) for o in covered)
-            if arithmetics not in tried and all(map(self._possible, covered, arithmetics)):
+            fit = (rows_fit(o, a, self._graph.hparams.head_dim) for o, a in zip(covered, arithmetics, strict=True))
+            if arithmetics not in tried and all(fit):
                 tried.add(arithmetics)
                 yield scheme
         if not tried:
@@ -162,13 +161,6 @@ class Fits:
         if values.parts > 1:
             return len(split_keys(n_tokens - whole, n_keys, values.parts)) > 1
         return 0 < whole < n_tokens < whole + TILED_FROM if values.ubatch else n_tokens <= UBATCH
-
-    def _possible(self, op: Op, arithmetic: Arithmetic) -> bool:
-        """Whether rows are multiples of the blocks."""
-        if arithmetic == EXACT:
-            return True
-        columns = op.weights[0].shape[-1] if op.kind == "linear" else self._graph.hparams.head_dim
-        return not any(columns % BLOCK.get(name, 1) for name in (arithmetic.operands, arithmetic.stored))
 
 
 @dataclass(frozen=True, slots=True)

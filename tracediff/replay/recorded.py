@@ -1,6 +1,5 @@
 """A trace seen through the graph of its model: what it holds, and where the inputs of an op are. All in float64."""
 
-import math
 import warnings
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch import Tensor
 from tracediff.errors import TraceError
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.ops import causal
-from tracediff.trace.format import OpRecord, Rows
+from tracediff.trace.format import OpRecord, Rows, same_shape
 from tracediff.trace.reader import Trace
 
 Place = tuple[int, str, Rows]  # step, name and tokens of a value
@@ -84,7 +83,7 @@ class Recorded:
             if record.op not in self._graph:
                 continue
             shape = self.shape(record, record.rows)
-            if record.size != math.prod(shape) or record.shape[0] != shape[0]:
+            if not same_shape(record.shape, shape, may_be_flat=record.token_axis == 0):
                 raise TraceError(
                     f"{self.trace.path}: {record.op!r} in step {record.step} has shape {list(record.shape)}; this "
                     f"model's is {list(shape)}. Is it a trace of another model? See `tracediff inspect MODEL`."

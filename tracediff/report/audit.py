@@ -4,10 +4,9 @@ from collections.abc import Iterator
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
-from tracediff.report.parts import heading, number, table
+from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, line, number
 from tracediff.result import AuditResult, TensorResult
 
 SCHEMA = "tracediff/weights/1"
@@ -16,13 +15,13 @@ _STYLES = {"wrong": "bold red", "missing": "bold red", "extra": "magenta"}
 _LISTED = 40
 
 
-def render(result: AuditResult) -> RenderableType:
-    """The whole report."""
+def render(result: AuditResult, width: int = 100) -> RenderableType:
+    """The whole report for a terminal `width` columns wide."""
     word, style = ("MATCH", "bold green") if result.verdict == "match" else ("DIVERGED", "bold red")
-    first = Text.assemble((word, style), ": ", summary(result))
+    first = hanging(f"{word}:", Text(summary(result)), style)
     against = "what the engine holds by" if result.against == "trace" else "the checkpoint"
-    sides = Text(f"  {result.model} against {against} {result.path}", style="dim")
-    return Group(first, sides, *_failing(result), *_counts(result))
+    sides = line(f"{result.model} against {against} {result.path}", style="dim")
+    return Trimmed(Group(first, sides, *_failing(result), *_counts(result, width)))
 
 
 def render_json(result: AuditResult) -> str:
@@ -54,37 +53,43 @@ def _failing(result: AuditResult) -> Iterator[RenderableType]:
     if not failing:
         return
     yield heading("Not right")
-    held = "held" if result.against == "trace" else "checkpoint"
-    shown = table("tensor", "status", "file", held, "error", "allowed", left=4)
-    shown.add_column("cause", overflow="fold")
     for tensor in failing[:_LISTED]:
-        shown.add_row(
-            tensor.tensor, Text(tensor.status, style=_STYLES[tensor.status]), tensor.type or "-", tensor.other or "-",
-            number(tensor.error), number(tensor.bound), tensor.note or "",
-        )  # fmt: skip
-    yield Padding(shown, (0, 0, 0, 2))
+        status = Text(tensor.status, style=_STYLES[tensor.status])
+        note = f": {tensor.note}" if tensor.note else ""
+        yield hanging("  -", Text.assemble(f"{tensor.tensor}: ", status, note, (_figures(tensor, result), "dim")))
     if len(failing) > _LISTED:
-        yield Text(f"  ... and {len(failing) - _LISTED} more")
+        yield line(f"... and {len(failing) - _LISTED} more")
 
 
-def _counts(result: AuditResult) -> Iterator[RenderableType]:
+def _figures(tensor: TensorResult, result: AuditResult) -> str:
+    """Types and error, in parentheses."""
+    figures = [f"{tensor.type} in the file"] if tensor.type else []
+    figures += (
+        [f"{tensor.other} {'held' if result.against == 'trace' else 'in the checkpoint'}"] if tensor.other else []
+    )
+    figures += [f"error {number(tensor.error)}"] if tensor.error is not None else []
+    figures += [f"{number(tensor.bound)} allowed"] if tensor.bound is not None else []
+    return f" ({', '.join(figures)})" if figures else ""
+
+
+def _counts(result: AuditResult, width: int) -> Iterator[RenderableType]:
     """Each status, and of the quantised tensors each type with the largest error, and the least that was allowed."""
     yield heading("Counts")
     groups: dict[tuple[str, str | None, str | None], list[TensorResult]] = {}
     for tensor in result.tensors:
         groups.setdefault((tensor.status, tensor.type, tensor.other), []).append(tensor)
     held = "held" if result.against == "trace" else "checkpoint"
-    shown = table("status", "file", held, "tensors", "error up to", "allowed from", left=3)
+    columns = ["status", "file", held, "tensors", "error up to", "allowed from"]
+    rows: Rows = []
     for (status, kind, other), tensors in groups.items():
         errors = [tensor.error for tensor in tensors if tensor.error is not None]
         bounds = [tensor.bound for tensor in tensors if tensor.bound is not None]
-        shown.add_row(
-            status, kind or "-", other or "-", str(len(tensors)),
-            number(max(errors, default=None)), number(min(bounds, default=None)),
-        )  # fmt: skip
-    yield Padding(shown, (0, 0, 0, 2))
+        figures = (number(max(errors, default=None)), number(min(bounds, default=None)))
+        cells = (status, kind or "-", other or "-", str(len(tensors)), *figures)
+        rows.append(dict(zip(columns, cells, strict=True)))
+    yield fitting(columns, rows, width, [("allowed from",), ("error up to",)], left=3)
     if _of(result, "quantised"):
-        yield Text(
-            "  Errors are relative, RMS over RMS; allowed is 1.5 times what llama.cpp's quantiser makes of rows of "
+        yield line(
+            "Errors are relative, RMS over RMS; allowed is 1.5 times what llama.cpp's quantiser makes of rows of "
             "the checkpoint's tensor."
         )

@@ -5,11 +5,9 @@ from collections.abc import Iterator
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from tracediff.report.parts import heading, number, table
+from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, line, number
 from tracediff.result import ThreeOp, ThreeWay
 
 SCHEMA = "tracediff/three/1"
@@ -26,7 +24,7 @@ def render(result: ThreeWay, width: int = 100) -> RenderableType:
         _verdict(result), _sides(result), _wrong_weights(result), _faulty(result), _layers(result, width),
         _around(result, width), _unmatched(result), _notes(result),
     )  # fmt: skip
-    return Group(*(part for section in sections for part in section))
+    return Trimmed(Group(*(part for section in sections for part in section)))
 
 
 def render_json(result: ThreeWay) -> str:
@@ -39,8 +37,11 @@ def summary(result: ThreeWay) -> str:
     """The one sentence: which sides agree, which is the outlier, and from where on."""
     firsts = {n: next((op for op in result.ops if n in op.outliers), None) for n in range(3)}
     alone = {n: op for n, op in firsts.items() if op}
-    scattered = next((op for op in result.ops if op.status == "scattered"), None)
     agreeing = [name for n, name in enumerate(result.names) if n not in alone]
+    first = next((op for op in result.ops if op.status in ("outlier", "scattered")), None)
+    if first and first.status == "scattered":
+        later = ", ".join(f"{result.names[n]} is an outlier at {_at(op, result)}" for n, op in alone.items())
+        return f"no two engines agree from {_at(first, result)} on{f'; {later}' if later else ''}."
     if len(alone) == 1:
         ((n, op),) = alone.items()
         return f"{' and '.join(agreeing)} agree; {result.names[n]} is the outlier from {_at(op, result)} on."
@@ -48,8 +49,6 @@ def summary(result: ThreeWay) -> str:
         parts = [f"{result.names[n]} (from {_at(op, result)} on)" for n, op in alone.items()]
         rest = f"; {agreeing[0]} is not" if agreeing else ""
         return f"{' and '.join(parts)} are outliers{rest}."
-    if scattered:
-        return f"no two engines agree from {_at(scattered, result)} on."
     if any(result.weights):
         return "all ops agree, but weights are wrong in memory."
     if result.verdict == "diverged":
@@ -63,20 +62,20 @@ def _at(op: ThreeOp, result: ThreeWay) -> str:
 
 def _verdict(result: ThreeWay) -> Iterator[RenderableType]:
     word, style = ("MATCH", "bold green") if result.verdict == "match" else ("DIVERGED", "bold red")
-    yield Text.assemble((word, style), ": ", summary(result))
+    yield hanging(f"{word}:", Text(summary(result)), style)
 
 
 def _sides(result: ThreeWay) -> Iterator[RenderableType]:
     for name, side in zip(result.names, result.sides, strict=True):
         cut = f", cut off: {side.cut}" if side.cut else ""
-        yield Text(f"  {name}: {side.engine}, {side.n_ops} ops ({side.path}){cut}", style="dim")
+        yield line(f"{name}: {side.engine}, {side.n_ops} ops ({side.path}){cut}", style="dim")
 
 
 def _wrong_weights(result: ThreeWay) -> Iterator[RenderableType]:
     if any(result.weights):
         yield heading("Weights that are wrong in memory")
     for name, weights in zip(result.names, result.weights, strict=False):
-        yield from (Text(f"  {name}, {weight.weight}: {weight.note}") for weight in weights)
+        yield from (line(f"{name}, {weight.weight}: {weight.note}") for weight in weights)
 
 
 def _faulty(result: ThreeWay) -> Iterator[RenderableType]:
@@ -96,28 +95,33 @@ def _faulty(result: ThreeWay) -> Iterator[RenderableType]:
             f"{local} in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers[:_LISTED]))}" if layers else local
         )
         why = text or "wrong, and no known mistake explains it"
-        yield Padding(Text(f"- {result.names[n]}: {where}: {why}."), (0, 0, 0, 2))
+        yield hanging("  -", Text(f"{result.names[n]}: {where}: {why}."))
 
 
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
-def _columns(result: ThreeWay, width: int) -> tuple[list[str], bool]:
-    """Headers: the three pairs by number, and the local errors where they fit."""
-    columns = [f"{a + 1} - {b + 1}" for a, b in itertools.combinations(range(3), 2)]
-    with_local = any(x for op in result.ops for x in op.local) and width >= 90
-    return columns + ([f"local {n + 1}" for n in range(3)] if with_local else []), with_local
-
-
 def _table(result: ThreeWay, ops: list[ThreeOp], width: int) -> RenderableType:
-    columns, with_local = _columns(result, width)
-    shown: Table = table("op", "outlier", *columns, left=2)
-    for op in ops:
-        who = ", ".join(result.names[n] for n in op.outliers) or op.status
-        cells = [number(x) for x in op.nmse]
-        cells += [number(x.nmse if x else None) for x in op.local] if with_local else []
-        shown.add_row(op.op, Text(who, style=_STYLES[op.status]), *cells)
-    return Padding(shown, (0, 0, 0, 2))
+    """The three pairs by number, and the local errors where they fit."""
+    pairs = [f"{a + 1} - {b + 1}" for a, b in itertools.combinations(range(3), 2)]
+    local = [f"local {n + 1}" for n in range(3)]
+    replayed = any(x for op in result.ops for x in op.local)
+    rows: Rows = [
+        {
+            "op": op.op,
+            "outlier": Text(_who(op, result), style=_STYLES[op.status]),
+            **dict(zip(pairs, map(number, op.nmse), strict=True)),
+            **dict(zip(local, (number(x.nmse if x else None) for x in op.local), strict=True)),
+        }
+        for op in ops
+    ]
+    return fitting(
+        ["op", "outlier", *pairs, *(local if replayed else [])], rows, width, [tuple(local), (pairs[2],)], left=2
+    )
+
+
+def _who(op: ThreeOp, result: ThreeWay) -> str:
+    return ", ".join(result.names[n] for n in op.outliers) or op.status
 
 
 def _layers(result: ThreeWay, width: int) -> Iterator[RenderableType]:
@@ -143,12 +147,12 @@ def _unmatched(result: ThreeWay) -> Iterator[RenderableType]:
     unmatched = [op for op in result.ops if op.status == "unmatched"]
     if unmatched:
         yield heading(f"Not on all sides: {len(unmatched)} of {len(result.ops)} (allow with --allow PATTERN)")
-    yield from (Text(f"  {op.op} in step {op.step}: {op.note}") for op in unmatched[:_LISTED])
+    yield from (line(f"{op.op} in step {op.step}: {op.note}") for op in unmatched[:_LISTED])
     if len(unmatched) > _LISTED:
-        yield Text(f"  ... and {len(unmatched) - _LISTED} more")
+        yield line(f"... and {len(unmatched) - _LISTED} more")
 
 
 def _notes(result: ThreeWay) -> Iterator[RenderableType]:
     if result.notes:
         yield heading("Notes")
-        yield from (Text(f"  {note}") for note in result.notes)
+        yield from (line(note) for note in result.notes)

@@ -34,6 +34,13 @@ def possible(shape: tuple[int, ...]) -> bool:
     return len(shape) <= _MAX_DIMS and math.prod(n for n in shape if n) <= _MAX_SIZE
 
 
+def same_shape(a: tuple[int, ...], b: tuple[int, ...], may_be_flat: bool = True) -> bool:
+    """Equal, or flat on one side where the other lists heads: [T, heads * head_dim] and [T, heads, head_dim]."""
+    if a == b:
+        return True
+    return may_be_flat and {len(a), len(b)} == {2, 3} and a[:1] == b[:1] and math.prod(a) == math.prod(b)
+
+
 class Header(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="trace"):
     """The first line. `data` is a bare file name in the same folder; without it no record has data."""
 

@@ -88,7 +88,8 @@ class Trace:
     def last_row(self, step: int, op: str) -> np.ndarray | None:
         """The values of the step's last token, of an op whose first axis is the token's; None where not recorded."""
         record = self.ops.get((step, op))
-        if record is None or not record.has_data or not record.holds((len(self.steps[step].tokens) - 1,)):
+        last = (len(self.steps[step].tokens) - 1,)
+        if record is None or not record.has_data or not record.holds(last) or not record.shape or not record.size:
             return None
         return self.values(record)[-1]
 

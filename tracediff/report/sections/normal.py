@@ -90,22 +90,23 @@ def _lean(lean: Lean) -> str:
 
 def _norm_weights(result: Result) -> Text | None:
     """Whether the norm weights in memory are those of the file."""
-    if not result.weights:
+    norms = [weight for weight in result.weights if "norm" in weight.weight]
+    if not norms:
         return Text("The candidate recorded none of its norm weights: record them to rule out a loader's mistake.")
     counts: dict[str, int] = {}
-    for weight in result.weights:
+    for weight in norms:
         counts[weight.status] = counts.get(weight.status, 0) + 1
     said = ", ".join(f"{n} {status}" for status, n in counts.items()) + "."
     loud = max(
-        (w for w in result.weights if w.candidate and w.candidate.max is not None),
+        (w for w in norms if w.candidate and w.candidate.max is not None),
         key=lambda w: abs(w.candidate.max or 0) if w.candidate else 0,
         default=None,
     )
     if loud and loud.candidate and loud.status in ("identical", "rounded"):
         c = loud.candidate
         said += (
-            f" The loudest, {loud.weight}, runs from {number(c.min)} to {number(c.max)} with mean "
-            f"{number(c.mean)}, and does so in the file: weights far from 1 are normal."
+            f" The loudest, {loud.weight}, runs from {number(c.min)} to {number(c.max)} with mean {number(c.mean)}, "
+            f"and does so in the {'file' if result.coverage else 'reference'}: weights far from 1 are normal."
         )
     return Text(said)
 
