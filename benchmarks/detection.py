@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from clean_runs import table
 
@@ -154,10 +155,11 @@ def run_one(bench: Bench, fault: str, capture: str) -> str:
     """Plant, trace, judge: one word for what came of it, and names or ops after a colon."""
     graph = plant(bench.graph, bench.file, fault)
     changed = {op.name: op for op in graph if op is not bench.graph[op.name]}
-    ops = bench.judged(bench.trace(graph, capture))
-    faulty = [op for op in ops if op.status == "faulty"]
+    trace = bench.trace(graph, capture)
+    finite = all(np.isfinite(trace.values(record)).all() for record in trace.ops.values())
+    faulty = [op for op in bench.judged(trace) if op.status == "faulty"]
     name = fault.partition("@")[0]
-    if not faulty and name in COARSE_TYPES and not any(op.candidate and op.candidate.inf for op in ops):
+    if not faulty and name in COARSE_TYPES and finite:
         return "innocent"
     if any(not set(op.local.segment) & changed.keys() for op in faulty):
         return "false alarm: " + ", ".join(op.op for op in faulty if not set(op.local.segment) & changed.keys())
@@ -368,7 +370,7 @@ def main() -> None:
                 if o.result.partition(":")[0] not in ("named", "not visible", "innocent", "passes"):
                     print(f"      {o.what}: {o.result}", file=sys.stderr, flush=True)
             text = report(outcomes, command, time.monotonic() - began)
-            if args.out:  # after every case: hours of work are not lost with the last one
+            if args.out:  # after every case: what is done is not lost with the last one
                 args.out.write_text(text)
     if not args.out:
         print(text)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 TOKENS = [256, *((37 * i + 11) % 250 for i in range(127))]
 REPEATS = 3
+_MARK = "<!-- table -->"  # around the table in the page
 
 
 def least(*functions: Callable[[], object], repeats: int = REPEATS) -> list[float]:
@@ -293,6 +294,7 @@ def main() -> None:
     parser.add_argument("--only", choices=MEASURES)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    before, _, after = args.out.read_text().split(_MARK) if args.out else ("", "", "")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = args.model
@@ -300,17 +302,16 @@ def main() -> None:
             from tracediff.model.synthetic import QWEN25_05B, write_model
 
             model = write_model(folder / "model.gguf", QWEN25_05B, "F16")
-        rows = []
+        rows = ["| measure | `NAME` | target | measured | met |", "|---|---|---|---|---|"]
         for measure in [args.only] if args.only else MEASURES:
             for what, (ratio, target) in MEASURES[measure](model, folder).items():
                 met = ratio >= -target if target < 0 else ratio <= target
                 sign = ">=" if target < 0 else "<="
-                rows.append(f"| {what} | {sign} {abs(target)} | {ratio:.2f} | {'yes' if met else 'no'} |")
+                rows.append(f"| {what} | `{measure}` | {sign} {abs(target)} | {ratio:.2f} | {'yes' if met else 'no'} |")
                 print(rows[-1], flush=True)
     if args.out:
-        head = args.out.read_text().split("<!-- table -->")
-        table = "\n".join(["| measure | target | measured | met |", "|---|---|---|---|", *rows])
-        args.out.write_text(f"{head[0]}<!-- table -->\n{table}\n<!-- table -->{head[2]}")
+        table = "\n".join(rows)
+        args.out.write_text(f"{before}{_MARK}\n{table}\n{_MARK}{after}")
 
 
 if __name__ == "__main__":

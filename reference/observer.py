@@ -1,6 +1,5 @@
 """The eval callback: recognises each ggml node by its op and sources, and writes the named ones to the trace."""
 
-import ctypes
 import math
 import time
 from collections.abc import Callable
@@ -178,8 +177,3 @@ class _Pieces:
         for head, values in enumerate(x):
             padded[:, : values.shape[1]] = values
             writer.write_at(self._offset + (head * n_tokens + first) * row, padded)
-
-
-def callback_type() -> type:
-    """The C type of the callback."""
-    return ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)

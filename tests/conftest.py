@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tracediff.cli import main
@@ -12,6 +13,7 @@ from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.families import load_graph
 from tracediff.model.synthetic import DEMO, Shape, quantize, write_model
+from tracediff.trace.format import STORAGE
 from tracediff.trace.reader import Trace
 from tracediff_reference.protocol import Options
 
@@ -25,6 +27,13 @@ SHAPES = {
     "demo": DEMO,
     "tiny": Shape(n_layer=2, n_embd=48, n_ff=64, n_ctx=64),
 }
+
+
+def from_float(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The stored bits of an array: bfloat16 from float32 that already holds bfloat16 values."""
+    if dtype == "bf16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(STORAGE[dtype], copy=False)
 
 
 class Models:

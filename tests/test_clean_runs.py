@@ -1,7 +1,6 @@
 """No false alarms: of runs without a mistake, replay calls no op faulty.
 
-Every pair of family, weight type, option and prompt length would be 450 runs (benchmarks/clean_runs.py); here is one
-run of each option, weight type and length, the hard ones first among them.
+benchmarks/clean_runs.py makes 585; here is one run of each option, weight type and length, the hard ones among them.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TOKENS, Models
+from conftest import TOKENS, Models, from_float
 
 from tracediff.errors import TraceError
 from tracediff.model.families import build_graph
@@ -17,7 +17,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import wanted
 from tracediff.replay import Replay
 from tracediff.replay.fits import BLIND
-from tracediff.trace.format import DType, OpRecord, Rows, from_float
+from tracediff.trace.format import DType, OpRecord, Rows
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import from_float
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracediff.errors import TraceError
-from tracediff.trace.format import STORAGE, DType, Header, OpRecord, Statistics, Step, Weight, from_float, to_float
+from tracediff.trace.format import STORAGE, DType, Header, OpRecord, Statistics, Step, Weight, to_float
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 

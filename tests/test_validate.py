@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Models
+from conftest import Models, from_float
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
-from tracediff.trace.format import from_float
 from tracediff.trace.reader import Trace
 
 Cli = Callable[..., tuple[int, str, str]]

@@ -460,7 +460,7 @@ def _prompt(text: str | None, tokens: str | None, graph: "Graph") -> "Prompt":
 def _policy(tolerance: list[str] | None, allow: list[str] | None) -> "Policy":
     from tracediff.judge import Policy
 
-    tolerances = {}
+    tolerances: dict[str, float] = {}
     for item in tolerance or ():
         pattern, _, number = item.rpartition("=")
         try:

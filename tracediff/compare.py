@@ -117,11 +117,11 @@ def compare_values(
             side.count -= int(hidden.sum())
     at = tuple(int(i) for i in np.unravel_index(whole.at, shape)) if a.size else ()
     worst = Worst(at, *(float(x[whole.at]) for x in (a, b))) if a.size else Worst((), 0.0, 0.0)
-    by_rows = (parts[0].nmse, parts[1].nmse) if by_token else (None, None)
+    first_nmse, other_nmse = (part.nmse if by_token else None for part in parts)
     return (
         _statistics(whole.reference),
         _statistics(whole.candidate),
-        Drift(whole.nmse, whole.cosine, max(0.0, whole.max_abs), worst, *by_rows, whole.apart),
+        Drift(whole.nmse, whole.cosine, max(0.0, whole.max_abs), worst, first_nmse, other_nmse, whole.apart),
     )
 
 

@@ -20,10 +20,14 @@ def write(
     writer: TraceWriter, weights: list[Entry], ops: list[Named], steps: dict[int, Fed], graph: "Graph | None", say: Say
 ) -> int:
     """Write weights, then the ops of each step, which come sorted; how many records. Raises InterchangeError."""
+    n_weights = 0
     for entry in weights:
         loaded = entry.load()
         if isinstance(loaded, Array):
             writer.weight(entry.name.partition("/")[2], checked(entry.name, loaded), cast(DType, loaded.dtype))
+            n_weights += 1
+        else:
+            say(f"left out {entry.name}: of weights the values are needed, not statistics")
     step = _Step(writer, graph, say)
     for number, (tokens, positions) in steps.items():
         writer.step(number, tokens, positions)
@@ -34,7 +38,7 @@ def write(
         step.end()
     if step.again:
         say(f"written once, {len(step.again)} with equal bits under two names: {some(step.again)}")
-    return len(weights) + step.n_ops
+    return n_weights + step.n_ops
 
 
 class _Step:

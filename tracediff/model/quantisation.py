@@ -41,7 +41,7 @@ def _squares(right: np.ndarray, held: np.ndarray) -> tuple[np.ndarray, np.ndarra
         return np.square(wide).sum(-1), np.square(held - wide).sum(-1)
 
 
-def _quantised(rows: np.ndarray, kind: GGMLQuantizationType, importance: np.ndarray | None = None) -> np.ndarray:
+def _quantised(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     """[rows, columns] float32 -> uint8 [rows, bytes per row]."""
     from llama_cpp import _ggml  # llama.cpp's library: gguf-py has no quantiser of K-quants
 
@@ -52,8 +52,9 @@ def _quantised(rows: np.ndarray, kind: GGMLQuantizationType, importance: np.ndar
     quantise.argtypes = [
         ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
     ]  # fmt: skip
-    if importance is None and _ggml.libggml.ggml_quantize_requires_imatrix(ctypes.c_int(kind.value)) & 1:
-        importance = np.ones(rows.shape[1], np.float32)  # types of 2 bits and fewer insist on one
+    importance = None  # types of 2 bits and fewer insist on one
+    if _ggml.libggml.ggml_quantize_requires_imatrix(ctypes.c_int(kind.value)) & 1:
+        importance = np.ones(rows.shape[1], np.float32)
     rows = np.ascontiguousarray(rows)
     quantise(
         kind.value, rows.ctypes.data, out.ctypes.data, 0, len(rows), rows.shape[1],

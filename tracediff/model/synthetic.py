@@ -55,17 +55,6 @@ QWEN25_05B = Shape(
     tied=True,
     loud=True,
 )
-TINYLLAMA = Shape(
-    "llama",
-    n_layer=22,
-    n_embd=2048,
-    n_head=32,
-    n_head_kv=4,
-    n_ff=5632,
-    n_vocab=32_000,
-    theta=10_000.0,
-    eps=1e-5,
-)
 DEMO = Shape(n_layer=8, n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_vocab=2048, tied=True, loud=True, n_ctx=4096)
 
 

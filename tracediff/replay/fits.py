@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ _TOGETHER = 3  # records of a sort that choose its scheme: one mistake is outvot
 # A scheme that fits needs no rival where its floor is that of float32, or where it leaves so little of its floor.
 _NARROW, _SURE = 1e-9, 0.01
 # Of the squared error: the right rounding may leave half, where the few values that turn have turned many after them.
-_CLEARLY_LESS = 0.7
+# It leaves far less as a rule, and must where no rounding fits the same op in another step: there is a mistake about.
+_CLEARLY_LESS, _FAR_LESS = 0.7, 0.1
 _LOOK = 1 << 14  # values looked at before the others: most that are longer than float16 show at once
 _MANY = 64  # values that all fit float16 by chance: 2^-13 to the power of it
 Sort = tuple[str, ...]
@@ -111,10 +112,12 @@ class Fits:
         errors have no part in, so it leaves more. Both plain schemes are tried at least.
         """
         tried: list[_Tried] = []
+        mistaken = any(split(records[0].op)[1] == sort[0] for sort in self._doubtful)
+        better = partial(_better, share=_FAR_LESS if mistaken else _CLEARLY_LESS)
         for scheme in self.candidates(records[0]):
             tried.append(_Tried.of(scheme, [look(record, scheme) for record in records]))
             tried.sort(key=lambda one: one.decade)  # in the schemes' order where they are alike
-            best = reduce(_better, tried)
+            best = reduce(better, tried)
             if best.sure and len(tried) > 1:
                 break
         return best.scheme, best.passes > len(records) / 2
@@ -185,8 +188,8 @@ class _Tried:
         return cls(scheme, passes, sure, _mean(x.floor for x in locals_), _mean(x.nmse for x in locals_))
 
 
-def _better(best: _Tried, wider: _Tried) -> _Tried:
-    return wider if wider.nmse < _CLEARLY_LESS * best.nmse and wider.floor <= BLIND else best
+def _better(best: _Tried, wider: _Tried, share: float) -> _Tried:
+    return wider if wider.nmse < share * best.nmse and wider.floor <= BLIND else best
 
 
 def _mean(figures: Iterable[float]) -> float:

@@ -18,7 +18,7 @@ def render(validation: Validation) -> str:
 
 def render_json(validation: Validation) -> str:
     """One JSON object: every finding, none left out."""
-    document = {"schema": "tracediff-validation/1", "valid": not validation.violations, "trace": validation}
+    document = {"schema": "tracediff/validation/1", "valid": not validation.violations, "trace": validation}
     return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
 
 

@@ -170,12 +170,5 @@ def to_float(values: np.ndarray, dtype: str) -> np.ndarray:
     return values
 
 
-def from_float(values: np.ndarray, dtype: str) -> np.ndarray:
-    """The stored bits of an array: bfloat16 from float32 that already holds bfloat16 values."""
-    if dtype == "bf16":
-        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return values.astype(STORAGE[dtype], copy=False)
-
-
 encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(Header | Weight | Step | OpRecord | End).decode
