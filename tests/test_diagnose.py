@@ -1,16 +1,24 @@
 """Planted mistakes are found by the candidate's trace alone, at every layer, and called by their names."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tracediff.diagnose.bank import BANK, plant
+from tracediff.engine.recorder import Recorder
+from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError
+from tracediff.model import ops
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.weights import Weights
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.reader import Trace
+from tracediff.trace.writer import TraceWriter
 
 # fault, and the ops (without their layer) that must be faulty: exactly these
 FAULTS = {
@@ -134,6 +142,52 @@ def test_what_no_mistake_explains_is_described(models, torch_trace) -> None:
     result = check_trace(path, model)
     faulty = {op.op: op.shape for op in result.faulty}
     assert faulty["blk.1.ffn_up"] == "every value is 1.25 times what it should be"
+
+
+def test_where_values_become_nan_and_not_what_they_make_of_others(models, tmp_path: Path) -> None:
+    """One token's NaN spread over all later ops, and over the tokens that see it: one op made them."""
+    model = models("qwen2")
+    file = GGUFFile(model)
+    graph, weights = build_graph(file), Weights(file, torch.float32)
+    down = graph["blk.0.ffn_down"]
+
+    def spoiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = ops.linear(x, weight, bias)
+        y[3] = torch.nan
+        return y
+
+    for name, engine_graph in (("right", graph), ("nan", graph.changed(replace(down, function=spoiled)))):
+        with TraceWriter(tmp_path / f"{name}.trace", name, "qwen2") as writer:
+            TorchEngine(engine_graph, weights).run(0, StepInput((1, 2, 3, 4, 5), tuple(range(5))), Recorder(writer))
+    result = check_trace(tmp_path / "nan.trace", model)
+    assert [op.op for op in result.faulty] == ["blk.0.ffn_down"]
+    assert result.faulty[0].shape == "96 of 480 values are NaN or Inf, the first at [3, 0]"
+    statuses = [op.status for op in result.ops]
+    assert set(statuses[statuses.index("faulty") + 1 :]) == {"inherited"}
+    compared = compare_traces(tmp_path / "right.trace", tmp_path / "nan.trace", model=model)
+    assert [op.op for op in compared.faulty] == ["blk.0.ffn_down"]
+    alone = check_trace(tmp_path / "right.trace", model)
+    assert [op.reference.rms for op in compared.ops] == [op.candidate.rms for op in alone.ops]
+
+
+def test_float32_values_in_a_file_of_float64_are_judged_as_float32(models, torch_trace) -> None:
+    """numpy makes float64 of whatever meets a float64."""
+    model = models("qwen2")
+    path = torch_trace(model)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    trace, data, offset = Trace(path), [], 0
+    for line in lines:
+        if line["type"] == "op":
+            values = trace.values(trace.ops[line["step"], line["op"]]).astype(np.float64)
+            line |= {"dtype": "f64", "offset": offset}
+            offset += values.nbytes
+            data.append(values.tobytes())
+    weights = [line for line in lines if line["type"] == "weight"]
+    lines = [line for line in lines if line not in weights]
+    lines[-1]["records"] = len(lines) - 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.with_suffix(".bin").write_bytes(b"".join(data))
+    assert check_trace(path, model).verdict == "match"
 
 
 def test_one_wrong_value_of_many_is_caught(models, torch_trace) -> None:

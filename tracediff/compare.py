@@ -6,7 +6,7 @@ Sums are added up in float64 (`trace.statistics`).
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,9 +39,8 @@ class _Sums:
             same = (reference == candidate) | (np.isnan(reference) & np.isnan(candidate))
             self._add_apart(offset + np.flatnonzero(~finite & ~same))
             index = np.flatnonzero(finite)
-            rows = [row[index] for row in (wide, reference, candidate)]
-            counts = [(part.nan, part.inf) for part in parts]
-            parts = [replace(moments(row), nan=nan, inf=inf) for row, (nan, inf) in zip(rows, counts, strict=True)]
+            rows[0] = wide[index]
+            parts[0] = moments(rows[0])
         for mine, part in zip((self.difference, self.reference, self.candidate), parts, strict=True):
             mine.merge(part)
         largest = max(-parts[0].min, parts[0].max)
@@ -71,7 +70,9 @@ class _Sums:
 
     @property
     def cosine(self) -> float:
-        """Of the angle between the two, by the law of cosines; 1 where both are zero."""
+        """Of the angle between the two, by the law of cosines; 1 where both are zero, NaN where NaN is apart."""
+        if self.apart:
+            return math.nan
         d, r, c = self.difference.squares, self.reference.squares, self.candidate.squares
         norms = math.sqrt(r * c)
         if norms == 0:

@@ -36,7 +36,8 @@ _NARROW, _SURE = 1e-9, 0.01
 # It leaves far less as a rule, and must where no rounding fits the same op in another step: there is a mistake about.
 _CLEARLY_LESS, _FAR_LESS = 0.7, 0.1
 _LOOK = 1 << 14  # values looked at before the others: most that are longer than float16 show at once
-_MANY = 64  # values that all fit float16 by chance: 2^-13 to the power of it
+# So many values that all fit a shorter type do not by chance: 2^-13 to the power of it for float16; 2^-29 for float32.
+_MANY, _MANY_LONG = 64, 8
 Sort = tuple[str, ...]
 
 
@@ -89,7 +90,8 @@ class Fits:
         """
         op, sort = self._graph[record.op], self._sort(record)
         if sort in self._doubtful:
-            return [*dict.fromkeys((self._of_sort[sort], *self._schemes[:2]))]
+            plain = (self._of_sort[sort], *self._schemes[:2])
+            return [scheme for scheme in self.candidates(record) if scheme in plain]
         if sort in self._of_sort:
             return [self._of_sort[sort]]
         kin = Counter(fit for other, fit in self._of_sort.items() if other[0] in (op.kind, split(op.name)[1]))
@@ -199,10 +201,11 @@ def _mean(figures: Iterable[float]) -> float:
 
 
 def stored_as(values: Tensor, dtype: str) -> str:
-    """What an engine stored values in before it wrote them as float32: all of many fit a shorter type."""
+    """What an engine stored values in before it wrote them as a longer type: all of many fit a shorter one."""
     values = values.flatten()
-    if dtype == "f32" and int((values != 0).sum()) >= _MANY:
-        for name in ("bf16", "f16"):
+    shorter = {"f64": ("bf16", "f16", "f32"), "f32": ("bf16", "f16")}.get(dtype, ())
+    if shorter and int((values != 0).sum()) >= (_MANY_LONG if dtype == "f64" else _MANY):
+        for name in shorter:
             if all(torch.equal(ROUNDINGS[name](part), part) for part in values.split(_LOOK)):
                 return name
     return dtype

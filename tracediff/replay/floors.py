@@ -12,7 +12,7 @@ hard bound instead. No formula here knows of an engine.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,10 @@ class Noise:
         tail = math.sqrt(2 * math.log(max(self.sigma.numel(), 2) / _LUCK))
         bound = torch.add(self.hard, self.sigma, alpha=tail)
         return bound if self.turned is None else bound.add_(self.turned)
+
+    def without(self, lost: Tensor) -> "Noise":
+        """None at the elements that are `lost`, bool of the same shape."""
+        return replace(self, sigma=self.sigma.masked_fill(lost, 0.0), hard=self.hard.masked_fill(lost, 0.0))
 
     def energy(self) -> float:
         """The sum over all elements of the mean square of their errors."""

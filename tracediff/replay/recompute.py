@@ -49,6 +49,12 @@ class Recomputed:
     noise: Noise  # with that of the segment before it
     segment: tuple[str, ...]
     samples: tuple[Tensor, ...] = ()
+    inputs: tuple[Tensor, ...] = ()  # of the op where they are recorded
+
+    @property
+    def not_finite(self) -> bool:
+        """Whether NaN or Inf was recorded of an input."""
+        return any(not bool(x.isfinite().all()) for x in self.inputs)
 
     @property
     def margin(self) -> float:
@@ -91,7 +97,7 @@ class Recomputation:
         own = noise(op, [*exact_inputs, *weight_inputs], y, energy, arithmetic, storage)
         segment = _segment(inputs, op)
         if not any(value.samples for value in inputs):
-            return Recomputed(y, own, own, segment)
+            return Recomputed(y, own, own, segment, inputs=tuple(exact_inputs))
         samples = []
         for i in range(self._n_samples):
             sampled = [value.sample(i) for value in inputs]
@@ -118,7 +124,8 @@ class Recomputation:
 
     def _without_noise(self, y: Tensor, inputs: list[Value], op: Op) -> Recomputed:
         none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
-        return Recomputed(y, Noise(none, none), Noise(none, none), _segment(inputs, op))
+        held = () if any(value.segment for value in inputs) else tuple(value.exact for value in inputs)
+        return Recomputed(y, Noise(none, none), Noise(none, none), _segment(inputs, op), inputs=held)
 
     def inputs(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> list[Value]:
         """What the op reads, in its order."""

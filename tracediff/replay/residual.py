@@ -44,12 +44,13 @@ class Residual:
 
 def measure(recorded: Tensor, made: Recomputed, hidden: Tensor | None = None) -> Residual:
     """`recorded` against what was made; `hidden` [T, S] marks scores that do not count."""
-    exact, bound = made.exact, made.bound()
+    exact, bound, noise = made.exact, made.bound(), made.noise
     error = (recorded - exact).abs_()
     if not math.isfinite(_energy(error)):
-        same = (recorded == exact) | (recorded.isnan() & exact.isnan())  # Inf - Inf is NaN
-        error = error.masked_fill(same, 0.0)
-        exact = exact.masked_fill(~exact.isfinite(), 0.0)
+        # NaN and Inf that the inputs' own make are no mistake of this op. Of a masked key's an engine need make none.
+        lost = ~exact.isfinite() if made.not_finite else ~(recorded.isfinite() | exact.isfinite())
+        error, exact, bound = error.masked_fill(lost, 0.0), exact.masked_fill(lost, 0.0), bound.masked_fill(lost, 1.0)
+        noise = noise.without(lost)
     if hidden is not None:
         error, exact = error.masked_fill(hidden, 0.0), exact.masked_fill(hidden, 0.0)
     bounds_in_largest = float(torch.stack(torch.aminmax(exact / bound)).abs().max())
@@ -59,7 +60,7 @@ def measure(recorded: Tensor, made: Recomputed, hidden: Tensor | None = None) ->
     return Residual(
         error=_energy(error),
         signal=_energy(exact),
-        noise=made.noise.energy(),
+        noise=noise.energy(),
         excess=math.inf if bool(excess[at].isnan()) else float(excess[at]),
         worst=Worst(place, float(exact.flatten()[at]), float(recorded.flatten()[at])),
         sharpness=1 / bounds_in_largest if bounds_in_largest else math.inf,
