@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from clean_runs import table
 
-from tracediff.diagnose.bank import BANK, plant
+from tracediff.diagnose.bank import ALIKE, BANK, plant
 from tracediff.diagnose.explain import Explainer
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
@@ -53,14 +53,6 @@ SHAPES = {
     "qwen3": Shape("qwen3", **{**_COMMON, "n_head": 6}, head_dim=64),
 }
 WEIGHTS = ("F32", "F16", "Q8_0", "Q4_K_M")
-# From the outside of a segment these are one mistake: silu(up) * gate is what comes of swapped weights too, and rope
-# in the other pairing is the right rope of rows permuted (q and k alike, so that q.k is the same).
-SAME_IN_A_SEGMENT = {
-    "act_swapped": ("gate_up_swapped",),
-    "gate_up_swapped": ("act_swapped",),
-    "rope_pairing": ("rope_permuted",),
-    "rope_permuted": ("rope_pairing",),
-}
 # Where nothing overflows, float16 is coarse arithmetic and no mistake.
 COARSE_TYPES = ("scores_f16", "ffn_act_f16")
 N_SETS = 8
@@ -169,7 +161,7 @@ def run_one(bench: Bench, fault: str, capture: str) -> str:
     if not faulty:
         return "not visible"
     names = {op.cause.name if op.cause else None for op in faulty}
-    if names <= {name, *(SAME_IN_A_SEGMENT.get(name, ()) if capture != "all" else ())}:
+    if names <= {name, ALIKE.get(name, name) if capture != "all" else name}:
         return "named"
     return "unnamed" if names <= {None, name} else "misnamed: " + ", ".join(sorted(filter(None, names - {name})))
 

@@ -71,9 +71,9 @@ def model(models: Models) -> Path:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "c.trace:1: not a trace: it begins with b'', not with {\"type\":\"trace\""),
-        (b"\n\n", "c.trace:1: not a trace: it begins with b''"),
-        (b"GGUF\3\0\0\0", "c.trace:1: not a trace: it begins with b'GGUF"),
+        (b"", "c.trace:1: not a trace: its first line is empty, and a trace with {\"type\":\"trace\""),
+        (b"\n\n", "c.trace:1: not a trace: its first line is empty"),
+        (b"GGUF\3\0\0\0", "c.trace:1: not a trace: it is a GGUF model"),
         (b'{"type":"tra', "c.trace:1: not a JSON object on one line: Input data was truncated"),
         (b'{"type":"end","records":0}\n', "c.trace:1: not a trace: it begins with"),
         (b'{"type":"trace","version":2,"engine":"e"}\n', "c.trace:1: trace version 2 is not supported; this is vers"),

@@ -128,6 +128,14 @@ def test_some_statistics_beside_data(broken: Broken, found: Callable[..., list[t
     ]
 
 
+def test_an_op_recorded_after_the_next_one_ran_in_its_buffer(
+    broken: Broken, found: Callable[..., list[tuple[int, str, str, str]]]
+) -> None:
+    rope = next(i for i, line in enumerate(broken.lines) if b'"op":"blk.0.attn_q_rope"' in line)
+    broken.poke(Q, broken.read(rope))
+    assert [what for _, _, what, _ in found()] == ["blk.0.attn_q: holds the values of blk.0.attn_q_rope, one by one"]
+
+
 # ---- Everything is wrong
 
 

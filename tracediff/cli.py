@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tracediff.engine.llama_cpp import Prompt
     from tracediff.judge import Policy
     from tracediff.model.graph import Graph
-    from tracediff.result import Result, Verdict
+    from tracediff.result import Listing, Result, Verdict
 
 MATCH, DIVERGED, UNDECIDED, INTERRUPTED = 0, 1, 2, 130
 
@@ -399,12 +399,12 @@ def inspect(
 ) -> int:
     """List the ops that an engine should write for a model, or the records of a trace."""
     from tracediff.listings import of_model, of_trace
-    from tracediff.report.listing import render
 
     is_model = _is_gguf(what)
     if (tokens and not skeleton) or (skeleton and not is_model):
         raise TracediffError(
-            "--skeleton is of a model, and --tokens N of the skeleton: give a GGUF file and --skeleton."
+            f"{'--tokens N belongs to --skeleton: give that as well' if is_model else '--skeleton is of a model'}. "
+            "tracediff inspect MODEL --skeleton --tokens N"
         )
     if is_model:
         from tracediff.model.families import load_graph
@@ -417,11 +417,11 @@ def inspect(
                 f"{line}\n" for line in (trace(graph, what.name, tokens) if tokens else comments(graph))
             )
         else:
-            _print(render(of_model(graph)))
+            _list(of_model(graph))
     else:
         from tracediff.trace.reader import Trace
 
-        _print(render(of_trace(Trace(what))))
+        _list(of_trace(Trace(what)))
     return MATCH
 
 
@@ -429,9 +429,8 @@ def inspect(
 def faults() -> int:
     """List the mistakes that can be planted and recognised."""
     from tracediff.listings import of_faults
-    from tracediff.report.listing import render
 
-    _print(render(of_faults()))
+    _list(of_faults())
     return MATCH
 
 
@@ -481,6 +480,13 @@ def _check_replayed(result: "Result") -> None:
             "model. Record data, under the names that `tracediff inspect MODEL` lists; "
             "`tracediff compare` without --model compares statistics by tolerance."
         )
+    unknown = result.coverage.unknown if result.coverage else ()
+    if 2 * len(unknown) > len({op.op for op in result.ops}):
+        raise TracediffError(
+            f"{result.candidate.path}: most of its ops ({len(unknown)}) have names that this model has not: "
+            f"{', '.join(unknown[:3])}, ... `tracediff validate TRACE --model MODEL` lists them, `tracediff import` "
+            "knows those of others."
+        )
 
 
 def _is_gguf(path: Path) -> bool:
@@ -494,6 +500,8 @@ def _is_gguf(path: Path) -> bool:
 @contextmanager
 def _folder(save: Path | None) -> Iterator[Path]:
     if save:
+        if save.is_file():
+            raise TracediffError(f"--save {save} is a file. Give a folder, which is made where it is not there.")
         save.mkdir(parents=True, exist_ok=True)
         yield save
         return
@@ -521,10 +529,14 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
         yield show
 
 
-def _print(what: "RenderableType") -> None:
+def _list(listing: "Listing") -> None:
+    """A table as wide as the terminal; in a pipe as wide as it needs."""
     from tracediff.console import standard_output
+    from tracediff.report.listing import narrowest, render
 
-    standard_output().print(what)
+    console = standard_output()
+    limit = console.width if sys.stdout.isatty() or "COLUMNS" in os.environ else None
+    console.print(render(listing, limit), width=max(console.width, 0 if limit else narrowest(listing)))
 
 
 def _report(result: "Result", json: Path | None) -> int:

@@ -153,7 +153,9 @@ def _explain(judged: "Judged", progress: Progress) -> Explain:
 def _measure(pairs: list[Pair], r: Trace, c: Trace, policy: Policy, progress: Progress) -> list[OpResult]:
     """Drift of every pair. One at a time: threads would fight over the interpreter more than they compute."""
     storages = [record.dtype for pair in pairs for record in (pair.reference, pair.candidate) if record]
-    coarse = coarsest(storages, [r.header.weights, c.header.weights])
+    # The two ran the same model: a side that does not say the type of its weights has the other's.
+    known = [kind for kind in (r.header.weights, c.header.weights) if kind]
+    coarse = coarsest(storages, known or [None])
     done = []
     for pair in pairs:
         done.append(_measure_pair(pair, r, c, policy.tolerance(pair.op, coarse)))

@@ -27,6 +27,11 @@ _ENOUGH = 64  # values that look like half precision by chance: not so many
 _SPREAD = {"bf16": 6.0, "f16": 5.0}
 # Relative to the largest value: what sums in float32, or a rounding on the way to the file, may make of a statistic.
 _SAME = {"f64": 1e-3, "f32": 1e-3, "f16": 4e-3, "bf16": 1.6e-2}
+# Ops that engines compute in the buffer of the op before.
+_IN_PLACE = {
+    "attn_q": "attn_q_rope", "attn_k": "attn_k_rope", "attn_output": "attn_residual", "ffn_gate": "ffn_act",
+    "ffn_down": "ffn_residual",
+}  # fmt: skip
 _INSPECT = "`tracediff inspect MODEL --skeleton` lists names, shapes and order."
 
 
@@ -39,7 +44,7 @@ def validate(path: Path, model: Path | None = None) -> Validation:
         graph = load_graph(model)
     trace, problems = Trace.lenient(path)
     findings = [Finding(p.line, "violation", p.what, p.then) for p in problems]
-    findings += [*_steps(trace), *_values(trace), *_shared_bytes(trace)]
+    findings += [*_steps(trace), *_values(trace), *_shared_bytes(trace), *_recorded_late(trace)]
     if trace.ops or trace.weights:
         findings += [*_against_model(trace, graph)] if graph else [*_names(trace)]
     return Validation(str(path), len(trace.steps), len(trace.ops), tuple(sorted(findings, key=lambda f: f.line)))
@@ -137,6 +142,23 @@ def _shared_bytes(trace: Trace) -> Iterator[Finding]:
             what = f"{op}: begins at byte {record.offset:,}, where {first[record.offset]} begins"
             yield Finding(trace.lines[step, op], "warning", what, "Add the size of what was written to the offset.")
         first.setdefault(record.offset, op)
+
+
+def _recorded_late(trace: Trace) -> Iterator[Finding]:
+    """Values that are those of the op after: in both records, what that made of the buffer."""
+    for (step, op), record in trace.ops.items():
+        layer, local = split(op)
+        after = f"blk.{layer}.{_IN_PLACE.get(local)}"
+        other = trace.ops.get((step, after))
+        if other is None or not record.has_data or not other.has_data or record.size != other.size or not record.size:
+            continue
+        if after.endswith("_rope") and not any(trace.steps[step].positions):
+            continue  # nothing is rotated at position 0
+        values = trace.values(record)
+        if values.any() and np.array_equal(values.reshape(-1), trace.values(other).reshape(-1)):
+            what = f"{op}: holds the values of {after}, one by one"
+            then = "Is one computed in the buffer of the other? Record each before the next kernel runs."
+            yield Finding(trace.lines[step, op], "warning", what, then)
 
 
 def _names(trace: Trace) -> Iterator[Finding]:

@@ -60,6 +60,15 @@ class Mistake:
 
 
 BANK: dict[str, Mistake] = {}
+# From the outside of a segment these are one mistake: silu(up) * gate is what comes of swapped weights too, rope in the
+# other pairing is the right rope of rows permuted (q and k alike, so that q.k is the same), and so on.
+ALIKE = {
+    a: b
+    for pair in (
+        ("act_swapped", "gate_up_swapped"), ("rope_pairing", "rope_permuted"), ("attention_scale", "scores_scaled"),
+    )
+    for a, b in (pair, pair[::-1])
+}  # fmt: skip
 
 
 def _mistake(
@@ -635,6 +644,18 @@ def _scale(op: Op, context: Context) -> Variants:
             )
     if context.seen and (fitted := _fitted_scale(context.seen)) is not None:
         yield op.with_attrs(scale=fitted), f"the attention scale is {fitted:.6g} instead of {right:.6g}"
+
+
+@_mistake(
+    "scores_scaled", "scores are multiplied by the attention scale", "where the scale is applied, or what is recorded",
+    ("attn_scores",),
+)  # fmt: skip
+def _scaled_scores(op: Op, context: Context) -> Variants:
+    scale = context.graph.hparams.attention_scale
+    yield (
+        _with_function(op, lambda q, k: ops.scores(q, k) * scale),
+        f"the scores have the scale ({scale:.4g}) in them; if they are only recorded so, call them {op.name}_scaled",
+    )
 
 
 def _fitted_scale(seen: Seen) -> float | None:

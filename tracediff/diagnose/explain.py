@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tracediff.diagnose.bank import BANK, Context, Mistake, Seen
+from tracediff.diagnose.bank import ALIKE, BANK, Context, Mistake, Seen
 from tracediff.diagnose.shapes import describe
 from tracediff.model.arithmetic import scheme_named
 from tracediff.model.families import build_graph
@@ -93,9 +93,11 @@ class Explainer:
             return replace(result, shape=describe(recorded, exact))
         self._worked[result.op] = self._worked[local_name] = best.mistakes
         under = best.local
-        return replace(
-            result, cause=Cause(" + ".join(best.mistakes), under.nmse, best.text, under.floor, under.arithmetic)
+        others = [BANK[ALIKE[name]] for name in best.mistakes if len(error.segment) > 1 and name in ALIKE]
+        text = best.text + "".join(
+            f" (or {other.text}: the same from here; record {' and '.join(other.ops)} to tell)" for other in others
         )
+        return replace(result, cause=Cause(" + ".join(best.mistakes), under.nmse, text, under.floor, under.arithmetic))
 
     def _known_pair(self, record: OpRecord, error: Local, known: list[tuple[str, ...]]) -> Hypothesis | None:
         """What two mistakes explained an op of this name, where they explain this one too."""
@@ -181,7 +183,8 @@ class Explainer:
             for changed in zip(*filter(None, variants), strict=False):
                 ops = [op for op, _ in changed]
                 where = ", ".join(dict.fromkeys(split(op.name)[1] for op in ops))
-                text = (f"{where}: " if len(error.segment) > 1 else "") + changed[0][1]
+                said = changed[0][1].replace(f"{ops[0].name}.", "their ") if len(ops) > 1 else changed[0][1]
+                text = (f"{where}: " if len(error.segment) > 1 else "") + said
                 both = tuple({op.name: op for op in (*before, *ops)}.values())
                 yield Hypothesis(
                     (*given.mistakes, mistake.name) if given else (mistake.name,),

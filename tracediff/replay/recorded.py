@@ -86,7 +86,8 @@ class Recorded:
             if not same_shape(record.shape, shape, may_be_flat=record.token_axis == 0):
                 raise TraceError(
                     f"{self.trace.path}: {record.op!r} in step {record.step} has shape {list(record.shape)}; this "
-                    f"model's is {list(shape)}. Is it a trace of another model? See `tracediff inspect MODEL`."
+                    f"model's is {list(shape)}. Is it a trace of another model? `tracediff validate "
+                    "TRACE --model MODEL` says what else it may be."
                 )
 
 

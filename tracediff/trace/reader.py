@@ -256,7 +256,10 @@ def _header(line: bytes) -> Header | str:
     if isinstance(header, str):
         return header
     if not isinstance(header, Header):
-        return f'not a trace: it begins with {line[:8]!r}, not with {{"type":"trace","version":{VERSION},...}}'
+        if line.startswith(b"GGUF"):
+            return "not a trace: it is a GGUF model"
+        found = f"it begins with {line[:8]!r}" if line else "its first line is empty"
+        return f'not a trace: {found}, and a trace with {{"type":"trace","version":{VERSION},...}}'
     if header.version != VERSION:
         return f"trace version {header.version} is not supported; this is version {VERSION}"
     return header

@@ -37,7 +37,17 @@ def states(result: Result, width: int) -> Iterator[RenderableType]:
     columns = ["after", *columns, *_STATISTICS, "growth"]
     columns += ["NMSE", ":bar"] if result.reference else []
     columns += ["local"] if any(op.local for op in shown) else []
-    yield fitting([*columns, ":status"], [_row(op, every[0]) for op in shown], width, _SPARE)
+    rows = [_row(op, every[0], _worst(op, result)) for op in shown]
+    yield fitting([*columns, ":status"], rows, width, _SPARE)
+
+
+def _worst(state: OpResult, result: Result) -> OpResult:
+    """The first op of the state's layer that is wrong by itself, or the first that drifts; else the state."""
+    layer = [op for op in result.ops if op.step == state.step and op.layer == state.layer]
+    if state.layer is None or state.status in ("faulty", "drift"):
+        return state
+    wrong = sorted((op for op in layer if op.status in ("faulty", "drift")), key=lambda op: op.status != "faulty")
+    return wrong[0] if wrong else state
 
 
 def _some(every: list[OpResult]) -> list[OpResult]:
@@ -49,14 +59,14 @@ def _some(every: list[OpResult]) -> list[OpResult]:
     return [op for op in every if op.status != "ok" or op.layer is None or layers.index(op) in kept]
 
 
-def _row(op: OpResult, base: OpResult) -> dict[str, str | Text]:
+def _row(op: OpResult, base: OpResult, worst: OpResult) -> dict[str, str | Text]:
     row: dict[str, str | Text] = {
         "after": f"layer {op.layer}" if op.layer is not None else op.op,
         "growth": _times(op.candidate, base.candidate),
         "NMSE": number(op.drift.nmse) if op.drift else "-",
         ":bar": Text(_bar(op.drift.nmse), style=STYLES[op.status]) if op.drift else "",
         "local": number(op.local.nmse) if op.local else "-",
-        ":status": Text(op.status, style=STYLES[op.status]),
+        ":status": Text(worst.status, style=STYLES[worst.status]),
     }
     for prefix, side in (("ref ", op.reference), ("", op.candidate)):
         for statistic in _STATISTICS:

@@ -13,11 +13,7 @@ from tracediff.result import OpResult, Result
 def verdict(result: Result) -> Iterator[RenderableType]:
     """One sentence, and the figures behind it."""
     if result.verdict == "match":
-        replayed = "replayed and compared" if result.reference else "replayed"
-        how = replayed if any(op.local for op in result.ops) else "compared by drift"
-        blind = sum(op.local.blind for op in result.ops if op.local)
-        but = f" Of {count(blind, 'op')} nothing could be told: see below." if blind else ""
-        yield hanging("MATCH:", Text(f"nothing diverges in {len(result.ops)} ops, {how}.{but}"), "bold green")
+        yield hanging("MATCH:", Text(_match(result)), "bold green")
         return
     yield hanging("DIVERGED:", Text(_why(result)), ALARM)
     first = result.first_divergence
@@ -30,23 +26,42 @@ def verdict(result: Result) -> Iterator[RenderableType]:
             )
 
 
+def _match(result: Result) -> str:
+    """What was judged, and how far that reaches."""
+    judged = [op for op in result.ops if op.local]
+    if not judged:
+        drifts = [op for op in result.ops if op.drift and op.tolerance is not None]
+        largest = max(drifts, key=lambda op: op.drift.nmse if op.drift else 0.0, default=None)
+        said = f"nothing diverges in {len(result.ops)} ops, compared by drift"
+        if largest is None or largest.drift is None or largest.drift.nmse == 0:
+            return f"{said}."
+        most = f"NMSE {number(largest.drift.nmse)} at {largest.op}, where {number(largest.tolerance)} may be"
+        return f"{said} (at most {most}). A mistake may be smaller: --model judges each op by itself."
+    how = "replayed and compared" if result.reference else "replayed"
+    rest = len(result.ops) - len(judged)
+    where = f"{len(judged)} ops" if not rest else f"the {len(judged)} of {len(result.ops)} ops that could be judged"
+    blind = sum(op.local.blind for op in judged if op.local)
+    but = f" Of {count(blind, 'op')} nothing could be told: see below." if blind else ""
+    return f"nothing diverges in {where}, {how}.{but}"
+
+
 def _why(result: Result) -> str:
     first = result.first_divergence
+    wrong = [weight.weight for weight in result.weights if weight.status == "wrong"]
+    loaded = f"{_are(len(wrong), 'weight')} wrong in memory: {', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}"
     if first is None:
-        wrong = [weight.weight for weight in result.weights if weight.status == "wrong"]
-        return f"{_are(len(wrong), 'weight')} wrong in memory: {', '.join(wrong[:3])}."
+        return f"{loaded}."
     if first.reason == "local":
         groups = _groups(result)
         others = len(groups) - 1
         more = f" {_are(others, 'other mistake')} listed below." if others > 0 else ""
         return _sentence(groups[0], result) + more
-    if first.reason == "drift":
-        op = next(op for op in result.ops if (op.op, op.step) == (first.op, first.step))
-        if op.note:
-            return f"{first.op}{_in_step(first.step, result)}: {op.note}."
-        drift = f"NMSE {number(op.drift.nmse)}, tolerance {number(op.tolerance)}" if op.drift else ""
-        return f"{first.op} is the first op over its tolerance{_in_step(first.step, result)} ({drift})."
-    return f"{first.op} is not on both sides{_in_step(first.step, result)}."
+    op = next(op for op in result.ops if (op.op, op.step) == (first.op, first.step))
+    before = f"{loaded}; and " if wrong else ""
+    if op.note:
+        return f"{before}{first.op}{_in_step(first.step, result)}: {op.note}."
+    drift = f"NMSE {number(op.drift.nmse)}, tolerance {number(op.tolerance)}" if op.drift else ""
+    return f"{before}{first.op} is the first op over its tolerance{_in_step(first.step, result)} ({drift})."
 
 
 def _are(n: int, noun: str) -> str:
@@ -76,10 +91,20 @@ def _unnamed(text: str, op: OpResult) -> str:
 
 def _sentence(group: list[OpResult], result: Result) -> str:
     first = group[0]
+    where = _where(group, result)
+    if first.local and len(first.local.segment) > 1:
+        where = f"{_seen(group, result)} (seen in {first.op if len(group) == 1 else local_name(first.op)})"
     if not first.cause:
-        return f"{_where(group, result)}: wrong, and no known mistake explains it ({first.shape})."
+        return f"{where}: wrong, and no known mistake explains it ({first.shape})."
     several = len({op.op for op in group}) > 1
-    return f"{_where(group, result)}: {_unnamed(first.cause.text, first) if several else first.cause.text}."
+    return f"{where}: {_unnamed(first.cause.text, first) if several else first.cause.text}."
+
+
+def _seen(group: list[OpResult], result: Result) -> str:
+    """Where a mistake is that shows in what a segment ends in: in these layers, or before these ops."""
+    if all(op.layer is not None for op in group):
+        return _layers(group, list({local_name(op.op) for op in group}), result)
+    return f"before {listed(list(dict.fromkeys(op.op for op in group)))}"
 
 
 def _where(group: list[OpResult], result: Result) -> str:
@@ -97,7 +122,7 @@ def _layers(group: list[OpResult], names: list[str], result: Result) -> str:
     if len(layers) == 1:
         return f"layer {layers[0]}"
     if len(layers) == len(known):
-        return f"all {len(layers)} layers"
+        return "both layers" if len(layers) == 2 else f"all {len(layers)} layers"
     some = ", ".join(map(str, layers[:6])) + (", ..." if len(layers) > 6 else "")
     return f"{len(layers)} of {len(known)} layers ({some})"
 
@@ -129,7 +154,8 @@ def faulty(result: Result) -> Iterator[RenderableType]:
     yield heading("Faulty ops (wrong by themselves, whatever came before)")
     for group in groups:
         worst = max((op.local.nmse for op in group if op.local), default=math.nan)
-        said = Text.assemble(_sentence(group, result), (f" (NMSE up to {number(worst)})", "dim"))
+        figure = "" if math.isnan(worst) else f" (NMSE up to {number(worst)})"
+        said = Text.assemble(_sentence(group, result), (figure, "dim"))
         yield hanging("  -", said)
         local = group[0].local
         if local and len(local.segment) > 1:
