@@ -278,7 +278,7 @@ def test_out(engine: str, out: str, expected: str, model: Path, tmp_path: Path, 
 
 def test_save_is_a_file(model: Path, refused: Callable[..., str]) -> None:
     message = refused("run", model, "--tokens", "1", "--save", model)
-    assert f"File exists: '{model}'. Check the path, the permissions and the space left." in message
+    assert message == f"--save {model} is a file. Give a folder, which is made where it is not there."
 
 
 @pytest.mark.parametrize("name", ["no/a.json", "."])

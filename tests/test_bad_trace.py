@@ -280,7 +280,7 @@ def test_cut_in_the_middle_of_a_line(pair: Pair, cli: Callable[..., tuple[int, s
     pair.path.write_bytes(b"\n".join(pair.lines[:20])[:-5])
     code, output, error = cli("compare", pair.reference, pair.path)
     assert (code, error) == (1, "")
-    assert "blk.0.ffn_norm is not on both sides" in output
+    assert "DIVERGED: blk.0.ffn_norm: c.trace has no such record." in output
     assert "12 ops" in output
     assert "it ends in the middle of line 20 without an 'end' record" in " ".join(output.split())
 
@@ -393,7 +393,29 @@ def test_other_shapes(judge: tuple[object, ...], pair: Pair, refused: Callable[.
     pair.change(NORM, shape=[4, 24])
     message = refused(*judge)
     assert "c.trace: 'blk.0.attn_norm' in step 0 has shape [4, 24]; this model's is [4, 48]" in message
-    assert "tracediff inspect MODEL" in message
+    assert message.endswith("`tracediff validate TRACE --model MODEL` says what else it may be.")
+
+
+def test_most_names_unknown(judge: tuple[object, ...], pair: Pair, refused: Callable[..., str]) -> None:
+    """A verdict on the few that are known would be a green light for all."""
+    for path in (pair.path, pair.reference):
+        path.write_bytes(path.read_bytes().replace(b'"op":"blk.', b'"op":"layers.'))
+    message = refused(*judge)
+    assert "have names that this model has not: layers.0.attn_norm, layers.0.attn_q, " in message
+
+
+def test_a_side_that_does_not_say_its_weights_has_the_others_tolerance(
+    pair: Pair, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    tolerances = []
+    for weights in ("F32", None):
+        header = json.loads(pair.lines[HEADER]) | {"weights": weights}
+        pair.lines[HEADER] = json.dumps(header).encode()
+        pair.write()
+        cli("compare", pair.reference, pair.path, "--json", tmp_path / "r.json")
+        ops = json.loads((tmp_path / "r.json").read_text())["ops"]
+        tolerances.append([op["tolerance"] for op in ops])
+    assert tolerances[0] == tolerances[1]
 
 
 def test_heads_in_another_order_of_axes(judge: tuple[object, ...], pair: Pair, refused: Callable[..., str]) -> None:

@@ -131,6 +131,30 @@ def test_positions_shifted_alike_are_no_mistake(models, torch_trace, tmp_path: P
     assert check_trace(trace, model).verdict == "match"
 
 
+@pytest.mark.parametrize(
+    ("fault", "either", "other"),
+    [
+        ("rope_pairing", "rope pairs neighbouring channels", "are permuted for the other rope layout"),
+        ("act_swapped", "SiLU is applied to up", "ffn_gate multiplies with ffn_up.weight"),
+    ],
+)
+def test_what_is_alike_from_outside_is_said_to_be(fault: str, either: str, other: str, models, torch_trace) -> None:
+    model = models("k-quants", "F32")
+    (cause,) = {
+        op.cause.text for op in check_trace(torch_trace(model, capture="layers", faults=(fault,)), model).faulty
+    }
+    assert "the same from here; record " in cause
+    assert either in cause
+    assert other in cause
+
+
+def test_scores_that_are_scaled_are_told_how_to_be_called(models, torch_trace) -> None:
+    model = models("k-quants", "F32")
+    faulty = check_trace(torch_trace(model, faults=("scores_scaled@1",)), model).faulty
+    assert {(op.op, op.cause.name) for op in faulty} == {("blk.1.attn_scores", "scores_scaled")}
+    assert "if they are only recorded so, call them blk.1.attn_scores_scaled" in faulty[0].cause.text
+
+
 def test_what_no_mistake_explains_is_described(models, torch_trace) -> None:
     model = models("k-quants", "F32")
     path = torch_trace(model)

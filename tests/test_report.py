@@ -45,6 +45,30 @@ def test_a_short_parenthesis_is_never_broken() -> None:
         assert "(2i, 2i + 1)" in make.report(result, width)
 
 
+def test_a_match_by_drift_says_how_far_it_reaches() -> None:
+    """Of quantised weights a tenth may drift: that hides mistakes, and is said."""
+    case = TRACES / "clean"
+    result = compare_traces(case / "reference.trace", case / "candidate.trace")
+    assert words(result).startswith("MATCH: nothing diverges in 74 ops, compared by drift (at most NMSE ")
+    assert " may be). A mistake may be smaller: --model judges each op by itself. reference: " in words(result)
+
+
+def test_weights_that_are_wrong_come_before_what_drifts() -> None:
+    assert words(make.compare("statistics")).startswith(
+        "DIVERGED: 1 weight is wrong in memory: output_norm.weight; and output_norm is the first op over its tolerance"
+    )
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_a_listing_cuts_no_name(width: int, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., tuple]) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, listed, _ = cli("inspect", TRACES / "clean" / "candidate.trace")
+    assert code == 0
+    assert "…" not in listed
+    assert all(op in listed.split() for _, op in Trace(TRACES / "clean" / "candidate.trace").ops)
+    assert max(map(len, listed.splitlines())) <= width
+
+
 # ---- What is normal
 
 

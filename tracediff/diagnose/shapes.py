@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 _CLOSE = 1e-6  # NMSE that a stated relation may leave
-_NO_FACTOR = 1e-3  # a ratio so near 1 is none where the error is as small
 
 
 def describe(recorded: Tensor, exact: Tensor) -> str:
@@ -26,7 +25,7 @@ def _facts(y: Tensor, x: Tensor) -> Iterator[str]:
         yield "all values are zero"
         return
     ratio = float((y * x).sum() / x.square().sum().clamp(min=1e-300))
-    if _nmse(y, x) < _CLOSE and abs(ratio - 1) < _NO_FACTOR:
+    if _nmse(y, ratio * x) > 0.5 * _nmse(y, x) and _nmse(y, x) < _CLOSE:  # the ratio explains none of it
         yield f"right up to {math.sqrt(_nmse(y, x)):.0e} of it, as if rounded when it was recorded: record float32"
         return
     if _nmse(y, ratio * x) < _CLOSE:
