@@ -45,7 +45,16 @@ def _worst(op: OpResult) -> Iterator[RenderableType]:
         worst, right, ours = op.drift.worst, "reference", "candidate"
     else:
         return
-    yield line(f"at {list(worst.at)} of {op.op}: {ours} {worst.candidate:.9g}, {right} {worst.reference:.9g}")
+    where = ", ".join(f"{axis} {i}" for axis, i in zip(_axes(op, len(worst.at)), worst.at, strict=True))
+    yield line(f"at {where} of {op.op}: {ours} {worst.candidate:.9g}, {right} {worst.reference:.9g}")
+
+
+def _axes(op: OpResult, n: int) -> tuple[str, ...]:
+    """What the indices of an element count."""
+    if op.kind in ("scores", "softmax") and n == 3:
+        return "head", "token", "key"
+    known = {1: ("token",), 2: ("token", "channel"), 3: ("token", "head", "channel")}
+    return known.get(n, tuple(f"axis {i}:" for i in range(n)))
 
 
 def _row(op: OpResult) -> dict[str, str | Text]:
