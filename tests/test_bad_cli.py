@@ -410,7 +410,13 @@ def long_run(models: Models, tmp_path: Path) -> Iterator[Callable[[str], subproc
         out = tmp_path / "a.trace"
         command = [sys.executable, "-m", "tracediff", "trace", models("demo"), "--engine", engine, "-o", out]
         command += ["--tokens", "1,2,3", "--decode", "4000"]
-        running = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True, start_new_session=True)
+        running = subprocess.Popen(
+            [*map(str, command)],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        )
         started.append(running)
         deadline = time.monotonic() + 60
         while not out.exists() or out.stat().st_size < 20_000:
