@@ -106,19 +106,23 @@ def findings(weights: str, folder: Path) -> Iterator[Finding]:
         if local.faulty:
             raise AssertionError(f"{op} of a clean {weights} trace is called faulty")
         right = trace.values(record).copy()
-        replay = Replay(trace, graph, kept)
-        caught = {name: smallest(replay, trace, record, right, change) for name, change in PERTURBATIONS.items()}
+        caught = {
+            name: smallest(lambda: Replay(trace, graph, kept), trace, record, right, change)
+            for name, change in PERTURBATIONS.items()
+        }
         trace.tampered = None
         yield Finding(weights, op, local.nmse, local.floor, local.arithmetic, caught)
 
 
-def smallest(replay: Replay, trace: Perturbed, record: OpRecord, right: np.ndarray, change: Change) -> float | None:
-    """The first step from below that is caught."""
+def smallest(
+    replay: Callable[[], Replay], trace: Perturbed, record: OpRecord, right: np.ndarray, change: Change
+) -> float | None:
+    """The first step from below that is caught, each by a replay that has not seen the others."""
     for size in STEPS:
         values = right.copy()
         change(values, size, record.token_axis)
         trace.tampered = record.op, values
-        if replay.judge(record).faulty:
+        if replay().judge(record).faulty:
             return size
     return None
 
