@@ -24,7 +24,7 @@ _A_LAYER = 24  # ops: in longer segments the pairs are too many
 # One that leaves less than this share may be one of two; with the best so many of those every other is tried.
 _PARTLY, _FIRST_OF_PAIR = 1.0, 6
 _SECOND = 0.5  # of what the first of a pair leaves: more, and nothing speaks for the second
-_KEEP = 256 << 20  # bytes of weights that stay dequantised: all of a small model, some layers of a real one
+_KEEP = 128 << 20  # bytes of weights that stay dequantised: all of a small model, some layers of a real one
 
 
 Progress = Callable[[float], None]  # told the share that is done
