@@ -531,11 +531,11 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
 
 def _list(listing: "Listing") -> None:
     """A table as wide as the terminal; in a pipe as wide as it needs."""
-    from tracediff.console import standard_output
+    from tracediff.console import has_width, standard_output
     from tracediff.report.listing import narrowest, render
 
     console = standard_output()
-    limit = console.width if sys.stdout.isatty() or "COLUMNS" in os.environ else None
+    limit = console.width if has_width() else None
     console.print(render(listing, limit), width=max(console.width, 0 if limit else narrowest(listing)))
 
 

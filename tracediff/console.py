@@ -14,7 +14,11 @@ class Console(RichConsole):
         raise  # the BrokenPipeError that is being handled
 
 
+def has_width() -> bool:
+    """Whether standard output is so many columns wide, by its terminal or by COLUMNS: a pipe is not."""
+    return sys.stdout.isatty() or "COLUMNS" in os.environ
+
+
 def standard_output() -> Console:
     """In a pipe plain text, 100 columns wide unless COLUMNS says otherwise."""
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=100 if piped else None, highlight=False, markup=False, soft_wrap=False)
+    return Console(width=None if has_width() else 100, highlight=False, markup=False, soft_wrap=False)

@@ -25,10 +25,11 @@ def _facts(y: Tensor, x: Tensor) -> Iterator[str]:
         yield "all values are zero"
         return
     ratio = float((y * x).sum() / x.square().sum().clamp(min=1e-300))
-    if _nmse(y, ratio * x) > 0.5 * _nmse(y, x) and _nmse(y, x) < _CLOSE:  # the ratio explains none of it
-        yield f"right up to {math.sqrt(_nmse(y, x)):.0e} of it, as if rounded when it was recorded: record float32"
+    off, scaled = _nmse(y, x), _nmse(y, ratio * x)
+    if scaled > 0.5 * off and off < _CLOSE:  # the ratio explains none of it
+        yield f"right up to {math.sqrt(off):.0e} of it, as if rounded when it was recorded: record float32"
         return
-    if _nmse(y, ratio * x) < _CLOSE:
+    if scaled < _CLOSE:
         yield f"every value is {ratio:.6g} times what it should be{_name_ratio(ratio, x)}"
         return
     difference = y - x

@@ -54,8 +54,7 @@ class Fits:
         self._weights = weights
         self._schemes = schemes
         self._of_sort: dict[Sort, Scheme] = {}
-        self._of_record: dict[tuple[int, str], Scheme] = {}
-        self._doubtful: set[Sort] = set()  # sorts of segments that no scheme fits
+        self._doubtful: dict[Sort, list[Scheme]] = {}  # segments that no scheme fits: what to try on them
 
     def is_segment(self, record: OpRecord) -> bool:
         """Whether inputs of the record must be recomputed."""
@@ -90,8 +89,7 @@ class Fits:
         """
         op, sort = self._graph[record.op], self._sort(record)
         if sort in self._doubtful:
-            plain = (self._of_sort[sort], *self._schemes[:2])
-            return [scheme for scheme in self.candidates(record) if scheme in plain]
+            return self._doubtful[sort]
         if sort in self._of_sort:
             return [self._of_sort[sort]]
         kin = Counter(fit for other, fit in self._of_sort.items() if other[0] in (op.kind, split(op.name)[1]))
@@ -104,7 +102,8 @@ class Fits:
             best, fits = self._best(self._alike(sort), look)
             self._of_sort[sort] = best
             if not fits:
-                self._doubtful.add(sort)
+                plain = (best, *self._schemes[:2])
+                self._doubtful[sort] = [scheme for scheme in self.candidates(record) if scheme in plain]
         return self._of_sort[sort]
 
     def _best(self, records: list[OpRecord], look: Callable[[OpRecord, Scheme], Local]) -> tuple[Scheme, bool]:
@@ -136,20 +135,18 @@ class Fits:
             alike[at] for at in dict.fromkeys(len(alike) * (2 * i + 1) // (2 * _TOGETHER) for i in range(_TOGETHER))
         ]
 
-    def remember(self, record: OpRecord, scheme: Scheme, fits: bool) -> None:
-        """The scheme that fits the record, or that leaves least where none does."""
-        self._of_record[record.step, record.op] = scheme
-        if fits:
-            self._of_sort[self._sort(record)] = scheme
+    def remember(self, record: OpRecord, scheme: Scheme) -> None:
+        """The scheme that fits the record."""
+        self._of_sort[self._sort(record)] = scheme
 
     def _sort(self, record: OpRecord) -> Sort:
         """Kind (of a segment its name), storage, tokens of the step, inputs that were recomputed, the weight's type."""
         op = self._graph[record.op]
-        whole = [str(not held) for held in self._recorded.holds_inputs(op, record)]
+        held = self._recorded.holds_inputs(op, record)
         types = [self._weights.type_of(w) for w in op.weights[:1]] if op.kind == "linear" else []
         n_tokens, n_keys = self._lengths(record)
-        kind = split(op.name)[1] if self.is_segment(record) else op.kind
-        return (kind, record.dtype or "", str(n_tokens), str(n_keys > SHARED_BEYOND), *whole, *types)
+        kind = op.kind if all(held) else split(op.name)[1]
+        return (kind, record.dtype or "", str(n_tokens), str(n_keys > SHARED_BEYOND), *map(str, held), *types)
 
     def _lengths(self, record: OpRecord) -> tuple[int, int]:
         """Tokens of the record's step, and all so far."""

@@ -87,17 +87,15 @@ class Replay:
         """The record's local error under the arithmetic that fits it."""
         if self._fits.is_segment(record):
             return self._look(record, self._fits.of_segment(record, self._look))
-        tried: list[tuple[Local, Scheme]] = []
+        tried: list[Local] = []
         for scheme in self._fits.candidates(record):
             local = self._look(record, scheme)
-            tried.append((local, scheme))
+            tried.append(local)
             if not local.faulty and not local.blind:
-                self._fits.remember(record, scheme, fits=True)
+                self._fits.remember(record, scheme)
                 return local
         # Nothing fits: the error is what the least of the schemes that can see leaves.
-        local, scheme = min(tried, key=lambda pair: _what_is_left(pair[0]))
-        self._fits.remember(record, scheme, fits=False)
-        return local
+        return min(tried, key=_what_is_left)
 
     def _look(self, record: OpRecord, scheme: Scheme) -> Local:
         """The record's local error under a scheme."""

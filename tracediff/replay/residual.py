@@ -46,7 +46,9 @@ def measure(recorded: Tensor, made: Recomputed, hidden: Tensor | None = None) ->
     """`recorded` against what was made; `hidden` [T, S] marks scores that do not count."""
     exact, bound, noise = made.exact, made.bound(), made.noise
     error = (recorded - exact).abs_()
-    if not math.isfinite(_energy(error)):
+    squares = _energy(error)
+    altered = hidden is not None or not math.isfinite(squares)
+    if not math.isfinite(squares):
         # NaN and Inf that the inputs' own make are no mistake of this op. Of a masked key's an engine need make none.
         lost = ~exact.isfinite() if made.not_finite else ~(recorded.isfinite() | exact.isfinite())
         error, exact, bound = error.masked_fill(lost, 0.0), exact.masked_fill(lost, 0.0), bound.masked_fill(lost, 1.0)
@@ -58,7 +60,7 @@ def measure(recorded: Tensor, made: Recomputed, hidden: Tensor | None = None) ->
     at = int(excess.argmax())  # a NaN before all numbers
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), error.shape))
     return Residual(
-        error=_energy(error),
+        error=_energy(error) if altered else squares,
         signal=_energy(exact),
         noise=noise.energy(),
         excess=math.inf if bool(excess[at].isnan()) else float(excess[at]),

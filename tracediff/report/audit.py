@@ -6,7 +6,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, line, number
+from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, headline, line, number
 from tracediff.result import AuditResult, TensorResult
 
 SCHEMA = "tracediff/weights/1"
@@ -17,11 +17,9 @@ _LISTED = 40
 
 def render(result: AuditResult, width: int = 100) -> RenderableType:
     """The whole report for a terminal `width` columns wide."""
-    word, style = ("MATCH", "bold green") if result.verdict == "match" else ("DIVERGED", "bold red")
-    first = hanging(f"{word}:", Text(summary(result)), style)
     against = "what the engine holds by" if result.against == "trace" else "the checkpoint"
     sides = line(f"{result.model} against {against} {result.path}", style="dim")
-    return Trimmed(Group(first, sides, *_failing(result), *_counts(result, width)))
+    return Trimmed(Group(headline(result.verdict, summary(result)), sides, *_failing(result), *_counts(result, width)))
 
 
 def render_json(result: AuditResult) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from rich.cells import cell_len
@@ -11,6 +11,8 @@ from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from tracediff.result import Verdict
 
 STYLES = MappingProxyType(
     {"ok": "green", "faulty": "bold red", "inherited": "yellow", "drift": "red", "unmatched": "magenta"}
@@ -59,6 +61,16 @@ def table(*columns: str, left: int = 1) -> Table:
     return table
 
 
+def kept_in(width: int, wide: Mapping[str, int], spare: Sequence[tuple[str, ...]]) -> list[str]:
+    """The columns that there is room for, `wide` each and two apart: groups of `spare` go, one after another."""
+    kept = [*wide]
+    for group in spare:
+        if sum(wide[column] + 2 for column in kept) <= width:
+            break
+        kept = [column for column in kept if column not in group]
+    return kept
+
+
 Rows = list[dict[str, str | Text]]  # a table's cells by column
 
 
@@ -69,11 +81,7 @@ def fitting(columns: list[str], rows: Rows, width: int, spare: Sequence[tuple[st
     """
     headers = {column: column.partition(":")[0] for column in columns}
     wide = {c: max(len(headers[c]), *(cell_len(str(row[c])) for row in rows)) for c in columns}
-    kept = columns
-    for group in spare:
-        if 2 + sum(wide[column] + 2 for column in kept) - 2 <= width:
-            break
-        kept = [column for column in kept if column not in group]
+    kept = kept_in(width, wide, spare)
     shown = table(*(headers[column] for column in kept), left=left)
     for row in rows:
         shown.add_row(*(row[column] for column in kept), style=str(row.get("style", "")))
@@ -88,6 +96,11 @@ def indented(what: RenderableType, by: int = 2) -> Padding:
 def line(*parts: str | tuple[str, str], style: str = "", by: int = 2) -> Padding:
     """A sentence of its own, indented where it wraps too; parts may carry a style."""
     return indented(glued(Text.assemble(*parts, style=style)), by)
+
+
+def headline(verdict: Verdict, said: str) -> Table:
+    """How it ended, in one word and one sentence."""
+    return hanging(f"{verdict.upper()}:", Text(said), "bold green" if verdict == "match" else ALARM)
 
 
 def hanging(first: str, text: Text, style: str = "", wide: int = 0) -> Table:

@@ -7,7 +7,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, line, number
+from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, headline, line, number
 from tracediff.result import ThreeOp, ThreeWay
 
 SCHEMA = "tracediff/three/1"
@@ -61,8 +61,7 @@ def _at(op: ThreeOp, result: ThreeWay) -> str:
 
 
 def _verdict(result: ThreeWay) -> Iterator[RenderableType]:
-    word, style = ("MATCH", "bold green") if result.verdict == "match" else ("DIVERGED", "bold red")
-    yield hanging(f"{word}:", Text(summary(result)), style)
+    yield headline(result.verdict, summary(result))
 
 
 def _sides(result: ThreeWay) -> Iterator[RenderableType]:

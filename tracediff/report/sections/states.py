@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tracediff.report.parts import STYLES, fitting, heading, local_name, number
-from tracediff.result import OpResult, Result, Statistics
+from tracediff.result import OpResult, Result, Statistics, Status
 
 _STATES = ("token_embd", "ffn_residual", "output_norm", "output")
 _STATISTICS = ("min", "max", "mean", "rms")
@@ -20,6 +20,7 @@ _SPARE = [
     ("ref rms",),
     ("local",),
 ]
+_WRONG = ("faulty", "drift")
 _LAYERS = 4  # shown where nothing is wrong
 
 
@@ -37,17 +38,18 @@ def states(result: Result, width: int) -> Iterator[RenderableType]:
     columns = ["after", *columns, *_STATISTICS, "growth"]
     columns += ["NMSE", ":bar"] if result.reference else []
     columns += ["local"] if any(op.local for op in shown) else []
-    rows = [_row(op, every[0], _worst(op, result)) for op in shown]
+    wrong = _wrong_layers(result, step)
+    rows = [_row(op, every[0], op.status if op.status in _WRONG else wrong.get(op.layer, op.status)) for op in shown]
     yield fitting([*columns, ":status"], rows, width, _SPARE)
 
 
-def _worst(state: OpResult, result: Result) -> OpResult:
-    """The first op of the state's layer that is wrong by itself, or the first that drifts; else the state."""
-    layer = [op for op in result.ops if op.step == state.step and op.layer == state.layer]
-    if state.layer is None or state.status in ("faulty", "drift"):
-        return state
-    wrong = sorted((op for op in layer if op.status in ("faulty", "drift")), key=lambda op: op.status != "faulty")
-    return wrong[0] if wrong else state
+def _wrong_layers(result: Result, step: int) -> dict[int | None, Status]:
+    """Of each layer in which an op is wrong by itself that, of others in which one drifts that."""
+    wrong: dict[int | None, Status] = {}
+    for op in result.ops:
+        if op.step == step and op.layer is not None and op.status in _WRONG and wrong.get(op.layer) != "faulty":
+            wrong[op.layer] = op.status
+    return wrong
 
 
 def _some(every: list[OpResult]) -> list[OpResult]:
@@ -59,14 +61,14 @@ def _some(every: list[OpResult]) -> list[OpResult]:
     return [op for op in every if op.status != "ok" or op.layer is None or layers.index(op) in kept]
 
 
-def _row(op: OpResult, base: OpResult, worst: OpResult) -> dict[str, str | Text]:
+def _row(op: OpResult, base: OpResult, status: Status) -> dict[str, str | Text]:
     row: dict[str, str | Text] = {
         "after": f"layer {op.layer}" if op.layer is not None else op.op,
         "growth": _times(op.candidate, base.candidate),
         "NMSE": number(op.drift.nmse) if op.drift else "-",
         ":bar": Text(_bar(op.drift.nmse), style=STYLES[op.status]) if op.drift else "",
         "local": number(op.local.nmse) if op.local else "-",
-        ":status": Text(worst.status, style=STYLES[worst.status]),
+        ":status": Text(status, style=STYLES[status]),
     }
     for prefix, side in (("ref ", op.reference), ("", op.candidate)):
         for statistic in _STATISTICS:

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from tracediff.report.parts import ALARM, count, hanging, heading, line, listed, local_name, number
+from tracediff.report.parts import count, hanging, heading, headline, line, listed, local_name, number
 from tracediff.result import OpResult, Result
 
 
 def verdict(result: Result) -> Iterator[RenderableType]:
     """One sentence, and the figures behind it."""
     if result.verdict == "match":
-        yield hanging("MATCH:", Text(_match(result)), "bold green")
+        yield headline("match", _match(result))
         return
-    yield hanging("DIVERGED:", Text(_why(result)), ALARM)
+    yield headline("diverged", _why(result))
     first = result.first_divergence
     if first and first.reason == "local":
         op = next(op for op in result.ops if (op.op, op.step) == (first.op, first.step))
