@@ -31,7 +31,6 @@ from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import DEMO, Shape, quantize, write_model
 from tracediff.model.weights import Weights
-from tracediff.names import split
 from tracediff.replay import Replay
 from tracediff.result import Local
 from tracediff.trace.reader import Trace
@@ -47,6 +46,7 @@ FAMILIES: Mapping[str, Shape] = MappingProxyType(
         "qwen3": Shape("qwen3", **_SIZES, n_head=5, n_head_kv=1, head_dim=64),
         "narrow": Shape("qwen2", n_layer=2, n_embd=96, n_head=3, n_head_kv=1, n_ff=160),
         "demo": DEMO,
+        "deep": Shape("qwen2", n_layer=16, n_embd=256, n_head=8, n_head_kv=2, n_ff=512, tied=True, loud=True),
     }
 )
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # gguf-py writes these; the rest llama.cpp's quantiser
@@ -62,15 +62,27 @@ LLAMA_CPP: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "hidden states": {"capture": "layers"},
         "hidden states, flash, f16 cache": {"capture": "layers", "flash_attn": True, "kv_type": "f16"},
         "hidden states, flash, q8_0 cache": {"capture": "layers", "flash_attn": True, "kv_type": "q8_0"},
+        "logits": {"capture": "logits"},
+        "logits, flash, f16 cache": {"capture": "logits", "flash_attn": True, "kv_type": "f16"},
     }
 )
-DTYPES = ("f64", "f32", "bf16", "f16")
+TORCH: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        **{dtype: {"dtype": dtype} for dtype in ("f64", "f32", "bf16", "f16")},
+        "hidden states, bf16": {"dtype": "bf16", "capture": "layers"},
+        "hidden states, f16": {"dtype": "f16", "capture": "layers"},
+        "logits, bf16": {"dtype": "bf16", "capture": "logits"},
+        "logits, f16": {"dtype": "f16", "capture": "logits"},
+    }
+)
 LENGTHS = (17, 1, 300, 2)
+# Depth makes no difference to an op, but to a segment of all layers: recorded are the logits alone, of short prompts.
+DEEP, SHORT = ("deep",), (17, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One trace to make: `how` is a key of LLAMA_CPP or one of DTYPES."""
+    """One trace to make: `how` is a key of LLAMA_CPP or of TORCH."""
 
     family: str
     weights: str
@@ -91,6 +103,7 @@ class Worst:
     to_floor: float = 0.0
     excess: float = 0.0
     alarms: int = 0
+    blind: int = 0
     arithmetic: Counter[str] = field(default_factory=Counter)
 
     def add(self, local: Local) -> None:
@@ -100,6 +113,7 @@ class Worst:
         self.to_floor = max(self.to_floor, local.nmse / local.floor if local.floor else 0.0)
         self.excess = max(self.excess, local.excess)
         self.alarms += local.faulty
+        self.blind += local.blind
         self.arithmetic[local.arithmetic] += 1
 
     def __str__(self) -> str:
@@ -110,12 +124,16 @@ Key = tuple[Run, str]  # and the kind of op
 
 
 def runs(family: str, weights: str) -> Iterator[Run]:
-    """Those of one model: every other option and dtype, the odd ones of one weight type, the even ones of the next."""
+    """Those of one model: every other option, the odd ones of one weight type, the even ones of the next.
+
+    Of a deep one all with logits alone.
+    """
     i, j = list(FAMILIES).index(family), WEIGHTS.index(weights)
-    for engine, ways in (("llama.cpp", tuple(LLAMA_CPP)), ("torch", DTYPES)):
+    lengths = SHORT if family in DEEP else LENGTHS
+    for engine, ways in (("llama.cpp", LLAMA_CPP), ("torch", TORCH)):
         for k, how in enumerate(ways):
-            if (i + j + k) % 2 == 0:
-                yield Run(family, weights, engine, how, LENGTHS[((i + j + k) // 2 + i) % len(LENGTHS)])
+            if "logits" in how if family in DEEP else (i + j + k) % 2 == 0:
+                yield Run(family, weights, engine, how, lengths[((i + j + k) // 2 + i) % len(lengths)])
 
 
 def model_of(folder: Path, family: str, weights: str) -> Path:
@@ -156,17 +174,23 @@ def locals_of(run: Run, folder: Path) -> Iterator[Judged]:
     file = GGUFFile(model)
     graph = build_graph(file)
     tokens, out = tokens_of(run.length, graph.hparams.n_vocab), folder / "clean.trace"
+    options = {"capture": "all"} | (TORCH if run.engine == "torch" else LLAMA_CPP)[run.how]
+    wanted = options.pop("capture")
+    capture = "layers" if wanted == "logits" else wanted
     if run.engine == "torch":
-        trace_torch(model, out, TorchOptions(dtype=run.how), tokens, n_decode=2)
+        trace_torch(model, out, TorchOptions(capture=capture, **options), tokens, n_decode=2)
     else:
-        options = {"threads": 1, "capture": "all"} | LLAMA_CPP[run.how]
-        capture = options.pop("capture")
+        options = {"threads": 1} | options
         LlamaCpp(
             model, graph, Prompt(tokens=tokens), out, capture=capture, n_decode=2, options=Options(**options)
         ).wait()
-    for record, local in Replay(Trace(out), graph, Weights(file, keep_bytes=1 << 28)).run():
-        layer = split(record.op)[1] == "ffn_residual" and len(local.segment) > 1
-        yield "whole layer" if layer else graph[record.op].kind, record.op, record.step, local
+    trace = Trace(out)
+    if wanted == "logits":
+        trace.ops = {key: record for key, record in trace.ops.items() if record.op == "output"}
+    for record, local in Replay(trace, graph, Weights(file, keep_bytes=1 << 28)).run():
+        whole = {"blk": "whole layer", "output": "whole model"}.get(record.op.partition(".")[0])
+        segment = whole if len(local.segment) > 1 else None
+        yield segment or graph[record.op].kind, record.op, record.step, local
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -183,6 +207,7 @@ def merged(found: Mapping[Key, Worst], **wanted: str) -> Worst:
         if all((kind if name == "kind" else getattr(run, name)) == value for name, value in wanted.items()):
             total.n += worst.n
             total.alarms += worst.alarms
+            total.blind += worst.blind
             total.nmse = max(total.nmse, worst.nmse)
             total.to_floor = max(total.to_floor, worst.to_floor)
             total.excess = max(total.excess, worst.excess)
@@ -195,20 +220,21 @@ def report(found: Mapping[Key, Worst], alarms: list[str], command: str, seconds:
     used = {run for run, _ in found}
     kinds = list(dict.fromkeys(kind for _, kind in found))
     families, weights = (list(dict.fromkeys(getattr(run, name) for run, _ in found)) for name in ("family", "weights"))
-    figures = ("records", "false alarms", "worst NMSE", "worst NMSE / floor", "worst excess")
+    figures = ("records", "false alarms", "blind", "worst NMSE", "worst NMSE / floor", "worst excess")
 
     def row(*first: str, **wanted: str) -> list[object]:
         w = merged(found, **wanted)
-        return [*first, f"{w.n:,}", w.alarms, f"{w.nmse:.0e}", f"{w.to_floor:.2f}", f"{w.excess:.2f}"]
+        return [*first, f"{w.n:,}", w.alarms, w.blind, f"{w.nmse:.0e}", f"{w.to_floor:.2f}", f"{w.excess:.2f}"]
 
     parts = [
         "# Clean runs\n\nRuns without a mistake: replay must call no op of them faulty. "
         f"Written in {seconds / 60:.0f} minutes by\n\n    {command}\n\n"
         f"{len(used)} runs ({', '.join(families)} in {len(weights)} weight types; llama.cpp with {len(LLAMA_CPP)} sets "
-        f"of options, torch in {len(DTYPES)} dtypes; prompts of {', '.join(map(str, sorted(LENGTHS)))} tokens and two "
+        f"of options, torch with {len(TORCH)}; prompts of {', '.join(map(str, sorted(LENGTHS)))} tokens and two "
         f"decode steps), {sum(w.n for w in found.values()):,} records, **{len(alarms)} false alarms**. Rounding is "
         "fitted as `tracediff check` fits it. An op is faulty when its NMSE exceeds its floor or one element its "
-        "bound (excess above 1), so NMSE / floor and excess are the headroom.",
+        "bound (excess above 1), so NMSE / floor and excess are the headroom. *Blind*: of a segment so long and so "
+        "coarsely rounded that its floor hides any mistake, which the report says.",
         "## By kind of op",
     ]
     for engine in dict.fromkeys(run.engine for run, _ in found):

@@ -4,8 +4,9 @@
                                    [--out docs/detection.md]
 
 Each mistake is planted in the first, the middle, the last and all layers of a small torch model that runs a prompt,
-a second chunk of tokens and a decoded one; the trace holds every op, the hidden states, or the logits. Then sets of
-three to five mistakes at once, and runs that are as they should be though they look odd. Two processes share the work.
+a second chunk of tokens and a decoded one; the trace holds every op, the hidden states, or the logits. Some models run
+in plain float32 arithmetic, some round as llama.cpp does. Then sets of three to five mistakes at once, and runs
+that are as they should be though they look odd. Two processes share the work.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError
 from tracediff.judge import Policy, judge
+from tracediff.model.arithmetic import Scheme, scheme_named
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
@@ -56,9 +58,15 @@ WEIGHTS = ("F32", "F16", "Q8_0", "Q4_K_M")
 # Where nothing overflows, float16 is coarse arithmetic and no mistake.
 COARSE_TYPES = ("scores_f16", "ffn_act_f16")
 N_SETS = 8
-# Of logits alone each mistake is planted in all layers of one model: a segment of the whole model takes a forward pass
-# for every hypothesis, and which layer of several is wrong cannot be told from outside.
-LOGITS_OF = ("qwen2", "F32")
+# Where logits alone are recorded every hypothesis takes a forward pass or part of it, in all layers and in each: one
+# model of each weight type.
+LOGITS_OF = (("qwen2", "F32"), ("llama", "F16"), ("qwen3", "Q8_0"), ("llama", "Q4_K_M"))
+
+
+def engine_arithmetic(family: str, weights: str) -> str:
+    """Of the engine that makes the mistake: plain float32 sums and llama.cpp's roundings of activations take turns."""
+    turn = list(SHAPES).index(family) + WEIGHTS.index(weights)
+    return "exact" if weights == "F32" or turn % 2 else "llama.cpp"
 
 
 def positions(step: int, shift: int = 0) -> tuple[int, ...]:
@@ -92,6 +100,7 @@ class Bench:
 
     file: GGUFFile
     graph: Graph
+    scheme: Scheme
     folder: Path
 
     def __post_init__(self) -> None:
@@ -99,11 +108,14 @@ class Bench:
         self.weights32 = Weights(self.file, torch.float32, keep_bytes=1 << 30)
 
     def trace(self, graph: Graph, capture: str, weights: Weights | None = None, shift: int = 0) -> Trace:
-        """A trace of the torch engine running `graph`: a prompt, a second chunk of tokens, a decoded one."""
+        """A trace of the torch engine running `graph`: a prompt, a second chunk of tokens, a decoded one.
+
+        In the model's own arithmetic, and with other `weights` in theirs.
+        """
         path = self.folder / "detection.trace"
         with TraceWriter(path, "detection", graph.hparams.arch) as writer:
             recorder = LogitsOnly(writer) if capture == "logits" else Recorder(writer, capture)
-            engine = TorchEngine(graph, weights or self.weights32)
+            engine = TorchEngine(graph, weights or self.weights32, None if weights else self.scheme)
             engine.run(0, StepInput(TOKENS, positions(0, shift)), recorder)
             engine.run(1, StepInput(CHUNK, positions(1, shift)), recorder)
             token = int(engine.logits[-1].nan_to_num().argmax())
@@ -250,8 +262,8 @@ def work(case: Case) -> list[Outcome]:
     outcomes = []
     with tempfile.TemporaryDirectory() as name:
         file = GGUFFile(make_model(Path(name), case.family, case.weights))
-        bench = Bench(file, build_graph(file), Path(name))
-        places = ("",) if case.capture == "logits" else ("@0", f"@{N_LAYER // 2}", f"@{N_LAYER - 1}", "")
+        bench = Bench(file, build_graph(file), scheme_named(engine_arithmetic(case.family, case.weights)), Path(name))
+        places = ("@0", f"@{N_LAYER // 2}", f"@{N_LAYER - 1}", "")
         for fault, place in itertools.product([case.only] if case.only else BANK, places):
             if plantable(bench, fault + place):
                 outcomes.append(Outcome(case, "single", fault + place, run_one(bench, fault + place, case.capture)))
@@ -284,8 +296,8 @@ reference. Written in {minutes} minutes by
 *Located*: the faulty ops are the planted ones that show, and nothing else (where only hidden states or logits are
 recorded: the segments that hold them). *Named*: every faulty op has the planted mistake's name; *unnamed*: some have
 none; *misnamed*: some have another's. *Not visible*: the clean trace replayed under the mistake differs from itself by
-no more than the floor, as with eps where activations are large. *Innocent*: a coarse float type where nothing
-overflows, which is arithmetic. Shares are of the visible ones."""
+no more than the floor, as with eps where activations are large, or where the roundings of a segment are coarser.
+*Innocent*: a coarse float type where nothing overflows, which is arithmetic. Shares are of the visible ones."""
 
 
 def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
@@ -296,6 +308,7 @@ def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
     for title, key in (
         ("By what is recorded", lambda o: o.case.capture),
         ("By weight type", lambda o: (o.case.capture, o.case.weights)),
+        ("By arithmetic", lambda o: (o.case.capture, engine_arithmetic(o.case.family, o.case.weights))),
         ("By family", lambda o: (o.case.capture, o.case.family)),
     ):
         groups: dict[object, list[Outcome]] = {}
@@ -346,7 +359,7 @@ def main() -> None:
     args = parser.parse_args()
     began = time.monotonic()
     planted = itertools.product(args.captures.split(","), args.families.split(","), args.weights.split(","))
-    cases = [Case(f, w, c, args.only) for c, f, w in planted if c != "logits" or (f, w) == LOGITS_OF]
+    cases = [Case(f, w, c, args.only) for c, f, w in planted if c != "logits" or (f, w) in LOGITS_OF]
     command = " ".join(["python", "benchmarks/detection.py", *sys.argv[1:]])
     outcomes: list[Outcome] = []
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:

@@ -1,6 +1,7 @@
 """Models and traces that many tests share, made once per session in a temporary folder."""
 
 import hashlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,16 @@ def from_float(values: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bf16":
         return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     return values.astype(STORAGE[dtype], copy=False)
+
+
+def logits_of(trace: Path) -> Path:
+    """A trace of the logits alone beside the whole one, and of the same data."""
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    kept = [line for line in lines if line.get("op", "output") == "output"]
+    kept[-1]["records"] = len(kept) - 1
+    out = trace.with_name(f"{trace.stem}-logits.trace")
+    out.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    return out
 
 
 class Models:

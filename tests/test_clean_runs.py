@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SHAPES, TOKENS, Models
+from conftest import SHAPES, TOKENS, Models, logits_of
 
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -103,6 +103,19 @@ def test_hidden_states_of_a_loud_model_are_clean(
     records = judged(trace_of(run, model, llama_cpp_trace, torch_trace), model)
     assert len(records) == 3 * (1 + 8 + 2)  # embedding, layers, norm and logits of three steps
     assert alarms(records) == []
+
+
+@pytest.mark.parametrize("options", [{}, FLASH | F16], ids=["defaults", "flash attention"])
+@pytest.mark.parametrize("weights", ["F16", "Q8_0", "Q4_K_M"])
+def test_logits_of_a_loud_model_are_clean(
+    weights: str, options: dict[str, Any], models: Models, llama_cpp_trace: Tracer
+) -> None:
+    """Eight layers recomputed as one op: most roundings turn, and the right one leaves little less than none."""
+    model = models(FAMILIES["demo"], weights)
+    records = judged(logits_of(llama_cpp_trace(model, tokens_of(17), **options, threads=1)), model)
+    assert len(records) == 3
+    assert alarms(records) == []
+    assert all(local.arithmetic.startswith("llama.cpp") for _, local in records)
 
 
 @pytest.mark.parametrize(

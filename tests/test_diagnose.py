@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import logits_of
 
 from tracediff.diagnose.bank import BANK, plant
 from tracediff.engine.recorder import Recorder
@@ -67,6 +68,39 @@ def test_hidden_states_alone_name_a_missing_bias(weights: str, models, torch_tra
     result = check_trace(torch_trace(model, capture="layers", faults=("bias_missing@1",)), model)
     assert {op.op for op in result.faulty} == {"blk.1.ffn_residual"}
     assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {"bias_missing"}
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "llama.cpp"])
+@pytest.mark.parametrize("weights", ["F32", "Q4_K_M"])
+@pytest.mark.parametrize(
+    ("fault", "ops"),
+    [
+        ("bias_missing", "attn_q, attn_k, attn_v: "),
+        ("rope_pairing@1", "blk.1.attn_q_rope, blk.1.attn_k_rope: "),
+        ("residual_twice@blk.2.ffn_residual", "blk.2.ffn_residual: "),
+    ],
+)
+def test_logits_alone_name_a_mistake_in_all_layers_or_one(
+    fault: str, ops: str, weights: str, arithmetic: str, models, torch_trace
+) -> None:
+    """Under the engine's own roundings too, which nothing but the right hypothesis shows."""
+    model = models("k-quants", weights)
+    path = logits_of(torch_trace(model, faults=(fault,), arithmetic=arithmetic))
+    result = check_trace(path, model)
+    assert [(op.step, op.cause and op.cause.name) for op in result.faulty] == [
+        (step, fault.partition("@")[0]) for step in range(3)
+    ]
+    assert {op.cause.text.startswith(ops) for op in result.faulty} == {True}
+    assert {op.cause.arithmetic for op in result.faulty} == {"llama.cpp" if weights == "F32" else arithmetic}
+
+
+def test_where_layers_are_too_many_to_be_tried_one_by_one_the_report_says_so(models, torch_trace, monkeypatch) -> None:
+    monkeypatch.setattr("tracediff.diagnose.explain._ONE_BY_ONE", 1.0)
+    model = models("k-quants")
+    result = check_trace(logits_of(torch_trace(model, faults=("rope_pairing@1",))), model)
+    assert {(op.cause, op.shape.rpartition("; ")[2]) for op in result.faulty} == {
+        (None, "mistakes were tried in all layers alike, not in one alone: record hidden states to find the layer")
+    }
 
 
 @pytest.mark.parametrize("fault", ["q4_k_scales", "q4_k_min_added", "q4_k_nibbles", "q6_k_order"])

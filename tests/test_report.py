@@ -1,6 +1,7 @@
 """The terminal report: what it says of results made by hand, and how its lines look."""
 
 import io
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -253,8 +254,8 @@ def test_other_gaps_are_named(pair: Callable[..., tuple], tmp_path: Path) -> Non
 
 def test_a_blind_segment_is_no_silent_match(pair: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, candidate = pair(capture="layers")
-    for module in ("replay", "fits"):
-        monkeypatch.setattr(f"tracediff.replay.{module}.BLIND", 1e-16)
+    for module, (limit, value) in itertools.product(("replay", "fits"), (("BLIND", 1e-16), ("NARROW", -1.0))):
+        monkeypatch.setattr(f"tracediff.replay.{module}.{limit}", value)
     result = check_trace(candidate, model)
     said = words(result)
     assert "Of 18 ops nothing could be told: see below." in said

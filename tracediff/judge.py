@@ -136,7 +136,10 @@ def _judged(op: OpResult, faulty_before: bool) -> OpResult:
             note = "the reference is faulty by itself, the candidate is not (of two traces the reference is the first)"
             return replace(op, status="drift", note=note)
         lost = op.reference is None and op.candidate is not None and bool(op.candidate.nan or op.candidate.inf)
-        return replace(op, status="inherited" if (differs or lost) and faulty_before else "ok")
+        if (differs or lost) and faulty_before:
+            return replace(op, status="inherited")
+        if not (differs and op.local.blind):
+            return replace(op, status="ok")
     not_finite = _other_non_finite(op)
     if differs or not_finite:
         return replace(op, status="drift", note=not_finite)

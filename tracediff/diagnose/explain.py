@@ -1,5 +1,6 @@
 """Replay a trace, then explain its faulty ops by trying the bank on them."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
-from tracediff.names import split
+from tracediff.names import layer_of, split
 from tracediff.replay import Replay
 from tracediff.result import Cause, Local, OpResult
 from tracediff.trace.format import OpRecord
@@ -24,6 +25,10 @@ _A_LAYER = 24  # ops: in longer segments the pairs are too many
 # One that leaves less than this share may be one of two; with the best so many of those every other is tried.
 _PARTLY, _FIRST_OF_PAIR = 1.0, 6
 _SECOND = 0.5  # of what the first of a pair leaves: more, and nothing speaks for the second
+# Values of weights times layers, so that it ends within minutes: tried layer by layer, every mistake takes half a
+# forward pass in each.
+_ONE_BY_ONE = 2e9
+_UNTRIED = "mistakes were tried in all layers alike, not in one alone: record hidden states to find the layer"
 _KEEP = 128 << 20  # bytes of weights that stay dequantised: all of a small model, some layers of a real one
 
 
@@ -69,7 +74,7 @@ class Explainer:
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
-        self._worked: dict[str, tuple[str, ...]] = {}
+        self._worked: dict[str, Hypothesis] = {}  # by name of the op and by its name in the layer
         self._sound: set[tuple[int, str]] = set()  # records that are as they should be
         self._paired: set[str] = set()  # local names of ops on which pairs were tried
 
@@ -86,12 +91,12 @@ class Explainer:
     def _explain(self, result: OpResult, error: Local, progress: Progress) -> OpResult:
         record = self._replay.trace.ops[result.step, result.op]
         local_name = split(result.op)[1]
-        known = [names for name in (result.op, local_name) for names in [self._worked.get(name)] if names]
-        best = self._known_pair(record, error, known) or self._single_or_pair(record, error, known, progress)
+        best = self._again(record, error) or self._anew(record, error, progress)
         if best is None:
             recorded, exact, _ = self._replay.made(record)
-            return replace(result, shape=describe(recorded, exact))
-        self._worked[result.op] = self._worked[local_name] = best.mistakes
+            shape = describe(recorded, exact)
+            return replace(result, shape=shape if self._by_layer(error.segment) is not None else f"{shape}; {_UNTRIED}")
+        self._worked[result.op] = self._worked[local_name] = best
         under = best.local
         others = [BANK[ALIKE[name]] for name in best.mistakes if len(error.segment) > 1 and name in ALIKE]
         text = best.text + "".join(
@@ -99,25 +104,50 @@ class Explainer:
         )
         return replace(result, cause=Cause(" + ".join(best.mistakes), under.nmse, text, under.floor, under.arithmetic))
 
-    def _known_pair(self, record: OpRecord, error: Local, known: list[tuple[str, ...]]) -> Hypothesis | None:
-        """What two mistakes explained an op of this name, where they explain this one too."""
-        for first, second in (names for names in known if len(names) == 2):
+    def _again(self, record: OpRecord, error: Local) -> Hypothesis | None:
+        """What explained the same op in another step, or two mistakes its kin, where it explains this one too."""
+        if same := self._worked.get(record.op):
+            again = replace(same, local=self._replay.under(record, same.ops, error.nmse))
+            if self._explains(again, record):
+                return again
+        kin = self._worked.get(split(record.op)[1])
+        if kin and len(kin.mistakes) == 2:
+            first, second = kin.mistakes
             for given in self._tried(BANK[first], record, error):
                 for both in self._tried(BANK[second], record, error, given):
                     if self._explains(both, record):
                         return both
         return None
 
-    def _single_or_pair(
-        self, record: OpRecord, error: Local, known: list[tuple[str, ...]], progress: Progress
-    ) -> Hypothesis | None:
-        found: list[Hypothesis] = []
+    def _anew(self, record: OpRecord, error: Local, progress: Progress) -> Hypothesis | None:
+        """One mistake in all layers of the segment alike; then in one of several layers; then two."""
         partly: list[Hypothesis] = []
-        names = [names[0] for names in known]
-        mistakes = self._ordered(names, error.segment)
+        layers = [None, *(self._by_layer(error.segment) or ())]
+        for done, layer in enumerate(layers):
+            found = self._single(record, error, layer, partly, partial(_part_of, progress, done, len(layers)))
+            if found:
+                return found
+        return self._pair(record, error, sorted(partly, key=lambda hypothesis: hypothesis.local.nmse))
+
+    def _by_layer(self, segment: tuple[str, ...]) -> list[int] | None:
+        """The layers to try one by one: those of a segment of several. None where that would take too long."""
+        layers = sorted({layer for layer in map(layer_of, segment) if layer is not None})
+        if len(layers) < 2:
+            return []
+        size = sum(math.prod(weight.shape) for name in segment for weight in self._replay.graph[name].weights)
+        return layers if size * len(layers) <= _ONE_BY_ONE else None
+
+    def _single(
+        self, record: OpRecord, error: Local, layer: int | None, partly: list[Hypothesis], progress: Progress
+    ) -> Hypothesis | None:
+        """The mistake that leaves least; those that explain something of the error are added to `partly`."""
+        found: list[Hypothesis] = []
+        kin = self._worked.get(split(record.op)[1])
+        known = kin.mistakes if kin and len(kin.mistakes) == 1 else ()
+        mistakes = self._ordered(known, error.segment)
         for done, mistake in enumerate(mistakes):
             progress(done / len(mistakes))
-            for tried in self._tried(mistake, record, error):
+            for tried in self._tried(mistake, record, error, layer=layer):
                 if self._explains(tried, record):
                     found.append(tried)
                     if tried.local.nmse <= _BEYOND_DOUBT * error.nmse:
@@ -125,11 +155,9 @@ class Explainer:
                 elif tried.local.nmse < _PARTLY * error.nmse:
                     partly.append(tried)
             # What explained its kin and explains it too needs no rival: one row may suit several.
-            if found and (mistake.name in names or found[-1].local.nmse <= _BEYOND_DOUBT * error.nmse):
+            if found and (mistake.name in known or found[-1].local.nmse <= _BEYOND_DOUBT * error.nmse):
                 break
-        if found:
-            return min(found, key=lambda hypothesis: hypothesis.local.nmse)
-        return self._pair(record, error, sorted(partly, key=lambda hypothesis: hypothesis.local.nmse))
+        return min(found, key=lambda hypothesis: hypothesis.local.nmse, default=None)
 
     def _pair(self, record: OpRecord, error: Local, partly: list[Hypothesis]) -> Hypothesis | None:
         """Two mistakes that together explain what one of them explains in part. Once for all ops of a name."""
@@ -138,7 +166,7 @@ class Explainer:
             return None
         self._paired.add(local_name)
         for given in partly[:_FIRST_OF_PAIR]:
-            for mistake in self._ordered([], error.segment):
+            for mistake in self._ordered((), error.segment):
                 if mistake.name in given.mistakes:
                     continue
                 for both in self._tried(mistake, record, error, given):
@@ -158,19 +186,30 @@ class Explainer:
         records = (self._replay.trace.ops[step, record.op] for step in others)
         return any(self._replay.under(other, ops).faulty for other in records)
 
-    def _ordered(self, known: list[str], segment: tuple[str, ...]) -> list[Mistake]:
+    def _ordered(self, known: tuple[str, ...], segment: tuple[str, ...]) -> list[Mistake]:
         """Mistakes that apply to some op of the segment, those that worked before first."""
         names = {split(name)[1] for name in segment}
         applicable = [m for m in BANK.values() if names & set(m.ops)]
         return sorted(applicable, key=lambda m: known.index(m.name) if m.name in known else len(known))
 
     def _tried(
-        self, mistake: Mistake, record: OpRecord, error: Local, given: Hypothesis | None = None
+        self,
+        mistake: Mistake,
+        record: OpRecord,
+        error: Local,
+        given: Hypothesis | None = None,
+        layer: int | None = None,
     ) -> Iterator[Hypothesis]:
-        """The mistake in all its variants, on top of what is `given`; in a segment, alike in every layer of it."""
+        """The mistake in all its variants, on top of what is `given`; in a segment, alike in every layer of it or in
+        the one `layer`.
+        """
         before = given.ops if given else ()
         graph, file = self._replay.graph.changed(*before), self._replay.weights.file
-        targets = [graph[name] for name in error.segment if split(name)[1] in mistake.ops]
+        targets = [
+            graph[name]
+            for name in error.segment
+            if split(name)[1] in mistake.ops and (layer is None or layer_of(name) == layer)
+        ]
         seen = None
         if len(error.segment) == 1:
             recorded, _, inputs = self._replay.made(record)
@@ -182,7 +221,7 @@ class Explainer:
             variants = [list(mistake.change(op, Context(graph, file, seen))) for op in alike]
             for changed in zip(*filter(None, variants), strict=False):
                 ops = [op for op, _ in changed]
-                where = ", ".join(dict.fromkeys(split(op.name)[1] for op in ops))
+                where = ", ".join(dict.fromkeys(split(op.name)[1] if layer is None else op.name for op in ops))
                 said = changed[0][1].replace(f"{ops[0].name}.", "their ") if len(ops) > 1 else changed[0][1]
                 text = (f"{where}: " if len(error.segment) > 1 else "") + said
                 both = tuple({op.name: op for op in (*before, *ops)}.values())

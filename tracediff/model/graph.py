@@ -3,7 +3,7 @@
 A family builds it by calling `Builder` methods in the order of the forward pass. Nothing here needs torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -100,6 +100,14 @@ class Graph:
     def cached(self) -> set[str]:
         """Names of the values that later steps read."""
         return {name for op in self for name, past in zip(op.inputs, op.past, strict=False) if past}
+
+    def after(self, names: Iterable[str]) -> set[str]:
+        """These ops and all that are computed from them."""
+        found = {*names}
+        for op in self:
+            if not found.isdisjoint(op.inputs):
+                found.add(op.name)
+        return found
 
     def layer(self, n: int) -> list[Op]:
         """The ops of block `n`."""

@@ -79,9 +79,17 @@ class Recomputation:
         self._random = torch.Generator().manual_seed(0)
 
     def changed(self, ops: Sequence[Op], n_samples: int = _SAMPLES) -> "Recomputation":
-        """The same trace with these ops in place of those of the same names. Without samples no noise is computed."""
+        """The same trace with these ops in place of those of the same names. Without samples no noise is computed.
+
+        What was recorded is kept, and what was recomputed of ops before these.
+        """
         other = Recomputation(self._recorded, self._graph.changed(*ops), self._weights, n_samples)
-        other._values = {key: value for key, value in self._values.items() if not key[1]}
+        after = self._graph.after(op.name for op in ops) if n_samples == self._n_samples else None
+        other._values = {
+            key: value
+            for key, value in self._values.items()
+            if not key[1] or (after is not None and key[0][1] not in after)
+        }
         return other
 
     def op(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Recomputed:
@@ -149,6 +157,16 @@ class Recomputation:
             for key, value in self._values.items()
             if key in recent or key[0][1] in SOURCES or (key[0][1] in cached and value.samples)
         }
+
+    def keep_waists(self) -> None:
+        """Where values of more than a layer were recomputed, keep those that the layers after it begin with."""
+        if len(self._values) > _RECENT:
+            cached = self._graph.cached()
+            self._values = {
+                key: value
+                for key, value in self._values.items()
+                if not key[1] or key[0][1] in cached or self._graph[key[0][1]].kind == "add"
+            }
 
     def _joined(self, places: list[Place], scheme: Scheme) -> Value:
         values = [self._value(place, scheme) for place in places]

@@ -15,7 +15,7 @@ from tracediff.model.evaluate import arithmetic_of
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of
-from tracediff.replay.fits import BLIND, Fits, stored_as
+from tracediff.replay.fits import BLIND, NARROW, Fits, stored_as
 from tracediff.replay.recompute import Recomputation, Recomputed
 from tracediff.replay.recorded import Recorded
 from tracediff.replay.residual import Residual, measure, turned
@@ -23,6 +23,7 @@ from tracediff.result import Local, Worst
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
+_LITTLE, _HALF = 0.1, 0.5  # of the NMSE before
 _PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
 
 
@@ -38,6 +39,7 @@ class Replay:
         self.weights = weights
         self._recorded = Recorded(trace, graph, weights.device)
         self._recomputation = Recomputation(self._recorded, graph, weights)
+        self._common: tuple[OpRecord, Recomputation] | None = None
         self._fits = Fits(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
 
     @torch.inference_mode()
@@ -61,20 +63,47 @@ class Replay:
     def under(self, record: OpRecord, ops: Sequence[Op], before: float = math.inf) -> Local:
         """The record's local error if the engine computed these ops as given: a hypothesis tried.
 
-        `before` is the NMSE without it. What does not take nine tenths of that away is not looked at closely.
+        `before` is the NMSE without it. What does not take nine tenths of that away is not looked at closely. Of a
+        segment that no arithmetic fits, the arithmetic is sought under the hypothesis, where that takes half away.
         """
+        schemes = self._fits.likely(record)
+        if not self._fits.is_segment(record) or len(schemes) == 1:
+            return min(self._looks(record, ops, schemes, before), key=_what_is_left)
+        look = self._first_look(record, ops, schemes[0])
+        if not look.nmse <= _HALF * before:
+            return look
+        other = self._with(ops, self._recomputation.changed(ops))
+        return other._look(record, other._fits.of_one_segment(record, other._look, other._apart))
+
+    def _looks(self, record: OpRecord, ops: Sequence[Op], schemes: Sequence[Scheme], before: float) -> Iterator[Local]:
+        """What each scheme leaves under the hypothesis, until one fits."""
+        for scheme in schemes:
+            look = self._first_look(record, ops, scheme)
+            if look.nmse <= _LITTLE * before:
+                look = self._with(ops, self._recomputation.changed(ops))._look(record, scheme)
+            yield look
+            if not look.faulty and not look.blind:
+                return
+
+    def _first_look(self, record: OpRecord, ops: Sequence[Op], scheme: Scheme) -> Local:
+        """Without noise, and with what is computed before these ops taken from other hypotheses."""
+        unchanged = self._without_noise(record)
+        unchanged.inputs(record.step, self.graph[record.op], scheme, record.rows)
+        unchanged.keep_waists()
+        return self._with(ops, unchanged.changed(ops, n_samples=0))._look(record, scheme)
+
+    def _with(self, ops: Sequence[Op], recomputation: Recomputation) -> "Replay":
         other = copy(self)
         other.graph = self.graph.changed(*ops)
-        looks = []
-        for scheme in self._fits.likely(record):
-            other._recomputation = self._recomputation.changed(ops, n_samples=0)  # a first look needs no noise
-            looks.append(other._look(record, scheme))
-            if looks[-1].nmse <= 0.1 * before:
-                other._recomputation = self._recomputation.changed(ops)
-                looks[-1] = other._look(record, scheme)
-                if not looks[-1].faulty and not looks[-1].blind:
-                    return looks[-1]
-        return min(looks, key=_what_is_left)
+        other._recomputation = recomputation
+        other._common = None
+        return other
+
+    def _without_noise(self, record: OpRecord) -> Recomputation:
+        """What hypotheses of a record have in common: they differ from it in some ops and all after these."""
+        if self._common is None or self._common[0] is not record:
+            self._common = record, self._recomputation.changed((), n_samples=0)
+        return self._common[1]
 
     def made(self, record: OpRecord) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """What was recorded, what it should be, and the op's inputs: all float64, under the scheme that fits best."""
@@ -86,7 +115,7 @@ class Replay:
     def judge(self, record: OpRecord) -> Local:
         """The record's local error under the arithmetic that fits it."""
         if self._fits.is_segment(record):
-            return self._look(record, self._fits.of_segment(record, self._look))
+            return self._look(record, self._fits.of_segment(record, self._look, self._apart))
         tried: list[Local] = []
         for scheme in self._fits.candidates(record):
             local = self._look(record, scheme)
@@ -108,9 +137,9 @@ class Replay:
             made = self._recomputation.op(record.step, part, scheme, storage, record.rows)
             residuals.append(self._residual(record, part, values, made, scheme))
         whole = reduce(operator.add, residuals)
-        floor = made.margin * _ratio(whole.noise, whole.signal)
+        nmse, floor = _ratio(whole.error, whole.signal), made.margin * _ratio(whole.noise, whole.signal)
         return Local(
-            nmse=_ratio(whole.error, whole.signal),
+            nmse=nmse,
             floor=floor,
             excess=whole.excess,
             worst=whole.worst,
@@ -118,10 +147,18 @@ class Replay:
             segment=made.segment,
             flips=whole.flips,
             sharpness=min(math.sqrt(floor), whole.sharpness),
-            blind=floor > BLIND,
+            blind=floor > BLIND and nmse > NARROW,
             weight_type=self.weights.type_of(op.weights[0]) if op.kind == "linear" else None,
             one_token=len(self.trace.steps[record.step].tokens) == 1,
         )
+
+    def _apart(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
+        """NMSE of the op under scheme `b` against the op under `a`."""
+        op, unchanged = self.graph[record.op], self._without_noise(record)
+        x = unchanged.op(record.step, op, a, "f64", record.rows).exact
+        unchanged.keep_waists()
+        y = self._recomputation.changed((), n_samples=0).op(record.step, op, b, "f64", record.rows).exact
+        return _ratio(float((y - x).square().sum()), float(x.square().sum()))
 
     def _residual(self, record: OpRecord, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme) -> Residual:
         hidden = self._recorded.hidden(record.step, record.rows) if op.kind == "scores" else None
