@@ -303,7 +303,8 @@ no more than the floor, as with eps where activations are large, or where the ro
 def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
     """The document."""
     head = ("planted", *WORDS, "located", "named, share")
-    single = [o for o in outcomes if o.kind == "single"]
+    order = {capture: i for i, capture in enumerate(("all", "layers", "logits"))}
+    single = sorted((o for o in outcomes if o.kind == "single"), key=lambda o: order[o.case.capture])
     parts = [_HEAD.format(minutes=f"{seconds / 60:.0f}", command=command)]
     for title, key in (
         ("By what is recorded", lambda o: o.case.capture),
@@ -360,6 +361,7 @@ def main() -> None:
     began = time.monotonic()
     planted = itertools.product(args.captures.split(","), args.families.split(","), args.weights.split(","))
     cases = [Case(f, w, c, args.only) for c, f, w in planted if c != "logits" or (f, w) in LOGITS_OF]
+    cases.sort(key=lambda case: case.capture != "logits")  # the slow ones first: neither process waits at the end
     command = " ".join(["python", "benchmarks/detection.py", *sys.argv[1:]])
     outcomes: list[Outcome] = []
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:

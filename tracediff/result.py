@@ -104,8 +104,13 @@ class OpResult:
 
     @property
     def floor(self) -> float | None:
-        """What honest arithmetic can make of it: under the cause where there is one, for else nothing fitted."""
-        return self.cause.floor if self.cause else self.local.floor if self.local else None
+        """What honest arithmetic can make of it: under the cause where there is one, for else nothing fitted.
+
+        A segment's floor may be so wide under the cause that it would cover the error as well: the narrower one counts.
+        """
+        if self.local is None:
+            return None
+        return self.cause.floor if self.cause and self.cause.floor < self.local.nmse else self.local.floor
 
     @property
     def arithmetic(self) -> str | None:

@@ -1,5 +1,6 @@
 """Replay a trace, then explain its faulty ops by trying the bank on them."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from tracediff.diagnose.bank import ALIKE, BANK, Context, Mistake, Seen
 from tracediff.diagnose.shapes import describe
-from tracediff.model.arithmetic import scheme_named
+from tracediff.model.arithmetic import Scheme, scheme_named
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op
@@ -21,13 +22,15 @@ from tracediff.trace.reader import Trace
 
 # A hypothesis that leaves so little of the error needs no rival. (Two kinds of GELU leave 1e-5 of each other.)
 _BEYOND_DOUBT = 1e-8
+# Below a floor that hides everything it must leave less than this: wrong ones leave half by chance, hardly a tenth.
+_BLINDLY = 0.05
 _A_LAYER = 24  # ops: in longer segments the pairs are too many
 # One that leaves less than this share may be one of two; with the best so many of those every other is tried.
 _PARTLY, _FIRST_OF_PAIR = 1.0, 6
 _SECOND = 0.5  # of what the first of a pair leaves: more, and nothing speaks for the second
 # Values of weights times layers, so that it ends within minutes: tried layer by layer, every mistake takes half a
 # forward pass in each.
-_ONE_BY_ONE = 2e9
+_ONE_BY_ONE = 1e9
 _UNTRIED = "mistakes were tried in all layers alike, not in one alone: record hidden states to find the layer"
 _KEEP = 128 << 20  # bytes of weights that stay dequantised: all of a small model, some layers of a real one
 
@@ -65,6 +68,14 @@ class Hypothesis:
     ops: tuple[Op, ...]
     text: str
     local: Local
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How mistakes are tried on a segment: the arithmetic to look under first, and in which layer; None: in all."""
+
+    plain: Scheme | None = None
+    layer: int | None = None
 
 
 class Explainer:
@@ -108,23 +119,25 @@ class Explainer:
         """What explained the same op in another step, or two mistakes its kin, where it explains this one too."""
         if same := self._worked.get(record.op):
             again = replace(same, local=self._replay.under(record, same.ops, error.nmse))
-            if self._explains(again, record):
+            if self._explains(again, record, error):
                 return again
         kin = self._worked.get(split(record.op)[1])
         if kin and len(kin.mistakes) == 2:
             first, second = kin.mistakes
             for given in self._tried(BANK[first], record, error):
                 for both in self._tried(BANK[second], record, error, given):
-                    if self._explains(both, record):
+                    if self._explains(both, record, error):
                         return both
         return None
 
     def _anew(self, record: OpRecord, error: Local, progress: Progress) -> Hypothesis | None:
         """One mistake in all layers of the segment alike; then in one of several layers; then two."""
         partly: list[Hypothesis] = []
-        layers = [None, *(self._by_layer(error.segment) or ())]
-        for done, layer in enumerate(layers):
-            found = self._single(record, error, layer, partly, partial(_part_of, progress, done, len(layers)))
+        places = (None, *(self._by_layer(error.segment) or ()))
+        passes = [*itertools.product((places[:1], places[1:]), self._replay.plain_ones(record))]
+        ways = [Way(plain, layer) for layers, plain in passes for layer in layers]
+        for done, way in enumerate(ways):
+            found = self._single(record, error, way, partly, partial(_part_of, progress, done, len(ways)))
             if found:
                 return found
         return self._pair(record, error, sorted(partly, key=lambda hypothesis: hypothesis.local.nmse))
@@ -138,7 +151,7 @@ class Explainer:
         return layers if size * len(layers) <= _ONE_BY_ONE else None
 
     def _single(
-        self, record: OpRecord, error: Local, layer: int | None, partly: list[Hypothesis], progress: Progress
+        self, record: OpRecord, error: Local, way: Way, partly: list[Hypothesis], progress: Progress
     ) -> Hypothesis | None:
         """The mistake that leaves least; those that explain something of the error are added to `partly`."""
         found: list[Hypothesis] = []
@@ -147,8 +160,8 @@ class Explainer:
         mistakes = self._ordered(known, error.segment)
         for done, mistake in enumerate(mistakes):
             progress(done / len(mistakes))
-            for tried in self._tried(mistake, record, error, layer=layer):
-                if self._explains(tried, record):
+            for tried in self._tried(mistake, record, error, way=way):
+                if self._explains(tried, record, error):
                     found.append(tried)
                     if tried.local.nmse <= _BEYOND_DOUBT * error.nmse:
                         break
@@ -170,12 +183,13 @@ class Explainer:
                 if mistake.name in given.mistakes:
                     continue
                 for both in self._tried(mistake, record, error, given):
-                    if self._explains(both, record) and both.local.nmse < _SECOND * given.local.nmse:
+                    if self._explains(both, record, error) and both.local.nmse < _SECOND * given.local.nmse:
                         return both
         return None
 
-    def _explains(self, tried: Hypothesis, record: OpRecord) -> bool:
-        return not tried.local.faulty and not self._contradicted(record, tried.ops)
+    def _explains(self, tried: Hypothesis, record: OpRecord, error: Local) -> bool:
+        told = not tried.local.blind or tried.local.nmse <= _BLINDLY * error.nmse
+        return not tried.local.faulty and told and not self._contradicted(record, tried.ops)
 
     def _contradicted(self, record: OpRecord, ops: tuple[Op, ...]) -> bool:
         """Whether the mistake would show in another step of the op, which is as it should be.
@@ -198,17 +212,17 @@ class Explainer:
         record: OpRecord,
         error: Local,
         given: Hypothesis | None = None,
-        layer: int | None = None,
+        way: Way = Way(),
     ) -> Iterator[Hypothesis]:
         """The mistake in all its variants, on top of what is `given`; in a segment, alike in every layer of it or in
-        the one `layer`.
+        the one of `way`.
         """
         before = given.ops if given else ()
         graph, file = self._replay.graph.changed(*before), self._replay.weights.file
         targets = [
             graph[name]
             for name in error.segment
-            if split(name)[1] in mistake.ops and (layer is None or layer_of(name) == layer)
+            if split(name)[1] in mistake.ops and way.layer in (None, layer_of(name))
         ]
         seen = None
         if len(error.segment) == 1:
@@ -221,7 +235,7 @@ class Explainer:
             variants = [list(mistake.change(op, Context(graph, file, seen))) for op in alike]
             for changed in zip(*filter(None, variants), strict=False):
                 ops = [op for op, _ in changed]
-                where = ", ".join(dict.fromkeys(split(op.name)[1] if layer is None else op.name for op in ops))
+                where = ", ".join(dict.fromkeys(split(op.name)[1] if way.layer is None else op.name for op in ops))
                 said = changed[0][1].replace(f"{ops[0].name}.", "their ") if len(ops) > 1 else changed[0][1]
                 text = (f"{where}: " if len(error.segment) > 1 else "") + said
                 both = tuple({op.name: op for op in (*before, *ops)}.values())
@@ -229,5 +243,5 @@ class Explainer:
                     (*given.mistakes, mistake.name) if given else (mistake.name,),
                     both,
                     f"{given.text}, and {text}" if given else text,
-                    self._replay.under(record, both, error.nmse),
+                    self._replay.under(record, both, error.nmse, way.plain),
                 )

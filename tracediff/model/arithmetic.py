@@ -257,6 +257,8 @@ SCHEMES = (
     Scheme("q8_K activations", Arithmetic("q8_K")),
 )
 
+PLAIN = SCHEMES[:2]  # what most engines do: round activations as the weights' type wants it, or not at all
+
 # What only a user can know: sums in half precision in an order that cannot be followed, as in GPUs' kernels
 # (ggml-cuda/fattn*.cuh). The floor is so wide that small mistakes hide below it: never tried unasked.
 PINNED_ONLY = (

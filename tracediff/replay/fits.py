@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tracediff.errors import EngineError
 from tracediff.model.arithmetic import (
+    PLAIN,
     ROUNDINGS,
     SHARED_BEYOND,
     TILED_FROM,
@@ -90,15 +91,21 @@ class Fits:
 
     def likely(self, record: OpRecord) -> list[Scheme]:
         """Schemes to try a hypothesis under: the one that fits other ops of the record's sort; else the one that
-        fits most of its kind, then all others of a single op; the plain ones of a segment.
+        fits most of its kind, then all others.
         """
         op, sort = self._graph[record.op], self._sort(record)
-        if sort in self._doubtful:
-            return self._doubtful[sort]
         if sort in self._of_sort:
             return [self._of_sort[sort]]
         kin = Counter(fit for other, fit in self._of_sort.items() if other[0] in (op.kind, split(op.name)[1]))
         return [*(scheme for scheme, _ in kin.most_common(1)), *self.candidates(record)]
+
+    def is_doubtful(self, record: OpRecord) -> bool:
+        """Whether the record is a segment of a sort that no scheme fits."""
+        return self._sort(record) in self._doubtful
+
+    def plain_ones(self, record: OpRecord) -> list[Scheme]:
+        """Of a doubtful segment the scheme that leaves least, and those that most engines have."""
+        return self._doubtful[self._sort(record)]
 
     def of_segment(self, record: OpRecord, look: Look, apart: Apart) -> Scheme:
         """The scheme of all segments of the record's sort."""
@@ -107,7 +114,7 @@ class Fits:
             best, fits = self._best(self._alike(sort), look, apart)
             self._of_sort[sort] = best
             if not fits:
-                self._doubtful[sort] = [best, *(scheme for scheme in self.candidates(record) if scheme != best)]
+                self._doubtful[sort] = [s for s in self.candidates(record) if s == best or s in PLAIN]
         return self._of_sort[sort]
 
     def of_one_segment(self, record: OpRecord, look: Look, apart: Apart) -> Scheme:

@@ -60,20 +60,26 @@ class Replay:
             self._recomputation.forget(all_of_it=True)
 
     @torch.inference_mode()
-    def under(self, record: OpRecord, ops: Sequence[Op], before: float = math.inf) -> Local:
+    def under(
+        self, record: OpRecord, ops: Sequence[Op], before: float = math.inf, plain: Scheme | None = None
+    ) -> Local:
         """The record's local error if the engine computed these ops as given: a hypothesis tried.
 
         `before` is the NMSE without it. What does not take nine tenths of that away is not looked at closely. Of a
-        segment that no arithmetic fits, the arithmetic is sought under the hypothesis, where that takes half away.
+        segment that no arithmetic fits, the arithmetic is sought under the hypothesis, where that takes half away in
+        the `plain` one: one of `plain_ones`.
         """
-        schemes = self._fits.likely(record)
-        if not self._fits.is_segment(record) or len(schemes) == 1:
-            return min(self._looks(record, ops, schemes, before), key=_what_is_left)
-        look = self._first_look(record, ops, schemes[0])
+        if plain is None and not self._fits.is_doubtful(record):
+            return min(self._looks(record, ops, self._fits.likely(record), before), key=_what_is_left)
+        look = self._first_look(record, ops, plain or self._fits.plain_ones(record)[0])
         if not look.nmse <= _HALF * before:
             return look
         other = self._with(ops, self._recomputation.changed(ops))
         return other._look(record, other._fits.of_one_segment(record, other._look, other._apart))
+
+    def plain_ones(self, record: OpRecord) -> Sequence[Scheme | None]:
+        """What to look under first, one after the other; None where that is known."""
+        return self._fits.plain_ones(record) if self._fits.is_doubtful(record) else (None,)
 
     def _looks(self, record: OpRecord, ops: Sequence[Op], schemes: Sequence[Scheme], before: float) -> Iterator[Local]:
         """What each scheme leaves under the hypothesis, until one fits."""
