@@ -24,6 +24,7 @@ from tracediff.trace.reader import Trace
 _BEYOND_DOUBT = 1e-8
 # Below a floor that hides everything it must leave less than this: wrong ones leave half by chance, hardly a tenth.
 _BLINDLY = 0.05
+_HARDLY_MORE = 4.0
 _A_LAYER = 24  # ops: in longer segments the pairs are too many
 # One that leaves less than this share may be one of two; with the best so many of those every other is tried.
 _PARTLY, _FIRST_OF_PAIR = 1.0, 6
@@ -170,7 +171,10 @@ class Explainer:
             # What explained its kin and explains it too needs no rival: one row may suit several.
             if found and (mistake.name in known or found[-1].local.nmse <= _BEYOND_DOUBT * error.nmse):
                 break
-        return min(found, key=lambda hypothesis: hypothesis.local.nmse, default=None)
+        best = min(found, key=lambda hypothesis: hypothesis.local.nmse, default=None)
+        # Of its variants the usual come before the fitted: 1e-5 where 1.01e-5 leaves hardly less.
+        alike = (h for h in found if best and h.mistakes == best.mistakes)
+        return next((h for h in alike if best and h.local.nmse <= _HARDLY_MORE * best.local.nmse), None)
 
     def _pair(self, record: OpRecord, error: Local, partly: list[Hypothesis]) -> Hypothesis | None:
         """Two mistakes that together explain what one of them explains in part. Once for all ops of a name."""

@@ -36,7 +36,7 @@ _SURE = 0.01
 # It leaves far less as a rule, and must where no rounding fits the same op in another step: there is a mistake about.
 _CLEARLY_LESS, _FAR_LESS = 0.7, 0.1
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay, d. Through 32 layers of
-# llama.cpp's the squared distance was 0.55 to 2.8 times d, in the mean of three records 0.8 to 1.7 times. By then most
+# llama.cpp's the squared distance was 0.55 to 2.8 times d, in the mean of three records 0.7 to 1.7 times. By then most
 # roundings have turned some other way: the right one left up to 1.6 times what the plain arithmetic leaves.
 _AS_FAR, _AS_FAR_TOGETHER, _DROWNED = 5.0, 3.0, 1.5
 _LOOK = 1 << 14  # values looked at before the others: most that are longer than float16 show at once

@@ -1,5 +1,6 @@
 """A trace seen through the graph of its model: what it holds, and where the inputs of an op are. All in float64."""
 
+import math
 import warnings
 
 import numpy as np
@@ -24,6 +25,11 @@ class Recorded:
         self._device = device
         self._positions = _positions(trace)
         self._check_shapes()
+        # Of what is read over all steps so far: the first step that does not hold it all.
+        self._first_lacking = {
+            name: next((step for step in trace.steps if not self.holds((step, name, None))), math.inf)
+            for name in graph.cached()
+        }
 
     def holds(self, place: Place) -> bool:
         """Whether the trace has the value, for all these tokens."""
@@ -59,7 +65,10 @@ class Recorded:
 
     def holds_inputs(self, op: Op, record: OpRecord) -> list[bool]:
         """Of each input whether it is held, for all the tokens that the op reads it of."""
-        return [all(map(self.holds, places)) for places in self.reads(record.step, op, record.rows)]
+        return [
+            record.step < self._first_lacking[name] if past else self.holds((record.step, name, record.rows))
+            for name, past in zip(op.inputs, op.past or (False,) * len(op.inputs), strict=True)
+        ]
 
     def hidden(self, step: int, rows: Rows) -> Tensor:
         """Which scores the causal mask hides, bool [T, S]."""
