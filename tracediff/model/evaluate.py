@@ -160,7 +160,9 @@ def _linear(
     """A matmul block of rows by block of rows, so that a matrix is never whole in memory."""
     function = op.function or FUNCTIONS[op.kind]
     hold = ROUNDINGS[arithmetic.stored]
-    bias = hold(weights.load(op.weights[1])) if len(op.weights) > 1 else None
+    # ggml adds the products of a block as integers: of 256 none is rounded, as they would be in float32.
+    dtype = torch.float64 if arithmetic.operands in BLOCK else weights.dtype
+    bias = hold(weights.load(op.weights[1], dtype)) if len(op.weights) > 1 else None
     raw, x = x, rounded(x, arithmetic.operands)
     # Sums of squares have no cancellation: bfloat16 gives them to 1%, many times faster than float64.
     squares = x.square().bfloat16() if energy else None
@@ -168,7 +170,8 @@ def _linear(
     for rows in weights.slices(op.weights[0]):
         cut = slice(at, at + len(rows))
         rows = hold(rows)
-        parts.append(function(x, rows, None if bias is None else bias[cut], **op.attrs))
+        part = function(x.to(dtype), rows.to(dtype), None if bias is None else bias[cut], **op.attrs)
+        parts.append(part.to(weights.dtype))
         if squares is not None:
             energies.append(_energy(x, squares, rows, weights.type_of(op.weights[0])))
         at = cut.stop
