@@ -4,20 +4,25 @@ benchmarks/clean_runs.py makes 585; here is one run of each option, weight type 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import SHAPES, TOKENS, Models, logits_of
 
+from tracediff.engine.recorder import Recorder
+from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.model.arithmetic import scheme_named
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.replay import Replay
 from tracediff.trace.reader import Trace
+from tracediff.trace.writer import TraceWriter
 
 _SIZES = {"n_layer": 2, "n_embd": 256, "n_ff": 512}
 FAMILIES = {
@@ -157,6 +162,56 @@ def test_no_arithmetic_excuses_a_small_mistake(models: Models, torch_trace: Trac
     faulty = {(record.step, record.op) for record, local in judged(trace, model) if local.faulty}
     changed = ("blk.0.ffn_residual", "blk.1.ffn_residual", "output_norm")
     assert faulty == {(step, op) for step in Trace(trace).steps for op in changed}
+
+
+@pytest.mark.parametrize("arithmetic", ["bf16 matmuls", "f16 weights and cache", "llama.cpp, q8_0 cache"])
+def test_one_mistaken_layer_of_those_that_choose_the_arithmetic_is_outvoted(
+    arithmetic: str, models: Models, torch_trace: Tracer
+) -> None:
+    shape = Shape("qwen2", n_layer=6, n_embd=256, n_head=8, n_head_kv=2, n_ff=512)
+    model = models(shape, "Q8_0")
+    options = {"arithmetic": arithmetic, "capture": "layers", "faults": ("rope_pairing@1",)}
+    records = judged(torch_trace(model, tokens=tokens_of(17), n_decode=1, **options), model)
+    assert [(r.step, r.op) for r, local in records if local.faulty] == [(s, "blk.1.ffn_residual") for s in (0, 1)]
+    assert {local.arithmetic for _, local in records if len(local.segment) > 1 and not local.faulty} == {arithmetic}
+
+
+def test_nan_in_one_token_hides_no_arithmetic(models: Models, tmp_path: Path) -> None:
+    model = GGUFFile(models(FAMILIES["qwen2"], "Q8_0"))
+    graph, weights, path = build_graph(model), Weights(model, torch.float32), tmp_path / "nan.trace"
+    scheme = scheme_named("bf16 matmuls")
+
+    def spoiled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = a + b
+        y[5:6, 3] = torch.nan  # of steps with so many tokens
+        return y
+
+    engine = TorchEngine(graph.changed(replace(graph["blk.0.ffn_residual"], function=spoiled)), weights, scheme)
+    with TraceWriter(path, "spoiled", "qwen2") as writer:
+        for step, tokens in enumerate((tokens_of(17), (84,), (104,))):
+            first = 17 + step - 1 if step else 0
+            positions = tuple(range(first, first + len(tokens)))
+            engine.run(step, StepInput(tokens, positions), Recorder(writer, "layers"))
+    assert [(r.step, r.op) for r, local in judged(path, model.path) if local.faulty] == [(0, "blk.0.ffn_residual")]
+
+
+def test_block_arithmetic_of_wide_heads_is_clean(models: Models, torch_trace: Tracer) -> None:
+    """ggml adds the products of a q8_0 block as integers; in float32 sums of 256 the floor was exceeded."""
+    shape = Shape("qwen3", n_layer=2, n_embd=512, n_head=4, n_head_kv=2, n_ff=512, head_dim=256)
+    model = models(shape, "Q8_0")
+    trace = torch_trace(model, tokens=tokens_of(17), arithmetic="llama.cpp, q8_0 cache")
+    assert alarms(judged(trace, model)) == []
+
+
+def test_what_may_be_drowned_roundings_or_a_mistake_of_their_size_is_blind(models: Models, torch_trace: Tracer) -> None:
+    """A float32 engine whose logits are 4% off: about as far from right as a quantised cache would take them."""
+    model = models(Shape("qwen2", n_layer=3, n_embd=256, n_head=8, n_head_kv=2, n_ff=512), "Q8_0")
+    path = logits_of(torch_trace(model, tokens=tokens_of(17)))
+    for record in Trace(path).ops.values():
+        values = np.memmap(path.with_name(f"{path.stem.removesuffix('-logits')}.bin"), np.float32, "r+")
+        values[record.offset // 4 : record.offset // 4 + record.size] *= np.float32(1.04)
+        values.flush()
+    assert all(local.faulty or local.blind for _, local in judged(path, model))
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ def _judged(op: OpResult, faulty_before: bool) -> OpResult:
             return replace(op, status="inherited")
         if not (differs and op.local.blind):
             return replace(op, status="ok")
+        return replace(op, status="drift", note="replay is blind here: judged by its drift alone")
     not_finite = _other_non_finite(op)
     if differs or not_finite:
         return replace(op, status="drift", note=not_finite)

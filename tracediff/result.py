@@ -106,7 +106,7 @@ class OpResult:
     def floor(self) -> float | None:
         """What honest arithmetic can make of it: under the cause where there is one, for else nothing fitted.
 
-        A segment's floor may be so wide under the cause that it would cover the error as well: the narrower one counts.
+        A segment's floor may be so wide under the cause that it would cover the error as well: then the one without.
         """
         if self.local is None:
             return None

@@ -1,6 +1,5 @@
 """Replay a trace, then explain its faulty ops by trying the bank on them."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,16 +21,17 @@ from tracediff.trace.reader import Trace
 
 # A hypothesis that leaves so little of the error needs no rival. (Two kinds of GELU leave 1e-5 of each other.)
 _BEYOND_DOUBT = 1e-8
-# Below a floor that hides everything it must leave less than this: wrong ones leave half by chance, hardly a tenth.
-_BLINDLY = 0.05
-_HARDLY_MORE = 4.0
+# Floors of segments are wide: one must also leave little of the error, for wrong ones leave half of it by chance, and
+# less where the floor hides everything.
+_LITTLE, _BLINDLY = 0.1, 0.05
+_HARDLY_MORE = 4.0  # what two fits to within the noise differ by
 _A_LAYER = 24  # ops: in longer segments the pairs are too many
 # One that leaves less than this share may be one of two; with the best so many of those every other is tried.
 _PARTLY, _FIRST_OF_PAIR = 1.0, 6
 _SECOND = 0.5  # of what the first of a pair leaves: more, and nothing speaks for the second
-# Values of weights times layers, so that it ends within minutes: tried layer by layer, every mistake takes half a
-# forward pass in each.
-_ONE_BY_ONE = 1e9
+# Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
+# With 4e7 on two cores it took a minute.
+_ONE_BY_ONE = 2e8
 _UNTRIED = "mistakes were tried in all layers alike, not in one alone: record hidden states to find the layer"
 _KEEP = 128 << 20  # bytes of weights that stay dequantised: all of a small model, some layers of a real one
 
@@ -71,6 +71,10 @@ class Hypothesis:
     local: Local
 
 
+def _left(hypothesis: Hypothesis) -> float:
+    return hypothesis.local.nmse
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """How mistakes are tried on a segment: the arithmetic to look under first, and in which layer; None: in all."""
@@ -89,6 +93,7 @@ class Explainer:
         self._worked: dict[str, Hypothesis] = {}  # by name of the op and by its name in the layer
         self._sound: set[tuple[int, str]] = set()  # records that are as they should be
         self._paired: set[str] = set()  # local names of ops on which pairs were tried
+        self._each_layer: set[str] = set()  # and on which mistakes in one layer were, in vain
 
     def explain(self, ops: list[OpResult], progress: Progress = lambda fraction: None) -> list[OpResult]:
         """The ops, those that are faulty with their cause or the shape of their error."""
@@ -107,7 +112,9 @@ class Explainer:
         if best is None:
             recorded, exact, _ = self._replay.made(record)
             shape = describe(recorded, exact)
-            return replace(result, shape=shape if self._by_layer(error.segment) is not None else f"{shape}; {_UNTRIED}")
+            return replace(
+                result, shape=shape if self._by_layer(record, error.segment) is not None else f"{shape}; {_UNTRIED}"
+            )
         self._worked[result.op] = self._worked[local_name] = best
         under = best.local
         others = [BANK[ALIKE[name]] for name in best.mistakes if len(error.segment) > 1 and name in ALIKE]
@@ -133,26 +140,29 @@ class Explainer:
 
     def _anew(self, record: OpRecord, error: Local, progress: Progress) -> Hypothesis | None:
         """One mistake in all layers of the segment alike; then in one of several layers; then two."""
-        partly: list[Hypothesis] = []
-        places = (None, *(self._by_layer(error.segment) or ()))
-        passes = [*itertools.product((places[:1], places[1:]), self._replay.plain_ones(record))]
-        ways = [Way(plain, layer) for layers, plain in passes for layer in layers]
+        local_name, plain = split(record.op)[1], self._replay.plain_ones(record)
+        layers = () if local_name in self._each_layer else self._by_layer(record, error.segment) or ()
+        ways = [Way(scheme) for scheme in plain] + [Way(scheme, layer) for scheme in plain for layer in layers]
+        partly: dict[str, Hypothesis] = {}
         for done, way in enumerate(ways):
             found = self._single(record, error, way, partly, partial(_part_of, progress, done, len(ways)))
             if found:
                 return found
-        return self._pair(record, error, sorted(partly, key=lambda hypothesis: hypothesis.local.nmse))
+        if layers:
+            self._each_layer.add(local_name)
+        return self._pair(record, error, sorted(partly.values(), key=_left))
 
-    def _by_layer(self, segment: tuple[str, ...]) -> list[int] | None:
+    def _by_layer(self, record: OpRecord, segment: tuple[str, ...]) -> list[int] | None:
         """The layers to try one by one: those of a segment of several. None where that would take too long."""
         layers = sorted({layer for layer in map(layer_of, segment) if layer is not None})
         if len(layers) < 2:
             return []
         size = sum(math.prod(weight.shape) for name in segment for weight in self._replay.graph[name].weights)
-        return layers if size * len(layers) <= _ONE_BY_ONE else None
+        passes = len(layers) * len(self._replay.plain_ones(record))
+        return layers if size * passes <= _ONE_BY_ONE else None
 
     def _single(
-        self, record: OpRecord, error: Local, way: Way, partly: list[Hypothesis], progress: Progress
+        self, record: OpRecord, error: Local, way: Way, partly: dict[str, Hypothesis], progress: Progress
     ) -> Hypothesis | None:
         """The mistake that leaves least; those that explain something of the error are added to `partly`."""
         found: list[Hypothesis] = []
@@ -167,14 +177,16 @@ class Explainer:
                     if tried.local.nmse <= _BEYOND_DOUBT * error.nmse:
                         break
                 elif tried.local.nmse < _PARTLY * error.nmse:
-                    partly.append(tried)
+                    partly[tried.text] = min(partly.get(tried.text, tried), tried, key=_left)
             # What explained its kin and explains it too needs no rival: one row may suit several.
             if found and (mistake.name in known or found[-1].local.nmse <= _BEYOND_DOUBT * error.nmse):
                 break
-        best = min(found, key=lambda hypothesis: hypothesis.local.nmse, default=None)
+        if not found:
+            return None
+        best = min(found, key=_left)
         # Of its variants the usual come before the fitted: 1e-5 where 1.01e-5 leaves hardly less.
-        alike = (h for h in found if best and h.mistakes == best.mistakes)
-        return next((h for h in alike if best and h.local.nmse <= _HARDLY_MORE * best.local.nmse), None)
+        alike = (one for one in found if one.mistakes == best.mistakes)
+        return next(one for one in alike if _left(one) <= _HARDLY_MORE * _left(best))
 
     def _pair(self, record: OpRecord, error: Local, partly: list[Hypothesis]) -> Hypothesis | None:
         """Two mistakes that together explain what one of them explains in part. Once for all ops of a name."""
@@ -192,7 +204,7 @@ class Explainer:
         return None
 
     def _explains(self, tried: Hypothesis, record: OpRecord, error: Local) -> bool:
-        told = not tried.local.blind or tried.local.nmse <= _BLINDLY * error.nmse
+        told = len(error.segment) == 1 or tried.local.nmse <= (_BLINDLY if tried.local.blind else _LITTLE) * error.nmse
         return not tried.local.faulty and told and not self._contradicted(record, tried.ops)
 
     def _contradicted(self, record: OpRecord, ops: tuple[Op, ...]) -> bool:

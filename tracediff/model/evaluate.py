@@ -112,8 +112,10 @@ def _attention(
         if any(bool(t.any()) for t in turned):
             energy.turned = of_sizes(turned[0], cached.abs()) + of_sizes(x.abs(), turned[1])
 
+    dtype = _sums_in(arithmetic, x.dtype)
+
     def product(x: Tensor, cached: Tensor) -> Tensor:
-        return function(x, cached, *inputs[2:], **op.attrs)
+        return function(x.to(dtype), cached.to(dtype), *inputs[2:], **op.attrs).to(inputs[0].dtype)
 
     if arithmetic.accumulate != "f16" or not arithmetic.parts:
         return product(x, cached)
@@ -160,17 +162,16 @@ def _linear(
     """A matmul block of rows by block of rows, so that a matrix is never whole in memory."""
     function = op.function or FUNCTIONS[op.kind]
     hold = ROUNDINGS[arithmetic.stored]
-    # ggml adds the products of a block as integers: of 256 none is rounded, as they would be in float32.
-    dtype = torch.float64 if arithmetic.operands in BLOCK else weights.dtype
+    dtype = _sums_in(arithmetic, weights.dtype)
     bias = hold(weights.load(op.weights[1], dtype)) if len(op.weights) > 1 else None
-    raw, x = x, rounded(x, arithmetic.operands)
+    raw, x = x, rounded(x, arithmetic.operands).to(dtype)
     # Sums of squares have no cancellation: bfloat16 gives them to 1%, many times faster than float64.
     squares = x.square().bfloat16() if energy else None
     parts, energies, at = [], [], 0
     for rows in weights.slices(op.weights[0]):
         cut = slice(at, at + len(rows))
         rows = hold(rows)
-        part = function(x.to(dtype), rows.to(dtype), None if bias is None else bias[cut], **op.attrs)
+        part = function(x, rows.to(dtype), None if bias is None else bias[cut], **op.attrs)
         parts.append(part.to(weights.dtype))
         if squares is not None:
             energies.append(_energy(x, squares, rows, weights.type_of(op.weights[0])))
@@ -182,6 +183,11 @@ def _linear(
         energy.value = torch.cat(energies, 1).unflatten(1, op.axes[1:])
         energy.product = None if bias is None else (y - bias).unflatten(1, op.axes[1:])
     return y.unflatten(1, op.axes[1:])
+
+
+def _sums_in(arithmetic: Arithmetic, dtype: torch.dtype) -> torch.dtype:
+    """ggml adds the products of a block as integers: of 32 or 256 none is rounded, as they would be in float32."""
+    return torch.float64 if arithmetic.operands in BLOCK else dtype
 
 
 def _energy(x: Tensor, squares: Tensor, rows: Tensor, weight_type: str) -> Tensor:

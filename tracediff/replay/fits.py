@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from tracediff.model.arithmetic import (
 from tracediff.model.evaluate import arithmetic_of, rows_fit
 from tracediff.model.graph import Graph
 from tracediff.model.weights import Weights
-from tracediff.names import split
+from tracediff.names import layer_of, split
 from tracediff.replay.recorded import Recorded
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
@@ -36,9 +37,9 @@ _SURE = 0.01
 # It leaves far less as a rule, and must where no rounding fits the same op in another step: there is a mistake about.
 _CLEARLY_LESS, _FAR_LESS = 0.7, 0.1
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay, d. Through 32 layers of
-# llama.cpp's the squared distance was 0.55 to 2.8 times d, in the mean of three records 0.7 to 1.7 times. By then most
-# roundings have turned some other way: the right one left up to 1.6 times what the plain arithmetic leaves.
-_AS_FAR, _AS_FAR_TOGETHER, _DROWNED = 5.0, 3.0, 1.5
+# llama.cpp's the squared distance was 0.55 to 2.8 times d in one record, in the mean of three 0.7 to 1.7 times. By then
+# most roundings have turned some other way: the right one left up to 1.6 times what the plain arithmetic leaves.
+_AS_FAR, _AS_FAR_ALONE, _AS_FAR_TOGETHER, _DROWNED = 5.0, 3.0, 2.0, 1.6
 _LOOK = 1 << 14  # values looked at before the others: most that are longer than float16 show at once
 # So many values that all fit a shorter type do not by chance: 2^-13 to the power of it for float16; 2^-29 for float32.
 _MANY, _MANY_LONG = 64, 8
@@ -61,6 +62,7 @@ class Fits:
         self._schemes = schemes
         self._of_sort: dict[Sort, Scheme] = {}
         self._doubtful: dict[Sort, list[Scheme]] = {}  # segments that no scheme fits: what to try on them
+        self._drowned: set[Sort] = set()
 
     def is_segment(self, record: OpRecord) -> bool:
         """Whether inputs of the record must be recomputed."""
@@ -107,50 +109,64 @@ class Fits:
         """Of a doubtful segment the scheme that leaves least, and those that most engines have."""
         return self._doubtful[self._sort(record)]
 
+    def is_drowned(self, record: OpRecord) -> bool:
+        """Whether the record is a segment whose roundings cannot be told from a mistake of their size."""
+        return self._sort(record) in self._drowned
+
     def of_segment(self, record: OpRecord, look: Look, apart: Apart) -> Scheme:
         """The scheme of all segments of the record's sort."""
         sort = self._sort(record)
         if sort not in self._of_sort:
-            best, fits = self._best(self._alike(sort), look, apart)
-            self._of_sort[sort] = best
-            if not fits:
-                self._doubtful[sort] = [s for s in self.candidates(record) if s == best or s in PLAIN]
+            mistaken = any(split(record.op)[1] == other[0] for other in self._doubtful)
+            found = self._best(self._alike(sort), look, apart, _FAR_LESS if mistaken else _CLEARLY_LESS)
+            self._of_sort[sort] = found.scheme
+            if found.drowned:
+                self._drowned.add(sort)
+            elif not found.fits:
+                self._doubtful[sort] = [s for s in self.candidates(record) if s == found.scheme or s in PLAIN]
         return self._of_sort[sort]
 
-    def of_one_segment(self, record: OpRecord, look: Look, apart: Apart) -> Scheme:
+    def of_one_segment(self, record: OpRecord, look: Look, apart: Apart) -> "Found":
         """The scheme of a segment under a hypothesis: nothing is remembered."""
-        return self._best([record], look, apart)[0]
+        return self._best([record], look, apart, _CLEARLY_LESS)
 
-    def _best(self, records: list[OpRecord], look: Look, apart: Apart) -> tuple[Scheme, bool]:
+    def _best(self, records: list[OpRecord], look: Look, apart: Apart, share: float) -> "Found":
         """The scheme that leaves least of these records, and whether it fits most of them.
 
-        One with a wider floor must leave clearly less: what an engine does not do adds an error, which the other
+        One with a wider floor must leave less than `share`: what an engine does not do adds an error, which the other
         errors have no part in, so it leaves more. Where nothing fits so, the roundings of a deep segment may have
         drowned: one of llama.cpp's fits that is as far from the plain values as the engine is.
         """
-        tried: list[_Tried] = []
-        mistaken = any(split(records[0].op)[1] == sort[0] for sort in self._doubtful)
-        better = partial(_better, share=_FAR_LESS if mistaken else _CLEARLY_LESS)
-        for scheme in self.candidates(records[0]):
-            if len(tried) > 1:  # both plain schemes are tried at least
-                far = apart(records[0], tried[0].scheme, scheme)
-                if not far / _AS_FAR <= tried[0].locals[0].nmse <= far * _AS_FAR:
-                    continue
-            tried.append(_Tried(scheme, [look(record, scheme) for record in records]))
-            tried.sort(key=lambda one: one.decade)  # in the schemes' order where they are alike
-            best = reduce(better, tried)
-            if best.sure and len(tried) > 1:
-                break
+
+        def tried_on(scheme: Scheme) -> _Tried:
+            return _Tried(scheme, [look(record, scheme) for record in records])
+
+        candidates = [*self.candidates(records[0])]
+        plain = [scheme for scheme in candidates if scheme in PLAIN] or candidates[:1]
+        tried = sorted(map(tried_on, plain), key=lambda one: one.decade)  # in the schemes' order where they are alike
+        narrowest, best = tried[0], reduce(partial(_better, share=share), tried)
+        for scheme in candidates:
+            if best.sure or scheme in plain:
+                continue
+            far = (apart(record, narrowest.scheme, scheme) for record in records)
+            if any(d / _AS_FAR <= local.nmse <= d * _AS_FAR for d, local in zip(far, narrowest.locals, strict=True)):
+                tried = sorted([*tried, tried_on(scheme)], key=lambda one: one.decade)
+                best = reduce(partial(_better, share=share), tried)
         if best.passes > len(records) / 2:
-            return best.scheme, True
-        plain = tried[0]
+            return Found(best.scheme, fits=True)
+        layers = {layer_of(name) for name in narrowest.locals[0].segment} - {None}
+        if len(layers) < 2:  # in one layer no rounding has drowned yet
+            return Found(best.scheme, fits=best.covers)
+        as_far = _AS_FAR_TOGETHER if len(records) > 1 else _AS_FAR_ALONE
         drowned = [
             one
             for one in tried
-            if one.scheme.linear is None and one.covers and one.nmse <= _DROWNED * plain.nmse
-            if plain.nmse <= _AS_FAR_TOGETHER * _mean(apart(r, plain.scheme, one.scheme) for r in records)
+            if one.scheme.linear is None and one.covers and one.nmse <= _DROWNED * narrowest.nmse
+            if narrowest.nmse <= as_far * _mean(apart(record, narrowest.scheme, one.scheme) for record in records)
         ]
-        return (min(drowned, key=lambda one: one.nmse).scheme, True) if drowned else (best.scheme, False)
+        if drowned:
+            return Found(min(drowned, key=lambda one: one.nmse).scheme, fits=True, drowned=True)
+        return Found(best.scheme, fits=best.covers)
 
     def _alike(self, sort: Sort) -> list[OpRecord]:
         """A few records of the sort, of the early, the middle and the late ones."""
@@ -192,6 +208,14 @@ class Fits:
         if values.parts > 1:
             return len(split_keys(n_tokens - whole, n_keys, values.parts)) > 1
         return 0 < whole < n_tokens < whole + TILED_FROM if values.ubatch else n_tokens <= UBATCH
+
+
+class Found(NamedTuple):
+    """The scheme of some segments; `drowned` where it only may be, for nothing tells it from a mistake."""
+
+    scheme: Scheme
+    fits: bool
+    drowned: bool = False
 
 
 class _Tried:

@@ -81,10 +81,10 @@ class Recomputation:
     def changed(self, ops: Sequence[Op], n_samples: int = _SAMPLES) -> "Recomputation":
         """The same trace with these ops in place of those of the same names. Without samples no noise is computed.
 
-        What was recorded is kept, and what was recomputed of ops before these.
+        What was recorded is kept, and what was recomputed without noise of ops before these.
         """
         other = Recomputation(self._recorded, self._graph.changed(*ops), self._weights, n_samples)
-        after = self._graph.after(op.name for op in ops) if n_samples == self._n_samples else None
+        after = self._graph.after(op.name for op in ops) if not n_samples and not self.has_noise else None
         other._values = {
             key: value
             for key, value in self._values.items()

@@ -75,7 +75,9 @@ class Replay:
         if not look.nmse <= _HALF * before:
             return look
         other = self._with(ops, self._recomputation.changed(ops))
-        return other._look(record, other._fits.of_one_segment(record, other._look, other._apart))
+        found = other._fits.of_one_segment(record, other._look, other._apart)
+        local = other._look(record, found.scheme)
+        return replace(local, blind=local.blind or found.drowned)
 
     def plain_ones(self, record: OpRecord) -> Sequence[Scheme | None]:
         """What to look under first, one after the other; None where that is known."""
@@ -121,7 +123,8 @@ class Replay:
     def judge(self, record: OpRecord) -> Local:
         """The record's local error under the arithmetic that fits it."""
         if self._fits.is_segment(record):
-            return self._look(record, self._fits.of_segment(record, self._look, self._apart))
+            local = self._look(record, self._fits.of_segment(record, self._look, self._apart))
+            return replace(local, blind=local.blind or self._fits.is_drowned(record))
         tried: list[Local] = []
         for scheme in self._fits.candidates(record):
             local = self._look(record, scheme)
@@ -164,6 +167,8 @@ class Replay:
         x = unchanged.op(record.step, op, a, "f64", record.rows).exact
         unchanged.keep_waists()
         y = self._recomputation.changed((), n_samples=0).op(record.step, op, b, "f64", record.rows).exact
+        finite = x.isfinite() & y.isfinite()
+        x, y = x[finite], y[finite]
         return _ratio(float((y - x).square().sum()), float(x.square().sum()))
 
     def _residual(self, record: OpRecord, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme) -> Residual:

@@ -41,7 +41,7 @@ def _said(fits: _Fits) -> Iterator[str]:
         were = f"{count(sum(turned), 'activation')} on a rounding boundary"
         yield f"{were} went the other way, in {count(len(turned), 'op')}: a countable event, no fault"
     if passing:
-        linear = [local.sharpness for op, local in passing if op.kind == "linear" and not local.blind]
+        linear = [local.sharpness for op, local in passing if op.kind == "linear" and len(local.segment) == 1]
         seen = f"; a scale error of {number(max(linear))} in a matmul shows" if linear else ""
         nearest = max(local.excess for _, local in passing)
         yield f"the nearest to its bound is {nearest:.2f} of it{seen}"

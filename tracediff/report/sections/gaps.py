@@ -40,7 +40,7 @@ def _gaps(coverage: Coverage) -> Iterator[str | tuple[str, str]]:
     if blind:
         widest = max(segment.floor for segment in blind)
         where = _names(tuple(dict.fromkeys(segment.op for segment in blind)))
-        yield f"blind, with a floor of up to {number(widest)} that hides any mistake: {where}.", ALARM
+        yield f"blind, a mistake below a floor of up to {number(widest)} does not show: {where}.", ALARM
     first = next((segment for segment in several if segment.faulty or segment.blind), None)
     if first:
         yield (
