@@ -259,7 +259,7 @@ def test_a_blind_segment_is_no_silent_match(pair: Callable[..., tuple], monkeypa
     result = check_trace(candidate, model)
     said = words(result)
     assert "Of 18 ops nothing could be told: see below." in said
-    assert "- blind, with a floor of up to" in said
+    assert "- blind, a mistake below a floor of up to" in said
     assert "(blind, step 0) into parts of at most 7." in said
 
 
