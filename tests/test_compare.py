@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tracediff.compare import compare_values
 from tracediff.judge import Policy, drift_of_statistics, judge, verdict
-from tracediff.result import Drift, OpResult, Statistics, Worst
+from tracediff.result import Drift, Local, OpResult, Statistics, Worst
 
 RNG = np.random.default_rng(1)
 
@@ -125,3 +125,15 @@ def test_the_first_in_execution_order_is_named_and_counts_add_up() -> None:
     assert verdict(judged[3:], [], Policy())[0] == "diverged"
     assert verdict(judged[3:], [], Policy(allowed=("d",)))[0] == "match"
     assert Policy({"*": 1e-3, "attn_probs": 1e-2}).tolerance("blk.3.attn_probs", "f32") == 1e-2
+
+
+@pytest.mark.parametrize(("blind", "status"), [(True, "drift"), (False, "ok")])
+def test_where_replay_is_blind_the_drift_is_judged(blind: bool, status: str) -> None:
+    """A record that passes replay may drift because of what came before, but not where replay could tell nothing."""
+    nowhere = Worst((), 0, 0)
+    local = Local(0.2, 0.4, 0.5, nowhere, "llama.cpp", ("blk.0.attn_q", "output"), blind=blind)
+    op = OpResult("output", 0, None, "linear", "ok", drift=Drift(0.5, 1.0, 0.0, nowhere), tolerance=0.1, local=local)
+    (judged,) = judge([op], Policy())
+    assert judged.status == status
+    assert judged.note == ("replay is blind here: judged by its drift alone" if blind else None)
+    assert verdict([judged], [], Policy())[0] == ("diverged" if blind else "match")
