@@ -55,8 +55,12 @@ def q8_k_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _over(number: float, x: Tensor) -> Tensor:
-    """The quotient number / x, 0 where x is: torch takes number / x as number * (1 / x), one unit off in 25%."""
-    return torch.where(x != 0, torch.full_like(x, number) / x, 0.0)
+    """The quotient number / x, 0 where x is: torch takes number / x as number * (1 / x), one unit off in 25%.
+
+    The largest number where it overflows: blocks below 1e-36 round to 0, and not to NaN.
+    """
+    largest = torch.finfo(x.dtype).max
+    return torch.where(x != 0, torch.full_like(x, number) / x, 0.0).clamp(-largest, largest)
 
 
 def q8_0(x: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ _TOGETHER = 3  # records of a sort that choose its scheme: one mistake is outvot
 # A scheme that fits needs no rival where its floor is narrow, as float32's, or where it leaves so little of its floor.
 _SURE = 0.01
 # Of the squared error: the right rounding may leave half, where the few values that turn have turned many after them.
-# It leaves far less as a rule, and must where no rounding fits the same op in another step: there is a mistake about.
+# It leaves far less as a rule, and must in one record where no rounding fits the same op in another step: there is a
+# mistake about.
 _CLEARLY_LESS, _FAR_LESS = 0.7, 0.1
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay, d. Through 32 layers of
 # llama.cpp's the squared distance was 0.55 to 2.8 times d in one record, in the mean of three 0.7 to 1.7 times. By then
@@ -118,7 +119,7 @@ class Fits:
         sort = self._sort(record)
         if sort not in self._of_sort:
             mistaken = any(split(record.op)[1] == other[0] for other in self._doubtful)
-            found = self._best(self._alike(sort), look, apart, _FAR_LESS if mistaken else _CLEARLY_LESS)
+            found = self._best(self._alike(sort), look, apart, mistaken)
             self._of_sort[sort] = found.scheme
             if found.drowned:
                 self._drowned.add(sort)
@@ -128,14 +129,15 @@ class Fits:
 
     def of_one_segment(self, record: OpRecord, look: Look, apart: Apart) -> "Found":
         """The scheme of a segment under a hypothesis: nothing is remembered."""
-        return self._best([record], look, apart, _CLEARLY_LESS)
+        return self._best([record], look, apart)
 
-    def _best(self, records: list[OpRecord], look: Look, apart: Apart, share: float) -> "Found":
+    def _best(self, records: list[OpRecord], look: Look, apart: Apart, mistaken: bool = False) -> "Found":
         """The scheme that leaves least of these records, and whether it fits most of them.
 
-        One with a wider floor must leave less than `share`: what an engine does not do adds an error, which the other
-        errors have no part in, so it leaves more. Where nothing fits so, the roundings of a deep segment may have
-        drowned: one of llama.cpp's fits that is as far from the plain values as the engine is.
+        One with a wider floor must leave clearly less: what an engine does not do adds an error, which the other
+        errors have no part in, so it leaves more. Where a mistake is about it must leave far less of one record.
+        Where nothing fits so, the roundings of a deep segment may have drowned: one of llama.cpp's fits that is as
+        far from the plain values as the engine is.
         """
 
         def tried_on(scheme: Scheme) -> _Tried:
@@ -144,14 +146,14 @@ class Fits:
         candidates = [*self.candidates(records[0])]
         plain = [scheme for scheme in candidates if scheme in PLAIN] or candidates[:1]
         tried = sorted(map(tried_on, plain), key=lambda one: one.decade)  # in the schemes' order where they are alike
-        narrowest, best = tried[0], reduce(partial(_better, share=share), tried)
+        narrowest, best = tried[0], reduce(partial(_better, mistaken=mistaken), tried)
         for scheme in candidates:
             if best.sure or scheme in plain:
                 continue
             far = (apart(record, narrowest.scheme, scheme) for record in records)
             if any(d / _AS_FAR <= local.nmse <= d * _AS_FAR for d, local in zip(far, narrowest.locals, strict=True)):
                 tried = sorted([*tried, tried_on(scheme)], key=lambda one: one.decade)
-                best = reduce(partial(_better, share=share), tried)
+                best = reduce(partial(_better, mistaken=mistaken), tried)
         if best.passes > len(records) / 2:
             return Found(best.scheme, fits=True)
         layers = {layer_of(name) for name in narrowest.locals[0].segment} - {None}
@@ -236,8 +238,13 @@ class _Tried:
         return round(math.log10(min(self.floor, 1e300)))
 
 
-def _better(best: _Tried, wider: _Tried, share: float) -> _Tried:
-    return wider if wider.nmse < (share if wider.floor <= BLIND else _FAR_LESS) * best.nmse else best
+def _better(best: _Tried, wider: _Tried, mistaken: bool) -> _Tried:
+    ratios = [w.nmse / b.nmse if b.nmse else 1.0 for w, b in zip(wider.locals, best.locals, strict=True)]
+    if wider.floor > BLIND:
+        return wider if wider.nmse < _FAR_LESS * best.nmse else best
+    # No accident makes two errors cancel to a tenth, were it in one record only: the others may be mistaken.
+    enough = min(ratios) < _FAR_LESS if mistaken else True
+    return wider if wider.nmse < _CLEARLY_LESS * best.nmse and enough else best
 
 
 def _mean(figures: Iterable[float]) -> float:
