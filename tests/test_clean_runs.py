@@ -1,6 +1,6 @@
 """No false alarms: of runs without a mistake, replay calls no op faulty.
 
-benchmarks/clean_runs.py makes 585; here is one run of each option, weight type and length, the hard ones among them.
+benchmarks/clean_runs.py makes 915; here is one run of each option, weight type and length, the hard ones among them.
 """
 
 from collections.abc import Callable
