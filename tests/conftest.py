@@ -37,14 +37,18 @@ def from_float(values: np.ndarray, dtype: str) -> np.ndarray:
     return values.astype(STORAGE[dtype], copy=False)
 
 
+def some_of(trace: Path, out: Path, kept: Callable[[str], bool]) -> Path:
+    """The trace with those ops alone that are to be kept: what a coarser engine would have recorded."""
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    lines = [line for line in lines if "op" not in line or kept(line["op"])]
+    lines[-1]["records"] = len(lines) - 1
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return out
+
+
 def logits_of(trace: Path) -> Path:
     """A trace of the logits alone beside the whole one, and of the same data."""
-    lines = [json.loads(line) for line in trace.read_text().splitlines()]
-    kept = [line for line in lines if line.get("op", "output") == "output"]
-    kept[-1]["records"] = len(kept) - 1
-    out = trace.with_name(f"{trace.stem}-logits.trace")
-    out.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    return out
+    return some_of(trace, trace.with_name(f"{trace.stem}-logits.trace"), lambda op: op == "output")
 
 
 class Models:

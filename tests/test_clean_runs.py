@@ -207,10 +207,10 @@ def test_what_may_be_drowned_roundings_or_a_mistake_of_their_size_is_blind(model
     """A float32 engine whose logits are 4% off: about as far from right as a quantised cache would take them."""
     model = models(Shape("qwen2", n_layer=3, n_embd=256, n_head=8, n_head_kv=2, n_ff=512), "Q8_0")
     path = logits_of(torch_trace(model, tokens=tokens_of(17)))
+    values = np.memmap(path.with_name(f"{path.stem.removesuffix('-logits')}.bin"), np.float32, "r+")
     for record in Trace(path).ops.values():
-        values = np.memmap(path.with_name(f"{path.stem.removesuffix('-logits')}.bin"), np.float32, "r+")
         values[record.offset // 4 : record.offset // 4 + record.size] *= np.float32(1.04)
-        values.flush()
+    values.flush()
     assert all(local.faulty or local.blind for _, local in judged(path, model))
 
 

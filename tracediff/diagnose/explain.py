@@ -71,6 +71,12 @@ class Hypothesis:
     local: Local
 
 
+def _several_layers(segment: tuple[str, ...]) -> list[int]:
+    """The layers of a segment of several; none of one."""
+    layers = sorted({layer for layer in map(layer_of, segment) if layer is not None})
+    return layers if len(layers) > 1 else []
+
+
 def _left(hypothesis: Hypothesis) -> float:
     return hypothesis.local.nmse
 
@@ -112,9 +118,8 @@ class Explainer:
         if best is None:
             recorded, exact, _ = self._replay.made(record)
             shape = describe(recorded, exact)
-            return replace(
-                result, shape=shape if self._by_layer(record, error.segment) is not None else f"{shape}; {_UNTRIED}"
-            )
+            untried = _several_layers(error.segment) and not self._ends_soon(record, error.segment)
+            return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
         self._worked[result.op] = self._worked[local_name] = best
         under = best.local
         others = [BANK[ALIKE[name]] for name in best.mistakes if len(error.segment) > 1 and name in ALIKE]
@@ -141,7 +146,8 @@ class Explainer:
     def _anew(self, record: OpRecord, error: Local, progress: Progress) -> Hypothesis | None:
         """One mistake in all layers of the segment alike; then in one of several layers; then two."""
         local_name, plain = split(record.op)[1], self._replay.plain_ones(record)
-        layers = () if local_name in self._each_layer else self._by_layer(record, error.segment) or ()
+        skipped = local_name in self._each_layer or not self._ends_soon(record, error.segment)
+        layers = [] if skipped else _several_layers(error.segment)
         ways = [Way(scheme) for scheme in plain] + [Way(scheme, layer) for scheme in plain for layer in layers]
         partly: dict[str, Hypothesis] = {}
         for done, way in enumerate(ways):
@@ -152,14 +158,10 @@ class Explainer:
             self._each_layer.add(local_name)
         return self._pair(record, error, sorted(partly.values(), key=_left))
 
-    def _by_layer(self, record: OpRecord, segment: tuple[str, ...]) -> list[int] | None:
-        """The layers to try one by one: those of a segment of several. None where that would take too long."""
-        layers = sorted({layer for layer in map(layer_of, segment) if layer is not None})
-        if len(layers) < 2:
-            return []
+    def _ends_soon(self, record: OpRecord, segment: tuple[str, ...]) -> bool:
+        """Whether mistakes in one layer of the segment after the other can be tried within minutes."""
         size = sum(math.prod(weight.shape) for name in segment for weight in self._replay.graph[name].weights)
-        passes = len(layers) * len(self._replay.plain_ones(record))
-        return layers if size * passes <= _ONE_BY_ONE else None
+        return size * len(_several_layers(segment)) * len(self._replay.plain_ones(record)) <= _ONE_BY_ONE
 
     def _single(
         self, record: OpRecord, error: Local, way: Way, partly: dict[str, Hypothesis], progress: Progress

@@ -76,6 +76,5 @@ class TorchEngine:
             recorder.weight(weight.name, self.weights.load(weight))
 
     def _inputs(self, op: Op, values: dict[str, Tensor]) -> Iterator[Tensor]:
-        past = op.past or (False,) * len(op.inputs)
-        for name, reads_past in zip(op.inputs, past, strict=True):
+        for name, reads_past in op.reads:
             yield torch.cat(self._past[name]) if reads_past else values[name]

@@ -58,6 +58,11 @@ class Op:
     function: Callable[..., Any] | None = None
     stored: str = "f64"  # as it is
 
+    @property
+    def reads(self) -> tuple[tuple[str, bool], ...]:
+        """Each input, and whether it is read over all steps so far."""
+        return tuple(zip(self.inputs, self.past or (False,) * len(self.inputs), strict=True))
+
     def shape(self, n_tokens: int, n_past: int = 0) -> tuple[int, ...]:
         """The output's shape for a step of `n_tokens` after `n_past` cached positions."""
         sizes = {"T": n_tokens, "S": n_tokens + n_past}
@@ -99,7 +104,7 @@ class Graph:
 
     def cached(self) -> set[str]:
         """Names of the values that later steps read."""
-        return {name for op in self for name, past in zip(op.inputs, op.past, strict=False) if past}
+        return {name for op in self for name, past in op.reads if past}
 
     def after(self, names: Iterable[str]) -> set[str]:
         """These ops and all that are computed from them."""

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -102,13 +102,9 @@ class Fits:
         kin = Counter(fit for other, fit in self._of_sort.items() if other[0] in (op.kind, split(op.name)[1]))
         return [*(scheme for scheme, _ in kin.most_common(1)), *self.candidates(record)]
 
-    def is_doubtful(self, record: OpRecord) -> bool:
-        """Whether the record is a segment of a sort that no scheme fits."""
-        return self._sort(record) in self._doubtful
-
     def plain_ones(self, record: OpRecord) -> list[Scheme]:
-        """Of a doubtful segment the scheme that leaves least, and those that most engines have."""
-        return self._doubtful[self._sort(record)]
+        """Of a segment that no scheme fits the one that leaves least, and those that most engines have; else none."""
+        return self._doubtful.get(self._sort(record), [])
 
     def is_drowned(self, record: OpRecord) -> bool:
         """Whether the record is a segment whose roundings cannot be told from a mistake of their size."""
@@ -143,17 +139,26 @@ class Fits:
         def tried_on(scheme: Scheme) -> _Tried:
             return _Tried(scheme, [look(record, scheme) for record in records])
 
+        def best_of(tried: list[_Tried]) -> _Tried:
+            tried.sort(key=lambda one: one.decade)  # in the schemes' order where they are alike
+            return reduce(partial(_better, mistaken=mistaken), tried)
+
+        @cache  # a forward pass of the segment, and asked twice where nothing fits
+        def far(at: int, scheme: Scheme) -> float:
+            return apart(records[at], narrowest.scheme, scheme)
+
         candidates = [*self.candidates(records[0])]
         plain = [scheme for scheme in candidates if scheme in PLAIN] or candidates[:1]
-        tried = sorted(map(tried_on, plain), key=lambda one: one.decade)  # in the schemes' order where they are alike
-        narrowest, best = tried[0], reduce(partial(_better, mistaken=mistaken), tried)
+        tried = [*map(tried_on, plain)]
+        best = best_of(tried)
+        narrowest = tried[0]
         for scheme in candidates:
             if best.sure or scheme in plain:
                 continue
-            far = (apart(record, narrowest.scheme, scheme) for record in records)
-            if any(d / _AS_FAR <= local.nmse <= d * _AS_FAR for d, local in zip(far, narrowest.locals, strict=True)):
-                tried = sorted([*tried, tried_on(scheme)], key=lambda one: one.decade)
-                best = reduce(partial(_better, mistaken=mistaken), tried)
+            distances = ((far(at, scheme), local.nmse) for at, local in enumerate(narrowest.locals))
+            if any(d / _AS_FAR <= nmse <= d * _AS_FAR for d, nmse in distances):
+                tried.append(tried_on(scheme))
+                best = best_of(tried)
         if best.passes > len(records) / 2:
             return Found(best.scheme, fits=True)
         layers = {layer_of(name) for name in narrowest.locals[0].segment} - {None}
@@ -164,7 +169,7 @@ class Fits:
             one
             for one in tried
             if one.scheme.linear is None and one.covers and one.nmse <= _DROWNED * narrowest.nmse
-            if narrowest.nmse <= as_far * _mean(apart(record, narrowest.scheme, one.scheme) for record in records)
+            if narrowest.nmse <= as_far * _mean(far(at, one.scheme) for at in range(len(records)))
         ]
         if drowned:
             return Found(min(drowned, key=lambda one: one.nmse).scheme, fits=True, drowned=True)

@@ -60,14 +60,14 @@ class Recorded:
         so_far = [number for number in self.trace.steps if number <= step]
         return [
             [(number, name, None) for number in so_far] if reads_past else [(step, name, rows)]
-            for name, reads_past in zip(op.inputs, op.past or (False,) * len(op.inputs), strict=True)
+            for name, reads_past in op.reads
         ]
 
     def holds_inputs(self, op: Op, record: OpRecord) -> list[bool]:
         """Of each input whether it is held, for all the tokens that the op reads it of."""
         return [
             record.step < self._first_lacking[name] if past else self.holds((record.step, name, record.rows))
-            for name, past in zip(op.inputs, op.past or (False,) * len(op.inputs), strict=True)
+            for name, past in op.reads
         ]
 
     def hidden(self, step: int, rows: Rows) -> Tensor:

@@ -69,9 +69,10 @@ class Replay:
         segment that no arithmetic fits, the arithmetic is sought under the hypothesis, where that takes half away in
         the `plain` one: one of `plain_ones`.
         """
-        if plain is None and not self._fits.is_doubtful(record):
+        plain = plain or self.plain_ones(record)[0]
+        if plain is None:
             return min(self._looks(record, ops, self._fits.likely(record), before), key=_what_is_left)
-        look = self._first_look(record, ops, plain or self._fits.plain_ones(record)[0])
+        look = self._first_look(record, ops, plain)
         if not look.nmse <= _HALF * before:
             return look
         other = self._with(ops, self._recomputation.changed(ops))
@@ -81,7 +82,7 @@ class Replay:
 
     def plain_ones(self, record: OpRecord) -> Sequence[Scheme | None]:
         """What to look under first, one after the other; None where that is known."""
-        return self._fits.plain_ones(record) if self._fits.is_doubtful(record) else (None,)
+        return self._fits.plain_ones(record) or (None,)
 
     def _looks(self, record: OpRecord, ops: Sequence[Op], schemes: Sequence[Scheme], before: float) -> Iterator[Local]:
         """What each scheme leaves under the hypothesis, until one fits."""
