@@ -161,7 +161,8 @@ def run_one(bench: Bench, fault: str, capture: str) -> str:
     changed = {op.name: op for op in graph if op is not bench.graph[op.name]}
     trace = bench.trace(graph, capture)
     finite = all(np.isfinite(trace.values(record)).all() for record in trace.ops.values())
-    faulty = [op for op in bench.judged(trace) if op.status == "faulty"]
+    judged = bench.judged(trace)
+    faulty = [op for op in judged if op.status == "faulty"]
     name = fault.partition("@")[0]
     if not faulty and name in COARSE_TYPES and finite:
         return "innocent"
@@ -169,7 +170,8 @@ def run_one(bench: Bench, fault: str, capture: str) -> str:
         return "false alarm: " + ", ".join(op.op for op in faulty if not set(op.local.segment) & changed.keys())
     missed = bench.missed(changed, faulty, capture)
     if missed:
-        return "missed: " + ", ".join(missed)
+        blind = covered([op for op in judged if op.local.blind])
+        return ("blind: " if blind.issuperset(missed) else "missed: ") + ", ".join(missed)
     if not faulty:
         return "not visible"
     names = {op.cause.name if op.cause else None for op in faulty}
@@ -274,14 +276,14 @@ def work(case: Case) -> list[Outcome]:
     return outcomes
 
 
-WORDS = ("named", "unnamed", "misnamed", "missed", "false alarm", "not visible", "innocent")
+WORDS = ("named", "unnamed", "misnamed", "missed", "blind", "false alarm", "not visible", "innocent")
 
 
 def row(outcomes: list[Outcome]) -> list[object]:
     """Of these runs: how many, of each outcome, and the share named of the visible ones."""
     count = Counter(outcome.result.partition(":")[0] for outcome in outcomes)
     visible = len(outcomes) - count["not visible"] - count["innocent"]
-    located = visible - count["missed"] - count["false alarm"]
+    located = visible - count["missed"] - count["blind"] - count["false alarm"]
     share = (f"{n / visible:.1%}" if visible else "" for n in (located, count["named"]))
     return [len(outcomes), *(count[word] for word in WORDS), *share]
 
@@ -295,9 +297,11 @@ reference. Written in {minutes} minutes by
 
 *Located*: the faulty ops are the planted ones that show, and nothing else (where only hidden states or logits are
 recorded: the segments that hold them). *Named*: every faulty op has the planted mistake's name; *unnamed*: some have
-none; *misnamed*: some have another's. *Not visible*: the clean trace replayed under the mistake differs from itself by
-no more than the floor, as with eps where activations are large, or where the roundings of a segment are coarser.
-*Innocent*: a coarse float type where nothing overflows, which is arithmetic. Shares are of the visible ones."""
+none; *misnamed*: some have another's. *Missed*: it passes; *blind*: it passes in a record of which the report says that
+its roundings cannot be told from a mistake of their size. *Not visible*: the clean trace replayed under the mistake
+differs from itself by no more than the floor, as with eps where activations are large, or where the roundings of a
+segment are coarser. *Innocent*: a coarse float type where nothing overflows, which is arithmetic. Shares are of the
+visible ones, missed and blind ones among them."""
 
 
 def report(outcomes: list[Outcome], command: str, seconds: float) -> str:

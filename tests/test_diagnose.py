@@ -70,6 +70,20 @@ def test_hidden_states_alone_name_a_missing_bias(weights: str, models, torch_tra
     assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {"bias_missing"}
 
 
+@pytest.mark.parametrize("weights", ["F16", "Q8_0"])
+@pytest.mark.parametrize(("layers", "n_decode"), [((0,), 30), ((0, 1), 2), ((1, 2), 2)])
+def test_layers_beside_mistaken_ones_pass_in_the_engines_arithmetic(
+    layers: tuple[int, ...], n_decode: int, weights: str, models, torch_trace
+) -> None:
+    """It must be found though a mistake may be in all records, or in most, that it is looked for in."""
+    model = models("loud", weights)
+    faults = tuple(f"rope_theta@{layer}" for layer in layers)
+    path = torch_trace(model, capture="layers", faults=faults, arithmetic="llama.cpp", n_decode=n_decode)
+    result = check_trace(path, model)
+    assert {op.op for op in result.faulty} == {f"blk.{layer}.ffn_residual" for layer in layers}
+    assert {op.cause and op.cause.name for op in result.faulty} == {"rope_theta"}
+
+
 @pytest.mark.parametrize("arithmetic", ["exact", "llama.cpp"])
 @pytest.mark.parametrize("weights", ["F32", "Q4_K_M"])
 @pytest.mark.parametrize(

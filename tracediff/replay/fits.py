@@ -123,11 +123,13 @@ class Fits:
                 self._doubtful[sort] = [s for s in self.candidates(record) if s == found.scheme or s in PLAIN]
         return self._of_sort[sort]
 
-    def of_one_segment(self, record: OpRecord, look: Look, apart: Apart) -> "Found":
-        """The scheme of a segment under a hypothesis: nothing is remembered."""
-        return self._best([record], look, apart)
+    def of_one_segment(self, record: OpRecord, look: Look, apart: Apart, hypothesis: bool = True) -> "Found":
+        """The scheme of a segment by itself, of one under a hypothesis for example: nothing is remembered."""
+        return self._best([record], look, apart, mistaken=not hypothesis, hypothesis=hypothesis)
 
-    def _best(self, records: list[OpRecord], look: Look, apart: Apart, mistaken: bool = False) -> "Found":
+    def _best(
+        self, records: list[OpRecord], look: Look, apart: Apart, mistaken: bool = False, hypothesis: bool = False
+    ) -> "Found":
         """The scheme that leaves least of these records, and whether it fits most of them.
 
         One with a wider floor must leave clearly less: what an engine does not do adds an error, which the other
@@ -162,7 +164,7 @@ class Fits:
         if best.passes > len(records) / 2:
             return Found(best.scheme, fits=True)
         layers = {layer_of(name) for name in narrowest.locals[0].segment} - {None}
-        if len(layers) < 2:  # in one layer no rounding has drowned yet
+        if len(layers) < 2 and not hypothesis:  # in one layer the roundings of few records drown
             return Found(best.scheme, fits=best.covers)
         as_far = _AS_FAR_TOGETHER if len(records) > 1 else _AS_FAR_ALONE
         drowned = [
@@ -176,13 +178,14 @@ class Fits:
         return Found(best.scheme, fits=best.covers)
 
     def _alike(self, sort: Sort) -> list[OpRecord]:
-        """A few records of the sort, of the early, the middle and the late ones."""
+        """A few records of the sort, of early, middle and late layers: a mistake is in one, as a rule."""
         alike = [
             other
             for other in self._recorded.trace.ops.values()
             if other.op in self._graph and split(other.op)[1] == sort[0]
             if other.has_data and self._sort(other) == sort
         ]
+        alike.sort(key=lambda other: (layer_of(other.op) or 0, other.step))
         return [
             alike[at] for at in dict.fromkeys(len(alike) * (2 * i + 1) // (2 * _TOGETHER) for i in range(_TOGETHER))
         ]
