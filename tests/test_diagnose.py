@@ -84,6 +84,25 @@ def test_layers_beside_mistaken_ones_pass_in_the_engines_arithmetic(
     assert {op.cause and op.cause.name for op in result.faulty} == {"rope_theta"}
 
 
+def test_several_mistakes_in_a_layer_are_named_from_hidden_states(models, torch_trace) -> None:
+    """Three in the first layer, two in the next: what explains one of several is known from another layer."""
+    everywhere, more = ("attention_scale", "act_relu"), ("norm_weight_minus_one@0", "rope_pairing@2")
+    model = models("k-quants", "F16")
+    result = check_trace(torch_trace(model, capture="layers", faults=(*everywhere, *more)), model)
+    assert {op.op: op.cause and set(op.cause.name.split(" + ")) for op in result.faulty} == {
+        "blk.0.ffn_residual": {*everywhere, "norm_weight_minus_one"},
+        "blk.1.ffn_residual": {*everywhere},
+        "blk.2.ffn_residual": {*everywhere, "rope_pairing"},
+    }
+
+
+def test_norms_that_were_never_loaded_are_no_other_model(models, torch_trace) -> None:
+    model = models("k-quants", "F16")
+    result = check_trace(torch_trace(model, faults=("norm_without_weight",)), model)
+    assert {op.cause and op.cause.name for op in result.faulty} == {"norm_without_weight"}
+    assert {weight.cause for weight in result.weights if weight.status == "wrong"} == {"ones"}
+
+
 @pytest.mark.parametrize("arithmetic", ["exact", "llama.cpp"])
 @pytest.mark.parametrize("weights", ["F32", "Q4_K_M"])
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ Plant = Callable[[dict[str, np.ndarray], str], np.ndarray]
 NORM, Q, UP = "blk.1.ffn_norm.weight", "blk.1.attn_q.weight", "blk.1.ffn_up.weight"
 CAUSES: dict[str, tuple[str, Plant, str, str]] = {
     "zero": (UP, lambda t, n: 0 * t[n], "zero", "all zeros: never loaded?"),
+    "ones": (NORM, lambda t, n: t[n] ** 0, "ones", "all ones: as a norm is initialised, never loaded?"),
     "plus one": (
         NORM, lambda t, n: t[n] + 1, "plus_one", "1 was added to every value; in a GGUF file it is in already"
     ),

@@ -507,6 +507,7 @@ def _folder(save: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="tracediff-") as name:
         yield Path(name)
+    _say("The traces are deleted now: --save FOLDER keeps them.")
 
 
 @contextmanager

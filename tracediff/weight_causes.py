@@ -37,6 +37,8 @@ def explain(
     expected, held = _single(expected), _single(held.reshape(-1))
     if not np.count_nonzero(held):
         return "zero", "all zeros: never loaded?"
+    if np.all(held == 1):
+        return "ones", "all ones: as a norm is initialised, never loaded?"
     best, least = None, close
     for reading in chain(_relations(expected, held), others(held)):  # one at a time: each is as large as the tensor
         left = residual(reading.values.reshape(-1), held)

@@ -1,7 +1,8 @@
 """Replay a trace, then explain its faulty ops by trying the bank on them."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,9 +27,10 @@ _BEYOND_DOUBT = 1e-8
 _LITTLE, _BLINDLY = 0.1, 0.05
 _HARDLY_MORE = 4.0  # what two fits to within the noise differ by
 _A_LAYER = 24  # ops: in longer segments the pairs are too many
-# One that leaves less than this share may be one of two; with the best so many of those every other is tried.
-_PARTLY, _FIRST_OF_PAIR = 1.0, 6
-_SECOND = 0.5  # of what the first of a pair leaves: more, and nothing speaks for the second
+# Where one mistake does not suffice, every other is tried on top of so many that leave least: of one, of two.
+_BEAM = (6, 3)
+_ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
+_SEARCHES = 3  # of ops of one name in which sets of mistakes are searched for in vain
 # Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
 # With 4e7 on two cores it took a minute.
 _ONE_BY_ONE = 2e8
@@ -78,7 +80,35 @@ def _several_layers(segment: tuple[str, ...]) -> list[int]:
 
 
 def _left(hypothesis: Hypothesis) -> float:
-    return hypothesis.local.nmse
+    return math.inf if math.isnan(hypothesis.local.nmse) else hypothesis.local.nmse
+
+
+class Least:
+    """Of each set of mistakes the variant that leaves least."""
+
+    def __init__(self) -> None:
+        self._of: dict[frozenset[str], Hypothesis] = {}
+
+    def update(self, tried: Iterable[Hypothesis]) -> None:
+        """Keep these where they leave less."""
+        for one in tried:
+            key = frozenset(one.mistakes)
+            self._of[key] = min(self._of.get(key, one), one, key=_left)
+
+    def first(self, n: int) -> list[Hypothesis]:
+        """The best `n`."""
+        return sorted(self._of.values(), key=_left)[:n]
+
+
+def _usual(found: list[Hypothesis]) -> Hypothesis | None:
+    """The one that leaves least. Of its variants the usual come before the fitted: 1e-5 where 1.01e-5 leaves hardly
+    less.
+    """
+    best = min(found, key=_left, default=None)
+    alike = (
+        one for one in found if best and one.mistakes == best.mistakes and _left(one) <= _HARDLY_MORE * _left(best)
+    )
+    return next(alike, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +120,17 @@ class Way:
 
 
 class Explainer:
-    """Tries mistakes on faulty ops, then pairs of them; what explained one op is tried first on the same op in other
-    steps, then on its kin in other layers.
+    """Tries mistakes on faulty ops, one by one, then several at once; what explained one op is tried first on the
+    same op in other steps, then on its kin in other layers.
     """
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
-        self._worked: dict[str, Hypothesis] = {}  # by name of the op and by its name in the layer
+        self._worked: dict[str, Hypothesis] = {}  # by name of the op
+        self._known: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)  # mistakes by its name in the layer
         self._sound: set[tuple[int, str]] = set()  # records that are as they should be
-        self._paired: set[str] = set()  # local names of ops on which pairs were tried
-        self._each_layer: set[str] = set()  # and on which mistakes in one layer were, in vain
+        self._searched: Counter[str] = Counter()  # by local name: in vain, for several mistakes at once
+        self._each_layer: set[str] = set()  # local names of ops on which mistakes in one layer were tried, in vain
 
     def explain(self, ops: list[OpResult], progress: Progress = lambda fraction: None) -> list[OpResult]:
         """The ops, those that are faulty with their cause or the shape of their error."""
@@ -109,101 +140,124 @@ class Explainer:
         for done, (i, op, error) in enumerate(faulty):
             explained[i] = self._explain(op, error, partial(_part_of, progress, done, len(faulty)))
             progress((done + 1) / len(faulty))
+        for i, op, error in faulty:  # what was found in later layers may be one of several mistakes in an earlier one
+            if not explained[i].cause and (found := self._one_more(self._record(op), error)):
+                explained[i] = self._named(op, error, found)
         return explained
 
     def _explain(self, result: OpResult, error: Local, progress: Progress) -> OpResult:
-        record = self._replay.trace.ops[result.step, result.op]
-        local_name = split(result.op)[1]
+        record = self._record(result)
         best = self._again(record, error) or self._anew(record, error, progress)
-        if best is None:
-            recorded, exact, _ = self._replay.made(record)
-            shape = describe(recorded, exact)
-            untried = _several_layers(error.segment) and not self._ends_soon(record, error.segment)
-            return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
-        self._worked[result.op] = self._worked[local_name] = best
+        if best:
+            return self._named(result, error, best)
+        recorded, exact, _ = self._replay.made(record)
+        shape = describe(recorded, exact)
+        untried = _several_layers(error.segment) and not self._ends_soon(record, error.segment)
+        return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
+
+    def _record(self, result: OpResult) -> OpRecord:
+        return self._replay.trace.ops[result.step, result.op]
+
+    def _named(self, result: OpResult, error: Local, best: Hypothesis) -> OpResult:
+        """The op with what explains it, which is remembered."""
+        self._worked[result.op] = best
+        known = self._known[split(result.op)[1]]
+        if best.mistakes not in known:
+            known.insert(0, best.mistakes)
         under = best.local
         others = [BANK[ALIKE[name]] for name in best.mistakes if len(error.segment) > 1 and name in ALIKE]
         text = best.text + "".join(
             f" (or {other.text}: the same from here; record {' and '.join(other.ops)} to tell)" for other in others
         )
-        return replace(result, cause=Cause(" + ".join(best.mistakes), under.nmse, text, under.floor, under.arithmetic))
+        cause = Cause(" + ".join(best.mistakes), under.nmse, text, under.floor, under.arithmetic)
+        return replace(result, cause=cause, shape=None)
 
     def _again(self, record: OpRecord, error: Local) -> Hypothesis | None:
-        """What explained the same op in another step, or two mistakes its kin, where it explains this one too."""
+        """What explained the same op in another step, or several mistakes its kin, where it explains this one too."""
         if same := self._worked.get(record.op):
             again = replace(same, local=self._replay.under(record, same.ops, error.nmse))
             if self._explains(again, record, error):
                 return again
-        kin = self._worked.get(split(record.op)[1])
-        if kin and len(kin.mistakes) == 2:
-            first, second = kin.mistakes
-            for given in self._tried(BANK[first], record, error):
-                for both in self._tried(BANK[second], record, error, given):
-                    if self._explains(both, record, error):
-                        return both
-        return None
+        several = (known for known in self._known[split(record.op)[1]] if len(known) > 1)
+        tried = (together for known in several for together in self._together(known, record, error))
+        return next((together for together in tried if self._explains(together, record, error)), None)
 
     def _anew(self, record: OpRecord, error: Local, progress: Progress) -> Hypothesis | None:
-        """One mistake in all layers of the segment alike; then in one of several layers; then two."""
+        """One mistake in all layers of the segment alike; then in one of several layers; then several mistakes."""
         local_name, plain = split(record.op)[1], self._replay.plain_ones(record)
         skipped = local_name in self._each_layer or not self._ends_soon(record, error.segment)
         layers = [] if skipped else _several_layers(error.segment)
         ways = [Way(scheme) for scheme in plain] + [Way(scheme, layer) for scheme in plain for layer in layers]
-        partly: dict[str, Hypothesis] = {}
+        tried = Least()
         for done, way in enumerate(ways):
-            found = self._single(record, error, way, partly, partial(_part_of, progress, done, len(ways)))
+            found = self._single(record, error, way, tried, partial(_part_of, progress, done, len(ways)))
             if found:
                 return found
         if layers:
             self._each_layer.add(local_name)
-        return self._pair(record, error, sorted(partly.values(), key=_left))
+        return self._one_more(record, error) or self._several(record, error, tried)
 
     def _ends_soon(self, record: OpRecord, segment: tuple[str, ...]) -> bool:
         """Whether mistakes in one layer of the segment after the other can be tried within minutes."""
         size = sum(math.prod(weight.shape) for name in segment for weight in self._replay.graph[name].weights)
         return size * len(_several_layers(segment)) * len(self._replay.plain_ones(record)) <= _ONE_BY_ONE
 
-    def _single(
-        self, record: OpRecord, error: Local, way: Way, partly: dict[str, Hypothesis], progress: Progress
-    ) -> Hypothesis | None:
-        """The mistake that leaves least; those that explain something of the error are added to `partly`."""
+    def _single(self, record: OpRecord, error: Local, way: Way, tried: Least, progress: Progress) -> Hypothesis | None:
+        """The mistake that leaves least; those that do not explain the error are added to `tried`."""
         found: list[Hypothesis] = []
-        kin = self._worked.get(split(record.op)[1])
-        known = kin.mistakes if kin and len(kin.mistakes) == 1 else ()
+        known = [one for one, *more in self._known[split(record.op)[1]] if not more]
         mistakes = self._ordered(known, error.segment)
         for done, mistake in enumerate(mistakes):
             progress(done / len(mistakes))
-            for tried in self._tried(mistake, record, error, way=way):
-                if self._explains(tried, record, error):
-                    found.append(tried)
-                    if tried.local.nmse <= _BEYOND_DOUBT * error.nmse:
+            for one in self._tried(mistake, record, error, way=way):
+                if self._explains(one, record, error):
+                    found.append(one)
+                    if one.local.nmse <= _BEYOND_DOUBT * error.nmse:
                         break
-                elif tried.local.nmse < _PARTLY * error.nmse:
-                    partly[tried.text] = min(partly.get(tried.text, tried), tried, key=_left)
+                else:
+                    tried.update([one])
             # What explained its kin and explains it too needs no rival: one row may suit several.
             if found and (mistake.name in known or found[-1].local.nmse <= _BEYOND_DOUBT * error.nmse):
                 break
-        if not found:
-            return None
-        best = min(found, key=_left)
-        # Of its variants the usual come before the fitted: 1e-5 where 1.01e-5 leaves hardly less.
-        alike = (one for one in found if one.mistakes == best.mistakes)
-        return next(one for one in alike if _left(one) <= _HARDLY_MORE * _left(best))
+        return _usual(found)
 
-    def _pair(self, record: OpRecord, error: Local, partly: list[Hypothesis]) -> Hypothesis | None:
-        """Two mistakes that together explain what one of them explains in part. Once for all ops of a name."""
-        local_name = split(record.op)[1]
-        if local_name in self._paired or len(error.segment) > _A_LAYER:
+    def _one_more(self, record: OpRecord, error: Local) -> Hypothesis | None:
+        """What explained other ops of the name, and one more mistake."""
+        if len(error.segment) > _A_LAYER:
             return None
-        self._paired.add(local_name)
-        for given in partly[:_FIRST_OF_PAIR]:
-            for mistake in self._ordered((), error.segment):
-                if mistake.name in given.mistakes:
-                    continue
-                for both in self._tried(mistake, record, error, given):
-                    if self._explains(both, record, error) and both.local.nmse < _SECOND * given.local.nmse:
-                        return both
+        for known in self._known[split(record.op)[1]]:
+            given = min(self._together(known, record, error), key=_left, default=None)
+            if given and (found := self._on_top(given, record, error, Least())):
+                return found
         return None
+
+    def _several(self, record: OpRecord, error: Local, tried: Least) -> Hypothesis | None:
+        """Two mistakes that together explain what one of them does not; then three."""
+        local_name = split(record.op)[1]
+        if self._searched[local_name] >= _SEARCHES or len(error.segment) > _A_LAYER:
+            return None
+        for width in _BEAM:
+            more = Least()
+            for given in tried.first(width):
+                if found := self._on_top(given, record, error, more):
+                    return found
+            tried = more
+        self._searched[local_name] += 1
+        return None
+
+    def _together(self, mistakes: Sequence[str], record: OpRecord, error: Local) -> Iterator[Hypothesis]:
+        """These mistakes in all their variants, each on top of the others."""
+        *before, last = mistakes
+        for given in self._together(before, record, error) if before else (None,):
+            yield from self._tried(BANK[last], record, error, given)
+
+    def _on_top(self, given: Hypothesis, record: OpRecord, error: Local, tried: Least) -> Hypothesis | None:
+        """One more mistake, that explains the record on top of what is given; all are added to `tried`."""
+        others = (mistake for mistake in self._ordered((), error.segment) if mistake.name not in given.mistakes)
+        both = [one for mistake in others for one in self._tried(mistake, record, error, given)]
+        tried.update(both)
+        little = _ADDED * given.local.nmse
+        return _usual([one for one in both if one.local.nmse < little and self._explains(one, record, error)])
 
     def _explains(self, tried: Hypothesis, record: OpRecord, error: Local) -> bool:
         told = len(error.segment) == 1 or tried.local.nmse <= (_BLINDLY if tried.local.blind else _LITTLE) * error.nmse
@@ -218,7 +272,7 @@ class Explainer:
         records = (self._replay.trace.ops[step, record.op] for step in others)
         return any(self._replay.under(other, ops).faulty for other in records)
 
-    def _ordered(self, known: tuple[str, ...], segment: tuple[str, ...]) -> list[Mistake]:
+    def _ordered(self, known: Sequence[str], segment: tuple[str, ...]) -> list[Mistake]:
         """Mistakes that apply to some op of the segment, those that worked before first."""
         names = {split(name)[1] for name in segment}
         applicable = [m for m in BANK.values() if names & set(m.ops)]
