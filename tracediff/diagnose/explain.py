@@ -289,7 +289,7 @@ class Explainer:
         """The mistake in all its variants, on top of what is `given`; in a segment, alike in every layer of it or in
         the one of `way`.
         """
-        before = given.ops if given else ()
+        before, left = (given.ops, min(error.nmse, _left(given))) if given else ((), error.nmse)
         graph, file = self._replay.graph.changed(*before), self._replay.weights.file
         targets = [
             graph[name]
@@ -315,5 +315,5 @@ class Explainer:
                     (*given.mistakes, mistake.name) if given else (mistake.name,),
                     both,
                     f"{given.text}, and {text}" if given else text,
-                    self._replay.under(record, both, error.nmse, way.plain),
+                    self._replay.under(record, both, left, way.plain),
                 )
