@@ -5,14 +5,13 @@
 
 Each mistake is planted in the first, the middle, the last and all layers of a small torch model that runs a prompt,
 a second chunk of tokens and a decoded one; the trace holds every op, the hidden states, or the logits. Some models run
-in plain float32 arithmetic, some round as llama.cpp does. Then sets of three to five mistakes at once, and runs
-that are as they should be though they look odd. Two processes share the work.
+in plain float32 arithmetic, some round as llama.cpp does. Then runs that are as they should be though they look odd.
+Two processes share the work. Several mistakes at once are for several.py.
 """
 
 import argparse
 import itertools
 import multiprocessing
-import random
 import sys
 import tempfile
 import time
@@ -57,7 +56,6 @@ SHAPES = {
 WEIGHTS = ("F32", "F16", "Q8_0", "Q4_K_M")
 # Where nothing overflows, float16 is coarse arithmetic and no mistake.
 COARSE_TYPES = ("scores_f16", "ffn_act_f16")
-N_SETS = 8
 # Where logits alone are recorded every hypothesis takes a forward pass or part of it, in all layers and in each: one
 # model of each weight type.
 LOGITS_OF = (("qwen2", "F32"), ("llama", "F16"), ("qwen3", "Q8_0"), ("llama", "Q4_K_M"))
@@ -92,6 +90,12 @@ def make_model(folder: Path, family: str, weights: str) -> Path:
         else:
             write_model(path, SHAPES[family], weights)
     return path
+
+
+def bench_of(family: str, weights: str, folder: Path) -> "Bench":
+    """A new model in the folder, and the arithmetic that the engine has for it."""
+    file = GGUFFile(make_model(folder, family, weights))
+    return Bench(file, build_graph(file), scheme_named(engine_arithmetic(family, weights)), folder)
 
 
 @dataclass
@@ -180,43 +184,6 @@ def run_one(bench: Bench, fault: str, capture: str) -> str:
     return "unnamed" if names <= {None, name} else "misnamed: " + ", ".join(sorted(filter(None, names - {name})))
 
 
-def run_set(bench: Bench, faults: tuple[str, ...]) -> str:
-    """Several mistakes at once, every op recorded: each op of the set must be found, and nothing else."""
-    graph, owner = bench.graph, {}
-    for fault in faults:
-        graph = plant(graph, bench.file, fault)
-        owner |= {
-            op.name: fault.partition("@")[0] for op in graph if op is not bench.graph[op.name] and op.name not in owner
-        }
-    changed = {name: graph[name] for name in owner}
-    faulty = {op.op: op for op in bench.judged(bench.trace(graph, "all")) if op.status == "faulty"}
-    if faulty.keys() - owner.keys():
-        return "false alarm: " + ", ".join(faulty.keys() - owner.keys())
-    missed = bench.missed(changed, [*faulty.values()], "all")
-    if missed:
-        return "missed: " + ", ".join(missed)
-    wrong = {name: op.cause.name if op.cause else "unnamed" for name, op in faulty.items()}
-    wrong = {name: cause for name, cause in wrong.items() if cause != owner[name]}
-    if not wrong:
-        return "named"
-    kind = "unnamed" if set(wrong.values()) == {"unnamed"} else "misnamed"
-    return f"{kind}: " + ", ".join(f"{name} {owner[name]} as {cause}" for name, cause in wrong.items())
-
-
-def sets_of(bench: Bench, seed: str) -> Iterator[tuple[str, ...]]:
-    """Sets of three to five mistakes, each in its own op."""
-    rng = random.Random(seed)
-    for _ in range(N_SETS):
-        chosen: dict[str, str] = {}
-        size = rng.randint(3, 5)
-        while len(chosen) < size:
-            name = rng.choice([name for name in BANK if name not in COARSE_TYPES])
-            op = rng.choice([op.name for op in bench.graph if split(op.name)[1] in BANK[name].ops] or [""])
-            if op and op not in chosen and plantable(bench, f"{name}@{op}"):
-                chosen[op] = f"{name}@{op}"
-        yield tuple(chosen.values())
-
-
 def innocents(bench: Bench) -> Iterator[tuple[str, str]]:
     """Runs without a mistake that look odd beside others: what they are and the outcome."""
     for name, weights, shift in (
@@ -250,7 +217,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of one run: `kind` is single, set or innocent."""
+    """What came of one run: `kind` is single or innocent."""
 
     case: Case
     kind: str
@@ -263,15 +230,12 @@ def work(case: Case) -> list[Outcome]:
     torch.set_num_threads(1)
     outcomes = []
     with tempfile.TemporaryDirectory() as name:
-        file = GGUFFile(make_model(Path(name), case.family, case.weights))
-        bench = Bench(file, build_graph(file), scheme_named(engine_arithmetic(case.family, case.weights)), Path(name))
+        bench = bench_of(case.family, case.weights, Path(name))
         places = ("@0", f"@{N_LAYER // 2}", f"@{N_LAYER - 1}", "")
         for fault, place in itertools.product([case.only] if case.only else BANK, places):
             if plantable(bench, fault + place):
                 outcomes.append(Outcome(case, "single", fault + place, run_one(bench, fault + place, case.capture)))
         if case.capture == "all" and not case.only:
-            for faults in sets_of(bench, case.family + case.weights):
-                outcomes.append(Outcome(case, "set", " + ".join(faults), run_set(bench, faults)))
             outcomes += [Outcome(case, "innocent", *innocent) for innocent in innocents(bench)]
     return outcomes
 
@@ -321,12 +285,6 @@ def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
             groups.setdefault(key(outcome), []).append(outcome)
         rows = ((", ".join(k) if isinstance(k, tuple) else k, *row(v)) for k, v in groups.items())
         parts.append(f"## {title}\n\n" + table(("recorded", *head), rows))
-    sets = [o for o in outcomes if o.kind == "set"]
-    if sets:
-        parts.append(
-            "## Three to five mistakes at once\n\nEvery op recorded; each mistake in one op.\n\n"
-            + table(("sets", *WORDS, "located", "named, share"), [row(sets)])
-        )
     innocent = [o for o in outcomes if o.kind == "innocent"]
     if innocent:
         by_name: dict[str, Counter[str]] = {}

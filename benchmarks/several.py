@@ -1,0 +1,166 @@
+"""Several mistakes at once, planted in one model, then looked for in the candidate's trace alone.
+
+    python benchmarks/several.py [--families qwen2] [--weights F32] [--out docs/several.md]
+
+With every op recorded three to five, each in an op of its own. With hidden states alone two to four, each in one layer
+or in all, so that some layers have several. The models, their engines' arithmetic and the words are detection.py's.
+Two processes share the work.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+from clean_runs import table
+from detection import COARSE_TYPES, N_LAYER, SHAPES, WEIGHTS, WORDS, Bench, Case, Outcome, bench_of, covered, row
+
+from tracediff.diagnose.bank import ALIKE, BANK, plant
+from tracediff.errors import TracediffError
+from tracediff.model.graph import Graph
+from tracediff.names import split
+
+N_SETS = 8  # of each model and capture
+SIZES = {"all": (3, 5), "layers": (2, 4)}
+MISTAKES = [name for name in BANK if name not in COARSE_TYPES]
+
+
+class Set:
+    """Mistakes planted together, no two in one op: the graph, and whose each changed op is."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.faults: list[str] = []
+        self.owner: dict[str, str] = {}
+
+    def plant(self, bench: Bench, fault: str) -> None:
+        """Plant one more where it applies and none is yet."""
+        try:
+            graph = plant(self.graph, bench.file, fault)
+        except TracediffError:
+            return
+        changed = {op.name: fault.partition("@")[0] for op in graph if op is not self.graph[op.name]}
+        if not changed.keys() & self.owner.keys():
+            self.graph = graph
+            self.faults.append(fault)
+            self.owner |= changed
+
+
+def sets_of(bench: Bench, capture: str, seed: str) -> Iterator[Set]:
+    """Random sets, the same ones in each run."""
+    rng = random.Random(seed)
+    for _ in range(N_SETS):
+        chosen, size = Set(bench.graph), rng.randint(*SIZES[capture])
+        while len(chosen.faults) < size:
+            name = rng.choice(MISTAKES)
+            if capture == "all":
+                ops = [op.name for op in bench.graph if split(op.name)[1] in BANK[name].ops]
+                place = f"@{rng.choice(ops)}" if ops else ""
+            else:
+                place = rng.choice(["", f"@{rng.randrange(N_LAYER)}"])
+            chosen.plant(bench, name + place)
+        yield chosen
+
+
+def run_one(bench: Bench, chosen: Set, capture: str) -> str:
+    """Trace and judge: one word for what came of it, and where after a colon."""
+    trace = bench.trace(chosen.graph, capture)
+    faulty = [op for op in bench.judged(trace) if op.status == "faulty"]
+    clean = [op.op for op in faulty if not chosen.owner.keys() & set(op.local.segment)]
+    if clean:
+        return "false alarm: " + ", ".join(clean)
+    changed = {name: chosen.graph[name] for name in chosen.owner if name not in covered(faulty)}
+    missed = bench.missed(changed, faulty, capture)
+    if missed:
+        return "missed: " + ", ".join(missed)
+    if not faulty:
+        return "not visible"
+    wrong: dict[str, str] = {}
+    for op in faulty:
+        planted = {chosen.owner[name] for name in op.local.segment if name in chosen.owner}
+        planted |= {ALIKE[name] for name in planted if name in ALIKE and capture != "all"}
+        if not op.cause:
+            wrong[op.op] = "unnamed"
+        elif not planted.issuperset(op.cause.name.split(" + ")):
+            wrong[op.op] = op.cause.name
+    if not wrong:
+        return "named"
+    kind = "unnamed" if set(wrong.values()) == {"unnamed"} else "misnamed"
+    return f"{kind}: " + ", ".join(f"{name} as {cause}" for name, cause in wrong.items())
+
+
+def work(case: Case) -> list[Outcome]:
+    """All sets of one case."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = bench_of(case.family, case.weights, Path(folder))
+        return [
+            Outcome(case, "set", " + ".join(chosen.faults), run_one(bench, chosen, case.capture))
+            for chosen in sets_of(bench, case.capture, case.family + case.weights + case.capture)
+        ]
+
+
+_HEAD = """# Several mistakes at once
+
+Planted together in a small model and looked for in its trace alone, without a reference. Written in {minutes} minutes
+by
+
+    {command}
+
+With every op recorded three to five, each in an op of its own; with hidden states alone two to four, each in one layer
+or in all, so that a layer has up to four. *Located*: the faulty records are those that hold planted ops which show, and
+no other. *Named*: each has a cause made of mistakes that are planted in it, and the residual under that cause is at the
+floor; *unnamed*: some have no cause; *misnamed*: some have another's."""
+
+
+def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
+    """The document."""
+    captures = dict.fromkeys(o.case.capture for o in outcomes)
+    rows = ((capture, *row([o for o in outcomes if o.case.capture == capture])) for capture in captures)
+    rest = [o for o in outcomes if o.result not in ("named", "not visible")]
+    listed = table(
+        ("family", "weights", "recorded", "planted", "outcome"), ((*o.case[:3], o.what, o.result) for o in rest)
+    )
+    parts = (
+        _HEAD.format(minutes=f"{seconds / 60:.0f}", command=command),
+        table(("recorded", "sets", *WORDS, "located", "named, share"), rows),
+        "## All that were not named\n\n" + (listed if rest else "None."),
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Run the benchmark and write its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(SHAPES))
+    parser.add_argument("--weights", default=",".join(WEIGHTS))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    began = time.monotonic()
+    models = itertools.product(SIZES, args.families.split(","), args.weights.split(","))
+    cases = [Case(family, weights, capture, "") for capture, family, weights in models]
+    outcomes: list[Outcome] = []
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        for done in pool.map(work, cases):
+            outcomes += done
+            words = [o.result.partition(":")[0] for o in done]
+            print(
+                f"{time.monotonic() - began:4.0f} s {', '.join(done[0].case[:3])}: {words}", file=sys.stderr, flush=True
+            )
+    command = " ".join(["python", "benchmarks/several.py", *sys.argv[1:]])
+    text = report(outcomes, command, time.monotonic() - began)
+    if args.out:
+        args.out.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
