@@ -38,7 +38,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
 from tracediff.model.synthetic import Shape, quantize, write_model
 from tracediff.model.weights import Weights
-from tracediff.names import kind_of, layer_of, split
+from tracediff.names import kind_of, layer_of
 from tracediff.replay import Replay
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace

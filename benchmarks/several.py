@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from clean_runs import table
-from detection import COARSE_TYPES, N_LAYER, SHAPES, WEIGHTS, WORDS, Bench, Case, Outcome, bench_of, covered, row
+from detection import COARSE_TYPES, N_LAYER, SHAPES, WEIGHTS, WORDS, Bench, Case, Outcome, bench_of, row
 
 from tracediff.diagnose.bank import ALIKE, BANK, plant
 from tracediff.errors import TracediffError
@@ -76,8 +76,7 @@ def run_one(bench: Bench, chosen: Set, capture: str) -> str:
     clean = [op.op for op in faulty if not chosen.owner.keys() & set(op.local.segment)]
     if clean:
         return "false alarm: " + ", ".join(clean)
-    changed = {name: chosen.graph[name] for name in chosen.owner if name not in covered(faulty)}
-    missed = bench.missed(changed, faulty, capture)
+    missed = bench.missed({name: chosen.graph[name] for name in chosen.owner}, faulty, capture)
     if missed:
         return "missed: " + ", ".join(missed)
     if not faulty:

@@ -304,6 +304,13 @@ def test_an_unknown_fault_and_one_that_applies_to_nothing_are_refused(models) ->
         plant(graph, model, "bias_missing")
 
 
+def test_a_fault_that_would_undo_another_is_refused(models, torch_trace) -> None:
+    model = models("k-quants")
+    faults = ("cached_k_rotated_again@1", "scores_scaled")
+    with pytest.raises(TracediffError, match="would undo the one that is in blk.1.attn_scores already"):
+        torch_trace(model, faults=faults)
+
+
 def test_every_mistake_says_what_and_where_to_look() -> None:
     for name, mistake in BANK.items():
         assert mistake.text, name

@@ -81,10 +81,18 @@ def _mistake(
     return register
 
 
+def undoes(changed: Op, op: Op) -> bool:
+    """Whether a mistake in an op that has one already puts itself in its place."""
+    replaced = [(op.function, changed.function)]
+    replaced += [(weight.read, other.read) for weight, other in zip(op.weights, changed.weights, strict=False)]
+    return any(before is not None and before is not after for before, after in replaced)
+
+
 def plant(graph: Graph, file: GGUFFile, fault: str) -> Graph:
     """The graph with a fault planted, as in "rope_pairing" (every layer), "rope_pairing@3" or "eps@output_norm".
 
-    Raises TracediffError when there is no such fault, or nothing in this model that it applies to.
+    Raises TracediffError when there is no such fault, nothing in this model that it applies to, or another fault that
+    it would undo.
     """
     name, _, place = fault.partition("@")
     if name not in BANK:
@@ -95,6 +103,10 @@ def plant(graph: Graph, file: GGUFFile, fault: str) -> Graph:
         local = split(op.name)[1]
         if local in mistake.ops and (not place or place in (local, op.name, str(layer_of(op.name)))):
             variant = next(mistake.change(op, Context(graph, file)), None)
+            if variant and undoes(variant[0], op):
+                raise TracediffError(
+                    f"the fault {fault!r} would undo the one that is in {op.name} already: plant them in different ops."
+                )
             if variant:
                 changed.append(variant[0])
     if not changed:

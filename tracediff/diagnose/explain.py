@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tracediff.diagnose.bank import ALIKE, BANK, Context, Mistake, Seen
+from tracediff.diagnose.bank import ALIKE, BANK, Context, Mistake, Seen, undoes
 from tracediff.diagnose.shapes import describe
 from tracediff.model.arithmetic import Scheme, scheme_named
 from tracediff.model.families import build_graph
@@ -304,7 +304,10 @@ class Explainer:
         # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone.
         for chosen in [names, *([name] for name in names if len(names) > 1)]:
             alike = [op for op in targets if split(op.name)[1] in chosen]
-            variants = [list(mistake.change(op, Context(graph, file, seen))) for op in alike]
+            variants = [
+                [one for one in mistake.change(op, Context(graph, file, seen)) if not undoes(one[0], op)]
+                for op in alike
+            ]
             for changed in zip(*filter(None, variants), strict=False):
                 ops = [op for op, _ in changed]
                 where = ", ".join(dict.fromkeys(split(op.name)[1] if way.layer is None else op.name for op in ops))
