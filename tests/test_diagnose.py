@@ -307,7 +307,7 @@ def test_an_unknown_fault_and_one_that_applies_to_nothing_are_refused(models) ->
 def test_a_fault_that_would_undo_another_is_refused(models, torch_trace) -> None:
     model = models("k-quants")
     faults = ("cached_k_rotated_again@1", "scores_scaled")
-    with pytest.raises(TracediffError, match="would undo the one that is in blk.1.attn_scores already"):
+    with pytest.raises(TracediffError, match="would undo the one that is in"):
         torch_trace(model, faults=faults)
 
 

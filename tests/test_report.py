@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,6 +58,29 @@ def test_a_match_by_drift_says_how_far_it_reaches() -> None:
 def test_weights_that_are_wrong_come_before_what_drifts() -> None:
     assert words(make.compare("statistics")).startswith(
         "DIVERGED: 1 weight is wrong in memory: output_norm.weight; and output_norm is the first op over its tolerance"
+    )
+
+
+def test_each_of_several_mistakes_is_said_once(models: Models, torch_trace: Callable[..., Path]) -> None:
+    """Three of them behind one hidden state; what is in all layers is said of all."""
+    model = models("k-quants", "F16")
+    faults = ("act_relu", "no_mask", "norm_weight_minus_one@0", "bias_missing@2")
+    result = check_trace(torch_trace(model, capture="layers", faults=faults), model)
+    inside = "the trace holds no values between"
+    assert words(result).startswith(
+        "DIVERGED: all 3 layers (seen in ffn_residual): attn_probs: no causal mask: every query sees every key. "
+        "3 other mistakes are listed below. first at blk.0.ffn_residual in step 0: "
+    )
+    said = words(result).partition("whatever came before) ")[2].partition(" Hidden states")[0]
+    assert re.sub(r" \(NMSE up to [\d.]+\)", "", said) == (
+        "- all 3 layers (seen in ffn_residual): attn_probs: no causal mask: every query sees every key. "
+        f"covers 17 ops, blk.0.attn_norm to blk.0.ffn_residual: {inside} "
+        "- all 3 layers (seen in ffn_residual): ffn_act: ReLU is used for SiLU. "
+        f"covers 17 ops, blk.0.attn_norm to blk.0.ffn_residual: {inside} "
+        "- layer 0 (seen in ffn_residual): attn_norm, ffn_norm: their weight is used as w - 1. "
+        f"covers 17 ops, blk.0.attn_norm to blk.0.ffn_residual: {inside} "
+        "- layer 2 (seen in ffn_residual): attn_q, attn_k, attn_v: their bias is not added. "
+        f"covers 17 ops, blk.2.attn_norm to blk.2.ffn_residual: {inside}"
     )
 
 

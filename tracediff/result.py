@@ -74,13 +74,17 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A known mistake that brings the error down to the floor: `floor` and `arithmetic` are those it fits under."""
+    """Known mistakes that bring the error down to the floor: `floor` and `arithmetic` are those they fit under.
+
+    One as a rule. Of several `name` and `text` are the names and texts of `each` together.
+    """
 
     name: str
     nmse: float
     text: str
     floor: float
     arithmetic: str
+    each: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,10 +67,14 @@ def _part_of(progress: Progress, done: int, of: int, fraction: float) -> None:
 class Hypothesis:
     """Mistakes tried on a record: the ops as they would be, and what replay leaves under them."""
 
-    mistakes: tuple[str, ...]
+    each: dict[str, str]  # what is wrong, by mistake
     ops: tuple[Op, ...]
-    text: str
     local: Local
+
+    @property
+    def mistakes(self) -> tuple[str, ...]:
+        """Their names, in the order in which they were tried."""
+        return tuple(self.each)
 
 
 def _several_layers(segment: tuple[str, ...]) -> list[int]:
@@ -164,12 +168,12 @@ class Explainer:
         known = self._known[split(result.op)[1]]
         if best.mistakes not in known:
             known.insert(0, best.mistakes)
-        under = best.local
-        others = [BANK[ALIKE[name]] for name in best.mistakes if len(error.segment) > 1 and name in ALIKE]
-        text = best.text + "".join(
-            f" (or {other.text}: the same from here; record {' and '.join(other.ops)} to tell)" for other in others
-        )
-        cause = Cause(" + ".join(best.mistakes), under.nmse, text, under.floor, under.arithmetic)
+        each = dict(best.each)
+        for name in each.keys() & ALIKE.keys() if len(error.segment) > 1 else ():
+            other = BANK[ALIKE[name]]
+            each[name] += f" (or {other.text}: the same from here; record {' and '.join(other.ops)} to tell)"
+        name, text, under = " + ".join(each), ", and ".join(each.values()), best.local
+        cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each)
         return replace(result, cause=cause, shape=None)
 
     def _again(self, record: OpRecord, error: Local) -> Hypothesis | None:
@@ -315,8 +319,7 @@ class Explainer:
                 text = (f"{where}: " if len(error.segment) > 1 else "") + said
                 both = tuple({op.name: op for op in (*before, *ops)}.values())
                 yield Hypothesis(
-                    (*given.mistakes, mistake.name) if given else (mistake.name,),
+                    {**(given.each if given else {}), mistake.name: text},
                     both,
-                    f"{given.text}, and {text}" if given else text,
                     self._replay.under(record, both, left, way.plain),
                 )

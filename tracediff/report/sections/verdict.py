@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -72,15 +73,27 @@ def _in_step(step: int, result: Result) -> str:
     return f" in step {step}" if len(result.steps) > 1 else ""
 
 
-def _groups(result: Result) -> list[list[OpResult]]:
-    """Faulty ops by what is wrong: the same mistake in other ops, layers and steps is one mistake."""
-    groups: dict[tuple[str, str], list[OpResult]] = {}
+class _Group(NamedTuple):
+    """One mistake, as it is said of the first of the ops that it is in; None where none explains them."""
+
+    text: str | None
+    ops: list[OpResult]
+
+
+def _groups(result: Result) -> list[_Group]:
+    """What is wrong: the same mistake in other ops, layers and steps is one. Of the first op, the widest first."""
+    groups: dict[tuple[str, str], _Group] = {}
     for op in result.faulty:
-        key = local_name(op.op), op.cause.name if op.cause else ""
-        if op.cause and "blk." not in (text := _unnamed(op.cause.text, op)):
-            key = "", text
-        groups.setdefault(key, []).append(op)
-    return list(groups.values())
+        name = local_name(op.op)
+        if not op.cause:
+            groups.setdefault((name, ""), _Group(None, [])).ops.append(op)
+            continue
+        for mistake, text in op.cause.each.items():
+            alike = _unnamed(text, op)
+            key = (name, mistake) if "blk." in alike else ("", alike)
+            groups.setdefault(key, _Group(text, [])).ops.append(op)
+    order = {(op.step, op.op): at for at, op in enumerate(result.faulty)}
+    return sorted(groups.values(), key=lambda group: (order[group.ops[0].step, group.ops[0].op], -len(group.ops)))
 
 
 def _unnamed(text: str, op: OpResult) -> str:
@@ -89,15 +102,16 @@ def _unnamed(text: str, op: OpResult) -> str:
     return text.replace(f"{op.op}.weight", "the weight").replace(f"{op.op}.bias", "the bias")
 
 
-def _sentence(group: list[OpResult], result: Result) -> str:
-    first = group[0]
-    where = _where(group, result)
+def _sentence(group: _Group, result: Result) -> str:
+    text, ops = group
+    first = ops[0]
+    where = _where(ops, result)
     if first.local and len(first.local.segment) > 1:
-        where = f"{_seen(group, result)} (seen in {first.op if len(group) == 1 else local_name(first.op)})"
-    if not first.cause:
+        where = f"{_seen(ops, result)} (seen in {first.op if len(ops) == 1 else local_name(first.op)})"
+    if text is None:
         return f"{where}: wrong, and no known mistake explains it ({first.shape})."
-    several = len({op.op for op in group}) > 1
-    return f"{where}: {_unnamed(first.cause.text, first) if several else first.cause.text}."
+    several = len({op.op for op in ops}) > 1
+    return f"{where}: {_unnamed(text, first) if several else text}."
 
 
 def _seen(group: list[OpResult], result: Result) -> str:
@@ -153,11 +167,11 @@ def faulty(result: Result) -> Iterator[RenderableType]:
         return
     yield heading("Faulty ops (wrong by themselves, whatever came before)")
     for group in groups:
-        worst = max((op.local.nmse for op in group if op.local), default=math.nan)
+        worst = max((op.local.nmse for op in group.ops if op.local), default=math.nan)
         figure = "" if math.isnan(worst) else f" (NMSE up to {number(worst)})"
         said = Text.assemble(_sentence(group, result), (figure, "dim"))
         yield hanging("  -", said)
-        local = group[0].local
+        local = group.ops[0].local
         if local and len(local.segment) > 1:
             yield line(f"covers {_segment(local.segment)}", style="dim", by=4)
 
