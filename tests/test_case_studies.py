@@ -67,8 +67,8 @@ def test_three_mistakes_at_once_and_a_repair_that_is_a_fourth(folder) -> None:
     }
     lead, engine = here.play(LOUD.acts[0])
     assert lead == (
-        "DIVERGED: attn_q, attn_v and attn_k in all 24 layers: the weight is read transposed (leading dimension of "
-        "the wrong side), and the bias is not added. 3 other mistakes are listed below."
+        "DIVERGED: attn_q, attn_v, attn_k, attn_output, ffn_gate, ffn_up and ffn_down in all 24 layers: the weight is "
+        "read transposed (leading dimension of the wrong side). 3 other mistakes are listed below."
     )
     assert causes(engine) == three
     assert {weight["status"] for weight in engine["weights"]} == {"identical"}
