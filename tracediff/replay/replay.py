@@ -128,10 +128,10 @@ class Replay:
         """The record's local error under the arithmetic that fits it."""
         if self._fits.is_segment(record):
             local = self._closely(record, self._fits.of_segment(record, self._look, self._apart))
-            if local.faulty and self._fits.plain_ones(record):
-                # The mistake may be in those of its sort that were asked for their arithmetic, and not in this one.
+            if local.faulty and self._fits.plain_ones(record) and layer_of(record.op) is not None:
+                # The mistake may be in the layers that were asked for their arithmetic, and not in this one.
                 found = self._fits.of_one_segment(record, self._look, self._apart, hypothesis=False)
-                local = self._closely(record, found.scheme) if found.fits else local
+                local = self._closely(record, found.scheme) if found.fits and not found.drowned else local
             return replace(local, blind=local.blind or self._fits.is_drowned(record))
         tried: list[Local] = []
         for scheme in self._fits.candidates(record):
