@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from tracediff.model.arithmetic import EXACT
 from tracediff.model.evaluate import arithmetic_of
 from tracediff.model.families import load_graph
 from tracediff.pipeline import check_trace, compare_traces
+from tracediff.report.json_report import render as render_json
 from tracediff.report.terminal import render
 from tracediff.result import Result
 from tracediff.trace.reader import Trace
@@ -53,6 +54,34 @@ def test_a_match_by_drift_says_how_far_it_reaches() -> None:
     result = compare_traces(case / "reference.trace", case / "candidate.trace")
     assert words(result).startswith("MATCH: nothing diverges in 74 ops, compared by drift (at most NMSE ")
     assert " may be). A mistake may be smaller: --model judges each op by itself. reference: " in words(result)
+
+
+def keys(value: object, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where every value of a JSON result is; statistics are one value."""
+    yield at
+    if isinstance(value, list):
+        for inner in value:
+            yield from keys(inner, at)
+    elif isinstance(value, dict) and "rms" not in value:
+        for key, inner in value.items():
+            named = {"logits": "STEP", "each": "MISTAKE"}.get(at[-1] if at else "", key)
+            yield from keys(inner, (*at, named))
+
+
+def documented_keys() -> Iterator[tuple[str, ...]]:
+    """Those of docs/result.md, with what they are in: a row begins with a path; ".key" stands beside it."""
+    for row in (TRACES.parent / "docs" / "result.md").read_text().splitlines():
+        spans = re.findall(r"`([^`]+)`", row.split("|")[1]) if row.startswith("| `") else []
+        for span in spans:
+            path = span if span[0] != "." else spans[0].rpartition(".")[0] + span
+            for side in ("reference", "candidate") if "SIDE" in path else ("",):
+                key = tuple(path.replace("SIDE", side).replace("[]", "").split("."))
+                yield from (key[:n] for n in range(1, len(key) + 1))
+
+
+def test_every_key_of_the_result_is_documented() -> None:
+    produced = {key for case in make.CASES for key in keys(json.loads(render_json(make.compare(case)))) if key}
+    assert {*documented_keys()} == produced
 
 
 def test_weights_that_are_wrong_come_before_what_drifts() -> None:
