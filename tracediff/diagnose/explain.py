@@ -30,7 +30,7 @@ _A_LAYER = 24  # ops: in longer segments the pairs are too many
 # Where one mistake does not suffice, every other is tried on top of so many that leave least: of one, of two.
 _BEAM = (6, 3)
 _ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
-_SEARCHES = 3  # of ops of one name in which sets of mistakes are searched for in vain
+_SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for in vain
 # Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
 # With 4e7 on two cores it took a minute.
 _ONE_BY_ONE = 2e8
@@ -133,6 +133,7 @@ class Explainer:
         self._worked: dict[str, Hypothesis] = {}  # by name of the op
         self._known: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)  # mistakes by its name in the layer
         self._sound: set[tuple[int, str]] = set()  # records that are as they should be
+        self._given: set[tuple[str, tuple[str, ...]]] = set()  # ops, and what others were tried on top of
         self._searched: Counter[str] = Counter()  # by local name: in vain, for several mistakes at once
         self._each_layer: set[str] = set()  # local names of ops on which mistakes in one layer were tried, in vain
 
@@ -145,7 +146,8 @@ class Explainer:
             explained[i] = self._explain(op, error, partial(_part_of, progress, done, len(faulty)))
             progress((done + 1) / len(faulty))
         for i, op, error in faulty:  # what was found in later layers may be one of several mistakes in an earlier one
-            if not explained[i].cause and (found := self._one_more(self._record(op), error)):
+            record = self._record(op)
+            if not explained[i].cause and (found := self._again(record, error) or self._one_more(record, error)):
                 explained[i] = self._named(op, error, found)
         return explained
 
@@ -230,6 +232,9 @@ class Explainer:
         if len(error.segment) > _A_LAYER:
             return None
         for known in self._known[split(record.op)[1]]:
+            if (record.op, known) in self._given:  # in another step, in vain
+                continue
+            self._given.add((record.op, known))
             given = min(self._together(known, record, error), key=_left, default=None)
             if given and (found := self._on_top(given, record, error, Least())):
                 return found
