@@ -32,7 +32,9 @@ def read_with(dequantise: Callable[[Blocks], np.ndarray]) -> Callable[[GGUFFile,
     def read(file: GGUFFile, info: TensorInfo) -> Tensor:
         raw = raw_rows(file, info)
         block_bytes = GGML_QUANT_SIZES[info.type][1]
-        return torch.from_numpy(dequantise(raw.reshape(-1, block_bytes)).reshape(info.shape).astype(np.float32))
+        with np.errstate(invalid="ignore", over="ignore"):  # misread bits may be no number
+            values = dequantise(raw.reshape(-1, block_bytes)).reshape(info.shape).astype(np.float32)
+        return torch.from_numpy(values)
 
     return read
 
