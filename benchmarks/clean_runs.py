@@ -32,7 +32,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import DEMO, Shape, quantize, write_model
 from tracediff.model.weights import Weights
 from tracediff.names import split
-from tracediff.replay import Replay
+from tracediff.replay.replay import Replay
 from tracediff.result import Local
 from tracediff.trace.reader import Trace
 from tracediff_reference.protocol import Options

@@ -32,14 +32,14 @@ from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError
 from tracediff.judge import Policy, judge
-from tracediff.model.arithmetic import Scheme, scheme_named
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
 from tracediff.model.synthetic import Shape, quantize, write_model
 from tracediff.model.weights import Weights
 from tracediff.names import kind_of, layer_of
-from tracediff.replay import Replay
+from tracediff.numerics.arithmetic import Scheme, scheme_named
+from tracediff.replay.replay import Replay
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter

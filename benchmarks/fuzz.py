@@ -24,15 +24,15 @@ from pathlib import Path
 import numpy as np
 
 from tracediff.errors import TracediffError
+from tracediff.inspect.validate import validate
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.weights import Weights
 from tracediff.pipeline import compare_traces
-from tracediff.replay import Replay
+from tracediff.replay.replay import Replay
 from tracediff.trace.format import Statistics
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
-from tracediff.validate import validate
 
 GOLDEN = Path(__file__).parent.parent / "traces"
 SECONDS = 10  # for one mutant; a whole trace takes some hundredths

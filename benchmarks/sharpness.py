@@ -21,7 +21,7 @@ from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.weights import Weights
-from tracediff.replay import Replay
+from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord, Rows, Values
 from tracediff.trace.reader import Trace
 

@@ -170,7 +170,7 @@ def replay(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     from tracediff.model.families import build_graph
     from tracediff.model.gguf_file import GGUFFile
     from tracediff.model.weights import Weights
-    from tracediff.replay import Replay
+    from tracediff.replay.replay import Replay
     from tracediff.trace.reader import Trace
 
     path = trace_torch(model, folder / "r.trace", TorchOptions(), TOKENS)

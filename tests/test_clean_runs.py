@@ -15,12 +15,12 @@ from conftest import SHAPES, TOKENS, Models, logits_of
 
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
-from tracediff.model.arithmetic import scheme_named
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
-from tracediff.replay import Replay
+from tracediff.numerics.arithmetic import scheme_named
+from tracediff.replay.replay import Replay
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 

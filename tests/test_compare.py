@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracediff.compare import compare_values
-from tracediff.judge import Policy, drift_of_statistics, judge, verdict
+from tracediff.compare.metrics import compare_values, drift_of_statistics
+from tracediff.judge import Policy, judge, verdict
 from tracediff.result import Drift, Local, OpResult, Statistics, Worst
 
 RNG = np.random.default_rng(1)

@@ -13,10 +13,10 @@ from tracediff.diagnose.bank import BANK, plant
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError
-from tracediff.model import ops
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.weights import Weights
+from tracediff.numerics import ops
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter

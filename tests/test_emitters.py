@@ -23,7 +23,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape, write_model
 from tracediff.model.weights import Weights
 from tracediff.names import NAMES
-from tracediff.replay import Replay
+from tracediff.replay.replay import Replay
 from tracediff.trace.format import STORAGE, End, Header, OpRecord, Step, Values, Weight, decode, to_float
 from tracediff.trace.reader import Trace
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from conftest import TOKENS, Models
 
-from tracediff.model.arithmetic import scheme_named
-from tracediff.model.evaluate import evaluate
 from tracediff.model.families import load_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import scheme_named
+from tracediff.numerics.evaluate import evaluate
 from tracediff.pipeline import compare_traces
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace

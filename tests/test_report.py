@@ -16,9 +16,9 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from rich.console import Console
 
-from tracediff.model.arithmetic import EXACT
-from tracediff.model.evaluate import arithmetic_of
 from tracediff.model.families import load_graph
+from tracediff.numerics.arithmetic import EXACT
+from tracediff.numerics.evaluate import arithmetic_of
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.report.json_report import render as render_json
 from tracediff.report.terminal import render

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tracediff.model.arithmetic import ROUNDINGS
+from tracediff.numerics.arithmetic import ROUNDINGS
 
 # name in libggml-cpu, values per block, bytes of a block: its scale, what lies between, its integers
 Q8_0 = ("quantize_row_q8_0", 32, 34, np.float16, 2)

@@ -7,8 +7,8 @@ import pytest
 from conftest import Models
 from gguf import GGUFWriter
 
-from tracediff.tokens import describe_difference
-from tracediff.vocabulary import Vocabulary
+from tracediff.compare.tokens import describe_difference
+from tracediff.model.vocabulary import Vocabulary
 
 # Of the byte-level vocabulary that models are generated with: 256 bytes, a BOS, merges, padding.
 BOS, THE, SPACE_T, PAD = 256, 263, 257, 270

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from conftest import Models
 
-from tracediff.audit import audit_checkpoint, audit_trace
+from tracediff.audit.held import compare_weights
+from tracediff.audit.whole_file import audit_checkpoint, audit_trace
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
 from tracediff.model.tensors import FileTensors
 from tracediff.result import TensorResult
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
-from tracediff.weights import compare_weights
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")

@@ -6,14 +6,13 @@ the reference can be judged, and that carries everything that went before it: th
 
 import difflib
 import fnmatch
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tracediff.errors import TracediffError
 from tracediff.names import kind_of, layer_of, split
-from tracediff.result import Divergence, Drift, Local, OpResult, Statistics, Verdict, WeightResult, Worst
+from tracediff.result import Divergence, Local, OpResult, Verdict, WeightResult
 
 # NMSE that one rounding of all operands makes, rounded up: llama.cpp's matmuls replayed without it are off by 4e-8
 # in float16, 2e-6 in bfloat16 and 2e-5 to 4e-5 in q8 blocks; float32 sums by 1e-14 to 2e-13.
@@ -73,46 +72,6 @@ def coarsest(storages: Iterable[str | None], weight_types: Iterable[str | None])
     for kind in weight_types:
         found.append({None: "q8", "F64": "f64", "F32": "f32", "F16": "f16", "BF16": "bf16"}.get(kind, "q8"))
     return max(found, key=order.index)
-
-
-def drift_of_statistics(reference: Statistics, candidate: Statistics, size: int) -> Drift | None:
-    """The least drift that two sets of statistics prove: sqrt(NMSE) is at least the difference of RMS or mean
-    over the RMS (triangle inequality), and of an extreme over the RMS times sqrt(size).
-
-    Of statistics that one side lacks nothing is said; None where no statistic is on both.
-    """
-    gaps = {
-        name: abs(c - r)
-        for name in ("min", "max", "mean", "rms")
-        for r, c in [(getattr(reference, name), getattr(candidate, name))]
-        if r is not None and c is not None
-    }
-    if not gaps:
-        return None
-    root, scale = math.sqrt(size), _scale(reference, candidate)
-    proved = max(gap / root if name in ("min", "max") else gap for name, gap in gaps.items())
-    ratio = proved / scale if scale else (math.inf if proved else 0.0)
-    nmse = ratio * ratio  # ** raises OverflowError where * gives Inf
-    # Elements differ at least by as much as their mean does.
-    largest = max((gaps[name] for name in ("min", "max") if name in gaps), default=gaps.get("mean", math.nan))
-    return Drift(nmse, math.nan, largest, Worst((), _or_nan(reference.max), _or_nan(candidate.max)))
-
-
-def _scale(reference: Statistics, candidate: Statistics) -> float:
-    """The RMS that differences are measured by; with none on either side what comes next in reliability.
-
-    The larger extreme is at least the RMS. Of a mean alone (the sums that llama.cpp's debug tools print) only the
-    relative difference can be told, which says much less: it may be large where the mean happens to be near zero.
-    """
-    sides = (reference, candidate)
-    known = [side.rms for side in sides if side.rms is not None]
-    known += [max(-s.min, s.max) for s in sides if s.min is not None and s.max is not None]
-    known += [abs(x) for x in (reference.mean, reference.max, reference.min) if x is not None]
-    return known[0] if known else 0.0
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def judge(ops: Iterable[OpResult], policy: Policy) -> list[OpResult]:

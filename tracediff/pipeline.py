@@ -2,23 +2,21 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from tracediff.align import Pair, plan, same_input
-from tracediff.compare import compare_values
-from tracediff.coverage import measure_coverage
-from tracediff.judge import Policy, coarsest, drift_of_statistics, judge, verdict
-from tracediff.logits import compare_logits
+from tracediff.audit.held import compare_weights, refuse_another_model
+from tracediff.compare.align import Pair, plan, same_input
+from tracediff.compare.logits import compare_logits
+from tracediff.compare.measure import measure_pairs, record_statistics
+from tracediff.compare.vital_signs import measure_normal
+from tracediff.judge import Policy, coarsest, judge, verdict
+from tracediff.model.vocabulary import Vocabulary
 from tracediff.names import kind_of, layer_of
-from tracediff.normal import measure_normal
-from tracediff.result import Drift, OpResult, Result, Side, Statistics
-from tracediff.trace.format import OpRecord, Rows
+from tracediff.replay.coverage import measure_coverage
+from tracediff.result import OpResult, Result, Side
 from tracediff.trace.reader import Trace
-from tracediff.vocabulary import Vocabulary
-from tracediff.weights import compare_weights, refuse_another_model
 
 if TYPE_CHECKING:
     from tracediff.diagnose.explain import Judged
@@ -42,7 +40,11 @@ def compare_traces(
     same_input(r, c, lambda: Vocabulary(model))
     pairs = plan(r, c)
     policy.check(pair.op for pair in pairs)
-    measured = _measure(pairs, r, c, policy, progress)
+    tolerance = partial(policy.tolerance, coarsest=_coarsest(pairs, r, c))
+    measured = []
+    for op in measure_pairs(pairs, r, c, tolerance):
+        measured.append(op)
+        progress("compare", len(measured) / len(pairs))
     notes = [*_notes(r), *_notes(c)]
     explain: Explain = list
     if model:
@@ -150,58 +152,9 @@ def _explain(judged: "Judged", progress: Progress) -> Explain:
     return lambda ops: judged.explain(ops, lambda fraction: progress("name the mistakes", fraction))
 
 
-def _measure(pairs: list[Pair], r: Trace, c: Trace, policy: Policy, progress: Progress) -> list[OpResult]:
-    """Drift of every pair. One at a time: threads would fight over the interpreter more than they compute."""
+def _coarsest(pairs: list[Pair], r: Trace, c: Trace) -> str:
+    """The coarsest rounding that the two sides went through."""
     storages = [record.dtype for pair in pairs for record in (pair.reference, pair.candidate) if record]
     # The two ran the same model: a side that does not say the type of its weights has the other's.
     known = [kind for kind in (r.header.weights, c.header.weights) if kind]
-    coarse = coarsest(storages, known or [None])
-    done = []
-    for pair in pairs:
-        done.append(_measure_pair(pair, r, c, policy.tolerance(pair.op, coarse)))
-        progress("compare", len(done) / len(pairs))
-    return done
-
-
-def _measure_pair(pair: Pair, r: Trace, c: Trace, tolerance: float) -> OpResult:
-    where = (pair.op, pair.step, layer_of(pair.op), kind_of(pair.op))
-    if pair.problem or not pair.reference or not pair.candidate:
-        reference = record_statistics(pair.reference, r) if pair.reference else None
-        candidate = record_statistics(pair.candidate, c) if pair.candidate else None
-        return OpResult(*where, "unmatched", reference, candidate, note=pair.problem)
-    reference, candidate, drift = _drift(pair.reference, pair.candidate, r, c, pair.rows)
-    if drift is None and pair.reference.has_statistics and pair.candidate.has_statistics:
-        return OpResult(*where, "unmatched", reference, candidate, note="no statistic is on both sides")
-    return OpResult(*where, "ok", reference, candidate, drift, tolerance)
-
-
-def _drift(a: OpRecord, b: OpRecord, r: Trace, c: Trace, rows: Rows) -> tuple[Statistics, Statistics, Drift | None]:
-    if a.has_data and b.has_data:
-        has_first = a.token_axis == 0 and (rows is None or rows[0] == 0)
-        x, y = r.values(a, rows), c.values(b, rows)
-        reference, candidate, drift = compare_values(x, y, _hidden(a, r, rows), has_first)
-        worst = replace(drift.worst, at=a.place(drift.worst.at, rows))
-        return reference, candidate, replace(drift, worst=worst)
-    reference, candidate = record_statistics(a, r, rows), record_statistics(b, c, rows)
-    size = (a if a.rows == rows else b).size
-    return reference, candidate, drift_of_statistics(reference, candidate, size)
-
-
-def record_statistics(record: OpRecord, trace: Trace, rows: Rows = None) -> Statistics:
-    """As recorded, or computed from the data: of all that the record holds, or of these tokens alone."""
-    rows = rows or record.rows
-    if not record.has_data or (not record.lacking and rows == record.rows):
-        return Statistics(record.min, record.max, record.mean, record.rms, record.nan, record.inf)
-    values = trace.values(record, rows)
-    return compare_values(values, values, _hidden(record, trace, rows))[0]
-
-
-def _hidden(record: OpRecord, trace: Trace, rows: Rows) -> np.ndarray | None:
-    """Which scores the causal mask will hide, [T, S]; None for other ops."""
-    if kind_of(record.op) != "scores" or len(record.shape) != 3:
-        return None
-    queries = np.array(trace.steps[record.step].positions)
-    keys = np.concatenate([step.positions for number, step in trace.steps.items() if number <= record.step])
-    if record.whole_shape(len(queries))[1:] != (len(queries), len(keys)):
-        return None
-    return keys[None, :] > queries[slice(None) if rows is None else [*rows], None]
+    return coarsest(storages, known or [None])

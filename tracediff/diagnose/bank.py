@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tracediff.diagnose.dequant import BLOCK_MISTAKES, read_with
 from tracediff.errors import TracediffError
-from tracediff.model import ops
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Graph, Op, Weight
 from tracediff.model.weights import dequantize, raw_rows
 from tracediff.names import layer_of, split
+from tracediff.numerics import ops
 
 NORMS = ("attn_norm", "attn_q_norm", "attn_k_norm", "ffn_norm", "output_norm")
 LAYER_LINEARS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")

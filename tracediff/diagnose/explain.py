@@ -9,13 +9,13 @@ from pathlib import Path
 
 from tracediff.diagnose.bank import ALIKE, BANK, Context, Mistake, Seen, undoes
 from tracediff.diagnose.shapes import describe
-from tracediff.model.arithmetic import Scheme, scheme_named
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of, split
-from tracediff.replay import Replay
+from tracediff.numerics.arithmetic import Scheme, scheme_named
+from tracediff.replay.replay import Replay
 from tracediff.result import Cause, Local, OpResult
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tracediff.engine.recorder import Recorder
-from tracediff.model.arithmetic import EXACT, Scheme
-from tracediff.model.evaluate import arithmetic_of, evaluate
 from tracediff.model.graph import SOURCES, Graph, Op
-from tracediff.model.ops import causal
 from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import EXACT, Scheme
+from tracediff.numerics.evaluate import arithmetic_of, evaluate
+from tracediff.numerics.ops import causal
 
 
 @dataclass(frozen=True, slots=True)

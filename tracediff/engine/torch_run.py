@@ -12,13 +12,13 @@ from tracediff import __version__
 from tracediff.engine.recorder import DTYPES, Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import EngineError
-from tracediff.model.arithmetic import Scheme, scheme_named
-from tracediff.model.evaluate import arithmetic_of, rows_fit
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
 from tracediff.model.weights import Weights
 from tracediff.names import Capture
+from tracediff.numerics.arithmetic import Scheme, scheme_named
+from tracediff.numerics.evaluate import arithmetic_of, rows_fit
 from tracediff.trace.format import Step
 from tracediff.trace.writer import TraceWriter
 

@@ -19,8 +19,8 @@ from tracediff.engine.torch_engine import StepInput
 from tracediff.errors import EngineError
 from tracediff.model.checkpoint import PERMUTED_ARCHITECTURES, PERMUTED_OPS
 from tracediff.model.graph import Graph, Op
-from tracediff.model.ops import causal
 from tracediff.names import split
+from tracediff.numerics.ops import causal
 
 IMPLEMENTATION = "tracediff"  # the name of our attention function among transformers'
 

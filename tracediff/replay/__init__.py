@@ -1,5 +1,1 @@
 """Local error: every op of a trace recomputed in float64 from that trace's own recorded inputs."""
-
-from tracediff.replay.replay import Replay
-
-__all__ = ["Replay"]

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from tracediff.errors import EngineError
-from tracediff.model.arithmetic import (
+from tracediff.model.graph import Graph
+from tracediff.model.weights import Weights
+from tracediff.names import layer_of, split
+from tracediff.numerics.arithmetic import (
     PLAIN,
     ROUNDINGS,
     SHARED_BEYOND,
@@ -20,10 +23,7 @@ from tracediff.model.arithmetic import (
     Scheme,
     split_keys,
 )
-from tracediff.model.evaluate import arithmetic_of, rows_fit
-from tracediff.model.graph import Graph
-from tracediff.model.weights import Weights
-from tracediff.names import layer_of, split
+from tracediff.numerics.evaluate import arithmetic_of, rows_fit
 from tracediff.replay.recorded import Recorded
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord

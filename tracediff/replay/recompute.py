@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import Scheme, step_of
-from tracediff.model.evaluate import Energy, Rounded, arithmetic_of, evaluate, rounding
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.weights import Weights
-from tracediff.replay.floors import Noise, noise
+from tracediff.numerics.arithmetic import Scheme, step_of
+from tracediff.numerics.evaluate import Energy, Rounded, arithmetic_of, evaluate, rounding
+from tracediff.numerics.floors import Noise, noise
 from tracediff.replay.recorded import Place, Recorded
 from tracediff.trace.format import OpRecord, Rows
 

@@ -10,11 +10,11 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import SCHEMES, Scheme
-from tracediff.model.evaluate import arithmetic_of
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of
+from tracediff.numerics.arithmetic import SCHEMES, Scheme
+from tracediff.numerics.evaluate import arithmetic_of
 from tracediff.replay.fits import BLIND, NARROW, Fits, stored_as
 from tracediff.replay.recompute import Recomputation, Recomputed
 from tracediff.replay.recorded import Recorded

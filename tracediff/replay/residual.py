@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import flips
-from tracediff.model.evaluate import columns
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import flips
+from tracediff.numerics.evaluate import columns
 from tracediff.replay.recompute import Recomputed
 from tracediff.result import Worst
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from tracediff.model.vocabulary import Vocabulary
 from tracediff.result import Logits, Token
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
-from tracediff.vocabulary import Vocabulary
 
 _TOP = 8
 

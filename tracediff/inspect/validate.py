@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracediff.compare import compare_values
+from tracediff.compare.metrics import compare_values
 from tracediff.names import NAMES, kind_of, layer_of, split
 from tracediff.result import Finding, Statistics, Validation
 from tracediff.trace.format import OpRecord, Values, same_shape

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tracediff.compare.tokens import describe_difference
 from tracediff.errors import MismatchError
-from tracediff.tokens import describe_difference
+from tracediff.model.vocabulary import Vocabulary
 from tracediff.trace.format import OpRecord, Rows, same_shape
 from tracediff.trace.reader import Trace
-from tracediff.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tracediff.compare import compare_values
+from tracediff.compare.metrics import compare_values
 from tracediff.names import split
 from tracediff.result import Growth, Lean, Likeness, Normal, StepEnds, Tokens
 from tracediff.trace.format import OpRecord

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import BLOCK, Arithmetic
-from tracediff.model.evaluate import Energy
 from tracediff.model.graph import Op
-from tracediff.model.ops import causal, rope_angles, wide
+from tracediff.numerics.arithmetic import BLOCK, Arithmetic
+from tracediff.numerics.evaluate import Energy
+from tracediff.numerics.ops import causal, rope_angles, wide
 
 # Half a unit in the last place of 1.0, and the smallest positive number (IEEE 754; bfloat16 as float32).
 UNIT = {"f64": 2.0**-53, "f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}

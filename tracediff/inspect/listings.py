@@ -1,7 +1,7 @@
 """What `inspect` and `faults` list."""
 
+from tracediff.compare.measure import record_statistics
 from tracediff.model.graph import Graph
-from tracediff.pipeline import record_statistics
 from tracediff.result import Listing
 from tracediff.trace.reader import Trace
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from tracediff.vocabulary import Vocabulary
+from tracediff.model.vocabulary import Vocabulary
 
 _Ids = tuple[int, ...]
 _SHOWN = 2, 4  # ids before and after the first that differs

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
+from tracediff.audit.causes import CLOSE, explain
+from tracediff.audit.held import compare_weight, judge_values, readings, rounded_to
+from tracediff.audit.quantisation import expected_error, relative_errors
 from tracediff.errors import MismatchError
 from tracediff.model.checkpoint import Checkpoint
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.quantisation import expected_error, relative_errors
 from tracediff.model.tensors import FileTensors
 from tracediff.result import AuditResult, TensorResult
 from tracediff.trace.reader import Trace
-from tracediff.weight_causes import CLOSE, explain
-from tracediff.weights import compare_weight, judge_values, readings, rounded_to
 
 FAILING = ("wrong", "missing", "extra")
 _TIED = {"output.weight": "token_embd.weight"}

@@ -135,3 +135,43 @@ def _chunks(first: int, size: int) -> Iterator[slice]:
     for start, stop in ((0, first), (first, size)):
         for at in range(start, stop, _CHUNK):
             yield slice(at, min(at + _CHUNK, stop))
+
+
+def drift_of_statistics(reference: Statistics, candidate: Statistics, size: int) -> Drift | None:
+    """The least drift that two sets of statistics prove: sqrt(NMSE) is at least the difference of RMS or mean
+    over the RMS (triangle inequality), and of an extreme over the RMS times sqrt(size).
+
+    Of statistics that one side lacks nothing is said; None where no statistic is on both.
+    """
+    gaps = {
+        name: abs(c - r)
+        for name in ("min", "max", "mean", "rms")
+        for r, c in [(getattr(reference, name), getattr(candidate, name))]
+        if r is not None and c is not None
+    }
+    if not gaps:
+        return None
+    root, scale = math.sqrt(size), _scale(reference, candidate)
+    proved = max(gap / root if name in ("min", "max") else gap for name, gap in gaps.items())
+    ratio = proved / scale if scale else (math.inf if proved else 0.0)
+    nmse = ratio * ratio  # ** raises OverflowError where * gives Inf
+    # Elements differ at least by as much as their mean does.
+    largest = max((gaps[name] for name in ("min", "max") if name in gaps), default=gaps.get("mean", math.nan))
+    return Drift(nmse, math.nan, largest, Worst((), _or_nan(reference.max), _or_nan(candidate.max)))
+
+
+def _scale(reference: Statistics, candidate: Statistics) -> float:
+    """The RMS that differences are measured by; with none on either side what comes next in reliability.
+
+    The larger extreme is at least the RMS. Of a mean alone (the sums that llama.cpp's debug tools print) only the
+    relative difference can be told, which says much less: it may be large where the mean happens to be near zero.
+    """
+    sides = (reference, candidate)
+    known = [side.rms for side in sides if side.rms is not None]
+    known += [max(-s.min, s.max) for s in sides if s.min is not None and s.max is not None]
+    known += [abs(x) for x in (reference.mean, reference.max, reference.min) if x is not None]
+    return known[0] if known else 0.0
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

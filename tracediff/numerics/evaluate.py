@@ -7,7 +7,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from tracediff.model.arithmetic import (
+from tracediff.model.graph import Op
+from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import (
     BLOCK,
     EXACT,
     ROUNDINGS,
@@ -19,9 +21,7 @@ from tracediff.model.arithmetic import (
     single,
     split_keys,
 )
-from tracediff.model.graph import Op
-from tracediff.model.ops import FUNCTIONS
-from tracediff.model.weights import Weights
+from tracediff.numerics.ops import FUNCTIONS
 
 _OFFSET_BLOCK = {"TQ1_0": 256, "TQ2_0": 256}  # weights that share a scale; 16 is the least of all others
 _SIGNED = ("F64", "F32", "F16", "BF16", "Q8_0")

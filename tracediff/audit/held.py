@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from tracediff.compare import compare_values
+from tracediff.audit.causes import CLOSE, Reading, Readings, bfloat16, chunks, explain, residual
+from tracediff.compare.metrics import compare_values
 from tracediff.errors import MismatchError
 from tracediff.names import split
 from tracediff.result import WeightResult
 from tracediff.trace.reader import Trace
-from tracediff.weight_causes import CLOSE, Reading, Readings, bfloat16, chunks, explain, residual
 
 if TYPE_CHECKING:
     from tracediff.model.gguf_file import GGUFFile

@@ -1,0 +1,12 @@
+"""The command line: a module for each group of commands; `app` is the only place that catches."""
+
+from tracediff.cli.app import app, main
+from tracediff.cli.interchange import export, import_
+from tracediff.cli.judging import check, compare
+from tracediff.cli.looking import faults, inspect, validate, weights
+from tracediff.cli.tracing import demo, run, trace
+
+__all__ = ["app", "main"]
+
+for _command in (demo, run, trace, compare, check, validate, weights, inspect, faults, import_, export):
+    app.command(_command.__name__.rstrip("_"))(_command)

@@ -1,0 +1,87 @@
+"""The commands that judge traces: `compare`, `check`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tracediff.cli.options import Allow, ArithmeticOption, Json, Tolerance, policy_of
+from tracediff.cli.output import progress_bars, report, show
+from tracediff.errors import TracediffError
+
+if TYPE_CHECKING:
+    from tracediff.judge import Policy
+    from tracediff.result import Result
+
+
+def compare(
+    reference: Annotated[Path, typer.Argument(help="The trace that is right.")],
+    candidate: Annotated[Path, typer.Argument(help="The trace to judge.")],
+    third: Annotated[Path | None, typer.Argument(help="A third engine's: which of the three is the outlier?")] = None,
+    model: Annotated[Path | None, typer.Option(help="The GGUF file: replay, floors and causes.")] = None,
+    arithmetic: ArithmeticOption = None,
+    tolerance: Tolerance = None,
+    allow: Allow = None,
+    json: Json = None,
+) -> int:
+    """Compare two traces, or three: op by op with the model, by drift alone without."""
+    from tracediff.pipeline import compare_traces
+
+    policy = policy_of(tolerance, allow)
+    if third:
+        return _compare_three((reference, candidate, third), model, policy, arithmetic, json)
+    if arithmetic and not model:
+        raise TracediffError("--arithmetic is that of the replay, which needs the GGUF file: give --model as well.")
+    with progress_bars() as progress:
+        result = compare_traces(
+            reference, candidate, model=model, policy=policy, arithmetic=arithmetic, progress=progress
+        )
+    if model:
+        _check_replayed(result)
+    return report(result, json)
+
+
+def _compare_three(
+    traces: tuple[Path, Path, Path], model: Path | None, policy: "Policy", arithmetic: str | None, json: Path | None
+) -> int:
+    from tracediff.report.threeway import render, render_json
+    from tracediff.threeway import compare_three
+
+    if arithmetic:
+        raise TracediffError("--arithmetic pins that of one candidate: compare two traces, or let it be fitted.")
+    with progress_bars() as progress:
+        result = compare_three(traces, model=model, policy=policy, progress=progress)
+    if model and not any(any(op.local) for op in result.ops):
+        raise TracediffError("nothing in the three traces can be replayed. Record data, or compare without --model.")
+    return show(lambda width: render(result, width), lambda: render_json(result), result.verdict, json)
+
+
+def check(
+    trace: Annotated[Path, typer.Argument(help="The trace to judge.")],
+    model: Annotated[Path, typer.Option(help="The GGUF file that it was made with.")],
+    arithmetic: ArithmeticOption = None,
+    json: Json = None,
+) -> int:
+    """Judge one trace by replay alone: no reference needed."""
+    from tracediff.pipeline import check_trace
+
+    with progress_bars() as progress:
+        result = check_trace(trace, model, arithmetic=arithmetic, progress=progress)
+    _check_replayed(result)
+    return report(result, json)
+
+
+def _check_replayed(result: "Result") -> None:
+    if not any(op.local for op in result.ops):
+        raise TracediffError(
+            f"{result.candidate.path}: nothing in it can be replayed: it holds statistics only, or no op of this "
+            "model. Record data, under the names that `tracediff inspect MODEL` lists; "
+            "`tracediff compare` without --model compares statistics by tolerance."
+        )
+    unknown = result.coverage.unknown if result.coverage else ()
+    if 2 * len(unknown) > len({op.op for op in result.ops}):
+        raise TracediffError(
+            f"{result.candidate.path}: most of its ops ({len(unknown)}) have names that this model has not: "
+            f"{', '.join(unknown[:3])}, ... `tracediff validate TRACE --model MODEL` lists them, `tracediff import` "
+            "knows those of others."
+        )

@@ -1,0 +1,99 @@
+"""The commands that look at models, traces and weights: `inspect`, `validate`, `weights`, `faults`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tracediff.cli.options import Json, Model
+from tracediff.cli.output import DIVERGED, MATCH, print_listing, progress_bars, show, write_json
+from tracediff.errors import TracediffError
+
+
+def validate(
+    trace: Annotated[Path, typer.Argument(help="The trace to look through.")],
+    model: Annotated[Path | None, typer.Option(help="The GGUF file: names, shapes and what is missing.")] = None,
+    json: Json = None,
+) -> int:
+    """List everything that is wrong or suspicious in how a trace is written. 0: valid, 1: it is not."""
+    from tracediff.inspect.validate import validate as find
+    from tracediff.report.validation import render, render_json
+
+    found = find(trace, model)
+    if str(json) != "-":
+        sys.stdout.write(render(found))
+    if json:
+        write_json(json, render_json(found))
+    return DIVERGED if found.violations else MATCH
+
+
+def weights(
+    model: Model,
+    trace: Annotated[Path | None, typer.Option(help="What an engine holds: the weight records of its trace.")] = None,
+    hf: Annotated[Path | None, typer.Option(help="What the file was made from: a folder of safetensors.")] = None,
+    json: Json = None,
+) -> int:
+    """Audit every tensor of a GGUF file, against a trace or against the checkpoint that it was made from."""
+    from tracediff.audit.whole_file import audit_checkpoint, audit_trace
+    from tracediff.report.audit import render, render_json
+
+    with progress_bars() as progress:
+        if trace and not hf:
+            result = audit_trace(model, trace, lambda f: progress("weights", f))
+        elif hf and not trace:
+            result = audit_checkpoint(model, hf, lambda f: progress("weights", f))
+        else:
+            raise TracediffError("give either --trace TRACE or --hf FOLDER to audit the weights against.")
+    return show(lambda width: render(result, width), lambda: render_json(result), result.verdict, json)
+
+
+def inspect(
+    what: Annotated[Path, typer.Argument(metavar="MODEL_OR_TRACE")],
+    skeleton: Annotated[bool, typer.Option("--skeleton", help="A model: as comments to paste into an engine.")] = False,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="With --skeleton: as a trace of so many tokens that lacks only values.")
+    ] = None,
+) -> int:
+    """List the ops that an engine should write for a model, or the records of a trace."""
+    from tracediff.inspect.listings import of_model, of_trace
+
+    is_model = _is_gguf(what)
+    if (tokens and not skeleton) or (skeleton and not is_model):
+        raise TracediffError(
+            f"{'--tokens N belongs to --skeleton: give that as well' if is_model else '--skeleton is of a model'}. "
+            "tracediff inspect MODEL --skeleton --tokens N"
+        )
+    if is_model:
+        from tracediff.model.families import load_graph
+
+        graph = load_graph(what)
+        if skeleton:
+            from tracediff.inspect.skeleton import comments, trace
+
+            sys.stdout.writelines(
+                f"{line}\n" for line in (trace(graph, what.name, tokens) if tokens else comments(graph))
+            )
+        else:
+            print_listing(of_model(graph))
+    else:
+        from tracediff.trace.reader import Trace
+
+        print_listing(of_trace(Trace(what)))
+    return MATCH
+
+
+def faults() -> int:
+    """List the mistakes that can be planted and recognised."""
+    from tracediff.inspect.listings import of_faults
+
+    print_listing(of_faults())
+    return MATCH
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError as error:
+        raise TracediffError(f"{path}: cannot open it: {error.strerror}. Check the path.") from None

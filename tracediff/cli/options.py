@@ -1,0 +1,63 @@
+"""The options that commands share, and what they mean."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tracediff.errors import TracediffError
+
+if TYPE_CHECKING:
+    from tracediff.judge import Policy
+
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.", show_default=False)]
+PromptText = Annotated[str | None, typer.Option("-p", "--prompt", help="Text, tokenised by llama.cpp.")]
+Tokens = Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")]
+Decode = Annotated[int, typer.Option(min=0, help="Greedy decode steps after the prompt.")]
+DType = Annotated[Literal["f64", "f32", "bf16", "f16"], typer.Option(help="What torch or transformers computes in.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda, for torch and transformers.")]
+CaptureOption = Annotated[
+    Literal["all", "layers", "stats"],
+    typer.Option(help="Every op, the hidden states only, or statistics of every op."),
+]
+Fault = Annotated[
+    list[str] | None,
+    typer.Option(help="Plant a mistake in the torch engine: NAME or NAME@LAYER. `tracediff faults` lists them."),
+]
+ArithmeticOption = Annotated[
+    str | None, typer.Option(help="Pin the arithmetic of the candidate, such as 'llama.cpp' or 'exact'.")
+]
+Tolerance = Annotated[
+    list[str] | None,
+    typer.Option(help="NMSE that may drift: 1e-6, or PATTERN=1e-6 for some ops; repeatable."),
+]
+Allow = Annotated[list[str] | None, typer.Option(help="Pattern of ops that one side may lack; repeatable.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
+Threads = Annotated[int, typer.Option(min=1, help="llama.cpp: threads.")]
+Ctx = Annotated[int, typer.Option(min=0, help="llama.cpp: context size; 0 for what is needed.")]
+Batch = Annotated[int, typer.Option(min=0, help="llama.cpp: batch size; 0 for the whole prompt.")]
+UBatch = Annotated[int, typer.Option(min=1, help="llama.cpp: micro-batch size.")]
+GpuLayers = Annotated[int, typer.Option(help="llama.cpp: layers on the GPU.")]
+FlashAttn = Annotated[bool, typer.Option(help="llama.cpp: flash attention, one op instead of three.")]
+KvType = Annotated[Literal["f32", "f16", "q8_0"], typer.Option(help="llama.cpp: type of the KV cache.")]
+ExtraBufts = Annotated[bool, typer.Option(help="llama.cpp: extra buffer types (repacked weights).")]
+
+
+def policy_of(tolerance: list[str] | None, allow: list[str] | None) -> "Policy":
+    """What --tolerance and --allow ask for; raises TracediffError for what is no NMSE."""
+    from tracediff.judge import Policy
+
+    tolerances: dict[str, float] = {}
+    for item in tolerance or ():
+        pattern, _, number = item.rpartition("=")
+        try:
+            nmse = float(number)
+        except ValueError:
+            nmse = math.nan
+        if not nmse >= 0:
+            raise TracediffError(f"--tolerance {item!r}: give an NMSE such as 1e-6, or PATTERN=1e-6.")
+        tolerances.pop(pattern or "*", None)  # the last one of a pattern stands last: that is the one that counts
+        tolerances[pattern or "*"] = nmse
+    return Policy(tolerances, tuple(allow or ()))

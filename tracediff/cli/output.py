@@ -1,0 +1,82 @@
+"""What commands print: reports, tables, progress, and the JSON beside them."""
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tracediff.result import Listing, Result, Verdict
+
+MATCH, DIVERGED, UNDECIDED, INTERRUPTED = 0, 1, 2, 130
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, float], None]]:
+    """A bar per stage on standard error, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda stage, fraction: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(stage: str, fraction: float) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=1.0)
+            bars.update(tasks[stage], completed=fraction)
+
+        yield show
+
+
+def print_listing(listing: "Listing") -> None:
+    """A table as wide as the terminal; in a pipe as wide as it needs."""
+    from tracediff.cli.console import has_width, standard_output
+    from tracediff.report.listing import narrowest, render
+
+    console = standard_output()
+    limit = console.width if has_width() else None
+    console.print(render(listing, limit), width=max(console.width, 0 if limit else narrowest(listing)))
+
+
+def report(result: "Result", json: Path | None) -> int:
+    """A comparison or a check: the exit code that its verdict asks for."""
+    from tracediff.report.json_report import render as render_json
+    from tracediff.report.terminal import render
+
+    return show(lambda width: render(result, width), lambda: render_json(result), result.verdict, json)
+
+
+def show(
+    render: Callable[[int], "RenderableType"], render_json: Callable[[], str], verdict: "Verdict", json: Path | None
+) -> int:
+    """Print the report, write the JSON where it is asked for, and say how it ended."""
+    if str(json) != "-":
+        from tracediff.cli.console import standard_output
+
+        console = standard_output()
+        console.print(render(console.width))
+    if json:
+        write_json(json, render_json())
+    return DIVERGED if verdict == "diverged" else MATCH
+
+
+def write_json(path: Path, text: str) -> None:
+    """JSON is UTF-8, whatever the locale says."""
+    if str(path) != "-":
+        path.write_text(text, encoding="utf-8")
+        return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+    sys.stdout.write(text)
+
+
+def say(message: str) -> None:
+    """A line beside the output proper."""
+    print(message, file=sys.stderr)  # noqa: T201

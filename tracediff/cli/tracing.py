@@ -1,0 +1,233 @@
+"""The commands that trace: `demo`, `run`, `trace`."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tracediff.cli.options import (
+    Allow,
+    ArithmeticOption,
+    Batch,
+    CaptureOption,
+    Ctx,
+    Decode,
+    Device,
+    DType,
+    ExtraBufts,
+    Fault,
+    FlashAttn,
+    GpuLayers,
+    Json,
+    KvType,
+    Model,
+    PromptText,
+    Threads,
+    Tokens,
+    Tolerance,
+    UBatch,
+    policy_of,
+)
+from tracediff.cli.output import MATCH, progress_bars, report, say
+from tracediff.errors import EngineError, TracediffError
+
+if TYPE_CHECKING:
+    from tracediff.engine.llama_cpp import Prompt
+    from tracediff.model.graph import Graph
+
+
+def demo(
+    fault: Fault = None,
+    save: Annotated[Path | None, typer.Option(help="Keep the model and the traces in this folder.")] = None,
+    json: Json = None,
+) -> int:
+    """Make a small model as loud as a real one, plant a fault in the torch engine, trace both, and report."""
+    from tracediff.demo import FAULT, PROMPT, make_model
+
+    with _folder(save) as folder:
+        return run(make_model(folder), prompt=PROMPT, decode=1, fault=fault or [FAULT], save=folder, json=json)
+
+
+def run(
+    model: Model,
+    prompt: PromptText = None,
+    tokens: Tokens = None,
+    decode: Decode = 0,
+    dtype: DType = "f32",
+    device: Device = "cpu",
+    capture: CaptureOption = "all",
+    fault: Fault = None,
+    arithmetic: ArithmeticOption = None,
+    tolerance: Tolerance = None,
+    allow: Allow = None,
+    save: Annotated[Path | None, typer.Option(help="Keep the traces in this folder.")] = None,
+    json: Json = None,
+    threads: Threads = 2,
+    ctx: Ctx = 0,
+    batch: Batch = 0,
+    ubatch: UBatch = 512,
+    gpu_layers: GpuLayers = 0,
+    flash_attn: FlashAttn = False,
+    kv_type: KvType = "f32",
+    extra_bufts: ExtraBufts = False,
+) -> int:
+    """Trace a model in llama.cpp and in torch, compare the two, and report."""
+    from tracediff.engine.llama_cpp import LlamaCpp
+    from tracediff.model.families import load_graph
+    from tracediff_reference.protocol import Options
+
+    options = Options(
+        threads=threads, n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, gpu_layers=gpu_layers,
+        flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
+    )  # fmt: skip
+    graph = load_graph(model)
+    given = _prompt(prompt, tokens, graph)
+    fused = ("attn_scores", "attn_probs") if flash_attn and capture != "layers" else ()
+    policy = policy_of(tolerance, [*(allow or []), *fused])
+    with _folder(save) as folder, progress_bars() as progress:
+        reference, candidate = folder / "reference.trace", folder / "candidate.trace"
+        child = LlamaCpp(model, graph, given, reference, capture=capture, n_decode=decode, options=options)
+        try:  # while llama.cpp works: 2 s of imports, and what is wrong with the options of torch
+            from tracediff.engine.torch_run import TorchOptions, check_options, trace_torch
+            from tracediff.pipeline import compare_traces
+            from tracediff.trace.reader import Trace
+
+            torch_options = TorchOptions(
+                dtype=dtype, device=device, capture=capture, arithmetic=arithmetic, faults=tuple(fault or ())
+            )
+            check_options(model, torch_options)
+            child.wait(lambda fraction: progress("llama.cpp", fraction))
+        except BaseException:
+            child.stop()
+            raise
+        _show_tokens(given, child.tokens)
+        steps = [*Trace(reference).steps.values()]
+        trace_torch(model, candidate, torch_options, steps=steps, progress=lambda f: progress("torch", f))
+        result = compare_traces(
+            reference,
+            candidate,
+            model=None if capture == "stats" else model,
+            policy=policy,
+            progress=progress,
+        )
+    return report(result, json)
+
+
+# Of which engines `trace` takes an option; what is in none of these is for all.
+_OPTIONS = {
+    "torch": {"dtype", "device", "fault", "arithmetic"},
+    "transformers": {"dtype", "device", "hf"},
+    "llama.cpp": {"threads", "ctx", "batch", "ubatch", "gpu_layers", "flash_attn", "kv_type", "extra_bufts"},
+}
+
+
+def _refuse_options_of_others(context: typer.Context, engine: str) -> None:
+    for name in context.params:
+        takers = [taker for taker, names in _OPTIONS.items() if name in names]
+        source = context.get_parameter_source(name)
+        if takers and engine not in takers and source is not None and source.name == "COMMANDLINE":
+            raise EngineError(
+                f"--{name.replace('_', '-')} is for --engine {' or '.join(takers)}; this is {engine}, which would not "
+                "heed it. Leave it out."
+            )
+
+
+def trace(
+    context: typer.Context,
+    model: Model,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The trace to write: OUT.trace, and OUT.bin beside it.")],
+    engine: Annotated[
+        Literal["torch", "llama.cpp", "transformers"], typer.Option(help="Which engine to trace.")
+    ] = "torch",
+    hf: Annotated[
+        Path | None, typer.Option(help="transformers: load this model folder, not the weights of MODEL.")
+    ] = None,
+    prompt: PromptText = None,
+    tokens: Tokens = None,
+    decode: Decode = 0,
+    dtype: DType = "f32",
+    device: Device = "cpu",
+    capture: CaptureOption = "all",
+    fault: Fault = None,
+    arithmetic: ArithmeticOption = None,
+    threads: Threads = 2,
+    ctx: Ctx = 0,
+    batch: Batch = 0,
+    ubatch: UBatch = 512,
+    gpu_layers: GpuLayers = 0,
+    flash_attn: FlashAttn = False,
+    kv_type: KvType = "f32",
+    extra_bufts: ExtraBufts = False,
+) -> int:
+    """Trace one engine."""
+    from tracediff.engine.llama_cpp import LlamaCpp, tokenize
+    from tracediff.model.families import load_graph
+    from tracediff_reference.protocol import Options
+
+    _refuse_options_of_others(context, engine)
+    graph = load_graph(model)
+    given = _prompt(prompt, tokens, graph)
+    notes: list[str] = []
+    with progress_bars() as progress:
+        if engine == "llama.cpp":
+            options = Options(
+                threads=threads, n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, gpu_layers=gpu_layers,
+                flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
+            )  # fmt: skip
+            child = LlamaCpp(model, graph, given, out, capture=capture, n_decode=decode, options=options)
+            ids = child.wait(lambda fraction: progress("llama.cpp", fraction))
+        else:
+            from tracediff.engine.torch_run import TorchOptions, trace_torch
+
+            ids = given.tokens or tokenize(model, graph, given.text or "")
+            torch_options = TorchOptions(
+                dtype=dtype, device=device, capture=capture, arithmetic=arithmetic, faults=tuple(fault or ())
+            )
+            if engine == "torch":
+                trace_torch(model, out, torch_options, ids, decode, progress=lambda f: progress("torch", f))
+            else:
+                from tracediff.engine.transformers_run import trace_transformers
+
+                show = lambda f: progress("transformers", f)  # noqa: E731
+                notes = trace_transformers(model, out, torch_options, ids, decode, hf, show)
+    for note in notes:
+        say(note)
+    _show_tokens(given, ids)
+    say(f"wrote {out}")
+    return MATCH
+
+
+def _prompt(text: str | None, tokens: str | None, graph: "Graph") -> "Prompt":
+    from tracediff.engine.llama_cpp import Prompt
+    from tracediff.model.hparams import check_tokens, parse_tokens
+
+    if (text is None) == (tokens is None):
+        raise EngineError("give the prompt either as text with -p or as ids with --tokens 1,2,3.")
+    if tokens is None:
+        if not text:
+            raise EngineError("the prompt is empty. Give some text with -p, or ids with --tokens 1,2,3.")
+        return Prompt(text=text)
+    ids = parse_tokens(tokens)
+    check_tokens(ids, graph.hparams.n_vocab)  # before anything is loaded
+    return Prompt(tokens=ids)
+
+
+@contextmanager
+def _folder(save: Path | None) -> Iterator[Path]:
+    if save:
+        if save.is_file():
+            raise TracediffError(f"--save {save} is a file. Give a folder, which is made where it is not there.")
+        save.mkdir(parents=True, exist_ok=True)
+        yield save
+        return
+    with tempfile.TemporaryDirectory(prefix="tracediff-") as name:
+        yield Path(name)
+    say("The traces are deleted now: --save FOLDER keeps them.")
+
+
+def _show_tokens(given: "Prompt", tokens: tuple[int, ...]) -> None:
+    if given.text is not None:
+        say(f"{len(tokens)} tokens: {','.join(map(str, tokens))}")

@@ -1,0 +1,1 @@
+"""What an engine should write, and what is wrong with how it was written."""
