@@ -143,6 +143,16 @@ def test_mistaken_dequantisation_is_named(fault: str, models, torch_trace) -> No
     assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {fault}
 
 
+def test_a_misread_type_in_a_file_that_mixes_types(models, torch_trace) -> None:
+    """Tried on top of it: the weight of another layer, which is of another type there."""
+    model, where = models("k-quants", "Q4_K_M"), "blk.2.attn_v"
+    faults = ("q6_k_order", "bias_missing")
+    result = check_trace(torch_trace(model, faults=[f"{fault}@{where}" for fault in faults]), model)
+    assert {op.op: op.cause and {*op.cause.each} for op in result.faulty} == {where: {*faults}}
+    swapped = torch_trace(model, faults=(f"q6_k_order@{where}", f"wrong_layer@{where}"))
+    assert {op.op: op.cause and op.cause.name for op in check_trace(swapped, model).faulty} == {where: "wrong_layer"}
+
+
 def test_several_mistakes_are_all_found_and_nothing_else(models, torch_trace, llama_cpp_trace) -> None:
     model = models("k-quants", "F16")
     reference = llama_cpp_trace(model)

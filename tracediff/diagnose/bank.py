@@ -261,7 +261,7 @@ for _block in BLOCK_MISTAKES:
 
     def _dequantised(op: Op, context: Context, block: Any = _block) -> Variants:
         if op.weights and context.file.tensors[op.weights[0].name].type.name == block.type:
-            yield _reading(op, read_with(block.dequantise)), f"{block.text} ({op.weights[0].name})"
+            yield _reading(op, read_with(block)), f"{block.text} ({op.weights[0].name})"
 
     BANK[_block.name] = Mistake(
         _block.name, _block.text, f"the dequantisation of {_block.type} blocks", (*LINEARS, "token_embd"), _dequantised,

@@ -10,7 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
-from tracediff.model.weights import raw_rows
+from tracediff.model.weights import dequantize, raw_rows
 
 Blocks = np.ndarray  # uint8 [blocks, bytes per block]
 
@@ -26,14 +26,19 @@ class BlockMistake:
     link: str
 
 
-def read_with(dequantise: Callable[[Blocks], np.ndarray]) -> Callable[[GGUFFile, TensorInfo], Tensor]:
-    """A `Weight.read` that dequantises that way."""
+def read_with(mistake: BlockMistake) -> Callable[[GGUFFile, TensorInfo], Tensor]:
+    """A `Weight.read` of an engine that makes the mistake: blocks of its type that way, others as they are.
+
+    A file mixes types (Q4_K_M has Q6_K in some layers), and another mistake may have chosen the tensor.
+    """
 
     def read(file: GGUFFile, info: TensorInfo) -> Tensor:
         raw = raw_rows(file, info)
+        if info.type.name != mistake.type:
+            return dequantize(info, raw).reshape(info.shape)
         block_bytes = GGML_QUANT_SIZES[info.type][1]
         with np.errstate(invalid="ignore", over="ignore"):  # misread bits may be no number
-            values = dequantise(raw.reshape(-1, block_bytes)).reshape(info.shape).astype(np.float32)
+            values = mistake.dequantise(raw.reshape(-1, block_bytes)).reshape(info.shape).astype(np.float32)
         return torch.from_numpy(values)
 
     return read
