@@ -252,6 +252,33 @@ def test_the_last_tolerance_of_an_op_counts(
     assert cli("compare", trace, tmp_path / "a.trace", *strict, *loose, *strict)[0] == 1
 
 
+# ---- Bugs of our own: never the exit code of a verdict
+
+
+@pytest.mark.parametrize("error", [KeyError("zebra"), AssertionError(), RuntimeError("two\nlines"), EOFError()])
+@pytest.mark.parametrize("debug", ["", "before", "after"])
+def test_an_error_that_nobody_foresaw(
+    error: Exception,
+    debug: str,
+    trace: Path,
+    cli: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compare_traces(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("tracediff.pipeline.compare_traces", compare_traces)
+    command = ["--debug"] * (debug == "before") + ["compare", trace, trace] + ["--debug"] * (debug == "after")
+    code, output, message = cli(*command)
+    *before, last = message.splitlines()
+    assert (code, output) == (2, "")
+    assert last.startswith("tracediff: this is a bug of tracediff 0.1.0, and no verdict: ")
+    assert " ".join(f"{type(error).__name__}: {error} (in compare_traces, line ".split()) in last
+    assert last.endswith("Please report it with the command and what it prints with --debug added.")
+    assert bool(before) == bool(debug)
+    assert not before or before[0] == "Traceback (most recent call last):"
+
+
 # ---- Where it writes
 
 

@@ -40,7 +40,7 @@ MAY = {
         "audit", "compare", "diagnose", "errors", "judge", "model", "names", "replay", "result", "trace",
     },
     "tracediff.threeway": {"errors", "names", "judge", "pipeline", "result", "trace"},
-    "tracediff.demo": {"model"},
+    "tracediff.demo": {"model", "result", "diagnose"},
     "tracediff.cli": EVERYTHING,
     "tracediff_reference": {"errors", "names", "trace"},
 }  # fmt: skip

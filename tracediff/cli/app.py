@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -12,9 +13,12 @@ from tracediff import __version__
 from tracediff.cli.output import INTERRUPTED, UNDECIDED
 from tracediff.errors import TracediffError
 
+_DEBUG = "--debug"
+_UsageError = typer.BadParameter.__mro__[1]  # click's, whether typer imports click or brings its own
+
 
 class _Commands(TyperGroup):
-    """Runs a command and turns every expected failure into one message and an exit code.
+    """Runs a command and turns every failure into one message and an exit code, which is never 1: that is a verdict.
 
     Within typer, for what typer catches itself changes: Ctrl-C was Abort, then Exit(130); a closed pipe is
     exit code 1, which here says that something diverges.
@@ -24,6 +28,8 @@ class _Commands(TyperGroup):
         try:
             code = super().invoke(ctx)
             sys.stdout.flush()
+        except (typer.Exit, _UsageError):
+            raise
         except KeyboardInterrupt:
             _complain("interrupted. What was traced so far is readable where it was saved (-o, --save).")
             code = INTERRUPTED
@@ -37,6 +43,10 @@ class _Commands(TyperGroup):
         except (OSError, MemoryError) as error:
             code = _complain(f"{type(error).__name__}: {error}. Check the path, the permissions and the space left.")
             _drop_output()
+        except Exception as error:
+            if ctx.obj[_DEBUG]:
+                traceback.print_exc()
+            code = _complain(_bug(error))
         raise typer.Exit(code)
 
 
@@ -52,15 +62,26 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The entry point."""
+    """The entry point. `--debug` may stand before or after the command's name, so no command needs to know of it."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without block characters shows ? for them
-    app()
+    arguments = sys.argv[1:]
+    app([argument for argument in arguments if argument != _DEBUG], obj={_DEBUG: _DEBUG in arguments})
 
 
 def _complain(message: str) -> int:
     print(f"tracediff: {message}", file=sys.stderr)  # noqa: T201
     return UNDECIDED
+
+
+def _bug(error: Exception) -> str:
+    """What is said of an error that nobody foresaw, in one line."""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    return (
+        f"this is a bug of tracediff {__version__}, and no verdict: {said} (in {frame.name}, line {frame.lineno} of "
+        f"{os.path.basename(frame.filename)}). Please report it with the command and what it prints with --debug added."
+    )
 
 
 def _drop_output() -> None:
@@ -74,6 +95,7 @@ def _drop_output() -> None:
 @app.callback(invoke_without_command=True)
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option(_DEBUG, help="Show the traceback of a bug; also after a command.")] = False,
 ) -> None:
     """Hold the options that belong to no command."""
     if version:

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -31,12 +31,15 @@ from tracediff.cli.options import (
     UBatch,
     policy_of,
 )
-from tracediff.cli.output import MATCH, progress_bars, report, say
+from tracediff.cli.output import DIVERGED, MATCH, progress_bars, report, say
 from tracediff.errors import EngineError, TracediffError
 
 if TYPE_CHECKING:
     from tracediff.engine.llama_cpp import Prompt
+    from tracediff.judge import Policy
     from tracediff.model.graph import Graph
+    from tracediff.result import Result
+    from tracediff_reference.protocol import Options
 
 
 def demo(
@@ -44,11 +47,25 @@ def demo(
     save: Annotated[Path | None, typer.Option(help="Keep the model and the traces in this folder.")] = None,
     json: Json = None,
 ) -> int:
-    """Make a small model as loud as a real one, plant a fault in the torch engine, trace both, and report."""
-    from tracediff.demo import FAULT, PROMPT, make_model
+    """Make a small model as loud as a real one, plant a fault in the torch engine, trace both, and report.
 
+    Exit code 0: what was planted was found and named.
+    """
+    from tracediff.demo import FAULT, PROMPT, make_model, not_found
+    from tracediff.engine.llama_cpp import Prompt
+    from tracediff.judge import Policy
+    from tracediff_reference.protocol import Options
+
+    planted = fault or [FAULT]
     with _folder(save) as folder:
-        return run(make_model(folder), prompt=PROMPT, decode=1, fault=fault or [FAULT], save=folder, json=json)
+        model = make_model(folder)
+        given = Prompt(text=PROMPT)
+        result = _trace_both(model, given, folder, 1, Options(), Policy(), faults=tuple(planted))
+        wrong = not_found(result, model, planted)
+    report(result, json)
+    for sentence in wrong:
+        say(f"The demo did not find what it planted: {sentence}.")
+    return DIVERGED if wrong else MATCH
 
 
 def run(
@@ -75,7 +92,6 @@ def run(
     extra_bufts: ExtraBufts = False,
 ) -> int:
     """Trace a model in llama.cpp and in torch, compare the two, and report."""
-    from tracediff.engine.llama_cpp import LlamaCpp
     from tracediff.model.families import load_graph
     from tracediff_reference.protocol import Options
 
@@ -87,17 +103,29 @@ def run(
     given = _prompt(prompt, tokens, graph)
     fused = ("attn_scores", "attn_probs") if flash_attn and capture != "layers" else ()
     policy = policy_of(tolerance, [*(allow or []), *fused])
-    with _folder(save) as folder, progress_bars() as progress:
-        reference, candidate = folder / "reference.trace", folder / "candidate.trace"
-        child = LlamaCpp(model, graph, given, reference, capture=capture, n_decode=decode, options=options)
+    with _folder(save) as folder:
+        torch = {"dtype": dtype, "device": device, "capture": capture, "arithmetic": arithmetic}
+        result = _trace_both(model, given, folder, decode, options, policy, **torch, faults=tuple(fault or ()))
+    return report(result, json)
+
+
+def _trace_both(
+    model: Path, given: "Prompt", folder: Path, n_decode: int, options: "Options", policy: "Policy", **torch: Any
+) -> "Result":
+    """Trace llama.cpp with `options`, then torch with the options `torch` on the same tokens, and compare."""
+    from tracediff.engine.llama_cpp import LlamaCpp
+    from tracediff.model.families import load_graph
+
+    reference, candidate, capture = folder / "reference.trace", folder / "candidate.trace", torch.get("capture", "all")
+    with progress_bars() as progress:
+        graph = load_graph(model)
+        child = LlamaCpp(model, graph, given, reference, capture=capture, n_decode=n_decode, options=options)
         try:  # while llama.cpp works: 2 s of imports, and what is wrong with the options of torch
             from tracediff.engine.torch_run import TorchOptions, check_options, trace_torch
             from tracediff.pipeline import compare_traces
             from tracediff.trace.reader import Trace
 
-            torch_options = TorchOptions(
-                dtype=dtype, device=device, capture=capture, arithmetic=arithmetic, faults=tuple(fault or ())
-            )
+            torch_options = TorchOptions(**torch)
             check_options(model, torch_options)
             child.wait(lambda fraction: progress("llama.cpp", fraction))
         except BaseException:
@@ -106,14 +134,8 @@ def run(
         _show_tokens(given, child.tokens)
         steps = [*Trace(reference).steps.values()]
         trace_torch(model, candidate, torch_options, steps=steps, progress=lambda f: progress("torch", f))
-        result = compare_traces(
-            reference,
-            candidate,
-            model=None if capture == "stats" else model,
-            policy=policy,
-            progress=progress,
-        )
-    return report(result, json)
+        replayed = None if capture == "stats" else model
+        return compare_traces(reference, candidate, model=replayed, policy=policy, progress=progress)
 
 
 # Of which engines `trace` takes an option; what is in none of these is for all.
