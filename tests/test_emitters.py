@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,14 @@ import msgspec
 import numpy as np
 import pytest
 
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+from mutants import write_raw
+
 from tracediff.errors import TraceError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.synthetic import Shape, write_model
+from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.names import NAMES
 from tracediff.replay.replay import Replay
@@ -298,34 +303,38 @@ def test_c_strings_that_are_not_utf8(tmp_path: Path, raw: bytes) -> None:
 
 # ---- The decoder
 
+STEPS = (0, 1, 2)
 FAULTS = {
     None: set(),
-    "ROPE_HALVES": {(step, f"blk.0.attn_{x}_rope") for step in (0, 1) for x in "qk"},
-    "NO_SCALE": {(0, "blk.0.attn_probs"), (1, "blk.0.attn_probs")},
-    "SWAP_GATE_UP_ACT": {(0, "blk.0.ffn_act"), (1, "blk.0.ffn_act")},
-    "NO_MASK": {(0, "blk.0.attn_probs")},  # a decode step of one token has nothing to hide
+    "ROPE_HALVES": {(step, f"attn_{x}_rope") for step in STEPS for x in "qk"},
+    "NO_SCALE": {(step, "attn_probs") for step in STEPS},
+    "SWAP_GATE_UP_ACT": {(step, "ffn_act") for step in STEPS},
+    "NO_MASK": {(0, "attn_probs")},  # a decode step of one token has nothing to hide
 }
 PROMPT = (256, 72, 101, 108, 108, 111, 3, 17, 250)
+_SIZES = {"n_layer": 2, "n_embd": 96, "n_head": 6, "n_head_kv": 2, "n_ff": 160, "n_vocab": 320}
+FAMILIES = {
+    "llama": Shape("llama", **_SIZES),
+    "qwen2": Shape("qwen2", **_SIZES, tied=True),
+    "qwen3": Shape("qwen3", **_SIZES, head_dim=24),
+}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a one-layer llama as GGUF and as the raw files that the decoder reads."""
-    folder = tmp_path_factory.mktemp("model")
-    shape = Shape("llama", n_layer=1, n_embd=96, n_head=6, n_head_kv=2, n_ff=160, n_vocab=320)
-    file = GGUFFile(write_model(folder / "model.gguf", shape, "F32"))
-    for name, info in file.tensors.items():
-        (folder / f"{name}.f32").write_bytes(file.raw(info))
-    sizes = {key: getattr(shape, key) for key in ("n_vocab", "n_embd", "n_head", "n_head_kv", "n_ff")}
-    sizes |= {"head_dim": shape.d, "rope_theta": shape.theta, "rms_eps": shape.eps}
-    (folder / "model.txt").write_text("".join(f"{key} {value}\n" for key, value in sizes.items()))
-    return folder
+def raw_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Models as GGUF and as the raw files that the decoder reads."""
+    folder = tmp_path_factory.mktemp("raw")
+    return cache(lambda family: write_raw(folder / family, FAMILIES[family], "F32"))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_decoder_is_faulty_exactly_where_its_fault_is(model: Path, tmp_path: Path, fault: str | None) -> None:
+@pytest.mark.parametrize(
+    ("family", "fault"), [("llama", None), ("qwen2", None), ("qwen3", None), *(("llama", f) for f in FAULTS if f)]
+)
+def test_decoder_is_faulty_exactly_where_its_fault_is(
+    raw_model: Callable[[str], Path], tmp_path: Path, family: str, fault: str | None
+) -> None:
     define = [f"-DFAULT_{fault}"] if fault else []
-    decoder = tmp_path / "decoder"
+    decoder, model = tmp_path / "decoder", raw_model(family)
     source = EMITTERS / "c/example_decoder.c"
     run(tool("cc", "gcc"), "-std=c99", "-O2", *STRICT, *define, source, "-o", decoder, "-lm")
     run(decoder, model, tmp_path / "out.trace", *map(str, PROMPT))
@@ -334,15 +343,17 @@ def test_decoder_is_faulty_exactly_where_its_fault_is(model: Path, tmp_path: Pat
     graph = build_graph(file)
     trace = Trace(tmp_path / "out.trace")
     judged = list(Replay(trace, graph, Weights(file)).run())
-    assert {(record.step, record.op) for record, local in judged if local.faulty} == FAULTS[fault]
-    assert len(judged) == 2 * len(graph.ops)
-    assert list(trace.ops) == [(step, op.name) for step in (0, 1) for op in graph]
+    faulty = {(record.step, record.op) for record, local in judged if local.faulty}
+    assert faulty == {(step, f"blk.{n}.{op}") for step, op in FAULTS[fault] for n in range(2)}
+    assert len(judged) == 3 * len(graph.ops)
+    assert list(trace.ops) == [(step, op.name) for step in STEPS for op in graph]
     n = len(PROMPT)
     assert all(trace.ops[0, op.name].shape == op.shape(n) for op in graph)
-    assert all(trace.ops[1, op.name].shape == op.shape(1, n) for op in graph)
+    assert all(trace.ops[2, op.name].shape == op.shape(1, n + 1) for op in graph)
     assert trace.steps[0] == Step(0, PROMPT, tuple(range(n)))
-    logits = trace.values(trace.ops[0, "output"])
-    assert trace.steps[1] == Step(1, (int(logits[-1].argmax()),), (n,))
+    for step in (1, 2):
+        logits = trace.values(trace.ops[step - 1, "output"])
+        assert trace.steps[step] == Step(step, (int(logits[-1].argmax()),), (n + step - 1,))
     norms = [weight.name for weight in graph.norm_weights()]
     assert list(trace.weights) == norms
     for name in norms:
