@@ -126,10 +126,13 @@ def test_tokens_outside_the_vocabulary_by_the_library(model: Path, tmp_path: Pat
     [
         (("--fault", "zebra"), "unknown fault 'zebra'. `tracediff faults` lists them: "),
         (("--fault", "rope_pairing@77"), "the fault 'rope_pairing@77' applies to nothing in this qwen2 model of 2"),
-        (("--arithmetic", "zebra"), "unknown arithmetic 'zebra'. Known: llama.cpp; exact; "),
         (
-            ("--arithmetic", "q8_K activations"),
-            "--arithmetic 'q8_K activations': the rows that blk.0.attn_q multiplies are no multiples of its blocks",
+            ("--arithmetic", "zebra"),
+            "unknown arithmetic 'zebra'. Known: llama.cpp; activations as ggml rounds them; exact; ",
+        ),
+        (
+            ("--arithmetic", "activations in q8_K blocks"),
+            "--arithmetic 'activations in q8_K blocks': the rows that blk.0.attn_q multiplies are no multiples of its",
         ),
         (("--device", "zebra"), "--device zebra: not a device of this engine. Use cpu, cuda or cuda:N."),
         (("--device", "meta"), "--device meta: not a device of this engine."),
@@ -207,12 +210,14 @@ def test_tolerance(tolerance: str, trace: Path, refused: Callable[..., str]) -> 
 def test_arithmetic(trace: Path, model: Path, refused: Callable[..., str]) -> None:
     for arguments in (("check", trace), ("compare", trace, trace)):
         message = refused(*arguments, "--model", model, "--arithmetic", "zebra")
-        assert message.startswith("unknown arithmetic 'zebra'. Known: llama.cpp; exact; ")
+        assert message.startswith(
+            "unknown arithmetic 'zebra'. Known: llama.cpp; activations as ggml rounds them; exact; "
+        )
     assert "give --model as well" in refused("compare", trace, trace, "--arithmetic", "exact")
-    message = refused("check", trace, "--model", model, "--arithmetic", "q8_K activations")
+    message = refused("check", trace, "--model", model, "--arithmetic", "activations in q8_K blocks")
     assert message == (
-        "blk.0.attn_q cannot be recomputed in the arithmetic 'q8_K activations': this model has rows that are no "
-        "multiples of its blocks. Leave --arithmetic out, or name another."
+        "blk.0.attn_q cannot be recomputed in the arithmetic 'activations in q8_K blocks': this model has rows that "
+        "are no multiples of its blocks. Leave --arithmetic out, or name another."
     )
 
 

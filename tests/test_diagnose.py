@@ -124,7 +124,8 @@ def test_logits_alone_name_a_mistake_in_all_layers_or_one(
         (step, fault.partition("@")[0]) for step in range(3)
     ]
     assert {op.cause.text.startswith(ops) for op in result.faulty} == {True}
-    assert {op.cause.arithmetic for op in result.faulty} == {"llama.cpp" if weights == "F32" else arithmetic}
+    rounded = weights != "F32" and arithmetic == "llama.cpp"
+    assert {"activations in q8_K blocks" in op.cause.arithmetic for op in result.faulty} == {rounded}
 
 
 def test_where_layers_are_too_many_to_be_tried_one_by_one_the_report_says_so(models, torch_trace, monkeypatch) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tracediff.numerics.arithmetic import ROUNDINGS
+from tracediff.numerics.roundings import rounding_named
 
 # name in libggml-cpu, values per block, bytes of a block: its scale, what lies between, its integers
 Q8_0 = ("quantize_row_q8_0", 32, 34, np.float16, 2)
@@ -23,7 +23,7 @@ def test_blocks_round_as_ggml_does(rounding: str, ggml: tuple[str, int, int, typ
     x[512:768] = 0
     x[1024:2048] = rng.integers(-254, 255, 1024) / 2  # ties
     values = torch.from_numpy(x.astype(np.float64))
-    ours = ROUNDINGS[rounding](values).numpy()
+    ours = rounding_named(rounding)(values).numpy()
     theirs = _quantize_row(x, *ggml)
     assert int((ours != theirs).sum()) == 0
 
@@ -44,4 +44,4 @@ def _quantize_row(x: np.ndarray, function: str, size: int, nbytes: int, scale: t
 @pytest.mark.parametrize("name", ["q8_0", "q8_1", "q8_K"])
 def test_blocks_of_next_to_nothing_are_zero(name: str) -> None:
     """127 / x overflows; the noise of a row of zeros is that small. They were NaN."""
-    assert ROUNDINGS[name](torch.full((1, 256), 1e-38)).abs().max() < 2e-38
+    assert rounding_named(name)(torch.full((1, 256), 1e-38)).abs().max() < 2e-38

@@ -1,124 +1,22 @@
-"""Rounding as engines do it: what a number loses when it is stored or made an operand of a matmul.
-
-Block roundings work on the last axis and return the values that the integers stand for, in the dtype of
-the input. They reproduce ggml bit for bit from float32 (ggml/src/ggml-quants.c; the CPU's own are the same).
-"""
+"""The arithmetic of an engine: which roundings it makes where, by kind of op. The roundings are in roundings.py."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import torch
-from torch import Tensor
-
 from tracediff.errors import EngineError
+from tracediff.numerics.roundings import rounding_named
 
-
-def half(x: Tensor) -> Tensor:
-    """To float16 and back."""
-    return x.half().to(x.dtype)
-
-
-def bfloat(x: Tensor) -> Tensor:
-    """To bfloat16 and back."""
-    return x.bfloat16().to(x.dtype)
-
-
-def single(x: Tensor) -> Tensor:
-    """To float32 and back."""
-    return x.float().to(x.dtype)
-
-
-def tf32(x: Tensor) -> Tensor:
-    """To the 10-bit mantissa of NVIDIA's TF32 and back, to nearest, ties away from zero (cvt.rna.tf32.f32)."""
-    bits = x.float().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).to(x.dtype)
-
-
-def q8_0_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quotients [..., blocks, 32] and float32 scales [..., blocks, 1] of q8_0 and q8_1, before rounding.
-
-    Scale amax / 127, quotient x * (127 / amax), ties to even: ggml-cpu/arch/x86/quants.c, bit for bit. (The
-    reference in ggml-quants.c multiplies by 1 / scale and uses roundf.)
-    """
-    blocks = x.float().unflatten(-1, (-1, 32))
-    largest = blocks.abs().amax(-1, keepdim=True)
-    return blocks * _over(127.0, largest), largest / 127.0
-
-
-def q8_k_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Exact quotients [..., blocks, 256] and scales [..., blocks, 1] of q8_K, before rounding to integers."""
-    blocks = x.float().unflatten(-1, (-1, 256))
-    inverse = _over(-127.0, blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)))
-    return blocks * inverse, _over(1.0, inverse)
-
-
-def _over(number: float, x: Tensor) -> Tensor:
-    """The quotient number / x, 0 where x is: torch takes number / x as number * (1 / x), one unit off in 25%.
-
-    The largest number where it overflows: blocks below 1e-36 round to 0, and not to NaN.
-    """
-    largest = torch.finfo(x.dtype).max
-    return torch.where(x != 0, torch.full_like(x, number) / x, 0.0).clamp(-largest, largest)
-
-
-def q8_0(x: Tensor) -> Tensor:
-    """Blocks of 32 integers with a scale kept in float16. q8_1 has the same values (and their sum besides)."""
-    quotients, d = q8_0_blocks(x)
-    return (torch.round(quotients).to(x.dtype) * d.half().to(x.dtype)).flatten(-2)
-
-
-def q8_k(x: Tensor) -> Tensor:
-    """Blocks of 256, scale -max / 127 for the element of largest magnitude, in float32 (quantize_row_q8_K_ref)."""
-    quotients, d = q8_k_blocks(x)
-    integers = torch.round(quotients).clamp(max=127)  # nearest_int: ties to even
-    return (integers.to(x.dtype) * d.to(x.dtype)).flatten(-2)
-
-
-BLOCK = {"q8_0": 32, "q8_1": 32, "q8_K": 256}  # rows must be multiples of it
-
-
-def flips(x: Tensor, rounding: str) -> Tensor:
-    """What each value of x would change by if it were rounded to the other side of a boundary that it lies on.
-
-    Zero for values that lie on none. A quotient is a float32 product of at most 127, good to a few times 2^-18;
-    implementations multiply in another order, so within that it may go either way.
-    """
-    if rounding not in BLOCK:
-        return torch.zeros_like(x)
-    quotients, d = q8_k_blocks(x) if rounding == "q8_K" else q8_0_blocks(x)
-    scale = d if rounding == "q8_K" else d.half()
-    rounded = torch.round(quotients)
-    past = quotients - rounded  # from -0.5 to 0.5
-    on_boundary = past.abs() > 0.5 - 2.0**-15
-    other = torch.where(past >= 0, 1.0, -1.0).to(x.dtype)
-    return torch.where(on_boundary, other * scale.to(x.dtype), 0.0).flatten(-2)
-
-
-_MANTISSA = {"f16": 10, "tf32": 10, "bf16": 7}  # bits
-
-
-def step_of(x: Tensor, rounding: str) -> Tensor:
-    """How far apart the values that `rounding` keeps lie, at each value of x; 0 at 0 and where it rounds nothing."""
-    if rounding in BLOCK:
-        _, d = q8_k_blocks(x) if rounding == "q8_K" else q8_0_blocks(x)
-        return d.abs().to(x.dtype).expand(*d.shape[:-1], BLOCK[rounding]).flatten(-2)
-    if rounding not in _MANTISSA:
-        return torch.zeros_like(x)
-    return torch.where(x != 0, torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1 - _MANTISSA[rounding]), 0.0)
-
-
-ROUNDINGS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+# What `operands` and `stored` of an Arithmetic are, by kind of op.
+_ROLES = MappingProxyType(
     {
-        "f64": lambda x: x,
-        "f32": single,
-        "tf32": tf32,
-        "f16": half,
-        "bf16": bfloat,
-        "q8_0": q8_0,
-        "q8_1": q8_0,
-        "q8_K": q8_k,
+        "linear": ("activations", "weights"),
+        "scores": ("Q", "K cache"),
+        "weighted_values": ("probabilities", "V cache"),
+        "rms_norm": ("", "norm weights"),
+        "embedding": ("", "embedding"),
     }
 )
 
@@ -128,7 +26,7 @@ class Arithmetic:
     """How an engine computes a matmul, beyond its mathematics. "f64" stands for "as it is, not rounded".
 
     `operands`: what activations are rounded to (of attention: Q and the probabilities).
-    `stored`: what the other operand is held in: dequantised weights, or K and V in the cache.
+    `stored`: what the other operand is held in: weights, requantised ones too, or K and V in the cache.
     `accumulate`: the type that sums run in.
     `parts`: of attention's sums in f16, which can be followed term by term: how many threads share the keys of a
     decoded token, each adding up its own (see `split_keys`). 0: in an order that is not known.
@@ -146,13 +44,39 @@ class Arithmetic:
         """How many of the first tokens are in ubatches that are full."""
         return n_tokens // self.ubatch * self.ubatch if self.ubatch else 0
 
-    def __str__(self) -> str:
-        parts = [f"operands {self.operands}" if self.operands != "f64" else ""]
-        parts += [f"stored {self.stored}" if self.stored != "f64" else ""]
-        parts += [f"sums {self.accumulate}" if self.accumulate != "f32" else ""]
-        parts += [f"in {self.parts or 'unknown'} parts" if self.parts != 1 else ""]
-        parts += [f"of the tokens after ubatches of {self.ubatch}" if self.ubatch else ""]
-        return ", ".join(filter(None, parts)) or "exact"
+    def said(self, kind: str) -> list[str]:
+        """What it rounds in an op of this kind, as phrases: `activations in q8_0 blocks`. None: nothing."""
+        operands, stored = _ROLES.get(kind, ("operands", "stored"))
+        after = f" after whole ubatches of {self.ubatch}" if self.ubatch else ""
+        said = []
+        if self.operands != "f64":
+            said.append(_phrase(operands, self.operands) + after)
+        if self.stored != "f64":
+            said.append(_phrase(stored, self.stored))
+        if self.accumulate != "f32":
+            threads = f" on {self.parts} threads" if self.parts > 1 else "" if self.parts else " in an unknown order"
+            said.append(_phrase("sums", self.accumulate) + threads + after)
+        return said
+
+
+def _phrase(role: str, rounding: str) -> str:
+    return f"{role} in {rounding_named(rounding).words}"
+
+
+def in_words(arithmetics: Iterable[tuple[str, Arithmetic]]) -> str:
+    """What ops of these kinds round, each thing once: `exact` where it is nothing.
+
+    >>> in_words([("scores", Arithmetic("f64", "f16")), ("weighted_values", Arithmetic("f64", "f16"))])
+    'KV cache in float16'
+    """
+    said = list(dict.fromkeys(phrase for kind, arithmetic in arithmetics for phrase in arithmetic.said(kind)))
+    for one, other, both in (("K cache", "V cache", "KV cache"), ("Q", "probabilities", "Q and probabilities")):
+        for phrase in [phrase for phrase in said if phrase.startswith(f"{one} in ")]:
+            twin = other + phrase.removeprefix(one)
+            if twin in said:
+                said[said.index(phrase)] = both + phrase.removeprefix(one)
+                said.remove(twin)
+    return ", ".join(said) or "exact"
 
 
 EXACT = Arithmetic()
@@ -208,6 +132,7 @@ class Scheme:
     linear: Arithmetic | None = EXACT
     scores: Arithmetic = EXACT
     values: Arithmetic = EXACT
+    held: str = "f64"  # what the embedding and norm weights are held in
 
     def of(self, kind: str, weight_type: str = "F32") -> Arithmetic:
         """The arithmetic of an op of this kind; `weight_type` is its matrix's ggml type."""
@@ -218,61 +143,103 @@ class Scheme:
                 return self.scores
             case "weighted_values":
                 return self.values
+            case "embedding":
+                return Arithmetic(stored=self.held)
+            case "rms_norm" if self.held in ("f16", "bf16"):  # nobody quantises these few
+                return Arithmetic(stored=self.held)
         return EXACT
 
 
-def _everywhere(name: str, arithmetic: Arithmetic) -> Scheme:
-    return Scheme(name, arithmetic, arithmetic, arithmetic)
+GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
+_GROUPS = (*(f"int8/{size}" for size in (32, 64, 128, 256, 16, "row")), "uint8/row", "uint8/32")
+
+
+def _matmuls() -> Iterator[Scheme]:
+    """What engines do where activations meet weights, most usual first."""
+    yield Scheme(GGML, None)
+    yield Scheme("exact")
+    for name in ("f16", "bf16"):
+        yield _matmul("weights", name)
+    for name in ("f16", "bf16", "tf32"):
+        yield _matmul("activations and weights", name)
+    for name in ("f16", "bf16", "q8_0", "q8_K", *_GROUPS):
+        yield _matmul("activations", name)
+    for name in ("q8_0", *_GROUPS):  # an engine that quantises the file's weights by itself, as llama2.c's runq.c
+        yield _matmul("activations and weights", name)
+
+
+def _matmul(what: str, rounding: str) -> Scheme:
+    """`what` of activations and weights is rounded so; raises EngineError for a rounding that is not known."""
+    operands, stored = (rounding if role in what else "f64" for role in ("activations", "weights"))
+    held = stored if stored != operands or stored in _GROUPS else "f64"
+    return Scheme(_phrase(what, rounding), Arithmetic(operands, stored), held=held)
+
+
+def _attentions() -> Iterator[Scheme]:
+    """What engines do in attention, where activations meet the cache, most usual first."""
+    for name in ("f16", "bf16", "tf32"):
+        both = Arithmetic(name, name)
+        yield Scheme(_phrase("attention", name), scores=both, values=both)
+    for name in ("f16", "bf16", "int8/row"):
+        cached = Arithmetic(stored=name)  # of f16 what ggml_compute_forward_flash_attn_ext_tiled does from 64 tokens on
+        yield Scheme(_phrase("KV cache", name), scores=cached, values=cached)
+    yield Scheme(_phrase("KV cache", "q8_0"), scores=Arithmetic("q8_0", "q8_0"), values=Arithmetic("f64", "q8_0"))
+    # ggml_compute_forward_flash_attn_ext_f16_one_chunk: Q to f16, values summed in f16 key by key
+    flash = Scheme("flash attention", scores=Arithmetic("f16", "f16"), values=Arithmetic("f64", "f16", "f16"))
+    yield flash
+    after = Scheme(  # a prompt of more than one ubatch, whose last has fewer than 64 tokens
+        "flash attention after whole ubatches",
+        scores=replace(flash.scores, ubatch=UBATCH),
+        values=replace(flash.values, ubatch=UBATCH),
+    )
+    yield after
+    for n in (2, 3, 4, 6, 8, 12, 16):
+        yield replace(after, name=f"flash attention on {n} threads", values=replace(after.values, parts=n))
+
+
+def _with(matmul: Scheme, attention: Scheme) -> Scheme:
+    return replace(matmul, name=f"{matmul.name}, {attention.name}", scores=attention.scores, values=attention.values)
+
+
+def _schemes() -> Iterator[Scheme]:
+    """Every way of both; together those that engines combine. The first two are what most engines do."""
+    matmuls, attentions = list(_matmuls()), list(_attentions())
+    ggml, exact, *others = matmuls
+    yield from (ggml, exact)
+    yield from (_with(ggml, attention) for attention in attentions if attention.scores.operands != "tf32")
+    for other in others:
+        alike = [a for a in attentions if a.values == other.linear]
+        yield from (_with(other, attention) for attention in alike)
+        yield other
+    yield from (_with(exact, a) for a in attentions if a.values.accumulate == "f32")
 
 
 # Real engines' arithmetic, most usual first. Each entry is what some engine does: a fit can excuse no mistake.
-SCHEMES = (
-    Scheme("llama.cpp", None),
-    Scheme("exact"),
-    Scheme("llama.cpp, f16 cache", None, Arithmetic("f16", "f16"), Arithmetic("f16", "f16")),
-    # ggml_compute_forward_flash_attn_ext_f16_one_chunk: Q to f16, values summed in f16 key by key
-    Scheme("llama.cpp, flash attention", None, Arithmetic("f16", "f16"), Arithmetic("f64", "f16", "f16")),
-    # ggml_compute_forward_flash_attn_ext_tiled, from 64 tokens on: the cache alone is rounded
-    Scheme("llama.cpp, tiled flash attention", None, Arithmetic("f64", "f16"), Arithmetic("f64", "f16")),
-    Scheme(  # a prompt of more than one ubatch, whose last has fewer than 64 tokens
-        "llama.cpp, flash attention tiled in whole ubatches",
-        None,
-        Arithmetic("f16", "f16", ubatch=UBATCH),
-        Arithmetic("f64", "f16", "f16", ubatch=UBATCH),
-    ),
-    *(
-        Scheme(
-            f"llama.cpp, flash attention on {threads} threads",
-            None,
-            Arithmetic("f16", "f16", ubatch=UBATCH),
-            Arithmetic("f64", "f16", "f16", parts=threads, ubatch=UBATCH),
-        )
-        for threads in (2, 3, 4, 6, 8, 12, 16)
-    ),
-    Scheme("llama.cpp, q8_0 cache", None, Arithmetic("q8_0", "q8_0"), Arithmetic("f64", "q8_0")),
-    _everywhere("f16 weights and cache", Arithmetic("f64", "f16")),
-    _everywhere("bf16 weights and cache", Arithmetic("f64", "bf16")),
-    _everywhere("f16 matmuls", Arithmetic("f16", "f16")),
-    _everywhere("bf16 matmuls", Arithmetic("bf16", "bf16")),
-    _everywhere("tf32 matmuls", Arithmetic("tf32", "tf32")),
-    Scheme("f16 activations", Arithmetic("f16")),
-    Scheme("bf16 activations", Arithmetic("bf16")),
-    Scheme("q8_0 activations", Arithmetic("q8_0")),
-    Scheme("q8_K activations", Arithmetic("q8_K")),
-)
-
+SCHEMES = tuple(_schemes())
 PLAIN = SCHEMES[:2]  # what most engines do: round activations as the weights' type wants it, or not at all
 
 # What only a user can know: sums in half precision in an order that cannot be followed, as in GPUs' kernels
 # (ggml-cuda/fattn*.cuh). The floor is so wide that small mistakes hide below it: never tried unasked.
-PINNED_ONLY = (
-    Scheme("flash attention with f16 sums", None, Arithmetic("f16", "f16"), Arithmetic("f64", "f16", "f16", parts=0)),
+_UNORDERED = Scheme(
+    "flash attention with f16 sums", scores=Arithmetic("f16", "f16"), values=Arithmetic("f64", "f16", "f16", parts=0)
 )
 
 
 def scheme_named(name: str) -> Scheme:
-    """One of all schemes by its name; raises EngineError with all names."""
-    known = {scheme.name: scheme for scheme in (*SCHEMES, *PINNED_ONLY)}
-    if name not in known:
-        raise EngineError(f"unknown arithmetic {name!r}. Known: {'; '.join(known)}.")
-    return known[name]
+    """A way to round in matmuls with weights, one in attention, or both with a comma between; `llama.cpp` is ggml's.
+
+    Any rounding may stand in `activations in ROUNDING` and the like. Raises EngineError with all names.
+    """
+    matmuls = {"llama.cpp": SCHEMES[0]} | {scheme.name: scheme for scheme in _matmuls()}
+    attentions = {scheme.name: scheme for scheme in (*_attentions(), _UNORDERED)}
+    first, _, second = name.partition(", ")
+    if not second and first in attentions:
+        return _with(SCHEMES[0], attentions[first])
+    asked = re.fullmatch(r"(activations and weights|activations|weights) in (u?int8/\w+)", first)
+    matmul = _matmul(asked[1], asked[2]) if asked else matmuls.get(first)
+    if matmul is None or second not in ("", *attentions):
+        raise EngineError(
+            f"unknown arithmetic {name!r}. Known: {'; '.join((*matmuls, 'activations in int8/N'))}; and of attention, "
+            f"alone or after one of these and a comma: {'; '.join(attentions)}."
+        )
+    return _with(matmul, attentions[second]) if second else matmul

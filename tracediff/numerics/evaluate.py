@@ -1,6 +1,6 @@
 """One op of a graph, computed: the only place where mathematics, weights and arithmetic meet."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -9,19 +9,9 @@ from torch import Tensor
 
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import (
-    BLOCK,
-    EXACT,
-    ROUNDINGS,
-    Arithmetic,
-    Scheme,
-    flips,
-    half,
-    q8_0_blocks,
-    single,
-    split_keys,
-)
+from tracediff.numerics.arithmetic import EXACT, Arithmetic, Scheme, in_words, split_keys
 from tracediff.numerics.ops import FUNCTIONS
+from tracediff.numerics.roundings import half, q8_0, rounding_named, single
 
 _OFFSET_BLOCK = {"TQ1_0": 256, "TQ2_0": 256}  # weights that share a scale; 16 is the least of all others
 _SIGNED = ("F64", "F32", "F16", "BF16", "Q8_0")
@@ -37,7 +27,7 @@ class Energy:
 
     value: Tensor | None = None
     product: Tensor | None = None  # of a linear op with a bias: before the bias
-    turned: Tensor | None = None  # of attention: the change if values on a rounding boundary went the other way
+    turned: Tensor | None = None  # of the second operand: the change if values on a boundary went the other way
     last_place: Tensor | None = None  # of sums in half precision, followed: the largest unit of a running sum
 
 
@@ -46,7 +36,7 @@ Rounded = Callable[[Tensor, str], Tensor]
 
 def rounding(x: Tensor, name: str) -> Tensor:
     """X as `name` keeps it."""
-    return ROUNDINGS[name](x)
+    return rounding_named(name)(x)
 
 
 def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
@@ -54,10 +44,16 @@ def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
     return scheme.of(op.kind, weights.type_of(op.weights[0]) if op.weights else "F32")
 
 
+def in_words_of(ops: Iterable[Op], scheme: Scheme, weights: Weights) -> str:
+    """What the scheme rounds in these ops."""
+    return in_words((op.kind, arithmetic_of(op, scheme, weights)) for op in ops)
+
+
 def rows_fit(op: Op, arithmetic: Arithmetic, head_dim: int) -> bool:
     """Whether the rows that the arithmetic rounds in blocks are multiples of them."""
-    columns = op.weights[0].shape[-1] if op.kind == "linear" else head_dim
-    return not any(columns % BLOCK.get(name, 1) for name in (arithmetic.operands, arithmetic.stored))
+    columns = op.weights[0].shape[-1] if op.weights else head_dim
+    roundings = (rounding_named(name) for name in (arithmetic.operands, arithmetic.stored))
+    return not any(columns % (rounding.block or columns) for rounding in roundings)
 
 
 def evaluate(
@@ -84,17 +80,17 @@ def _computed(
     energy: Energy | None,
     rounded: Rounded,
 ) -> Tensor:
-    function = op.function or FUNCTIONS[op.kind]
+    function, hold = op.function or FUNCTIONS[op.kind], rounding_named(arithmetic.stored)
     match op.kind:
         case "embedding":
-            return function(weights.gather(op.weights[0], inputs[0]), **op.attrs)
+            return function(hold(weights.gather(op.weights[0], inputs[0])), **op.attrs)
         case "linear":
             return _linear(op, inputs[0].flatten(1), weights, arithmetic, energy, rounded)
         case "scores" | "weighted_values":
             return _attention(op, inputs, arithmetic, energy, rounded)
         case "rope":  # a position times a frequency does not survive half precision: no engine stores factors in it
             return function(*inputs, *(weights.load(w, torch.float64) for w in op.weights), **op.attrs)
-    return function(*inputs, *(weights.load(w) for w in op.weights), **op.attrs)
+    return function(*inputs, *(hold(weights.load(w)) for w in op.weights), **op.attrs)
 
 
 def _attention(
@@ -108,7 +104,7 @@ def _attention(
         x = torch.cat((inputs[0].narrow(axis, 0, whole), x.narrow(axis, whole, x.shape[axis] - whole)), axis)
     if energy:
         energy.value = of_sizes(x.square(), cached.square())
-        turned = flips(inputs[0], arithmetic.operands).abs(), flips(inputs[1], arithmetic.stored).abs()
+        turned = _turns(inputs[0], arithmetic.operands), _turns(inputs[1], arithmetic.stored)
         if any(bool(t.any()) for t in turned):
             energy.turned = of_sizes(turned[0], cached.abs()) + of_sizes(x.abs(), turned[1])
 
@@ -128,6 +124,11 @@ def _attention(
     if energy:
         energy.last_place = last_place
     return y
+
+
+def _turns(x: Tensor, name: str) -> Tensor:
+    """The sizes of what values on a boundary of the rounding change by if they go the other way."""
+    return rounding_named(name).flips(x).abs()
 
 
 def _half_sums(weigh: Callable[[Tensor, Tensor], Tensor], probs: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,33 +162,39 @@ def _linear(
 ) -> Tensor:
     """A matmul block of rows by block of rows, so that a matrix is never whole in memory."""
     function = op.function or FUNCTIONS[op.kind]
-    hold = ROUNDINGS[arithmetic.stored]
+    hold = rounding_named(arithmetic.stored)
     dtype = _sums_in(arithmetic, weights.dtype)
-    bias = hold(weights.load(op.weights[1], dtype)) if len(op.weights) > 1 else None
+    bias = weights.load(op.weights[1], dtype) if len(op.weights) > 1 else None
+    if bias is not None and not hold.in_blocks:  # nobody quantises these few
+        bias = hold(bias)
     raw, x = x, rounded(x, arithmetic.operands).to(dtype)
     # Sums of squares have no cancellation: bfloat16 gives them to 1%, many times faster than float64.
     squares = x.square().bfloat16() if energy else None
-    parts, energies, at = [], [], 0
+    parts, energies, turned, at = [], [], [], 0
     for rows in weights.slices(op.weights[0]):
         cut = slice(at, at + len(rows))
+        turns = _turns(rows, arithmetic.stored) if energy and hold.in_blocks else None
         rows = hold(rows)
         part = function(x, rows.to(dtype), None if bias is None else bias[cut], **op.attrs)
         parts.append(part.to(weights.dtype))
         if squares is not None:
-            energies.append(_energy(x, squares, rows, weights.type_of(op.weights[0])))
+            energies.append(_energy(x, squares, rows, "F32" if hold.in_blocks else weights.type_of(op.weights[0])))
+        if turns is not None:
+            turned.append(x.abs() @ turns.to(dtype).T)
         at = cut.stop
     y = torch.cat(parts, 1)
     if arithmetic.operands == "q8_1":
         y += _q8_1_sums(raw) @ weights.minima(op.weights[0]).T
     if energy:
         energy.value = torch.cat(energies, 1).unflatten(1, op.axes[1:])
+        energy.turned = torch.cat(turned, 1).unflatten(1, op.axes[1:]) if turned else None
         energy.product = None if bias is None else (y - bias).unflatten(1, op.axes[1:])
     return y.unflatten(1, op.axes[1:])
 
 
 def _sums_in(arithmetic: Arithmetic, dtype: torch.dtype) -> torch.dtype:
     """ggml adds the products of a block as integers: of 32 or 256 none is rounded, as they would be in float32."""
-    return torch.float64 if arithmetic.operands in BLOCK else dtype
+    return torch.float64 if rounding_named(arithmetic.operands).in_blocks else dtype
 
 
 def _energy(x: Tensor, squares: Tensor, rows: Tensor, weight_type: str) -> Tensor:
@@ -208,7 +215,7 @@ def _q8_1_sums(x: Tensor) -> Tensor:
 
     [T, n_in] -> [T, n_in / 32], the stored sum less the sum of the values (quantize_row_q8_1_ref).
     """
-    quotients, d = q8_0_blocks(x)
+    quotients, d, _ = q8_0.grid(x)
     total = torch.round(quotients).sum(-1)
     return (total * d.squeeze(-1)).half().to(x.dtype) - total.to(x.dtype) * d.squeeze(-1).half().to(x.dtype)
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from tracediff.model.graph import Op
-from tracediff.numerics.arithmetic import BLOCK, Arithmetic
+from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.evaluate import Energy
 from tracediff.numerics.ops import causal, rope_angles, wide
+from tracediff.numerics.roundings import rounding_named
 
 # Half a unit in the last place of 1.0, and the smallest positive number (IEEE 754; bfloat16 as float32).
 UNIT = {"f64": 2.0**-53, "f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
@@ -135,7 +136,7 @@ def _terms(op: Op, inputs: list[Tensor], arithmetic: Arithmetic) -> int:
         "scores": inputs[0].shape[-1],
         "weighted_values": inputs[0].shape[-1],
     }[op.kind]
-    return n // BLOCK.get(arithmetic.operands, 1) + 8
+    return n // (rounding_named(arithmetic.operands).block or n) + 8
 
 
 def _mean_square(x: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from tracediff.model.weights import Weights
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import (
     PLAIN,
-    ROUNDINGS,
     SHARED_BEYOND,
     TILED_FROM,
     UBATCH,
@@ -24,6 +23,7 @@ from tracediff.numerics.arithmetic import (
     split_keys,
 )
 from tracediff.numerics.evaluate import arithmetic_of, rows_fit
+from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.recorded import Recorded
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
@@ -267,6 +267,6 @@ def stored_as(values: Tensor, dtype: str) -> str:
     shorter = {"f64": ("bf16", "f16", "f32"), "f32": ("bf16", "f16")}.get(dtype, ())
     if shorter and int((values != 0).sum()) >= (_MANY_LONG if dtype == "f64" else _MANY):
         for name in shorter:
-            if all(torch.equal(ROUNDINGS[name](part), part) for part in values.split(_LOOK)):
+            if all(torch.equal(rounding_named(name)(part), part) for part in values.split(_LOOK)):
                 return name
     return dtype

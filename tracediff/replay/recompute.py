@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import Scheme, step_of
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import Energy, Rounded, arithmetic_of, evaluate, rounding
 from tracediff.numerics.floors import Noise, noise
+from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.recorded import Place, Recorded
 from tracediff.trace.format import OpRecord, Rows
 
@@ -126,7 +127,7 @@ class Recomputation:
         def rounded(x: Tensor, name: str) -> Tensor:
             if id(x) in recorded or name == "f64":
                 return rounding(x, name)
-            return rounding(x, name) + step_of(x, name) * math.sqrt(_TURNED / x[0].numel()) * self._gauss(x)
+            return rounding(x, name) + rounding_named(name).step(x) * math.sqrt(_TURNED / x[0].numel()) * self._gauss(x)
 
         return rounded
 

@@ -14,7 +14,7 @@ from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import SCHEMES, Scheme
-from tracediff.numerics.evaluate import arithmetic_of
+from tracediff.numerics.evaluate import arithmetic_of, in_words_of
 from tracediff.replay.fits import BLIND, NARROW, Fits, stored_as
 from tracediff.replay.recompute import Recomputation, Recomputed
 from tracediff.replay.recorded import Recorded
@@ -167,7 +167,7 @@ class Replay:
             floor=floor,
             excess=whole.excess,
             worst=whole.worst,
-            arithmetic=str(arithmetic_of(op, scheme, self.weights)) if len(made.segment) == 1 else scheme.name,
+            arithmetic=in_words_of((self.graph[name] for name in made.segment), scheme, self.weights),
             segment=made.segment,
             flips=whole.flips,
             sharpness=min(math.sqrt(floor), whole.sharpness),
@@ -215,8 +215,10 @@ def _parts(op: Op, shape: tuple[int, ...]) -> Iterator[slice | None]:
     yield from (slice(at, min(at + step, n)) for at in range(0, n, step))
 
 
-def _what_is_left(local: Local) -> tuple[bool, bool, float]:
-    return local.blind, math.isnan(local.nmse), local.nmse
+def _what_is_left(local: Local) -> tuple[bool, bool, bool, int]:
+    """Least first; in the schemes' order where two leave about as much."""
+    lost = not math.isfinite(local.nmse)
+    return local.blind, lost, local.faulty, 0 if lost else round(2 * math.log10(max(local.nmse, 1e-300)))
 
 
 def _ratio(error: float, signal: float) -> float:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import flips
 from tracediff.numerics.evaluate import columns
+from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.recompute import Recomputed
 from tracediff.result import Worst
 
@@ -83,7 +83,7 @@ def turned(
     x = x.flatten(1)
     exact, error = made.exact.flatten(1).clone(), (recorded - made.exact).flatten(1)
     rows = torch.nonzero((error.abs() > made.bound().flatten(1)).any(1)).flatten()
-    turns = flips(x, operands)
+    turns = rounding_named(operands).flips(x)
     if not 0 < len(rows) <= _MOST_TURNED * len(x) + 1 or not bool(turns[rows].any()):
         return None
     near = torch.nonzero(turns[rows].any(0)).flatten()
