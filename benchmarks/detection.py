@@ -26,8 +26,9 @@ import numpy as np
 import torch
 from clean_runs import table
 
-from tracediff.diagnose.bank import ALIKE, BANK, plant
 from tracediff.diagnose.explain import Explainer
+from tracediff.diagnose.mistakes import ALIKE, BANK
+from tracediff.diagnose.planting import plant
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError

@@ -22,10 +22,10 @@ import torch
 from clean_runs import table
 from detection import COARSE_TYPES, N_LAYER, SHAPES, WEIGHTS, WORDS, Bench, Case, Outcome, bench_of, row
 
-from tracediff.diagnose.bank import ALIKE, BANK, plant
+from tracediff.diagnose.mistakes import ALIKE, BANK
+from tracediff.diagnose.planting import plant
 from tracediff.errors import TracediffError
 from tracediff.model.graph import Graph
-from tracediff.names import split
 
 N_SETS = 8  # of each model and capture
 SIZES = {"all": (3, 5), "layers": (2, 4)}
@@ -61,7 +61,7 @@ def sets_of(bench: Bench, capture: str, seed: str) -> Iterator[Set]:
         while len(chosen.faults) < size:
             name = rng.choice(MISTAKES)
             if capture == "all":
-                ops = [op.name for op in bench.graph if split(op.name)[1] in BANK[name].ops]
+                ops = [op.name for op in bench.graph if BANK[name].where.holds(op, bench.graph)]
                 place = f"@{rng.choice(ops)}" if ops else ""
             else:
                 place = rng.choice(["", f"@{rng.randrange(N_LAYER)}"])

@@ -9,14 +9,16 @@ import pytest
 import torch
 from conftest import logits_of
 
-from tracediff.diagnose.bank import BANK, plant
+from tracediff.diagnose.mistakes import BANK
+from tracediff.diagnose.planting import plant
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.weights import Weights
-from tracediff.numerics import ops
+from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.linear import linear
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
@@ -254,7 +256,7 @@ def test_where_values_become_nan_and_not_what_they_make_of_others(models, tmp_pa
     down = graph["blk.0.ffn_down"]
 
     def spoiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        y = ops.linear(x, weight, bias)
+        y = linear(x, weight, bias)
         y[3] = torch.nan
         return y
 
@@ -326,4 +328,4 @@ def test_every_mistake_says_what_and_where_to_look() -> None:
     for name, mistake in BANK.items():
         assert mistake.text, name
         assert mistake.look, name
-        assert mistake.ops, name
+        assert set(mistake.where.kinds) <= set(KINDS), name

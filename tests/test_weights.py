@@ -306,7 +306,7 @@ def test_what_an_engine_holds(models: Models, tmp_path: Path) -> None:
 
 def test_each_mistake_of_a_loader(models: Models, tmp_path: Path) -> None:
     """The mistakes in one engine all at once, each in a tensor of its own, of a file of K-quants."""
-    from tracediff.diagnose.dequant import BLOCK_MISTAKES
+    from tracediff.diagnose.mistakes.blocks import BLOCK_MISTAKES
 
     model = models("k-quants", "Q4_K_M")
     t, file = tensors_of(model), GGUFFile(model)

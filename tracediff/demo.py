@@ -20,7 +20,7 @@ def not_found(result: Result, model: Path, faults: Sequence[str]) -> list[str]:
 
     A fault is found where at least one op that it was planted in has its name.
     """
-    from tracediff.diagnose.bank import plant
+    from tracediff.diagnose.planting import plant
     from tracediff.model.families import build_graph
     from tracediff.model.gguf_file import GGUFFile
 

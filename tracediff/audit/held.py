@@ -126,20 +126,22 @@ def _other_tensors(source: "Tensors", name: str, held: np.ndarray) -> Iterator[R
 
 
 def _permutations(values: np.ndarray, name: str, file: "GGUFFile") -> Iterator[Reading]:
-    from tracediff.model.checkpoint import head_counts, permuted
+    from tracediff.model.checkpoint import head_counts
+    from tracediff.model.pairing import neighbours
 
     heads = head_counts(file).get(name)
     if heads and values.shape[0] % (2 * heads) == 0:
-        what = "Q/K rows are permuted"
-        yield Reading("rope_permuted", f"{what} from halves to neighbours", permuted(values, heads))
-        yield Reading("rope_permuted", f"{what} from neighbours to halves", permuted(values, heads, inverse=True))
+        what, head_dim = "Q/K rows are permuted", values.shape[0] // heads
+        there, back = neighbours(values, head_dim, 0), neighbours(values, head_dim, 0, inverse=True)
+        yield Reading("rope_permuted", f"{what} from halves to neighbours", there)
+        yield Reading("rope_permuted", f"{what} from neighbours to halves", back)
 
 
 def _misread_blocks(name: str, file: "GGUFFile") -> Iterator[Reading]:
     """The mistakes of dequantisation that the bank of faults knows for this type."""
     from gguf.constants import GGML_QUANT_SIZES
 
-    from tracediff.diagnose.dequant import BLOCK_MISTAKES
+    from tracediff.diagnose.mistakes.blocks import BLOCK_MISTAKES
 
     info = file.tensors[name]
     blocks = np.frombuffer(file.raw(info), np.uint8).reshape(-1, GGML_QUANT_SIZES[info.type][1])

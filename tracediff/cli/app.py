@@ -14,7 +14,7 @@ from tracediff.cli.output import INTERRUPTED, UNDECIDED
 from tracediff.errors import TracediffError
 
 _DEBUG = "--debug"
-_UsageError = typer.BadParameter.__mro__[1]  # click's, whether typer imports click or brings its own
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, whether typer imports click or brings its own
 
 
 class _Commands(TyperGroup):

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tracediff.diagnose.bank import ALIKE, BANK, Context, Mistake, Seen, undoes
+from tracediff.diagnose.mistakes import ALIKE, BANK
+from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen
+from tracediff.diagnose.planting import undoes
 from tracediff.diagnose.shapes import describe
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -15,6 +17,7 @@ from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme, scheme_named
+from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
 from tracediff.result import Cause, Local, OpResult
 from tracediff.trace.format import OpRecord
@@ -157,7 +160,8 @@ class Explainer:
         if best:
             return self._named(result, error, best)
         recorded, exact, _ = self._replay.made(record)
-        shape = describe(recorded, exact)
+        axes = KINDS[self._replay.graph[record.op].kind].axis_names(exact.ndim)
+        shape = describe(recorded, exact, axes)
         untried = _several_layers(error.segment) and not self._ends_soon(record, error.segment)
         return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
 
@@ -172,8 +176,9 @@ class Explainer:
             known.insert(0, best.mistakes)
         each = dict(best.each)
         for name in each.keys() & ALIKE.keys() if len(error.segment) > 1 else ():
-            other = BANK[ALIKE[name]]
-            each[name] += f" (or {other.text}: the same from here; record {' and '.join(other.ops)} to tell)"
+            other, graph = BANK[ALIKE[name]], self._replay.graph
+            ops = dict.fromkeys(split(n)[1] for n in error.segment if other.where.holds(graph[n], graph))
+            each[name] += f" (or {other.text}: the same from here; record {' and '.join(ops)} to tell)"
         name, text, under = " + ".join(each), ", and ".join(each.values()), best.local
         cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each)
         return replace(result, cause=cause, shape=None)
@@ -283,8 +288,8 @@ class Explainer:
 
     def _ordered(self, known: Sequence[str], segment: tuple[str, ...]) -> list[Mistake]:
         """Mistakes that apply to some op of the segment, those that worked before first."""
-        names = {split(name)[1] for name in segment}
-        applicable = [m for m in BANK.values() if names & set(m.ops)]
+        graph = self._replay.graph
+        applicable = [m for m in BANK.values() if any(m.where.holds(graph[name], graph) for name in segment)]
         return sorted(applicable, key=lambda m: known.index(m.name) if m.name in known else len(known))
 
     def _tried(
@@ -303,7 +308,7 @@ class Explainer:
         targets = [
             graph[name]
             for name in error.segment
-            if split(name)[1] in mistake.ops and way.layer in (None, layer_of(name))
+            if mistake.where.holds(graph[name], graph) and way.layer in (None, layer_of(name))
         ]
         seen = None
         if len(error.segment) == 1:

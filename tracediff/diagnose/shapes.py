@@ -10,12 +10,12 @@ from torch import Tensor
 _CLOSE = 1e-6  # NMSE that a stated relation may leave
 
 
-def describe(recorded: Tensor, exact: Tensor) -> str:
-    """What sets `recorded` apart from `exact` (both [T, ...] or [H, T, S]), in one line."""
-    return "; ".join(_facts(recorded, exact)) or "no simple relation to the right values"
+def describe(recorded: Tensor, exact: Tensor, axes: tuple[str, ...]) -> str:
+    """What sets `recorded` apart from `exact`, whose axes are called so, in one line."""
+    return "; ".join(_facts(recorded, exact, axes)) or "no simple relation to the right values"
 
 
-def _facts(y: Tensor, x: Tensor) -> Iterator[str]:
+def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     finite = torch.isfinite(y)
     if not bool(finite.all()):
         where = tuple(int(i) for i in torch.nonzero(~finite)[0])
@@ -35,9 +35,9 @@ def _facts(y: Tensor, x: Tensor) -> Iterator[str]:
     difference = y - x
     if y.ndim >= 2 and len(y) > 2 and _nmse(difference, difference.mean(0, keepdim=True).expand_as(difference)) < 1e-4:
         yield "the same vector is added for every token, as a bias would be"
-    yield from _places(difference, x)
+    yield from _places(difference, x, axes)
     if y.ndim >= 2 and _same_values(y, x):
-        yield from _permutation(y, x)
+        yield from _permutation(y, x, axes)
 
 
 def _nmse(a: Tensor, b: Tensor) -> float:
@@ -54,16 +54,12 @@ def _name_ratio(ratio: float, x: Tensor) -> str:
     return ""
 
 
-def _places(difference: Tensor, x: Tensor) -> Iterator[str]:
+def _places(difference: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     """Along which axes the error is confined."""
     size = difference.abs()
     wrong = size > 1e-4 * x.abs().amax().clamp(min=1e-300)
-    names = {2: ("token", "channel"), 3: ("token", "head", "channel")}.get(x.ndim, ())
-    for axis, name in enumerate(names):
-        others = [i for i in range(x.ndim) if i != axis]
-        bad = torch.nonzero(
-            wrong.any(dim=others[-1]).any(dim=others[0]) if len(others) == 2 else wrong.any(dim=others[0])
-        ).flatten()
+    for axis, name in enumerate(axes):
+        bad = torch.nonzero(wrong.movedim(axis, 0).flatten(1).any(1)).flatten()
         if 0 < len(bad) < x.shape[axis]:
             yield f"wrong in {len(bad)} of {x.shape[axis]} {name}s: {_ranges(bad.tolist())}"
     share = float(wrong.double().mean())
@@ -89,9 +85,9 @@ def _same_values(y: Tensor, x: Tensor) -> bool:
     return _nmse(y.flatten().sort().values, x.flatten().sort().values) < _CLOSE
 
 
-def _permutation(y: Tensor, x: Tensor) -> Iterator[str]:
+def _permutation(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     """The same values elsewhere: which axis was permuted, and how."""
-    for axis, name in enumerate({2: ("token", "channel"), 3: ("token", "head", "channel")}.get(x.ndim, ())):
+    for axis, name in enumerate(axes):
         a = x.movedim(axis, 0).flatten(1)
         b = y.movedim(axis, 0).flatten(1)
         if len(a) > 4096:

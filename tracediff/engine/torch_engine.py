@@ -11,7 +11,7 @@ from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import EXACT, Scheme
 from tracediff.numerics.evaluate import arithmetic_of, evaluate
-from tracediff.numerics.ops import causal
+from tracediff.numerics.kinds.attention import causal
 
 
 @dataclass(frozen=True, slots=True)

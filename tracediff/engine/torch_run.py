@@ -78,7 +78,7 @@ def _prepare(file: GGUFFile, options: TorchOptions) -> tuple[Graph, Scheme | Non
     check_device(options.device)
     graph = build_graph(file)
     for fault in options.faults:
-        from tracediff.diagnose.bank import plant
+        from tracediff.diagnose.planting import plant
 
         graph = plant(graph, file, fault)
     scheme = scheme_named(options.arithmetic) if options.arithmetic else None

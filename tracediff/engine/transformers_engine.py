@@ -19,8 +19,9 @@ from tracediff.engine.torch_engine import StepInput
 from tracediff.errors import EngineError
 from tracediff.model.checkpoint import PERMUTED_ARCHITECTURES, PERMUTED_OPS
 from tracediff.model.graph import Graph, Op
+from tracediff.model.pairing import neighbours
 from tracediff.names import split
-from tracediff.numerics.ops import causal
+from tracediff.numerics.kinds.attention import causal
 
 IMPLEMENTATION = "tracediff"  # the name of our attention function among transformers'
 
@@ -49,11 +50,6 @@ _OF_MODEL: dict[str, tuple[str, _Side]] = {
     "output_norm": ("model.norm", "output"),
     "output": ("lm_head", "output"),
 }
-
-
-def neighbours(x: Tensor) -> Tensor:
-    """Channels [..., head_dim] from halves (i, i + n/2) to neighbours (2i, 2i + 1)."""
-    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 class TransformersEngine:
@@ -153,7 +149,7 @@ class TransformersEngine:
             )
         values = values.reshape(shape)
         if self._graph.hparams.arch in PERMUTED_ARCHITECTURES and split(name)[1] in PERMUTED_OPS:
-            values = neighbours(values)
+            values = neighbours(values, values.shape[-1])
         hidden = None
         if op.kind == "scores":
             hidden = causal(*(torch.tensor(p, device=values.device) for p in (self._given.positions, self._positions)))

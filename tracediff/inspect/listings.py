@@ -38,10 +38,10 @@ def of_trace(trace: Trace) -> Listing:
 
 def of_faults() -> Listing:
     """The bank of mistakes."""
-    from tracediff.diagnose.bank import BANK
+    from tracediff.diagnose.mistakes import BANK
 
     return Listing(
         f"{len(BANK)} mistakes that can be planted (--fault NAME or NAME@LAYER) and recognised",
         ("name", "mistake", "ops", "look at"),
-        tuple((m.name, m.text, ", ".join(m.ops), m.look) for m in BANK.values()),
+        tuple((m.name, m.text, str(m.where), m.look) for m in BANK.values()),
     )

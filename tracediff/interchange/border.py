@@ -7,6 +7,7 @@ import numpy as np
 from tracediff.errors import InterchangeError
 from tracediff.interchange.entry import Array
 from tracediff.model.checkpoint import PERMUTED_OPS
+from tracediff.model.pairing import neighbours
 from tracediff.names import kind_of, split
 from tracediff.trace.format import STORAGE, possible
 
@@ -66,5 +67,4 @@ def pair_neighbours(op: str, values: np.ndarray, head_dim: int) -> np.ndarray:
             f"{op}: rows of the shape {list(values.shape[1:])} are no heads of {head_dim}, as this model has them. "
             "Give the file that the engine ran."
         )
-    halves = values.reshape(len(values), -1, 2, head_dim // 2)
-    return np.ascontiguousarray(halves.swapaxes(2, 3)).reshape(values.shape)
+    return neighbours(values.reshape(len(values), -1), head_dim).reshape(values.shape)

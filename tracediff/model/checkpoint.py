@@ -9,6 +9,7 @@ from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from tracediff.errors import ModelError
 from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.pairing import neighbours
 
 # convert_hf_to_gguf.py (LlamaModel.permute) lays out each head of Q and K for rope on neighbours; checkpoints pair
 # halves. The whole head is permuted, whatever part of it is rotated.
@@ -67,7 +68,9 @@ class Checkpoint:
         opened, key = self._places[name]
         tensor = opened.get_tensor(key)
         values = (tensor.float() if tensor.dtype.itemsize < 4 else tensor).numpy()
-        return permuted(values, self._permuted[name]) if name in self._permuted else values
+        if name not in self._permuted:
+            return values
+        return neighbours(values, values.shape[0] // self._permuted[name], 0)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the tensor, outermost first."""
@@ -92,12 +95,6 @@ def head_counts(file: GGUFFile) -> Mapping[str, int]:
         for kind in ("weight", "bias")
         if isinstance(heads, int)
     }
-
-
-def permuted(rows: np.ndarray, heads: int, inverse: bool = False) -> np.ndarray:
-    """Rows of each head from halves (i, i + n/2) to neighbours (2i, 2i + 1), or back."""
-    shape = (heads, -1, 2, *rows.shape[1:]) if inverse else (heads, 2, -1, *rows.shape[1:])
-    return np.ascontiguousarray(rows.reshape(shape).swapaxes(1, 2).reshape(rows.shape))
 
 
 def _arch(file: GGUFFile) -> str:

@@ -5,7 +5,7 @@ A family builds it by calling `Builder` methods in the order of the forward pass
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES
 
@@ -15,9 +15,6 @@ from tracediff.model.hparams import HParams
 from tracediff.names import layer_of
 
 Axis = str | int  # "T" tokens of the step, "S" positions visible so far, or a fixed size
-Kind = Literal[
-    "embedding", "rms_norm", "linear", "rope", "scores", "softmax", "weighted_values", "add", "swiglu"
-]  # fmt: skip
 SOURCES = ("tokens", "positions")  # what a step brings: int64 of shape [T]
 
 
@@ -49,7 +46,7 @@ class Op:
     """
 
     name: str
-    kind: Kind
+    kind: str  # one of tracediff.numerics.kinds
     inputs: tuple[str, ...]
     axes: tuple[Axis, ...]
     weights: tuple[Weight, ...] = ()
@@ -84,6 +81,7 @@ class Graph:
     hparams: HParams
     ops: Mapping[str, Op]
     matmul_type: str  # ggml type of the matrices; where they are mixed, the one of fewest bits
+    _readers: dict[str, list[tuple[Op, int]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self.ops.values())
@@ -105,6 +103,14 @@ class Graph:
     def cached(self) -> set[str]:
         """Names of the values that later steps read."""
         return {name for op in self for name, past in op.reads if past}
+
+    def readers(self, name: str) -> list[tuple[Op, int]]:
+        """The ops that read this value, each with the number of the input that it is."""
+        if not self._readers:
+            for op in self:
+                for position, read in enumerate(op.inputs):
+                    self._readers.setdefault(read, []).append((op, position))
+        return self._readers.get(name, [])
 
     def after(self, names: Iterable[str]) -> set[str]:
         """These ops and all that are computed from them."""

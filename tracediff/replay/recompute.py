@@ -14,8 +14,9 @@ from torch import Tensor
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Scheme
-from tracediff.numerics.evaluate import Energy, Rounded, arithmetic_of, evaluate, rounding
-from tracediff.numerics.floors import Noise, noise
+from tracediff.numerics.evaluate import arithmetic_of, evaluate, noise, rounding
+from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds.kind import Energy, Rounded
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.recorded import Place, Recorded
 from tracediff.trace.format import OpRecord, Rows
@@ -102,8 +103,7 @@ class Recomputation:
             return self._without_noise(y, inputs, op)
         energy = Energy()
         y = evaluate(op, exact_inputs, self._weights, arithmetic, energy)
-        weight_inputs = [self._weights.load(w) for w in op.weights] if op.kind == "rope" else []
-        own = noise(op, [*exact_inputs, *weight_inputs], y, energy, arithmetic, storage)
+        own = noise(op, exact_inputs, y, self._weights, energy, arithmetic, storage)
         segment = _segment(inputs, op)
         if not any(value.samples for value in inputs):
             return Recomputed(y, own, own, segment, inputs=tuple(exact_inputs))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tracediff.errors import TraceError
 from tracediff.model.graph import SOURCES, Graph, Op
-from tracediff.numerics.ops import causal
+from tracediff.numerics.kinds.attention import causal
 from tracediff.trace.format import OpRecord, Rows, same_shape
 from tracediff.trace.reader import Trace
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
-from tracediff.numerics.evaluate import columns
+from tracediff.numerics.kinds.linear import columns
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.recompute import Recomputed
 from tracediff.result import Worst

@@ -9,8 +9,10 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
+from tracediff.diagnose.mistakes.mistake import Area, Change, Context, Variants, Where, reading, values_of
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
-from tracediff.model.weights import dequantize, raw_rows
+from tracediff.model.graph import Op
+from tracediff.model.weights import raw_rows
 
 Blocks = np.ndarray  # uint8 [blocks, bytes per block]
 
@@ -24,24 +26,6 @@ class BlockMistake:
     type: str
     dequantise: Callable[[Blocks], np.ndarray]
     link: str
-
-
-def read_with(mistake: BlockMistake) -> Callable[[GGUFFile, TensorInfo], Tensor]:
-    """A `Weight.read` of an engine that makes the mistake: blocks of its type that way, others as they are.
-
-    A file mixes types (Q4_K_M has Q6_K in some layers), and another mistake may have chosen the tensor.
-    """
-
-    def read(file: GGUFFile, info: TensorInfo) -> Tensor:
-        raw = raw_rows(file, info)
-        if info.type.name != mistake.type:
-            return dequantize(info, raw).reshape(info.shape)
-        block_bytes = GGML_QUANT_SIZES[info.type][1]
-        with np.errstate(invalid="ignore", over="ignore"):  # misread bits may be no number
-            values = mistake.dequantise(raw.reshape(-1, block_bytes)).reshape(info.shape).astype(np.float32)
-        return torch.from_numpy(values)
-
-    return read
 
 
 def _half(blocks: Blocks, at: int) -> np.ndarray:
@@ -148,3 +132,33 @@ BLOCK_MISTAKES = (
         "Q6_K", _q6_k_sequential, "rustorch 5b0d5bb8",
     ),
 )  # fmt: skip
+
+
+def _reading_with(mistake: BlockMistake) -> Callable[[GGUFFile, TensorInfo], Tensor]:
+    """Blocks of the mistake's type that way, others as they are.
+
+    A file mixes types (Q4_K_M has Q6_K in some layers), and another mistake may have chosen the tensor.
+    """
+
+    def read(file: GGUFFile, info: TensorInfo) -> Tensor:
+        if info.type.name != mistake.type:
+            return values_of(file, info)
+        raw = raw_rows(file, info).reshape(-1, GGML_QUANT_SIZES[info.type][1])
+        with np.errstate(invalid="ignore", over="ignore"):  # misread bits may be no number
+            return torch.from_numpy(mistake.dequantise(raw).reshape(info.shape).astype(np.float32))
+
+    return read
+
+
+def _changing(mistake: BlockMistake) -> Change:
+    def change(op: Op, context: Context) -> Variants:
+        if context.file.tensors[op.weights[0].name].type.name == mistake.type:
+            yield reading(op, _reading_with(mistake)), f"{mistake.text} ({op.weights[0].name})"
+
+    return change
+
+
+AREA = Area()
+for _block in BLOCK_MISTAKES:
+    _look = f"the dequantisation of {_block.type} blocks"
+    AREA.mistake(_block.name, _block.text, _look, Where(("linear", "embedding")), _block.link)(_changing(_block))

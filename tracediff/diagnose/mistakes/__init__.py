@@ -1,0 +1,22 @@
+"""The bank of known mistakes, by area: planted one makes a fault, tried on a faulty op it is a hypothesis.
+
+A mistake yields variants of the op. Given what the engine made of the op (`Seen`), parameters are fitted to it;
+without, the usual wrong value is planted.
+"""
+
+from tracediff.diagnose.mistakes import attention, blocks, embedding, feed_forward, norms, residual, rope, rows, weights
+
+BANK = {
+    mistake.name: mistake
+    for area in (weights, blocks, rows, embedding, norms, rope, attention, feed_forward, residual)
+    for mistake in area.AREA
+}
+# From the outside of a segment these are one mistake: silu(up) * gate is what comes of swapped weights too, rope in the
+# other pairing is the right rope of rows permuted (q and k alike, so that q.k is the same), and so on.
+ALIKE = {
+    a: b
+    for pair in (
+        ("act_swapped", "gate_up_swapped"), ("rope_pairing", "rope_permuted"), ("attention_scale", "scores_scaled"),
+    )
+    for a, b in (pair, pair[::-1])
+}  # fmt: skip

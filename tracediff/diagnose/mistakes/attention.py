@@ -1,0 +1,204 @@
+"""Mistakes in attention and its cache."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variants, Where, computing
+from tracediff.model.graph import Op
+from tracediff.numerics.kinds.attention import Mask, causal, scores, weighted_values
+from tracediff.numerics.kinds.kind import wide
+from tracediff.numerics.kinds.rope import rope
+
+AREA = Area()
+SCORES, SOFTMAX = Where(("scores",)), Where(("softmax",))
+
+
+def _nothing_hidden(queries: Tensor, keys: Tensor) -> Tensor:
+    return causal(queries, keys) & False
+
+
+@AREA.mistake(
+    "no_mask", "there is no causal mask", "the mask of the prefill", SOFTMAX, "TinyLLM#17",
+)  # fmt: skip
+def _no_mask(op: Op, _: Context) -> Variants:
+    yield op.with_attrs(mask=_nothing_hidden), "no causal mask: every query sees every key"
+
+
+@AREA.mistake(
+    "mask_shifted", "the causal mask is off by one", "the diagonal of the mask", SOFTMAX, "tt-metal#48899",
+)  # fmt: skip
+def _mask_shifted(op: Op, _: Context) -> Variants:
+    yield (
+        op.with_attrs(mask=lambda q, k: k[None, :] > q[:, None] + 1),
+        "the mask is off by one: each query sees the next token",
+    )
+    yield (
+        op.with_attrs(mask=lambda q, k: (k[None, :] >= q[:, None]) & (k[None, :] != k[0])),
+        "the mask is off by one: a query does not see its own token",
+    )
+
+
+@AREA.mistake(
+    "mask_without_offset", "the causal mask does not count the cache", "the cache length in the mask",
+    SOFTMAX, "hyprstream#1521",
+)  # fmt: skip
+def _mask_offset(op: Op, _: Context) -> Variants:
+    yield (
+        op.with_attrs(mask=lambda q, k: k[None, :] - k[0] > (q - q[0])[:, None]),
+        "the mask begins at 0: it does not count the cached positions",
+    )
+
+
+@AREA.mistake(
+    "cache_ignored", "a step sees only its own tokens, not the cache", "the cache length: stuck at 0?",
+    SOFTMAX, "rustorch 213b9180",
+)  # fmt: skip
+def _cache_ignored(op: Op, _: Context) -> Variants:
+    yield (
+        op.with_attrs(mask=lambda q, k: (k[None, :] > q[:, None]) | (k[None, :] < q[0])),
+        "the step sees only its own tokens: cached positions are not attended to",
+    )
+
+
+@AREA.mistake(
+    "attention_scale", "another attention scale", "the scale: 1/sqrt(head_dim), applied once", SOFTMAX,
+    "llama.cpp#8444",
+)  # fmt: skip
+def _scale(op: Op, context: Context) -> Variants:
+    h, right = context.graph.hparams, op.attrs["scale"]
+    named = {
+        1.0: "missing", right**2: "applied twice", 1 / math.sqrt(h.n_embd / h.n_head): "1/sqrt(n_embd/n_head)",
+        1 / math.sqrt(h.n_embd): "1/sqrt(n_embd)", 1 / h.head_dim: "1/head_dim",
+    }  # fmt: skip
+    for scale, word in named.items():
+        if not math.isclose(scale, right):
+            yield (
+                op.with_attrs(scale=scale),
+                f"the attention scale is {word} ({scale:.4g} instead of {right:.4g})",
+            )
+    if context.seen and (fitted := _fitted_scale(context.seen)) is not None:
+        yield op.with_attrs(scale=fitted), f"the attention scale is {fitted:.6g} instead of {right:.6g}"
+
+
+@AREA.mistake(
+    "scores_scaled", "scores are multiplied by the attention scale", "where the scale is applied, or what is recorded",
+    SCORES,
+)  # fmt: skip
+def _scaled_scores(op: Op, context: Context) -> Variants:
+    scale = context.graph.hparams.attention_scale
+    yield (
+        computing(op, lambda q, k: scores(q, k) * scale),
+        f"the scores have the scale ({scale:.4g}) in them; if they are only recorded so, call them {op.name}_scaled",
+    )
+
+
+def _fitted_scale(seen: Seen) -> float | None:
+    """From two visible keys of the last query: log(p_a / p_b) = scale (s_a - s_b)."""
+    p, s = seen.output[:, -1], seen.inputs[0][:, -1]
+    usable = p > 1e-6
+    high = torch.where(usable, s, -math.inf).argmax(-1, keepdim=True)
+    low = torch.where(usable, s, math.inf).argmin(-1, keepdim=True)
+    gap = (s.gather(1, high) - s.gather(1, low)).flatten()
+    ratio = (p.gather(1, high) / p.gather(1, low)).log().flatten()
+    head = int(gap.argmax())
+    return float(ratio[head] / gap[head]) if float(gap[head]) > 0 else None
+
+
+@AREA.mistake(
+    "softmax_half", "the softmax's sum runs over half of the row", "the reduction across the thread block",
+    SOFTMAX, "llama-orch bf9f4fba",
+)  # fmt: skip
+def _half_row(op: Op, _: Context) -> Variants:
+    def function(s: Tensor, q: Tensor, k: Tensor, *, scale: float, mask: Mask = causal) -> Tensor:
+        x = (wide(s) * scale).masked_fill(mask(q, k), -math.inf)
+        weights = torch.exp(x - x.amax(-1, keepdim=True))
+        half = weights[..., : max(1, weights.shape[-1] // 2)].sum(-1, keepdim=True)
+        return (weights / half).to(s.dtype)
+
+    yield computing(op, function), "probabilities are divided by the sum of half the row"
+
+
+def _interleaved(x: Tensor, groups: int) -> Tensor:
+    """Query heads so ordered that the honest grouping reads key head h % groups."""
+    return x.unflatten(0, (-1, groups)).swapaxes(0, 1).flatten(0, 1)
+
+
+def _deinterleaved(x: Tensor, groups: int) -> Tensor:
+    return x.unflatten(0, (groups, -1)).swapaxes(0, 1).flatten(0, 1)
+
+
+@AREA.mistake(
+    "gqa_heads", "query heads read the wrong key/value head: h % n_kv instead of h // group",
+    "the mapping from query heads to key/value heads", Where(("scores", "weighted_values")), "onnx#7274",
+)  # fmt: skip
+def _heads(op: Op, context: Context) -> Variants:
+    n_head = op.axes[0] if op.kind == "scores" else context.graph[op.inputs[0]].axes[0]
+    n_head_kv = context.graph[op.inputs[1]].axes[1]
+    assert isinstance(n_head, int)
+    assert isinstance(n_head_kv, int)
+    if n_head_kv in (1, n_head):
+        return
+
+    def of_scores(q: Tensor, k: Tensor) -> Tensor:
+        groups = k.shape[1]
+        return _deinterleaved(scores(_interleaved(q.swapaxes(0, 1), groups).swapaxes(0, 1), k), groups)
+
+    def of_values(p: Tensor, v: Tensor) -> Tensor:
+        groups, d = v.shape[1], v.shape[2]
+        y = weighted_values(_interleaved(p, groups), v).unflatten(1, (-1, d)).swapaxes(0, 1)
+        return _deinterleaved(y, groups).swapaxes(0, 1).flatten(1)
+
+    yield (
+        computing(op, of_scores if op.kind == "scores" else of_values),
+        f"query head h reads key/value head h % {n_head_kv}; it is h // {n_head // n_head_kv}",
+    )
+
+
+@AREA.mistake(
+    "scores_f16", "scores are kept in float16, which overflows at 65,504", "the type of the score buffer",
+    SCORES, "llama.cpp#8025",
+)  # fmt: skip
+def _scores_f16(op: Op, _: Context) -> Variants:
+    yield replace(op, stored="f16"), "scores are float16: coarse, and infinite beyond 65,504"
+
+
+@AREA.mistake(
+    "cached_k_rotated_again", "cached keys are rotated again at every step", "rope applied to the whole cache",
+    SCORES, "shainet#110",
+)  # fmt: skip
+def _rotated_again(op: Op, context: Context) -> Variants:
+    rope_op = next(o for o in context.graph if o.name == op.inputs[1])
+    if rope_op.kind != "rope":
+        return
+
+    def function(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
+        n_new = len(q)
+        turned = rope(k[:-n_new], positions[:-n_new], rope=rope_op.attrs["rope"]) if len(k) > n_new else k[:0]
+        return scores(q, torch.cat((turned, k[-n_new:])))
+
+    yield (
+        replace(op, inputs=(*op.inputs, "positions"), past=(*op.past, True), function=function),
+        "cached keys are rotated once more by this step",
+    )
+
+
+@AREA.mistake(
+    "cache_zeros", "some cached positions are zero", "which slots of the cache are written",
+    SCORES, "tt-metal#54413",
+)  # fmt: skip
+def _cache_zeros(op: Op, context: Context) -> Variants:
+    zero = torch.arange(1, 2)
+    if context.seen:
+        zero = torch.nonzero((context.seen.output == 0).all(0).all(0)).flatten()
+        if not len(zero):
+            return
+
+    def function(q: Tensor, k: Tensor) -> Tensor:
+        k = k.clone()
+        k[zero[zero < len(k)]] = 0
+        return scores(q, k)
+
+    yield computing(op, function), f"the keys at positions {zero.tolist()} are zero"

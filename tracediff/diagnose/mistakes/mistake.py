@@ -1,0 +1,119 @@
+"""What a known mistake is: a small change to an op, and the kinds of ops and the parts they play where it is made."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from tracediff.model.gguf_file import GGUFFile, TensorInfo
+from tracediff.model.graph import Graph, Op
+from tracediff.model.weights import dequantize, raw_rows
+from tracediff.names import layer_of
+from tracediff.numerics.kinds import KINDS
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What an engine made of an op: its inputs as recorded and its output, all float64."""
+
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a mistake may look at besides the op."""
+
+    graph: Graph
+    file: GGUFFile
+    seen: Seen | None = None
+
+
+Variants = Iterator[tuple[Op, str]]  # the op as a mistaken engine has it, and what is wrong in words
+Change = Callable[[Op, Context], Variants]
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Ops that a mistake is made in: those of `kinds`, and of these, if given, those whose value plays one of `parts`.
+
+    `in_layer` leaves out what stands before and after the layers.
+    """
+
+    kinds: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+    in_layer: bool = False
+
+    def holds(self, op: Op, graph: Graph) -> bool:
+        """Whether the op is one of them."""
+        return (
+            op.kind in self.kinds
+            and (not self.parts or not parts_of(op, graph).isdisjoint(self.parts))
+            and not (self.in_layer and layer_of(op.name) is None)
+        )
+
+    def __str__(self) -> str:
+        kinds = " and ".join(self.kinds)
+        return f"{kinds} that makes {' or '.join(self.parts)}" if self.parts else kinds
+
+
+def parts_of(op: Op, graph: Graph) -> set[str]:
+    """The parts that the op's value plays in what reads it, as in q, gate or x; what nobody reads is the logits.
+
+    Where it is normed or rotated first, the parts that the result plays too.
+    """
+    parts: set[str] = set()
+    readers = graph.readers(op.name)
+    for reader, position in readers:
+        kind = KINDS[reader.kind]
+        parts.add(kind.inputs[min(position, len(kind.inputs) - 1)])
+        if kind.keeps_part and position == 0:
+            parts |= parts_of(reader, graph)
+    return parts if readers else {"logits"}
+
+
+LINEAR = Where(("linear",))
+NORM = Where(("rms_norm",))
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """One known mistake. `where` says in which ops it is made; `look` where to look in one's code."""
+
+    name: str
+    text: str
+    look: str
+    where: Where
+    change: Change
+    link: str = ""
+
+
+class Area(list[Mistake]):
+    """Mistakes in one part of an engine, in the order in which they are tried."""
+
+    def mistake(self, name: str, text: str, look: str, where: Where, link: str = "") -> Callable[[Change], Change]:
+        """Adds the decorated change under this name."""
+
+        def add(change: Change) -> Change:
+            self.append(Mistake(name, text, look, where, change, link))
+            return change
+
+        return add
+
+
+def values_of(file: GGUFFile, info: TensorInfo) -> Tensor:
+    """The whole tensor, dequantised."""
+    return dequantize(info, raw_rows(file, info)).reshape(info.shape)
+
+
+def reading(op: Op, read: Callable[[GGUFFile, TensorInfo], Any], weight: int = 0) -> Op:
+    """The op with one of its weights read in another way."""
+    weights = list(op.weights)
+    weights[weight] = replace(weights[weight], read=read)
+    return replace(op, weights=tuple(weights))
+
+
+def computing(op: Op, function: Callable[..., Tensor]) -> Op:
+    """The op with other mathematics."""
+    return replace(op, function=function)

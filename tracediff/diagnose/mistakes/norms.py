@@ -1,0 +1,113 @@
+"""Mistakes in norms."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.mistakes.mistake import NORM, Area, Context, Variants, computing, reading, values_of
+from tracediff.model.graph import Op
+from tracediff.numerics.kinds.norm import rms_norm
+
+AREA = Area()
+
+
+@AREA.mistake(
+    "eps", "another epsilon in the norm", "the epsilon: it is read from the file, 1e-5 and 1e-6 are both common",
+    NORM, "llama.cpp#2373",
+)  # fmt: skip
+def _eps(op: Op, context: Context) -> Variants:
+    right = op.attrs["eps"]
+    if context.seen is None:
+        yield op.with_attrs(eps=right * 10), f"eps is {right * 10:g} instead of {right:g}"
+        return
+    for eps in (
+        *(e for e in (1e-5, 1e-6, 1e-12, 1e-8, 0.0, 1e-4, 1e-3, 1e-7) if not math.isclose(e, right)),
+        _fitted_eps(op, context),
+    ):
+        if eps is not None:
+            yield op.with_attrs(eps=eps), f"eps is {eps:.3g} instead of {right:g}"
+
+
+def _fitted_eps(op: Op, context: Context) -> float | None:
+    """From y = x w / sqrt(ms + eps) in the row where eps weighs most: the one of the smallest mean square."""
+    assert context.seen
+    x = context.seen.inputs[0].flatten(0, -2)
+    y = context.seen.output.flatten(0, -2)
+    ms = x.square().mean(-1)
+    row = int(ms.argmin())
+    weight = values_of(context.file, context.file.tensors[op.weights[0].name]).double().flatten()
+    ratio = (x[row] * weight) @ y[row] / (y[row] @ y[row])
+    eps = float(ratio.square() - ms[row])
+    return eps if 0 < eps < 1 else None
+
+
+@AREA.mistake(
+    "norm_weight_minus_one", "1 is taken from the norm weight", "a 1 + w convention: GGUF weights have their 1 already",
+    NORM, "Liger-Kernel#74",
+)  # fmt: skip
+def _minus_one(op: Op, _: Context) -> Variants:
+    yield reading(op, lambda file, info: values_of(file, info) - 1), f"{op.weights[0].name} is used as w - 1"
+
+
+@AREA.mistake(
+    "norm_weight_plus_one", "1 is added to the norm weight", "a 1 + w convention of another family (Gemma)",
+    NORM, "mold#1078",
+)  # fmt: skip
+def _plus_one(op: Op, _: Context) -> Variants:
+    yield reading(op, lambda file, info: values_of(file, info) + 1), f"{op.weights[0].name} is used as 1 + w"
+
+
+@AREA.mistake(
+    "norm_scaled", "the norm's result is multiplied by a factor",
+    "a 'repaired' norm weight: weights far from 1 are normal", NORM, "llama-orch",
+)  # fmt: skip
+def _norm_scaled(op: Op, context: Context) -> Variants:
+    factor = 0.1401
+    if context.seen:
+        right = rms_norm(context.seen.inputs[0], _weight_of(op, context), op.attrs["eps"])
+        factor = float((right * context.seen.output).sum() / right.square().sum())
+    if factor != 1.0:
+        yield (
+            reading(op, lambda file, info: values_of(file, info) * factor),
+            f"{op.weights[0].name} or the result is multiplied by {factor:.4g}",
+        )
+
+
+def _weight_of(op: Op, context: Context) -> Tensor:
+    return values_of(context.file, context.file.tensors[op.weights[0].name]).double()
+
+
+@AREA.mistake(
+    "norm_skipped", "the norm is skipped", "whether the norm is applied at all", NORM, "aprender#2085",
+)  # fmt: skip
+def _skipped(op: Op, _: Context) -> Variants:
+    yield computing(op, lambda x, w, eps: x), "the input passes through unchanged"
+
+
+@AREA.mistake("norm_without_weight", "the norm's weight is not applied", "whether the weight is loaded", NORM)
+def _no_weight(op: Op, _: Context) -> Variants:
+    yield reading(op, lambda file, info: torch.ones(info.shape)), f"{op.weights[0].name} is not applied"
+
+
+@AREA.mistake(
+    "layer_norm", "the mean is subtracted: LayerNorm instead of RMS norm", "which norm the family uses", NORM,
+)  # fmt: skip
+def _layer_norm(op: Op, _: Context) -> Variants:
+    def function(x: Tensor, w: Tensor, eps: float) -> Tensor:
+        return rms_norm(x - x.mean(-1, keepdim=True), w, eps)
+
+    yield computing(op, function), "the mean is subtracted before norming"
+
+
+@AREA.mistake(
+    "norm_f16_overflow", "the mean of squares is taken in float16, which overflows beyond |x| = 256",
+    "the accumulator's type in the norm", NORM, "llama#1048",
+)  # fmt: skip
+def _norm_f16(op: Op, _: Context) -> Variants:
+    def function(x: Tensor, w: Tensor, eps: float) -> Tensor:
+        squares = x.half().square()
+        mean = squares.double().mean(-1, keepdim=True).to(x.dtype)
+        return x * torch.rsqrt(mean + eps) * w
+
+    yield computing(op, function), "squares are float16: infinite where |x| > 256"

@@ -1,0 +1,127 @@
+"""Mistakes in loading a weight, or in how a matmul reads it."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.mistakes.mistake import LINEAR, NORM, Area, Context, Variants, Where, reading, values_of
+from tracediff.model.gguf_file import GGUFFile, TensorInfo
+from tracediff.model.graph import Op, Weight
+from tracediff.model.pairing import neighbours
+from tracediff.names import layer_of, split
+
+AREA = Area()
+
+
+@AREA.mistake(
+    "weight_transposed", "the matmul reads its weight transposed",
+    "the leading dimension and the transpose flag of the GEMM call", LINEAR, "llama-orch 63343209",
+)  # fmt: skip
+def _transposed(op: Op, _: Context) -> Variants:
+    def read(file: GGUFFile, info: TensorInfo) -> Tensor:
+        n_out, n_in = info.shape
+        return values_of(file, info).reshape(n_in, n_out).T
+
+    yield reading(op, read), f"{op.weights[0].name} is read transposed (leading dimension of the wrong side)"
+
+
+@AREA.mistake(
+    "weight_zero", "the weight was never loaded: zeros", "the loader's table of tensor names",
+    LINEAR, "llama-orch 8bb3f6e5",
+)  # fmt: skip
+def _zero(op: Op, _: Context) -> Variants:
+    yield (
+        reading(op, lambda file, info: torch.zeros(info.shape)),
+        f"{op.weights[0].name} is all zeros: it was never loaded",
+    )
+
+
+@AREA.mistake(
+    "bias_missing", "the bias is not added", "whether the loader reads the .bias tensors and the kernel adds them",
+    LINEAR, "ANEForge#253",
+)  # fmt: skip
+def _no_bias(op: Op, _: Context) -> Variants:
+    if len(op.weights) > 1:
+        yield replace(op, weights=op.weights[:1]), f"{op.weights[1].name} is not added"
+
+
+@AREA.mistake(
+    "bias_twice", "the bias is added twice", "a bias both fused into the matmul and added after it", LINEAR,
+)  # fmt: skip
+def _bias_twice(op: Op, _: Context) -> Variants:
+    if len(op.weights) > 1:
+        yield (
+            reading(op, lambda file, info: 2 * values_of(file, info), 1),
+            f"{op.weights[1].name} is added twice",
+        )
+
+
+def _permuted(op: Op, heads: int, inverse: bool = False) -> Op:
+    """With the rows of each head from halves to neighbours, as converters of Llama put them; or back."""
+
+    def read(file: GGUFFile, info: TensorInfo) -> Tensor:
+        return neighbours(values_of(file, info), info.shape[0] // heads, 0, inverse)
+
+    return reading(op, read)
+
+
+@AREA.mistake(
+    "rope_permuted", "the projection's rows are permuted for the other rope layout (once too often, or never)",
+    "the loader's or converter's permutation of Q and K", Where(("linear",), ("q", "k")), "llama.cpp#22611",
+)  # fmt: skip
+def _other_layout(op: Op, _: Context) -> Variants:
+    heads = op.axes[1]
+    if isinstance(heads, int) and op.weights[0].shape[0] % (2 * heads) == 0:
+        yield _permuted(op, heads), "Q/K rows are permuted from halves to neighbours"
+        yield _permuted(op, heads, inverse=True), "Q/K rows are permuted from neighbours to halves"
+
+
+@AREA.mistake(
+    "kv_permuted_as_q", "the rows of K are permuted with the number of query heads",
+    "n_head where n_head_kv belongs in the permutation", Where(("linear",), ("k",)), "transformers#31788",
+)  # fmt: skip
+def _permuted_as_q(op: Op, context: Context) -> Variants:
+    n_head, n_head_kv = context.graph.hparams.n_head, op.axes[1]
+    if n_head_kv != n_head and op.weights[0].shape[0] % (2 * n_head) == 0:
+        yield _permuted(op, n_head), f"K rows are permuted as {n_head} heads; K has {n_head_kv}"
+
+
+@AREA.mistake(
+    "head_is_embedding", "the embedding is used as the output head of a model that has its own",
+    "tie_word_embeddings, and whether output.weight is loaded", Where(("linear",), ("logits",)), "ComfyUI#15048",
+)  # fmt: skip
+def _embedding_head(op: Op, context: Context) -> Variants:
+    if op.weights[0].name != "token_embd.weight":
+        tied = Weight("token_embd.weight", op.weights[0].shape)
+        yield (
+            replace(op, weights=(tied, *op.weights[1:])),
+            "token_embd.weight is the head; output.weight is in the file",
+        )
+
+
+@AREA.mistake(
+    "wrong_layer", "the weight of another layer is read", "the layer index in the loader",
+    Where((*LINEAR.kinds, *NORM.kinds), in_layer=True),
+)  # fmt: skip
+def _other_layer(op: Op, context: Context) -> Variants:
+    layer = layer_of(op.name)
+    assert layer is not None
+    near = [n for n in (layer - 1, layer + 1, 0) if 0 <= n < context.graph.hparams.n_layer and n != layer]
+    for n in dict.fromkeys(near):
+        weights = tuple(replace(w, name=w.name.replace(f"blk.{layer}.", f"blk.{n}.")) for w in op.weights)
+        tensors = context.file.tensors
+        if all(w.name in tensors and tensors[w.name].shape == w.shape for w in weights):
+            yield replace(op, weights=weights), f"the weights of layer {n} are used"
+
+
+@AREA.mistake(
+    "gate_up_swapped", "gate and up are swapped", "the order of the two halves of a fused gate-up weight",
+    Where(("linear",), ("gate", "up")), "mlx-lm#767",
+)  # fmt: skip
+def _swapped(op: Op, context: Context) -> Variants:
+    (reader, position), *_ = context.graph.readers(op.name)
+    other = context.graph[reader.inputs[1 - position]]
+    if other.kind == "linear":
+        names = (split(o.name)[1] for o in (op, other))
+        yield replace(op, weights=other.weights), "{} multiplies with {}.weight".format(*names)

@@ -1,0 +1,44 @@
+"""Known mistakes planted in a graph."""
+
+from tracediff.diagnose.mistakes import BANK
+from tracediff.diagnose.mistakes.mistake import Context
+from tracediff.errors import TracediffError
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Graph, Op
+from tracediff.names import layer_of, split
+
+
+def undoes(changed: Op, op: Op) -> bool:
+    """Whether a mistake in an op that has one already puts itself in its place."""
+    replaced = [(op.function, changed.function)]
+    replaced += [(weight.read, other.read) for weight, other in zip(op.weights, changed.weights, strict=False)]
+    return any(before is not None and before is not after for before, after in replaced)
+
+
+def plant(graph: Graph, file: GGUFFile, fault: str) -> Graph:
+    """The graph with a fault planted, as in "rope_pairing" (every layer), "rope_pairing@3" or "eps@output_norm".
+
+    Raises TracediffError when there is no such fault, nothing in this model that it applies to, or another fault that
+    it would undo.
+    """
+    name, _, place = fault.partition("@")
+    if name not in BANK:
+        raise TracediffError(f"unknown fault {name!r}. `tracediff faults` lists them: {', '.join(BANK)}.")
+    mistake = BANK[name]
+    changed = []
+    for op in graph:
+        local = split(op.name)[1]
+        if mistake.where.holds(op, graph) and (not place or place in (local, op.name, str(layer_of(op.name)))):
+            variant = next(mistake.change(op, Context(graph, file)), None)
+            if variant and undoes(variant[0], op):
+                raise TracediffError(
+                    f"the fault {fault!r} would undo the one that is in {op.name} already: plant them in different ops."
+                )
+            if variant:
+                changed.append(variant[0])
+    if not changed:
+        raise TracediffError(
+            f"the fault {fault!r} applies to nothing in this {graph.hparams.arch} model of "
+            f"{graph.hparams.n_layer} layers. It is made for: {mistake.where}."
+        )
+    return graph.changed(*changed)

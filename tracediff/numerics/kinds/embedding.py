@@ -1,0 +1,26 @@
+"""Rows of a table."""
+
+import torch
+from torch import Tensor
+
+from tracediff.numerics.floors import UNIT, Noise
+from tracediff.numerics.kinds.kind import Call, Kind, Made
+from tracediff.numerics.roundings import rounding_named
+
+
+def embedding(rows: Tensor) -> Tensor:
+    """The table's rows of the step's tokens, [T, n_embd]: picking them is reading the weight."""
+    return rows
+
+
+def _gathered(call: Call) -> Tensor:
+    rows = call.weights.gather(call.op.weights[0], call.inputs[0])
+    return call.function(rounding_named(call.arithmetic.stored)(rows), **call.op.attrs)
+
+
+def _noise(made: Made) -> Noise:
+    """A dequantised value is a scale times an integer, less a minimum, in float32."""
+    return Noise(torch.zeros_like(made.y), made.stored + 2 * UNIT["f32"] * made.size.amax(-1, keepdim=True))
+
+
+KINDS = (Kind("embedding", embedding, ("tokens",), compute=_gathered, noise=_noise, scheme="embedding"),)

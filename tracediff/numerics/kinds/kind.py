@@ -1,0 +1,136 @@
+"""What a kind of op is, and what its functions are given: an op about to be computed, and what was made of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tracediff.model.graph import Op
+from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import Arithmetic
+from tracediff.numerics.floors import TINY, UNIT, Noise
+from tracediff.numerics.roundings import rounding_named
+
+Rounded = Callable[[Tensor, str], Tensor]  # a value as a type, or blocks of one, keep it
+
+
+@dataclass(slots=True)
+class Energy:
+    """Asked for beside a matmul: `value` becomes sum((x * w)^2) of each output, to about 1%.
+
+    A quantised weight is a scale times an unsigned integer, less an offset or minimum. Engines add up the two
+    parts apart, so both count (ggml-cpu/arch/x86/quants.c: the block sums of q8_K are there for it).
+    """
+
+    value: Tensor | None = None
+    product: Tensor | None = None  # of a linear op with a bias: before the bias
+    turned: Tensor | None = None  # of the second operand: the change if values on a boundary went the other way
+    last_place: Tensor | None = None  # of sums in half precision, followed: the largest unit of a running sum
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An op about to be computed. `function` is its mathematics: the kind's, or a mistaken engine's."""
+
+    op: Op
+    function: Callable[..., Tensor]
+    inputs: Sequence[Tensor]
+    weights: Weights
+    arithmetic: Arithmetic
+    energy: Energy | None
+    rounded: Rounded
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What was made of an op in float64: its inputs, its output `y`, and what its noise follows from."""
+
+    op: Op
+    inputs: Sequence[Tensor]
+    y: Tensor
+    weights: Weights
+    energy: Energy
+    arithmetic: Arithmetic
+    storage: str
+
+    size: Tensor = field(init=False)  # |y|
+    stored: Tensor = field(init=False)  # a bound on what storing the result costs; those who own it may add to it
+
+    def __post_init__(self) -> None:
+        # Engines in half precision round between the parts of an op too: the product before the bias, silu before
+        # the gate, the normed value before its weight. Two roundings of the result's size allow for that.
+        size = self.y.abs()
+        stored = (size * (self.kept * (2 + self.kept if self.half else 1))).add_(TINY[self.storage])
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "stored", stored)
+
+    @property
+    def half(self) -> bool:
+        """Whether the engine keeps values in half precision."""
+        return self.storage in ("f16", "bf16")
+
+    @property
+    def kept(self) -> float:
+        """The unit of the type that the output is stored in."""
+        return UNIT[self.storage]
+
+    @property
+    def between(self) -> float:
+        """The unit of what is kept between the parts of the op: 0 but in half precision."""
+        return self.kept if self.half else 0.0
+
+    @property
+    def unit(self) -> float:
+        """The unit of the type that it is computed in. Half precision that was followed is in `energy`."""
+        accumulate = self.arithmetic.accumulate if self.energy.last_place is None else "f32"
+        return UNIT["f64" if self.storage == "f64" else accumulate]
+
+
+def applied(call: Call) -> Tensor:
+    """The function of the inputs and the whole weights, as they are held."""
+    hold = rounding_named(call.arithmetic.stored)
+    weights = (hold(call.weights.load(weight)) for weight in call.op.weights)
+    return call.function(*call.inputs, *weights, **call.op.attrs)
+
+
+def one_rounding(made: Made) -> Noise:
+    """Of an op that rounds once before its result is stored."""
+    return Noise(torch.zeros_like(made.y), made.stored + made.unit * made.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of op, all that is to be known of it.
+
+    `function` is its mathematics: a pure function of inputs, weights and attributes, in the dtype of its inputs.
+    `inputs` names the part that each input plays, in order: mistakes are bound to these. `axes` names those of its
+    value, outermost first. `keeps_part`: its value plays the part of its first input, as a normed query is a query.
+    `compute` says how inputs and weights are read and rounded, `noise` how far an honest engine may be off. `scheme`
+    is the entry of a Scheme that says what an engine rounds in it.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    inputs: tuple[str, ...]
+    axes: tuple[str, ...] = ("token", "head", "channel")
+    compute: Callable[[Call], Tensor] = applied
+    noise: Callable[[Made], Noise] = one_rounding
+    scheme: str | None = None
+    keeps_part: bool = False
+
+    def axis_names(self, n: int) -> tuple[str, ...]:
+        """Names of the axes of a value that has `n`; heads may lie side by side."""
+        if n == len(self.axes):
+            return self.axes
+        known = {1: self.axes[:1], 2: (self.axes[0], self.axes[-1])}
+        return known.get(n, tuple(f"axis {i}:" for i in range(n)))
+
+
+def wide(x: Tensor) -> Tensor:
+    """Half precision as float32; float32 and float64 as they are.
+
+    So reductions run in float32 and the result is rounded once, as engines do: a mean of squares overflows float16
+    beyond |x| = 256.
+    """
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -1,0 +1,57 @@
+"""What all matmuls share: the type of their sums, and their noise."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tracediff.numerics.arithmetic import Arithmetic
+from tracediff.numerics.floors import Noise, variance_of_sums
+from tracediff.numerics.kinds.kind import Made
+from tracediff.numerics.roundings import rounding_named
+
+
+def sums_in(arithmetic: Arithmetic, dtype: torch.dtype) -> torch.dtype:
+    """ggml adds the products of a block as integers: of 32 or 256 none is rounded, as they would be in float32."""
+    return torch.float64 if rounding_named(arithmetic.operands).in_blocks else dtype
+
+
+def turns(x: Tensor, name: str) -> Tensor:
+    """The sizes of what values on a boundary of the rounding change by if they go the other way."""
+    return rounding_named(name).flips(x).abs()
+
+
+def noise_of_sums(made: Made, length: int) -> Noise:
+    """Of a matmul over `length` channels or keys. Uses up `made.energy`: of logits each copy is as large as a model's
+    layers.
+    """
+    energy, stored = made.energy, made.stored
+    assert energy.value is not None
+    sigma = variance_of_sums(_terms(length, made.arithmetic), energy.value, made.y).sqrt_().mul_(made.unit)
+    if energy.product is not None and made.half:
+        stored = stored + made.kept * energy.product.abs()
+    if energy.turned is not None:
+        stored = stored + energy.turned
+    noise = Noise(sigma, stored)
+    return noise if energy.last_place is None else _followed(noise, energy.last_place)
+
+
+def _terms(length: int, arithmetic: Arithmetic) -> int:
+    """Length of the sum in floating point: block types add the products of a block as integers.
+
+    Eight more for adding up the lanes of a vector and multiplying by scales.
+    """
+    return length // (rounding_named(arithmetic.operands).block or length) + 8
+
+
+def _followed(noise: Noise, last_place: Tensor) -> Noise:
+    """The noise of sums that were followed through their roundings to half precision.
+
+    A rounding goes the other way where a boundary lies within the error of the term added, u |t|. Of a sum that is
+    the chance u sum(|t|) / last_place, where u sum(|t|) <= u sqrt(n sum(t^2)) <= sqrt(6) sigma; last_place is the
+    largest, and half of it usual. At least a quarter of a turn is expected in the whole output: with the margin of a
+    segment, four are allowed.
+    """
+    least = last_place.square() / (4 * last_place.numel())
+    turns = torch.maximum(math.sqrt(6) * noise.sigma * last_place, least) / 4
+    return Noise(torch.sqrt(noise.sigma.square() + turns), noise.hard, 2 * last_place)

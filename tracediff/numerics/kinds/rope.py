@@ -1,0 +1,75 @@
+"""Rotary embedding (https://arxiv.org/abs/2104.09864)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tracediff.model.hparams import Rope
+from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds.kind import Call, Kind, Made, wide
+
+
+def rope_angles(positions: Tensor, factors: Tensor | None, rope: Rope) -> Tensor:
+    """Angle of each pair at each position in float64, [T, n_rot / 2] (ggml-cpu/ops.cpp, ggml_rope_cache_init)."""
+    pair = torch.arange(rope.n_rot // 2, device=positions.device, dtype=torch.float64)
+    extrapolated = positions.double()[:, None] * rope.theta ** (-2.0 * pair / rope.n_rot)
+    if factors is not None:
+        extrapolated = extrapolated / factors.double()
+    if not rope.ext_factor:
+        return extrapolated * rope.freq_scale
+    low, high = yarn_correction_range(rope)
+    ramp = 1 - ((pair - low) / max(0.001, high - low)).clamp(0, 1)
+    mix = ramp * rope.ext_factor
+    return extrapolated * rope.freq_scale * (1 - mix) + extrapolated * mix
+
+
+def yarn_correction_range(rope: Rope) -> tuple[float, float]:
+    """The pairs between which YaRN goes from extrapolation to interpolation (ggml.c, ggml_rope_yarn_corr_dims)."""
+
+    def pair_with(rotations: float) -> float:
+        turns = math.log(rope.n_ctx_orig / (rotations * 2 * math.pi))
+        return rope.n_rot * turns / (2 * math.log(rope.theta))
+
+    return max(0, math.floor(pair_with(rope.beta_fast))), min(rope.n_rot - 1, math.ceil(pair_with(rope.beta_slow)))
+
+
+def rope(x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope) -> Tensor:
+    """Rotate pairs of channels of [T, heads, D] by their angles; channels from n_rot on pass through."""
+    angles = rope_angles(positions, factors, rope)[:, None, :]
+    cos, sin = (f(angles).mul(rope.magnitude).to(wide(x).dtype) for f in (torch.cos, torch.sin))
+    x_ = wide(x)
+    rotated, rest = x_[..., : rope.n_rot], x_[..., rope.n_rot :]
+    a, b = pairs_of(rotated, rope)
+    return torch.cat((_together(a * cos - b * sin, a * sin + b * cos, rope), rest), -1).to(x.dtype)
+
+
+def pairs_of(rotated: Tensor, rope: Rope) -> tuple[Tensor, ...]:
+    """The two channels of each pair, [..., n_rot] -> twice [..., n_rot / 2]."""
+    neighbours = rope.pairing == "neighbours"
+    return rotated.unflatten(-1, (-1, 2) if neighbours else (2, -1)).unbind(-1 if neighbours else -2)
+
+
+def _together(a: Tensor, b: Tensor, rope: Rope) -> Tensor:
+    return torch.stack((a, b), -1 if rope.pairing == "neighbours" else -2).flatten(-2)
+
+
+def _computed(call: Call) -> Tensor:
+    """A position times a frequency does not survive half precision: no engine stores factors in it."""
+    factors = (call.weights.load(weight, torch.float64) for weight in call.op.weights)
+    return call.function(*call.inputs, *factors, **call.op.attrs)
+
+
+def _noise(made: Made) -> Noise:
+    """An angle is a float32 product: pair i's is off by i + 3 roundings, where powers are taken by multiplying."""
+    rope, y, unit = made.op.attrs["rope"], made.y, made.unit
+    factors = made.weights.load(made.op.weights[0]) if made.op.weights else None
+    angles = rope_angles(made.inputs[1], factors, rope).abs()
+    steps = torch.arange(rope.n_rot // 2, device=y.device) + 3.0
+    slip = unit * (angles * steps + 2)[:, None, :]
+    error = torch.hypot(*pairs_of(made.size[..., : rope.n_rot], rope)) * (slip + 2 * unit + 3 * made.between)
+    turned = torch.cat((_together(error, error, rope), torch.zeros_like(y[..., rope.n_rot :])), -1)
+    return Noise(unit * made.size, made.stored + turned)
+
+
+KINDS = (Kind("rope", rope, ("x", "positions"), compute=_computed, noise=_noise, keeps_part=True),)
