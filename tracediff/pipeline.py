@@ -1,12 +1,14 @@
 """The arrow diagram as code: traces -> align -> compare -> replay -> judge -> diagnose -> result."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracediff.audit.held import compare_weights, refuse_another_model
+import numpy as np
+
+from tracediff.audit.held import compare_weights, refuse_another_model, rounded_weights
 from tracediff.compare.align import Pair, plan, same_input
 from tracediff.compare.logits import compare_logits
 from tracediff.compare.measure import measure_pairs, record_statistics
@@ -15,7 +17,7 @@ from tracediff.judge import Policy, coarsest, judge, verdict
 from tracediff.model.vocabulary import Vocabulary
 from tracediff.names import kind_of, layer_of
 from tracediff.replay.coverage import measure_coverage
-from tracediff.result import OpResult, Result, Side
+from tracediff.result import OpResult, Result, Side, WeightResult
 from tracediff.trace.reader import Trace
 
 if TYPE_CHECKING:
@@ -46,19 +48,21 @@ def compare_traces(
         measured.append(op)
         progress("compare", len(measured) / len(pairs))
     notes = [*_notes(r), *_notes(c)]
+    weights = list(compare_weights(r, c, model))
     explain: Explain = list
     if model:
         refuse_another_model(c, model)
         refuse_another_model(r, model)
-        ours = _replayed(c, model, arithmetic, lambda f: progress("replay the candidate", f))
-        theirs = _replayed(r, model, None, lambda f: progress("replay the reference", f))
+        held, theirs_held = rounded_weights(weights, c), rounded_weights(compare_weights(None, r, model), r)
+        ours = _replayed(c, model, held, arithmetic, lambda f: progress("replay the candidate", f))
+        theirs = _replayed(r, model, theirs_held, None, lambda f: progress("replay the reference", f))
         measured = [
             replace(op, local=ours.locals.get(key), reference_local=theirs.locals.get(key))
             for op in measured
             for key in [(op.step, op.op)]
         ]
         explain = _explain(ours, progress)
-    return _result(measured, r, c, model, policy, explain, notes)
+    return _result(measured, weights, r, c, model, policy, explain, notes)
 
 
 def check_trace(
@@ -72,7 +76,8 @@ def check_trace(
     """One trace judged by replay alone."""
     c = Trace(trace)
     refuse_another_model(c, model)
-    judged = _replayed(c, model, arithmetic, lambda f: progress("replay", f))
+    weights = list(compare_weights(None, c, model))
+    judged = _replayed(c, model, rounded_weights(weights, c), arithmetic, lambda f: progress("replay", f))
     ops = []
     for (step, name), record in c.ops.items():
         statistics = record_statistics(record, c)
@@ -88,11 +93,12 @@ def check_trace(
                 local=judged.locals.get((step, name)),
             )
         )
-    return _result(ops, None, c, model, policy or Policy(), _explain(judged, progress), _notes(c))
+    return _result(ops, weights, None, c, model, policy or Policy(), _explain(judged, progress), _notes(c))
 
 
 def _result(
     measured: list[OpResult],
+    weights: list[WeightResult],
     reference: Trace | None,
     candidate: Trace,
     model: Path | None,
@@ -101,7 +107,6 @@ def _result(
     notes: Iterable[str],
 ) -> Result:
     ops = explain(judge(measured, policy))
-    weights = list(compare_weights(reference, candidate, model))
     outcome, first = verdict(ops, weights, policy)
     return Result(
         verdict=outcome,
@@ -141,11 +146,17 @@ def _side(trace: Trace) -> Side:
     return Side(str(trace.path), trace.header.engine, trace.header.model, len(trace.ops), trace.cut)
 
 
-def _replayed(trace: Trace, model: Path, arithmetic: str | None, progress: Callable[[float], None]) -> "Judged":
+def _replayed(
+    trace: Trace,
+    model: Path,
+    held: Mapping[str, np.ndarray],
+    arithmetic: str | None,
+    progress: Callable[[float], None],
+) -> "Judged":
     """Replay needs torch, which `compare` without a model does without."""
     from tracediff.diagnose.explain import replay_and_explain
 
-    return replay_and_explain(trace, model, arithmetic, progress)
+    return replay_and_explain(trace, model, held, arithmetic, progress)
 
 
 def _explain(judged: "Judged", progress: Progress) -> Explain:

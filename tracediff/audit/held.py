@@ -1,12 +1,13 @@
 """What an engine holds in memory against what the file, or the other side, says it should hold."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from tracediff.audit.causes import CLOSE, Reading, Readings, bfloat16, chunks, explain, residual
+from tracediff.audit.requantised import requantised_as
 from tracediff.compare.metrics import compare_values
 from tracediff.errors import MismatchError
 from tracediff.names import split
@@ -38,6 +39,11 @@ def compare_weights(reference: Trace | None, candidate: Trace, model: Path | Non
             other = reference.weights.get(name) if reference else None
             expected = reference.values(other) if reference and other and other.has_data else None
             yield compare_weight(name, expected, candidate)
+
+
+def rounded_weights(weights: Iterable[WeightResult], trace: Trace) -> dict[str, np.ndarray]:
+    """What a trace holds of the file in a shorter type: its ops were computed with that, not with the file's values."""
+    return {w.weight: trace.values(trace.weights[w.weight]) for w in weights if w.status == "rounded"}
 
 
 def refuse_another_model(trace: Trace, model: Path) -> None:
@@ -84,6 +90,8 @@ def judge_values(
     rounding = rounded_to(flat, held)
     if rounding:
         return "rounded", None, f"the right values in {rounding}"
+    if requantised := requantised_as(expected, held):
+        return "rounded", None, requantised
     if residual(flat, held) < _DEQUANTISED and np.allclose(flat, held, rtol=1e-5, atol=0):
         return "rounded", None, "the right values to the accuracy of float32"
     return "wrong", *explain(expected, held, close, others)

@@ -2,10 +2,12 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen
@@ -52,12 +54,13 @@ class Judged:
     explain: Callable[[list[OpResult], Progress], list[OpResult]]
 
 
-def replay_and_explain(trace: Trace, model: Path, arithmetic: str | None, progress: Progress) -> Judged:
-    """Judge every record of the trace by replay against the GGUF file `model`."""
+def replay_and_explain(
+    trace: Trace, model: Path, held: Mapping[str, np.ndarray], arithmetic: str | None, progress: Progress
+) -> Judged:
+    """Judge every record of the trace by replay against the GGUF file `model`, and weights that are `held` instead."""
     file = GGUFFile(model)
-    replay = Replay(
-        trace, build_graph(file), Weights(file, keep_bytes=_KEEP), scheme_named(arithmetic) if arithmetic else None
-    )
+    weights = Weights(file, keep_bytes=_KEEP).holding(held)
+    replay = Replay(trace, build_graph(file), weights, scheme_named(arithmetic) if arithmetic else None)
     locals_ = {(record.step, record.op): local for record, local in replay.run(progress)}
     return Judged(locals_, Explainer(replay).explain)
 

@@ -1,7 +1,8 @@
 """Weights as tensors: memory-mapped, dequantised when an op needs them, a slice of rows at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 
 import numpy as np
 import torch
@@ -37,7 +38,14 @@ class Weights:
         self.device = device
         self._room = keep_bytes
         self._kept: dict[tuple[str, int, int], Tensor] = {}
+        self._held: Mapping[str, np.ndarray] = {}
         self._pool = ThreadPoolExecutor(2, "dequantise")
+
+    def holding(self, held: Mapping[str, np.ndarray]) -> "Weights":
+        """The same with these values, of as many elements, in place of the file's: what an engine has in memory."""
+        other = copy(self)
+        other._held = {name: values.reshape(self.file.tensors[name].shape) for name, values in held.items()}
+        return other
 
     def type_of(self, weight: Weight) -> str:
         """The ggml type's name, as in F16 or Q4_K."""
@@ -45,14 +53,22 @@ class Weights:
 
     def load(self, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
         """The whole weight, in another dtype where it is given."""
-        info = self._info(weight)
-        whole = weight.read(self.file, info) if weight.read else self._rows(info, slice(None)).reshape(info.shape)
+        whole = self._whole(weight)
         return self._placed(whole[weight.first : weight.first + weight.shape[0]], dtype)
+
+    def _whole(self, weight: Weight) -> Tensor:
+        info = self._info(weight)
+        if weight.read:
+            misread: Tensor = weight.read(self.file, info)
+            return misread
+        if info.name in self._held:
+            return torch.from_numpy(self._held[info.name].copy())
+        return self._rows(info, slice(None)).reshape(info.shape)
 
     def gather(self, weight: Weight, ids: Tensor) -> Tensor:
         """Rows `ids` [T] of a matrix, reading only those; raises EngineError for an id outside it."""
         check_tokens(ids.tolist(), weight.shape[0])
-        if weight.read:
+        if self._in_memory(weight):
             return self.load(weight)[ids.to(self.device)]
         return self._placed(self._rows(self._info(weight), ids.cpu().numpy()))
 
@@ -60,7 +76,7 @@ class Weights:
         """The matrix as consecutive blocks of rows of about 4 MB; quantised ones are dequantised ahead."""
         n_rows, n_columns = weight.shape
         step = max(1, _SLICE // n_columns)
-        if weight.read:
+        if self._in_memory(weight):
             yield from self.load(weight).split(step)
             return
         info, end = self._info(weight), weight.first + n_rows
@@ -74,6 +90,10 @@ class Weights:
             if i + 3 < len(cuts):
                 ahead.append(self._pool.submit(self._rows, info, cuts[i + 3]))
             yield self._keep(info, cuts[i], self._placed(rows))
+
+    def _in_memory(self, weight: Weight) -> bool:
+        """Whether it is not what the file holds."""
+        return weight.read is not None or weight.name in self._held
 
     def _slice(self, info: TensorInfo, cut: slice) -> Tensor:
         kept = self._kept.get((info.name, cut.start, cut.stop))

@@ -151,7 +151,8 @@ class Scheme:
 
 
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
-_GROUPS = (*(f"int8/{size}" for size in (32, 64, 128, 256, 16, "row")), "uint8/row", "uint8/32")
+_GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
+_GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
 
 def _matmuls() -> Iterator[Scheme]:
@@ -202,16 +203,17 @@ def _with(matmul: Scheme, attention: Scheme) -> Scheme:
 
 
 def _schemes() -> Iterator[Scheme]:
-    """Every way of both; together those that engines combine. The first two are what most engines do."""
+    """Every way of both, and together those that engines combine: each costs a segment a pass. First the most usual."""
     matmuls, attentions = list(_matmuls()), list(_attentions())
     ggml, exact, *others = matmuls
     yield from (ggml, exact)
-    yield from (_with(ggml, attention) for attention in attentions if attention.scores.operands != "tf32")
+    yield from (_with(ggml, a) for a in attentions if {a.scores.operands, a.scores.stored} <= _GGML_TYPES)
     for other in others:
         alike = [a for a in attentions if a.values == other.linear]
         yield from (_with(other, attention) for attention in alike)
-        yield other
-    yield from (_with(exact, a) for a in attentions if a.values.accumulate == "f32")
+        if not alike or "activations" not in other.name:
+            yield other
+    yield from (_with(exact, a) for a in attentions if a.values.accumulate == "f32" and a.scores.stored != "tf32")
 
 
 # Real engines' arithmetic, most usual first. Each entry is what some engine does: a fit can excuse no mistake.

@@ -1,0 +1,211 @@
+"""What engines really do: weights requantised, values held in shorter types, rounding on the way to the file.
+
+Each engine here is the torch one with something of its own; what quantises is written again in numpy, as others do it.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import TOKENS, Models
+
+from tracediff.engine.recorder import Recorder
+from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Op
+from tracediff.model.synthetic import Shape
+from tracediff.model.tensors import FileTensors
+from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import scheme_named
+from tracediff.numerics.roundings import rounding_named
+from tracediff.pipeline import check_trace
+from tracediff.result import Result
+from tracediff.trace.writer import TraceWriter
+
+SHAPE = Shape("qwen3", n_layer=3, n_embd=128, n_head=4, n_head_kv=2, n_ff=192, n_vocab=320, head_dim=32)
+LLAMA = Shape("llama", n_layer=2, n_embd=128, n_head=4, n_head_kv=2, n_ff=256, n_vocab=320, theta=10_000.0, eps=1e-5)
+
+
+class Writes(Recorder):
+    """Writes every value in a type that the engine does not compute in."""
+
+    dtype = torch.float32
+
+    def op(self, step: int, name: str, values: torch.Tensor, hidden: torch.Tensor | None = None) -> None:
+        super().op(step, name, values.to(self.dtype), hidden)
+
+
+def traced(
+    model: Path,
+    out: Path,
+    *,
+    change: Callable[[Op], Op] = lambda op: op,
+    held: Callable[[str, np.ndarray], np.ndarray | None] = lambda name, values: None,
+    arithmetic: str | None = None,
+    written: torch.dtype = torch.float32,
+    capture: str = "all",
+    says_its_weights: bool = True,
+) -> Path:
+    """A float32 engine that `change`s ops, holds other weights, and writes its trace in another type."""
+    file = GGUFFile(model)
+    graph = build_graph(file)
+    weights = Weights(file, torch.float32)
+    tensors = FileTensors(file)
+    mine = {weight.name: held(weight.name, tensors.get(weight.name)) for op in graph for weight in op.weights}
+    weights = weights.holding({name: values for name, values in mine.items() if values is not None})
+    graph = graph.changed(*(change(op) for op in graph))
+    engine = TorchEngine(graph, weights, scheme_named(arithmetic) if arithmetic else None)
+    with TraceWriter(out, "mine", graph.hparams.arch, model.name, graph.matmul_type) as writer:
+        recorder = Writes(writer, capture)
+        recorder.dtype = written
+        if says_its_weights:
+            engine.record_weights(recorder)
+        for step, tokens in enumerate((TOKENS, (84,), (104,))):
+            first = len(TOKENS) + step - 1 if step else 0
+            engine.run(step, StepInput(tokens, tuple(range(first, first + len(tokens)))), recorder)
+    return out
+
+
+def faulty(result: Result) -> list[tuple[int, str]]:
+    return [(op.step, op.op) for op in result.ops if op.status == "faulty"]
+
+
+def said(result: Result, kind: str) -> set[str | None]:
+    return {op.arithmetic for op in result.ops if op.kind == kind}
+
+
+# ---- activations and weights in int8 groups with float32 scales
+
+
+def quantised(x: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Integers [..., groups, size] and scales [..., groups, 1]: round to nearest, ties away from zero, as in C."""
+    groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, size)
+    scale = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
+    quotients = groups / scale
+    return np.trunc(quotients + np.copysign(np.float32(0.5), quotients)), scale
+
+
+def in_groups(
+    x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None = None, *, size: int, weights: bool
+) -> torch.Tensor:
+    """A matmul of integers, group by group; of the weights too, or of these as they are."""
+    q, d = quantised(x.numpy(), size)
+    if weights:
+        w, s = quantised(rows.numpy(), size)
+    else:
+        w, s = rows.numpy().reshape(len(rows), -1, size), np.ones((len(rows), q.shape[1], 1), np.float32)
+    y = np.zeros((len(x), len(rows)), np.float32)
+    for group in range(q.shape[1]):
+        y += (q[:, group] @ w[:, group].T) * d[:, group] * s[:, group].T
+    return torch.from_numpy(y)
+
+
+@pytest.mark.parametrize(
+    ("weights", "size", "requantised"), [("F32", 64, True), ("Q8_0", 32, False), ("F16", 32, True), ("Q8_0", 64, True)]
+)
+def test_int8_groups_with_float32_scales_are_an_arithmetic(
+    weights: str, size: int, requantised: bool, models: Models, tmp_path: Path
+) -> None:
+    """llama2.c's runq.c quantises the file's weights by itself; others keep them. Every matmul was called faulty."""
+    matmul = partial(in_groups, size=size, weights=requantised)
+    model = models(LLAMA, weights)
+    trace = traced(
+        model, tmp_path / "int8.trace", change=lambda op: replace(op, function=matmul) if op.kind == "linear" else op
+    )
+    result = check_trace(trace, model)
+    assert faulty(result) == []
+    of = f"int8 groups of {size} with float32 scales"
+    expected = f"activations in {of}, weights in {of}" if requantised else f"activations in {of}"
+    if weights == "Q8_0" and size == 32:  # requantised, these weights are what they were
+        expected = f"activations in {of}"
+    assert said(result, "linear") == {expected}
+
+
+@pytest.mark.parametrize("size", [32, 48, 192])
+def test_int8_groups_round_as_engines_do(size: int) -> None:
+    x = np.random.default_rng(0).standard_normal((64, 192)).astype(np.float32)
+    x[3] = 0
+    q, d = quantised(np.where(x == 0, np.float32(1e-30), x), size)
+    ours = rounding_named(f"int8/{size if size < 192 else 'row'}")(torch.from_numpy(x.astype(np.float64)))
+    np.testing.assert_allclose(ours.numpy(), (q * d.astype(np.float64)).reshape(x.shape), rtol=1e-6, atol=1e-29)
+
+
+def test_asymmetric_groups_hold_zero_and_the_ends() -> None:
+    x = torch.tensor([[-1.0, 0.0, 0.5, 3.0], [2.0, 2.5, 2.75, 4.0]], dtype=torch.float64)
+    kept = rounding_named("uint8/row")(x)
+    scale = torch.tensor([[4 / 255], [4 / 255]])
+    assert float((kept - x).abs().max()) <= float(scale.max()) / 2 * (1 + 1e-6)
+    assert float(kept[0, 1]) == 0.0
+    assert len({round(float(v)) for v in (kept / scale)[1]}) == 4
+
+
+# ---- weights in another type than the file's
+
+
+def in_half(name: str, values: np.ndarray) -> np.ndarray | None:
+    return values.astype(np.float16) if "norm" in name else None
+
+
+def test_recorded_norm_weights_are_what_norms_are_replayed_with(models: Models, tmp_path: Path) -> None:
+    """Held in float16, written as they are held: three norms diverged, though the trace says what they used."""
+    model = models(SHAPE, "Q8_0")
+    result = check_trace(traced(model, tmp_path / "norms.trace", held=in_half), model)
+    assert faulty(result) == []
+    assert {weight.status for weight in result.weights} == {"rounded"}
+    assert said(result, "rms_norm") == {"exact"}
+
+
+def test_norm_weights_that_were_not_recorded_are_found_to_be_half_precision(models: Models, tmp_path: Path) -> None:
+    model = models(SHAPE, "Q8_0")
+    result = check_trace(traced(model, tmp_path / "norms.trace", held=in_half, says_its_weights=False), model)
+    assert faulty(result) == []
+    assert said(result, "rms_norm") == {"norm weights in float16"}
+
+
+@pytest.mark.parametrize(("size", "words"), [(64, "groups of 64"), (16, "groups of 16"), (128, "whole rows")])
+def test_a_recorded_weight_is_recognised_as_requantised(size: int, words: str, models: Models, tmp_path: Path) -> None:
+    """And the op is judged with it: no arithmetic needs to be found for it."""
+
+    def requantised(name: str, values: np.ndarray) -> np.ndarray | None:
+        if name != "blk.1.attn_q.weight":
+            return None
+        q, d = quantised(values, size)
+        return (q * d).reshape(values.shape).astype(np.float32)
+
+    model, trace = models(SHAPE, "F32"), tmp_path / "weights.trace"
+    traced(model, trace, held=requantised)
+    ours = FileTensors(GGUFFile(model)).get("blk.1.attn_q.weight")
+    append_weight(trace, "blk.1.attn_q.weight", requantised("blk.1.attn_q.weight", ours))
+    result = check_trace(trace, model)
+    (weight,) = (weight for weight in result.weights if weight.weight == "blk.1.attn_q.weight")
+    error = float(np.square(requantised("blk.1.attn_q.weight", ours) - ours).sum() / np.square(ours).sum())
+    assert weight.status == "rounded"
+    assert weight.note == f"as an 8-bit requantisation in {words} of the right values would be (NMSE {error:.1e})"
+    assert faulty(result) == []
+    assert {op.arithmetic for op in result.ops if op.op == "blk.1.attn_q"} == {"exact"}
+
+
+def test_another_tensor_is_no_requantisation(models: Models, tmp_path: Path) -> None:
+    model, trace = models(SHAPE, "F32"), tmp_path / "weights.trace"
+    traced(model, trace)
+    append_weight(trace, "blk.1.attn_q.weight", FileTensors(GGUFFile(model)).get("blk.0.attn_q.weight"))
+    result = check_trace(trace, model)
+    assert {w.status for w in result.weights if w.weight == "blk.1.attn_q.weight"} == {"wrong"}
+
+
+def append_weight(trace: Path, name: str, values: np.ndarray) -> None:
+    """Record one more weight in a trace that was written."""
+    *lines, _ = trace.read_text().splitlines()
+    data = trace.with_suffix(".bin")
+    offset = data.stat().st_size
+    with data.open("ab") as file:
+        file.write(values.astype(np.float32).tobytes())
+    record = {"type": "weight", "weight": name, "dtype": "f32", "shape": list(values.shape), "offset": offset}
+    lines.append(json.dumps(record))
+    trace.write_text("\n".join([*lines, json.dumps({"type": "end", "records": len(lines)})]) + "\n")
