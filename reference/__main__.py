@@ -1,6 +1,8 @@
 """The child process: a request on standard input, messages on standard output, llama.cpp's log on the error."""
 
+import ctypes
 import os
+import signal
 import sys
 
 import msgspec
@@ -8,9 +10,12 @@ import msgspec
 from tracediff.errors import TracediffError
 from tracediff_reference.protocol import Message, Request
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 
 def main() -> int:
     """Run one request; 0 when the trace is whole."""
+    _belong_to_the_parent()
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     messages = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is log, not message
@@ -30,6 +35,14 @@ def main() -> int:
         send(Message(error=str(error)))
         return 2
     return 0
+
+
+def _belong_to_the_parent() -> None:
+    """Leave signals to the parent, which ends this process and then sees to its files; never outlive it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 if __name__ == "__main__":

@@ -169,8 +169,10 @@ def test_device_out_of_memory(
 
     monkeypatch.setattr(torch_engine, "evaluate", evaluate)
     message = refused("trace", model, "--tokens", "1", "-o", tmp_path / "a.trace")
-    assert message.startswith("--device cpu: out of memory in step 0: CUDA out of memory. Shorten the prompt")
-    assert Trace(tmp_path / "a.trace").cut
+    assert message == (
+        "--device cpu: out of memory in step 0: CUDA out of memory. Shorten the prompt, or use --device cpu."
+    )
+    assert not [*tmp_path.iterdir()]  # nothing was traced
 
 
 @pytest.mark.parametrize(
@@ -313,14 +315,30 @@ def test_save_is_a_file(model: Path, refused: Callable[..., str]) -> None:
     assert message == f"--save {model} is a file. Give a folder, which is made where it is not there."
 
 
-@pytest.mark.parametrize("name", ["no/a.json", "."])
+@pytest.mark.parametrize(
+    ("name", "why"), [("no/a.json", "there is no folder"), (".", "is a folder. Name a file in it.")]
+)
 def test_json_that_cannot_be_written(
-    name: str, trace: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+    name: str, why: str, trace: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
-    """The report was worth the wait all the same."""
-    code, output, error = cli("compare", trace, trace, "--json", tmp_path / name)
-    assert f"'{tmp_path / name}'. Check the path, the permissions and the space left." in the_message(code, error)
-    assert output.startswith("MATCH: ")
+    """Said before hours of work, not after."""
+    assert why in refused("compare", trace, trace, "--json", tmp_path / name)
+
+
+def test_json_on_a_full_disk(trace: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
+    """The report was worth the wait all the same, and of the JSON nothing is left half written."""
+    for before in (None, b'{"schema": "tracediff/1"}'):
+        if before:
+            (tmp_path / "a.json").write_bytes(before)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        code, output, error = cli("compare", trace, trace, "--json", tmp_path / "a.json")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert the_message(code, error) == (
+            f"{tmp_path / 'a.json'}: cannot write it: File too large. Choose another place, or free some space."
+        )
+        assert output.startswith("MATCH: ")
+        assert [path.read_bytes() for path in tmp_path.iterdir()] == ([before] if before else [])
 
 
 @pytest.fixture
@@ -337,8 +355,12 @@ def small_disk(model: Path) -> Iterator[None]:
 def test_full_disk(engine: str, model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     out = tmp_path / "a.trace"
     message = refused("trace", model, "--engine", engine, "--tokens", ",".join("5" * 60), "-o", out)
-    assert message.startswith(f"{out}: cannot write the trace: File too large. Free some space or choose another place")
+    part = tmp_path / "a.partial/a.trace"
+    assert message.startswith(
+        f"{part}: cannot write the trace: File too large. Free some space or choose another place"
+    )
     assert "--capture layers or --capture stats write far less" in message
+    assert message.endswith(f"\nWhat was traced so far can be read: {out}.")
     trace = Trace(out)
     assert trace.cut
     assert 0 < len(trace.ops) < 37
@@ -417,7 +439,7 @@ def test_dead_child(
     message = refused("trace", model, "--engine", "llama.cpp", "-p", prompt, "-o", tmp_path / "a.trace")
     first, *lines = message.splitlines()
     assert first.startswith(f"llama.cpp's process ended {how}")
-    assert first.endswith("What it had recorded is readable where it was saved (-o, --save). Its last lines:")
+    assert first.endswith(" Its last lines:")
     assert lines[-2:] == ["  | first", "  | GGML_ASSERT(a == b) failed"]
     assert len(lines) <= 8
 
@@ -451,7 +473,8 @@ def long_run(models: Models, tmp_path: Path) -> Iterator[Callable[[str], subproc
         )
         started.append(running)
         deadline = time.monotonic() + 60
-        while not out.exists() or out.stat().st_size < 20_000:
+        part = out.with_suffix(".partial") / out.name
+        while not part.exists() or part.stat().st_size < 20_000:
             assert running.poll() is None, running.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -473,7 +496,8 @@ def test_interrupted(engine: str, long_run: Callable[[str], subprocess.Popen[str
     os.killpg(running.pid, signal.SIGINT)
     _, error = running.communicate(timeout=20)
     assert running.returncode == 130
-    assert error == "tracediff: interrupted. What was traced so far is readable where it was saved (-o, --save).\n"
+    out = tmp_path / "a.trace"
+    assert error == f"tracediff: interrupted.\nWhat was traced so far can be read: {out}.\n"
     assert not any(child.exists() for child in children)
     trace = Trace(tmp_path / "a.trace")
     assert trace.cut

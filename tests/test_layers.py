@@ -15,16 +15,17 @@ ROOTS = {"tracediff": Path(tracediff.__file__).parent, "tracediff_reference": Pa
 
 # Module or package -> what it may import of this project. A package may always import itself.
 EVERYTHING = {
-    "audit", "cli", "compare", "diagnose", "engine", "errors", "inspect", "interchange", "judge", "model", "names",
-    "numerics", "pipeline", "reference", "replay", "report", "result", "threeway", "trace", "demo",
+    "audit", "cli", "compare", "diagnose", "engine", "errors", "files", "inspect", "interchange", "judge", "model",
+    "names", "numerics", "pipeline", "reference", "replay", "report", "result", "threeway", "trace", "demo",
 }  # fmt: skip
 MAY = {
     "tracediff.__init__": set(),
     "tracediff.__main__": {"cli"},
     "tracediff.errors": set(),
+    "tracediff.files": {"errors"},
     "tracediff.names": {"errors"},
     "tracediff.result": {"errors"},
-    "tracediff.trace": {"errors", "names"},
+    "tracediff.trace": {"errors", "files", "names"},
     "tracediff.model": {"errors", "names"},
     "tracediff.numerics": {"errors", "names", "model"},
     "tracediff.engine": {"errors", "names", "model", "numerics", "trace", "diagnose", "reference"},
@@ -34,13 +35,13 @@ MAY = {
     "tracediff.diagnose": {"errors", "names", "model", "numerics", "trace", "result", "replay"},
     "tracediff.audit": {"errors", "names", "model", "trace", "result", "compare", "diagnose"},
     "tracediff.inspect": {"errors", "names", "model", "trace", "result", "compare", "diagnose"},
-    "tracediff.interchange": {"errors", "names", "trace", "model"},
+    "tracediff.interchange": {"errors", "files", "names", "trace", "model"},
     "tracediff.report": {"result"},
     "tracediff.pipeline": {
         "audit", "compare", "diagnose", "errors", "judge", "model", "names", "replay", "result", "trace",
     },
     "tracediff.threeway": {"errors", "names", "judge", "pipeline", "result", "trace"},
-    "tracediff.demo": {"model", "result", "diagnose"},
+    "tracediff.demo": {"files", "model", "result", "diagnose"},
     "tracediff.cli": EVERYTHING,
     "tracediff_reference": {"errors", "names", "trace"},
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from tracediff.files import replacing
 from tracediff.model.synthetic import DEMO, write_model
 from tracediff.result import Result
 
@@ -12,7 +13,10 @@ FAULT = "rope_pairing"
 
 def make_model(folder: Path) -> Path:
     """A qwen2 model of 8 layers: final-norm weights from -0.011 to 16.75, a massive activation, large K biases."""
-    return write_model(folder / "demo.gguf", DEMO, "F16")
+    out = folder / "demo.gguf"
+    with replacing(out, lambda head: f"random {DEMO.arch}".encode() in head) as part:
+        write_model(part, DEMO, "F16")
+    return out
 
 
 def not_found(result: Result, model: Path, faults: Sequence[str]) -> list[str]:

@@ -23,3 +23,7 @@ class InterchangeError(TracediffError):
 
 class MismatchError(TracediffError):
     """Two sides that cannot be compared: other tokens, another model."""
+
+
+class OutputError(TracediffError):
+    """A file that cannot be written, or must not be: it is read by the same run, or somebody else's."""

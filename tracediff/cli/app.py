@@ -30,11 +30,11 @@ class _Commands(TyperGroup):
             sys.stdout.flush()
         except (typer.Exit, _UsageError):
             raise
-        except KeyboardInterrupt:
-            _complain("interrupted. What was traced so far is readable where it was saved (-o, --save).")
+        except KeyboardInterrupt as error:
+            _complain("interrupted.", error)
             code = INTERRUPTED
         except TracediffError as error:
-            code = _complain(str(error))
+            code = _complain(str(error), error)
         except UnicodeError as error:
             code = _complain(f"{error}. Paths and prompts must be UTF-8.")
         except BrokenPipeError:  # the reader of our output went away: `tracediff ... | head`
@@ -69,8 +69,9 @@ def main() -> None:
     app([argument for argument in arguments if argument != _DEBUG], obj={_DEBUG: _DEBUG in arguments})
 
 
-def _complain(message: str) -> int:
-    print(f"tracediff: {message}", file=sys.stderr)  # noqa: T201
+def _complain(message: str, error: BaseException | None = None) -> int:
+    """Say it, and what was noted of the error on its way here: what was kept, and where."""
+    print(f"tracediff: {message}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)  # noqa: T201
     return UNDECIDED
 
 

@@ -36,7 +36,7 @@ def import_(
     graph = load_graph(model) if model else None
     options = Options(name_map, ids, engine, skip_unknown)
     said: list[str] = []  # shown where it went well: else there is one message, the error's
-    import_trace(form, path, out, options, graph=graph, model=model.name if model else None, say=said.append)
+    import_trace(form, path, out, options, graph=graph, model=model, say=said.append)
     return _show(*said, f"wrote {out}")
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracediff.cli.options import Allow, ArithmeticOption, Json, Tolerance, policy_of
-from tracediff.cli.output import progress_bars, report, show
+from tracediff.cli.output import check_json, progress_bars, report, show
 from tracediff.errors import TracediffError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def compare(
     """Compare two traces, or three: op by op with the model, by drift alone without."""
     from tracediff.pipeline import compare_traces
 
+    check_json(json, reference, candidate, third, model)
     policy = policy_of(tolerance, allow)
     if third:
         return _compare_three((reference, candidate, third), model, policy, arithmetic, json)
@@ -65,6 +66,7 @@ def check(
     """Judge one trace by replay alone: no reference needed."""
     from tracediff.pipeline import check_trace
 
+    check_json(json, trace, model)
     with progress_bars() as progress:
         result = check_trace(trace, model, arithmetic=arithmetic, progress=progress)
     _check_replayed(result)

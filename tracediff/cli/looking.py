@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tracediff.cli.options import Json, Model
-from tracediff.cli.output import DIVERGED, MATCH, print_listing, progress_bars, show, write_json
+from tracediff.cli.output import DIVERGED, MATCH, check_json, print_listing, progress_bars, show, write_json
 from tracediff.errors import TracediffError
 
 
@@ -20,6 +20,7 @@ def validate(
     from tracediff.inspect.validate import validate as find
     from tracediff.report.validation import render, render_json
 
+    check_json(json, trace, model)
     found = find(trace, model)
     if str(json) != "-":
         sys.stdout.write(render(found))
@@ -38,6 +39,7 @@ def weights(
     from tracediff.audit.whole_file import audit_checkpoint, audit_trace
     from tracediff.report.audit import render, render_json
 
+    check_json(json, model, trace)
     with progress_bars() as progress:
         if trace and not hf:
             result = audit_trace(model, trace, lambda f: progress("weights", f))

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tracediff.files import check, write_text
+from tracediff.trace.staging import files_of
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -67,14 +70,24 @@ def show(
     return DIVERGED if verdict == "diverged" else MATCH
 
 
+def check_json(json: Path | None, *inputs: Path | None) -> None:
+    """Whether --json may be written, before the work of which it is the result; raises OutputError."""
+    if json and str(json) != "-":
+        check(json, [file for path in inputs if path for file in files_of(path)], _is_json)
+
+
 def write_json(path: Path, text: str) -> None:
     """JSON is UTF-8, whatever the locale says."""
     if str(path) != "-":
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text, _is_json)
         return
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
     sys.stdout.write(text)
+
+
+def _is_json(head: bytes) -> bool:
+    return b'"schema": "tracediff/' in head
 
 
 def say(message: str) -> None:

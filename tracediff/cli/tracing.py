@@ -1,8 +1,7 @@
 """The commands that trace: `demo`, `run`, `trace`."""
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,8 +30,10 @@ from tracediff.cli.options import (
     UBatch,
     policy_of,
 )
-from tracediff.cli.output import DIVERGED, MATCH, progress_bars, report, say
+from tracediff.cli.output import DIVERGED, MATCH, check_json, progress_bars, report, say
 from tracediff.errors import EngineError, TracediffError
+from tracediff.files import temporary_folder
+from tracediff.trace.staging import check, staged
 
 if TYPE_CHECKING:
     from tracediff.engine.llama_cpp import Prompt
@@ -56,11 +57,12 @@ def demo(
     from tracediff.judge import Policy
     from tracediff_reference.protocol import Options
 
+    check_json(json)
     planted = fault or [FAULT]
     with _folder(save) as folder:
         model = make_model(folder)
         given = Prompt(text=PROMPT)
-        result = _trace_both(model, given, folder, 1, Options(), Policy(), faults=tuple(planted))
+        result = _trace_both(model, given, folder, _written(save), 1, Options(), Policy(), faults=tuple(planted))
         wrong = not_found(result, model, planted)
     report(result, json)
     for sentence in wrong:
@@ -99,41 +101,54 @@ def run(
         threads=threads, n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, gpu_layers=gpu_layers,
         flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
     )  # fmt: skip
+    check_json(json, model)
     graph = load_graph(model)
     given = _prompt(prompt, tokens, graph)
     fused = ("attn_scores", "attn_probs") if flash_attn and capture != "layers" else ()
     policy = policy_of(tolerance, [*(allow or []), *fused])
     with _folder(save) as folder:
-        torch = {"dtype": dtype, "device": device, "capture": capture, "arithmetic": arithmetic}
-        result = _trace_both(model, given, folder, decode, options, policy, **torch, faults=tuple(fault or ()))
+        torch: dict[str, Any] = {"dtype": dtype, "device": device, "capture": capture, "arithmetic": arithmetic}
+        torch["faults"] = tuple(fault or ())
+        result = _trace_both(model, given, folder, _written(save), decode, options, policy, **torch)
     return report(result, json)
 
 
 def _trace_both(
-    model: Path, given: "Prompt", folder: Path, n_decode: int, options: "Options", policy: "Policy", **torch: Any
+    model: Path,
+    given: "Prompt",
+    folder: Path,
+    written: Callable[[Path], AbstractContextManager[Path]],
+    n_decode: int,
+    options: "Options",
+    policy: "Policy",
+    **torch: Any,
 ) -> "Result":
     """Trace llama.cpp with `options`, then torch with the options `torch` on the same tokens, and compare."""
     from tracediff.engine.llama_cpp import LlamaCpp
     from tracediff.model.families import load_graph
 
     reference, candidate, capture = folder / "reference.trace", folder / "candidate.trace", torch.get("capture", "all")
+    for out in (reference, candidate):
+        check(out, [model])
     with progress_bars() as progress:
         graph = load_graph(model)
-        child = LlamaCpp(model, graph, given, reference, capture=capture, n_decode=n_decode, options=options)
-        try:  # while llama.cpp works: 2 s of imports, and what is wrong with the options of torch
-            from tracediff.engine.torch_run import TorchOptions, check_options, trace_torch
-            from tracediff.pipeline import compare_traces
-            from tracediff.trace.reader import Trace
+        with written(reference) as path:
+            child = LlamaCpp(model, graph, given, path, capture=capture, n_decode=n_decode, options=options)
+            try:  # while llama.cpp works: 2 s of imports, and what is wrong with the options of torch
+                from tracediff.engine.torch_run import TorchOptions, check_options, trace_torch
+                from tracediff.pipeline import compare_traces
+                from tracediff.trace.reader import Trace
 
-            torch_options = TorchOptions(**torch)
-            check_options(model, torch_options)
-            child.wait(lambda fraction: progress("llama.cpp", fraction))
-        except BaseException:
-            child.stop()
-            raise
+                torch_options = TorchOptions(**torch)
+                check_options(model, torch_options)
+                child.wait(lambda fraction: progress("llama.cpp", fraction))
+            except BaseException:
+                child.stop()
+                raise
         _show_tokens(given, child.tokens)
         steps = [*Trace(reference).steps.values()]
-        trace_torch(model, candidate, torch_options, steps=steps, progress=lambda f: progress("torch", f))
+        with written(candidate) as path:
+            trace_torch(model, path, torch_options, steps=steps, progress=lambda f: progress("torch", f))
         replayed = None if capture == "stats" else model
         return compare_traces(reference, candidate, model=replayed, policy=policy, progress=progress)
 
@@ -193,13 +208,13 @@ def trace(
     graph = load_graph(model)
     given = _prompt(prompt, tokens, graph)
     notes: list[str] = []
-    with progress_bars() as progress:
+    with progress_bars() as progress, staged(out, [model]) as path:
         if engine == "llama.cpp":
             options = Options(
                 threads=threads, n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, gpu_layers=gpu_layers,
                 flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
             )  # fmt: skip
-            child = LlamaCpp(model, graph, given, out, capture=capture, n_decode=decode, options=options)
+            child = LlamaCpp(model, graph, given, path, capture=capture, n_decode=decode, options=options)
             ids = child.wait(lambda fraction: progress("llama.cpp", fraction))
         else:
             from tracediff.engine.torch_run import TorchOptions, trace_torch
@@ -209,12 +224,12 @@ def trace(
                 dtype=dtype, device=device, capture=capture, arithmetic=arithmetic, faults=tuple(fault or ())
             )
             if engine == "torch":
-                trace_torch(model, out, torch_options, ids, decode, progress=lambda f: progress("torch", f))
+                trace_torch(model, path, torch_options, ids, decode, progress=lambda f: progress("torch", f))
             else:
                 from tracediff.engine.transformers_run import trace_transformers
 
                 show = lambda f: progress("transformers", f)  # noqa: E731
-                notes = trace_transformers(model, out, torch_options, ids, decode, hf, show)
+                notes = trace_transformers(model, path, torch_options, ids, decode, hf, show)
     for note in notes:
         say(note)
     _show_tokens(given, ids)
@@ -245,9 +260,14 @@ def _folder(save: Path | None) -> Iterator[Path]:
         save.mkdir(parents=True, exist_ok=True)
         yield save
         return
-    with tempfile.TemporaryDirectory(prefix="tracediff-") as name:
-        yield Path(name)
+    with temporary_folder() as folder:
+        yield folder
     say("The traces are deleted now: --save FOLDER keeps them.")
+
+
+def _written(save: Path | None) -> Callable[[Path], AbstractContextManager[Path]]:
+    """How traces are written: what nobody keeps needs no care."""
+    return staged if save else nullcontext
 
 
 def _show_tokens(given: "Prompt", tokens: tuple[int, ...]) -> None:

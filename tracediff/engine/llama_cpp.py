@@ -104,8 +104,12 @@ class LlamaCpp:
             env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # it would fill the last lines, and takes seconds
         )
         assert self._child.stdin
-        with suppress(BrokenPipeError), self._child.stdin as stdin:  # broken: it died already, `wait` says how
-            stdin.write(message)
+        try:
+            with suppress(BrokenPipeError), self._child.stdin as stdin:  # broken: it died already, `wait` says how
+                stdin.write(message)
+        except BaseException:  # Ctrl-C
+            self.stop()
+            raise
 
     def wait(self, progress: Callable[[float], None] = lambda fraction: None) -> tuple[int, ...]:
         """The prompt's tokens when the child is done; raises EngineError with its last lines if it died."""
@@ -142,10 +146,7 @@ class LlamaCpp:
             how = f"by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += " (out of memory?)"
-        return (
-            f"llama.cpp's process ended {how}. What it had recorded is readable where it was saved (-o, --save). "
-            f"Its last lines:\n{said}"
-        )
+        return f"llama.cpp's process ended {how}. Its last lines:\n{said}"
 
 
 def tokenize(model: Path, graph: Graph, text: str) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ def trace_torch(
             except torch.OutOfMemoryError as error:
                 raise EngineError(
                     f"--device {options.device}: out of memory in step {step}: {str(error).partition('.')[0]}. "
-                    "Shorten the prompt, or use --device cpu. What was written so far is readable."
+                    "Shorten the prompt, or use --device cpu."
                 ) from None
     return out
 

@@ -8,19 +8,23 @@ import numpy as np
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from tracediff.errors import InterchangeError
+from tracediff.files import check, replacing
 from tracediff.interchange.entry import ROWS, Say
 from tracediff.trace.format import Values, to_float
 from tracediff.trace.reader import Trace
+from tracediff.trace.staging import files_of
 
 Tensor = tuple[str, np.ndarray, str]  # name, values as `trace.format.STORAGE` holds them, dtype
+_BY = "written by"  # in the metadata of a .safetensors file
 _TORCH = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "int64": "int64"}
 
 
 def export_trace(path: Path, out: Path, say: Say) -> None:
-    """Write every record with data, and tokens and positions; raises InterchangeError or TraceError."""
+    """Write every record with data, and tokens and positions; raises InterchangeError, OutputError or TraceError."""
     write = {".safetensors": _safetensors, ".npz": _npz}.get(out.suffix)
     if write is None:
         raise InterchangeError(f"{out}: the name says no known format. Call it NAME.safetensors or NAME.npz.")
+    check(out, files_of(path), _is_export)
     trace = Trace(path)
     records: list[Values] = [*trace.weights.values(), *trace.ops.values()]
     n = sum(record.has_data for record in records)
@@ -30,12 +34,14 @@ def export_trace(path: Path, out: Path, say: Say) -> None:
         say(f"{path} is cut off: {trace.cut}. What comes before is exported")
     if n < len(records):
         say(f"left out {len(records) - n} records of statistics only")
-    try:
-        write(trace, out, say)
-    except (OSError, SafetensorError) as error:
-        out.unlink(missing_ok=True)
-        raise InterchangeError(f"{out}: cannot write it: {error}. Choose another place, or free some space.") from None
+    with replacing(out, _is_export) as part:
+        write(trace, part, say)
     say(f"exported {n} records and the tokens of {len(trace.steps)} step{'s' * (len(trace.steps) > 1)}")
+
+
+def _is_export(head: bytes) -> bool:
+    """Whether a file begins as ours do: the metadata of safetensors, the first array's name in an .npz."""
+    return f'"{_BY}":"tracediff"'.encode() in head or head[30:].startswith((b"weights/", b"step"))
 
 
 def _tensors(trace: Trace) -> Iterator[Tensor]:
@@ -60,7 +66,10 @@ def _safetensors(trace: Trace, out: Path, say: Say) -> None:
         name: TensorSpec(dtype=_TORCH[dtype], shape=list(x.shape), data_ptr=x.ctypes.data, data_len=x.nbytes)
         for name, x, dtype in tensors
     }
-    serialize_file(specs, str(out), {"engine": trace.header.engine})
+    try:
+        serialize_file(specs, str(out), {_BY: "tracediff", "engine": trace.header.engine})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 def _npz(trace: Trace, out: Path, say: Say) -> None:

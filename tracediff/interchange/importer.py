@@ -17,6 +17,7 @@ from tracediff.interchange.naming import NameMap, execution_order, is_op, meanin
 from tracediff.interchange.steps import Named, steps_of
 from tracediff.interchange.writing import write
 from tracediff.model.hparams import check_tokens
+from tracediff.trace.staging import check, staged
 from tracediff.trace.writer import TraceWriter
 
 if TYPE_CHECKING:
@@ -64,13 +65,16 @@ def import_trace(
     options: Options,
     *,
     graph: "Graph | None" = None,
-    model: str | None = None,
+    model: Path | None = None,
     say: Say,
 ) -> None:
     """Read a foreign file or folder and write a trace. `say` is told all that is left out, and why.
 
-    Raises InterchangeError, and leaves no trace behind, for a broken file, unknown names, missing tokens or shapes.
+    Raises InterchangeError for a broken file, unknown names, missing tokens or shapes, and what `staging.check` raises;
+    then what was at `out` before is there still.
     """
+    inputs = [file for file in (path, options.name_map, model) if file]
+    check(out, inputs)
     found = _sorted([*READERS[form](path, say)], NameMap(options.name_map), path)
     _report(found, path, options.skip_unknown, say)
     found.ops.sort(key=lambda named: (named.entry.step, execution_order(named.op)))
@@ -79,13 +83,11 @@ def import_trace(
         check_tokens([token for tokens, _ in steps.values() for token in tokens], graph.hparams.n_vocab)
     arch, weights = (graph.hparams.arch, graph.matmul_type) if graph else (None, None)
     engine = options.engine or f"imported from {form} {path.name}"
-    try:
-        with TraceWriter(out, engine, arch, model, weights) as writer:
-            n = write(writer, found.weights, found.ops, steps, graph, say)
-    except BaseException:
-        out.unlink(missing_ok=True)
-        out.with_suffix(".bin").unlink(missing_ok=True)
-        raise
+    with (
+        staged(out, inputs, keep_cut=False) as part,
+        TraceWriter(part, engine, arch, model.name if model else None, weights) as writer,
+    ):
+        n = write(writer, found.weights, found.ops, steps, graph, say)
     say(f"imported {n} records in {len(steps)} step{'s' * (len(steps) > 1)}")
 
 

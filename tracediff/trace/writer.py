@@ -9,7 +9,6 @@ from typing import Any, BinaryIO, Self
 import msgspec
 import numpy as np
 
-from tracediff.errors import TraceError
 from tracediff.trace.format import (
     STORAGE,
     VERSION,
@@ -23,12 +22,15 @@ from tracediff.trace.format import (
     Weight,
     encode,
 )
+from tracediff.trace.staging import cannot_write, check
 
 
 class TraceWriter:
     """A context manager; leaving it without an exception writes the `end` record.
 
-    Raises TraceError when the files cannot be written, a full disk included.
+    It writes where it is told to, and replaces a trace there at once: write to a `staging.staged` path to keep that
+    until the new one is whole. Raises TraceError where something other than a trace is there, and when the files cannot
+    be written, a full disk included.
     """
 
     def __init__(
@@ -40,21 +42,18 @@ class TraceWriter:
         weights: str | None = None,
     ) -> None:
         self.path = path
-        if path.suffix != ".trace":
-            raise TraceError(f"{path}: a trace is two files, NAME.trace and NAME.bin. Name it {path.name}.trace.")
+        check(path)
         data_path = path.with_suffix(".bin")
         self._lines = 0
         self._offset = 0
         try:
-            if data_path.exists() and not path.exists():
-                raise TraceError(f"{data_path} exists and is no trace's. Move it away, or name the trace otherwise.")
             with ExitStack() as files:
                 self._text: BinaryIO = files.enter_context(path.open("wb"))
                 self._data: BinaryIO = files.enter_context(data_path.open("wb"))
                 self._line(Header(VERSION, engine, arch, model, data_path.name, weights))
                 self._files = files.pop_all()
         except OSError as error:
-            raise self._failed(error) from None
+            raise cannot_write(self.path, error) from None
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +67,7 @@ class TraceWriter:
                     self._line(End(self._lines))
         except OSError as failure:
             if kind is None:
-                raise self._failed(failure) from None
+                raise cannot_write(self.path, failure) from None
 
     def weight(self, name: str, values: np.ndarray, dtype: DType = "f32") -> None:
         """A weight as the engine holds it; `values` are bits as `trace.format.STORAGE` says."""
@@ -100,7 +99,7 @@ class TraceWriter:
             self._data.seek(offset)
             self._data.write(np.ascontiguousarray(values).data.cast("B"))
         except OSError as error:
-            raise self._failed(error) from None
+            raise cannot_write(self.path, error) from None
 
     def op_at(
         self,
@@ -130,11 +129,5 @@ class TraceWriter:
             self._text.write(encode(record) + b"\n")
             self._text.flush()
         except OSError as error:
-            raise self._failed(error) from None
+            raise cannot_write(self.path, error) from None
         self._lines += 1
-
-    def _failed(self, error: OSError) -> TraceError:
-        return TraceError(
-            f"{self.path}: cannot write the trace: {error.strerror}. Free some space or choose another place with "
-            "-o or --save; --capture layers or --capture stats write far less. What was written so far is readable."
-        )
