@@ -120,7 +120,9 @@ def test_logits_of_a_loud_model_are_clean(
     records = judged(logits_of(llama_cpp_trace(model, tokens_of(17), **options, threads=1)), model)
     assert len(records) == 3
     assert alarms(records) == []
-    assert all("KV cache" in local.arithmetic or "activations" in local.arithmetic for _, local in records)
+    assert all(
+        local.blind or "KV cache" in local.arithmetic or "activations" in local.arithmetic for _, local in records
+    )
 
 
 @pytest.mark.parametrize(

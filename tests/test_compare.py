@@ -131,7 +131,7 @@ def test_the_first_in_execution_order_is_named_and_counts_add_up() -> None:
 def test_where_replay_is_blind_the_drift_is_judged(blind: bool, status: str) -> None:
     """A record that passes replay may drift because of what came before, but not where replay could tell nothing."""
     nowhere = Worst((), 0, 0)
-    local = Local(0.2, 0.4, 0.5, nowhere, "llama.cpp", ("blk.0.attn_q", "output"), blind=blind)
+    local = Local(0.2, 0.4, 0.5, nowhere, "llama.cpp", ("blk.0.attn_q", "output"), "undecided" if blind else "sound")
     op = OpResult("output", 0, None, "linear", "ok", drift=Drift(0.5, 1.0, 0.0, nowhere), tolerance=0.1, local=local)
     (judged,) = judge([op], Policy())
     assert judged.status == status

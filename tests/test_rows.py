@@ -15,8 +15,8 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.names import wanted
-from tracediff.replay.fits import BLIND
 from tracediff.replay.replay import Replay
+from tracediff.replay.score import BLIND
 from tracediff.trace.format import DType, OpRecord, Rows
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter

@@ -5,6 +5,7 @@ from typing import Literal
 
 Status = Literal["ok", "faulty", "inherited", "drift", "unmatched"]
 Verdict = Literal["match", "diverged"]
+Judgement = Literal["sound", "faulty", "undecided"]  # of one record by itself
 Tokens = Literal["first", "others", "all"]  # which of a step
 Reason = Literal["local", "drift", "weights", "unmatched"]
 
@@ -52,6 +53,7 @@ class Local:
 
     `floor` is the NMSE that honest arithmetic can make; `excess` the largest error of one element over its
     bound (above 1 is a fault); `segment` the ops that were recomputed, those without recorded inputs included.
+    `undecided`: the floor hides everything, or a mistake would leave as little of it as the arithmetic does.
     """
 
     nmse: float
@@ -60,16 +62,21 @@ class Local:
     worst: Worst
     arithmetic: str
     segment: tuple[str, ...]
+    judgement: Judgement
     flips: int = 0
     sharpness: float = 0.0  # the smallest relative scale error that would exceed the floor
-    blind: bool = False  # whether the floor is so wide that it hides everything
     weight_type: str | None = None  # of a matmul
     one_token: bool = False  # engines multiply a row by a matrix in another kernel than several
 
     @property
     def faulty(self) -> bool:
-        """Whether the error is more than arithmetic explains."""
-        return not (self.excess <= 1.0 and self.nmse <= self.floor)
+        """Whether the error is more than arithmetic explains, or a mistake explains it better."""
+        return self.judgement == "faulty"
+
+    @property
+    def blind(self) -> bool:
+        """Whether it cannot be told."""
+        return self.judgement == "undecided"
 
 
 @dataclass(frozen=True, slots=True)

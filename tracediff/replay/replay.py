@@ -1,11 +1,15 @@
-"""Judges the ops of a trace one by one: recomputed from the trace's own inputs, under the arithmetic that fits."""
+"""Judges the records of a trace one by one: recomputed from the trace's own inputs, in the arithmetic of the plan.
+
+Judging is a pure function of the plan, the trace and the weights: what was judged before makes no difference.
+"""
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -15,19 +19,39 @@ from tracediff.model.weights import Weights
 from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import SCHEMES, Scheme
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
-from tracediff.replay.fits import BLIND, NARROW, Fits, stored_as
+from tracediff.replay.plan import Choice, Plan, Planner, Sort, plain_first, settle
 from tracediff.replay.recompute import Recomputation, Recomputed
 from tracediff.replay.recorded import Recorded
 from tracediff.replay.residual import Residual, measure, turned
-from tracediff.result import Local, Worst
+from tracediff.replay.score import BLIND, NOTHING, SHAPE, UNKNOWN, Explanation, judge
+from tracediff.replay.storage import stored_as
+from tracediff.result import Judgement, Local, Worst
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
-_LITTLE, _HALF = 0.1, 0.5  # of the NMSE before
+_LITTLE, _HALF = 0.1, 0.5  # of the NMSE before: what leaves more is not looked at closely
 # Where one large value makes most of the noise, two samples show less than a hundredth of it in one record of a
 # hundred; sixteen never do. What exceeds its bound that far is beyond such accidents.
 _MORE_SAMPLES, _FAR = 16, 100.0
 _PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A record under one scheme: what is left, what is expected to be, and what a factor or an offset would leave."""
+
+    local: Local
+    noise: float  # NMSE, as is the other
+    shaped: float
+
+    def explanations(self) -> Iterator[Explanation]:
+        sound = self.local.judgement != "faulty"
+        yield (
+            Explanation(self.local.nmse, True, noise=self.noise)
+            if sound
+            else Explanation(self.local.nmse, False, UNKNOWN)
+        )
+        yield Explanation(self.shaped, False, SHAPE)
 
 
 class Replay:
@@ -43,24 +67,60 @@ class Replay:
         self._recorded = Recorded(trace, graph, weights.device)
         self._recomputation = Recomputation(self._recorded, graph, weights)
         self._common: tuple[OpRecord, Recomputation] | None = None
-        self._fits = Fits(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
+        self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The arithmetic of each sort of record: made once, from a few records of each."""
+        with torch.inference_mode():
+            by_sort: defaultdict[Sort, list[OpRecord]] = defaultdict(list)
+            for record in self._judged_records():
+                by_sort[self._planner.sort(record)].append(record)
+            return Plan({sort: self._settled(self._planner.samples(records)) for sort, records in by_sort.items()})
+
+    def _settled(self, records: list[OpRecord]) -> Choice:
+        candidates = self._planner.candidates(records[0])
+        choice = settle(candidates, records, self._left, lambda r, scheme: self._closely(r, scheme).local)
+        self._recomputation.forget()
+        return choice
+
+    def _judged_records(self) -> Iterator[OpRecord]:
+        """Records with data, in the trace's order of steps and the graph's of ops."""
+        for step in self.trace.steps:
+            for op in self.graph:
+                record = self.trace.ops.get((step, op.name))
+                if record is not None and record.has_data:
+                    yield record
 
     @torch.inference_mode()
     def run(self, progress: Callable[[float], None] = lambda fraction: None) -> Iterator[tuple[OpRecord, Local]]:
         """The local error of each record with data, in the trace's order of steps and the graph's of ops."""
-        done = 0
-        for step in self.trace.steps:
-            layer: int | None = None
-            for op in self.graph:
-                if layer_of(op.name) != layer:
-                    layer = layer_of(op.name)
-                    self._recomputation.forget()
-                record = self.trace.ops.get((step, op.name))
-                if record is not None and record.has_data:
-                    yield record, self.judge(record)
-                done += 1
-                progress(done / (len(self.graph.ops) * len(self.trace.steps)))
-            self._recomputation.forget(all_of_it=True)
+        _ = self.plan
+        at: tuple[int, int | None] | None = None
+        records = list(self._judged_records())
+        for done, record in enumerate(records):
+            place = record.step, layer_of(record.op)
+            if at is not None and place != at:
+                self._recomputation.forget(all_of_it=place[0] != at[0])
+            at = place
+            yield record, self.judge(record)
+            progress((done + 1) / len(records))
+        self._recomputation.forget(all_of_it=True)
+
+    def judge(self, record: OpRecord) -> Local:
+        """The record's local error under the arithmetic of its sort; of several in contention the best."""
+        return self._best_of(record, self.choice(record).schemes)
+
+    def choice(self, record: OpRecord) -> Choice:
+        """What the plan says of the record's sort."""
+        return self.plan.choices[self._planner.sort(record)]
+
+    def _best_of(self, record: OpRecord, schemes: Sequence[Scheme]) -> Local:
+        looks = [self._closely(record, scheme) for scheme in schemes]
+        judgement = judge(one for look in looks for one in look.explanations())
+        blind = judgement == "sound" and all(look.local.judgement != "sound" for look in looks)
+        alike = [look.local for look in looks if look.local.faulty == (judgement == "faulty")]
+        return replace((alike or [looks[0].local])[0], judgement="undecided" if blind else judgement)
 
     @torch.inference_mode()
     def under(
@@ -69,40 +129,39 @@ class Replay:
         """The record's local error if the engine computed these ops as given: a hypothesis tried.
 
         `before` is the NMSE without it. What does not take nine tenths of that away is not looked at closely. Of a
-        segment that no arithmetic fits, the arithmetic is sought under the hypothesis, where that takes half away in
-        the `plain` one: one of `plain_ones`.
+        record whose arithmetic is not settled it is sought under the hypothesis, where that takes half away in the
+        `plain` one: one of `plain_ones`.
         """
         plain = plain or self.plain_ones(record)[0]
-        if plain is None:
-            return min(self._looks(record, ops, self._fits.likely(record), before), key=_what_is_left)
-        look = self._first_look(record, ops, plain)
-        if not look.nmse <= _HALF * before:
+        scheme = plain or self.choice(record).schemes[0]
+        look = self._first_look(record, ops, scheme)
+        if not look.nmse <= (_HALF if plain else _LITTLE) * before:
             return look
         other = self._with(ops, self._recomputation.changed(ops))
-        found = other._fits.of_one_segment(record, other._look, other._apart)
-        local = other._closely(record, found.scheme)
-        return replace(local, blind=local.blind or found.drowned)
+        schemes: Sequence[Scheme] = self.choice(record).schemes
+        if plain:
+            candidates = self._planner.candidates(record)
+            schemes = settle(candidates, [record], other._left, lambda r, s: other._closely(r, s).local).schemes
+        return other._best_of(record, schemes)
 
     def plain_ones(self, record: OpRecord) -> Sequence[Scheme | None]:
-        """What to look under first, one after the other; None where that is known."""
-        return self._fits.plain_ones(record) or (None,)
-
-    def _looks(self, record: OpRecord, ops: Sequence[Op], schemes: Sequence[Scheme], before: float) -> Iterator[Local]:
-        """What each scheme leaves under the hypothesis, until one fits."""
-        for scheme in schemes:
-            look = self._first_look(record, ops, scheme)
-            if look.nmse <= _LITTLE * before:
-                look = self._with(ops, self._recomputation.changed(ops))._closely(record, scheme)
-            yield look
-            if not look.faulty and not look.blind:
-                return
+        """What to look under first, one after the other; None where the arithmetic is settled."""
+        choice = self.choice(record)
+        return (None,) if choice.settled else plain_first(self._planner.candidates(record), choice.schemes[0])
 
     def _first_look(self, record: OpRecord, ops: Sequence[Op], scheme: Scheme) -> Local:
         """Without noise, and with what is computed before these ops taken from other hypotheses."""
         unchanged = self._without_noise(record)
         unchanged.inputs(record.step, self.graph[record.op], scheme, record.rows)
         unchanged.keep_waists()
-        return self._with(ops, unchanged.changed(ops, n_samples=0))._look(record, scheme)
+        return self._with(ops, unchanged.changed(ops, n_samples=0))._look(record, scheme).local
+
+    def _left(self, record: OpRecord, scheme: Scheme) -> float:
+        """NMSE that the scheme leaves of the record; without its noise."""
+        unchanged = self._without_noise(record)
+        left = self._with((), unchanged)._look(record, scheme).local.nmse
+        unchanged.keep_waists()
+        return left
 
     def _with(self, ops: Sequence[Op], recomputation: Recomputation) -> "Replay":
         other = copy(self)
@@ -119,39 +178,20 @@ class Replay:
 
     def made(self, record: OpRecord) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """What was recorded, what it should be, and the op's inputs: all float64, under the scheme that fits best."""
-        op, scheme = self.graph[record.op], self._fits.likely(record)[0]
+        op, scheme = self.graph[record.op], self.choice(record).schemes[0]
         inputs = self._recomputation.inputs(record.step, op, scheme, record.rows)
         exact = self._recomputation.op(record.step, op, scheme, record.dtype or "f32", record.rows).exact
         return self._recorded.values(record), exact, tuple(value.exact for value in inputs)
 
-    def judge(self, record: OpRecord) -> Local:
-        """The record's local error under the arithmetic that fits it."""
-        if self._fits.is_segment(record):
-            local = self._closely(record, self._fits.of_segment(record, self._look, self._apart))
-            if local.faulty and self._fits.plain_ones(record) and layer_of(record.op) is not None:
-                # The mistake may be in the layers that were asked for their arithmetic, and not in this one.
-                found = self._fits.of_one_segment(record, self._look, self._apart, hypothesis=False)
-                local = self._closely(record, found.scheme) if found.fits and not found.drowned else local
-            return replace(local, blind=local.blind or self._fits.is_drowned(record))
-        tried: list[Local] = []
-        for scheme in self._fits.candidates(record):
-            local = self._look(record, scheme)
-            tried.append(local)
-            if not local.faulty and not local.blind:
-                self._fits.remember(record, scheme)
-                return local
-        # Nothing fits: the error is what the least of the schemes that can see leaves.
-        return min(tried, key=_what_is_left)
-
-    def _closely(self, record: OpRecord, scheme: Scheme) -> Local:
-        """The record's local error under a scheme, with noise from more samples where a few do not cover it."""
-        local = self._look(record, scheme)
-        if len(local.segment) == 1 or not local.faulty or local.excess > _FAR:
-            return local
+    def _closely(self, record: OpRecord, scheme: Scheme) -> _Look:
+        """The record under a scheme, with noise from more samples where a few do not cover it."""
+        look = self._look(record, scheme)
+        if len(look.local.segment) == 1 or not look.local.faulty or look.local.excess > _FAR:
+            return look
         return self._with((), self._recomputation.changed((), _MORE_SAMPLES))._look(record, scheme)
 
-    def _look(self, record: OpRecord, scheme: Scheme) -> Local:
-        """The record's local error under a scheme."""
+    def _look(self, record: OpRecord, scheme: Scheme) -> _Look:
+        """The record under a scheme."""
         op = self.graph[record.op]
         storage, residuals = None, []
         for channels in _parts(op, self._recorded.shape(record, record.rows)):
@@ -161,30 +201,22 @@ class Replay:
             made = self._recomputation.op(record.step, part, scheme, storage, record.rows)
             residuals.append(self._residual(record, part, values, made, scheme))
         whole = reduce(operator.add, residuals)
-        nmse, floor = _ratio(whole.error, whole.signal), made.margin * _ratio(whole.noise, whole.signal)
-        return Local(
+        nmse, noise = _ratio(whole.error, whole.signal), _ratio(whole.noise, whole.signal)
+        floor = made.margin * noise
+        local = Local(
             nmse=nmse,
             floor=floor,
             excess=whole.excess,
             worst=whole.worst,
             arithmetic=in_words_of((self.graph[name] for name in made.segment), scheme, self.weights),
             segment=made.segment,
+            judgement=_covered(nmse, floor, whole.excess),
             flips=whole.flips,
             sharpness=min(math.sqrt(floor), whole.sharpness),
-            blind=floor > BLIND and nmse > NARROW,
             weight_type=self.weights.type_of(op.weights[0]) if op.kind == "linear" else None,
             one_token=len(self.trace.steps[record.step].tokens) == 1,
         )
-
-    def _apart(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
-        """NMSE of the op under scheme `b` against the op under `a`."""
-        op, unchanged = self.graph[record.op], self._without_noise(record)
-        x = unchanged.op(record.step, op, a, "f64", record.rows).exact
-        unchanged.keep_waists()
-        y = self._recomputation.changed((), n_samples=0).op(record.step, op, b, "f64", record.rows).exact
-        finite = x.isfinite() & y.isfinite()
-        x, y = x[finite], y[finite]
-        return _ratio(float((y - x).square().sum()), float(x.square().sum()))
+        return _Look(local, noise, _ratio(whole.shaped, whole.signal))
 
     def _residual(self, record: OpRecord, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme) -> Residual:
         hidden = self._recorded.hidden(record.step, record.rows) if op.kind == "scores" else None
@@ -196,6 +228,13 @@ class Replay:
             if other_way is not None:
                 residual = replace(measure(recorded, replace(made, exact=other_way[0])), flips=other_way[1])
         return replace(residual, worst=_placed(residual.worst, record, op))
+
+
+def _covered(nmse: float, floor: float, excess: float) -> Judgement:
+    """What a floor alone says."""
+    if not (excess <= 1.0 and nmse <= floor):
+        return "faulty"
+    return "undecided" if floor > BLIND and nmse > NOTHING else "sound"
 
 
 def _placed(worst: Worst, record: OpRecord, op: Op) -> Worst:
@@ -213,12 +252,6 @@ def _parts(op: Op, shape: tuple[int, ...]) -> Iterator[slice | None]:
     n_tokens, n = shape
     step = max(1, _PART // n_tokens)
     yield from (slice(at, min(at + step, n)) for at in range(0, n, step))
-
-
-def _what_is_left(local: Local) -> tuple[bool, bool, bool, int]:
-    """Least first; in the schemes' order where two leave about as much."""
-    lost = not math.isfinite(local.nmse)
-    return local.blind, lost, local.faulty, 0 if lost else round(2 * math.log10(max(local.nmse, 1e-300)))
 
 
 def _ratio(error: float, signal: float) -> float:

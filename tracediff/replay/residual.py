@@ -18,12 +18,38 @@ _MOST_TURNED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
+class Own:
+    """Sums of values in units of their own bounds: so every value counts, and not the few massive ones alone.
+
+    Of the errors' squares, and how much of that a multiple of the right values takes, or of a constant.
+    """
+
+    squares: float
+    along: float
+    signal: float
+    total: float
+    ones: float
+
+    def __add__(self, other: "Own") -> "Own":
+        return Own(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    @property
+    def left(self) -> float:
+        """The share of the squared error that a factor leaves, or an offset, whichever leaves less."""
+        if not 0 < self.squares < math.inf:
+            return 1.0
+        factor = self.along**2 / self.signal if self.signal else 0.0
+        return max(1 - max(factor, self.total**2 / self.ones) / self.squares, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Residual:
     """What replay left of a part of an op's output: sums over it, and where the error is largest for its bound."""
 
     error: float
     signal: float
     noise: float
+    own: "Own"
     excess: float
     worst: Worst
     sharpness: float
@@ -35,34 +61,41 @@ class Residual:
             self.error + other.error,
             self.signal + other.signal,
             self.noise + other.noise,
+            self.own + other.own,
             larger.excess,
             larger.worst,
             min(self.sharpness, other.sharpness),
             max(self.flips, other.flips),  # the same activations turn in every part
         )
 
+    @property
+    def shaped(self) -> float:
+        """The squared error that a factor leaves, or an offset, whichever leaves less."""
+        return self.error * self.own.left
+
 
 def measure(recorded: Tensor, made: Recomputed, hidden: Tensor | None = None) -> Residual:
     """`recorded` against what was made; `hidden` [T, S] marks scores that do not count."""
     exact, bound, noise = made.exact, made.bound(), made.noise
-    error = (recorded - exact).abs_()
-    squares = _energy(error)
-    altered = hidden is not None or not math.isfinite(squares)
-    if not math.isfinite(squares):
+    error = recorded - exact
+    if not math.isfinite(_energy(error)):
         # NaN and Inf that the inputs' own make are no mistake of this op. Of a masked key's an engine need make none.
         lost = ~exact.isfinite() if made.not_finite else ~(recorded.isfinite() | exact.isfinite())
         error, exact, bound = error.masked_fill(lost, 0.0), exact.masked_fill(lost, 0.0), bound.masked_fill(lost, 1.0)
         noise = noise.without(lost)
     if hidden is not None:
         error, exact = error.masked_fill(hidden, 0.0), exact.masked_fill(hidden, 0.0)
-    bounds_in_largest = float(torch.stack(torch.aminmax(exact / bound)).abs().max())
-    excess = torch.div(error, bound, out=bound).flatten()
+    squares = _energy(error)
+    excess, right, one = error.div_(bound).flatten(), exact.div(bound).flatten(), bound.reciprocal_().flatten()
+    own = Own(_energy(excess), float(excess @ right), _energy(right), float(excess @ one), _energy(one))
+    excess, bounds_in_largest = excess.abs_(), float(torch.stack(torch.aminmax(right)).abs().max())
     at = int(excess.argmax())  # a NaN before all numbers
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), error.shape))
     return Residual(
-        error=_energy(error) if altered else squares,
+        error=squares,
         signal=_energy(exact),
         noise=noise.energy(),
+        own=own,
         excess=math.inf if bool(excess[at].isnan()) else float(excess[at]),
         worst=Worst(place, float(exact.flatten()[at]), float(recorded.flatten()[at])),
         sharpness=1 / bounds_in_largest if bounds_in_largest else math.inf,

@@ -1,0 +1,169 @@
+"""The plan: which arithmetic each sort of record was computed in. Made from metadata and a few records, then frozen.
+
+Ops of one sort are computed alike, by one kernel. So the arithmetic is chosen from several records of a sort together,
+by what it leaves of them: one mistake is outvoted. What the plan says of a sort does not depend on the order in which
+records are judged.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from tracediff.errors import EngineError
+from tracediff.model.graph import Graph, Op
+from tracediff.model.weights import Weights
+from tracediff.names import layer_of, split
+from tracediff.numerics.arithmetic import (
+    PLAIN,
+    SHARED_BEYOND,
+    TILED_FROM,
+    UBATCH,
+    Arithmetic,
+    Scheme,
+    split_keys,
+)
+from tracediff.numerics.evaluate import arithmetic_of, rows_fit
+from tracediff.replay.recorded import Recorded
+from tracediff.replay.score import MARGIN, NOTHING, RARER, UNKNOWN, score
+from tracediff.result import Local
+from tracediff.trace.format import OpRecord
+
+_SAMPLES = 3  # records of a sort that choose its arithmetic
+Sort = tuple[str, ...]
+Left = Callable[[OpRecord, Scheme], float]  # NMSE that a scheme leaves of a record
+Judged = Callable[[OpRecord, Scheme], Local]  # the same, beside its floor
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The arithmetic of a sort of records. `schemes` are in contention, best first: one, as a rule.
+
+    `settled`: one of them fits a record of the sort. Where none does, every record is mistaken, or computed in some way
+    that nobody knows of: the arithmetic is then sought under each hypothesis.
+    """
+
+    schemes: tuple[Scheme, ...]
+    settled: bool
+    nmse: float  # the least that is left of a sample
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The arithmetic of every sort of record."""
+
+    choices: Mapping[Sort, Choice] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[str]:
+        """For a reader: a line a sort."""
+        for sort, choice in self.choices.items():
+            name, storage, n_tokens, *_ = sort
+            how = " or ".join(scheme.name for scheme in choice.schemes)
+            doubt = "" if choice.settled else ", which fits none of them"
+            yield f"{name} ({storage}, {n_tokens} tokens a step): {how}{doubt}; leaves {choice.nmse:.1e}"
+
+
+class Planner:
+    """Sorts the records of a trace, and knows which schemes could be that of a sort. Looks at metadata alone."""
+
+    def __init__(self, recorded: Recorded, graph: Graph, weights: Weights, schemes: Sequence[Scheme]) -> None:
+        self._recorded = recorded
+        self._graph = graph
+        self._weights = weights
+        self._schemes = schemes
+
+    def sort(self, record: OpRecord) -> Sort:
+        """Kind (of a segment its name), storage, tokens of the step, inputs that are recomputed, the weights' types."""
+        op = self._graph[record.op]
+        held = self._recorded.holds_inputs(op, record)
+        types = [self._weights.type_of(w) for w in op.weights] if op.kind == "linear" else []
+        n_tokens, n_keys = self._lengths(record)
+        kind = op.kind if all(held) else split(op.name)[1]
+        return (kind, record.dtype or "", str(n_tokens), str(n_keys > SHARED_BEYOND), *map(str, held), *types)
+
+    def is_segment(self, record: OpRecord) -> bool:
+        """Whether inputs of the record must be recomputed."""
+        return not all(self._recorded.holds_inputs(self._graph[record.op], record))
+
+    def samples(self, records: Sequence[OpRecord]) -> list[OpRecord]:
+        """A few of the records of a sort, of early, middle and late layers: a mistake is in one, as a rule."""
+        ordered = sorted(records, key=lambda record: (layer_of(record.op) or 0, record.step))
+        at = dict.fromkeys(len(ordered) * (2 * i + 1) // (2 * _SAMPLES) for i in range(_SAMPLES))
+        return [ordered[i] for i in at]
+
+    def candidates(self, record: OpRecord) -> list[Scheme]:
+        """The schemes that differ for this record.
+
+        Raises EngineError where the op's rows cannot be rounded as the only scheme says.
+        """
+        op = self._graph[record.op]
+        covered = tuple(self._graph) if self.is_segment(record) else (op,)
+        found: dict[tuple[Arithmetic, ...], Scheme] = {}
+        for scheme in self._schemes:
+            if len(self._schemes) > 1 and not self._sums_so(record, scheme.values):
+                continue
+            arithmetics = tuple(arithmetic_of(o, scheme, self._weights) for o in covered)
+            if self._rows_fit(covered, arithmetics):
+                found.setdefault(arithmetics, scheme)
+        if not found:
+            raise EngineError(
+                f"{op.name} cannot be recomputed in the arithmetic {self._schemes[0].name!r}: this model has rows that "
+                "are no multiples of its blocks. Leave --arithmetic out, or name another."
+            )
+        return [*found.values()]
+
+    def _rows_fit(self, ops: Sequence[Op], arithmetics: Sequence[Arithmetic]) -> bool:
+        width = self._graph.hparams.head_dim
+        return all(rows_fit(op, arithmetic, width) for op, arithmetic in zip(ops, arithmetics, strict=True))
+
+    def _lengths(self, record: OpRecord) -> tuple[int, int]:
+        """Tokens of the record's step, and all so far."""
+        steps = self._recorded.trace.steps
+        so_far = sum(len(step.tokens) for number, step in steps.items() if number <= record.step)
+        return len(steps[record.step].tokens), so_far
+
+    def _sums_so(self, record: OpRecord, values: Arithmetic) -> bool:
+        """Whether llama.cpp would sum attention's values so in this step, and no other scheme is the same in it."""
+        if values.accumulate != "f16":
+            return True
+        n_tokens, n_keys = self._lengths(record)
+        whole = values.whole_ubatches(n_tokens)
+        if values.parts > 1:
+            return len(split_keys(n_tokens - whole, n_keys, values.parts)) > 1
+        return 0 < whole < n_tokens < whole + TILED_FROM if values.ubatch else n_tokens <= UBATCH
+
+
+def settle(schemes: Sequence[Scheme], records: Sequence[OpRecord], left: Left, judged: Judged) -> Choice:
+    """The arithmetic of these records, which share it.
+
+    What leaves next to nothing of one of them needs no rival. Else those that leave least of all of them are in
+    contention: what an engine does not do adds an error, which the others have no part in, so it leaves more.
+    """
+    if len(schemes) == 1:
+        return Choice(tuple(schemes), True, math.nan)
+    table: dict[Scheme, list[float]] = {scheme: [] for scheme in schemes}
+    for record in records:
+        for scheme in schemes:
+            table[scheme].append(left(record, scheme))
+            if table[scheme][-1] <= NOTHING and judged(record, scheme).judgement == "sound":
+                return Choice((scheme,), True, table[scheme][-1])
+    scores = {s: median(map(score, figures)) - RARER * place for place, (s, figures) in enumerate(table.items())}
+    best = max(scores.values())
+    close = sorted((s for s in schemes if scores[s] >= best - UNKNOWN - MARGIN), key=lambda s: -scores[s])
+    sound = {s: {r.op for r in records if judged(r, s).judgement == "sound"} for s in close}
+    least = min(min(figures) for figures in table.values())
+    if not any(sound.values()):
+        return Choice(tuple(close[:1]), False, least)
+    # What fits, be it in other records than what leaves less; and what leaves less still, though it does not fit:
+    # between these a record may be undecided.
+    kept: list[Scheme] = []
+    for scheme in close:
+        covered = {op for other in kept for op in sound[other]}
+        if sound[scheme] - covered or not covered:
+            kept.append(scheme)
+    return Choice(tuple(kept), True, least)
+
+
+def plain_first(candidates: Sequence[Scheme], best: Scheme) -> list[Scheme]:
+    """Where no arithmetic is settled: the one that leaves least, and those that most engines have."""
+    return list(dict.fromkeys((best, *(scheme for scheme in candidates if scheme in PLAIN))))

@@ -1,0 +1,75 @@
+"""One score for every explanation of a record: how little it leaves of the values, less the price of what it assumes.
+
+"It is sound in this arithmetic", "it has mistake m", "it is 1.04 times what it should be" and "something else is
+wrong" all predict the same recorded values. Floors are upper bounds, so the scale of each explanation's noise is free
+below its floor; the likelihood of n values is then residual^-n. Values are not independent: many of them err by one
+rounding that turned, so n is far less than their number, and calibrated (`benchmarks/margins.py`). Least residual wins,
+and a wide floor buys nothing: "times 1.04", which leaves 1e-14, beats a quantised cache, which leaves 1e-3 under a floor
+of 1e-2.
+
+All constants that choose between explanations stand here. Prices are in nats of squared error: what costs ln 4 must
+leave a quarter.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tracediff.result import Judgement
+
+# Next to nothing is left: no rounding of an operand is so small (float16's is 4e-8). What leaves less needs no rival.
+NOTHING = 1e-9
+_LEAST = 1e-60
+# A floor beyond this hides everything that is not next to nothing.
+BLIND = 0.05
+
+# Prices. Through 16 layers of llama.cpp's 8-bit blocks the right arithmetic left 0.5 to 1.6 times what the plain one
+# did, for by then most roundings have turned some other way: that something unknown is wrong must leave less than that.
+UNKNOWN = math.log(2.0)
+# A factor or an offset that nobody knows of. Numbers that are cut instead of rounded are 1 - u off on average: to take
+# that out leaves a quarter.
+SHAPE = math.log(50.0)
+# One known mistake of some sixty, in its usual form; of one op, whose values are many and independent, and of a
+# segment, where wrong ones leave half by chance.
+KNOWN, KNOWN_IN_SEGMENT = math.log(2.0), math.log(10.0)
+FITTED = math.log(4.0)  # a number that was fitted, beyond a usual one: two fits to within the noise differ by so much
+# One place further down the list of arithmetics, which begins with the most usual: between two that leave the same.
+RARER = 0.01
+# Between the best explanation that calls the engine right and the best that does not.
+MARGIN = math.log(2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What one explanation leaves of a record: NMSE, and the price of what it assumes. `sound`: the engine is right.
+
+    `noise` is the NMSE that the explanation expects, where it expects one. To leave less costs nothing, for floors are
+    upper bounds; to leave more is the less likely the more it is.
+    """
+
+    nmse: float
+    sound: bool
+    price: float = 0.0
+    noise: float = math.inf
+
+    @property
+    def score(self) -> float:
+        """In nats; comparable between explanations of the same values."""
+        own = score(self.nmse, self.price)
+        return own - max(0.0, score(self.noise) - score(self.nmse)) if math.isfinite(self.noise) else own
+
+
+def score(nmse: float, price: float = 0.0) -> float:
+    """Higher is better; of what is NaN or infinite nothing is explained."""
+    return -math.log(max(nmse, _LEAST)) - price if math.isfinite(nmse) else -math.inf
+
+
+def judge(explanations: Iterable[Explanation]) -> Judgement:
+    """Sound or faulty, where either wins by a margin."""
+    best = {True: -math.inf, False: -math.inf}
+    for one in explanations:
+        best[one.sound] = max(best[one.sound], one.score)
+    if best[True] == -math.inf:
+        return "faulty"
+    lead = best[False] - best[True]
+    return "faulty" if lead > MARGIN else "undecided" if lead > 0 else "sound"
