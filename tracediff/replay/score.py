@@ -3,9 +3,9 @@
 "It is sound in this arithmetic", "it has mistake m", "it is 1.04 times what it should be" and "something else is
 wrong" all predict the same recorded values. Floors are upper bounds, so the scale of each explanation's noise is free
 below its floor; the likelihood of n values is then residual^-n. Values are not independent: many of them err by one
-rounding that turned, so n is far less than their number, and calibrated (`benchmarks/margins.py`). Least residual wins,
-and a wide floor buys nothing: "times 1.04", which leaves 1e-14, beats a quantised cache, which leaves 1e-3 under a floor
-of 1e-2.
+rounding that turned, so n is far less than their number: here a nat is an e-th of the squared error, whatever the size
+of the record, and the prices are what clean and faulty runs were seen to need. Least residual wins, and a wide floor
+buys nothing: "times 1.04", which leaves 1e-14, beats a quantised cache, which leaves 1e-3 under a floor of 1e-2.
 
 All constants that choose between explanations stand here. Prices are in nats of squared error: what costs ln 4 must
 leave a quarter.
