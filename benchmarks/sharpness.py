@@ -73,11 +73,11 @@ class Perturbed(Trace):
 
     tampered: tuple[str, np.ndarray] | None = None
 
-    def values(self, record: Values, rows: Rows = None) -> np.ndarray:
+    def values(self, record: Values, rows: Rows = None, channels: slice | None = None) -> np.ndarray:
         """Those of the file, or the tampered ones."""
         if self.tampered and isinstance(record, OpRecord) and record.op == self.tampered[0]:
-            return self.tampered[1]
-        return super().values(record, rows)
+            return self.tampered[1] if channels is None else self.tampered[1][:, channels]
+        return super().values(record, rows, channels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def findings(weights: str, folder: Path) -> Iterator[Finding]:
         record, local = trace.ops[0, op], clean[op]
         if local.faulty:
             raise AssertionError(f"{op} of a clean {weights} trace is called faulty")
-        right = trace.values(record).copy()
+        right = trace.values(record)
         caught = {
             name: smallest(lambda: Replay(trace, graph, kept), trace, record, right, change)
             for name, change in PERTURBATIONS.items()

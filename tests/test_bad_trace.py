@@ -111,7 +111,11 @@ def test_data_outside_the_folder(name: str, pair: Pair, refused: Callable[..., s
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("no.bin", "No such file or directory"), ("folder", "Is a directory"), ("x" * 300, "File name too long")],
+    [
+        ("no.bin", "No such file or directory"),
+        ("folder", "it is a folder, not a file"),
+        ("x" * 300, "File name too long"),
+    ],
 )
 def test_data_missing(name: str, why: str, pair: Pair, refused: Callable[..., str]) -> None:
     (pair.path.parent / "folder").mkdir()

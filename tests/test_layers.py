@@ -15,17 +15,19 @@ ROOTS = {"tracediff": Path(tracediff.__file__).parent, "tracediff_reference": Pa
 
 # Module or package -> what it may import of this project. A package may always import itself.
 EVERYTHING = {
-    "audit", "cli", "compare", "diagnose", "engine", "errors", "files", "inspect", "interchange", "judge", "model",
-    "names", "numerics", "pipeline", "reference", "replay", "report", "result", "threeway", "trace", "demo",
+    "audit", "cli", "compare", "demo", "diagnose", "engine", "errors", "files", "inputs", "inspect", "interchange",
+    "judge", "model", "names", "numerics", "pipeline", "reference", "replay", "report", "result", "threeway",
+    "trace",
 }  # fmt: skip
 MAY = {
     "tracediff.__init__": set(),
     "tracediff.__main__": {"cli"},
     "tracediff.errors": set(),
     "tracediff.files": {"errors"},
+    "tracediff.inputs": set(),
     "tracediff.names": {"errors"},
     "tracediff.result": {"errors"},
-    "tracediff.trace": {"errors", "files", "names"},
+    "tracediff.trace": {"errors", "files", "inputs", "names"},
     "tracediff.model": {"errors", "names"},
     "tracediff.numerics": {"errors", "names", "model"},
     "tracediff.engine": {"errors", "names", "model", "numerics", "trace", "diagnose", "reference"},

@@ -8,7 +8,6 @@ import numpy as np
 
 from tracediff.model.vocabulary import Vocabulary
 from tracediff.result import Logits, Token
-from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
 _TOP = 8
@@ -18,24 +17,18 @@ def compare_logits(reference: Trace, candidate: Trace, model: Path | None = None
     """The distributions after the last token of each step that both sides recorded with data."""
     texts, head = Vocabulary(model), _Head(model) if model else None
     for step in sorted(reference.steps.keys() & candidate.steps.keys()):
-        records = [trace.ops.get((step, "output")) for trace in (reference, candidate)]
-        if not all(record and record.has_data for record in records) or not records[0] or not records[1]:
-            continue
-        shapes = [record.shape for record in records if record]
-        if any(len(shape) != 2 or shape[0] < 1 or shape[1] < 2 for shape in shapes) or shapes[0][1] != shapes[1][1]:
-            continue  # not [T, n_vocab], or of another vocabulary
-        last = len(reference.steps[step].tokens) - 1
-        if any(record.rows and record.rows[-1] != last for record in records if record):
-            continue  # not of the last token
-        r, c = _last(reference, records[0]), _last(candidate, records[1])
+        r, c = (trace.last_row(step, "output") for trace in (reference, candidate))
+        if r is None or c is None or r.ndim != 1 or r.shape != c.shape or r.size < 2:
+            continue  # not of the last token, not [T, n_vocab], or of another vocabulary
+        r, c = _wide(r), _wide(c)
         if np.isfinite(r).all() and np.isfinite(c).all():
             logits = _compare(step, r, c, texts)
             yield _recomputed(logits, head, reference, candidate) if head else logits
 
 
 @np.errstate(invalid="ignore")  # a signalling NaN that is cast
-def _last(trace: Trace, record: OpRecord) -> np.ndarray:
-    return trace.values(record)[-1].astype(np.float64)
+def _wide(row: np.ndarray) -> np.ndarray:
+    return row.astype(np.float64)
 
 
 @np.errstate(over="ignore", invalid="ignore")  # squares of 1e200

@@ -33,7 +33,7 @@ def _measure_pair(pair: Pair, r: Trace, c: Trace, tolerance: float) -> OpResult:
 def _drift(a: OpRecord, b: OpRecord, r: Trace, c: Trace, rows: Rows) -> tuple[Statistics, Statistics, Drift | None]:
     if a.has_data and b.has_data:
         has_first = a.token_axis == 0 and (rows is None or rows[0] == 0)
-        x, y = r.values(a, rows), c.values(b, rows)
+        x, y = r.by_slice(a, rows), c.by_slice(b, rows)
         reference, candidate, drift = compare_values(x, y, _hidden(a, r, rows), has_first)
         worst = replace(drift.worst, at=a.place(drift.worst.at, rows))
         return reference, candidate, replace(drift, worst=worst)
@@ -47,7 +47,7 @@ def record_statistics(record: OpRecord, trace: Trace, rows: Rows = None) -> Stat
     rows = rows or record.rows
     if not record.has_data or (not record.lacking and rows == record.rows):
         return Statistics(record.min, record.max, record.mean, record.rms, record.nan, record.inf)
-    values = trace.values(record, rows)
+    values = trace.by_slice(record, rows)
     return compare_values(values, values, _hidden(record, trace, rows))[0]
 
 

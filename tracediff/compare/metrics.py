@@ -5,17 +5,29 @@ Sums are added up in float64 (`trace.statistics`).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from threading import local
 
 import numpy as np
 
 from tracediff.result import Drift, Statistics, Worst
+from tracediff.trace.data import Stored
 from tracediff.trace.statistics import Moments, moments
 
 # 128k pairs are 1.5 MB in float32 (difference and both sides): within a second-level cache, and so long that the
 # interpreter's share is small.
 _CHUNK = 1 << 17
+
+
+class _Scratch(local):
+    """Where chunks of both sides are read to, again and again; of each thread its own."""
+
+    def __init__(self) -> None:
+        self.reference, self.candidate = np.empty((2, _CHUNK * 8), np.uint8)
+
+
+_scratch = _Scratch()
 
 
 @dataclass(slots=True)
@@ -90,7 +102,10 @@ def _ratio(error: float, signal: float) -> float:
 # or Inf.
 @np.errstate(over="ignore", invalid="ignore")
 def compare_values(
-    reference: np.ndarray, candidate: np.ndarray, hidden: np.ndarray | None = None, first_token: bool = True
+    reference: np.ndarray | Stored,
+    candidate: np.ndarray | Stored,
+    hidden: np.ndarray | None = None,
+    first_token: bool = True,
 ) -> tuple[Statistics, Statistics, Drift]:
     """Statistics of both sides and their drift. Shapes are equal, or one is the other with heads flattened.
 
@@ -98,16 +113,18 @@ def compare_values(
     the token's, the first token is measured apart: its massive activations hide the rest. `first_token` says
     whether it is there at all.
     """
-    shape = reference.shape if reference.ndim >= candidate.ndim else candidate.shape
+    shape = max(reference.shape, candidate.shape, key=len)
     by_token = first_token and hidden is None and len(shape) >= 2 and shape[0] > 1
     if hidden is not None:
         hidden = np.broadcast_to(hidden, shape).reshape(-1)
-    a, b = reference.reshape(-1), candidate.reshape(-1)
-    wide = np.float64 if np.float64 in (a.dtype, b.dtype) else np.float32
-    first = a.size // shape[0] if by_token else 0
+    a, b = _flat(reference, _scratch.reference), _flat(candidate, _scratch.candidate)
+    size = math.prod(shape)
+    wide = np.float64 if np.float64 in (reference.dtype, candidate.dtype) else np.float32
+    first = size // shape[0] if by_token else 0
     whole, parts = _Sums(), (_Sums(), _Sums())
-    for cut in _chunks(first, a.size):
-        x, y = a[cut].astype(wide, copy=False), b[cut].astype(wide, copy=False)
+    for cut in _chunks(first, size):
+        x = a(cut).astype(wide, copy=False)
+        y = x if candidate is reference else b(cut).astype(wide, copy=False)
         if hidden is not None:
             x, y = np.where(hidden[cut], wide(0), x), np.where(hidden[cut], wide(0), y)
         parts[cut.start >= first].add(x, y, cut.start)
@@ -116,14 +133,23 @@ def compare_values(
     if hidden is not None:
         for side in (whole.reference, whole.candidate):
             side.count -= int(hidden.sum())
-    at = tuple(int(i) for i in np.unravel_index(whole.at, shape)) if a.size else ()
-    worst = Worst(at, *(float(x[whole.at]) for x in (a, b))) if a.size else Worst((), 0.0, 0.0)
+    worst = Worst((), 0.0, 0.0)
+    if size:
+        there = slice(whole.at, whole.at + 1)
+        worst = Worst(tuple(map(int, np.unravel_index(whole.at, shape))), float(a(there)[0]), float(b(there)[0]))
     first_nmse, other_nmse = (part.nmse if by_token else None for part in parts)
     return (
         _statistics(whole.reference),
         _statistics(whole.candidate),
         Drift(whole.nmse, whole.cosine, max(0.0, whole.max_abs), worst, first_nmse, other_nmse, whole.apart),
     )
+
+
+def _flat(values: np.ndarray | Stored, scratch: np.ndarray) -> Callable[[slice], np.ndarray]:
+    """A function that gives slices of the flat values, from a file by way of `scratch`."""
+    if isinstance(values, Stored):
+        return lambda at: values.read(at, scratch)
+    return values.reshape(-1).__getitem__
 
 
 def _statistics(m: Moments) -> Statistics:

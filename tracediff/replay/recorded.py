@@ -1,9 +1,7 @@
 """A trace seen through the graph of its model: what it holds, and where the inputs of an op are. All in float64."""
 
 import math
-import warnings
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,12 +45,10 @@ class Recorded:
 
     def values(self, record: OpRecord, rows: Rows = None, channels: slice | None = None) -> Tensor:
         """The record's values, or those of the tokens `rows` or `channels` of it."""
-        values = self.trace.values(record, rows).reshape(self.shape(record, rows or record.rows))
-        if channels is not None:
-            values = values[:, channels]
-        with warnings.catch_warnings():  # that a mapped file cannot be written to
-            warnings.simplefilter("ignore", UserWarning)
-            stored = torch.from_numpy(np.require(values, requirements="A")).to(self._device)
+        values = self.trace.values(record, rows, channels)
+        if channels is None:
+            values = values.reshape(self.shape(record, rows or record.rows))
+        stored = torch.from_numpy(values).to(self._device)
         return stored.to(torch.float64, memory_format=torch.contiguous_format).contiguous()
 
     def reads(self, step: int, op: Op, rows: Rows) -> list[list[Place]]:

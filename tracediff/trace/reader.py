@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 
 from tracediff.errors import TraceError
+from tracediff.inputs import require_file
+from tracediff.trace.data import DataFile, Stored
 from tracediff.trace.format import (
-    STORAGE,
     VERSION,
     End,
     Header,
@@ -22,7 +23,6 @@ from tracediff.trace.format import (
     Weight,
     decode,
     possible,
-    to_float,
 )
 
 Record = Header | Weight | Step | OpRecord | End
@@ -42,7 +42,7 @@ class Problem:
 
 
 class Trace:
-    """A trace file, its records read and its data memory-mapped.
+    """A trace file, its records read, their data to be read when it is asked for.
 
     `cut` says where and how a trace without its `end` record breaks off; None for a whole one.
     Raises TraceError, naming file and line, for anything that breaks the format.
@@ -74,16 +74,22 @@ class Trace:
         """The op records of one step, in execution order."""
         return (record for (number, _), record in self.ops.items() if number == step)
 
-    def values(self, record: Values, rows: Rows = None) -> np.ndarray:
-        """The record's values, shaped; mapped, not read (bfloat16 excepted, which becomes float32).
+    def values(self, record: Values, rows: Rows = None, channels: slice | None = None) -> np.ndarray:
+        """The record's values, shaped, in memory of their own; bfloat16 becomes float32.
 
-        With `rows` those of these tokens only, which the record must hold: a copy.
+        With `rows` those of these tokens only, which the record must hold. With `channels`, which go with ops whose
+        first axis is the token's, these of each token's values: [T, channels]. Raises TraceError where the data file
+        has changed since the trace was opened.
         """
-        shaped = self.stored(record)
-        if rows is not None and isinstance(record, OpRecord):
-            at = rows if record.rows is None else [record.rows.index(row) for row in rows]
-            shaped = shaped.take(at, axis=record.token_axis)
-        return to_float(shaped, record.dtype or "")
+        return self._data.values(record, rows, channels)
+
+    def by_slice(self, record: Values, rows: Rows = None) -> np.ndarray | Stored:
+        """What `values` gives; where it lies in C order it is read by the slice."""
+        return self._data.by_slice(record, rows)
+
+    def stored(self, record: Values) -> np.ndarray:
+        """The record's values as `format.STORAGE` holds them, shaped."""
+        return self._data.stored(record)
 
     def last_row(self, step: int, op: str) -> np.ndarray | None:
         """The values of the step's last token, of an op whose first axis is the token's; None where not recorded."""
@@ -91,19 +97,7 @@ class Trace:
         last = (len(self.steps[step].tokens) - 1,)
         if record is None or not record.has_data or not record.holds(last) or not record.shape or not record.size:
             return None
-        return self.values(record)[-1]
-
-    def stored(self, record: Values) -> np.ndarray:
-        """The record's values as `format.STORAGE` holds them, shaped and mapped."""
-        if record.dtype is None:
-            raise TraceError(f"{self.path}: a record has statistics only; its values were not recorded.")
-        stored = STORAGE[record.dtype]
-        data = self._data[record.offset : (record.offset or 0) + record.nbytes].view(stored)
-        if record.strides is None or not record.size:
-            return data.reshape(record.shape)
-        # Along an axis of one value nobody moves, and its stride may be anything.
-        strides = [s * stored.itemsize * (n > 1) for n, s in zip(record.shape, record.strides, strict=True)]
-        return np.lib.stride_tricks.as_strided(data, record.shape, strides, subok=True, writeable=False)
+        return self.values(record, record.rows[-1:] if record.rows else (record.shape[0] - 1,))[0]
 
     def _open(self, path: Path) -> bytes:
         self.path = path
@@ -114,9 +108,9 @@ class Trace:
         self.ops: dict[tuple[int, str], OpRecord] = {}
         # Of each op (step, name), weight (name) and step in the text file.
         self.lines: dict[tuple[int, str] | str | int, int] = {}
-        self._data = np.empty(0, np.uint8)
+        self._data = DataFile(path)
         try:
-            return path.read_bytes()
+            return require_file(path).read_bytes()
         except OSError as error:
             raise TraceError(f"{path}: cannot open the trace: {error.strerror}. Check the path.") from None
 
@@ -128,9 +122,9 @@ class Trace:
             yield Problem(1, header)
             return
         self.header = header
-        unmapped = self._map_data()
-        if unmapped:
-            yield Problem(1, unmapped, _COPY)
+        missing = self._open_data()
+        if missing:
+            yield Problem(1, missing, _COPY)
         whole = not rest and isinstance(_decoded(lines[-1]), End)
         ended = False
         for number, line in enumerate(lines[1:], start=2):
@@ -142,7 +136,7 @@ class Trace:
                 if record.records != number - 1:
                     yield Problem(number, f"'end' counts {record.records} lines, but {number - 1} precede it")
             else:
-                yield from self._take(number, record, whole, unmapped is not None)
+                yield from self._take(number, record, whole, missing is not None)
         if not ended:
             where = f"in the middle of line {len(lines) + 1}" if rest else f"after line {len(lines)}"
             what = f"it ends {where} without an 'end' record"
@@ -150,23 +144,18 @@ class Trace:
         elif rest:
             yield Problem(len(lines) + 1, "a record after the 'end' record")
 
-    def _map_data(self) -> str | None:
-        """Map the data file's bytes. Returns what is wrong with it."""
+    def _open_data(self) -> str | None:
+        """Open the data file. Returns what is wrong with it."""
         name = self.header.data
-        if name is None:
-            return None
-        if not name or Path(name).name != name or name == ".." or "\0" in name:
+        if name is not None and (not name or Path(name).name != name or name == ".." or "\0" in name):
             return f"the data file {name!r} is not a bare file name"
-        path = self.path.parent / name
         try:
-            if path.stat().st_size:
-                # As a plain array: each view of a memmap costs microseconds.
-                self._data = np.asarray(np.memmap(path, np.uint8, "r"))
+            self._data = DataFile(self.path, name)
         except OSError as error:
             return f"cannot open the data file {name!r}: {error.strerror}"
         return None
 
-    def _take(self, number: int, record: Record | str | None, whole: bool, unmapped: bool) -> Iterator[Problem]:
+    def _take(self, number: int, record: Record | str | None, whole: bool, missing: bool) -> Iterator[Problem]:
         """Add the record of a line if nothing is wrong with it; yield what is."""
         wrong = [record] if isinstance(record, str) else [*self._wrong(record)]
         yield from (Problem(number, what) for what in wrong)
@@ -176,7 +165,7 @@ class Trace:
         if isinstance(record, Values) and not self._fits(record):
             short = self._short(record)
             then = "Copy the whole of it, or trace again."
-            if not unmapped:
+            if not missing:
                 yield Problem(number, short, then, None if whole else f"line {number}: {short}")
             return
         self._add(number, record)
