@@ -209,3 +209,28 @@ def append_weight(trace: Path, name: str, values: np.ndarray) -> None:
     record = {"type": "weight", "weight": name, "dtype": "f32", "shape": list(values.shape), "offset": offset}
     lines.append(json.dumps(record))
     trace.write_text("\n".join([*lines, json.dumps({"type": "end", "records": len(lines)})]) + "\n")
+
+
+# ---- rounding on the way to the file
+
+
+@pytest.mark.parametrize("written", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weights", ["F32", "Q8_0"])
+def test_a_trace_that_was_written_in_half_precision_is_no_fault(
+    weights: str, written: torch.dtype, models: Models, tmp_path: Path
+) -> None:
+    """The engine computes in float32; its ops read other values than the trace holds."""
+    model = models(SHAPE, weights)
+    result = check_trace(traced(model, tmp_path / "short.trace", written=written), model)
+    assert faulty(result) == []
+    assert any(
+        f"rounded to {str(written).removeprefix('torch.')} on the way to the file" in note for note in result.notes
+    )
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_an_engine_in_half_precision_reads_what_it_recorded(dtype: str, models: Models, torch_trace) -> None:
+    model = models(SHAPE, "Q8_0")
+    result = check_trace(torch_trace(model, dtype=dtype), model)
+    assert faulty(result) == []
+    assert result.notes == ()

@@ -61,6 +61,7 @@ def compare_traces(
             for op in measured
             for key in [(op.step, op.op)]
         ]
+        notes += [*theirs.notes, *ours.notes]
         explain = _explain(ours, progress)
     return _result(measured, weights, r, c, model, policy, explain, notes)
 
@@ -93,7 +94,9 @@ def check_trace(
                 local=judged.locals.get((step, name)),
             )
         )
-    return _result(ops, weights, None, c, model, policy or Policy(), _explain(judged, progress), _notes(c))
+    return _result(
+        ops, weights, None, c, model, policy or Policy(), _explain(judged, progress), [*_notes(c), *judged.notes]
+    )
 
 
 def _result(

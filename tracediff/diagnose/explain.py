@@ -52,6 +52,7 @@ class Judged:
 
     locals: dict[tuple[int, str], Local]
     explain: Callable[[list[OpResult], Progress], list[OpResult]]
+    notes: tuple[str, ...]  # what replay found out about the trace itself
 
 
 def replay_and_explain(
@@ -62,7 +63,7 @@ def replay_and_explain(
     weights = Weights(file, keep_bytes=_KEEP).holding(held)
     replay = Replay(trace, build_graph(file), weights, scheme_named(arithmetic) if arithmetic else None)
     locals_ = {(record.step, record.op): local for record, local in replay.run(progress)}
-    return Judged(locals_, Explainer(replay).explain)
+    return Judged(locals_, Explainer(replay).explain, tuple(replay.notes()))
 
 
 def _part_of(progress: Progress, done: int, of: int, fraction: float) -> None:

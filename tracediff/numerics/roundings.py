@@ -66,7 +66,8 @@ class Float(Rounding):
         """A unit in the last place."""
         if not self.mantissa:
             return torch.zeros_like(x)
-        place = torch.frexp(x).exponent - 1 - self.mantissa
+        least = torch.finfo(self.dtype).tiny  # below it numbers lie as far apart as there
+        place = torch.frexp(x.abs().clamp(min=least)).exponent - 1 - self.mantissa
         return torch.where(x != 0, torch.ldexp(torch.ones_like(x), place), 0.0)
 
 

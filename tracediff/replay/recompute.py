@@ -38,8 +38,8 @@ class Value:
     segment: tuple[str, ...] = ()
 
     def sample(self, i: int) -> Tensor:
-        """Sample `i`; a recorded value has no noise of ours."""
-        return self.samples[i] if self.samples else self.exact
+        """Sample `i`; a recorded value has no noise of ours, but what it lost on the way to the file."""
+        return self.samples[i % len(self.samples)] if self.samples else self.exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,8 @@ class Recomputation:
         # The spread of each row, for two samples say little of one element.
         spread = torch.stack([(sample - y).square() for sample in samples]).mean(0)
         sigma = torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread))
-        return Recomputed(y, own, replace(own, sigma=sigma), segment, tuple(samples))
+        held = () if any(value.segment for value in inputs) else tuple(exact_inputs)
+        return Recomputed(y, own, replace(own, sigma=sigma), segment, tuple(samples), held)
 
     def _rounded(self, inputs: list[Value]) -> Rounded:
         """Rounds samples of the inputs, with the noise of some values of each row that are rounded the other way.
@@ -146,7 +147,7 @@ class Recomputation:
             return self._recorded.values(record, channels=channels)
         place = record.step, record.op, record.rows
         if (place, "") not in self._values:
-            self._values[place, ""] = Value(self._recorded.value(place))
+            self._values[place, ""] = self._held(place)
         return self._values[place, ""].exact
 
     def forget(self, all_of_it: bool = False) -> None:
@@ -183,10 +184,19 @@ class Recomputation:
         """A value as the trace recorded it, or recomputed under the scheme from what it recorded."""
         key = self._key(place, scheme)
         if key not in self._values and self._recorded.holds(place):
-            self._values[key] = Value(self._recorded.value(place))
+            self._values[key] = self._held(place)
         for missing in self._unrecorded(place, scheme):
             self._values[self._key(missing, scheme)] = self._recompute(missing, scheme)
         return self._values[key]
+
+    def _held(self, place: Place) -> Value:
+        """A recorded value. One that was rounded on the way to the file has samples of what the engine had instead."""
+        value = self._recorded.value(place)
+        lost = self._recorded.lost(place, value) if self.has_noise else None
+        if lost is None:
+            return Value(value)
+        half = rounding_named(lost).step(value) / 2
+        return Value(value, tuple(value + half * self._flat(value) for _ in range(self._n_samples)))
 
     def _unrecorded(self, place: Place, scheme: Scheme) -> Iterator[Place]:
         """What must be recomputed for a value, each after its inputs: deep models outgrow Python's recursion."""
@@ -212,8 +222,11 @@ class Recomputation:
         return Value(made.exact, tuple(self._perturbed(x, made.own) for x in before), made.segment)
 
     def _perturbed(self, x: Tensor, noise: Noise) -> Tensor:
-        flat = 2 * torch.rand(x.shape, generator=self._random, dtype=x.dtype).to(x.device) - 1
-        return x + self._gauss(x) * noise.sigma + flat * noise.hard
+        return x + self._gauss(x) * noise.sigma + self._flat(x) * noise.hard
+
+    def _flat(self, like: Tensor) -> Tensor:
+        """From -1 to 1."""
+        return 2 * torch.rand(like.shape, generator=self._random, dtype=like.dtype).to(like.device) - 1
 
     def _gauss(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._random, dtype=like.dtype).to(like.device)

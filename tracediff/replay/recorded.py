@@ -1,6 +1,7 @@
 """A trace seen through the graph of its model: what it holds, and where the inputs of an op are. All in float64."""
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from tracediff.errors import TraceError
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.numerics.kinds.attention import causal
+from tracediff.replay.storage import rounded_on_the_way, stored_as
 from tracediff.trace.format import OpRecord, Rows, same_shape
 from tracediff.trace.reader import Trace
 
@@ -42,6 +44,23 @@ class Recorded:
             ids = self.trace.steps[step].tokens if name == "tokens" else self._positions[step]
             return torch.tensor(ids if rows is None else [ids[row] for row in rows], device=self._device)
         return self.values(self.trace.ops[step, name], rows)
+
+    def dtype(self, place: Place) -> str:
+        """The type that the value stands in the trace as."""
+        step, name, _ = place
+        return self.trace.ops[step, name].dtype or "f32"
+
+    @cached_property
+    def on_the_way(self) -> dict[str, bool | None]:
+        """Which types values were rounded to by who wrote the trace; None where nothing tells."""
+        return rounded_on_the_way(self, self._graph)
+
+    def lost(self, place: Place, value: Tensor) -> str | None:
+        """The type that the value may have been rounded to on the way to the file: the engine had more digits."""
+        if place[1] in SOURCES:
+            return None
+        storage = stored_as(value, self.dtype(place))
+        return storage if storage in self.on_the_way and self.on_the_way[storage] is not False else None
 
     def values(self, record: OpRecord, rows: Rows = None, channels: slice | None = None) -> Tensor:
         """The record's values, or those of the tokens `rows` or `channels` of it."""

@@ -19,6 +19,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import SCHEMES, Scheme
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
+from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.plan import Choice, Plan, Planner, Sort, plain_first, settle
 from tracediff.replay.recompute import Recomputation, Recomputed
 from tracediff.replay.recorded import Recorded
@@ -148,6 +149,16 @@ class Replay:
         """What to look under first, one after the other; None where the arithmetic is settled."""
         choice = self.choice(record)
         return (None,) if choice.settled else plain_first(self._planner.candidates(record), choice.schemes[0])
+
+    def notes(self) -> Iterator[str]:
+        """What a reader must know of how the trace was written."""
+        for name, on_the_way in self._recorded.on_the_way.items():
+            if on_the_way:
+                yield (
+                    f"{self.trace.path}: values were rounded to {rounding_named(name).words} on the way to the file, "
+                    "for the engine computed with others. The floors of what reads them allow for it: write float32, "
+                    "and smaller mistakes show."
+                )
 
     def _first_look(self, record: OpRecord, ops: Sequence[Op], scheme: Scheme) -> Local:
         """Without noise, and with what is computed before these ops taken from other hypotheses."""
