@@ -91,13 +91,14 @@ class Planner:
         at = dict.fromkeys(len(ordered) * (2 * i + 1) // (2 * _SAMPLES) for i in range(_SAMPLES))
         return [ordered[i] for i in at]
 
-    def candidates(self, record: OpRecord) -> list[Scheme]:
-        """The schemes that differ for this record.
+    def candidates(self, *records: OpRecord) -> list[Scheme]:
+        """The schemes that differ for these records of a sort, and that suit the rows of all of them.
 
         Raises EngineError where the op's rows cannot be rounded as the only scheme says.
         """
-        op = self._graph[record.op]
-        covered = tuple(self._graph) if self.is_segment(record) else (op,)
+        record = records[0]
+        alike = dict.fromkeys(record.op for record in records)
+        covered = tuple(self._graph) if self.is_segment(record) else tuple(self._graph[name] for name in alike)
         found: dict[tuple[Arithmetic, ...], Scheme] = {}
         for scheme in self._schemes:
             if len(self._schemes) > 1 and not self._sums_so(record, scheme.values):
@@ -107,8 +108,8 @@ class Planner:
                 found.setdefault(arithmetics, scheme)
         if not found:
             raise EngineError(
-                f"{op.name} cannot be recomputed in the arithmetic {self._schemes[0].name!r}: this model has rows that "
-                "are no multiples of its blocks. Leave --arithmetic out, or name another."
+                f"{record.op} cannot be recomputed in the arithmetic {self._schemes[0].name!r}: this model has rows "
+                "that are no multiples of its blocks. Leave --arithmetic out, or name another."
             )
         return [*found.values()]
 

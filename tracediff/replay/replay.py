@@ -77,11 +77,11 @@ class Replay:
             by_sort: defaultdict[Sort, list[OpRecord]] = defaultdict(list)
             for record in self._judged_records():
                 by_sort[self._planner.sort(record)].append(record)
-            return Plan({sort: self._settled(self._planner.samples(records)) for sort, records in by_sort.items()})
+            return Plan({sort: self._settled(records) for sort, records in by_sort.items()})
 
     def _settled(self, records: list[OpRecord]) -> Choice:
-        candidates = self._planner.candidates(records[0])
-        choice = settle(candidates, records, self._left, lambda r, scheme: self._closely(r, scheme).local)
+        candidates, samples = self._planner.candidates(*records), self._planner.samples(records)
+        choice = settle(candidates, samples, self._left, lambda r, scheme: self._closely(r, scheme).local)
         self._recomputation.forget()
         return choice
 
