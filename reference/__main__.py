@@ -8,15 +8,15 @@ import sys
 import msgspec
 
 from tracediff.errors import TracediffError
-from tracediff_reference.protocol import Message, Request
+from tracediff_reference.protocol import DescribeRequest, Message, Request
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> int:
-    """Run one request; 0 when the trace is whole."""
+    """Run one request; 0 when it is done."""
     _belong_to_the_parent()
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request | DescribeRequest)
     messages = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is log, not message
 
@@ -27,10 +27,14 @@ def main() -> int:
     # A quantised cache has Q and K multiplied with a Hadamard matrix first (llama-kv-cache.cpp), which would
     # record rotated scores under the names of plain ones.
     os.environ.setdefault("LLAMA_ATTN_ROT_DISABLE", "1")
+    from tracediff_reference.capture import write_description
     from tracediff_reference.engine import trace
 
     try:
-        trace(request, send)
+        if isinstance(request, DescribeRequest):
+            write_description(request)
+        else:
+            trace(request, send)
     except TracediffError as error:
         send(Message(error=str(error)))
         return 2

@@ -21,15 +21,20 @@ _PAD = 256  # the KV cache grows in such steps (llama_kv_cache::get_n_kv)
 
 def trace(request: Request, send: Callable[[Message], None]) -> None:
     """Write the trace that `request` asks for; raises EngineError for what llama.cpp refuses."""
-    ggml.check_layout()
-    llama.llama_log_set(_log, ctypes.c_void_p())
-    llama.llama_backend_init()
+    start_library()
     model = _load(request)
     tokens = _tokens(request, model)
     send(Message(tokens=tuple(tokens)))
     if request.out is not None:
         _trace(request, model, tokens, lambda fraction: send(Message(progress=fraction)))
     llama.llama_model_free(model)
+
+
+def start_library() -> None:
+    """Once, before anything else; raises EngineError for a llama.cpp that is laid out differently."""
+    ggml.check_layout()
+    llama.llama_log_set(_log, ctypes.c_void_p())
+    llama.llama_backend_init()
 
 
 @llama.llama_log_callback  # type: ignore[untyped-decorator]
@@ -93,19 +98,25 @@ def _check_length(request: Request, n_tokens: int) -> None:
         )
 
 
-def _context(
-    options: Options, model: llama.llama_model_p, need: int, n_prompt: int, observer: Observer
-) -> tuple[llama.llama_context_p, object]:
+def context_params(options: Options) -> llama.llama_context_params:
+    """Those of the options that change the graph; sizes are the caller's."""
     params = llama.llama_context_default_params()
-    params.n_ctx = options.n_ctx or -(-need // _PAD) * _PAD
-    params.n_batch = options.n_batch or n_prompt
-    params.n_ubatch = min(options.n_ubatch, params.n_batch)
     params.n_threads = params.n_threads_batch = options.threads
     params.type_k = params.type_v = _KV_TYPES[options.kv_type]
     params.flash_attn_type = (
         llama.LLAMA_FLASH_ATTN_TYPE_ENABLED if options.flash_attn else llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
     )
     params.no_perf = True
+    return params
+
+
+def _context(
+    options: Options, model: llama.llama_model_p, need: int, n_prompt: int, observer: Observer
+) -> tuple[llama.llama_context_p, object]:
+    params = context_params(options)
+    params.n_ctx = options.n_ctx or -(-need // _PAD) * _PAD
+    params.n_batch = options.n_batch or n_prompt
+    params.n_ubatch = min(options.n_ubatch, params.n_batch)
     callback = llama.ggml_backend_sched_eval_callback(observer)
     params.cb_eval = callback
     context = llama.llama_init_from_model(model, params)

@@ -72,6 +72,11 @@ def library() -> ctypes.CDLL:
         ("ggml_rms_norm", pointer, [pointer, pointer, ctypes.c_float]),
         ("ggml_transpose", pointer, [pointer, pointer]),
         ("ggml_get_data", pointer, [pointer]),
+        ("ggml_graph_n_nodes", ctypes.c_int, [pointer]),
+        ("ggml_graph_node", pointer, [pointer, ctypes.c_int]),
+        ("ggml_type_name", ctypes.c_char_p, [ctypes.c_int]),
+        ("ggml_type_size", size, [ctypes.c_int]),
+        ("ggml_blck_size", ctypes.c_int64, [ctypes.c_int]),
     ):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
@@ -134,3 +139,18 @@ def values(tensor: Tensor) -> np.ndarray:
         memory = ctypes.create_string_buffer(size)
         library().ggml_backend_tensor_get(ctypes.byref(tensor), memory, 0, size)
     return np.ndarray(tuple(tensor.ne)[::-1], dtype, memory, strides=tuple(tensor.nb)[::-1])
+
+
+@cache
+def type_name(number: int) -> str:
+    """As in f32, q4_K."""
+    return str(library().ggml_type_name(number).decode())
+
+
+def blocks(types: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each type how many elements share a block, and the block's bytes."""
+    lib = library()
+    known, at = np.unique(types, return_inverse=True)
+    block = np.array([lib.ggml_blck_size(int(number)) for number in known])
+    size = np.array([lib.ggml_type_size(int(number)) for number in known])
+    return block[at], size[at]

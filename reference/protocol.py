@@ -30,7 +30,15 @@ class Options(Struct, frozen=True, kw_only=True):
     extra_bufts: bool = False
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class DescribeRequest(Struct, frozen=True, kw_only=True, tag="describe"):
+    """The graph of a model to describe, into the file `out`; `options` are those that change it."""
+
+    model: str
+    out: str
+    options: Options = Options()
+
+
+class Request(Struct, frozen=True, kw_only=True, tag="trace"):
     """One trace to make; without `out` the prompt is only tokenised. One of `prompt` and `tokens` is given."""
 
     model: str

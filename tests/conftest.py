@@ -3,11 +3,14 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import tiny_models
 
 from tracediff.cli import main
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
@@ -72,6 +75,26 @@ class Models:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Not the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACEDIFF_CACHE", str(tmp_path_factory.mktemp("graphs")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A tiny model of an architecture, made on first use."""
+    folder = tmp_path_factory.mktemp("architectures")
+
+    def make(arch: str) -> Path:
+        path = folder / f"{arch}.gguf"
+        return path if path.exists() else tiny_models.write(arch, path)
+
+    return make
 
 
 @pytest.fixture(scope="session")

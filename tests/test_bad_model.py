@@ -10,7 +10,7 @@ from conftest import Models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracediff.errors import ModelError
+from tracediff.errors import EngineError, ModelError
 from tracediff.model.families import load_graph
 
 Change = Callable[[bytes], bytes]
@@ -65,12 +65,8 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "odd rotary dimension": (key(N_ROT, UINT32, "<I", 7), ("impossible rotary embedding: dimension 7 of heads of 8",)),
     "negative rotary dimension": (key(N_ROT, INT32, "<i", -4), ("impossible rotary embedding: dimension -4",)),
-    "no architecture": (renamed(ARCHITECTURE, b"general.architectXre"), ("unknown architecture None. Known: llama,",)),
-    "unknown architecture": (
-        patched(ARCHITECTURE, 12, "<5s", b"gpt-2"),
-        ("unknown architecture 'gpt-2'. Known: llama, qwen2, qwen3", "families.py"),
-    ),
-    "architecture not text": (patched(ARCHITECTURE, 0, "<IIQ", ARRAY, UINT8, 1), ("unknown architecture [50]",)),
+    "no architecture": (renamed(ARCHITECTURE, b"general.architectXre"), ("'general.architecture' is None, not",)),
+    "architecture not text": (patched(ARCHITECTURE, 0, "<IIQ", ARRAY, UINT8, 1), ("architecture' is [50], not",)),
     "no alignment": (
         lambda model: renamed(LAYERS, b"general.alignment")(key(LAYERS, UINT32, "<I", 0)(model)),
         ("'general.alignment' is 0: the header is damaged. Download or convert",),
@@ -158,12 +154,12 @@ def test_llama_cpp_refuses(engine: str, good: bytes, tmp_path: Path, refused: Ca
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_fuzzed_header(good: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Whatever stands in the header, it is a graph or a ModelError."""
+    """Whatever stands in the header, it is a graph or an error, llama.cpp's where another architecture is named."""
     header = good.rindex(b"output.weight") + 64
     model = bytearray(good)
     for _ in range(data.draw(st.integers(1, 3))):
         model[data.draw(st.integers(0, header))] = data.draw(st.integers(0, 255))
     path = tmp_path_factory.getbasetemp() / "fuzzed.gguf"
     path.write_bytes(model)
-    with suppress(ModelError):
+    with suppress(ModelError, EngineError):
         load_graph(path)

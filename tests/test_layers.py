@@ -28,7 +28,7 @@ MAY = {
     "tracediff.names": {"errors"},
     "tracediff.result": {"errors"},
     "tracediff.trace": {"errors", "files", "inputs", "names"},
-    "tracediff.model": {"errors", "names"},
+    "tracediff.model": {"errors", "files", "names", "reference"},
     "tracediff.numerics": {"errors", "names", "model"},
     "tracediff.engine": {"errors", "names", "model", "numerics", "trace", "diagnose", "reference"},
     "tracediff.compare": {"errors", "names", "model", "trace", "result"},

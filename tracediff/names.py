@@ -72,7 +72,25 @@ NAMES = {
 
 # Other names of the same values; N+1 reads the number of the layer after.
 ALIASES = {
-    "llama_cpp": {"embd": "token_embd"},  # before llama.cpp called it inp_embd, and again since
+    "llama_cpp": {
+        "embd": "token_embd",  # before llama.cpp called it inp_embd, and again since
+        "inp_scaled": "token_embd_scaled",
+        "inp_embd_scaled": "token_embd_scaled",
+        "sa_out": "attn_residual",
+        "ffn_geglu": "ffn_act",
+        "ffn_reglu": "ffn_act",
+        "ffn_gelu": "ffn_act",
+        "ffn_relu": "ffn_act",
+        "Qcur_rope": "attn_q_rope",
+        "Kcur_rope": "attn_k_rope",
+        "Qcur_pos": "attn_q_rope",
+        "Kcur_pos": "attn_k_rope",
+        "Qcur-post-rope": "attn_q_rope",
+        "Kcur-post-rope": "attn_k_rope",
+        "Qcur_norm": "attn_q_norm",
+        "Kcur_norm": "attn_k_norm",
+        "layer_out": "ffn_residual",
+    },
     "transformers": {"layers.N.self_attn": "attn_output", "layers.N.mlp": "ffn_down"},
     "transformer_lens": {"blocks.0.hook_resid_pre": "token_embd", "blocks.N+1.hook_resid_pre": "ffn_residual"},
     # A norm that is given a residual adds it first and returns the sum as its second output.

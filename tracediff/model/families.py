@@ -7,6 +7,8 @@ from tracediff.errors import ModelError
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Builder, Graph
 from tracediff.model.hparams import Pairing, read_hparams
+from tracediff.model.lift.described import describe
+from tracediff.model.lift.lift import lift
 
 Position = Callable[[Builder, str, str, str], tuple[str, str]]  # (graph, q, k, block) -> q, k ready for attention
 
@@ -68,13 +70,15 @@ FAMILIES: dict[str, tuple[Position, Pairing]] = {
 
 
 def build_graph(file: GGUFFile) -> Graph:
-    """The op graph of a GGUF file; raises ModelError for an unknown family or a file that does not fit it."""
+    """The op graph of a GGUF file: its family's, or lifted from llama.cpp's own where there is none.
+
+    Raises ModelError for a file that does not fit its family, EngineError for one that llama.cpp does not take.
+    """
     arch = file.metadata.get("general.architecture")
-    if not isinstance(arch, str) or arch not in FAMILIES:
-        raise ModelError(
-            f"{file.path}: unknown architecture {arch!r}. Known: {', '.join(FAMILIES)}. "
-            "A family is one function in tracediff/model/families.py."
-        )
+    if not isinstance(arch, str):
+        raise ModelError(f"{file.path}: 'general.architecture' is {arch!r}, not a name. Convert the model again.")
+    if arch not in FAMILIES or file.metadata.get(f"{arch}.expert_count"):
+        return lift(describe(file), file).graph
     position, pairing = FAMILIES[arch]
     builder = Builder(read_hparams(file, pairing), file)
     decoder(builder, position)

@@ -79,6 +79,7 @@ class GGUFFile:
             key = self._string()
             self.metadata[key] = self._value(self._value_type())
         directory = [self._tensor() for _ in range(n_tensors)]
+        self._header_size = self._at
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ModelError(f"{self.path}: 'general.alignment' is {alignment!r}: the header is damaged. {_AGAIN}")
@@ -89,6 +90,11 @@ class GGUFFile:
             if placed.offset + placed.nbytes > len(self._bytes):
                 raise self._truncated(f"tensor {info.name!r} needs {info.nbytes:,} bytes at {placed.offset:,}")
             self.tensors[info.name] = placed
+
+    @property
+    def header(self) -> memoryview:
+        """The bytes before the tensors' data: all metadata, and each tensor's name, shape, type and place."""
+        return memoryview(self._bytes)[: self._header_size]
 
     def raw(self, info: TensorInfo) -> memoryview:
         """The bytes of a tensor, still mapped."""

@@ -14,8 +14,37 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.hparams import HParams
 from tracediff.names import layer_of
 
-Axis = str | int  # "T" tokens of the step, "S" positions visible so far, or a fixed size
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A size that follows the step in another way than "T" or "S" do: constant + t T + s S + ts T S + tt T^2."""
+
+    constant: int = 0
+    t: int = 0
+    s: int = 0
+    ts: int = 0
+    tt: int = 0
+
+    def at(self, n_tokens: int, n_positions: int) -> int:
+        """The size for T and S."""
+        return self.constant + n_tokens * (self.t + self.ts * n_positions + self.tt * n_tokens) + self.s * n_positions
+
+    def __str__(self) -> str:
+        terms = ((self.constant, ""), (self.t, "T"), (self.s, "S"), (self.ts, "TS"), (self.tt, "TT"))
+        return "+".join(f"{n if n != 1 or not of else ''}{of}" for n, of in terms if n) or "0"
+
+
+Axis = str | int | Extent  # "T" tokens of the step, "S" positions visible so far, or a fixed size
 SOURCES = ("tokens", "positions")  # what a step brings: int64 of shape [T]
+
+
+def sizes(axes: Iterable[Axis], n_tokens: int, n_positions: int) -> tuple[int, ...]:
+    """What axes, strides and offsets are for T and S."""
+    named = {"T": n_tokens, "S": n_positions}
+    return tuple(
+        axis.at(n_tokens, n_positions) if isinstance(axis, Extent) else named[axis] if isinstance(axis, str) else axis
+        for axis in axes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +66,24 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """Another reading of a value, without an op: of its elements in C order those at these strides, from `offset` on.
+
+    Views, permutations, reshapes and slices of llama.cpp's graphs are all such readings.
+    """
+
+    shape: tuple[Axis, ...]
+    strides: tuple[Axis, ...]
+    offset: Axis = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One step of the forward pass.
 
-    `inputs` are names of ops or SOURCES; those also in `past` are read over all steps so far (the KV cache).
+    `inputs` are names of ops or SOURCES; those also in `past` are read over all steps so far (the KV cache). An input
+    that has one of `views` is seen through it. What a state hands on is the value of its input in the step before,
+    zeros in the first.
     `function` replaces the mathematics of `kind`, and `stored` is a type that the output is rounded to: that is how a
     graph expresses somebody's mistake.
     """
@@ -52,6 +95,7 @@ class Op:
     weights: tuple[Weight, ...] = ()
     attrs: Mapping[str, Any] = field(default_factory=dict)
     past: tuple[bool, ...] = ()
+    views: tuple[View | None, ...] = ()
     function: Callable[..., Any] | None = None
     stored: str = "f64"  # as it is
 
@@ -62,8 +106,7 @@ class Op:
 
     def shape(self, n_tokens: int, n_past: int = 0) -> tuple[int, ...]:
         """The output's shape for a step of `n_tokens` after `n_past` cached positions."""
-        sizes = {"T": n_tokens, "S": n_tokens + n_past}
-        return tuple(sizes[axis] if isinstance(axis, str) else axis for axis in self.axes)
+        return sizes(self.axes, n_tokens, n_tokens + n_past)
 
     def with_attrs(self, **attrs: Any) -> "Op":
         """The same op with other attributes."""
@@ -98,7 +141,7 @@ class Graph:
 
     def norm_weights(self) -> list[Weight]:
         """The norm weights, which every engine is expected to record."""
-        return [weight for op in self if op.kind == "rms_norm" for weight in op.weights]
+        return [weight for op in self if op.kind in ("rms_norm", "layer_norm") for weight in op.weights]
 
     def cached(self) -> set[str]:
         """Names of the values that later steps read."""
@@ -125,6 +168,13 @@ class Graph:
         return [op for op in self if layer_of(op.name) == n]
 
 
+def matmul_type(ops: Iterable[Op], file: GGUFFile) -> str:
+    """The ggml type of the matrices that ops multiply with; where they are mixed, the one of fewest bits."""
+    names = {op.weights[0].name for op in ops if op.weights and len(op.weights[0].shape) > 1}
+    types = {file.tensors[name].type for name in names}
+    return min(types, key=lambda t: GGML_QUANT_SIZES[t][1] / GGML_QUANT_SIZES[t][0]).name if types else "F32"
+
+
 class Builder:
     """Appends ops to a graph; each method returns the new op's name. Weights are checked against the file."""
 
@@ -135,9 +185,7 @@ class Builder:
 
     def build(self) -> Graph:
         """The finished graph."""
-        types = {self._file.tensors[op.weights[0].name].type for op in self._ops.values() if op.kind == "linear"}
-        smallest = min(types, key=lambda t: GGML_QUANT_SIZES[t][1] / GGML_QUANT_SIZES[t][0])
-        return Graph(self.hparams, self._ops, smallest.name)
+        return Graph(self.hparams, self._ops, matmul_type(self._ops.values(), self._file))
 
     def blocks(self) -> Iterator[str]:
         """The prefix of each layer: blk.0, blk.1, ..."""

@@ -115,8 +115,6 @@ class _Keys:
 def read_hparams(file: GGUFFile, pairing: Pairing) -> HParams:
     """The hyper-parameters of `file`; raises ModelError when a required key is missing or unsupported."""
     keys = _Keys(file, file.metadata["general.architecture"])
-    if keys.integer("expert_count", 0):
-        raise ModelError(f"{file.path}: mixture-of-experts models ('{keys.arch}.expert_count') are not supported yet.")
     n_embd, n_head = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", n_embd // max(n_head, 1))
     hparams = HParams(
@@ -136,6 +134,33 @@ def read_hparams(file: GGUFFile, pairing: Pairing) -> HParams:
     )
     _check(file, hparams, keys.integer("attention.value_length", head_dim))
     return hparams
+
+
+def guess_hparams(file: GGUFFile) -> HParams:
+    """What the metadata of any architecture says: of what differs between layers the largest, of what it lacks 0."""
+    arch = str(file.metadata.get("general.architecture"))
+
+    def number(key: str, default: float = 0) -> Any:
+        value = file.metadata.get(f"{arch}.{key}", default)
+        found = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int | float)]
+        return max(found, default=default)
+
+    n_embd, n_head = int(number("embedding_length")), int(number("attention.head_count"))
+    head_dim = int(number("attention.key_length", n_embd // max(n_head, 1)))
+    return HParams(
+        arch=arch,
+        n_layer=int(number("block_count")),
+        n_embd=n_embd,
+        n_head=n_head,
+        n_head_kv=int(number("attention.head_count_kv", n_head)),
+        head_dim=head_dim,
+        n_ff=int(number("feed_forward_length")),
+        n_vocab=_n_vocab(file),
+        n_ctx=int(number("context_length")),
+        eps=float(number("attention.layer_norm_rms_epsilon", number("attention.layer_norm_epsilon"))),
+        attention_scale=1.0 / math.sqrt(max(head_dim, 1)),
+        rope=Rope("halves", int(number("rope.dimension_count", head_dim)), float(number("rope.freq_base", 10000.0))),
+    )
 
 
 def _n_vocab(file: GGUFFile) -> int:
@@ -161,6 +186,11 @@ def _check(file: GGUFFile, h: HParams, value_length: int) -> None:
         )
 
 
+def yarn_magnitude(factor: float) -> float:
+    """What YaRN multiplies cos and sin by, of a context stretched by `factor` (ggml-cpu/ops.cpp, `rope_yarn`)."""
+    return 1.0 + 0.1 * math.log(factor)
+
+
 def _rope(keys: _Keys, pairing: Pairing, head_dim: int) -> Rope:
     """Scaling as llama.cpp computes it (src/llama-context.cpp, constructor; ggml-cpu/ops.cpp, `rope_yarn`)."""
     scaling = keys.file.metadata.get(f"{keys.arch}.rope.scaling.type", "linear")
@@ -174,7 +204,7 @@ def _rope(keys: _Keys, pairing: Pairing, head_dim: int) -> Rope:
         factor = 1.0
     yarn = scaling == "yarn"
     # llama.cpp multiplies get_mscale(factor), divides by 1 + 0.1 ln(factor), and ggml multiplies by it again.
-    magnitude = 1.0 + 0.1 * math.log(factor) if yarn and factor > 1.0 else 1.0
+    magnitude = yarn_magnitude(factor) if yarn and factor > 1.0 else 1.0
     return Rope(
         pairing=pairing,
         n_rot=keys.integer("rope.dimension_count", head_dim),

@@ -62,8 +62,8 @@ def write_model(path: Path, shape: Shape, weights: WeightType = "F16", seed: int
     """Write a GGUF file of random weights; norms and biases are float32, as converters write them."""
     rng = np.random.default_rng(seed)
     out = GGUFWriter(path, shape.arch)
-    _metadata(out, shape)
-    _tokenizer(out, shape.n_vocab)
+    add_metadata(out, shape)
+    add_tokenizer(out, shape.n_vocab)
     kind = GGMLQuantizationType[weights]
     for name, tensor in _tensors(shape, rng):
         # Rows that a block type cannot hold stay float16, as llama.cpp's quantiser falls back too.
@@ -104,7 +104,8 @@ def _silence(llama: Any) -> None:
         llama.llama_log_set(_silent, ctypes.c_void_p())
 
 
-def _metadata(out: GGUFWriter, s: Shape) -> None:
+def add_metadata(out: GGUFWriter, s: Shape) -> None:
+    """The keys that the architectures of hand-written families need."""
     out.add_name(f"random {s.arch}")
     out.add_context_length(s.n_ctx)
     out.add_embedding_length(s.n_embd)
@@ -124,7 +125,7 @@ def _metadata(out: GGUFWriter, s: Shape) -> None:
         )
 
 
-def _tokenizer(out: GGUFWriter, n_vocab: int) -> None:
+def add_tokenizer(out: GGUFWriter, n_vocab: int) -> None:
     """A byte-level BPE vocabulary: 256 bytes as GPT-2 spells them, a BOS, some merges, and padding."""
     if n_vocab < _BOS + 1:
         raise ModelError(f"a byte-level vocabulary needs at least {_BOS + 1} tokens, not {n_vocab}.")

@@ -1,0 +1,80 @@
+"""The parent's side: start the child with a request, hear what it says, tell how it died.
+
+A child, because ggml aborts the whole process on a failed assertion and brings its own OpenMP. Whatever it
+recorded before it died stays readable.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from tracediff.errors import EngineError
+from tracediff_reference.protocol import DescribeRequest, Message, Request
+
+_LAST_LINES = 8
+
+
+class Child:
+    """A running child. `wait` until it is done before reading what it wrote."""
+
+    def __init__(self, request: Request | DescribeRequest) -> None:
+        self.tokens: tuple[int, ...] = ()
+        message = msgspec.json.encode(request)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "tracediff_reference"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # it would fill the last lines, and takes seconds
+        )
+        assert self._child.stdin
+        try:
+            with suppress(BrokenPipeError), self._child.stdin as stdin:  # broken: it died already, `wait` says how
+                stdin.write(message)
+        except BaseException:  # Ctrl-C
+            self.stop()
+            raise
+
+    def wait(self, progress: Callable[[float], None] = lambda fraction: None) -> tuple[int, ...]:
+        """The prompt's tokens when the child is done; raises EngineError with its last lines if it died."""
+        error = None
+        try:
+            assert self._child.stdout
+            for line in self._child.stdout:
+                message = msgspec.json.decode(line, type=Message)
+                error = message.error or error
+                self.tokens = message.tokens or self.tokens
+                if message.progress is not None:
+                    progress(message.progress)
+            code = self._child.wait()
+        except BaseException:  # Ctrl-C as well: never leave a child behind
+            self.stop()
+            raise
+        if code:
+            raise EngineError(self._how_it_died(code, error))
+        return self.tokens
+
+    def stop(self) -> None:
+        """End the child, whatever it does."""
+        self._child.kill()
+        self._child.wait()
+
+    def _how_it_died(self, code: int, error: str | None) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        said = "\n".join(f"  | {line}" for line in lines[-_LAST_LINES:])
+        if error:
+            return error + (f"\nIts last lines:\n{said}" if "llama.cpp" in error and said else "")
+        how = f"with exit code {code}"
+        if code < 0:
+            how = f"by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                how += " (out of memory?)"
+        return f"llama.cpp's process ended {how}. Its last lines:\n{said}"

@@ -1,0 +1,96 @@
+"""The description of a model's graph: from a child process, once, then from the user's cache on disk.
+
+What changes a graph is in the key: the file's header (metadata and the tensors' shapes and types), the options, and the
+version of llama.cpp. TRACEDIFF_CACHE names another folder; where it is empty nothing is kept.
+"""
+
+import hashlib
+import os
+import sys
+import tempfile
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from tracediff import files
+from tracediff.errors import EngineError, OutputError
+from tracediff.model.gguf_file import GGUFFile
+from tracediff_reference.child import Child
+from tracediff_reference.description import VERSION, Description, decode
+from tracediff_reference.protocol import DescribeRequest, Options
+
+_MOST = 200  # descriptions of 20 to 200 kB; the oldest go first
+_DIGEST = hashlib.sha256().digest_size
+
+
+def describe(file: GGUFFile, options: Options | None = None) -> Description:
+    """The graph that llama.cpp builds of `file`; raises EngineError with its words where it builds none."""
+    options = _of_graph(options or Options())
+    place = _place(file, options)
+    found = _kept(place) if place else None
+    if found is None:
+        data = _ask(file, options)
+        found = decode(data)
+        if found is None:
+            raise EngineError("llama.cpp's graph did not come whole from the child process. Try again.")
+        if place:
+            _keep(place, data)
+    return found
+
+
+def _of_graph(options: Options) -> Options:
+    """The options that change the graph, all others as they are by default."""
+    return Options(flash_attn=options.flash_attn, kv_type=options.kv_type)
+
+
+def _ask(file: GGUFFile, options: Options) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="tracediff-") as folder:
+        out = Path(folder) / "graph"
+        Child(DescribeRequest(model=str(file.path), out=str(out), options=options)).wait()
+        return out.read_bytes()
+
+
+def _place(file: GGUFFile, options: Options) -> Path | None:
+    folder = _folder()
+    if folder is None:
+        return None
+    key = hashlib.sha256(file.header)
+    key.update(msgspec.json.encode([VERSION, version("llama-cpp-python"), options]))
+    return folder / f"{key.hexdigest()}.graph"
+
+
+def _kept(place: Path) -> Description | None:
+    """None where nothing is kept, or it is damaged: then it is made again."""
+    try:
+        content = place.read_bytes()
+    except OSError:
+        return None
+    digest, data = content[:_DIGEST], content[_DIGEST:]
+    return decode(data) if hashlib.sha256(data).digest() == digest else None
+
+
+def _keep(place: Path, data: bytes) -> None:
+    """A cache that cannot be written is none: nothing but time is lost."""
+    with suppress(OSError, OutputError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with files.replacing(place, lambda head: True) as part:
+            part.write_bytes(hashlib.sha256(data).digest() + data)
+        entries = sorted(place.parent.glob("*.graph"), key=lambda entry: entry.stat().st_mtime)
+        for entry in entries[:-_MOST]:
+            entry.unlink(missing_ok=True)
+
+
+def _folder() -> Path | None:
+    """Where descriptions are kept: by the XDG base directories, or what Windows and macOS have in their place."""
+    said = os.environ.get("TRACEDIFF_CACHE")
+    if said is not None:
+        return Path(said) if said else None
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "tracediff"

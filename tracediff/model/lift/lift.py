@@ -1,0 +1,29 @@
+"""The graph of a GGUF file of any architecture."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tracediff.errors import ModelError
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Graph, matmul_type
+from tracediff.model.hparams import guess_hparams
+from tracediff.model.lift.lifter import Lifter, Shown
+from tracediff_reference.description import Description
+
+
+@dataclass(frozen=True, slots=True)
+class Lifted:
+    """A graph, and where llama.cpp's own shows the value of each op."""
+
+    graph: Graph
+    shown: Mapping[str, Shown]
+
+
+def lift(description: Description, file: GGUFFile) -> Lifted:
+    """The description of `file`'s graph as ops; raises ModelError where there is nothing to lift."""
+    lifter = Lifter(description, file)
+    lifter.run()
+    if not lifter.ops:
+        raise ModelError(f"{file.path}: llama.cpp's graph of this model computes nothing.")
+    ops = lifter.ops
+    return Lifted(Graph(guess_hparams(file), ops, matmul_type(ops.values(), file)), lifter.shown)

@@ -1,0 +1,458 @@
+"""From llama.cpp's graph to ours: every node that computes becomes an op, or a part of one.
+
+A norm and its weight, a matmul and its bias, attention's scores and values are one op each, as the hand-written
+families have them. What llama.cpp does to keep its cache, and views of any sort, are no ops.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Axis, Op, View, Weight
+from tracediff.model.lift import layout, naming, patterns
+from tracediff.names import layer_of
+from tracediff_reference.description import Description, Node, Read
+
+_TOKENS_AXIS = (0, 1, 0, 0, 0)
+_KEYS_AXIS = (0, 0, 1, 0, 0)
+_SOURCES = MappingProxyType({"inp_tokens": "tokens", "inp_pos": "positions"})
+_GATED = ("SWIGLU", "GEGLU", "REGLU", "GEGLU_ERF", "GEGLU_QUICK", "SWIGLU_OAI", "SWIGLU_CLAMP")
+_SEQUENCES = "rs_s_copy"  # which sequence a state is of: there is one
+_OF_MANY = ("ssm_scan",)  # kinds that multiply with a weight among others
+# What a cache of states holds (llama-memory-recurrent.cpp): the last inputs of a convolution, or the state proper.
+_STATES = MappingProxyType({"r": "conv_state", "s": "ssm_state"})
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Where llama.cpp's graph shows an op's value: in this node, and in which part of it."""
+
+    node: int
+    view: View | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What an op reads: a value or a source by name, over all steps so far or not, and through a view or not."""
+
+    name: str
+    past: bool = False
+    view: View | None = None
+
+
+class Lifter:
+    """Walks the nodes of a description in order and collects ops by name in `ops`; `shown` is the node of each."""
+
+    def __init__(self, description: Description, file: GGUFFile) -> None:
+        self.ops: dict[str, Op] = {}
+        self.shown: dict[str, Shown] = {}
+        self._nodes = description.nodes
+        self._window, self._is_causal = description.window, description.is_causal
+        self._file = file
+        self._value: dict[int, str] = {}  # of a node the op whose output its memory holds
+        self._cached: dict[int, str] = {}  # of a cache the op that it keeps
+        self._casts: dict[int, Read] = {}  # of a cache that is read in another type, how it is read
+        self._states: dict[int, str] = {}  # of a cache the state that the step before left there
+        self._parts: dict[int, View] = {}  # of a node the part that all of its readers see
+        self._absorbed: set[int] = set()
+        self._users: dict[int, list[tuple[int, Read]]] = defaultdict(list)
+        for i, node in enumerate(self._nodes):
+            for read in node.reads:
+                if read:
+                    self._users[read.of].append((i, read))
+
+    def run(self) -> None:
+        """Lift all nodes."""
+        for i, node in enumerate(self._nodes):
+            if node.op == "NONE" or i in self._absorbed or 0 in node.shape:
+                continue
+            _RULES.get(node.op, Lifter._plain)(self, i, node)
+
+    # --- what a node reads ---------------------------------------------------------------------------------------
+
+    def _is_leaf(self, i: int) -> bool:
+        return self._nodes[i].op == "NONE"
+
+    def _is_weight(self, read: Read | None) -> bool:
+        return read is not None and self._is_leaf(read.of) and self._nodes[read.of].name in self._file.tensors
+
+    def _is_cache(self, read: Read | None) -> bool:
+        if read is None or not self._is_leaf(read.of):
+            return False
+        return not self._nodes[read.of].is_input and not self._is_weight(read)
+
+    def _is_input(self, read: Read | None) -> bool:
+        return read is not None and self._is_leaf(read.of) and self._nodes[read.of].is_input
+
+    def _weight(self, read: Read, matrix: bool = False) -> Weight:
+        """A tensor of the file, or rows of it."""
+        info = self._file.tensors[self._nodes[read.of].name]
+        if not read.offset or not isinstance(read.offset, int):
+            return Weight(info.name, info.shape if len(info.shape) > 1 or not matrix else (1, *info.shape))
+        row = 1
+        for size in info.shape[1:]:
+            row *= size
+        shape = tuple(size for size in read.shape if isinstance(size, int))
+        return Weight(info.name, (shape[0], *info.shape[1:]), first=read.offset // row)
+
+    def _input(self, read: Read) -> Input:
+        node = self._nodes[read.of]
+        if self._is_input(read):
+            return Input(self._source(read.of, node))
+        if self._is_cache(read):
+            return self._from_cache(read)
+        name = self._value[read.of]
+        if read.of in self._parts:  # all readers see the same part
+            return Input(name)
+        as_it_is = layout.is_whole(read, node) and layout.axes(read.shape) == self.ops[name].axes
+        return Input(name, view=None if as_it_is else layout.view(read))
+
+    def _source(self, i: int, node: Node) -> str:
+        """What llama.cpp sets at each step: a source of ours, or a value that it makes of the step by itself."""
+        if node.name in _SOURCES:
+            return _SOURCES[node.name]
+        if node.type == "i32" and node.shape == (_TOKENS_AXIS,):  # a second use of the tokens, without a name
+            return "tokens"
+        if i not in self._value:
+            if node.name.endswith("kq_mask"):
+                keys = Input("positions", node.shape[-1] == _KEYS_AXIS)
+                self._add(i, "attn_mask", "mask", [Input("positions"), keys], attrs=self._visible(node))
+            else:
+                self._add(i, naming.of_value(node.name) or "input", "input", ())
+        return self._value[i]
+
+    def _from_cache(self, read: Read) -> Input:
+        """What a cache keeps, of all steps so far; a state as the step before left it."""
+        name = self._cached.get(read.of)
+        seen = layout.axes(read.shape)
+        if name is None:
+            state = self._state(read.of)
+            return Input(state, view=None if seen == self.ops[state].axes else layout.view(read))
+        rows = ("S", *self.ops[name].axes[1:])
+        return Input(name, True, None if seen == rows else layout.view(read))
+
+    # --- ops -----------------------------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        end: int,
+        name: str,
+        kind: str,
+        inputs: Sequence[Input],
+        weights: Sequence[Read] = (),
+        axes: tuple[Axis, ...] | None = None,
+        attrs: Mapping[str, object] = MappingProxyType({}),
+    ) -> str:
+        """Append an op whose value node `end` holds."""
+        name = naming.unique(name, self.ops)
+        past = tuple(one.past for one in inputs)
+        views = tuple(one.view for one in inputs)
+        self.ops[name] = Op(
+            name,
+            kind,
+            tuple(one.name for one in inputs),
+            axes or layout.axes(self._nodes[end].shape),
+            tuple(self._weight(read, kind == "linear" and not n) for n, read in enumerate(weights)),
+            dict(attrs),
+            past if any(past) else (),
+            views=views if any(views) else (),
+        )
+        self._value[end] = name
+        self.shown[name] = Shown(end)
+        return name
+
+    def _plain(self, i: int, node: Node) -> None:
+        """An op of the kind that the node's own op says."""
+        reads = [read for read in _operands(node) if self._nodes[read.of].name != _SEQUENCES]
+        inputs = [self._input(read) for read in reads if not self._is_weight(read)]
+        weights = [read for read in reads if self._is_weight(read)]
+        if node.op in _GATED:
+            inputs = self._halves(node, inputs)
+        kind = patterns.kind(node)
+        self._add(i, self._name(node, kind, inputs, weights), kind, inputs, weights, attrs=patterns.attrs(node))
+
+    def _halves(self, node: Node, inputs: list[Input]) -> list[Input]:
+        """Gate and up: two inputs, or the halves of one."""
+        if len(inputs) == 1:
+            (read,) = _operands(node)
+            half = node.shape[-1]
+            assert isinstance(half, int)
+            whole = layout.view(read)
+            shape = (*whole.shape[:-1], half)
+            inputs = [
+                Input(inputs[0].name, inputs[0].past, View(shape, whole.strides, layout.plus(whole.offset, first)))
+                for first in (0, half)
+            ]
+        return inputs[::-1] if patterns.integer(node, 1) else inputs
+
+    def _name(self, node: Node, kind: str, inputs: Sequence[Input], weights: Sequence[Read] = ()) -> str:
+        """As llama.cpp calls the value, else by a weight, else by what it is made of; the last value are the logits."""
+        if node is self._nodes[-1]:
+            return "output"
+        found = naming.of_value(node.name)
+        if found and found not in self.ops and f"{found}.weight" not in self._file.tensors:
+            return found
+        if weights and kind not in _OF_MANY and (stem := self._stem(weights[0])) not in self.ops:
+            return stem
+        made_of = [one.name for one in inputs if one.name in self.ops]
+        made_of.sort(key=lambda name: layer_of(name) is None)
+        return naming.of_parts(kind, made_of[0] if made_of else None)
+
+    def _stem(self, weight: Read) -> str:
+        return naming.of_weight(self._nodes[weight.of].name)
+
+    def _only_user(self, i: int) -> tuple[int, Node] | None:
+        users = self._users[i]
+        return (users[0][0], self._nodes[users[0][0]]) if len(users) == 1 else None
+
+    def _followed_by(self, i: int, op: str) -> tuple[int, Read] | None:
+        """The only reader of node `i` and a weight, where that reader is this op on the two."""
+        user = self._only_user(i)
+        if user is None or user[1].op != op or len(user[1].reads) < 2:
+            return None
+        first, second = user[1].reads[:2]
+        if first is None or second is None or first.of != i or not self._is_weight(second):
+            return None
+        return (user[0], second) if layout.is_whole(first, self._nodes[i]) else None
+
+    def _absorb(self, i: int) -> int:
+        self._absorbed.add(i)
+        return i
+
+    # --- rules: what nodes make an op ----------------------------------------------------------------------------
+
+    def _rows(self, i: int, node: Node) -> None:
+        """GET_ROWS: the embedding; all rows of a value, those whose logits were asked for; or rows by computed ids."""
+        table, ids = _operands(node)
+        if self._is_weight(table) and self._is_input(ids):
+            self._add(i, self._stem(table), "embedding", [self._input(ids)], [table])
+        elif self._is_input(ids) and not self._is_leaf(table.of) and self._nodes[ids.of].name == "out_ids":
+            self._value[i] = self._value[table.of]
+        elif self._is_cache(table) and self._is_input(ids):
+            self._value[i] = self._state(table.of)
+        else:
+            self._plain(i, node)
+
+    def _norm(self, i: int, node: Node) -> None:
+        """A norm, its weight and its bias."""
+        (read,) = _operands(node)
+        end = i
+        weights: list[Read] = []
+        for op in ("MUL", "ADD"):
+            found = self._followed_by(end, op)
+            if found is None or (op == "ADD" and not self._is_bias_of(found[1], weights)):
+                break
+            end = self._absorb(found[0])
+            weights.append(found[1])
+        inputs, kind = [self._input(read)], patterns.kind(node)
+        own = self._name(node, kind, inputs)
+        name = self._stem(weights[0]) if weights else own
+        self._add(end, name, kind, inputs, weights, attrs=patterns.attrs(node))
+
+    def _is_bias_of(self, bias: Read, weights: Sequence[Read]) -> bool:
+        return self._nodes[bias.of].name == f"{self._stem(weights[0])}.bias"
+
+    def _matmul(self, i: int, node: Node) -> None:
+        a, b = _operands(node)[:2]
+        if self._is_weight(a):
+            self._linear(i, node, a, b)
+        elif self._is_cache(a) and a.of in self._cached and a.shape[-1:] == (_KEYS_AXIS,):
+            self._weighted_values(i, node, a, b)
+        elif self._is_cache(a) and a.of in self._cached and a.shape[-2:-1] == (_KEYS_AXIS,):
+            self._scores(i, node, a, b)
+        else:
+            self._plain(i, node)
+
+    def _linear(self, i: int, node: Node, weight: Read, x: Read) -> None:
+        """A matmul with a weight, and its bias: of rows of tokens, or of experts where ids say which."""
+        experts = node.op == "MUL_MAT_ID"
+        end, weights = i, [weight]
+        found = self._followed_by(i, "ADD_ID" if experts else "ADD")
+        if found and self._is_bias_of(found[1], weights):
+            end = self._absorb(found[0])
+            weights.append(found[1])
+        stem = self._stem(weight)
+        name = stem
+        if stem in ("output", "token_embd"):
+            name = "output_unscaled" if self._users[end] else "output"
+        inputs = [self._input(read) for read in node.reads[1:] if read]
+        flat = len(x.shape) == 2 and x.shape[0] == _TOKENS_AXIS and len(self._nodes[weight.of].shape) <= 2
+        kind = "linear_id" if experts else "linear" if flat else "mul_mat"
+        if kind != "mul_mat" and (self._is_leaf(x.of) or layout.is_whole(x, self._nodes[x.of])):
+            inputs[0] = Input(inputs[0].name, inputs[0].past)  # it makes rows of any shape
+        self._add(end, name, kind, inputs, weights, self._heads(end) if kind == "linear" else None)
+
+    def _heads(self, end: int) -> tuple[Axis, ...] | None:
+        """The shape in which all readers see the value of a node; that in which attention does, where it is cached."""
+        shapes = set()
+        for user, read in self._users[end]:
+            if not layout.is_whole(read, self._nodes[end]):
+                continue
+            into = self._nodes[user].into
+            if self._nodes[user].op == "SET_ROWS" and into and self._is_cache(into):
+                return self._of_cache(into.of)
+            shapes.add(layout.axes(read.shape))
+        return shapes.pop() if len(shapes) == 1 else None
+
+    def _of_cache(self, cache: int) -> tuple[Axis, ...] | None:
+        """The shape of a token's row in a cache as attention reads it: [T, heads, head_dim]."""
+        for user, read in self._users[cache]:
+            if self._nodes[user].op != "SET_ROWS" and layout.covers(read, self._nodes[cache]):
+                rest = [size for size in read.shape if size != _KEYS_AXIS]
+                return ("T", *layout.axes((*(1,) * (2 - len(rest)), *rest)))
+        return None
+
+    def _rotation(self, i: int, node: Node) -> None:
+        x, positions, *factors = _operands(node)
+        source = self._input(x)
+        inputs = [source, self._input(positions)]
+        name = naming.of_value(node.name)
+        name = name if name and name not in self.ops else naming.rotated(source.name)
+        self._add(i, name, "rope", inputs, factors, attrs={"rope": patterns.rope(node)})
+
+    def _keep(self, i: int, node: Node) -> None:
+        """SET_ROWS into a cache: its rows are kept for later steps."""
+        read, into = _operands(node)[0], node.into
+        if into is None or not self._is_cache(into):
+            self._plain(i, node)
+            return
+        name = self._value[read.of]
+        if not layout.is_whole(read, self._nodes[read.of]):  # a part of a fused projection: an op of its own
+            name = self._part(read, into.of)
+        self._cached[into.of] = name
+
+    def _part(self, read: Read, cache: int) -> str:
+        """Some channels of a value, as an op: what a cache keeps of a fused projection."""
+        whole = self._value[read.of]
+        letter, number = naming.cache(self._nodes[cache].name)
+        part, shape = layout.view(read), self._of_cache(cache)
+        if shape and len(part.shape) == 2:
+            part = layout.split(part, shape[1:])
+        name = self._add(read.of, f"blk.{number}.attn_{letter}", "copy", [Input(whole, view=part)], (), part.shape)
+        self._value[read.of] = whole
+        self.shown[name] = Shown(read.of, part)
+        return name
+
+    def _scores(self, i: int, node: Node, keys: Read, queries: Read) -> None:
+        if not layout.is_permuted(queries, self._nodes[queries.of], (1, 0, 2)):
+            self._plain(i, node)
+            return
+        inputs = [Input(self._value[queries.of]), self._heads_of_cache(keys, (-3, -1))]
+        self._add(i, self._name(node, "scores", inputs), "scores", inputs)
+
+    def _weighted_values(self, i: int, node: Node, values: Read, probs: Read) -> None:
+        user = self._only_user(i)
+        merged = user[1].reads[0] if user and user[1].op == "CONT" else None
+        if user is None or merged is None or not layout.is_permuted(merged, node, (1, 0, 2)):
+            self._plain(i, node)
+            return
+        end = self._absorb(user[0])
+        inputs = [self._input(probs), self._heads_of_cache(values, (-3, -2))]
+        self._add(end, self._name(self._nodes[end], "weighted_values", inputs), "weighted_values", inputs)
+
+    def _heads_of_cache(self, read: Read, at: tuple[int, int]) -> Input:
+        """Keys or values as [S, heads, head_dim], of which a reading of the cache has heads and channels there."""
+        name = self._cached[read.of]
+        shape = (*(1,) * (3 - len(read.shape)), *read.shape)
+        rows = ("S", *layout.axes((shape[at[0]], shape[at[1]])))
+        width = layout.row(rows)
+        own = ("S", *self.ops[name].axes[1:])
+        return Input(name, True, None if rows == own else View(rows, (width, rows[2], 1), 0))
+
+    def _softmax(self, i: int, node: Node) -> None:
+        """Of attention's scores, which a mask comes with; or of anything."""
+        scores, *more = _operands(node)
+        if not more or not self._is_input(more[0]):
+            self._plain(i, node)
+            return
+        mask, *sinks = more
+        attrs = {"scale": patterns.number(node, 0), **self._visible(self._nodes[mask.of])}
+        if patterns.number(node, 1):
+            attrs["max_bias"] = patterns.number(node, 1)
+        cached = mask.shape[-1] == _KEYS_AXIS
+        inputs = [self._input(scores), Input("positions"), Input("positions", cached)]
+        name = self._name(node, "softmax", inputs)
+        self._add(i, name, "softmax", inputs, sinks, attrs=attrs)
+
+    def _visible(self, mask: Node) -> dict[str, object]:
+        """How far a mask lets a token see: a window, a chunk, or both ways."""
+        attrs: dict[str, object] = {}
+        if mask.is_windowed:
+            chunked = self._file.metadata.get("general.architecture") in patterns.CHUNKED
+            attrs["chunk" if chunked else "window"] = self._window
+        return attrs if self._is_causal else {**attrs, "causal": False}
+
+    def _flash(self, i: int, node: Node) -> None:
+        """Scores, probabilities and values in one node, which shows the last alone."""
+        queries, keys, values, mask, *sinks = _operands(node)
+        keys, values = (self._casts.get(read.of, read) for read in (keys, values))
+        q, k, v = self._value[queries.of], self._heads_of_cache(keys, (-3, -1)), self._heads_of_cache(values, (-3, -1))
+        shape = (self.ops[q].axes[1], "T", "S")
+        names = [naming.in_layer(layer_of(k.name), f"attn_{part}") for part in ("scores", "probs", "kqv")]
+        scores = self._add(i, names[0], "scores", [Input(q), k], (), shape)
+        attrs = {"scale": patterns.number(node, 0), **self._visible(self._nodes[mask.of])}
+        positions = [Input("positions"), Input("positions", True)]
+        probs = self._add(i, names[1], "softmax", [Input(scores), *positions], sinks, shape, attrs)
+        del self.shown[scores], self.shown[probs]
+        rows = ("T", layout.row(("T", *layout.axes(node.shape[1:]))))
+        self._add(i, names[2], "weighted_values", [Input(probs), v], (), rows)
+
+    def _sort(self, i: int, node: Node) -> None:
+        """ARGSORT of which only the first k are ever read: the choice of experts."""
+        seen = {layout.view(read) for _, read in self._users[i]}
+        (chosen,) = seen if len(seen) == 1 else (None,)
+        (scores,) = _operands(node)
+        if chosen is None or chosen.offset or chosen.shape[:-1] != layout.axes(node.shape[:-1]):
+            self._plain(i, node)
+            return
+        inputs = [self._input(scores)]
+        name = self._name(node, "top_k", inputs).replace("argsort", "topk")
+        name = self._add(i, name, "top_k", inputs, (), chosen.shape, {"k": chosen.shape[-1]})
+        self.shown[name] = Shown(i, chosen)
+        self._parts[i] = chosen
+
+    def _scale(self, i: int, node: Node) -> None:
+        """By 0, of a cache of states that is new: no op."""
+        if not (node.into and self._is_cache(node.into)):
+            self._plain(i, node)
+
+    def _copy(self, i: int, node: Node) -> None:
+        """CONT, CPY: into a cache of states what the next step finds there; else another order, or another type."""
+        read = _operands(node)[0]
+        if node.into and self._is_cache(node.into):
+            self._hand_on(i, read, node.into)
+        elif read.of in self._cached and all(self._nodes[user].op == "FLASH_ATTN_EXT" for user, _ in self._users[i]):
+            self._casts[i] = read
+        elif layout.is_whole(read, self._nodes[read.of]) and node.type == self._nodes[read.of].type:
+            self._value[i] = self._input(read).name
+        else:
+            self._plain(i, node)
+
+    def _state(self, cache: int) -> str:
+        """What the step before left in a cache of states."""
+        if cache not in self._states:
+            letter, number = naming.cache(self._nodes[cache].name)
+            name = f"blk.{number}.{_STATES.get(letter, letter)}"
+            self._states[cache] = self._add(cache, name, "state", ())
+            del self.shown[name]
+        return self._states[cache]
+
+    def _hand_on(self, i: int, read: Read, into: Read) -> None:
+        state = self._state(into.of)
+        handed = self._add(i, f"{state}_next", "copy", [self._input(read)], (), layout.axes(read.shape))
+        self.ops[state] = replace(self.ops[state], inputs=(*self.ops[state].inputs, handed))
+
+
+def _operands(node: Node) -> list[Read]:
+    return [read for read in node.reads if read]
+
+
+_Rule = Callable[[Lifter, int, Node], None]
+_RULES: Mapping[str, _Rule] = MappingProxyType({
+    "GET_ROWS": Lifter._rows, "RMS_NORM": Lifter._norm, "NORM": Lifter._norm,
+    "MUL_MAT": Lifter._matmul, "MUL_MAT_ID": Lifter._matmul, "ROPE": Lifter._rotation, "SET_ROWS": Lifter._keep,
+    "SOFT_MAX": Lifter._softmax, "FLASH_ATTN_EXT": Lifter._flash, "ARGSORT": Lifter._sort, "SCALE": Lifter._scale,
+    "CONT": Lifter._copy, "CPY": Lifter._copy, "DUP": Lifter._copy,
+})  # fmt: skip
