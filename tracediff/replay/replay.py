@@ -52,7 +52,9 @@ class _Look:
             if sound
             else Explanation(self.local.nmse, False, UNKNOWN)
         )
-        yield Explanation(self.shaped, False, SHAPE)
+        # Of next to nothing, the error of one row's sum of squares is a factor as well.
+        if not (sound and self.local.nmse <= NOTHING):
+            yield Explanation(self.shaped, False, SHAPE)
 
 
 class Replay:
