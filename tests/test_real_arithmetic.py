@@ -3,6 +3,7 @@
 Each engine here is the torch one with something of its own; what quantises is written again in numpy, as others do it.
 """
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TOKENS, Models
+from rich.console import Console
 
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
@@ -24,7 +26,8 @@ from tracediff.model.tensors import FileTensors
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import scheme_named
 from tracediff.numerics.roundings import rounding_named
-from tracediff.pipeline import check_trace
+from tracediff.pipeline import check_trace, compare_traces
+from tracediff.report.terminal import render
 from tracediff.result import Result
 from tracediff.trace.writer import TraceWriter
 
@@ -209,6 +212,92 @@ def append_weight(trace: Path, name: str, values: np.ndarray) -> None:
     record = {"type": "weight", "weight": name, "dtype": "f32", "shape": list(values.shape), "offset": offset}
     lines.append(json.dumps(record))
     trace.write_text("\n".join([*lines, json.dumps({"type": "end", "records": len(lines)})]) + "\n")
+
+
+# ---- values held in a shorter type
+
+
+def in_bfloat16(kind: str) -> Callable[[Op], Op]:
+    return lambda op: replace(op, stored="bf16") if op.kind == kind else op
+
+
+def test_a_residual_stream_in_bfloat16_is_said_and_warned_of(
+    models: Models, tmp_path: Path, torch_trace: Callable[..., Path]
+) -> None:
+    """It was a match without a word: values that all fit bfloat16 widened their floors."""
+    model = models(SHAPE, "F32")
+    candidate = traced(model, tmp_path / "residual.trace", change=in_bfloat16("add"))
+    result = compare_traces(torch_trace(model, like=candidate), candidate, model=model)
+    assert faulty(result) == []
+    assert result.verdict == "match"
+    (held,) = result.storage
+    assert (held.side, held.type, held.kinds, held.other) == ("candidate", "bf16", ("add",), "f32")
+    assert held.records == 2 * SHAPE.n_layer * 3
+    assert words_of(result).count(
+        "the residual stream (attn_residual and ffn_residual: 18 records) is held in bfloat16, in the reference in "
+        "float32: no fault, but the two drift apart by it (NMSE "
+    )
+
+
+def test_what_norms_give_is_said_to_be_held_in_bfloat16(models: Models, tmp_path: Path) -> None:
+    model = models(SHAPE, "F32")
+    result = check_trace(traced(model, tmp_path / "norms.trace", change=in_bfloat16("rms_norm")), model)
+    assert faulty(result) == []
+    assert "what norms give (attn_norm, attn_q_norm, attn_k_norm, ffn_norm and output_norm: 39 records) is held in" in (
+        words_of(result)
+    )
+
+
+@pytest.mark.parametrize("weights", ["F16", "BF16"])
+def test_weights_that_fit_a_shorter_type_are_nothing_held_in_it(
+    weights: str, models: Models, torch_trace: Callable[..., Path]
+) -> None:
+    model = models(SHAPE, weights)
+    assert check_trace(torch_trace(model), model).storage == ()
+
+
+def test_an_engine_in_half_precision_holds_every_value_in_it(models: Models, torch_trace: Callable[..., Path]) -> None:
+    model = models(SHAPE, "Q8_0")
+    assert "candidate: every value is held in bfloat16" in words_of(
+        check_trace(torch_trace(model, dtype="bf16"), model)
+    )
+
+
+def words_of(result: Result) -> str:
+    """The report as one line."""
+    console = Console(width=100, file=io.StringIO(), highlight=False)
+    console.print(render(result, 100))
+    return " ".join(console.file.getvalue().split())
+
+
+# ---- the cache
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "said_of"),
+    [
+        ("KV cache in float16", "KV cache in float16"),
+        ("attention in float16", "Q and probabilities in float16, KV cache in float16"),
+        ("exact", "exact"),
+    ],
+)
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_a_cache_is_called_what_it_is(
+    arithmetic: str, said_of: str, capture: str, models: Models, torch_trace: Callable[..., Path]
+) -> None:
+    """A float16 cache was "tiled flash attention", and plain float32 "softmax llama.cpp"."""
+    model = models(SHAPE, "F32")
+    result = check_trace(torch_trace(model, arithmetic=arithmetic, capture=capture), model)
+    assert faulty(result) == []
+    kinds = ("scores", "weighted_values") if capture == "all" else ("add",)
+    assert {phrase for kind in kinds for phrase in said(result, kind)} - {"exact"} == (
+        {said_of} - {"exact"}
+        if capture == "layers" or said_of == "exact"
+        else {
+            said_of.replace("KV", "K").replace(" and probabilities", ""),
+            said_of.replace("KV", "V").replace("Q and p", "p"),
+        }
+    )
 
 
 # ---- rounding on the way to the file

@@ -12,6 +12,7 @@ from tracediff.audit.held import compare_weights, refuse_another_model, rounded_
 from tracediff.compare.align import Pair, plan, same_input
 from tracediff.compare.logits import compare_logits
 from tracediff.compare.measure import measure_pairs, record_statistics
+from tracediff.compare.storage import measure_storage
 from tracediff.compare.vital_signs import measure_normal
 from tracediff.judge import Policy, coarsest, judge, verdict
 from tracediff.model.vocabulary import Vocabulary
@@ -122,6 +123,7 @@ def _result(
         tokens=tuple(candidate.tokens),
         steps=tuple(candidate.steps),
         normal=measure_normal(reference, candidate),
+        storage=measure_storage(ops),
         coverage=measure_coverage(candidate, model, ops) if model else None,
         notes=tuple(notes),
     )

@@ -66,6 +66,8 @@ class Local:
     flips: int = 0
     sharpness: float = 0.0  # the smallest relative scale error that would exceed the floor
     weight_type: str | None = None  # of a matmul
+    stored: str | None = None  # the type shorter than float32 that the engine holds the value in, as f16 or bf16
+    weights_nmse: float | None = None  # of a matmul whose weights the engine requantised: against the file's
     one_token: bool = False  # engines multiply a row by a matrix in another kernel than several
 
     @property
@@ -308,6 +310,34 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True)
+class Storage:
+    """What one side holds in a type shorter than float32: so many `records` of those judged, of these ops and kinds.
+
+    `other` is what the other side holds most of these in, and `nmse` how far the two differ at the end; None for no
+    other side.
+    """
+
+    side: Literal["candidate", "reference"]
+    type: str
+    ops: tuple[str, ...]
+    kinds: tuple[str, ...]
+    records: int
+    of: int
+    other: str | None
+    nmse: float | None
+
+    @property
+    def everything(self) -> bool:
+        """Whether the side holds all that it computes so; some values fit any type, as the probability of one key."""
+        return self.records >= 0.95 * self.of
+
+    @property
+    def warns(self) -> bool:
+        """Whether the two sides differ for it."""
+        return self.other is not None and self.other != self.type and bool(self.nmse)
+
+
+@dataclass(frozen=True, slots=True)
 class Side:
     """One trace, as the report names it."""
 
@@ -332,6 +362,7 @@ class Result:
     tokens: tuple[int, ...]
     steps: tuple[int, ...]
     normal: Normal = Normal()
+    storage: tuple[Storage, ...] = ()
     coverage: Coverage | None = None  # by replay, with the model only
     notes: tuple[str, ...] = ()
 

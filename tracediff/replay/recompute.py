@@ -52,6 +52,7 @@ class Recomputed:
     segment: tuple[str, ...]
     samples: tuple[Tensor, ...] = ()
     inputs: tuple[Tensor, ...] = ()  # of the op where they are recorded
+    weights_nmse: float | None = None  # of weights that the engine requantised, against the file's
 
     @property
     def not_finite(self) -> bool:
@@ -105,8 +106,10 @@ class Recomputation:
         y = evaluate(op, exact_inputs, self._weights, arithmetic, energy)
         own = noise(op, exact_inputs, y, self._weights, energy, arithmetic, storage)
         segment = _segment(inputs, op)
+        error, signal = energy.requantised
+        requantised = error / signal if signal else None
         if not any(value.samples for value in inputs):
-            return Recomputed(y, own, own, segment, inputs=tuple(exact_inputs))
+            return Recomputed(y, own, own, segment, (), tuple(exact_inputs), requantised)
         samples = []
         for i in range(self._n_samples):
             sampled = [value.sample(i) for value in inputs]
@@ -115,7 +118,7 @@ class Recomputation:
         spread = torch.stack([(sample - y).square() for sample in samples]).mean(0)
         sigma = torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread))
         held = () if any(value.segment for value in inputs) else tuple(exact_inputs)
-        return Recomputed(y, own, replace(own, sigma=sigma), segment, tuple(samples), held)
+        return Recomputed(y, own, replace(own, sigma=sigma), segment, tuple(samples), held, requantised)
 
     def _rounded(self, inputs: list[Value]) -> Rounded:
         """Rounds samples of the inputs, with the noise of some values of each row that are rounded the other way.

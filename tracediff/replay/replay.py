@@ -227,9 +227,17 @@ class Replay:
             flips=whole.flips,
             sharpness=min(math.sqrt(floor), whole.sharpness),
             weight_type=self.weights.type_of(op.weights[0]) if op.kind == "linear" else None,
+            stored=self._stored(storage or "f64", made.exact),
+            weights_nmse=made.weights_nmse,
             one_token=len(self.trace.steps[record.step].tokens) == 1,
         )
         return _Look(local, noise, _ratio(whole.shaped, whole.signal))
+
+    def _stored(self, storage: str, exact: Tensor) -> str | None:
+        """The type that the engine holds these values in, where that is shorter than float32 and changes them."""
+        if storage not in ("f16", "bf16") or self._recorded.on_the_way[storage]:
+            return None
+        return None if torch.equal(rounding_named(storage)(exact), exact) else storage
 
     def _residual(self, record: OpRecord, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme) -> Residual:
         hidden = self._recorded.hidden(record.step, record.rows) if op.kind == "scores" else None

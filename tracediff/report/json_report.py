@@ -19,6 +19,7 @@ def render(result: Result) -> str:
         "weights": result.weights,
         "logits": {str(logits.step): logits for logits in result.logits},
         "normal": result.normal,
+        "storage": result.storage,
         "coverage": result.coverage,
         "reference": result.reference,
         "candidate": result.candidate,

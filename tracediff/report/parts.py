@@ -17,7 +17,7 @@ from tracediff.result import Verdict
 STYLES = MappingProxyType(
     {"ok": "green", "faulty": "bold red", "inherited": "yellow", "drift": "red", "unmatched": "magenta"}
 )
-ALARM = "bold red"
+ALARM, WARNING = "bold red", "yellow"
 _GLUE = "\ue000"  # a space at which no line breaks: rich takes U+00A0 for a space like any other
 _SHORT = re.compile(r"\([^()]{1,24}\)")
 

@@ -26,6 +26,7 @@ class Energy:
     value: Tensor | None = None
     product: Tensor | None = None  # of a linear op with a bias: before the bias
     turned: Tensor | None = None  # of the second operand: the change if values on a boundary went the other way
+    requantised: tuple[float, float] = (0.0, 0.0)  # squared error of weights that the engine requantised, and signal
     last_place: Tensor | None = None  # of sums in half precision, followed: the largest unit of a running sum
 
 

@@ -36,7 +36,10 @@ def _by_rows(call: Call) -> Tensor:
     for rows in weights.slices(op.weights[0]):
         cut = slice(at, at + len(rows))
         turning = turns(rows, arithmetic.stored) if energy and hold.in_blocks else None
-        rows = hold(rows)
+        file, rows = rows, hold(rows)
+        if energy and hold.in_blocks:
+            error, signal = energy.requantised
+            energy.requantised = error + float((rows - file).square().sum()), signal + float(file.square().sum())
         part = call.function(x, rows.to(dtype), None if bias is None else bias[cut], **op.attrs)
         parts.append(part.to(weights.dtype))
         if squares is not None:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from tracediff.report.parts import count, hanging, heading, listed, local_name, number
-from tracediff.result import Local, OpResult, Result
+from tracediff.report.parts import WARNING, count, hanging, heading, listed, local_name, number
+from tracediff.result import Local, OpResult, Result, Storage
 
 _Fits = list[tuple[OpResult, Local]]
+_FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _Places = dict[str, list[OpResult]]  # by arithmetic
 
 
@@ -23,6 +24,7 @@ def arithmetic(result: Result) -> Iterator[RenderableType]:
     if said:
         yield heading("Arithmetic that fits")
         yield from (hanging(f"  {name}:", Text(text)) for name, text in said)
+        yield from (hanging(f"  {one.side}:", Text(_held(one), WARNING * bool(one.warns))) for one in result.storage)
 
 
 def _said(fits: _Fits) -> Iterator[str]:
@@ -35,6 +37,10 @@ def _said(fits: _Fits) -> Iterator[str]:
         yield "; ".join(
             f"{kind} {' / '.join(f'{a} ({n})' for a, n in found.items())}" for kind, found in by_kind.items()
         )
+    requantised = [local.weights_nmse for _, local in passing if local.weights_nmse is not None]
+    if requantised:
+        least, most = number(min(requantised)), number(max(requantised))
+        yield f"weights that it requantised differ from the file's by NMSE {least} to {most}"
     yield from _changes(passing)
     turned = [local.flips for _, local in passing if local.flips]
     if turned:
@@ -45,6 +51,31 @@ def _said(fits: _Fits) -> Iterator[str]:
         seen = f"; a scale error of {number(max(linear))} in a matmul shows" if linear else ""
         nearest = max(local.excess for _, local in passing)
         yield f"the nearest to its bound is {nearest:.2f} of it{seen}"
+
+
+_PARTS = {  # of the model, by the kind of op that makes them
+    "add": "the residual stream",
+    "rms_norm": "what norms give",
+    "embedding": "the embedding",
+    "softmax": "probabilities",
+    "rope": "Q and K",
+}
+
+
+def _held(one: Storage) -> str:
+    """What a side holds in a shorter type, and how the other side does it."""
+    parts = dict.fromkeys(_PARTS.get(kind, "") for kind in one.kinds)
+    what = listed([part or "others" for part in parts])
+    ops = f"{listed([*one.ops])}: {count(one.records, 'record')}"
+    verb = "are" if len(parts) > 1 else "is"
+    said = f"{'every value is' if one.everything else f'{what} ({ops}) {verb}'} held in {_FLOATS[one.type]}"
+    if not one.warns:
+        return said
+    other = "reference" if one.side == "candidate" else "candidate"
+    return (
+        f"{said}, in the {other} in {_FLOATS[one.other or 'f32']}: no fault, but the two drift apart by it "
+        f"(NMSE {number(one.nmse)} at the end)"
+    )
 
 
 def _changes(fits: _Fits) -> Iterator[str]:
