@@ -5,6 +5,7 @@ The noise that honest arithmetic makes on the way is carried along in samples, v
 """
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -79,7 +80,7 @@ class Recomputation:
         self._n_samples = n_samples
         self.has_noise = n_samples > 0
         self._values: dict[tuple[Place, str], Value] = {}
-        self._random = torch.Generator().manual_seed(0)
+        self._random = torch.Generator()
 
     def changed(self, ops: Sequence[Op], n_samples: int = _SAMPLES) -> "Recomputation":
         """The same trace with these ops in place of those of the same names. Without samples no noise is computed.
@@ -102,6 +103,7 @@ class Recomputation:
         if not self.has_noise:
             y = evaluate(op, exact_inputs, self._weights, arithmetic)
             return self._without_noise(y, inputs, op)
+        self._draw_for(step, op.name)
         energy = Energy()
         y = evaluate(op, exact_inputs, self._weights, arithmetic, energy)
         own = noise(op, exact_inputs, y, self._weights, energy, arithmetic, storage)
@@ -198,6 +200,7 @@ class Recomputation:
         lost = self._recorded.lost(place, value) if self.has_noise else None
         if lost is None:
             return Value(value)
+        self._draw_for(*place[:2])
         half = rounding_named(lost).step(value) / 2
         return Value(value, tuple(value + half * self._flat(value) for _ in range(self._n_samples)))
 
@@ -226,6 +229,10 @@ class Recomputation:
 
     def _perturbed(self, x: Tensor, noise: Noise) -> Tensor:
         return x + self._gauss(x) * noise.sigma + self._flat(x) * noise.hard
+
+    def _draw_for(self, step: int, name: str) -> None:
+        """The noise of a value is the same, whatever was computed before it."""
+        self._random.manual_seed(zlib.crc32(f"{step} {name}".encode()))
 
     def _flat(self, like: Tensor) -> Tensor:
         """From -1 to 1."""
