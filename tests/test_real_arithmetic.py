@@ -21,10 +21,12 @@ from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op
+from tracediff.model.hparams import Rope
 from tracediff.model.synthetic import Shape
 from tracediff.model.tensors import FileTensors
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import scheme_named
+from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.report.terminal import render
@@ -268,6 +270,23 @@ def words_of(result: Result) -> str:
     console = Console(width=100, file=io.StringIO(), highlight=False)
     console.print(render(result, 100))
     return " ".join(console.file.getvalue().split())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rope_tables_in_half_precision_are_an_arithmetic(dtype: torch.dtype, models: Models, tmp_path: Path) -> None:
+    def rotated(x: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:
+        angles = rope_angles(positions, None, rope)[:, None]
+        cos, sin = (f(torch.cat((angles, angles), -1)).to(dtype).float() for f in (torch.cos, torch.sin))
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat((-b, a), -1) * sin
+
+    model = models(SHAPE, "F32")
+    trace = traced(
+        model, tmp_path / "rope.trace", change=lambda op: replace(op, function=rotated) if op.kind == "rope" else op
+    )
+    result = check_trace(trace, model)
+    assert faulty(result) == []
+    assert said(result, "rope") == {f"rope tables in {str(dtype).removeprefix('torch.')}"}
 
 
 # ---- the cache

@@ -17,6 +17,7 @@ _ROLES = MappingProxyType(
         "weighted_values": ("probabilities", "V cache"),
         "rms_norm": ("", "norm weights"),
         "embedding": ("", "embedding"),
+        "rope": ("", "rope tables"),
     }
 )
 
@@ -133,6 +134,7 @@ class Scheme:
     scores: Arithmetic = EXACT
     values: Arithmetic = EXACT
     held: str = "f64"  # what the embedding and norm weights are held in
+    tables: str = "f64"  # and cosines and sines of rope
 
     def of(self, kind: str, weight_type: str = "F32") -> Arithmetic:
         """The arithmetic of an op of this kind; `weight_type` is its matrix's ggml type."""
@@ -145,6 +147,8 @@ class Scheme:
                 return self.values
             case "embedding":
                 return Arithmetic(stored=self.held)
+            case "rope":
+                return Arithmetic(stored=self.tables)
             case "rms_norm" if self.held in ("f16", "bf16"):  # nobody quantises these few
                 return Arithmetic(stored=self.held)
         return EXACT
@@ -161,6 +165,8 @@ def _matmuls() -> Iterator[Scheme]:
     yield Scheme("exact")
     for name in ("f16", "bf16"):
         yield _matmul("weights", name)
+    for name in ("f16", "bf16"):
+        yield Scheme(_phrase("rope tables", name), tables=name)
     for name in ("f16", "bf16", "tf32"):
         yield _matmul("activations and weights", name)
     for name in ("f16", "bf16", "q8_0", "q8_K", *_GROUPS):

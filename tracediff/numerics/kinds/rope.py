@@ -8,6 +8,9 @@ from torch import Tensor
 from tracediff.model.hparams import Rope
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Kind, Made, wide
+from tracediff.numerics.roundings import Rounding, rounding_named
+
+_AS_IT_IS = rounding_named("f64")
 
 
 def rope_angles(positions: Tensor, factors: Tensor | None, rope: Rope) -> Tensor:
@@ -34,10 +37,15 @@ def yarn_correction_range(rope: Rope) -> tuple[float, float]:
     return max(0, math.floor(pair_with(rope.beta_fast))), min(rope.n_rot - 1, math.ceil(pair_with(rope.beta_slow)))
 
 
-def rope(x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope) -> Tensor:
-    """Rotate pairs of channels of [T, heads, D] by their angles; channels from n_rot on pass through."""
+def rope(
+    x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope, tables: Rounding = _AS_IT_IS
+) -> Tensor:
+    """Rotate pairs of channels of [T, heads, D] by their angles; channels from n_rot on pass through.
+
+    `tables` is what an engine holds cosines and sines in.
+    """
     angles = rope_angles(positions, factors, rope)[:, None, :]
-    cos, sin = (f(angles).mul(rope.magnitude).to(wide(x).dtype) for f in (torch.cos, torch.sin))
+    cos, sin = (tables(f(angles).mul(rope.magnitude).to(wide(x).dtype)) for f in (torch.cos, torch.sin))
     x_ = wide(x)
     rotated, rest = x_[..., : rope.n_rot], x_[..., rope.n_rot :]
     a, b = pairs_of(rotated, rope)
@@ -57,7 +65,9 @@ def _together(a: Tensor, b: Tensor, rope: Rope) -> Tensor:
 def _computed(call: Call) -> Tensor:
     """A position times a frequency does not survive half precision: no engine stores factors in it."""
     factors = (call.weights.load(weight, torch.float64) for weight in call.op.weights)
-    return call.function(*call.inputs, *factors, **call.op.attrs)
+    tables = rounding_named(call.arithmetic.stored)
+    held = {"tables": tables} if call.function is rope else {}  # a mistaken one has tables of its own
+    return call.function(*call.inputs, *factors, **call.op.attrs, **held)
 
 
 def _noise(made: Made) -> Noise:
@@ -72,4 +82,4 @@ def _noise(made: Made) -> Noise:
     return Noise(unit * made.size, made.stored + turned)
 
 
-KINDS = (Kind("rope", rope, ("x", "positions"), compute=_computed, noise=_noise, keeps_part=True),)
+KINDS = (Kind("rope", rope, ("x", "positions"), compute=_computed, noise=_noise, scheme="rope", keeps_part=True),)

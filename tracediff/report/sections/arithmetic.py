@@ -10,6 +10,7 @@ from tracediff.report.parts import WARNING, count, hanging, heading, listed, loc
 from tracediff.result import Local, OpResult, Result, Storage
 
 _Fits = list[tuple[OpResult, Local]]
+_MATMULS = ("linear", "scores", "weighted_values")
 _FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _Places = dict[str, list[OpResult]]  # by arithmetic
 
@@ -31,7 +32,7 @@ def _said(fits: _Fits) -> Iterator[str]:
     passing = [(op, local) for op, local in fits if not local.faulty]
     by_kind: dict[str, Counter[str]] = {}
     for op, local in passing:
-        if op.kind in ("linear", "scores", "weighted_values") or len(local.segment) > 1:
+        if op.kind in _MATMULS or len(local.segment) > 1 or local.arithmetic != "exact":
             by_kind.setdefault(op.kind, Counter())[local.arithmetic] += 1
     if by_kind:
         yield "; ".join(
@@ -82,7 +83,7 @@ def _changes(fits: _Fits) -> Iterator[str]:
     """Ops of one kind and weight type, in steps of one sort, that are not all computed alike."""
     sorts: dict[tuple[str, str | None, bool], _Places] = {}
     for op, local in fits:
-        if len(local.segment) == 1 and op.kind in ("linear", "scores", "weighted_values"):
+        if len(local.segment) == 1 and op.kind in _MATMULS:
             places = sorts.setdefault((op.kind, local.weight_type, local.one_token), {})
             places.setdefault(local.arithmetic, []).append(op)
     for (kind, weight_type, one_token), places in sorts.items():
