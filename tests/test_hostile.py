@@ -86,3 +86,13 @@ def test_links_that_stay_together(trace: Path, tmp_path_factory: pytest.TempPath
     for path in (trace, data):
         (snapshot / path.name).symlink_to(path)
     assert Trace(snapshot / "a.trace").ops
+
+
+def test_an_op_that_bears_the_name_of_what_is_exported_beside_it(tmp_path: Path, refused: Refused) -> None:
+    """The later of two would have been lost, and a .safetensors file could not be read."""
+    with TraceWriter(tmp_path / "b.trace", "e") as writer:
+        writer.step(0, [1], [0])
+        writer.op(0, "tokens", np.ones((1, 4), np.float32), "f32")
+    for name in ("b.npz", "b.safetensors"):
+        message = refused("export", tmp_path / "b.trace", "-o", tmp_path / name)
+        assert "an op bears the name of 'step0/tokens', which is exported too. Rename the op." in message

@@ -610,6 +610,6 @@ def test_statistics_with_nothing_in_common_are_unmatched(tmp_path: Path, cli: Cl
 
 
 def test_storage_of_every_dtype_is_exported() -> None:
-    from tracediff.interchange.export import _TORCH
+    from tracediff.interchange.export import _SAFETENSORS
 
-    assert set(_TORCH) == {*STORAGE, "int64"}
+    assert set(_SAFETENSORS) == {*STORAGE, "int64"}

@@ -1,11 +1,15 @@
 """A trace as one .safetensors or .npz file: `step0/blk.0.attn_q`, `step0/tokens`, `weights/output_norm.weight`."""
 
+import json
+import math
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from tracediff.errors import InterchangeError
 from tracediff.files import check, replacing
@@ -14,9 +18,23 @@ from tracediff.trace.format import Values, to_float
 from tracediff.trace.reader import Trace
 from tracediff.trace.staging import files_of
 
-Tensor = tuple[str, np.ndarray, str]  # name, values as `trace.format.STORAGE` holds them, dtype
 _BY = "written by"  # in the metadata of a .safetensors file
-_TORCH = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "int64": "int64"}
+_SIZES = {"f64": 8, "int64": 8, "f32": 4, "f16": 2, "bf16": 2}  # in bytes
+_SAFETENSORS = {"f64": "F64", "int64": "I64", "f32": "F32", "f16": "F16", "bf16": "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """`load` reads the values, as `trace.format.STORAGE` holds them."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    load: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _SIZES[self.dtype]
 
 
 def export_trace(path: Path, out: Path, say: Say) -> None:
@@ -34,8 +52,12 @@ def export_trace(path: Path, out: Path, say: Say) -> None:
         say(f"{path} is cut off: {trace.cut}. What comes before is exported")
     if n < len(records):
         say(f"left out {len(records) - n} records of statistics only")
+    tensors = [*_tensors(trace)]
+    twice = [name for name, times in Counter(tensor.name for tensor in tensors).items() if times > 1]
+    if twice:
+        raise InterchangeError(f"{path}: an op bears the name of {twice[0]!r}, which is exported too. Rename the op.")
     with replacing(out, _is_export) as part:
-        write(trace, part, say)
+        write(tensors, trace.header.engine, part, say)
     say(f"exported {n} records and the tokens of {len(trace.steps)} step{'s' * (len(trace.steps) > 1)}")
 
 
@@ -44,43 +66,53 @@ def _is_export(head: bytes) -> bool:
     return f'"{_BY}":"tracediff"'.encode() in head or head[30:].startswith((b"weights/", b"step"))
 
 
-def _tensors(trace: Trace) -> Iterator[Tensor]:
-    """All that is exported; the data is mapped, where it lies in C order."""
+def _tensors(trace: Trace) -> Iterator[_Tensor]:
+    """All that is exported."""
     for name, weight in trace.weights.items():
         if weight.dtype:
-            yield f"weights/{name}", np.ascontiguousarray(trace.stored(weight)), weight.dtype
+            yield _Tensor(f"weights/{name}", weight.dtype, weight.shape, partial(trace.stored, weight))
     for number, step in trace.steps.items():
-        yield f"step{number}/tokens", np.array(step.tokens, np.int64), "int64"
-        yield f"step{number}/positions", np.array(step.positions, np.int64), "int64"
+        yield _integers(f"step{number}/tokens", step.tokens)
+        yield _integers(f"step{number}/positions", step.positions)
     for (number, op), record in trace.ops.items():
         if record.dtype:
-            yield f"step{number}/{op}", np.ascontiguousarray(trace.stored(record)), record.dtype
+            yield _Tensor(f"step{number}/{op}", record.dtype, record.shape, partial(trace.stored, record))
             if record.rows is not None:
-                yield f"step{number}/{op}{ROWS}", np.array(record.rows, np.int64), "int64"
+                yield _integers(f"step{number}/{op}{ROWS}", record.rows)
 
 
-def _safetensors(trace: Trace, out: Path, say: Say) -> None:
-    """Copied from the mapped data by the library, never loaded as a whole."""
-    tensors = list(_tensors(trace))  # alive while their addresses are used
-    specs = {
-        name: TensorSpec(dtype=_TORCH[dtype], shape=list(x.shape), data_ptr=x.ctypes.data, data_len=x.nbytes)
-        for name, x, dtype in tensors
-    }
-    try:
-        serialize_file(specs, str(out), {_BY: "tracediff", "engine": trace.header.engine})
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
+def _integers(name: str, values: Sequence[int]) -> _Tensor:
+    return _Tensor(name, "int64", (len(values),), partial(np.array, values, np.int64))
 
 
-def _npz(trace: Trace, out: Path, say: Say) -> None:
+def _safetensors(tensors: Iterable[_Tensor], engine: str, out: Path, say: Say) -> None:
+    """A tensor at a time: the library wants all of them in memory. Format: its README, "Format".
+
+    The widest types come first, so that each value is aligned.
+    """
+    tensors = sorted(tensors, key=lambda tensor: -_SIZES[tensor.dtype])
+    header: dict[str, object] = {"__metadata__": {_BY: "tracediff", "engine": engine}}
+    at = 0
+    for tensor in tensors:
+        place = [at, at + tensor.nbytes]
+        header[tensor.name] = {"dtype": _SAFETENSORS[tensor.dtype], "shape": tensor.shape, "data_offsets": place}
+        at = place[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with out.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            file.write(np.ascontiguousarray(tensor.load()).data)
+
+
+def _npz(tensors: Iterable[_Tensor], engine: str, out: Path, say: Say) -> None:
     """As numpy.savez writes it, an array at a time. numpy has no bfloat16: float32 holds it exactly."""
     widened = 0
     with zipfile.ZipFile(out, "w", allowZip64=True) as archive:
-        for name, stored, dtype in _tensors(trace):
-            if dtype == "bf16":
-                widened += 1
-                stored = to_float(stored, dtype)
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, stored, allow_pickle=False)
+        for tensor in tensors:
+            widened += tensor.dtype == "bf16"
+            values = to_float(np.ascontiguousarray(tensor.load()), tensor.dtype)
+            with archive.open(f"{tensor.name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, values, allow_pickle=False)
     if widened:
         say(f"{widened} bfloat16 records were written as float32, which numpy knows: the same values")
