@@ -58,7 +58,7 @@ class Child:
             self.stop()
             raise
         if code:
-            raise EngineError(self._how_it_died(code, error))
+            raise EngineError(*self._how_it_died(code, error))
         return self.tokens
 
     def stop(self) -> None:
@@ -66,15 +66,15 @@ class Child:
         self._child.kill()
         self._child.wait()
 
-    def _how_it_died(self, code: int, error: str | None) -> str:
+    def _how_it_died(self, code: int, error: str | None) -> list[str]:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        said = "\n".join(f"  | {line}" for line in lines[-_LAST_LINES:])
+        said = [f"  | {line}" for line in lines[-_LAST_LINES:]]
         if error:
-            return error + (f"\nIts last lines:\n{said}" if "llama.cpp" in error and said else "")
+            return [*error.splitlines(), *(["Its last lines:", *said] if "llama.cpp" in error and said else [])]
         how = f"with exit code {code}"
         if code < 0:
             how = f"by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += " (out of memory?)"
-        return f"llama.cpp's process ended {how}. Its last lines:\n{said}"
+        return [f"llama.cpp's process ended {how}. Its last lines:", *said]

@@ -1,8 +1,19 @@
 """The error tree. Every message says what is wrong, where, and what to do next; only the CLI catches."""
 
+from tracediff.printable import printable
+
 
 class TracediffError(Exception):
-    """Something could not be decided: exit code 2."""
+    """Something could not be decided: exit code 2.
+
+    The message is made printable, for names and paths are others'; one of several lines is given line by line.
+    """
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*map(printable, lines))
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 class ModelError(TracediffError):

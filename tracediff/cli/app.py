@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from tracediff import __version__
 from tracediff.cli.output import INTERRUPTED, UNDECIDED
 from tracediff.errors import TracediffError
+from tracediff.printable import printable
 
 _DEBUG = "--debug"
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, whether typer imports click or brings its own
@@ -28,7 +29,10 @@ class _Commands(TyperGroup):
         try:
             code = super().invoke(ctx)
             sys.stdout.flush()
-        except (typer.Exit, _UsageError):
+        except typer.Exit:
+            raise
+        except _UsageError as error:
+            error.message = printable(error.message)
             raise
         except KeyboardInterrupt as error:
             _complain("interrupted.", error)
@@ -36,17 +40,18 @@ class _Commands(TyperGroup):
         except TracediffError as error:
             code = _complain(str(error), error)
         except UnicodeError as error:
-            code = _complain(f"{error}. Paths and prompts must be UTF-8.")
+            code = _complain(printable(f"{error}. Paths and prompts must be UTF-8."))
         except BrokenPipeError:  # the reader of our output went away: `tracediff ... | head`
             code = UNDECIDED
             _drop_output()
         except (OSError, MemoryError) as error:
-            code = _complain(f"{type(error).__name__}: {error}. Check the path, the permissions and the space left.")
+            said = printable(f"{type(error).__name__}: {error}")
+            code = _complain(f"{said}. Check the path, the permissions and the space left.")
             _drop_output()
         except Exception as error:
             if ctx.obj[_DEBUG]:
                 traceback.print_exc()
-            code = _complain(_bug(error))
+            code = _complain(printable(_bug(error)))
         raise typer.Exit(code)
 
 
@@ -71,7 +76,8 @@ def main() -> None:
 
 def _complain(message: str, error: BaseException | None = None) -> int:
     """Say it, and what was noted of the error on its way here: what was kept, and where."""
-    print(f"tracediff: {message}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)  # noqa: T201
+    notes = map(printable, getattr(error, "__notes__", ()))
+    print(f"tracediff: {message}", *notes, sep="\n", file=sys.stderr)  # noqa: T201
     return UNDECIDED
 
 

@@ -1,6 +1,7 @@
 """The terminal that reports are printed on. Apart from the command line, whose help needs none of rich."""
 
 import os
+import shutil
 import sys
 
 from rich.console import Console as RichConsole
@@ -14,11 +15,18 @@ class Console(RichConsole):
         raise  # the BrokenPipeError that is being handled
 
 
+_NARROWEST, _PIPE = 40, 100  # columns
+
+
 def has_width() -> bool:
     """Whether standard output is so many columns wide, by its terminal or by COLUMNS: a pipe is not."""
-    return sys.stdout.isatty() or "COLUMNS" in os.environ
+    return sys.stdout.isatty() or os.environ.get("COLUMNS", "0").strip("0").isdecimal()
 
 
 def standard_output() -> Console:
-    """In a pipe plain text, 100 columns wide unless COLUMNS says otherwise."""
-    return Console(width=None if has_width() else 100, highlight=False, markup=False, soft_wrap=False)
+    """In a pipe plain text, 100 columns wide unless COLUMNS says otherwise.
+
+    Never narrower than words are: some terminals and scripts say 0, of which rich makes an empty report.
+    """
+    width = shutil.get_terminal_size((_PIPE, 0)).columns
+    return Console(width=max(width, _NARROWEST), highlight=False, markup=False, soft_wrap=False)

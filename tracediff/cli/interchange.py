@@ -1,11 +1,11 @@
 """The commands `import` and `export`."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tracediff.cli.output import MATCH, say
 from tracediff.interchange import Format
 
 
@@ -37,7 +37,8 @@ def import_(
     options = Options(name_map, ids, engine, skip_unknown)
     said: list[str] = []  # shown where it went well: else there is one message, the error's
     import_trace(form, path, out, options, graph=graph, model=model, say=said.append)
-    return _show(*said, f"wrote {out}")
+    said.append(f"wrote {out}")
+    return _show(said)
 
 
 def export(
@@ -49,9 +50,11 @@ def export(
 
     said: list[str] = []
     export_trace(trace, out, said.append)
-    return _show(*said, f"wrote {out}")
+    said.append(f"wrote {out}")
+    return _show(said)
 
 
-def _show(*lines: str) -> int:
-    print(*lines, sep="\n", file=sys.stderr)  # noqa: T201
-    return 0
+def _show(lines: list[str]) -> int:
+    for line in lines:
+        say(line)
+    return MATCH

@@ -54,7 +54,7 @@ def _compare_three(
         result = compare_three(traces, model=model, policy=policy, progress=progress)
     if model and not any(any(op.local) for op in result.ops):
         raise TracediffError("nothing in the three traces can be replayed. Record data, or compare without --model.")
-    return show(lambda width: render(result, width), lambda: render_json(result), result.verdict, json)
+    return show(result, render, render_json, json)
 
 
 def check(

@@ -9,6 +9,7 @@ import typer
 from tracediff.cli.options import Json, Model
 from tracediff.cli.output import DIVERGED, MATCH, check_json, print_listing, progress_bars, show, write_json
 from tracediff.errors import TracediffError
+from tracediff.printable import escape_json, printable
 
 
 def validate(
@@ -23,7 +24,7 @@ def validate(
     check_json(json, trace, model)
     found = find(trace, model)
     if str(json) != "-":
-        sys.stdout.write(render(found))
+        sys.stdout.write(render(printable(found)))
     if json:
         write_json(json, render_json(found))
     return DIVERGED if found.violations else MATCH
@@ -47,7 +48,7 @@ def weights(
             result = audit_checkpoint(model, hf, lambda f: progress("weights", f))
         else:
             raise TracediffError("give either --trace TRACE or --hf FOLDER to audit the weights against.")
-    return show(lambda width: render(result, width), lambda: render_json(result), result.verdict, json)
+    return show(result, render, render_json, json)
 
 
 def inspect(
@@ -73,9 +74,8 @@ def inspect(
         if skeleton:
             from tracediff.inspect.skeleton import comments, trace
 
-            sys.stdout.writelines(
-                f"{line}\n" for line in (trace(graph, what.name, tokens) if tokens else comments(graph))
-            )
+            lines = map(escape_json, trace(graph, what.name, tokens)) if tokens else map(printable, comments(graph))
+            sys.stdout.writelines(f"{line}\n" for line in lines)
         else:
             print_listing(of_model(graph))
     else:

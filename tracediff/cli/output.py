@@ -5,16 +5,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tracediff.files import check, write_text
+from tracediff.printable import escape_json, printable
 from tracediff.trace.staging import files_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tracediff.result import Listing, Result, Verdict
+    from tracediff.result import AuditResult, Listing, Result, ThreeWay
 
+R = TypeVar("R", "Result", "ThreeWay", "AuditResult")
 MATCH, DIVERGED, UNDECIDED, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -43,7 +45,7 @@ def print_listing(listing: "Listing") -> None:
     from tracediff.cli.console import has_width, standard_output
     from tracediff.report.listing import narrowest, render
 
-    console = standard_output()
+    console, listing = standard_output(), printable(listing)
     limit = console.width if has_width() else None
     console.print(render(listing, limit), width=max(console.width, 0 if limit else narrowest(listing)))
 
@@ -53,21 +55,21 @@ def report(result: "Result", json: Path | None) -> int:
     from tracediff.report.json_report import render as render_json
     from tracediff.report.terminal import render
 
-    return show(lambda width: render(result, width), lambda: render_json(result), result.verdict, json)
+    return show(result, render, render_json, json)
 
 
 def show(
-    render: Callable[[int], "RenderableType"], render_json: Callable[[], str], verdict: "Verdict", json: Path | None
+    result: R, render: "Callable[[R, int], RenderableType]", render_json: Callable[[R], str], json: Path | None
 ) -> int:
     """Print the report, write the JSON where it is asked for, and say how it ended."""
     if str(json) != "-":
         from tracediff.cli.console import standard_output
 
         console = standard_output()
-        console.print(render(console.width))
+        console.print(render(printable(result), console.width))
     if json:
-        write_json(json, render_json())
-    return DIVERGED if verdict == "diverged" else MATCH
+        write_json(json, render_json(result))
+    return DIVERGED if result.verdict == "diverged" else MATCH
 
 
 def check_json(json: Path | None, *inputs: Path | None) -> None:
@@ -78,6 +80,7 @@ def check_json(json: Path | None, *inputs: Path | None) -> None:
 
 def write_json(path: Path, text: str) -> None:
     """JSON is UTF-8, whatever the locale says."""
+    text = escape_json(text)
     if str(path) != "-":
         write_text(path, text, _is_json)
         return
@@ -92,4 +95,4 @@ def _is_json(head: bytes) -> bool:
 
 def say(message: str) -> None:
     """A line beside the output proper."""
-    print(message, file=sys.stderr)  # noqa: T201
+    print(printable(message), file=sys.stderr)  # noqa: T201

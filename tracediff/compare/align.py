@@ -52,7 +52,7 @@ def same_input(reference: Trace, candidate: Trace, vocabulary: Callable[[], Voca
         a_step, b_step = reference.steps[number], candidate.steps[number]
         if a_step.tokens != b_step.tokens:
             names = (str(reference.path), str(candidate.path))
-            raise MismatchError(describe_difference(number, a_step.tokens, b_step.tokens, names, vocabulary()))
+            raise MismatchError(*describe_difference(number, a_step.tokens, b_step.tokens, names, vocabulary()))
 
 
 def _file_name(model: str | None) -> str | None:

@@ -14,18 +14,15 @@ _CHOSEN = (
 )
 
 
-def describe_difference(step: int, a: _Ids, b: _Ids, names: tuple[str, str], vocabulary: Vocabulary) -> str:
-    """The ids `a` of the reference and `b` of the candidate in one step, and why they may differ."""
+def describe_difference(step: int, a: _Ids, b: _Ids, names: tuple[str, str], vocabulary: Vocabulary) -> Iterator[str]:
+    """Lines on the ids `a` of the reference and `b` of the candidate in one step, and why they may differ."""
     at = _first(a, b)
-    sides = "".join(
-        f"  {name}: {len(ids)} tokens, {_excerpt(ids, at, vocabulary)}\n"
-        for name, ids in zip(names, (a, b), strict=True)
-    )
+    yield f"the token ids differ in step {step}, first at index {at}: all later values differ for that reason."
+    for name, ids in zip(names, (a, b), strict=True):
+        yield f"  {name}: {len(ids)} tokens, {_excerpt(ids, at, vocabulary)}"
     why = next((said for explain in EXPLANATIONS for said in explain(a, b, vocabulary)), None)
-    return (
-        f"the token ids differ in step {step}, first at index {at}: all later values differ for that reason.\n"
-        f"{sides}{f'{why} ' if why else ''}Feed the candidate the reference's ids."
-        + (f" {_CHOSEN.format(step - 1, names[1])}" if step else "")
+    yield f"{f'{why} ' if why else ''}Feed the candidate the reference's ids." + (
+        f" {_CHOSEN.format(step - 1, names[1])}" if step else ""
     )
 
 
