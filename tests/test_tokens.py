@@ -45,7 +45,7 @@ def ids(text: str, vocabulary: Vocabulary) -> tuple[int, ...]:
 
 
 def why(a: tuple[int, ...], b: tuple[int, ...], vocabulary: Vocabulary) -> str:
-    *_, said = describe_difference(0, a, b, ("r", "c"), vocabulary).splitlines()
+    *_, said = describe_difference(0, a, b, ("r", "c"), vocabulary)
     return said.removesuffix("Feed the candidate the reference's ids.").rstrip()
 
 
