@@ -164,11 +164,7 @@ def _decode(
 def _check_seen(observer: Observer, request: Request) -> None:
     """Every op must have come, but flash attention hides scores and probabilities."""
     hidden = ("attn_scores", "attn_probs") if request.options.flash_attn else ()
-    missing = [
-        node.role
-        for node in request.nodes
-        if node.axes is not None and node.role not in observer.seen and not node.role.endswith(hidden or ("\0",))
-    ]
+    missing = [role for role in observer.axes if role not in observer.seen and not role.endswith(hidden or ("\0",))]
     if missing:
         raise EngineError(
             f"llama.cpp's graph does not show {len(missing)} ops, the first {missing[0]!r}: this version builds it "

@@ -37,8 +37,8 @@ Tensor._fields_ = [
     ("extra", ctypes.c_void_p),
 ]
 
-F32, F16 = 0, 1
-_DTYPES: dict[int, np.dtype[Any]] = {F32: np.dtype("<f4"), F16: np.dtype("<f2")}
+F32, F16, I32 = 0, 1, 26
+_DTYPES: dict[int, np.dtype[Any]] = {F32: np.dtype("<f4"), F16: np.dtype("<f2"), I32: np.dtype("<i4")}
 
 
 class _InitParams(ctypes.Structure):

@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from tracediff.names import Capture
+from tracediff_reference.description import Read, Size
 
 
 class Node(Struct, frozen=True):
@@ -15,6 +16,28 @@ class Node(Struct, frozen=True):
     sources: tuple[str, ...]
     role: str
     axes: tuple[int | str, ...] | None = None
+
+
+class Shown(Struct, frozen=True):
+    """A node that holds the value of the op `role`: the nth of this op and name in a graph.
+
+    `axes` are the op's, `part` is where its value lies in that of the node, where it is not all of it.
+    """
+
+    op: str
+    name: str
+    nth: int
+    role: str
+    axes: tuple[Size, ...]
+    part: Read | None = None
+
+
+class First(Struct, frozen=True):
+    """The first node of a graph that computes, and its axis of tokens, counted as ggml does."""
+
+    op: str
+    name: str
+    axis: int
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -39,13 +62,18 @@ class DescribeRequest(Struct, frozen=True, kw_only=True, tag="describe"):
 
 
 class Request(Struct, frozen=True, kw_only=True, tag="trace"):
-    """One trace to make; without `out` the prompt is only tokenised. One of `prompt` and `tokens` is given."""
+    """One trace to make; without `out` the prompt is only tokenised. One of `prompt` and `tokens` is given.
+
+    Nodes are recognised by `nodes`, or by `shown` and `first`.
+    """
 
     model: str
     arch: str
     out: str | None
     capture: Capture
-    nodes: tuple[Node, ...]
+    nodes: tuple[Node, ...] = ()
+    shown: tuple[Shown, ...] = ()
+    first: First | None = None
     norm_weights: tuple[str, ...]
     n_vocab: int
     n_ctx_train: int

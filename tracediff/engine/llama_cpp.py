@@ -1,14 +1,22 @@
 """The llama.cpp engine, from outside: what to look for in ggml's graph, and the child process that looks."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from tracediff.model.families import has_family
+from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Extent, Graph, Op
 from tracediff.model.hparams import check_tokens
+from tracediff.model.lift.described import describe
+from tracediff.model.lift.layout import TOKENS, read, size
+from tracediff.model.lift.lift import Lifted, lift
 from tracediff.names import Capture
 from tracediff_reference.child import Child
-from tracediff_reference.protocol import Node, Options, Request
+from tracediff_reference.description import Description
+from tracediff_reference.protocol import First, Node, Options, Request, Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,36 @@ def _nodes_of(op: Op, graph: Graph) -> Iterator[Node]:
             yield Node("SWIGLU", op.inputs, op.name, axes)
 
 
+def shown(lifted: Lifted, description: Description) -> list[Shown]:
+    """The nodes that hold the values of a lifted graph's ops, counted among those of the same op and name."""
+    nth: list[int] = []
+    count: Counter[tuple[str, str]] = Counter()
+    for node in description.nodes:
+        nth.append(count[node.op, node.name])
+        count[node.op, node.name] += 1
+    found = []
+    for name, place in lifted.shown.items():
+        node = description.nodes[place.node]
+        if node.op != "NONE":
+            axes = tuple(size(axis) for axis in lifted.graph[name].axes)
+            part = read(place.node, place.view) if place.view else None
+            found.append(Shown(node.op, node.name, nth[place.node], name, axes, part))
+    return found
+
+
+def _to_recognise(model: Path, graph: Graph, options: Options) -> dict[str, Any]:
+    """What the child is to look for: what leads to a family's ops, or a lifted graph's nodes by name."""
+    file = GGUFFile(model)
+    if has_family(file):
+        return {"nodes": tuple(nodes(graph))}
+    description = describe(file, options)
+    first = next(node for node in description.nodes if node.op != "NONE")
+    axis = first.shape[::-1].index(TOKENS)
+    return {
+        "shown": tuple(shown(lift(description, file), description)), "first": First(first.op, first.name, axis)
+    }  # fmt: skip
+
+
 class LlamaCpp(Child):
     """A running child that writes one trace.
 
@@ -74,11 +112,13 @@ class LlamaCpp(Child):
     ) -> None:
         h = graph.hparams
         check_tokens(prompt.tokens or (), h.n_vocab)
+        options = options or Options()
+        recognised = _to_recognise(model, graph, options) if out else {}
         request = Request(
-            model=str(model), arch=h.arch, out=str(out) if out else None, capture=capture, nodes=tuple(nodes(graph)),
+            model=str(model), arch=h.arch, out=str(out) if out else None, capture=capture,
             norm_weights=tuple(weight.name for weight in graph.norm_weights()),
             n_vocab=h.n_vocab, n_ctx_train=h.n_ctx, prompt=prompt.text, tokens=prompt.tokens,
-            n_decode=n_decode, options=options or Options(), weights=graph.matmul_type,
+            n_decode=n_decode, options=options, weights=graph.matmul_type, **recognised,
         )  # fmt: skip
         super().__init__(request)
 

@@ -69,6 +69,12 @@ FAMILIES: dict[str, tuple[Position, Pairing]] = {
 }
 
 
+def has_family(file: GGUFFile) -> bool:
+    """Whether a hand-written family describes the model; none describes a mixture of experts."""
+    arch = file.metadata.get("general.architecture")
+    return arch in FAMILIES and not file.metadata.get(f"{arch}.expert_count")
+
+
 def build_graph(file: GGUFFile) -> Graph:
     """The op graph of a GGUF file: its family's, or lifted from llama.cpp's own where there is none.
 
@@ -77,7 +83,7 @@ def build_graph(file: GGUFFile) -> Graph:
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ModelError(f"{file.path}: 'general.architecture' is {arch!r}, not a name. Convert the model again.")
-    if arch not in FAMILIES or file.metadata.get(f"{arch}.expert_count"):
+    if not has_family(file):
         return lift(describe(file), file).graph
     position, pairing = FAMILIES[arch]
     builder = Builder(read_hparams(file, pairing), file)

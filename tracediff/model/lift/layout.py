@@ -8,6 +8,8 @@ from tracediff.errors import ModelError
 from tracediff.model.graph import Axis, Extent, View, sizes
 from tracediff_reference.description import Node, Read, Size
 
+TOKENS: Size = (0, 1, 0, 0, 0)
+POSITIONS: Size = (0, 0, 1, 0, 0)
 _STEPS = ((5, 256), (7, 512), (13, 768))  # tokens and positions that layouts are compared at
 
 
@@ -17,7 +19,19 @@ def axis(size: Size) -> Axis:
         raise ModelError("a size of llama.cpp's graph follows neither the tokens nor the positions.")
     if isinstance(size, int):
         return size
-    return {(0, 1, 0, 0, 0): "T", (0, 0, 1, 0, 0): "S"}.get(size) or Extent(*size)
+    return {TOKENS: "T", POSITIONS: "S"}.get(size) or Extent(*size)
+
+
+def size(axis: Axis) -> Size:
+    """An axis of the graph as a described size."""
+    if isinstance(axis, Extent):
+        return (axis.constant, axis.t, axis.s, axis.ts, axis.tt)
+    return {"T": TOKENS, "S": POSITIONS}[axis] if isinstance(axis, str) else axis
+
+
+def read(of: int, view: View) -> Read:
+    """A view as a described reading of node `of`."""
+    return Read(of, tuple(map(size, view.shape)), tuple(map(size, view.strides)), size(view.offset))
 
 
 def axes(shape: tuple[Size, ...]) -> tuple[Axis, ...]:

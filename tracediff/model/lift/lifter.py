@@ -15,8 +15,6 @@ from tracediff.model.lift import layout, naming, patterns
 from tracediff.names import layer_of
 from tracediff_reference.description import Description, Node, Read
 
-_TOKENS_AXIS = (0, 1, 0, 0, 0)
-_KEYS_AXIS = (0, 0, 1, 0, 0)
 _SOURCES = MappingProxyType({"inp_tokens": "tokens", "inp_pos": "positions"})
 _GATED = ("SWIGLU", "GEGLU", "REGLU", "GEGLU_ERF", "GEGLU_QUICK", "SWIGLU_OAI", "SWIGLU_CLAMP")
 _SEQUENCES = "rs_s_copy"  # which sequence a state is of: there is one
@@ -113,11 +111,11 @@ class Lifter:
         """What llama.cpp sets at each step: a source of ours, or a value that it makes of the step by itself."""
         if node.name in _SOURCES:
             return _SOURCES[node.name]
-        if node.type == "i32" and node.shape == (_TOKENS_AXIS,):  # a second use of the tokens, without a name
+        if node.type == "i32" and node.shape == (layout.TOKENS,):  # a second use of the tokens, without a name
             return "tokens"
         if i not in self._value:
             if node.name.endswith("kq_mask"):
-                keys = Input("positions", node.shape[-1] == _KEYS_AXIS)
+                keys = Input("positions", node.shape[-1] == layout.POSITIONS)
                 self._add(i, "attn_mask", "mask", [Input("positions"), keys], attrs=self._visible(node))
             else:
                 self._add(i, naming.of_value(node.name) or "input", "input", ())
@@ -258,9 +256,9 @@ class Lifter:
         a, b = _operands(node)[:2]
         if self._is_weight(a):
             self._linear(i, node, a, b)
-        elif self._is_cache(a) and a.of in self._cached and a.shape[-1:] == (_KEYS_AXIS,):
+        elif self._is_cache(a) and a.of in self._cached and a.shape[-1:] == (layout.POSITIONS,):
             self._weighted_values(i, node, a, b)
-        elif self._is_cache(a) and a.of in self._cached and a.shape[-2:-1] == (_KEYS_AXIS,):
+        elif self._is_cache(a) and a.of in self._cached and a.shape[-2:-1] == (layout.POSITIONS,):
             self._scores(i, node, a, b)
         else:
             self._plain(i, node)
@@ -278,7 +276,7 @@ class Lifter:
         if stem in ("output", "token_embd"):
             name = "output_unscaled" if self._users[end] else "output"
         inputs = [self._input(read) for read in node.reads[1:] if read]
-        flat = len(x.shape) == 2 and x.shape[0] == _TOKENS_AXIS and len(self._nodes[weight.of].shape) <= 2
+        flat = len(x.shape) == 2 and x.shape[0] == layout.TOKENS and len(self._nodes[weight.of].shape) <= 2
         kind = "linear_id" if experts else "linear" if flat else "mul_mat"
         if kind != "mul_mat" and (self._is_leaf(x.of) or layout.is_whole(x, self._nodes[x.of])):
             inputs[0] = Input(inputs[0].name, inputs[0].past)  # it makes rows of any shape
@@ -300,7 +298,7 @@ class Lifter:
         """The shape of a token's row in a cache as attention reads it: [T, heads, head_dim]."""
         for user, read in self._users[cache]:
             if self._nodes[user].op != "SET_ROWS" and layout.covers(read, self._nodes[cache]):
-                rest = [size for size in read.shape if size != _KEYS_AXIS]
+                rest = [size for size in read.shape if size != layout.POSITIONS]
                 return ("T", *layout.axes((*(1,) * (2 - len(rest)), *rest)))
         return None
 
@@ -371,7 +369,7 @@ class Lifter:
         attrs = {"scale": patterns.number(node, 0), **self._visible(self._nodes[mask.of])}
         if patterns.number(node, 1):
             attrs["max_bias"] = patterns.number(node, 1)
-        cached = mask.shape[-1] == _KEYS_AXIS
+        cached = mask.shape[-1] == layout.POSITIONS
         inputs = [self._input(scores), Input("positions"), Input("positions", cached)]
         name = self._name(node, "softmax", inputs)
         self._add(i, name, "softmax", inputs, sinks, attrs=attrs)
