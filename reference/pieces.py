@@ -119,7 +119,7 @@ class WholePieces:
         if x.size == math.prod(shape):
             return x.reshape(shape)
         x = x.reshape(x.shape[-len(shape) :])
-        given = [int(size) for size in x.shape]
+        given = list(map(int, x.shape))
         fixed = [i for i, axis in enumerate(self._axes) if axis != POSITIONS]
         if [given[i] for i in fixed] != [shape[i] for i in fixed]:
             raise EngineError(f"{self._op} has the shape {given} in llama.cpp, not the expected {list(shape)}.")

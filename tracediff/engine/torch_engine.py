@@ -12,6 +12,7 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import EXACT, Scheme
 from tracediff.numerics.evaluate import arithmetic_of, evaluate
 from tracediff.numerics.kinds.attention import causal
+from tracediff.numerics.views import seen, state
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,11 @@ class TorchEngine:
         self.logits = torch.empty(0)
         self._scheme = scheme
         self._progress = progress
-        self._cached = graph.cached()
+        self._states = graph.states()
+        self._cached = graph.cached() - self._states
         self._past: dict[str, list[Tensor]] = {name: [] for name in self._cached}
+        self._handed: dict[str, Tensor] = {}  # by the step before
+        self._n_positions = 0  # so far
         last_use = {name: op.name for op in graph for name in op.inputs}
         self._dead_after: dict[str, list[str]] = {}
         for name, op in last_use.items():
@@ -54,18 +58,24 @@ class TorchEngine:
         }
         for name in self._cached & set(SOURCES):
             self._past[name].append(values[name])
-        hidden = causal(values["positions"], torch.cat(self._past["positions"]))
+        hidden = causal(values["positions"], torch.cat(self._past["positions"])) if "positions" in self._past else None
+        self._n_positions += len(given.tokens)
+        handed: dict[str, Tensor] = {}
         result = torch.empty(0)
         for done, op in enumerate(self.graph, start=1):
             arithmetic = arithmetic_of(op, self._scheme, self.weights) if self._scheme else EXACT
-            result = evaluate(op, [*self._inputs(op, values)], self.weights, arithmetic)
+            inputs = self._inputs(op, values, len(given.tokens))
+            result = evaluate(op, [*inputs], self.weights, arithmetic)
             recorder.op(step, op.name, result, hidden if op.kind == "scores" else None)
             values[op.name] = result
             if op.name in self._cached:
                 self._past[op.name].append(result)
+            if op.name in self._states:
+                handed[op.name] = result
             for name in self._dead_after.get(op.name, ()):
                 values.pop(name, None)
             self._progress(done / len(self.graph.ops))
+        self._handed = handed
         self.logits = result
         return result
 
@@ -75,6 +85,11 @@ class TorchEngine:
         for weight in by_name.values():
             recorder.weight(weight.name, self.weights.load(weight))
 
-    def _inputs(self, op: Op, values: dict[str, Tensor]) -> Iterator[Tensor]:
-        for name, reads_past in op.reads:
-            yield torch.cat(self._past[name]) if reads_past else values[name]
+    def _inputs(self, op: Op, values: dict[str, Tensor], n_tokens: int) -> Iterator[Tensor]:
+        if op.kind == "state":
+            parts = [self._handed[name] for name in op.inputs if name in self._handed]
+            yield state(op, parts, self.weights.device, self.weights.dtype)
+            return
+        for (name, reads_past), view in zip(op.reads, op.seen, strict=True):
+            whole = torch.cat(self._past[name]) if reads_past else values[name]
+            yield seen(view, n_tokens, self._n_positions, whole) if view else whole

@@ -82,8 +82,7 @@ class Op:
     """One step of the forward pass.
 
     `inputs` are names of ops or SOURCES; those also in `past` are read over all steps so far (the KV cache). An input
-    that has one of `views` is seen through it. What a state hands on is the value of its input in the step before,
-    zeros in the first.
+    that has one of `views` is seen through it. A state has what its inputs were in the step before, zeros in the first.
     `function` replaces the mathematics of `kind`, and `stored` is a type that the output is rounded to: that is how a
     graph expresses somebody's mistake.
     """
@@ -98,6 +97,11 @@ class Op:
     views: tuple[View | None, ...] = ()
     function: Callable[..., Any] | None = None
     stored: str = "f64"  # as it is
+
+    @property
+    def seen(self) -> tuple[View | None, ...]:
+        """The view of each input."""
+        return self.views or (None,) * len(self.inputs)
 
     @property
     def reads(self) -> tuple[tuple[str, bool], ...]:
@@ -145,7 +149,11 @@ class Graph:
 
     def cached(self) -> set[str]:
         """Names of the values that later steps read."""
-        return {name for op in self for name, past in op.reads if past}
+        return {name for op in self for name, past in op.reads if past or op.kind == "state"}
+
+    def states(self) -> set[str]:
+        """Names of the values that the next step alone reads."""
+        return {name for op in self if op.kind == "state" for name in op.inputs}
 
     def readers(self, name: str) -> list[tuple[Op, int]]:
         """The ops that read this value, each with the number of the input that it is."""

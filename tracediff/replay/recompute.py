@@ -6,8 +6,9 @@ The noise that honest arithmetic makes on the way is carried along in samples, v
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from tracediff.numerics.evaluate import arithmetic_of, evaluate, noise, rounding
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Energy, Rounded
 from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.views import seen, state
 from tracediff.replay.recorded import Place, Recorded
 from tracediff.trace.format import OpRecord, Rows
 
@@ -144,7 +146,12 @@ class Recomputation:
 
     def inputs(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> list[Value]:
         """What the op reads, in its order."""
-        return [self._joined(places, scheme) for places in self._recorded.reads(step, op, rows)]
+        values = [self._joined(places, scheme) for places in self._recorded.reads(step, op, rows) if places]
+        if op.kind == "state":
+            return [_applied(lambda *parts: state(op, parts, self._weights.device), values)]
+        sizes = self._recorded.sizes(step, rows)
+        pairs = zip(values, op.seen, strict=True)
+        return [_applied(partial(seen, view, *sizes), [value]) if view else value for value, view in pairs]
 
     def recorded(self, record: OpRecord, channels: slice | None = None) -> Tensor:
         """The record's own values. All of them are kept, for the next op reads them; some `channels` are not."""
@@ -240,6 +247,14 @@ class Recomputation:
 
     def _gauss(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._random, dtype=like.dtype).to(like.device)
+
+
+def _applied(function: Callable[..., Tensor], values: Sequence[Value]) -> Value:
+    """A function of values, exact and of each sample."""
+    n_samples = max((len(value.samples) for value in values), default=0)
+    samples = tuple(function(*(value.sample(i) for value in values)) for i in range(n_samples))
+    segment = tuple(dict.fromkeys(name for value in values for name in value.segment))
+    return Value(function(*(value.exact for value in values)), samples, segment)
 
 
 def _segment(inputs: list[Value], op: Op) -> tuple[str, ...]:

@@ -71,7 +71,13 @@ class Recorded:
         return stored.to(torch.float64, memory_format=torch.contiguous_format).contiguous()
 
     def reads(self, step: int, op: Op, rows: Rows) -> list[list[Place]]:
-        """Of each input where it is: for these tokens of the step, or for all tokens so far, step by step."""
+        """Of each input where it is: for these tokens of the step, or for all tokens so far, step by step.
+
+        What a state hands on is in the step before; nowhere in the first.
+        """
+        if op.kind == "state":
+            before = [number for number in self.trace.steps if number < step][-1:]
+            return [[(number, name, None) for number in before] for name in op.inputs]
         so_far = [number for number in self.trace.steps if number <= step]
         return [
             [(number, name, None) for number in so_far] if reads_past else [(step, name, rows)]
@@ -80,6 +86,8 @@ class Recorded:
 
     def holds_inputs(self, op: Op, record: OpRecord) -> list[bool]:
         """Of each input whether it is held, for all the tokens that the op reads it of."""
+        if op.kind == "state":
+            return [all(map(self.holds, places)) for places in self.reads(record.step, op, record.rows)]
         return [
             record.step < self._first_lacking[name] if past else self.holds((record.step, name, record.rows))
             for name, past in op.reads
@@ -97,10 +105,14 @@ class Recorded:
 
     def shape(self, record: OpRecord, rows: Rows) -> tuple[int, ...]:
         """The shape that the graph gives the record's op, for these tokens of the step."""
-        n_tokens = len(self._positions[record.step])
-        n_rows = n_tokens if rows is None else len(rows)
-        n_past = sum(len(p) for number, p in self._positions.items() if number < record.step)
-        return self._graph[record.op].shape(n_rows, n_past + n_tokens - n_rows)
+        n_rows, n_positions = self.sizes(record.step, rows)
+        return self._graph[record.op].shape(n_rows, n_positions - n_rows)
+
+    def sizes(self, step: int, rows: Rows) -> tuple[int, int]:
+        """How many tokens these are, and how many positions are visible in the step."""
+        n_tokens = len(self._positions[step])
+        n_past = sum(len(p) for number, p in self._positions.items() if number < step)
+        return (n_tokens if rows is None else len(rows)), n_past + n_tokens
 
     def _check_shapes(self) -> None:
         for record in self.trace.ops.values():

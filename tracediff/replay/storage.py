@@ -69,6 +69,7 @@ def _sums(recorded: "Recorded", graph: Graph) -> Iterator[tuple[OpRecord, Op]]:
         (record, op)
         for record in recorded.trace.ops.values()
         if record.has_data and record.op in graph and (op := graph[record.op]).kind == "add"
+        if len(op.inputs) == 2 and not op.views
         if all(recorded.holds_inputs(op, record))
     ]
     yield from found[:: max(1, len(found) // _SUMS)]
