@@ -52,7 +52,8 @@ class Weight:
     """A GGUF tensor as an op reads it.
 
     `read(file, info)` returns it as a faulty engine would hold it; None reads it as it is. A weight may be some
-    rows of the tensor, from `first` on.
+    rows of the tensor, from `first` on: rows of its own shape, so one matrix of several is one whose first is so many
+    rows down.
     """
 
     name: str

@@ -1,5 +1,6 @@
 """Weights as tensors: memory-mapped, dequantised when an op needs them, a slice of rows at a time."""
 
+import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -53,8 +54,8 @@ class Weights:
 
     def load(self, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
         """The whole weight, in another dtype where it is given."""
-        whole = self._whole(weight)
-        return self._placed(whole[weight.first : weight.first + weight.shape[0]], dtype)
+        rows = self._whole(weight).reshape(-1, *weight.shape[1:])
+        return self._placed(rows[weight.first : weight.first + weight.shape[0]], dtype)
 
     def _whole(self, weight: Weight) -> Tensor:
         info = self._info(weight)
@@ -126,8 +127,8 @@ class Weights:
 
 
 def raw_rows(file: GGUFFile, info: TensorInfo) -> np.ndarray:
-    """The tensor's bytes as uint8 [rows, bytes per row], still mapped."""
-    return np.frombuffer(file.raw(info), np.uint8).reshape(info.shape[0] if len(info.shape) > 1 else 1, -1)
+    """The tensor's bytes as uint8 [rows, bytes per row], still mapped; rows of all matrices, where it holds several."""
+    return np.frombuffer(file.raw(info), np.uint8).reshape(math.prod(info.shape[:-1]), -1)
 
 
 def dequantize(info: TensorInfo, raw: np.ndarray) -> Tensor:

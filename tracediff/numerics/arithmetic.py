@@ -18,6 +18,7 @@ _ROLES = MappingProxyType(
         "rms_norm": ("", "norm weights"),
         "embedding": ("", "embedding"),
         "rope": ("", "rope tables"),
+        **dict.fromkeys(("gelu", "geglu", "gelu_quick", "geglu_quick"), ("activations looked up", "")),
     }
 )
 
@@ -47,7 +48,7 @@ class Arithmetic:
 
     def said(self, kind: str) -> list[str]:
         """What it rounds in an op of this kind, as phrases: `activations in q8_0 blocks`. None: nothing."""
-        operands, stored = _ROLES.get(kind, ("operands", "stored"))
+        operands, stored = _ROLES.get(kind, ("operands", "weights"))
         after = f" after whole ubatches of {self.ubatch}" if self.ubatch else ""
         said = []
         if self.operands != "f64":
@@ -149,6 +150,8 @@ class Scheme:
                 return Arithmetic(stored=self.held)
             case "rope":
                 return Arithmetic(stored=self.tables)
+            case "table" if self.linear is None:  # GELU of every float16 (ggml-cpu/vec.h)
+                return Arithmetic("f16")
             case "rms_norm" if self.held in ("f16", "bf16"):  # nobody quantises these few
                 return Arithmetic(stored=self.held)
         return EXACT

@@ -21,6 +21,10 @@ def rounding(x: Tensor, name: str) -> Tensor:
 def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
     """What the scheme rounds in this op, which depends on the type of its weight."""
     entry = KINDS[op.kind].scheme
+    if not op.weights and entry == "rms_norm":
+        return EXACT
+    if not op.weights and entry == "linear":  # of two values: as in attention, where one comes from a cache
+        entry = "scores" if any(op.past) else None
     return scheme.of(entry, weights.type_of(op.weights[0]) if op.weights else "F32") if entry else EXACT
 
 
@@ -61,4 +65,5 @@ def noise(
 
     `inputs` and `y` are float64; `energy` is what `evaluate` told of a matmul, and is used up.
     """
-    return KINDS[op.kind].noise(Made(op, inputs, y, weights, energy, arithmetic, storage))
+    kind = KINDS[op.kind]
+    return kind.noise(Made(op, op.function or kind.function, inputs, y, weights, energy, arithmetic, storage))

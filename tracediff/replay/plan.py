@@ -24,6 +24,7 @@ from tracediff.numerics.arithmetic import (
     split_keys,
 )
 from tracediff.numerics.evaluate import arithmetic_of, rows_fit
+from tracediff.numerics.kinds import KINDS
 from tracediff.replay.recorded import Recorded
 from tracediff.replay.score import MARGIN, NOTHING, RARER, UNKNOWN, score
 from tracediff.result import Local
@@ -76,7 +77,7 @@ class Planner:
         """Kind (of a segment its name), storage, tokens of the step, inputs that are recomputed, the weights' types."""
         op = self._graph[record.op]
         held = self._recorded.holds_inputs(op, record)
-        types = [self._weights.type_of(w) for w in op.weights] if op.kind == "linear" else []
+        types = [self._weights.type_of(w) for w in op.weights] if KINDS[op.kind].scheme == "linear" else []
         n_tokens, n_keys = self._lengths(record)
         kind = op.kind if all(held) else split(op.name)[1]
         return (kind, record.dtype or "", str(n_tokens), str(n_keys > SHARED_BEYOND), *map(str, held), *types)

@@ -19,6 +19,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import SCHEMES, Scheme
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.plan import Choice, Plan, Planner, Sort, plain_first, settle
 from tracediff.replay.recompute import Recomputation, Recomputed
@@ -241,6 +242,9 @@ class Replay:
 
     def _residual(self, record: OpRecord, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme) -> Residual:
         hidden = self._recorded.hidden(record.step, record.rows) if op.kind == "scores" else None
+        if pick := KINDS[op.kind].picks:
+            scores = self._recomputation.inputs(record.step, op, scheme, record.rows)[0].exact
+            recorded, made = pick(scores, recorded), replace(made, exact=pick(scores, made.exact))
         residual = measure(recorded, made, hidden)
         passes = residual.excess <= 1 and residual.error <= made.margin * residual.noise
         if self._recomputation.has_noise and not passes and op.kind == "linear" and len(made.segment) == 1:

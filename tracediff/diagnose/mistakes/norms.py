@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tracediff.diagnose.mistakes.mistake import NORM, Area, Context, Variants, computing, reading, values_of
 from tracediff.model.graph import Op
-from tracediff.numerics.kinds.norm import rms_norm
+from tracediff.numerics.kinds.norm import layer_norm, rms_norm
 
 AREA = Area()
 
@@ -65,7 +65,7 @@ def _plus_one(op: Op, _: Context) -> Variants:
 def _norm_scaled(op: Op, context: Context) -> Variants:
     factor = 0.1401
     if context.seen:
-        right = rms_norm(context.seen.inputs[0], _weight_of(op, context), op.attrs["eps"])
+        right = rms_norm(context.seen.inputs[0], _weight_of(op, context), eps=op.attrs["eps"])
         factor = float((right * context.seen.output).sum() / right.square().sum())
     if factor != 1.0:
         yield (
@@ -95,7 +95,7 @@ def _no_weight(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _layer_norm(op: Op, _: Context) -> Variants:
     def function(x: Tensor, w: Tensor, eps: float) -> Tensor:
-        return rms_norm(x - x.mean(-1, keepdim=True), w, eps)
+        return layer_norm(x, w, eps=eps)
 
     yield computing(op, function), "the mean is subtracted before norming"
 

@@ -5,13 +5,14 @@ D head_dim.
 import math
 from collections.abc import Callable
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tracediff.numerics.arithmetic import split_keys
 from tracediff.numerics.floors import Noise
-from tracediff.numerics.kinds.kind import Call, Kind, Made, wide
+from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, none
 from tracediff.numerics.kinds.matmul import noise_of_sums, sums_in, turns
 from tracediff.numerics.roundings import half, single
 
@@ -30,12 +31,70 @@ def causal(query_positions: Tensor, key_positions: Tensor) -> Tensor:
     return key_positions[None, :] > query_positions[:, None]
 
 
-def softmax(
-    scores: Tensor, query_positions: Tensor, key_positions: Tensor, *, scale: float, mask: Mask = causal
+def hidden(
+    query_positions: Tensor, key_positions: Tensor, *, window: int = 0, chunk: int = 0, causal: bool = True
 ) -> Tensor:
-    """Softmax over the visible keys of scores * scale: [H, T, S] -> [H, T, S]."""
-    hidden = mask(query_positions, key_positions)
-    return torch.softmax((wide(scores) * scale).masked_fill(hidden, -math.inf), -1).to(scores.dtype)
+    """[T], [S] -> bool [T, S]: which keys a query may not see (llama-hparams.h, is_masked_swa).
+
+    Those after it, where attention is causal; those `window` positions before it or more (half of it on each side where
+    it is not); and those before the chunk that it is in.
+    """
+    q, k = query_positions[:, None], key_positions[None, :]
+    away = q - k
+    unseen = away < 0 if causal else torch.zeros_like(away, dtype=torch.bool)
+    if window:
+        unseen = unseen | (away >= window if causal else away.abs() > window // 2)
+    return unseen | (k < q // chunk * chunk) if chunk else unseen
+
+
+def mask(query_positions: Tensor, key_positions: Tensor, **visible: Any) -> Tensor:
+    """[T], [S] -> [T, S]: what is added to scores, 0 or minus infinity."""
+    unseen = hidden(query_positions, key_positions, **visible)
+    return torch.zeros(unseen.shape, dtype=torch.float32, device=unseen.device).masked_fill(unseen, -math.inf)
+
+
+def alibi(n_head: int, max_bias: float) -> Tensor:
+    """[H]: what each head multiplies a key's distance with (https://arxiv.org/abs/2108.12409).
+
+    Powers of one base up to the largest power of two of heads, odd ones of its root beyond (ggml-cpu/ops.cpp,
+    ggml_compute_forward_soft_max_f32).
+    """
+    n = 1 << int(math.log2(n_head))
+    return torch.tensor(
+        [2.0 ** (-max_bias / n * (h + 1) if h < n else -max_bias / 2 / n * (2 * (h - n) + 1)) for h in range(n_head)],
+        dtype=torch.float64,
+    )
+
+
+def softmax(
+    scores: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    mask: Mask = causal,
+    softcap: float = 0.0,
+    max_bias: float = 0.0,
+    **visible: Any,
+) -> Tensor:
+    """Softmax over the visible keys of scores * scale: [H, T, S] -> [H, T, S].
+
+    `softcap` bends large scores, `max_bias` is that of ALiBi. A head's sink is one more score, of no key. What a query
+    sees is `hidden(**visible)`, or for a mistaken engine `mask`.
+    """
+    scaled = scores * scale
+    if softcap:
+        scaled = softcap * torch.tanh(scaled / softcap)
+    if max_bias:
+        distance = (query_positions[:, None] - key_positions[None, :]).abs()
+        scaled = scaled - alibi(len(scores), max_bias).to(scores)[:, None, None] * distance
+    unseen = hidden(query_positions, key_positions, **visible) if visible else mask(query_positions, key_positions)
+    scaled = scaled.masked_fill(unseen, -math.inf)
+    if sinks is None:
+        return torch.softmax(scaled, -1)
+    sink = sinks[:, None, None].expand(*scaled.shape[:2], 1)
+    return torch.softmax(torch.cat((scaled, sink), -1), -1)[..., :-1]
 
 
 def weighted_values(probs: Tensor, v: Tensor) -> Tensor:
@@ -114,22 +173,41 @@ def _noise_of_keys(made: Made) -> Noise:
     return noise_of_sums(made, made.inputs[0].shape[-1])
 
 
+_VISIBLE = ("window", "chunk", "causal")
+
+
 def _softmax_noise(made: Made) -> Noise:
     """Exp magnifies the rounding of its argument: scaled score, maximum and their difference, a unit of each."""
+    op = made.op
+    if op.function or op.weights or not op.attrs.keys() <= {"scale", "mask", *_VISIBLE}:
+        return analysed(made)
     scores, queries, keys = made.inputs
     y, unit = made.y, made.unit
-    hidden = made.op.attrs.get("mask", causal)(queries, keys)
-    scaled = (scores * made.op.attrs["scale"]).masked_fill(hidden, -math.inf)
+    visible = {name: op.attrs[name] for name in _VISIBLE if name in op.attrs}
+    unseen = hidden(queries, keys, **visible) if visible else op.attrs.get("mask", causal)(queries, keys)
+    scaled = (scores * op.attrs["scale"]).masked_fill(unseen, -math.inf)
     largest = scaled.amax(-1, keepdim=True)
-    sizes = (scaled.abs() + largest.abs() + (largest - scaled)).masked_fill(hidden, 0.0)
+    sizes = (scaled.abs() + largest.abs() + (largest - scaled)).masked_fill(unseen, 0.0)
     magnified = y * ((unit + made.between) * sizes + 4 * unit)
     return Noise(unit * made.size * math.sqrt(y.shape[-1]) / 3, made.stored + magnified)
+
+
+def lightning_indexer(q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    """[T, H, D] x [S, D], [T, H], [T, S] -> [T, S]: sums over heads of weights * relu(q.k), and mask.
+
+    (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp)
+    """
+    k = k.reshape(k.shape[0], -1)
+    products = (q @ k.T).clamp(min=0.0)
+    return (products * weights.reshape(q.shape[0], q.shape[1], 1)).sum(-2) + mask.reshape(q.shape[0], -1)
 
 
 _OF_KEYS = ("head", "token", "key")
 KINDS = (
     Kind("scores", scores, ("q", "k"), _OF_KEYS, _scores, _noise_of_keys, scheme="scores"),
     Kind("softmax", softmax, ("scores", "queries", "keys"), _OF_KEYS, noise=_softmax_noise),
+    Kind("mask", mask, ("queries", "keys"), ("token", "key"), noise=none),
+    Kind("lightning_indexer", lightning_indexer, ("q", "k", "weights", "mask"), ("token", "key")),
     Kind("weighted_values", weighted_values, ("probs", "v"), compute=_weighted_values, noise=_noise_of_keys,
          scheme="weighted_values"),
 )  # fmt: skip

@@ -1,36 +1,74 @@
-"""Sums and activations, element by element."""
+"""Arithmetic element by element. The second operand repeats where it is smaller, as ggml has it (ggml_can_repeat)."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tracediff.numerics.floors import TINY, Noise
-from tracediff.numerics.kinds.kind import Kind, Made, wide
+from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds.kind import Kind, Made, analysed, expressed_as, one_rounding
 
 
-def add(a: Tensor, b: Tensor) -> Tensor:
-    """A + b."""
-    return a + b
+def repeated(x: Tensor, like: Tensor) -> Tensor:
+    """X over and over along each axis until it has the shape of `like`, of which it divides every axis."""
+    if x.shape == like.shape:
+        return x
+    x = x.reshape((1,) * (like.ndim - x.ndim) + tuple(x.shape))
+    return x.repeat([n // m for n, m in zip(like.shape, x.shape, strict=True)])
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (https://arxiv.org/abs/2002.05202)."""
-    return (torch.nn.functional.silu(wide(gate)) * wide(up)).to(gate.dtype)
+def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def of_repeated(a: Tensor, b: Tensor) -> Tensor:
+        return function(a, repeated(b, a)) if a.numel() >= b.numel() else function(repeated(a, b), b)
+
+    return of_repeated
 
 
-def _gated(made: Made) -> Noise:
-    """Of exp(-gate) the share sigmoid(-gate) reaches gate / (1 + exp(-gate)) * up."""
-    gate, up = (wide(x) for x in made.inputs)
-    unit, share = made.unit, torch.sigmoid(-gate)
-    # Three operations; exp is good to 2 units, and to |gate| more where its argument is scaled first (ex2).
-    sigma = unit * made.size * torch.sqrt((3 + (4 + gate.square()) * share.square()) / 3)
-    # Another activation may subtract: 1 + erf(x) has the error of 1 (of a few units) where it is all but 0.
-    cancelled = 8 * unit if made.op.function else 0.0
-    # 1 / (1 + exp(88.8)) is 0 where exp overflows, though it should be a denormal.
-    lost = gate.abs() * up.abs() * (cancelled + TINY["f64" if made.storage == "f64" else "f32"])
-    return Noise(sigma, made.stored + lost)
+add = _binary(lambda a, b: a + b)
+sub = _binary(lambda a, b: a - b)
+mul = _binary(lambda a, b: a * b)
+div = _binary(lambda a, b: a / b)
 
 
+def scale(x: Tensor, *, scale: float, bias: float = 0.0) -> Tensor:
+    """X * scale + bias."""
+    return x * scale + bias if bias else x * scale
+
+
+def clamp(x: Tensor, *, low: float, high: float) -> Tensor:
+    """X within bounds."""
+    return x.clamp(low, high)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), and x itself beyond 20 (ggml_compute_softplus_f32)."""
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
+
+
+def _softplus_in_float32(x: Tensor) -> Tensor:
+    return torch.where(x > 20, x, torch.log(1 + torch.exp(x.clamp(max=20.0))))
+
+
+def _of_sum(made: Made) -> Noise:
+    return analysed(made) if made.op.function else one_rounding(made)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """To the nearest whole number, halves away from 0 as C does."""
+    return torch.sign(x) * torch.floor(x.abs() + 0.5)
+
+
+_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "sqr": torch.square, "sqrt": torch.sqrt, "exp": torch.exp, "log": torch.log, "sin": torch.sin, "cos": torch.cos,
+    "neg": torch.neg, "abs": torch.abs, "sgn": torch.sign, "floor": torch.floor, "ceil": torch.ceil,
+    "round": rounded, "trunc": torch.trunc, "step": lambda x: (x > 0).to(x.dtype),
+}  # fmt: skip
 KINDS = (
-    Kind("add", add, ("a", "b")),
-    Kind("swiglu", swiglu, ("gate", "up"), noise=_gated),
+    Kind("add", add, ("a", "b"), noise=_of_sum, scheme="rms_norm"),
+    *(Kind(name, f, ("a", "b"), scheme="rms_norm") for name, f in {"sub": sub, "mul": mul, "div": div}.items()),
+    Kind("scale", scale, ("x",), keeps_part=True),
+    Kind("clamp", clamp, ("x",), keeps_part=True),
+    Kind("softplus", softplus, ("x",), noise=expressed_as(_softplus_in_float32)),
+    Kind("expm1", torch.expm1, ("x",), noise=expressed_as(lambda x: torch.exp(x) - 1)),
+    *(Kind(name, f, ("x",)) for name, f in _UNARY.items()),
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.floors import TINY, UNIT, Noise
 from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.running import running
 
 Rounded = Callable[[Tensor, str], Tensor]  # a value as a type, or blocks of one, keep it
 
@@ -28,6 +30,22 @@ class Energy:
     turned: Tensor | None = None  # of the second operand: the change if values on a boundary went the other way
     requantised: tuple[float, float] = (0.0, 0.0)  # squared error of weights that the engine requantised, and signal
     last_place: Tensor | None = None  # of sums in half precision, followed: the largest unit of a running sum
+
+    def take(self, other: "Energy", shaped: Callable[[Tensor], Tensor]) -> None:
+        """What was told of the rows of a matmul, in the shape of the op's value."""
+        for name in ("value", "product", "turned"):
+            part = getattr(other, name)
+            setattr(self, name, None if part is None else shaped(part))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Energy"]) -> "Energy":
+        """Of several matmuls, their rows one after the other."""
+
+        def rows(found: list[Tensor | None]) -> Tensor | None:
+            there = [x for x in found if x is not None]
+            return torch.cat(there) if len(there) == len(found) else None
+
+        return cls(rows([p.value for p in parts]), rows([p.product for p in parts]), rows([p.turned for p in parts]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +66,7 @@ class Made:
     """What was made of an op in float64: its inputs, its output `y`, and what its noise follows from."""
 
     op: Op
+    function: Callable[..., Tensor]
     inputs: Sequence[Tensor]
     y: Tensor
     weights: Weights
@@ -89,15 +108,51 @@ class Made:
 
 
 def applied(call: Call) -> Tensor:
-    """The function of the inputs and the whole weights, as they are held."""
-    hold = rounding_named(call.arithmetic.stored)
-    weights = (hold(call.weights.load(weight)) for weight in call.op.weights)
-    return call.function(*call.inputs, *weights, **call.op.attrs)
+    """The function of the inputs and the whole weights, as they are held.
+
+    Half precision is computed with in float32 and rounded once, as engines do: a mean of squares overflows float16
+    beyond |x| = 256.
+    """
+    y = call.function(*map(wide, (*call.inputs, *held(call))), **call.op.attrs)
+    return kept(y, call.weights)
+
+
+def kept(y: Tensor, weights: Weights) -> Tensor:
+    """An op's value in the type that the engine computes with; whole numbers in one that holds them."""
+    return y.to(weights.dtype if y.is_floating_point() else torch.promote_types(weights.dtype, torch.float32))
+
+
+def held(of: "Call | Made") -> list[Tensor]:
+    """The whole weights, as the engine holds them."""
+    hold = rounding_named(of.arithmetic.stored)
+    return [hold(of.weights.load(weight)) for weight in of.op.weights]
 
 
 def one_rounding(made: Made) -> Noise:
     """Of an op that rounds once before its result is stored."""
     return Noise(torch.zeros_like(made.y), made.stored + made.unit * made.size)
+
+
+def none(made: Made) -> Noise:
+    """Of an op that computes nothing, but for storing it."""
+    return Noise(torch.zeros_like(made.y), made.stored)
+
+
+def analysed(made: Made) -> Noise:
+    """By running error analysis of the op's function, whatever it is."""
+    return expressed_as(made.function)(made)
+
+
+def expressed_as(expression: Callable[..., Tensor]) -> Callable[[Made], Noise]:
+    """By analysis of an expression for the function that is less exact, as engines have it."""
+
+    def noise(made: Made) -> Noise:
+        function = partial(expression, **made.op.attrs)
+        each = max(made.unit, made.between)
+        _, found = running(function, [*made.inputs, *held(made)], each=each, sums=made.unit)
+        return Noise(found.sigma, found.hard + made.stored)
+
+    return noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +163,9 @@ class Kind:
     `inputs` names the part that each input plays, in order: mistakes are bound to these. `axes` names those of its
     value, outermost first. `keeps_part`: its value plays the part of its first input, as a normed query is a query.
     `compute` says how inputs and weights are read and rounded, `noise` how far an honest engine may be off. `scheme`
-    is the entry of a Scheme that says what an engine rounds in it.
+    is the entry of a Scheme that says what an engine rounds in it: of all small weights that of a norm's. Where the
+    value is places in its first input, `picks` gives what is found there: that is compared, and that has the noise, for
+    of equal values any may be taken.
     """
 
     name: str
@@ -116,9 +173,10 @@ class Kind:
     inputs: tuple[str, ...]
     axes: tuple[str, ...] = ("token", "head", "channel")
     compute: Callable[[Call], Tensor] = applied
-    noise: Callable[[Made], Noise] = one_rounding
+    noise: Callable[[Made], Noise] = analysed
     scheme: str | None = None
     keeps_part: bool = False
+    picks: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def axis_names(self, n: int) -> tuple[str, ...]:
         """Names of the axes of a value that has `n`; heads may lie side by side."""
@@ -129,9 +187,5 @@ class Kind:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Half precision as float32; float32 and float64 as they are.
-
-    So reductions run in float32 and the result is rounded once, as engines do: a mean of squares overflows float16
-    beyond |x| = 256.
-    """
+    """Half precision as float32; others as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

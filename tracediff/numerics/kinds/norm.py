@@ -4,23 +4,46 @@ import torch
 from torch import Tensor
 
 from tracediff.numerics.floors import Noise
-from tracediff.numerics.kinds.kind import Kind, Made, wide
+from tracediff.numerics.kinds.kind import Kind, Made, analysed
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., n] -> [..., n]: x / sqrt(mean(x^2) + eps) * weight (https://arxiv.org/abs/1910.07467)."""
-    x_ = wide(x)
-    normed = x_ * torch.rsqrt(x_.square().mean(-1, keepdim=True) + eps)
-    return (normed * wide(weight)).to(x.dtype)
+def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float) -> Tensor:
+    """[..., n] -> [..., n]: x / sqrt(mean(x^2) + eps) * weight + bias (https://arxiv.org/abs/1910.07467)."""
+    return _scaled(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), weight, bias)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float) -> Tensor:
+    """[..., n] -> [..., n]: the same of x less its mean (https://arxiv.org/abs/1607.06450)."""
+    return rms_norm(x - x.mean(-1, keepdim=True), weight, bias, eps=eps)
+
+
+def l2_norm(x: Tensor, *, eps: float) -> Tensor:
+    """[..., n] -> [..., n]: x / max(|x|, eps)."""
+    return x / x.square().sum(-1, keepdim=True).sqrt().clamp(min=eps)
+
+
+def group_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, groups: int, eps: float
+) -> Tensor:
+    """[channels, m, n] -> the same: a layer norm over each group of channels as a whole; the last may be short."""
+    x = x.reshape((1,) * (3 - x.ndim) + tuple(x.shape))
+    parts = x.split(-(-len(x) // groups))
+    normed = [layer_norm(part.flatten(), eps=eps).reshape(part.shape) for part in parts]
+    return _scaled(torch.cat(normed), weight, bias)
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
 
 
 def _noise(made: Made) -> Noise:
+    if made.op.function or len(made.op.weights) != 1:
+        return analysed(made)
     unit, size = made.unit, made.size
-    # A replaced norm may subtract a mean, which has the error of the largest value.
-    cancelled = 4 * unit * size.amax(-1, keepdim=True) if made.op.function else 0.0
     # In half precision a third rounding, of the weight: transformers holds it in half precision as well.
     stored = made.stored + made.between * size
-    return Noise(unit * size * _mean_square(made.inputs[0]), stored + 2 * unit * size + cancelled)
+    return Noise(unit * size * _mean_square(made.inputs[0]), stored + 2 * unit * size)
 
 
 def _mean_square(x: Tensor) -> Tensor:
@@ -31,4 +54,9 @@ def _mean_square(x: Tensor) -> Tensor:
     return torch.sqrt((n * spread / 2 + n / 3) / 3) / 2 + 1
 
 
-KINDS = (Kind("rms_norm", rms_norm, ("x",), noise=_noise, scheme="rms_norm", keeps_part=True),)
+KINDS = (
+    Kind("rms_norm", rms_norm, ("x",), noise=_noise, scheme="rms_norm", keeps_part=True),
+    Kind("layer_norm", layer_norm, ("x",), scheme="rms_norm", keeps_part=True),
+    Kind("l2_norm", l2_norm, ("x",), keeps_part=True),
+    Kind("group_norm", group_norm, ("x",), scheme="rms_norm", keeps_part=True),
+)

@@ -1,0 +1,296 @@
+"""Each kind of op against ggml's own: the value is right, and the floor holds what ggml errs by, and little more."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ggml_op import Quantised, compute
+from gguf import GGUFWriter
+from gguf.constants import GGMLQuantizationType
+from torch import Tensor
+
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Op, Weight
+from tracediff.model.weights import Weights
+from tracediff.names import NAMES
+from tracediff.numerics.arithmetic import Scheme, scheme_named
+from tracediff.numerics.evaluate import arithmetic_of, evaluate, noise
+from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.attention import mask, softmax
+from tracediff.numerics.kinds.kind import Energy
+from tracediff.numerics.kinds.reduction import argsort, top_k
+
+T, H, D, N = 7, 3, 16, 40  # tokens, heads, channels of a head, channels
+GGML, EXACT = scheme_named("llama.cpp"), scheme_named("exact")
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
+    """Values as loud as real ones: channels differ."""
+    rng = np.random.default_rng([seed, *shape])
+    return (rng.standard_normal(shape) * rng.uniform(0.2, 3.0, shape[-1]) * scale).astype(np.float32)
+
+
+def within(low: float, high: float, *shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).uniform(low, high, shape).astype(np.float32)
+
+
+def ids(high: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng([7, *shape]).integers(0, high, shape).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op of a kind with its operands, and the same in ggml: that function, these operands and `numbers`."""
+
+    kind: str
+    inputs: tuple[np.ndarray, ...]
+    weights: tuple[Any, ...] = ()
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    ggml: str | Callable[..., np.ndarray] = ""  # by default of the kind's name
+    numbers: tuple[Any, ...] = ()
+    note: str = ""
+    floor: float = 1e-11  # the NMSE of the whole that must be seen
+    past: tuple[bool, ...] = ()
+    scheme: Scheme = GGML
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.kind, self.note)))
+
+    def by_ggml(self) -> np.ndarray:
+        if callable(self.ggml):
+            return self.ggml(*self.inputs, *self.weights)
+        return compute(self.ggml or self.kind, *self.inputs, *self.weights, *self.numbers)
+
+
+def one(kind: str, *inputs: np.ndarray, **rest: Any) -> Case:
+    return Case(kind, inputs, **rest)
+
+
+X, Y, W = normal(T, N), normal(T, N, seed=1), normal(N)
+HALF = within(-1, 1, T, 9).astype(np.float16)
+CHOSEN = np.stack([np.random.default_rng(t).permutation(5)[:2] for t in range(T)]).astype(np.int32)
+STATE, Q, K, V = (
+    normal(H, D, D),
+    normal(T, H, D, scale=0.3),
+    normal(T, H, D, seed=1, scale=0.3),
+    normal(T, H, D, seed=2),
+)
+OF_64 = [normal(T, H, 64, seed=i, scale=0.1) for i in range(5)]  # ggml's AVX-512 reads beyond heads of 16 channels
+FORGET, BETA = within(0.6, 0.99, T, H, D), within(0.1, 0.9, T, H, 1)
+LOWER = np.tril(normal(8, 8)) + 4 * np.eye(8, dtype=np.float32)
+UNARY = (
+    "silu", "gelu", "gelu_quick", "gelu_erf", "relu", "sigmoid", "tanh", "elu", "hardsigmoid", "hardswish", "softplus",
+    "exp", "expm1", "sqr", "neg", "abs", "floor", "ceil", "round", "trunc", "step", "sgn", "sin", "cos", "argmax",
+)  # fmt: skip
+
+
+def quantised(*types: str, columns: int = 64) -> list[Quantised]:
+    return [Quantised(normal(5, 24, columns), name) for name in types]
+
+
+def scan(state, x, dt, b, c, ids, a):  # type: ignore[no-untyped-def]
+    return compute("ssm_scan", state[None], x[None], dt[None], a, b[None], c[None], ids, 1)
+
+
+def delta(*operands: np.ndarray) -> np.ndarray:
+    return compute("gated_delta_net", *(x[None] for x in operands), 1)
+
+
+def xielu(x: np.ndarray) -> np.ndarray:  # ggml takes logarithms of what it keeps
+    alpha_n, alpha_p = np.log(np.expm1(0.8 - 0.5)), np.log(np.expm1(0.7))
+    return compute("xielu", x, float(alpha_n), float(alpha_p), 0.5, -1e-6)
+
+
+CASES = [
+    *(one(name, X) for name in UNARY),
+    *(one(name, np.abs(X) + np.float32(1e-3)) for name in ("sqrt", "log")),
+    *(one(name, 20 * X, note="loud") for name in ("silu", "gelu", "tanh", "softplus", "sigmoid")),
+    *(one(name, X, Y, ggml=f"{name}_split") for name in ("swiglu", "geglu", "reglu", "geglu_erf", "geglu_quick")),
+    one("swiglu_oai", X, Y, attrs={"alpha": 1.702, "limit": 2.0}, numbers=(1.702, 2.0)),
+    one("swiglu_clamp", X, Y, attrs={"limit": 1.5}, numbers=(1.5,)),
+    one("xielu", X, attrs={"alpha_n": 0.8, "alpha_p": 0.7, "beta": 0.5, "eps": -1e-6}, ggml=xielu, floor=1e-9),
+    *(one(name, X, Y) for name in ("add", "sub", "mul", "div")),
+    *(one(name, X, weights=(W,), note="of a weight") for name in ("add", "mul", "div")),
+    one("mul", normal(T, H, D), normal(T, 1, D), note="repeated"),
+    one("scale", X, attrs={"scale": 0.3}, numbers=(0.3,)),
+    one("scale", X, attrs={"scale": 0.3, "bias": 0.7}, ggml="scale_bias", numbers=(0.3, 0.7), note="and bias"),
+    one("clamp", X, attrs={"low": -1.0, "high": 0.5}, numbers=(-1.0, 0.5)),
+    *(one(name, X) for name in ("sum_rows", "mean", "cumsum")),
+    one("sum", X, floor=1e-9),
+    one("soft_max", X, attrs={"scale": 0.7}, ggml=lambda x: compute("soft_max_ext", x, None, 0.7, 0.0)),
+    one("soft_max", normal(H, T, 9), HALF.astype(np.float32), attrs={"scale": 0.7}, note="masked",
+        ggml=lambda x, mask: compute("soft_max_ext", x, mask, 0.7, 0.0)),
+    one("layer_norm", X, attrs={"eps": 1e-5}, ggml="norm", numbers=(1e-5,)),
+    *(one(name, X, attrs={"eps": 1e-5}, numbers=(1e-5,)) for name in ("rms_norm", "l2_norm")),
+    one("group_norm", normal(10, 1, N), attrs={"groups": 4, "eps": 1e-5}, numbers=(4, 1e-5)),
+    *(one("tri", normal(N, N), attrs={"part": i}, numbers=(i,), note=str(i)) for i in range(4)),
+    one("concat", X, Y, attrs={"axis": -1}, numbers=(0,)),
+    one("concat", X, Y, attrs={"axis": -3}, numbers=(2,), note="along a new axis"),
+    one("repeat", X, attrs={"times": (3, 1, 2)}, ggml="repeat_4d", numbers=(2 * N, T, 3, 1)),
+    one("get_rows", X, ids(T, 4)),
+    one("get_rows", normal(T, N, 1), ids(N, T, 2), note="of each token"),
+    one("get_rows", ids(5, 4), weights=(normal(5, N),), ggml=lambda at, w: compute("get_rows", w, at),
+        note="of a weight"),
+    one("set_rows", normal(3, N), np.array([5, 1, 2], np.int64), X,
+        ggml=lambda x, at, into: compute("set_rows", into, x, at)),
+    one("pad", X, attrs={"before_after": (1, 2, 0, 3, 0, 0, 0, 0)}, ggml="pad_ext", numbers=(1, 2, 0, 3, 0, 0, 0, 0)),
+    one("roll", X, attrs={"shifts": (3, -2, 0, 0)}, numbers=(3, -2, 0, 0)),
+    one("diag", normal(1, N)),
+    one("fill", X, attrs={"value": 0.25}, numbers=(0.25,)),
+    one("copy", X, ggml="cont"),
+    one("add_id", normal(T, 2, N), CHOSEN, weights=(normal(5, N),), ggml=lambda x, at, w: compute("add_id", x, w, at)),
+    one("ssm_conv", normal(N, T + 3), weights=(normal(N, 4),), ggml=lambda x, w: compute("ssm_conv", x[None], w)),
+    one("solve_tri", LOWER, normal(8, 5), numbers=(True, True, False)),
+    *(one("ssm_scan", normal(H, D, 8), normal(T, H, D), normal(T, H), normal(T, 1, 8), normal(T, 1, 8, seed=1),
+          np.zeros(1, np.int32), weights=(a,), attrs={"snapshots": 1}, ggml=scan, note=f"decay of {a.shape[1]}")
+      for a in (-within(0.1, 1.0, H, 8), -within(0.1, 1.0, H, 1))),
+    *(one("gated_delta_net", Q, K, V, -within(0.01, 1.0, T, H, n), BETA, STATE, attrs={"snapshots": 1}, ggml=delta,
+          note=f"gate of {n}") for n in (1, D)),
+    one("gated_linear_attn", K, V, Q, FORGET, STATE.reshape(1, -1), attrs={"scale": 0.25}, numbers=(0.25,)),
+    one("rwkv_wkv6", K, V, Q, FORGET, STATE.reshape(1, -1), weights=(normal(H, D),),
+        ggml=lambda k, v, r, decay, state, first: compute("rwkv_wkv6", k, v, r, first, decay, state)),
+    one("rwkv_wkv7", OF_64[0], within(0.6, 0.99, T, H, 64), *OF_64[1:], normal(1, H * 64 * 64)),
+    one("lightning_indexer", normal(T, H, D), normal(9, D), normal(T, H), HALF.astype(np.float32),
+        ggml=lambda q, k, w, _: compute("lightning_indexer", *(x[None] for x in (q, k[:, None], w[None], HALF[None])))),
+    one("dsv4_hc_comb", normal(T, 24), weights=(normal(3), normal(24)), attrs={"eps": 1e-6, "iterations": 3},
+        numbers=(1e-6, 3)),
+    one("dsv4_hc_pre", normal(T, 4, N), normal(T, 4), attrs={"scale": 1.0}),
+    one("dsv4_hc_post", X, normal(T, 4, N), normal(T, 4), normal(T, 4, 4)),
+    one("mul_mat", normal(H, 9, 32), normal(2 * H, T, 32), note="of values"),
+    one("mul_mat", normal(H, 9, 32), normal(2 * H, T, 32), note="of a float16 cache", past=(True, False),
+        ggml=lambda a, b: compute("mul_mat", a.astype(np.float16), b), scheme=scheme_named("attention in float16")),
+    *(one("mul_mat", normal(5, T, 64), weights=(q,), ggml=lambda x, w: compute("mul_mat", w, x),
+          note=f"of {q.type} matrices")
+      for q in quantised("F16", "Q8_0", "Q4_1")),
+    *(one("linear_id", normal(T, n, 64), CHOSEN, weights=(q,), ggml=lambda x, at, w: compute("mul_mat_id", w, x, at),
+          note=f"of {q.type}, {n} rows a token")
+      for q in quantised("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", "MXFP4") for n in (1, 2)),
+    one("linear_id", normal(T, 1, 256), CHOSEN, weights=(quantised("TQ2_0", columns=256)[0],), note="of TQ2_0",
+        ggml=lambda x, at, w: compute("mul_mat_id", w, x, at)),
+]  # fmt: skip
+
+
+def opened(case: Case, folder: Path) -> tuple[Op, GGUFFile]:
+    """The op, and a file of its weights."""
+    path = folder / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    for i, weight in enumerate(case.weights or (np.zeros(1, np.float32),)):
+        if isinstance(weight, Quantised):
+            writer.add_tensor(f"w{i}", weight.raw, raw_dtype=GGMLQuantizationType[weight.type])
+        else:
+            writer.add_tensor(f"w{i}", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(path)
+    weights = tuple(Weight(f"w{i}", file.tensors[f"w{i}"].shape) for i in range(len(case.weights)))
+    inputs = tuple(f"x{i}" for i in range(len(case.inputs)))
+    return Op("op", case.kind, inputs, ("T",), weights, case.attrs, case.past), file
+
+
+def made(op: Op, file: GGUFFile, inputs: list[Tensor], scheme: Scheme, storage: str = "f32") -> tuple[Tensor, Noise]:
+    """What the kind computes, and its noise."""
+    weights, energy = Weights(file), Energy()
+    arithmetic = arithmetic_of(op, scheme, weights)
+    y = evaluate(op, inputs, weights, arithmetic, energy)
+    return y, noise(op, inputs, y, weights, energy, arithmetic, storage)
+
+
+def excess(recorded: Tensor, exact: Tensor, floor: Noise) -> tuple[float, float]:
+    """How many times its bound an element errs at most, and its noise the whole."""
+    error = (recorded - exact).abs()
+    whole = float(error.square().sum()) / max(4 * floor.energy(), 1e-300)
+    return float((error / floor.bound().clamp(min=1e-300)).max()), whole
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ggml_computes_the_same_to_within_the_floor(case: Case, tmp_path: Path) -> None:
+    exact, floor = made(*opened(case, tmp_path), [torch.from_numpy(x).double() for x in case.inputs], case.scheme)
+    recorded = torch.from_numpy(case.by_ggml().astype(np.float64)).reshape(exact.shape)
+    worst, whole = excess(recorded, exact, floor)
+    signal = float(exact.square().sum())
+    assert worst <= 1
+    assert whole <= 1
+    assert 4 * floor.energy() <= case.floor * signal
+    assert excess(recorded * (1 + 1e-4), exact, floor)[1] > 1 or not signal
+
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+HELD = {"f32": EXACT, "bf16": scheme_named("weights in bfloat16"), "f16": scheme_named("weights in float16")}
+
+
+@pytest.mark.parametrize("storage", DTYPES)
+@pytest.mark.parametrize("case", [case for case in CASES if not (case.kind == "linear_id" and case.note)], ids=str)
+def test_the_torch_engine_stays_within_the_floor(case: Case, storage: str, tmp_path: Path) -> None:
+    op, file = opened(case, tmp_path)
+    stored = [
+        torch.from_numpy(x) if x.dtype.kind == "i" else torch.from_numpy(x).to(DTYPES[storage]) for x in case.inputs
+    ]
+    exact, floor = made(op, file, [x.double() for x in stored], HELD[storage], storage)
+    engine = evaluate(op, stored, Weights(file, DTYPES[storage])).double()
+    beyond = engine.isinf()  # what float16 cannot hold
+    worst, whole = excess(engine.masked_fill(beyond, 0.0), exact.masked_fill(beyond, 0.0), floor)
+    assert beyond.sum() < 0.1 * beyond.numel()
+    assert worst <= 1
+    assert whole <= 1
+
+
+@pytest.mark.parametrize("n_head", [1, 6, 8])
+def test_alibi_is_that_of_ggml(n_head: int) -> None:
+    distance = -np.abs(np.arange(T)[:, None] - np.arange(9)[None, :]).astype(np.float32)
+    x = normal(n_head, T, 9)
+    positions = torch.arange(T), torch.arange(9)
+    ours = softmax(torch.from_numpy(x).double(), *positions, scale=0.3, max_bias=8.0, causal=False)
+    theirs = torch.tensor(compute("soft_max_ext", x, distance, 0.3, 8.0)[0]).double()
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-9)
+
+
+def test_a_sink_takes_its_share_and_a_soft_cap_bends() -> None:
+    x, sinks = torch.from_numpy(normal(H, T, T)).double(), torch.tensor([0.5, -1.0, 3.0], dtype=torch.float64)
+    at = torch.arange(T)
+    capped = 2 * np.tanh(0.7 / 2 * x.numpy())
+    weights = np.exp(capped) * (at[:, None] >= at[None, :]).numpy()
+    by_hand = weights / (weights.sum(-1, keepdims=True) + np.exp(sinks.numpy())[:, None, None])
+    np.testing.assert_allclose(softmax(x, at, at, sinks, scale=0.7, softcap=2.0), by_hand, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("visible", "keys"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"window": 3}, [4, 5, 6]),
+        ({"chunk": 4}, [4, 5, 6]),
+        ({"causal": False}, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"causal": False, "window": 4}, [4, 5, 6, 7, 8]),
+    ],
+)
+def test_what_a_token_at_position_6_sees(visible: dict[str, Any], keys: list[int]) -> None:
+    seen = mask(torch.tensor([6]), torch.arange(9), **visible)[0] == 0
+    assert torch.nonzero(seen).flatten().tolist() == keys
+
+
+def test_of_equal_scores_any_may_be_picked(tmp_path: Path) -> None:
+    scores = torch.tensor([[0.1, 0.9, 0.3, 0.9, 0.2], [0.5, 0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
+    picks = KINDS["top_k"].picks
+    assert picks
+    ours = top_k(scores, k=2)
+    assert ours.tolist() == [[1, 3], [0, 1]]
+    assert torch.equal(picks(scores, ours), picks(scores, torch.tensor([[3.0, 1.0], [1.0, 0.0]])))
+    assert not torch.equal(picks(scores, ours), picks(scores, torch.tensor([[3.0, 2.0], [1.0, 0.0]])))
+    assert picks(scores, torch.tensor([[3.0, 1e9], [0.5, 0.0]])).isnan().sum() == 2
+    theirs = compute("top_k", scores.float().numpy(), 2)[0, 0]
+    assert torch.equal(picks(scores, ours), picks(scores, torch.from_numpy(theirs.copy())))
+    assert argsort(scores[1:]).tolist() == compute("argsort", scores[1:].float().numpy(), 0)[0, 0].tolist()
+
+
+def test_every_kind_is_tested_here_or_runs_in_the_hand_written_families() -> None:
+    families = {name.kind for name in NAMES.values()}
+    elsewhere = {"top_k", "argsort", "mask", "state"}
+    assert families <= set(KINDS)
+    assert set(KINDS) == families | {case.kind for case in CASES} | elsewhere

@@ -1,0 +1,104 @@
+"""What moves values, or makes some of nothing. None of it rounds, but for a copy to another type."""
+
+import torch
+from torch import Tensor
+
+from tracediff.numerics.floors import UNIT, Noise
+from tracediff.numerics.kinds.kind import Call, Kind, Made, applied, kept, none
+from tracediff.numerics.roundings import rounding_named
+
+
+def copy(x: Tensor, *, dtype: str = "f32") -> Tensor:
+    """X, in another order of its elements or another type."""
+    return x if dtype == "f32" else rounding_named(dtype)(x)
+
+
+def concat(a: Tensor, b: Tensor, *, axis: int) -> Tensor:
+    """Side by side along an axis, counted from the last."""
+    n = max(a.ndim, b.ndim, -axis)
+    a, b = (x.reshape((1,) * (n - x.ndim) + tuple(x.shape)) for x in (a, b))
+    return torch.cat((a, b), axis)
+
+
+def repeat(x: Tensor, *, times: tuple[int, ...] = ()) -> Tensor:
+    """Over and over along each axis; `times` are of the last axes."""
+    return x.repeat((1,) * (x.ndim - len(times)) + tuple(times))
+
+
+def get_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids` [..., r] of a table [..., n, m] -> [..., r, m]; of each batch its own rows."""
+    at = ids.long()
+    if at.ndim == 1 and table.ndim == 2:
+        return table[at]
+    rows = at[..., None].expand(*at.shape, table.shape[-1])
+    return table.expand(*at.shape[:-1], *table.shape[-2:]).gather(-2, rows)
+
+
+def set_rows(rows: Tensor, ids: Tensor, into: Tensor) -> Tensor:
+    """`into` [n, m] with its rows `ids` [r] replaced by `rows` [r, m]."""
+    at = ids.long()
+    last = torch.zeros(into.shape[-2], dtype=torch.long, device=at.device).scatter(0, at, torch.arange(len(at)) + 1)
+    replaced = torch.cat((rows[..., :1, :], rows), -2)[..., last, :]
+    return torch.where((last > 0)[:, None], replaced, into)
+
+
+def fill(x: Tensor, *, value: float) -> Tensor:
+    """One value in the shape of x."""
+    return torch.full_like(x, value)
+
+
+def pad(x: Tensor, *, before_after: tuple[int, ...]) -> Tensor:
+    """Zeros around: so many before and after, of the last axis first."""
+    x = x.reshape((1,) * (len(before_after) // 2 - x.ndim) + tuple(x.shape))
+    return torch.nn.functional.pad(x, before_after)
+
+
+def roll(x: Tensor, *, shifts: tuple[int, ...]) -> Tensor:
+    """Shifted around along each axis, of the last first."""
+    axes = range(-1, -1 - min(len(shifts), x.ndim), -1)
+    return torch.roll(x, tuple(shifts[: len(axes)]), tuple(axes))
+
+
+def tri(x: Tensor, *, part: int) -> Tensor:
+    """A triangle of [..., n, n], zeros elsewhere: upper with diagonal, without, lower with, without (ggml_tri_type)."""
+    return (torch.triu(x), torch.triu(x, 1), torch.tril(x), torch.tril(x, -1))[part]
+
+
+def diag(x: Tensor) -> Tensor:
+    """[..., 1, n] -> [..., n, n] with x on the diagonal."""
+    return torch.diag_embed(x.squeeze(-2) if x.ndim > 1 else x)
+
+
+def identity(x: Tensor) -> Tensor:
+    """What is handed on."""
+    return x
+
+
+def _copy_noise(made: Made) -> Noise:
+    """To a shorter type, unless the engine does without it."""
+    dtype = made.op.attrs.get("dtype", "f32")
+    return Noise(torch.zeros_like(made.y), made.stored + UNIT.get(dtype, 0.0) * made.size)
+
+
+def _rows(call: Call) -> Tensor:
+    """Of a weight the rows alone are read."""
+    if not call.op.weights:
+        return applied(call)
+    ids = call.inputs[0].long()
+    rows = call.weights.gather(call.op.weights[0], ids.flatten())
+    return kept(rows.reshape(*ids.shape, rows.shape[-1]), call.weights)
+
+
+KINDS = (
+    Kind("copy", copy, ("x",), noise=_copy_noise, keeps_part=True),
+    Kind("concat", concat, ("a", "b"), noise=none),
+    Kind("repeat", repeat, ("x",), noise=none, keeps_part=True),
+    Kind("get_rows", get_rows, ("table", "ids"), compute=_rows, noise=none),
+    Kind("set_rows", set_rows, ("rows", "ids", "into"), noise=none),
+    Kind("pad", pad, ("x",), noise=none),
+    Kind("roll", roll, ("x",), noise=none),
+    Kind("tri", tri, ("x",), noise=none),
+    Kind("diag", diag, ("x",), noise=none),
+    Kind("fill", fill, ("x",), noise=none),
+    Kind("state", identity, ("before",), noise=none),
+)

@@ -1,0 +1,142 @@
+"""What is computed token after token, with a state that one hands on to the next: one sequence.
+
+Kinds that ggml computes in one op return the values of all tokens and the state after the last, one after the other in
+one dimension; those with `snapshots` also states before it, the latest first, zeros where there is none.
+Shapes: T tokens, H heads, D channels of a head, N of its state.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tracediff.numerics.kinds.elementwise import softplus
+from tracediff.numerics.kinds.kind import Kind
+
+Step = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # state before, token -> state after, value
+
+
+def _over_tokens(step: Step, state: Tensor, n_tokens: int, snapshots: int = 1) -> Tensor:
+    values, states = [], []
+    for t in range(n_tokens):
+        state, value = step(state, t)
+        values.append(value.flatten())
+        states.append(state.flatten())
+    latest = states[: -snapshots - 1 : -1]
+    blanks = [torch.zeros_like(state).flatten()] * (snapshots - len(latest))
+    return torch.cat((*values, *latest, *blanks))
+
+
+def ssm_conv(x: Tensor, kernel: Tensor) -> Tensor:
+    """[D, K - 1 + T], [D, K] -> [T, D]: of each channel a convolution over tokens (https://arxiv.org/abs/2312.00752)."""
+    return (x.unfold(-1, kernel.shape[-1], 1) * kernel[:, None]).sum(-1).swapaxes(0, 1)
+
+
+def ssm_scan(
+    state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, ids: Tensor, a: Tensor, *, snapshots: int = 1
+) -> Tensor:
+    """State [H, D, N], x [T, H, D], dt [T, H], b and c [T, groups, N], a [H, N] or [H, 1].
+
+    state = state exp(softplus(dt) a) + b x softplus(dt); value = state . c (https://arxiv.org/abs/2405.21060). `ids` of
+    sequences do not matter to one.
+    """
+    n_head = x.shape[1]
+    rate = softplus(dt)[..., None]
+    decay = torch.exp(rate * a.reshape(n_head, -1))[:, :, None]  # T, H, 1, N or 1
+    heads = n_head // b.shape[1]
+    b, c = (z.repeat_interleave(heads, 1)[:, :, None] for z in (b, c))  # T, H, 1, N
+    inflow = (x * rate)[..., None] * b
+
+    def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        state = state * decay[t] + inflow[t]
+        return state, (state * c[t]).sum(-1)
+
+    return _over_tokens(step, state.reshape(n_head, x.shape[2], -1), len(x), snapshots)
+
+
+def gated_delta_net(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor, *, snapshots: int = 1
+) -> Tensor:
+    """Q and k [T, heads, D], v [T, H, D], gate [T, H, D or 1], beta [T, H, 1], state [H, D, D].
+
+    Head h reads query h % heads. Of the state a row belongs to a channel of v: it forgets by exp(gate), and turns to v
+    where k points: state += beta (v - state k) k^T; value = state q / sqrt(D) (https://arxiv.org/abs/2412.06464).
+    """
+    n_tokens, n_head, size = v.shape
+    q, k = (z.repeat(1, n_head // z.shape[1], 1) for z in (q, k))
+    forget = torch.exp(gate.reshape(n_tokens, n_head, 1, -1))
+    beta = beta.reshape(n_tokens, n_head, 1)
+
+    def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        state = state * forget[t]
+        change = (v[t] - (state @ k[t][..., None]).squeeze(-1)) * beta[t]
+        state = state + change[..., None] * k[t][:, None]
+        return state, (state @ q[t][..., None]).squeeze(-1) / math.sqrt(size)
+
+    return _over_tokens(step, state.flatten()[: n_head * size * size].reshape(n_head, size, size), n_tokens, snapshots)
+
+
+def _heads(state: Tensor, like: Tensor) -> Tensor:
+    """A state as [H, D, D], for values [T, H, D]."""
+    _, n_head, size = like.shape
+    return state.reshape(n_head, size, size)
+
+
+def gated_linear_attn(k: Tensor, v: Tensor, q: Tensor, gate: Tensor, state: Tensor, *, scale: float) -> Tensor:
+    """All [T, H, D] (https://arxiv.org/abs/2312.06635): state = gate state + k v^T; value = scale q^T state."""
+    gate, k, q = (z.reshape(v.shape)[..., None] for z in (gate, k, q))
+
+    def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        state = state * gate[t] + k[t] * v[t][:, None]
+        return state, (state * (q[t] * scale)).sum(1)
+
+    return _over_tokens(step, _heads(state, v), len(v))
+
+
+def rwkv_wkv6(k: Tensor, v: Tensor, r: Tensor, decay: Tensor, state: Tensor, first: Tensor) -> Tensor:
+    """All [T, H, D], first [H, D] (https://arxiv.org/abs/2404.05892): value = r^T (first k v^T + state); then
+    state = decay state + k v^T.
+    """
+    k, r, decay = (z.reshape(v.shape)[..., None] for z in (k, r, decay))
+    first = first.reshape(*v.shape[1:], 1)
+
+    def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        product = k[t] * v[t][:, None]
+        return state * decay[t] + product, ((product * first + state) * r[t]).sum(1)
+
+    return _over_tokens(step, _heads(state, v), len(v))
+
+
+def rwkv_wkv7(r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor) -> Tensor:
+    """All [T, H, D]: state = decay state + v k^T + (state a) b^T; value = state r (https://arxiv.org/abs/2503.14456)."""
+    r, decay, k, a, b = (z.reshape(v.shape)[:, :, None] for z in (r, decay, k, a, b))  # T, H, 1, D: of the keys
+
+    def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        removed = (state * a[t]).sum(-1, keepdim=True)
+        state = state * decay[t] + v[t][..., None] * k[t] + removed * b[t]
+        return state, (state * r[t]).sum(-1)
+
+    return _over_tokens(step, _heads(state, v), len(v))
+
+
+def solve_tri(a: Tensor, b: Tensor) -> Tensor:
+    """[..., n, n], [..., n, m] -> [..., n, m]: x of a x = b, where a is lower triangular; row by row."""
+    rows: list[Tensor] = []
+    for i in range(a.shape[-1]):
+        rest = b[..., i, :]
+        if rows:
+            rest = rest - (a[..., i : i + 1, :i] @ torch.stack(rows, -2)).squeeze(-2)
+        rows.append(rest / a[..., i, i, None])
+    return torch.stack(rows, -2)
+
+
+KINDS = (
+    Kind("ssm_conv", ssm_conv, ("x",), scheme="rms_norm"),
+    Kind("ssm_scan", ssm_scan, ("state", "x", "dt", "b", "c", "ids"), ("value",), scheme="rms_norm"),
+    Kind("gated_delta_net", gated_delta_net, ("q", "k", "v", "gate", "beta", "state"), ("value",)),
+    Kind("gated_linear_attn", gated_linear_attn, ("k", "v", "q", "gate", "state"), ("value",)),
+    Kind("rwkv_wkv6", rwkv_wkv6, ("k", "v", "r", "decay", "state"), ("value",), scheme="rms_norm"),
+    Kind("rwkv_wkv7", rwkv_wkv7, ("r", "decay", "k", "v", "a", "b", "state"), ("value",)),
+    Kind("solve_tri", solve_tri, ("a", "b")),
+)
