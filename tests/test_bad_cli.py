@@ -3,10 +3,8 @@
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -450,56 +448,3 @@ def test_ggml_assertion(model: Path, tmp_path: Path, refused: Callable[..., str]
     first, *_, last = refused("trace", model, "--tokens", "1,2,3", *arguments).splitlines()
     assert first.startswith("llama.cpp's process ended by SIGABRT.")
     assert "GGML_ASSERT(" in last
-
-
-# ---- Ctrl-C
-
-
-@pytest.fixture
-def long_run(models: Models, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Start thousands of decode steps; handed over when some are written."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(engine: str) -> subprocess.Popen[str]:
-        out = tmp_path / "a.trace"
-        command = [sys.executable, "-m", "tracediff", "trace", models("demo"), "--engine", engine, "-o", out]
-        command += ["--tokens", "1,2,3", "--decode", "4000"]
-        running = subprocess.Popen(
-            [*map(str, command)],
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-        )
-        started.append(running)
-        deadline = time.monotonic() + 60
-        part = out.with_suffix(".partial") / out.name
-        while not part.exists() or part.stat().st_size < 20_000:
-            assert running.poll() is None, running.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        return running
-
-    yield start
-    for running in started:
-        running.kill()
-        running.communicate()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_interrupted(engine: str, long_run: Callable[[str], subprocess.Popen[str]], tmp_path: Path) -> None:
-    """As a terminal does it: every process of the session gets the signal."""
-    running = long_run(engine)
-    pids = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    children = [Path("/proc", pid) for pid in pids]
-    assert len(children) == (engine == "llama.cpp")
-    os.killpg(running.pid, signal.SIGINT)
-    _, error = running.communicate(timeout=20)
-    assert running.returncode == 130
-    out = tmp_path / "a.trace"
-    assert error == f"tracediff: interrupted.\nWhat was traced so far can be read: {out}.\n"
-    assert not any(child.exists() for child in children)
-    trace = Trace(tmp_path / "a.trace")
-    assert trace.cut
-    assert len(trace.ops) > 100
-    assert all(trace.values(record).shape == record.shape for record in trace.ops.values())

@@ -16,12 +16,13 @@ ROOTS = {"tracediff": Path(tracediff.__file__).parent, "tracediff_reference": Pa
 # Module or package -> what it may import of this project. A package may always import itself.
 EVERYTHING = {
     "audit", "cli", "compare", "demo", "diagnose", "engine", "errors", "files", "inputs", "inspect", "interchange",
-    "judge", "model", "names", "numerics", "pipeline", "printable", "reference", "replay", "report", "result",
-    "threeway", "trace",
+    "judge", "model", "names", "numerics", "pipeline", "printable", "process", "reference", "replay",
+    "report", "result", "threeway", "trace",
 }  # fmt: skip
 MAY = {
     "tracediff.__init__": set(),
-    "tracediff.__main__": {"cli"},
+    "tracediff.__main__": {"cli", "process"},
+    "tracediff.process": set(),
     "tracediff.errors": {"printable"},
     "tracediff.printable": set(),
     "tracediff.files": {"errors"},

@@ -10,11 +10,12 @@ import typer
 from typer.core import TyperGroup
 
 from tracediff import __version__
-from tracediff.cli.output import INTERRUPTED, UNDECIDED
+from tracediff.cli.output import DIVERGED, INTERRUPTED
 from tracediff.errors import TracediffError
 from tracediff.printable import printable
+from tracediff.process import UNDECIDED, complain, drop, interruption
 
-_DEBUG = "--debug"
+_DEBUG, _ENDED = "--debug", "ended"
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, whether typer imports click or brings its own
 
 
@@ -34,25 +35,50 @@ class _Commands(TyperGroup):
         except _UsageError as error:
             error.message = printable(error.message)
             raise
-        except KeyboardInterrupt as error:
-            _complain("interrupted.", error)
-            code = INTERRUPTED
-        except TracediffError as error:
-            code = _complain(str(error), error)
-        except UnicodeError as error:
-            code = _complain(printable(f"{error}. Paths and prompts must be UTF-8."))
-        except BrokenPipeError:  # the reader of our output went away: `tracediff ... | head`
-            code = UNDECIDED
-            _drop_output()
-        except (OSError, MemoryError) as error:
-            said = printable(f"{type(error).__name__}: {error}")
-            code = _complain(f"{said}. Check the path, the permissions and the space left.")
-            _drop_output()
-        except Exception as error:
-            if ctx.obj[_DEBUG]:
-                traceback.print_exc()
-            code = _complain(printable(_bug(error)))
+        except BaseException as error:
+            code = _failed(error, ctx.obj[_DEBUG])
+        ctx.obj[_ENDED] = True
         raise typer.Exit(code)
+
+
+def _failed(error: BaseException, debug: bool) -> int:
+    """Say what went wrong, and what was kept of what was being written; the exit code for it."""
+    code = UNDECIDED
+    match error:
+        case KeyboardInterrupt():
+            code = getattr(error, "code", INTERRUPTED)
+            said = "interrupted." if code == INTERRUPTED else f"ended by {error}."
+        case TracediffError():
+            said = str(error)
+        case UnicodeError():
+            said = f"{error}. Paths and prompts must be UTF-8."
+        case BrokenPipeError():  # the reader of our output went away: `tracediff ... | head`
+            said = ""
+        case MemoryError() | RuntimeError() | ImportError() if _wants_memory(error):
+            said = f"out of memory: {_first_line(error)}. Give it more, shorten the prompt, or use --capture layers."
+        case OSError():
+            said = f"{type(error).__name__}: {error}. Check the path, the permissions and the space left."
+        case _:
+            if debug:
+                traceback.print_exception(error)
+            said = _bug(error)
+    drop(sys.stdout)
+    if said:
+        said = said if isinstance(error, TracediffError) else printable(said)
+        complain("\n".join([said, *map(printable, getattr(error, "__notes__", ()))]))
+    return code
+
+
+def _wants_memory(error: BaseException) -> bool:
+    """Whether it is for want of memory, as the system, numpy and torch say so; a library that cannot be mapped too."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        words in said for words in ("allocate memory", "bad_alloc", "failed to map segment", "can't start new thread")
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 app = typer.Typer(
@@ -71,17 +97,23 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without block characters shows ? for them
     arguments = sys.argv[1:]
-    app([argument for argument in arguments if argument != _DEBUG], obj={_DEBUG: _DEBUG in arguments})
+    state = {_DEBUG: _DEBUG in arguments, _ENDED: False}
+    try:
+        app([argument for argument in arguments if argument != _DEBUG], obj=state)
+    except SystemExit as ended:
+        if state[_ENDED]:
+            raise
+        signalled = interruption(ended)  # typer has a code of its own for it
+        if signalled:
+            raise SystemExit(signalled.code) from None
+        if ended.code == DIVERGED:  # and for a pipe that is closed while it prints help
+            raise SystemExit(UNDECIDED) from None
+        raise
+    except OSError as error:  # standard output was full when it printed help
+        raise SystemExit(_failed(error, state[_DEBUG])) from None
 
 
-def _complain(message: str, error: BaseException | None = None) -> int:
-    """Say it, and what was noted of the error on its way here: what was kept, and where."""
-    notes = map(printable, getattr(error, "__notes__", ()))
-    print(f"tracediff: {message}", *notes, sep="\n", file=sys.stderr)  # noqa: T201
-    return UNDECIDED
-
-
-def _bug(error: Exception) -> str:
+def _bug(error: BaseException) -> str:
     """What is said of an error that nobody foresaw, in one line."""
     *_, frame = traceback.extract_tb(error.__traceback__)
     said = " ".join(f"{type(error).__name__}: {error}".split())
@@ -89,14 +121,6 @@ def _bug(error: Exception) -> str:
         f"this is a bug of tracediff {__version__}, and no verdict: {said} (in {frame.name}, line {frame.lineno} of "
         f"{os.path.basename(frame.filename)}). Please report it with the command and what it prints with --debug added."
     )
-
-
-def _drop_output() -> None:
-    """Drop what standard output does not take any more: Python would try again at exit, and complain again."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @app.callback(invoke_without_command=True)

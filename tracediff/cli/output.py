@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tracediff.files import check, write_text
 from tracediff.printable import escape_json, printable
+from tracediff.process import drop
 from tracediff.trace.staging import files_of
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from tracediff.result import AuditResult, Listing, Result, ThreeWay
 
 R = TypeVar("R", "Result", "ThreeWay", "AuditResult")
-MATCH, DIVERGED, UNDECIDED, INTERRUPTED = 0, 1, 2, 130
+MATCH, DIVERGED, INTERRUPTED = 0, 1, 130
 
 
 @contextmanager
@@ -94,5 +95,8 @@ def _is_json(head: bytes) -> bool:
 
 
 def say(message: str) -> None:
-    """A line beside the output proper."""
-    print(printable(message), file=sys.stderr)  # noqa: T201
+    """A line beside the output proper; the verdict stands where nobody can read it."""
+    try:
+        print(printable(message), file=sys.stderr)  # noqa: T201
+    except OSError:
+        drop(sys.stderr)

@@ -1,0 +1,117 @@
+"""The process around the command line, whose exit code is a verdict: nothing else may end it with 0 or 1.
+
+Loads nothing else of tracediff: it stands before the libraries that end a process by themselves.
+"""
+
+import atexit
+import ctypes
+import errno
+import io
+import os
+import signal
+import sys
+from types import FrameType
+from typing import TextIO
+
+UNDECIDED = 2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that asks the process to end. `code` is the shell's exit code for it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.code = 128 + number
+
+
+def prepare() -> None:
+    """Make signals exceptions, give closed standard streams a place, and notice libraries that call exit()."""
+    _open_streams()
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _interrupt)
+    _notice_exit()
+
+
+def ignore_signals() -> None:
+    """What is left to do takes no time, and what there is to say is said."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def complain(message: str) -> None:
+    """One message on standard error; where that is closed or full, the exit code has to do."""
+    try:
+        sys.stderr.write(f"tracediff: {message}\n")
+        sys.stderr.flush()
+    except OSError:
+        drop(sys.stderr)
+
+
+def drop(stream: TextIO) -> None:
+    """Drop what a stream does not take any more: Python would try again at exit, and end with a code of its own."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def interruption(error: BaseException | None) -> Interrupted | None:
+    """The signal that is behind an exception, where one is."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """The first signal ends the command; those that come while it is tidying up find that under way."""
+    if interruption(sys.exception()) is None:
+        raise Interrupted(number)
+
+
+class _Closed(io.TextIOBase):
+    """Standard output where there is none: the report would be lost without a word."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EBADF, "standard output is closed")
+
+
+def _open_streams() -> None:
+    """Else the next file opened is standard output or error, and what a library prints goes into it."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = _Closed()
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _notice_exit() -> None:
+    """libgomp without a thread and OpenBLAS without memory call exit(1), which would say that something diverges."""
+    libc = ctypes.CDLL(None)
+    name = ctypes.c_char()  # its address names the handler, so that no other is removed with it
+    python_ends = False
+
+    def at_exit(_: object) -> None:
+        if python_ends:
+            return
+        complain(
+            "a library ended the process, for want of memory or threads as a rule: it may have said why above. "
+            "Nothing was decided. Give it more, or fewer threads (OMP_NUM_THREADS=1)."
+        )
+        atexit._run_exitfuncs()  # which remove temporary folders
+        os._exit(UNDECIDED)
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(at_exit)
+
+    def before_python_is_gone(kept: object = handler) -> None:  # C does not keep it
+        nonlocal python_ends
+        python_ends = True
+        libc.__cxa_finalize(ctypes.byref(name))
+
+    libc.__cxa_atexit(handler, None, ctypes.byref(name))
+    atexit.register(before_python_is_gone)
