@@ -1,24 +1,32 @@
-"""Replay a trace, then explain its faulty ops by trying the bank on them."""
+"""Replay a trace, then explain its faulty ops.
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+Records of one kind are explained together: a mistake is looked for in one of them, carried over to the others, and
+looked for again in what that leaves. So a mistake has the same numbers wherever it is.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
+from tracediff.diagnose.hypothesis import (
+    Hypothesis,
+    Least,
+    Progress,
+    Trials,
+    Way,
+    several_layers,
+    weight_values,
+    within,
+)
 from tracediff.diagnose.mistakes import ALIKE, BANK
-from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen
-from tracediff.diagnose.planting import undoes
 from tracediff.diagnose.shapes import describe
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
-from tracediff.names import layer_of, split
-from tracediff.numerics.arithmetic import Scheme, scheme_named
+from tracediff.names import split
+from tracediff.numerics.arithmetic import scheme_named
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
 from tracediff.result import Cause, Local, OpResult
@@ -27,23 +35,17 @@ from tracediff.trace.reader import Trace
 
 # A hypothesis that leaves so little of the error needs no rival. (Two kinds of GELU leave 1e-5 of each other.)
 _BEYOND_DOUBT = 1e-8
-# Floors of segments are wide: one must also leave little of the error, for wrong ones leave half of it by chance, and
-# less where the floor hides everything.
-_LITTLE, _BLINDLY = 0.1, 0.05
-_HARDLY_MORE = 4.0  # what two fits to within the noise differ by
 _A_LAYER = 24  # ops: in longer segments the pairs are too many
 # Where one mistake does not suffice, every other is tried on top of so many that leave least: of one, of two.
 _BEAM = (6, 3)
 _ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
 _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for in vain
+_COMPARED = 3  # records of a kind that choose between what explains the first of them
 # Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
 # With 4e7 on two cores it took a minute.
 _ONE_BY_ONE = 2e8
 _UNTRIED = "mistakes were tried in all layers alike, not in one alone: record hidden states to find the layer"
 _KEEP = 128 << 20  # bytes of weights that stay dequantised: all of a small model, some layers of a real one
-
-
-Progress = Callable[[float], None]  # told the share that is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,274 +68,198 @@ def replay_and_explain(
     return Judged(locals_, Explainer(replay).explain, tuple(replay.notes()))
 
 
-def _part_of(progress: Progress, done: int, of: int, fraction: float) -> None:
-    progress((done + fraction) / of)
-
-
 @dataclass(frozen=True, slots=True)
-class Hypothesis:
-    """Mistakes tried on a record: the ops as they would be, and what replay leaves under them."""
+class _Faulty:
+    """A record to be explained: its place among all results, and its error."""
 
-    each: dict[str, str]  # what is wrong, by mistake
-    ops: tuple[Op, ...]
-    local: Local
-
-    @property
-    def mistakes(self) -> tuple[str, ...]:
-        """Their names, in the order in which they were tried."""
-        return tuple(self.each)
+    at: int
+    record: OpRecord
+    error: Local
 
 
-def _several_layers(segment: tuple[str, ...]) -> list[int]:
-    """The layers of a segment of several; none of one."""
-    layers = sorted({layer for layer in map(layer_of, segment) if layer is not None})
-    return layers if len(layers) > 1 else []
+@dataclass(slots=True)
+class _Kin:
+    """Faulty records of one kind, and what was found in them so far."""
 
-
-def _left(hypothesis: Hypothesis) -> float:
-    return math.inf if math.isnan(hypothesis.local.nmse) else hypothesis.local.nmse
-
-
-class Least:
-    """Of each set of mistakes the variant that leaves least."""
-
-    def __init__(self) -> None:
-        self._of: dict[frozenset[str], Hypothesis] = {}
-
-    def update(self, tried: Iterable[Hypothesis]) -> None:
-        """Keep these where they leave less."""
-        for one in tried:
-            key = frozenset(one.mistakes)
-            self._of[key] = min(self._of.get(key, one), one, key=_left)
-
-    def first(self, n: int) -> list[Hypothesis]:
-        """The best `n`."""
-        return sorted(self._of.values(), key=_left)[:n]
-
-
-def _usual(found: list[Hypothesis]) -> Hypothesis | None:
-    """The one that leaves least. Of its variants the usual come before the fitted: 1e-5 where 1.01e-5 leaves hardly
-    less.
-    """
-    best = min(found, key=_left, default=None)
-    alike = (
-        one for one in found if best and one.mistakes == best.mistakes and _left(one) <= _HARDLY_MORE * _left(best)
-    )
-    return next(alike, None)
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How mistakes are tried on a segment: the arithmetic to look under first, and in which layer; None: in all."""
-
-    plain: Scheme | None = None
-    layer: int | None = None
+    pending: list[_Faulty]
+    found: list[Hypothesis] = field(default_factory=list)
+    in_vain: list[_Faulty] = field(default_factory=list)
 
 
 class Explainer:
-    """Tries mistakes on faulty ops, one by one, then several at once; what explained one op is tried first on the
-    same op in other steps, then on its kin in other layers.
-    """
+    """Explains the faulty records of one trace by the known mistakes, one or several at once."""
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
-        self._worked: dict[str, Hypothesis] = {}  # by name of the op
-        self._known: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)  # mistakes by its name in the layer
-        self._sound: set[tuple[int, str]] = set()  # records that are as they should be
-        self._given: set[tuple[str, tuple[str, ...]]] = set()  # ops, and what others were tried on top of
-        self._searched: Counter[str] = Counter()  # by local name: in vain, for several mistakes at once
-        self._each_layer: set[str] = set()  # local names of ops on which mistakes in one layer were tried, in vain
+        self._trials = Trials(replay)
 
     def explain(self, ops: list[OpResult], progress: Progress = lambda fraction: None) -> list[OpResult]:
         """The ops, those that are faulty with their cause or the shape of their error."""
-        self._sound = {(op.step, op.op) for op in ops if op.local and op.status != "faulty"}
-        faulty = [(i, op, op.local) for i, op in enumerate(ops) if op.status == "faulty" and op.local]
+        sound = {(op.step, op.op) for op in ops if op.local and op.status != "faulty"}
+        records = self._replay.trace.ops
+        faulty = [
+            _Faulty(at, records[op.step, op.op], op.local)
+            for at, op in enumerate(ops)
+            if op.status == "faulty" and op.local
+        ]
         explained = list(ops)
-        for done, (i, op, error) in enumerate(faulty):
-            explained[i] = self._explain(op, error, partial(_part_of, progress, done, len(faulty)))
-            progress((done + 1) / len(faulty))
-        for i, op, error in faulty:  # what was found in later layers may be one of several mistakes in an earlier one
-            record = self._record(op)
-            if not explained[i].cause and (found := self._again(record, error) or self._one_more(record, error)):
-                explained[i] = self._named(op, error, found)
+        kins = self._kin(faulty)
+        for done, kin in enumerate(kins):
+            for one, best in self._explained(kin, sound, within(progress, done, len(kins))):
+                explained[one.at] = self._named(ops[one.at], one, best) if best else self._described(ops[one.at], one)
         return explained
 
-    def _explain(self, result: OpResult, error: Local, progress: Progress) -> OpResult:
-        record = self._record(result)
-        best = self._again(record, error) or self._anew(record, error, progress)
-        if best:
-            return self._named(result, error, best)
-        recorded, exact, _ = self._replay.made(record)
-        axes = KINDS[self._replay.graph[record.op].kind].axis_names(exact.ndim)
-        shape = describe(recorded, exact, axes)
-        untried = _several_layers(error.segment) and not self._ends_soon(record, error.segment)
-        return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
+    def _kin(self, faulty: list[_Faulty]) -> list[_Kin]:
+        """Records that may have one mistake: single ops of a kind, segments that end in the same op of a layer."""
+        by_kin: dict[str, list[_Faulty]] = {}
+        for one in faulty:
+            alone = len(one.error.segment) == 1
+            key = self._replay.graph[one.record.op].kind if alone else f"... {split(one.record.op)[1]}"
+            by_kin.setdefault(key, []).append(one)
+        return [_Kin(members) for members in by_kin.values()]
 
-    def _record(self, result: OpResult) -> OpRecord:
-        return self._replay.trace.ops[result.step, result.op]
+    def _explained(
+        self, kin: _Kin, sound: set[tuple[int, str]], progress: Progress
+    ) -> Iterable[tuple[_Faulty, Hypothesis | None]]:
+        search = _Search(self._replay, self._trials, sound, kin)
+        n = len(kin.pending)
+        while kin.pending:
+            first = kin.pending.pop(0)
+            done = n - len(kin.pending) - 1
+            best = search.of(first, within(progress, done, n))
+            if best is None:
+                kin.in_vain.append(first)
+                continue
+            kin.found.append(best)
+            yield first, best
+            yield from search.carry(best, kin.pending)
+        for best in kin.found:  # what was found in later layers may be one of several mistakes in an earlier one
+            yield from search.carry(best, kin.in_vain)
+        for one in kin.in_vain:
+            yield one, search.one_more(one)
 
-    def _named(self, result: OpResult, error: Local, best: Hypothesis) -> OpResult:
-        """The op with what explains it, which is remembered."""
-        self._worked[result.op] = best
-        known = self._known[split(result.op)[1]]
-        if best.mistakes not in known:
-            known.insert(0, best.mistakes)
-        each = dict(best.each)
-        for name in each.keys() & ALIKE.keys() if len(error.segment) > 1 else ():
-            other, graph = BANK[ALIKE[name]], self._replay.graph
-            ops = dict.fromkeys(split(n)[1] for n in error.segment if other.where.holds(graph[n], graph))
+    def _named(self, result: OpResult, one: _Faulty, best: Hypothesis) -> OpResult:
+        """The op with what explains it."""
+        segment, graph = one.error.segment, self._replay.graph
+        each = {part.mistake: part.text for part in best.parts}
+        for name in each.keys() & ALIKE.keys() if len(segment) > 1 else ():
+            other = BANK[ALIKE[name]]
+            ops = dict.fromkeys(split(n)[1] for n in segment if other.where.holds(graph[n], graph))
             each[name] += f" (or {other.text}: the same from here; record {' and '.join(ops)} to tell)"
         name, text, under = " + ".join(each), ", and ".join(each.values()), best.local
         cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each)
         return replace(result, cause=cause, shape=None)
 
-    def _again(self, record: OpRecord, error: Local) -> Hypothesis | None:
-        """What explained the same op in another step, or several mistakes its kin, where it explains this one too."""
-        if same := self._worked.get(record.op):
-            again = replace(same, local=self._replay.under(record, same.ops, error.nmse))
-            if self._explains(again, record, error):
-                return again
-        several = (known for known in self._known[split(record.op)[1]] if len(known) > 1)
-        tried = (together for known in several for together in self._together(known, record, error))
-        return next((together for together in tried if self._explains(together, record, error)), None)
+    def _described(self, result: OpResult, one: _Faulty) -> OpResult:
+        recorded, exact, _ = self._replay.made(one.record)
+        axes = KINDS[self._replay.graph[one.record.op].kind].axis_names(exact.ndim)
+        shape = describe(recorded, exact, axes)
+        untried = several_layers(one.error.segment) and not _ends_soon(self._replay, one)
+        return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
 
-    def _anew(self, record: OpRecord, error: Local, progress: Progress) -> Hypothesis | None:
-        """One mistake in all layers of the segment alike; then in one of several layers; then several mistakes."""
-        local_name, plain = split(record.op)[1], self._replay.plain_ones(record)
-        skipped = local_name in self._each_layer or not self._ends_soon(record, error.segment)
-        layers = [] if skipped else _several_layers(error.segment)
+
+def _ends_soon(replay: Replay, one: _Faulty) -> bool:
+    """Whether mistakes in one layer of the segment after the other can be tried within minutes."""
+    passes = len(several_layers(one.error.segment)) * len(replay.plain_ones(one.record))
+    return weight_values(one.error.segment, replay.graph) * passes <= _ONE_BY_ONE
+
+
+class _Search:
+    """Looks for mistakes in the records of one kin."""
+
+    def __init__(self, replay: Replay, trials: Trials, sound: set[tuple[int, str]], kin: _Kin) -> None:
+        self._replay = replay
+        self._trials = trials
+        self._sound = sound
+        self._kin = kin
+
+    def of(self, one: _Faulty, progress: Progress) -> Hypothesis | None:
+        """What explains the record best, its kin asked where several do.
+
+        One mistake in all layers of the segment alike; then in one of several layers; then several mistakes.
+        """
+        plain = self._replay.plain_ones(one.record)
+        vain = [other for other in self._kin.in_vain if split(other.record.op)[1] == split(one.record.op)[1]]
+        layers = several_layers(one.error.segment) if _ends_soon(self._replay, one) and not vain else []
         ways = [Way(scheme) for scheme in plain] + [Way(scheme, layer) for scheme in plain for layer in layers]
         tried = Least()
         for done, way in enumerate(ways):
-            found = self._single(record, error, way, tried, partial(_part_of, progress, done, len(ways)))
-            if found:
-                return found
-        if layers:
-            self._each_layer.add(local_name)
-        return self._one_more(record, error) or self._several(record, error, tried)
+            if found := self._single(one, way, tried, within(progress, done, len(ways))):
+                return self._chosen(found)
+        return self.one_more(one) or (self._several(one, tried) if len(vain) < _SEARCHES else None)
 
-    def _ends_soon(self, record: OpRecord, segment: tuple[str, ...]) -> bool:
-        """Whether mistakes in one layer of the segment after the other can be tried within minutes."""
-        size = sum(math.prod(weight.shape) for name in segment for weight in self._replay.graph[name].weights)
-        return size * len(_several_layers(segment)) * len(self._replay.plain_ones(record)) <= _ONE_BY_ONE
+    def carry(self, found: Hypothesis, members: list[_Faulty]) -> list[tuple[_Faulty, Hypothesis]]:
+        """The members that what was found in one record explains too: they are taken from the list."""
+        carried = [(one, same) for one in members if (same := self._carried(found, one))]
+        for one, _ in carried:
+            members.remove(one)
+        return carried
 
-    def _single(self, record: OpRecord, error: Local, way: Way, tried: Least, progress: Progress) -> Hypothesis | None:
-        """The mistake that leaves least; those that do not explain the error are added to `tried`."""
+    def _carried(self, found: Hypothesis, one: _Faulty) -> Hypothesis | None:
+        tried = self._trials.carried(found, one.record, one.error)
+        return next((same for same in tried if self._explains(same, one)), None)
+
+    def _single(self, one: _Faulty, way: Way, tried: Least, progress: Progress) -> list[Hypothesis]:
+        """Mistakes that explain the record, best first; those that do not are added to `tried`."""
         found: list[Hypothesis] = []
-        known = [one for one, *more in self._known[split(record.op)[1]] if not more]
-        mistakes = self._ordered(known, error.segment)
+        mistakes = self._trials.applicable(one.error.segment)
         for done, mistake in enumerate(mistakes):
             progress(done / len(mistakes))
-            for one in self._tried(mistake, record, error, way=way):
-                if self._explains(one, record, error):
-                    found.append(one)
-                    if one.local.nmse <= _BEYOND_DOUBT * error.nmse:
-                        break
-                else:
-                    tried.update([one])
-            # What explained its kin and explains it too needs no rival: one row may suit several.
-            if found and (mistake.name in known or found[-1].local.nmse <= _BEYOND_DOUBT * error.nmse):
-                break
-        return _usual(found)
+            for hypothesis in self._trials.of(mistake, one.record, one.error, way=way):
+                if not self._explains(hypothesis, one):
+                    tried.update([hypothesis])
+                    continue
+                found.append(hypothesis)
+                if hypothesis.left <= _BEYOND_DOUBT * one.error.nmse and not hypothesis.parts[-1].fitted:
+                    return [hypothesis]
+        return sorted(found, key=lambda h: -h.score)
 
-    def _one_more(self, record: OpRecord, error: Local) -> Hypothesis | None:
-        """What explained other ops of the name, and one more mistake."""
-        if len(error.segment) > _A_LAYER:
+    def _chosen(self, found: list[Hypothesis]) -> Hypothesis:
+        """Of what explains a record the one that explains most of its kin, then the best."""
+        others = self._kin.pending[:_COMPARED]
+        if len(found) == 1 or not others:
+            return found[0]
+        return max(found, key=lambda h: sum(self._carried(h, other) is not None for other in others))
+
+    def one_more(self, one: _Faulty) -> Hypothesis | None:
+        """What explained others of the kin, and one more mistake."""
+        if len(one.error.segment) > _A_LAYER:
             return None
-        for known in self._known[split(record.op)[1]]:
-            if (record.op, known) in self._given:  # in another step, in vain
-                continue
-            self._given.add((record.op, known))
-            given = min(self._together(known, record, error), key=_left, default=None)
-            if given and (found := self._on_top(given, record, error, Least())):
+        for known in self._kin.found:
+            together = self._trials.together(known.parts, one.record, one.error)
+            given = min(together, key=lambda h: h.left, default=None)
+            if given and (found := self._on_top(given, one, Least())):
                 return found
         return None
 
-    def _several(self, record: OpRecord, error: Local, tried: Least) -> Hypothesis | None:
+    def _several(self, one: _Faulty, tried: Least) -> Hypothesis | None:
         """Two mistakes that together explain what one of them does not; then three."""
-        local_name = split(record.op)[1]
-        if self._searched[local_name] >= _SEARCHES or len(error.segment) > _A_LAYER:
+        if len(one.error.segment) > _A_LAYER:
             return None
         for width in _BEAM:
             more = Least()
             for given in tried.first(width):
-                if found := self._on_top(given, record, error, more):
+                if found := self._on_top(given, one, more):
                     return found
             tried = more
-        self._searched[local_name] += 1
         return None
 
-    def _together(self, mistakes: Sequence[str], record: OpRecord, error: Local) -> Iterator[Hypothesis]:
-        """These mistakes in all their variants, each on top of the others."""
-        *before, last = mistakes
-        for given in self._together(before, record, error) if before else (None,):
-            yield from self._tried(BANK[last], record, error, given)
-
-    def _on_top(self, given: Hypothesis, record: OpRecord, error: Local, tried: Least) -> Hypothesis | None:
+    def _on_top(self, given: Hypothesis, one: _Faulty, tried: Least) -> Hypothesis | None:
         """One more mistake, that explains the record on top of what is given; all are added to `tried`."""
-        others = (mistake for mistake in self._ordered((), error.segment) if mistake.name not in given.mistakes)
-        both = [one for mistake in others for one in self._tried(mistake, record, error, given)]
+        others = (m for m in self._trials.applicable(one.error.segment) if m.name not in given.mistakes)
+        both = [h for mistake in others for h in self._trials.of(mistake, one.record, one.error, given)]
         tried.update(both)
-        little = _ADDED * given.local.nmse
-        return _usual([one for one in both if one.local.nmse < little and self._explains(one, record, error)])
+        little = _ADDED * given.left
+        return max((h for h in both if h.left < little and self._explains(h, one)), key=lambda h: h.score, default=None)
 
-    def _explains(self, tried: Hypothesis, record: OpRecord, error: Local) -> bool:
-        told = len(error.segment) == 1 or tried.local.nmse <= (_BLINDLY if tried.local.blind else _LITTLE) * error.nmse
-        return not tried.local.faulty and told and not self._contradicted(record, tried.ops)
+    def _explains(self, tried: Hypothesis, one: _Faulty) -> bool:
+        return tried.pays(one.error.nmse) and not self._contradicted(tried, one.record)
 
-    def _contradicted(self, record: OpRecord, ops: tuple[Op, ...]) -> bool:
+    def _contradicted(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether the mistake would show in another step of the op, which is as it should be.
 
         To one row any factor looks like a wrong eps; in the prompt's rows that eps would show as well.
         """
         others = [step for step in self._replay.trace.steps if (step, record.op) in self._sound]
         records = (self._replay.trace.ops[step, record.op] for step in others)
-        return any(self._replay.under(other, ops).faulty for other in records)
-
-    def _ordered(self, known: Sequence[str], segment: tuple[str, ...]) -> list[Mistake]:
-        """Mistakes that apply to some op of the segment, those that worked before first."""
-        graph = self._replay.graph
-        applicable = [m for m in BANK.values() if any(m.where.holds(graph[name], graph) for name in segment)]
-        return sorted(applicable, key=lambda m: known.index(m.name) if m.name in known else len(known))
-
-    def _tried(
-        self,
-        mistake: Mistake,
-        record: OpRecord,
-        error: Local,
-        given: Hypothesis | None = None,
-        way: Way = Way(),
-    ) -> Iterator[Hypothesis]:
-        """The mistake in all its variants, on top of what is `given`; in a segment, alike in every layer of it or in
-        the one of `way`.
-        """
-        before, left = (given.ops, min(error.nmse, _left(given))) if given else ((), error.nmse)
-        graph, file = self._replay.graph.changed(*before), self._replay.weights.file
-        targets = [
-            graph[name]
-            for name in error.segment
-            if mistake.where.holds(graph[name], graph) and way.layer in (None, layer_of(name))
-        ]
-        seen = None
-        if len(error.segment) == 1:
-            recorded, _, inputs = self._replay.made(record)
-            seen = Seen(inputs, recorded)
-        names = list(dict.fromkeys(split(op.name)[1] for op in targets))
-        # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone.
-        for chosen in [names, *([name] for name in names if len(names) > 1)]:
-            alike = [op for op in targets if split(op.name)[1] in chosen]
-            variants = [
-                [one for one in mistake.change(op, Context(graph, file, seen)) if not undoes(one[0], op)]
-                for op in alike
-            ]
-            for changed in zip(*filter(None, variants), strict=False):
-                ops = [op for op, _ in changed]
-                where = ", ".join(dict.fromkeys(split(op.name)[1] if way.layer is None else op.name for op in ops))
-                said = changed[0][1].replace(f"{ops[0].name}.", "their ") if len(ops) > 1 else changed[0][1]
-                text = (f"{where}: " if len(error.segment) > 1 else "") + said
-                both = tuple({op.name: op for op in (*before, *ops)}.values())
-                yield Hypothesis(
-                    {**(given.each if given else {}), mistake.name: text},
-                    both,
-                    self._replay.under(record, both, left, way.plain),
-                )
+        return any(self._replay.under(other, tried.ops).faulty for other in records)

@@ -6,9 +6,10 @@ records are judged.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Protocol
 
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
@@ -31,9 +32,8 @@ from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 
 _SAMPLES = 3  # records of a sort that choose its arithmetic
+_PROMISING = math.log(100.0)  # of squared error: what leaves so much more of one record is not tried on the next
 Sort = tuple[str, ...]
-Left = Callable[[OpRecord, Scheme], float]  # NMSE that a scheme leaves of a record
-Judged = Callable[[OpRecord, Scheme], Local]  # the same, beside its floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Planner:
         return 0 < whole < n_tokens < whole + TILED_FROM if values.ubatch else n_tokens <= UBATCH
 
 
-def settle(schemes: Sequence[Scheme], records: Sequence[OpRecord], left: Left, judged: Judged) -> Choice:
+def settle(schemes: Sequence[Scheme], records: Sequence[OpRecord], look: "Look") -> Choice:
     """The arithmetic of these records, which share it.
 
     What leaves next to nothing of one of them needs no rival. Else those that leave least of all of them are in
@@ -145,14 +145,18 @@ def settle(schemes: Sequence[Scheme], records: Sequence[OpRecord], left: Left, j
         return Choice(tuple(schemes), True, math.nan)
     table: dict[Scheme, list[float]] = {scheme: [] for scheme in schemes}
     for record in records:
-        for scheme in schemes:
-            table[scheme].append(left(record, scheme))
-            if table[scheme][-1] <= NOTHING and judged(record, scheme).judgement == "sound":
+        for scheme in _promising(table):
+            table[scheme].append(look.left(record, scheme))
+            if table[scheme][-1] <= NOTHING and look.judged(record, scheme).judgement == "sound":
                 return Choice((scheme,), True, table[scheme][-1])
-    scores = {s: median(map(score, figures)) - RARER * place for place, (s, figures) in enumerate(table.items())}
+    scores = {
+        scheme: median(map(score, figures)) - RARER * place
+        for place, (scheme, figures) in enumerate(table.items())
+        if len(figures) == len(records)
+    }
     best = max(scores.values())
-    close = sorted((s for s in schemes if scores[s] >= best - UNKNOWN - MARGIN), key=lambda s: -scores[s])
-    sound = {s: {r.op for r in records if judged(r, s).judgement == "sound"} for s in close}
+    close = sorted((s for s in scores if scores[s] >= best - UNKNOWN - MARGIN), key=lambda s: -scores[s])
+    sound = {s: {r.op for r, left in zip(records, table[s], strict=True) if look.fits(r, s, left)} for s in close}
     least = min(min(figures) for figures in table.values())
     if not any(sound.values()):
         return Choice(tuple(close[:1]), False, least)
@@ -164,6 +168,27 @@ def settle(schemes: Sequence[Scheme], records: Sequence[OpRecord], left: Left, j
         if sound[scheme] - covered or not covered:
             kept.append(scheme)
     return Choice(tuple(kept), True, least)
+
+
+def _promising(table: Mapping[Scheme, list[float]]) -> list[Scheme]:
+    """All schemes for the first record; for the next those that left about as little of it as the best did."""
+    scores = {scheme: median(map(score, figures)) for scheme, figures in table.items() if figures}
+    if not scores:
+        return [*table]
+    return [scheme for scheme in scores if scheme in PLAIN or scores[scheme] >= max(scores.values()) - _PROMISING]
+
+
+class Look(Protocol):
+    """Looks at records under schemes."""
+
+    def left(self, record: OpRecord, scheme: Scheme) -> float:
+        """NMSE that the scheme leaves; without noise."""
+
+    def judged(self, record: OpRecord, scheme: Scheme) -> Local:
+        """The same beside its floor."""
+
+    def fits(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
+        """Whether the record is sound under the scheme."""
 
 
 def plain_first(candidates: Sequence[Scheme], best: Scheme) -> list[Scheme]:

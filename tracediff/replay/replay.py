@@ -17,7 +17,7 @@ from torch import Tensor
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of
-from tracediff.numerics.arithmetic import SCHEMES, Scheme
+from tracediff.numerics.arithmetic import PLAIN, SCHEMES, Scheme
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
@@ -35,6 +35,9 @@ _LITTLE, _HALF = 0.1, 0.5  # of the NMSE before: what leaves more is not looked 
 # Where one large value makes most of the noise, two samples show less than a hundredth of it in one record of a
 # hundred; sixteen never do. What exceeds its bound that far is beyond such accidents.
 _MORE_SAMPLES, _FAR = 16, 100.0
+# What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
+# was 0.55 to 2.8 times that in llama.cpp's records.
+_AS_FAR = 5.0
 _PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
 
 
@@ -84,7 +87,7 @@ class Replay:
 
     def _settled(self, records: list[OpRecord]) -> Choice:
         candidates, samples = self._planner.candidates(*records), self._planner.samples(records)
-        choice = settle(candidates, samples, self._left, lambda r, scheme: self._closely(r, scheme).local)
+        choice = settle(candidates, samples, self)
         self._recomputation.forget()
         return choice
 
@@ -145,7 +148,7 @@ class Replay:
         schemes: Sequence[Scheme] = self.choice(record).schemes
         if plain:
             candidates = self._planner.candidates(record)
-            schemes = settle(candidates, [record], other._left, lambda r, s: other._closely(r, s).local).schemes
+            schemes = settle(candidates, [record], other).schemes
         return other._best_of(record, schemes)
 
     def plain_ones(self, record: OpRecord) -> Sequence[Scheme | None]:
@@ -170,12 +173,37 @@ class Replay:
         unchanged.keep_waists()
         return self._with(ops, unchanged.changed(ops, n_samples=0))._look(record, scheme).local
 
-    def _left(self, record: OpRecord, scheme: Scheme) -> float:
+    def left(self, record: OpRecord, scheme: Scheme) -> float:
         """NMSE that the scheme leaves of the record; without its noise."""
         unchanged = self._without_noise(record)
         left = self._with((), unchanged)._look(record, scheme).local.nmse
         unchanged.keep_waists()
         return left
+
+    def judged(self, record: OpRecord, scheme: Scheme) -> Local:
+        """The record under a scheme, beside its floor."""
+        return self._closely(record, scheme).local
+
+    def fits(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
+        """Whether the record is sound under the scheme.
+
+        The noise of a segment is of what the scheme rounds: where that takes replay far less from the plain values than
+        the engine is off, there is no need to look.
+        """
+        if self._planner.is_segment(record) and scheme not in PLAIN:
+            plain = next(s for s in self._planner.candidates(record) if s not in (scheme,))
+            if left > _AS_FAR * self._apart(record, plain, scheme):
+                return False
+        return self.judged(record, scheme).judgement == "sound"
+
+    def _apart(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
+        """NMSE of the op under scheme `b` against the op under `a`."""
+        op, unchanged = self.graph[record.op], self._without_noise(record)
+        x, y = (unchanged.op(record.step, op, scheme, "f64", record.rows).exact for scheme in (a, b))
+        unchanged.keep_waists()
+        finite = x.isfinite() & y.isfinite()
+        x, y = x[finite], y[finite]
+        return _ratio(float((y - x).square().sum()), float(x.square().sum()))
 
     def _with(self, ops: Sequence[Op], recomputation: Recomputation) -> "Replay":
         other = copy(self)

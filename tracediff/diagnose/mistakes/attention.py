@@ -6,9 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variants, Where, computing
+from tracediff.diagnose.mistakes.fit import fitted
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where, computing
 from tracediff.model.graph import Op
-from tracediff.numerics.kinds.attention import Mask, causal, scores, weighted_values
+from tracediff.numerics.kinds.attention import Mask, causal, scores, softmax, weighted_values
 from tracediff.numerics.kinds.kind import wide
 from tracediff.numerics.kinds.rope import rope
 
@@ -79,8 +80,12 @@ def _scale(op: Op, context: Context) -> Variants:
                 op.with_attrs(scale=scale),
                 f"the attention scale is {word} ({scale:.4g} instead of {right:.4g})",
             )
-    if context.seen and (fitted := _fitted_scale(context.seen)) is not None:
-        yield op.with_attrs(scale=fitted), f"the attention scale is {fitted:.6g} instead of {right:.6g}"
+    if context.seen:
+        (x, *positions), target = context.seen.inputs, context.seen.output
+        starts = (right * 2.0**i for i in range(-8, 9))
+        if number := fitted(lambda scale: softmax(x, *positions, scale=scale), target, starts):
+            words = f"the attention scale is {number:.6g} instead of {right:.6g}"
+            yield Variant(op.with_attrs(scale=number), words, fitted=True)
 
 
 @AREA.mistake(
@@ -93,18 +98,6 @@ def _scaled_scores(op: Op, context: Context) -> Variants:
         computing(op, lambda q, k: scores(q, k) * scale),
         f"the scores have the scale ({scale:.4g}) in them; if they are only recorded so, call them {op.name}_scaled",
     )
-
-
-def _fitted_scale(seen: Seen) -> float | None:
-    """From two visible keys of the last query: log(p_a / p_b) = scale (s_a - s_b)."""
-    p, s = seen.output[:, -1], seen.inputs[0][:, -1]
-    usable = p > 1e-6
-    high = torch.where(usable, s, -math.inf).argmax(-1, keepdim=True)
-    low = torch.where(usable, s, math.inf).argmin(-1, keepdim=True)
-    gap = (s.gather(1, high) - s.gather(1, low)).flatten()
-    ratio = (p.gather(1, high) / p.gather(1, low)).log().flatten()
-    head = int(gap.argmax())
-    return float(ratio[head] / gap[head]) if float(gap[head]) > 0 else None
 
 
 @AREA.mistake(

@@ -1,8 +1,9 @@
 """What a known mistake is: a small change to an op, and the kinds of ops and the parts they play where it is made."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,7 +31,23 @@ class Context:
     seen: Seen | None = None
 
 
-Variants = Iterator[tuple[Op, str]]  # the op as a mistaken engine has it, and what is wrong in words
+class Variant(NamedTuple):
+    """The op as a mistaken engine has it, and what is wrong in words. `fitted`: a number in it was fitted.
+
+    Variants of one `name` are made in several ops at once; without one their words tell, the op's own name apart.
+    """
+
+    op: Op
+    text: str
+    fitted: bool = False
+    name: str = ""
+
+    def same_as(self, right: Op) -> str:
+        """What the variant has in common with those of other ops; `right` is the op without the mistake."""
+        return self.name or re.sub(r"\bblk\.\d+\.", "", self.text.replace(right.name, "it"))
+
+
+Variants = Iterator[tuple[Op, str] | Variant]
 Change = Callable[[Op, Context], Variants]
 
 

@@ -5,11 +5,13 @@ import math
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import NORM, Area, Context, Variants, computing, reading, values_of
+from tracediff.diagnose.mistakes.fit import fitted
+from tracediff.diagnose.mistakes.mistake import NORM, Area, Context, Variant, Variants, computing, reading, values_of
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds.norm import layer_norm, rms_norm
 
 AREA = Area()
+_DECADES = range(-6, 7)  # about the right epsilon
 
 
 @AREA.mistake(
@@ -21,25 +23,24 @@ def _eps(op: Op, context: Context) -> Variants:
     if context.seen is None:
         yield op.with_attrs(eps=right * 10), f"eps is {right * 10:g} instead of {right:g}"
         return
-    for eps in (
-        *(e for e in (1e-5, 1e-6, 1e-12, 1e-8, 0.0, 1e-4, 1e-3, 1e-7) if not math.isclose(e, right)),
-        _fitted_eps(op, context),
-    ):
-        if eps is not None:
-            yield op.with_attrs(eps=eps), f"eps is {eps:.3g} instead of {right:g}"
+    for eps in (1e-5, 1e-6, 1e-12, 1e-8, 0.0, 1e-4, 1e-3, 1e-7):
+        if not math.isclose(eps, right):
+            yield op.with_attrs(eps=eps), f"eps is {eps:g} instead of {right:g}"
+    seen, weight = context.seen, _weight_of(op, context)
+    number = fitted(lambda eps: rms_norm(seen.inputs[0], weight, eps), seen.output, (right * 10.0**i for i in _DECADES))
+    if number is not None:
+        yield Variant(op.with_attrs(eps=number), f"eps is {number:.6g} instead of {right:g}", fitted=True)
 
 
-def _fitted_eps(op: Op, context: Context) -> float | None:
-    """From y = x w / sqrt(ms + eps) in the row where eps weighs most: the one of the smallest mean square."""
-    assert context.seen
-    x = context.seen.inputs[0].flatten(0, -2)
-    y = context.seen.output.flatten(0, -2)
-    ms = x.square().mean(-1)
-    row = int(ms.argmin())
-    weight = values_of(context.file, context.file.tensors[op.weights[0].name]).double().flatten()
-    ratio = (x[row] * weight) @ y[row] / (y[row] @ y[row])
-    eps = float(ratio.square() - ms[row])
-    return eps if 0 < eps < 1 else None
+@AREA.mistake(
+    "eps_outside_root", "the epsilon is added to the root, not under it", "x / (sqrt(mean(x^2)) + eps) in the norm",
+    NORM,
+)  # fmt: skip
+def _eps_outside(op: Op, _: Context) -> Variants:
+    def function(x: Tensor, w: Tensor, eps: float) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + eps) * w
+
+    yield computing(op, function), "eps is added outside the root"
 
 
 @AREA.mistake(
@@ -68,9 +69,10 @@ def _norm_scaled(op: Op, context: Context) -> Variants:
         right = rms_norm(context.seen.inputs[0], _weight_of(op, context), eps=op.attrs["eps"])
         factor = float((right * context.seen.output).sum() / right.square().sum())
     if factor != 1.0:
-        yield (
+        yield Variant(
             reading(op, lambda file, info: values_of(file, info) * factor),
             f"{op.weights[0].name} or the result is multiplied by {factor:.4g}",
+            fitted=True,
         )
 
 

@@ -1,18 +1,19 @@
 """Mistakes in rotary embedding."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variants, Where, computing
+from tracediff.diagnose.mistakes.fit import fitted
+from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variant, Variants, Where, computing, values_of
 from tracediff.model.graph import Op
-from tracediff.numerics.kinds.rope import pairs_of, rope
+from tracediff.numerics.kinds.rope import rope
 
 AREA = Area()
+_ROWS = 64  # tokens that a base is fitted to
+_OCTAVES = range(-12, 13)  # about the right base
 ROPE = Where(("rope",))
 
 
@@ -34,44 +35,30 @@ def _pairing(op: Op, _: Context) -> Variants:
     "rope_theta", "another base frequency", "rope.freq_base of the file, not a default", ROPE, "candle#3746",
 )  # fmt: skip
 def _theta(op: Op, context: Context) -> Variants:
-    rope = op.attrs["rope"]
-    tried = [t for t in (1e4, 1e6, 5e5, 1e5) if t != rope.theta]
-    if context.seen is None:
-        tried = tried[:1]
-    elif (fitted := _fitted_theta(op, context.seen)) is not None:
-        tried.append(fitted)
-    for theta in tried:
-        yield (
-            op.with_attrs(rope=replace(rope, theta=theta)),
-            f"rope's base is {theta:.6g} instead of {rope.theta:.6g}",
-        )
+    right = op.attrs["rope"]
+    for theta in (1e4, 1e6, 5e5, 1e5):
+        if theta != right.theta:
+            yield _turning(op, theta), f"rope's base is {theta:.6g} instead of {right.theta:.6g}"
+    if context.seen and (number := _fitted_theta(op, context.seen, context)):
+        words = f"rope's base is {number:.6g} instead of {right.theta:.6g}"
+        yield Variant(_turning(op, number), words, fitted=True)
 
 
-def _angles_of(op: Op, seen: Seen) -> tuple[Tensor, Tensor] | None:
-    """Angle by which each pair turned at the first position that turns at all, and that position."""
-    rope, x, y = op.attrs["rope"], seen.inputs[0], seen.output
-    positions = seen.inputs[1]
-    rows = torch.nonzero(positions > 0).flatten()
-    if not len(rows):
-        return None
-    row = rows[0]
-    (a, b), (c, d) = (pairs_of(v[row, ..., : rope.n_rot], rope) for v in (x, y))
-    turned = torch.atan2((a * d - b * c).sum(0), (a * c + b * d).sum(0))
-    return turned, positions[row]
+def _turning(op: Op, theta: float) -> Op:
+    return op.with_attrs(rope=replace(op.attrs["rope"], theta=theta))
 
 
-def _fitted_theta(op: Op, seen: Seen) -> float | None:
-    """From the slope of log(angle) over the pairs: angle_i = p theta^(-2i/n)."""
-    found = _angles_of(op, seen)
-    if found is None:
-        return None
-    angles, position = found
-    n = op.attrs["rope"].n_rot
-    usable = [i for i in range(1, n // 2) if angles[i] > 1e-9 and float(position) < math.pi]
-    if not usable:
-        return None
-    i = usable[-1]
-    return float((float(angles[i]) / float(position)) ** (-n / (2 * i)))
+def _fitted_theta(op: Op, seen: Seen, context: Context) -> float | None:
+    """Of the tokens that turn least, few angles go round."""
+    x, positions = seen.inputs
+    factors = [values_of(context.file, context.file.tensors[w.name]).double() for w in op.weights]
+    first = positions.argsort()[:_ROWS]
+    right = op.attrs["rope"]
+
+    def made(theta: float) -> Tensor:
+        return rope(x[first], positions[first], *factors, rope=replace(right, theta=theta))
+
+    return fitted(made, seen.output[first], (right.theta * 2.0**i for i in _OCTAVES))
 
 
 @AREA.mistake(

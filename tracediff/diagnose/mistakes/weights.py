@@ -5,7 +5,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import LINEAR, NORM, Area, Context, Variants, Where, reading, values_of
+from tracediff.diagnose.mistakes.mistake import (
+    LINEAR,
+    NORM,
+    Area,
+    Context,
+    Variant,
+    Variants,
+    Where,
+    reading,
+    values_of,
+)
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Weight
 from tracediff.model.pairing import neighbours
@@ -107,12 +117,14 @@ def _embedding_head(op: Op, context: Context) -> Variants:
 def _other_layer(op: Op, context: Context) -> Variants:
     layer = layer_of(op.name)
     assert layer is not None
-    near = [n for n in (layer - 1, layer + 1, 0) if 0 <= n < context.graph.hparams.n_layer and n != layer]
-    for n in dict.fromkeys(near):
+    near = {"the layer before": layer - 1, "the layer after": layer + 1, "layer 0": 0}
+    for words, n in near.items():
+        if not 0 <= n < context.graph.hparams.n_layer or n == layer:
+            continue
         weights = tuple(replace(w, name=w.name.replace(f"blk.{layer}.", f"blk.{n}.")) for w in op.weights)
         tensors = context.file.tensors
         if all(w.name in tensors and tensors[w.name].shape == w.shape for w in weights):
-            yield replace(op, weights=weights), f"the weights of layer {n} are used"
+            yield replace(op, weights=weights), f"the weights of {words} are used"
 
 
 @AREA.mistake(
@@ -124,4 +136,5 @@ def _swapped(op: Op, context: Context) -> Variants:
     other = context.graph[reader.inputs[1 - position]]
     if other.kind == "linear":
         names = (split(o.name)[1] for o in (op, other))
-        yield replace(op, weights=other.weights), "{} multiplies with {}.weight".format(*names)
+        words = "{} multiplies with {}.weight".format(*names)
+        yield Variant(replace(op, weights=other.weights), words, name="swapped")

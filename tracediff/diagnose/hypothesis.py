@@ -1,0 +1,205 @@
+"""Hypotheses: known mistakes tried on a record, and what explained one record carried over to its kin."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tracediff.diagnose.mistakes import BANK
+from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
+from tracediff.diagnose.planting import undoes
+from tracediff.model.graph import Graph, Op
+from tracediff.names import layer_of, split
+from tracediff.numerics.arithmetic import Scheme
+from tracediff.replay.replay import Replay
+from tracediff.replay.score import FITTED, KNOWN, KNOWN_BLINDLY, KNOWN_IN_SEGMENT, score
+from tracediff.result import Local
+from tracediff.trace.format import OpRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One mistake of a hypothesis: its variant apart from the op that it is in, and what is wrong in words."""
+
+    mistake: str
+    variant: str
+    text: str
+    fitted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """Mistakes tried on a record: the ops as they would be, and what replay leaves under them."""
+
+    parts: tuple[Part, ...]
+    ops: tuple[Op, ...]
+    local: Local
+
+    @property
+    def mistakes(self) -> tuple[str, ...]:
+        """Their names, in the order in which they were tried."""
+        return tuple(part.mistake for part in self.parts)
+
+    @property
+    def left(self) -> float:
+        """NMSE; infinite where it is NaN."""
+        return math.inf if math.isnan(self.local.nmse) else self.local.nmse
+
+    @property
+    def price(self) -> float:
+        """Of all that it assumes, in nats of squared error."""
+        blindly = KNOWN_BLINDLY if self.local.blind else KNOWN_IN_SEGMENT
+        each = KNOWN if len(self.local.segment) == 1 else blindly
+        return sum(each + (FITTED if part.fitted else 0.0) for part in self.parts)
+
+    @property
+    def score(self) -> float:
+        """Comparable with those of other explanations of the record."""
+        return score(self.local.nmse, self.price)
+
+    def pays(self, nmse: float) -> bool:
+        """Whether it is the better explanation of a record that is off by `nmse` without it."""
+        return not self.local.faulty and self.score > score(nmse)
+
+
+class Least:
+    """Of each set of mistakes the variant that leaves least."""
+
+    def __init__(self) -> None:
+        self._of: dict[frozenset[str], Hypothesis] = {}
+
+    def update(self, tried: Iterable[Hypothesis]) -> None:
+        """Keep these where they leave less."""
+        for one in tried:
+            key = frozenset(one.mistakes)
+            self._of[key] = min(self._of.get(key, one), one, key=lambda h: h.left)
+
+    def first(self, n: int) -> list[Hypothesis]:
+        """The best `n`."""
+        return sorted(self._of.values(), key=lambda h: h.left)[:n]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How mistakes are tried on a segment: the arithmetic to look under first, and in which layer; None: in all."""
+
+    plain: Scheme | None = None
+    layer: int | None = None
+
+
+class Trials:
+    """Tries mistakes on the records of one trace. Nothing is remembered."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+
+    def applicable(self, segment: Sequence[str]) -> list[Mistake]:
+        """Mistakes that can be made in some op of the segment."""
+        graph = self._replay.graph
+        return [m for m in BANK.values() if any(m.where.holds(graph[name], graph) for name in segment)]
+
+    def of(
+        self,
+        mistake: Mistake,
+        record: OpRecord,
+        error: Local,
+        given: Hypothesis | None = None,
+        way: Way = Way(),
+        only: str | None = None,
+    ) -> Iterator[Hypothesis]:
+        """The mistake in all its variants or `only` one, on top of what is `given`; in a segment, alike in every layer
+        of it or in the one of `way`.
+        """
+        before = given.ops if given else ()
+        left = min(error.nmse, given.left) if given else error.nmse
+        graph = self._replay.graph.changed(*before)
+        targets = [
+            graph[name]
+            for name in error.segment
+            if mistake.where.holds(graph[name], graph) and way.layer in (None, layer_of(name))
+        ]
+        context = Context(graph, self._replay.weights.file, self._seen(record, error))
+        names = list(dict.fromkeys(split(op.name)[1] for op in targets))
+        # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone.
+        for chosen in [names, *([name] for name in names if len(names) > 1)]:
+            alike = [op for op in targets if split(op.name)[1] in chosen]
+            for variant, changed in _by_variant(mistake, alike, context).items():
+                if only in (None, variant):
+                    part = _said(mistake, variant, changed, way, len(error.segment) > 1)
+                    ops = tuple({op.name: op for op in (*before, *(one.op for one in changed))}.values())
+                    local = self._replay.under(record, ops, left, way.plain)
+                    yield Hypothesis((*(given.parts if given else ()), part), ops, local)
+
+    def together(self, parts: Sequence[Part], record: OpRecord, error: Local) -> Iterator[Hypothesis]:
+        """These mistakes in these variants, each on top of the others."""
+        *before, last = parts
+        for given in self.together(before, record, error) if before else (None,):
+            yield from self.of(BANK[last.mistake], record, error, given, only=last.variant)
+
+    def carried(self, found: Hypothesis, record: OpRecord, error: Local) -> Iterator[Hypothesis]:
+        """What explained one record tried on another, with the same numbers: they are an engine's, not an op's."""
+        if any(op.name in error.segment for op in found.ops):
+            ops = found.ops
+        elif len(found.ops) == 1 and len(error.segment) == 1 and found.parts[-1].fitted:
+            name = found.ops[0].name
+            like = transferred(found.ops[0], self._replay.graph[name], self._replay.graph[record.op])
+            ops = (like,) if like else ()
+        else:
+            yield from self.together(found.parts, record, error)
+            return
+        if ops:
+            yield replace(found, ops=ops, local=self._replay.under(record, ops, error.nmse))
+
+    def _seen(self, record: OpRecord, error: Local) -> Seen | None:
+        if len(error.segment) > 1:
+            return None
+        recorded, _, inputs = self._replay.made(record)
+        return Seen(inputs, recorded)
+
+
+def transferred(changed: Op, right: Op, other: Op) -> Op | None:
+    """The change from `right` to `changed` made in another op of the kind; None where it is about its own weights."""
+    if right.kind != other.kind or [w.name for w in changed.weights] != [w.name for w in right.weights]:
+        return None
+    if changed.inputs != right.inputs or len(right.weights) != len(other.weights):
+        return None
+    attrs = {key: value for key, value in changed.attrs.items() if right.attrs.get(key) != value}
+    weights = tuple(replace(own, read=w.read) for w, own in zip(changed.weights, other.weights, strict=True))
+    return replace(other.with_attrs(**attrs), weights=weights, function=changed.function, stored=changed.stored)
+
+
+def _by_variant(mistake: Mistake, ops: Sequence[Op], context: Context) -> dict[str, list[Variant]]:
+    """The variants of a mistake in these ops, by what they have in common."""
+    found: dict[str, list[Variant]] = {}
+    for op in ops:
+        for one in mistake.change(op, context):
+            variant = Variant(*one)
+            if not undoes(variant.op, op):
+                found.setdefault(variant.same_as(op), []).append(variant)
+    return found
+
+
+def _said(mistake: Mistake, variant: str, changed: Sequence[Variant], way: Way, in_segment: bool) -> Part:
+    ops = [one.op for one in changed]
+    where = ", ".join(dict.fromkeys(split(op.name)[1] if way.layer is None else op.name for op in ops))
+    first = changed[0]
+    said = first.text.replace(f"{first.op.name}.", "their ") if len(ops) > 1 else first.text
+    return Part(mistake.name, variant, (f"{where}: " if in_segment else "") + said, first.fitted)
+
+
+Progress = Callable[[float], None]  # told the share that is done
+
+
+def within(progress: Progress, done: int, of: int) -> Progress:
+    """The progress of one part of several."""
+    return lambda fraction: progress((done + fraction) / of)
+
+
+def several_layers(segment: Sequence[str]) -> list[int]:
+    """The layers of a segment of several; none of one."""
+    layers = sorted({layer for layer in map(layer_of, segment) if layer is not None})
+    return layers if len(layers) > 1 else []
+
+
+def weight_values(segment: Sequence[str], graph: Graph) -> int:
+    """How many values of weights a forward pass of the segment reads."""
+    return sum(math.prod(weight.shape) for name in segment for weight in graph[name].weights)
