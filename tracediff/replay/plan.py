@@ -8,6 +8,7 @@ records are judged.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, zip_longest
 from statistics import median
 from typing import Protocol
 
@@ -72,6 +73,8 @@ class Planner:
         self._graph = graph
         self._weights = weights
         self._schemes = schemes
+        steps = recorded.trace.steps
+        self._so_far = dict(zip(steps, accumulate(len(step.tokens) for step in steps.values()), strict=True))
 
     def sort(self, record: OpRecord) -> Sort:
         """Kind (of a segment its name), storage, tokens of the step, inputs that are recomputed, the weights' types."""
@@ -87,10 +90,15 @@ class Planner:
         return not all(self._recorded.holds_inputs(self._graph[record.op], record))
 
     def samples(self, records: Sequence[OpRecord]) -> list[OpRecord]:
-        """A few of the records of a sort, of early, middle and late layers: a mistake is in one, as a rule."""
-        ordered = sorted(records, key=lambda record: (layer_of(record.op) or 0, record.step))
-        at = dict.fromkeys(len(ordered) * (2 * i + 1) // (2 * _SAMPLES) for i in range(_SAMPLES))
-        return [ordered[i] for i in at]
+        """A few of each op of a sort, of early, middle and late layers: a mistake is in one layer or one op, as a rule.
+
+        Each op once, before any a second time.
+        """
+        by_name: dict[str, list[OpRecord]] = {}
+        for record in sorted(records, key=lambda record: (layer_of(record.op) or 0, record.step)):
+            by_name.setdefault(split(record.op)[1], []).append(record)
+        rounds = zip_longest(*map(_spread, by_name.values()))
+        return [record for each in rounds for record in each if record is not None]
 
     def candidates(self, *records: OpRecord) -> list[Scheme]:
         """The schemes that differ for these records of a sort, and that suit the rows of all of them.
@@ -120,9 +128,7 @@ class Planner:
 
     def _lengths(self, record: OpRecord) -> tuple[int, int]:
         """Tokens of the record's step, and all so far."""
-        steps = self._recorded.trace.steps
-        so_far = sum(len(step.tokens) for number, step in steps.items() if number <= record.step)
-        return len(steps[record.step].tokens), so_far
+        return len(self._recorded.trace.steps[record.step].tokens), self._so_far[record.step]
 
     def _sums_so(self, record: OpRecord, values: Arithmetic) -> bool:
         """Whether llama.cpp would sum attention's values so in this step, and no other scheme is the same in it."""
@@ -133,6 +139,12 @@ class Planner:
         if values.parts > 1:
             return len(split_keys(n_tokens - whole, n_keys, values.parts)) > 1
         return 0 < whole < n_tokens < whole + TILED_FROM if values.ubatch else n_tokens <= UBATCH
+
+
+def _spread(records: Sequence[OpRecord]) -> list[OpRecord]:
+    """A few of these, the middle one first."""
+    n = len(records)
+    return [records[i] for i in dict.fromkeys(n * (2 * i + 1) // (2 * _SAMPLES) for i in (1, 0, 2))]
 
 
 def settle(schemes: Sequence[Scheme], records: Sequence[OpRecord], look: "Look") -> Choice:

@@ -115,8 +115,13 @@ class Replay:
         self._recomputation.forget(all_of_it=True)
 
     def judge(self, record: OpRecord) -> Local:
-        """The record's local error under the arithmetic of its sort; of several in contention the best."""
-        return self._best_of(record, self.choice(record).schemes)
+        """The record's local error under the arithmetic of its sort; of several in contention the best.
+
+        Where every record that was asked is mistaken, a sound one among the others is asked by itself.
+        """
+        choice = self.choice(record)
+        alone = not choice.settled and not self._planner.is_segment(record)
+        return self._best_of(record, self._planner.candidates(record) if alone else choice.schemes)
 
     def choice(self, record: OpRecord) -> Choice:
         """What the plan says of the record's sort."""

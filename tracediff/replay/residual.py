@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,7 +91,7 @@ def measure(recorded: Tensor, made: Recomputed, hidden: Tensor | None = None) ->
     own = Own(_energy(excess), float(excess @ right), _energy(right), float(excess @ one), _energy(one))
     excess, bounds_in_largest = excess.abs_(), float(torch.stack(torch.aminmax(right)).abs().max())
     at = int(excess.argmax())  # a NaN before all numbers
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), error.shape))
+    place = tuple(int(i) for i in np.unravel_index(at, error.shape))  # torch's own takes a second to load
     return Residual(
         error=squares,
         signal=_energy(exact),
