@@ -26,8 +26,8 @@ def same(report: str, expected: str) -> bool:
     """Whether two reports say the same: words and counts exactly, figures as far as machines agree on them.
 
     What is recomputed in float64 differs in the last printed digit at most; what rounding leaves may differ by a
-    tenth. (With torch's AVX-512 kernels and its plain ones, on one thread and two, not a digit differs.) Line breaks and padding go
-    with the length of paths and figures.
+    tenth. (With torch's AVX-512 kernels and its plain ones, on one thread and two, not a digit differs.) Line breaks
+    and padding go with the length of paths and figures.
     """
     parts, others = (FIGURE.split(re.sub(r"\s+", " ", text)) for text in (report, expected))
     return (
