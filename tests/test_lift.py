@@ -218,15 +218,18 @@ def test_without_a_cache(folder: str, models: Models, monkeypatch: pytest.Monkey
 
 
 def test_the_oldest_go_first(cache: Path, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ours: the folder that TRACEDIFF_CACHE names may hold graphs of somebody else."""
     monkeypatch.setattr(described, "_MOST", 2)
     cache.mkdir()
-    for age, name in enumerate(("new", "old", "older")):
+    (cache / "mine.graph").touch()
+    os.utime(cache / "mine.graph", (0, 0))
+    for age, name in enumerate(("a" * 64, "b" * 64, "c" * 64)):
         (cache / f"{name}.graph").touch()
         os.utime(cache / f"{name}.graph", (0, 10**9 - age))
     described.describe(GGUFFile(models("tiny")))
-    kept = {entry.name for entry in cache.iterdir()}
-    assert "new.graph" in kept
-    assert len(kept) == 2
+    kept = {entry.stem for entry in cache.iterdir()}
+    assert {"mine", "a" * 64} < kept
+    assert len(kept) == 3
 
 
 MEASURE = """

@@ -109,6 +109,25 @@ def read_cut(path: Path) -> None:
     assert all(trace.values(record).shape == record.shape for record in trace.ops.values())
 
 
+def test_the_tables_name_tests() -> None:
+    """Every row of docs/reliability.md names what holds it, and that is there."""
+    tests = Path(__file__).parent
+    rows = [
+        line
+        for line in (tests.parent / "docs/reliability.md").read_text().splitlines()
+        if line.startswith("| ") and " exit | " not in line and line.count(" | ") > 2
+    ]
+    assert len(rows) > 25
+    for row in rows:
+        *_, holds = row.split(" | ")
+        files = re.findall(r"`(test_\w+\.py)`", holds)
+        source = "".join((tests / name).read_text() for name in (*files, "test_reliability.py"))
+        names = re.findall(r"`(test_\w+)`", holds)
+        assert names, row
+        for name in names:
+            assert f"def {name}(" in source, name
+
+
 # ---- Signals
 
 

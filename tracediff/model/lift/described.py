@@ -7,7 +7,6 @@ version of llama.cpp. TRACEDIFF_CACHE names another folder; where it is empty no
 import hashlib
 import os
 import sys
-import tempfile
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -46,8 +45,8 @@ def _of_graph(options: Options) -> Options:
 
 
 def _ask(file: GGUFFile, options: Options) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="tracediff-") as folder:
-        out = Path(folder) / "graph"
+    with files.temporary_folder() as folder:
+        out = folder / "graph"
         Child(DescribeRequest(model=str(file.path), out=str(out), options=options)).wait()
         return out.read_bytes()
 
@@ -77,7 +76,8 @@ def _keep(place: Path, data: bytes) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         with files.replacing(place, lambda head: True) as part:
             part.write_bytes(hashlib.sha256(data).digest() + data)
-        entries = sorted(place.parent.glob("*.graph"), key=lambda entry: entry.stat().st_mtime)
+        ours = place.parent.glob(f"{'?' * 64}.graph")  # TRACEDIFF_CACHE may hold other files too
+        entries = sorted(ours, key=lambda entry: entry.stat().st_mtime)
         for entry in entries[:-_MOST]:
             entry.unlink(missing_ok=True)
 
