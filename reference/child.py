@@ -18,6 +18,11 @@ from tracediff.errors import EngineError
 from tracediff_reference.protocol import DescribeRequest, Message, Request
 
 _LAST_LINES = 8
+# llama.cpp's threads meet after each node, thousands of times a second, and spin until all are there (libgomp: 300,000
+# turns). Where another process has the core that is a time slice each: 200 steps of a tiny model took 13 s, so they
+# take 2.
+_WAITING = {"GOMP_SPINCOUNT": "1000"}
+_DYING = {"GGML_NO_BACKTRACE": "1"}  # it would fill the last lines, and takes seconds
 
 
 class Child:
@@ -32,7 +37,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # it would fill the last lines, and takes seconds
+            env={**_WAITING, **os.environ, **_DYING},
         )
         assert self._child.stdin
         try:

@@ -1,6 +1,7 @@
 """The one table of op names: what each holds, its kind, and what others call it."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 
@@ -131,6 +132,7 @@ def wanted(op: str, capture: Capture) -> bool:
     return capture != "layers" or split(op)[1] in _HIDDEN_STATES
 
 
+@lru_cache(1 << 14)  # every record of every step is asked, and models have some thousand names
 def split(op: str) -> tuple[int | None, str]:
     """The layer and local name of an op: ("blk.3.attn_q") -> (3, "attn_q"); ("output") -> (None, "output")."""
     head, _, rest = op.partition(".")

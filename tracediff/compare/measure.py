@@ -56,7 +56,7 @@ def _hidden(record: OpRecord, trace: Trace, rows: Rows) -> np.ndarray | None:
     if kind_of(record.op) != "scores" or len(record.shape) != 3:
         return None
     queries = np.array(trace.steps[record.step].positions)
-    keys = np.concatenate([step.positions for number, step in trace.steps.items() if number <= record.step])
+    keys = trace.positions_until(record.step)
     if record.whole_shape(len(queries))[1:] != (len(queries), len(keys)):
         return None
     return keys[None, :] > queries[slice(None) if rows is None else [*rows], None]

@@ -46,7 +46,7 @@ def _parts(trace: Trace, record: OpRecord) -> _Parts:
         known = record.mean is not None and record.rms is not None
         return {"all": (record.mean or 0.0, record.rms or 0.0, record.shape[-1])} if known else {}
     rows = trace.values(record)
-    begins = record.step == min(trace.steps) and (record.rows is None or record.rows[:1] == (0,))
+    begins = trace.n_before(record.step) == 0 and (record.rows is None or record.rows[:1] == (0,))
     cuts: dict[Tokens, np.ndarray] = {"first": rows[:begins], "others": rows[begins:], "all": rows}
     return {tokens: _part(values) for tokens, values in cuts.items() if values.size}
 
@@ -112,7 +112,7 @@ def _ends(reference: Trace | None, candidate: Trace) -> Iterator[StepEnds]:
 
 def _final(trace: Trace, *steps: int) -> str | None:
     """The last hidden state whose values both steps hold for their last token."""
-    names = [op for step, op in trace.ops if step == steps[0] and split(op)[1] in _STATES]
+    names = [record.op for record in trace.step_ops(steps[0]) if split(record.op)[1] in _STATES]
     return next((op for op in reversed(names) if all(trace.last_row(step, op) is not None for step in steps)), None)
 
 

@@ -11,6 +11,7 @@ from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import EXACT, Scheme
 from tracediff.numerics.evaluate import arithmetic_of, evaluate
+from tracediff.numerics.growing import Growing
 from tracediff.numerics.kinds.attention import causal
 from tracediff.numerics.views import seen, state
 
@@ -40,7 +41,7 @@ class TorchEngine:
         self._progress = progress
         self._states = graph.states()
         self._cached = graph.cached() - self._states
-        self._past: dict[str, list[Tensor]] = {name: [] for name in self._cached}
+        self._past = {name: Growing() for name in self._cached}
         self._handed: dict[str, Tensor] = {}  # by the step before
         self._n_positions = 0  # so far
         last_use = {name: op.name for op in graph for name in op.inputs}
@@ -58,7 +59,7 @@ class TorchEngine:
         }
         for name in self._cached & set(SOURCES):
             self._past[name].append(values[name])
-        hidden = causal(values["positions"], torch.cat(self._past["positions"])) if "positions" in self._past else None
+        hidden = causal(values["positions"], self._past["positions"].rows) if "positions" in self._past else None
         self._n_positions += len(given.tokens)
         handed: dict[str, Tensor] = {}
         result = torch.empty(0)
@@ -91,5 +92,5 @@ class TorchEngine:
             yield state(op, parts, self.weights.device, self.weights.dtype)
             return
         for (name, reads_past), view in zip(op.reads, op.seen, strict=True):
-            whole = torch.cat(self._past[name]) if reads_past else values[name]
+            whole = self._past[name].rows if reads_past else values[name]
             yield seen(view, n_tokens, self._n_positions, whole) if view else whole

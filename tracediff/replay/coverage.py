@@ -1,6 +1,7 @@
 """What replay could not judge of a trace op by op, and which records would change that."""
 
 from collections.abc import Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,27 +21,27 @@ def measure_coverage(trace: Trace, model: Path, ops: Iterable[OpResult]) -> Cove
     judged = [op for op in ops if op.local]
     alone = {(op.step, op.op) for op in judged if op.local and len(op.local.segment) == 1}
     every = {(step, op.name) for step in trace.steps for op in graph}
-    segments = [_segment(op, graph) for op in judged if op.local and (len(op.local.segment) > 1 or op.local.blind)]
+    split = cache(partial(_split, graph=graph))  # steps and records share their segments
+    segments = [
+        Segment(
+            op.op, op.step, op.local.segment, op.local.floor, op.local.blind, op.local.faulty, *split(op.local.segment)
+        )
+        for op in judged
+        if op.local and (len(op.local.segment) > 1 or op.local.blind)
+    ]
     together = {(segment.step, op) for segment in segments for op in segment.ops} - alone
+    unjudged = {op for _, op in every - alone - together}
     records = trace.ops.items()
     return Coverage(
         n_ops=len(every),
         alone=len(every & alone),
         together=len(every & together),
         segments=tuple(segments),
-        unjudged=tuple(
-            op.name for op in graph if any((step, op.name) in every - alone - together for step in trace.steps)
-        ),
+        unjudged=tuple(op.name for op in graph if op.name in unjudged),
         unknown=tuple(dict.fromkeys(op for _, op in trace.ops if op not in graph)),
         statistics_only=tuple(dict.fromkeys(op for (_, op), record in records if not record.has_data)),
         some_tokens=tuple(dict.fromkeys(op for (_, op), record in records if record.rows is not None)),
     )
-
-
-def _segment(op: OpResult, graph: "Graph") -> Segment:
-    assert op.local
-    record, largest = _split(op.local.segment, graph)
-    return Segment(op.op, op.step, op.local.segment, op.local.floor, op.local.blind, op.local.faulty, record, largest)
 
 
 def _split(segment: tuple[str, ...], graph: "Graph") -> tuple[tuple[str, ...], int]:
@@ -48,7 +49,8 @@ def _split(segment: tuple[str, ...], graph: "Graph") -> tuple[tuple[str, ...], i
 
     Within one layer K and V come first, for all later steps read them; else what halves the segment.
     """
-    chosen = [op for op in segment[:-1] if op in graph.cached()] if len({*map(layer_of, segment)}) == 1 else []
+    cached = graph.cached() if len({*map(layer_of, segment)}) == 1 else ()
+    chosen = [op for op in segment[:-1] if op in cached]
     before = max(_sizes(segment, chosen, graph))
     sizes = {op: _sizes(segment, [*chosen, op], graph) for op in segment[:-1] if op not in chosen}
     best = min(sizes, key=lambda op: (max(sizes[op]), sum(size**2 for size in sizes[op])), default=None)

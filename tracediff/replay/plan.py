@@ -8,7 +8,7 @@ records are judged.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from statistics import median
 from typing import Protocol
 
@@ -73,8 +73,6 @@ class Planner:
         self._graph = graph
         self._weights = weights
         self._schemes = schemes
-        steps = recorded.trace.steps
-        self._so_far = dict(zip(steps, accumulate(len(step.tokens) for step in steps.values()), strict=True))
 
     def sort(self, record: OpRecord) -> Sort:
         """Kind (of a segment its name), storage, tokens of the step, inputs that are recomputed, the weights' types."""
@@ -128,7 +126,7 @@ class Planner:
 
     def _lengths(self, record: OpRecord) -> tuple[int, int]:
         """Tokens of the record's step, and all so far."""
-        return len(self._recorded.trace.steps[record.step].tokens), self._so_far[record.step]
+        return len(self._recorded.trace.steps[record.step].tokens), self._recorded.n_tokens(record.step)
 
     def _sums_so(self, record: OpRecord, values: Arithmetic) -> bool:
         """Whether llama.cpp would sum attention's values so in this step, and no other scheme is the same in it."""

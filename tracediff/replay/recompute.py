@@ -7,13 +7,14 @@ The noise that honest arithmetic makes on the way is carried along in samples, v
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from tracediff.model.graph import SOURCES, Graph, Op
+from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import arithmetic_of, evaluate, noise, rounding
@@ -21,7 +22,9 @@ from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Energy, Rounded
 from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.views import seen, state
+from tracediff.replay.past import Kept, Past, Value
 from tracediff.replay.recorded import Place, Recorded
+from tracediff.replay.segments import Patterns, Segments
 from tracediff.trace.format import OpRecord, Rows
 
 # The whole op's NMSE may exceed its expectation by chance and by what the model of the noise neglects.
@@ -30,19 +33,6 @@ _MARGIN = 4.0
 _SAMPLES, _SEGMENT_MARGIN = 2, 16.0
 _TURNED = 0.5  # values of a row that are rounded the other way; the margin of a segment allows 8
 _RECENT = 48  # values kept from one layer to the next: more than a layer has, of some tokens and of all
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A value of the trace in float64. Recomputed ones carry samples of what noise would have made of them."""
-
-    exact: Tensor
-    samples: tuple[Tensor, ...] = ()
-    segment: tuple[str, ...] = ()
-
-    def sample(self, i: int) -> Tensor:
-        """Sample `i`; a recorded value has no noise of ours, but what it lost on the way to the file."""
-        return self.samples[i % len(self.samples)] if self.samples else self.exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +63,9 @@ class Recomputed:
 
 
 class Recomputation:
-    """Recomputes the ops of `graph`. What was recomputed is kept for the ops after it, until `forget`."""
+    """Recomputes the ops of `graph`. What was recomputed is kept for the ops after it, until `forget`; what later steps
+    read, for all of them.
+    """
 
     def __init__(self, recorded: Recorded, graph: Graph, weights: Weights, n_samples: int = _SAMPLES) -> None:
         self._recorded = recorded
@@ -81,39 +73,57 @@ class Recomputation:
         self._weights = weights
         self._n_samples = n_samples
         self.has_noise = n_samples > 0
+        self._segments = Segments(Patterns(recorded.trace), graph)
+        self._states = graph.states()
+        self._cached = graph.cached() - self._states
         self._values: dict[tuple[Place, str], Value] = {}
+        self._held: dict[tuple[str, int], Past] = {}  # of what every step recorded, by number of samples
+        self._kept = Kept()
+        self._changes: tuple[Op, ...] = ()
+        self._pasts = self._kept.of(self._changes, n_samples)  # of what was recomputed
+        self._unchanged: tuple[Recomputation, set[str]] | None = None  # whose pasts hold, but of these ops
         self._random = torch.Generator()
 
     def changed(self, ops: Sequence[Op], n_samples: int = _SAMPLES) -> "Recomputation":
         """The same trace with these ops in place of those of the same names. Without samples no noise is computed.
 
-        What was recorded is kept, and what was recomputed without noise of ops before these.
+        What was recorded is kept, and of ops before these what was recomputed with as many samples.
         """
-        other = Recomputation(self._recorded, self._graph.changed(*ops), self._weights, n_samples)
-        after = self._graph.after(op.name for op in ops) if not n_samples and not self.has_noise else None
+        other = copy(self)
+        other._graph = self._graph.changed(*ops)
+        other._segments = Segments(self._segments.patterns, other._graph)
+        other._states = other._graph.states()
+        other._cached = other._graph.cached() - other._states
+        other._n_samples, other.has_noise = n_samples, n_samples > 0
+        other._changes = (*self._changes, *ops)
+        other._pasts = self._kept.of(other._changes, n_samples)
+        after = self._graph.after(op.name for op in ops) if n_samples == self._n_samples else None
+        other._unchanged = None if after is None else (self, after)
         other._values = {
             key: value
             for key, value in self._values.items()
-            if not key[1] or (after is not None and key[0][1] not in after)
+            if (not key[1] and n_samples <= self._n_samples) or (after is not None and key[0][1] not in after)
         }
         return other
 
     def op(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Recomputed:
         """The op's output for these tokens of the step, were it computed under `scheme` and stored as `storage`."""
         inputs, arithmetic = self.inputs(step, op, scheme, rows), arithmetic_of(op, scheme, self._weights)
+        segment = self._segments.of(step, op, rows)
         exact_inputs = [value.exact for value in inputs]
+        held = tuple(exact_inputs) if len(segment) == 1 else ()
         if not self.has_noise:
             y = evaluate(op, exact_inputs, self._weights, arithmetic)
-            return self._without_noise(y, inputs, op)
+            none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
+            return Recomputed(y, Noise(none, none), Noise(none, none), segment, inputs=held)
         self._draw_for(step, op.name)
         energy = Energy()
         y = evaluate(op, exact_inputs, self._weights, arithmetic, energy)
         own = noise(op, exact_inputs, y, self._weights, energy, arithmetic, storage)
-        segment = _segment(inputs, op)
         error, signal = energy.requantised
         requantised = error / signal if signal else None
         if not any(value.samples for value in inputs):
-            return Recomputed(y, own, own, segment, (), tuple(exact_inputs), requantised)
+            return Recomputed(y, own, own, segment, (), held, requantised)
         samples = []
         for i in range(self._n_samples):
             sampled = [value.sample(i) for value in inputs]
@@ -121,7 +131,6 @@ class Recomputation:
         # The spread of each row, for two samples say little of one element.
         spread = torch.stack([(sample - y).square() for sample in samples]).mean(0)
         sigma = torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread))
-        held = () if any(value.segment for value in inputs) else tuple(exact_inputs)
         return Recomputed(y, own, replace(own, sigma=sigma), segment, tuple(samples), held, requantised)
 
     def _rounded(self, inputs: list[Value]) -> Rounded:
@@ -139,16 +148,16 @@ class Recomputation:
 
         return rounded
 
-    def _without_noise(self, y: Tensor, inputs: list[Value], op: Op) -> Recomputed:
-        none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
-        held = () if any(value.segment for value in inputs) else tuple(value.exact for value in inputs)
-        return Recomputed(y, Noise(none, none), Noise(none, none), _segment(inputs, op), inputs=held)
-
     def inputs(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> list[Value]:
-        """What the op reads, in its order."""
-        values = [self._joined(places, scheme) for places in self._recorded.reads(step, op, rows) if places]
+        """What the op reads, in its order: of these tokens of the step, or of all tokens so far."""
         if op.kind == "state":
-            return [_applied(lambda *parts: state(op, parts, self._weights.device), values)]
+            before = self._recorded.before(step)
+            parts = [self._value((before, name, None), scheme) for name in op.inputs] if before is not None else []
+            return [_applied(lambda *parts: state(op, parts, self._weights.device), parts)]
+        values = [
+            self._so_far(step, name, scheme) if past else self._value((step, name, rows), scheme)
+            for name, past in op.reads
+        ]
         sizes = self._recorded.sizes(step, rows)
         pairs = zip(values, op.seen, strict=True)
         return [_applied(partial(seen, view, *sizes), [value]) if view else value for value, view in pairs]
@@ -159,49 +168,83 @@ class Recomputation:
             return self._recorded.values(record, channels=channels)
         place = record.step, record.op, record.rows
         if (place, "") not in self._values:
-            self._values[place, ""] = self._held(place)
+            self._values[place, ""] = self._recorded_value(place)
         return self._values[place, ""].exact
 
     def forget(self, all_of_it: bool = False) -> None:
-        """Drop values of layers that are done. The trace has what was recorded; recomputed K and V must stay."""
-        cached = self._graph.cached()
-        recent = () if all_of_it else list(self._values)[-_RECENT:]
-        self._values = {
-            key: value
-            for key, value in self._values.items()
-            if key in recent or key[0][1] in SOURCES or (key[0][1] in cached and value.samples)
-        }
+        """Drop values of layers that are done. The trace has what was recorded, and pasts what later steps read; what
+        a state hands on stays for the next step.
+        """
+        recent = () if all_of_it else [*self._values][-_RECENT:]
+        handed = [key for key in self._values if key[1] and key[0][1] in self._states]
+        last = max((self._recorded.n_until(step) for (step, _, _), _ in handed), default=0)
+        handed = [key for key in handed if self._recorded.n_until(key[0][0]) >= last - 1]
+        self._values = {key: self._values[key] for key in (*handed, *recent)}
 
     def keep_waists(self) -> None:
         """Where values of more than a layer were recomputed, keep those that the layers after it begin with."""
         if len(self._values) > _RECENT:
-            cached = self._graph.cached()
             self._values = {
                 key: value
                 for key, value in self._values.items()
-                if not key[1] or key[0][1] in cached or self._graph[key[0][1]].kind == "add"
+                if not key[1] or key[0][1] in self._states or self._graph[key[0][1]].kind == "add"
             }
 
-    def _joined(self, places: list[Place], scheme: Scheme) -> Value:
-        values = [self._value(place, scheme) for place in places]
-        if len(values) == 1:
-            return values[0]
-        samples: tuple[Tensor, ...] = ()
-        if any(value.samples for value in values):
-            samples = tuple(torch.cat([value.sample(i) for value in values]) for i in range(self._n_samples))
-        segment = tuple(dict.fromkeys(n for value in values for n in value.segment))
-        return Value(torch.cat([value.exact for value in values]), samples, segment)
+    def _past(self, name: str, scheme: Scheme) -> Past:
+        """Where the value of all steps so far is kept: under every scheme and change the same where nothing lacks."""
+        if self._recorded.always_holds(name):
+            return self._held.setdefault((name, self._n_samples), Past())
+        if self._unchanged and name not in self._unchanged[1]:
+            return self._unchanged[0]._past(name, scheme)
+        return self._pasts.setdefault((name, scheme.name), Past())
+
+    def _so_far(self, step: int, name: str, scheme: Scheme) -> Value:
+        """The value of all tokens so far."""
+        past = self._past(name, scheme)
+        for number in self._recorded.until(step, len(past)):
+            past.append(self._value((number, name, None), scheme))
+        return past.until(self._recorded.n_until(step))
 
     def _value(self, place: Place, scheme: Scheme) -> Value:
         """A value as the trace recorded it, or recomputed under the scheme from what it recorded."""
+        if not self._recorded.holds(place) and self._key(place, scheme) not in self._values:
+            self._catch_up(place, scheme)
+        return self._in_step(place, scheme)
+
+    def _catch_up(self, place: Place, scheme: Scheme) -> None:
+        """Recompute what the value reads of the steps before it: one by one, as the engine ran them."""
+        step, name, rows = place
+        segment = self._segments.of(step, self._graph[name], rows)
+        pasts = {name: self._past(name, scheme) for name in segment if name in self._cached}
+        states = [name for name in segment if name in self._states]
+        n_before = self._recorded.n_until(step) - 1
+        done = min([n_before, *map(len, pasts.values()), *(self._handed(name, scheme, step) for name in states)])
+        for number in self._recorded.until(step, done)[:-1]:
+            for name, past in pasts.items():
+                if len(past) < self._recorded.n_until(number):
+                    past.append(self._in_step((number, name, None), scheme))
+            for name in states:
+                self._in_step((number, name, None), scheme)
+            self.forget()
+
+    def _handed(self, name: str, scheme: Scheme, step: int) -> int:
+        """Until which step before this one what a state hands on is at hand: how many steps."""
+        before = self._recorded.before(step)
+        if before is not None and self._recorded.holds((before, name, None)):
+            return self._recorded.n_until(before)
+        steps = (at for (at, held, _), of in self._values if held == name and of == scheme.name and at < step)
+        return max(map(self._recorded.n_until, steps), default=0)
+
+    def _in_step(self, place: Place, scheme: Scheme) -> Value:
+        """The value, when all that it reads of the steps before is there."""
         key = self._key(place, scheme)
         if key not in self._values and self._recorded.holds(place):
-            self._values[key] = self._held(place)
+            self._values[key] = self._recorded_value(place)
         for missing in self._unrecorded(place, scheme):
             self._values[self._key(missing, scheme)] = self._recompute(missing, scheme)
         return self._values[key]
 
-    def _held(self, place: Place) -> Value:
+    def _recorded_value(self, place: Place) -> Value:
         """A recorded value. One that was rounded on the way to the file has samples of what the engine had instead."""
         value = self._recorded.value(place)
         lost = self._recorded.lost(place, value) if self.has_noise else None
@@ -221,9 +264,20 @@ class Recomputation:
             if inputs_are_there:
                 yield place
                 continue
-            step, name, rows = place
-            inputs = [at for places in self._recorded.reads(step, self._graph[name], rows) for at in places]
-            stack += [(place, True), *((at, False) for at in reversed(inputs))]
+            stack += [(place, True), *((at, False) for at in self._reads(place, scheme))]
+
+    def _reads(self, place: Place, scheme: Scheme) -> Iterator[Place]:
+        """What is read for a value, the last first; of all steps so far those that are not there."""
+        step, name, rows = place
+        op, before = self._graph[name], self._recorded.before(step)
+        for read, past in reversed(op.reads):
+            if op.kind == "state":
+                yield from () if before is None else ((before, read, None),)
+            elif past:
+                missing = self._recorded.until(step, len(self._past(read, scheme)))
+                yield from ((number, read, None) for number in missing)
+            else:
+                yield step, read, rows
 
     def _key(self, place: Place, scheme: Scheme) -> tuple[Place, str]:
         return place, "" if self._recorded.holds(place) else scheme.name
@@ -232,7 +286,7 @@ class Recomputation:
         step, name, rows = place
         made = self.op(step, self._graph[name], scheme, self._recorded.storage(step), rows)
         before = made.samples or (made.exact,) * self._n_samples
-        return Value(made.exact, tuple(self._perturbed(x, made.own) for x in before), made.segment)
+        return Value(made.exact, tuple(self._perturbed(x, made.own) for x in before))
 
     def _perturbed(self, x: Tensor, noise: Noise) -> Tensor:
         return x + self._gauss(x) * noise.sigma + self._flat(x) * noise.hard
@@ -253,10 +307,4 @@ def _applied(function: Callable[..., Tensor], values: Sequence[Value]) -> Value:
     """A function of values, exact and of each sample."""
     n_samples = max((len(value.samples) for value in values), default=0)
     samples = tuple(function(*(value.sample(i) for value in values)) for i in range(n_samples))
-    segment = tuple(dict.fromkeys(name for value in values for name in value.segment))
-    return Value(function(*(value.exact for value in values)), samples, segment)
-
-
-def _segment(inputs: list[Value], op: Op) -> tuple[str, ...]:
-    """The ops that were recomputed for the inputs, and the op itself."""
-    return (*dict.fromkeys(name for value in inputs for name in value.segment), op.name)
+    return Value(function(*(value.exact for value in values)), samples)

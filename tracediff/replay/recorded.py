@@ -24,18 +24,28 @@ class Recorded:
         self._graph = graph
         self._device = device
         self._positions = _positions(trace)
+        self._steps = [*trace.steps]
+        self._n_until = {number: i for i, number in enumerate(trace.steps, start=1)}
+        self._all_positions = torch.tensor([p for step in self._positions.values() for p in step], device=device)
         self._check_shapes()
-        # Of what is read over all steps so far: the first step that does not hold it all.
-        self._first_lacking = {
-            name: next((step for step in trace.steps if not self.holds((step, name, None))), math.inf)
-            for name in graph.cached()
-        }
+        self._first_lacking: dict[str, float] = {}
 
     def holds(self, place: Place) -> bool:
         """Whether the trace has the value, for all these tokens."""
         step, name, rows = place
         record = self.trace.ops.get((step, name))
         return name in SOURCES or (record is not None and record.has_data and record.holds(rows))
+
+    def always_holds(self, name: str) -> bool:
+        """Whether every step has the value, of all its tokens: of what is read over all steps so far."""
+        return self.first_lacking(name) == math.inf
+
+    def first_lacking(self, name: str) -> float:
+        """The first step that does not hold the value of all its tokens; infinite where every step does."""
+        if name not in self._first_lacking:
+            lacking = (step for step in self._steps if not self.holds((step, name, None)))
+            self._first_lacking[name] = next(lacking, math.inf)
+        return self._first_lacking[name]
 
     def value(self, place: Place) -> Tensor:
         """The value that is held there: float64 of the op's shape, or int64 [T] of a source."""
@@ -70,34 +80,35 @@ class Recorded:
         stored = torch.from_numpy(values).to(self._device)
         return stored.to(torch.float64, memory_format=torch.contiguous_format).contiguous()
 
-    def reads(self, step: int, op: Op, rows: Rows) -> list[list[Place]]:
-        """Of each input where it is: for these tokens of the step, or for all tokens so far, step by step.
+    def until(self, step: int, first: int = 0) -> list[int]:
+        """The steps until this one, itself included, without the `first` of them."""
+        return self._steps[first : self._n_until[step]]
 
-        What a state hands on is in the step before; nowhere in the first.
-        """
-        if op.kind == "state":
-            before = [number for number in self.trace.steps if number < step][-1:]
-            return [[(number, name, None) for number in before] for name in op.inputs]
-        so_far = [number for number in self.trace.steps if number <= step]
-        return [
-            [(number, name, None) for number in so_far] if reads_past else [(step, name, rows)]
-            for name, reads_past in op.reads
-        ]
+    def before(self, step: int) -> int | None:
+        """The step before this one; None of the first."""
+        return self._steps[self._n_until[step] - 2] if self._n_until[step] > 1 else None
+
+    def n_until(self, step: int) -> int:
+        """How many steps there are until this one, itself included."""
+        return self._n_until[step]
+
+    def n_tokens(self, step: int) -> int:
+        """How many tokens were fed until the end of this step."""
+        return self.trace.n_before(step) + len(self._positions[step])
 
     def holds_inputs(self, op: Op, record: OpRecord) -> list[bool]:
         """Of each input whether it is held, for all the tokens that the op reads it of."""
         if op.kind == "state":
-            return [all(map(self.holds, places)) for places in self.reads(record.step, op, record.rows)]
+            before = self.before(record.step)
+            return [before is None or self.holds((before, name, None)) for name in op.inputs]
         return [
-            record.step < self._first_lacking[name] if past else self.holds((record.step, name, record.rows))
+            record.step < self.first_lacking(name) if past else self.holds((record.step, name, record.rows))
             for name, past in op.reads
         ]
 
     def hidden(self, step: int, rows: Rows) -> Tensor:
         """Which scores the causal mask hides, bool [T, S]."""
-        so_far = [n for n in self._positions if n <= step]
-        keys = torch.cat([self.value((n, "positions", None)) for n in so_far])
-        return causal(self.value((step, "positions", rows)), keys)
+        return causal(self.value((step, "positions", rows)), self._all_positions[: self.n_tokens(step)])
 
     def storage(self, step: int) -> str:
         """What the engine stores values in, by what it recorded in this step."""
@@ -110,9 +121,7 @@ class Recorded:
 
     def sizes(self, step: int, rows: Rows) -> tuple[int, int]:
         """How many tokens these are, and how many positions are visible in the step."""
-        n_tokens = len(self._positions[step])
-        n_past = sum(len(p) for number, p in self._positions.items() if number < step)
-        return (n_tokens if rows is None else len(rows)), n_past + n_tokens
+        return len(self._positions[step] if rows is None else rows), self.n_tokens(step)
 
     def _check_shapes(self) -> None:
         for record in self.trace.ops.values():

@@ -1,6 +1,6 @@
 """Reads a trace: every line and every byte range is checked before anything is believed or allocated."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -49,6 +49,7 @@ class Trace:
     """
 
     cut: str | None
+    _positions: np.ndarray | None
 
     def __init__(self, path: Path) -> None:
         content = self._open(path)
@@ -70,9 +71,19 @@ class Trace:
         """All tokens fed, in order."""
         return [token for step in self.steps.values() for token in step.tokens]
 
-    def step_ops(self, step: int) -> Iterator[OpRecord]:
-        """The op records of one step, in execution order."""
-        return (record for (number, _), record in self.ops.items() if number == step)
+    def step_ops(self, step: int) -> Sequence[OpRecord]:
+        """The op records of one step, in execution order; none of a step that the trace lacks."""
+        return self._of_step.get(step, ())
+
+    def n_before(self, step: int) -> int:
+        """How many tokens were fed before the step."""
+        return self._n_before[step]
+
+    def positions_until(self, step: int) -> np.ndarray:
+        """The positions of all tokens fed until the end of the step, int64."""
+        if self._positions is None:
+            self._positions = np.array([p for fed in self.steps.values() for p in fed.positions], np.int64)
+        return self._positions[: self._n_before[step] + len(self.steps[step].tokens)]
 
     def values(self, record: Values, rows: Rows = None, channels: slice | None = None) -> np.ndarray:
         """The record's values, shaped, in memory of their own; bfloat16 becomes float32.
@@ -106,6 +117,11 @@ class Trace:
         self.weights: dict[str, Weight] = {}
         self.steps: dict[int, Step] = {}
         self.ops: dict[tuple[int, str], OpRecord] = {}
+        self._of_step: dict[int, list[OpRecord]] = {}
+        self._n_before: dict[int, int] = {}
+        self._n_tokens = 0
+        self._positions = None
+        self._last_step = -1
         # Of each op (step, name), weight (name) and step in the text file.
         self.lines: dict[tuple[int, str] | str | int, int] = {}
         self._data = DataFile(path)
@@ -178,10 +194,15 @@ class Trace:
             case Step():
                 self.steps[record.step] = record
                 self.lines[record.step] = number
+                self._of_step[record.step] = []
+                self._n_before[record.step] = self._n_tokens
+                self._n_tokens += len(record.tokens)
+                self._last_step = max(self._last_step, record.step)
             case OpRecord():
                 if record.rows is not None and len(record.rows) == len(self.steps[record.step].tokens):
                     record = msgspec.structs.replace(record, rows=None)  # all of them
                 self.ops[record.step, record.op] = record
+                self._of_step[record.step].append(record)
                 self.lines[record.step, record.op] = number
 
     def _wrong(self, record: Record | None) -> Iterator[str]:
@@ -202,14 +223,14 @@ class Trace:
             yield "several sequences in one trace are not supported; trace them one by one"
         if len(record.tokens) != len(record.positions) or not record.tokens:
             yield f"step {record.step} has {len(record.tokens)} tokens and {len(record.positions)} positions"
-        if self.steps and record.step <= max(self.steps):
-            yield f"step {record.step} after step {max(self.steps)}: steps must ascend"
+        if record.step <= self._last_step:
+            yield f"step {record.step} after step {self._last_step}: steps must ascend"
 
     def _wrong_op(self, record: OpRecord) -> Iterator[str]:
         if record.step not in self.steps:
             yield f"op {record.op!r} of step {record.step}, which no 'step' record began"
         elif record.step != next(reversed(self.steps)):
-            yield f"op {record.op!r} of step {record.step} after step {max(self.steps)} began: out of order"
+            yield f"op {record.op!r} of step {record.step} after step {self._last_step} began: out of order"
         elif record.rows is not None:
             yield from _wrong_rows(record, record.rows, len(self.steps[record.step].tokens))
         if (record.step, record.op) in self.ops:

@@ -1,0 +1,74 @@
+"""Which ops must be recomputed for another: found by what each step recorded, names alone and no values."""
+
+from collections.abc import Iterable, Iterator
+
+from tracediff.model.graph import SOURCES, Graph, Op
+from tracediff.trace.format import Rows
+from tracediff.trace.reader import Trace
+
+Held = frozenset[tuple[str, Rows]]  # what a step recorded values of, and of which tokens
+Place = tuple[str, Rows, int]  # a value of these tokens, in steps of this pattern
+
+
+class Patterns:
+    """What the steps of a trace recorded. Those that recorded alike share a number: a thousand decode steps are one.
+
+    Numbers count up in the order in which the patterns appear.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        numbers: dict[Held, int] = {}
+        self.of: dict[int, int] = {}  # of each step
+        self.before: dict[int, range] = {}  # of the step before each, where there is one
+        self.until: dict[int, range] = {}  # of the steps until each, itself included
+        before = range(0)
+        for step in trace.steps:
+            held = frozenset((record.op, record.rows) for record in trace.step_ops(step) if record.has_data)
+            self.of[step] = numbers.setdefault(held, len(numbers))
+            self.before[step], before = before, range(self.of[step], self.of[step] + 1)
+            self.until[step] = range(len(numbers))
+        self._rows = [dict(held) for held in numbers]
+
+    def holds(self, pattern: int, name: str, rows: Rows) -> bool:
+        """Whether its steps have the value, for all these tokens."""
+        held = self._rows[pattern].get(name, ())  # none of them
+        return name in SOURCES or held is None or (rows is not None and bool(held) and {*rows} <= {*held})
+
+
+class Segments:
+    """The segments of a graph in a trace."""
+
+    def __init__(self, patterns: Patterns, graph: Graph) -> None:
+        self.patterns = patterns
+        self._graph = graph
+        self._order = {name: i for i, name in enumerate(graph.ops)}
+        self._found: dict[tuple[object, ...], tuple[str, ...]] = {}
+
+    def of(self, step: int, op: Op, rows: Rows) -> tuple[str, ...]:
+        """The ops that are recomputed for these tokens of the step, in execution order; the op itself is the last."""
+        here = self.patterns.of[step], self.patterns.before[step], self.patterns.until[step]
+        key = op.name, rows, here
+        if key not in self._found:
+            before = set(self._lacking(op, rows, *here)) - {op.name}
+            self._found[key] = (*sorted(before, key=self._order.__getitem__), op.name)
+        return self._found[key]
+
+    def _lacking(self, op: Op, rows: Rows, here: int, before: range, so_far: range) -> Iterable[str]:
+        """Names of what is not held, of all that the op is made of."""
+        found: set[Place] = set()
+        stack = [*_read(op, rows, here, before, so_far)]
+        while stack:
+            name, tokens, pattern = place = stack.pop()
+            if place not in found and not self.patterns.holds(pattern, name, tokens):
+                found.add(place)
+                stack += _read(self._graph[name], tokens, pattern, so_far if before else before, so_far)
+        return (name for name, _, _ in found)
+
+
+def _read(op: Op, rows: Rows, here: int, before: range, so_far: range) -> Iterator[Place]:
+    """What the op reads: a state of the step before, others of this one or of all so far."""
+    for name, past in op.reads:
+        if past or op.kind == "state":
+            yield from ((name, None, pattern) for pattern in (before if op.kind == "state" else so_far))
+        else:
+            yield name, rows, here
