@@ -175,7 +175,7 @@ def test_no_arithmetic_excuses_a_small_mistake(models: Models, torch_trace: Trac
 
 ROUNDED = {  # and what is said of it
     "activations and weights in bfloat16, attention in bfloat16": (
-        "activations in bfloat16, weights in bfloat16, Q and probabilities in bfloat16, KV cache in bfloat16"
+        "activations and weights in bfloat16, Q and probabilities in bfloat16, KV cache in bfloat16"
     ),
     "weights in float16, KV cache in float16": "norm weights in float16, weights in float16, KV cache in float16",
     "llama.cpp, KV cache in q8_0 blocks": "activations in q8_0 blocks, Q in q8_0 blocks, KV cache in q8_0 blocks",

@@ -126,7 +126,7 @@ def test_int8_groups_with_float32_scales_are_an_arithmetic(
     result = check_trace(trace, model)
     assert faulty(result) == []
     of = f"int8 groups of {size} with float32 scales"
-    expected = f"activations in {of}, weights in {of}" if requantised else f"activations in {of}"
+    expected = f"activations and weights in {of}" if requantised else f"activations in {of}"
     if weights == "Q8_0" and size == 32:  # requantised, these weights are what they were
         expected = f"activations in {of}"
     assert said(result, "linear") == {expected}

@@ -55,12 +55,19 @@ _OF_MODEL: dict[str, tuple[str, _Side]] = {
 class TransformersEngine:
     """A transformers model with hooks that record each op of `graph`. One object runs one sequence.
 
-    The model's attention must run eagerly, by the name IMPLEMENTATION: `register` puts it there.
+    The model's attention must run by the name IMPLEMENTATION: `_register` puts it there. `attention` is the one that
+    it is: eager, or another of transformers', such as sdpa, which shows no scores and probabilities.
     """
 
     def __init__(
-        self, graph: Graph, model: Any, recorder: Recorder, progress: Callable[[float], None] = lambda fraction: None
+        self,
+        graph: Graph,
+        model: Any,
+        recorder: Recorder,
+        progress: Callable[[float], None] = lambda fraction: None,
+        attention: str = "eager",
     ) -> None:
+        self._implementation = attention
         self.logits = torch.empty(0)
         self._graph = graph
         self._model = model
@@ -83,7 +90,7 @@ class TransformersEngine:
         with ExitStack() as hooks:
             for op in self._graph:
                 self._hook(op, hooks)
-            _register(self._attention)
+            _register(self._attention, self._implementation)
             result = self._model(ids, past_key_values=self._cache, use_cache=True)
         self._cache = result.past_key_values
         self.logits = result.logits[0]
@@ -126,10 +133,12 @@ class TransformersEngine:
     def _attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The model's own eager attention, watched. `query` is [1, H, T, D], `key` [1, G, S, D] with the cache."""
+        """The model's own attention, watched. `query` is [1, H, T, D], `key` [1, G, S, D] with the cache."""
         blk = f"blk.{module.layer_idx}"
         self._record(f"{blk}.attn_q_rope", query[0].transpose(0, 1))
         self._record(f"{blk}.attn_k_rope", key[0, :, -query.shape[2] :].transpose(0, 1))
+        if self._implementation != "eager":
+            return _implementation(self._implementation)(module, query, key, value, mask, **kwargs)
         with _Product(query, lambda product: self._record(f"{blk}.attn_scores", product[0])):
             output, probs = _eager(module)(module, query, key, value, mask, **kwargs)
         self._record(f"{blk}.attn_probs", probs[0])
@@ -179,13 +188,20 @@ def _eager(module: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     )
 
 
-def _register(attention: Callable[..., Any]) -> None:
-    """Make `attention` what transformers calls for IMPLEMENTATION, with the masks that eager attention gets."""
+def _implementation(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    found: Callable[..., tuple[Tensor, Tensor]] = ALL_ATTENTION_FUNCTIONS[name]
+    return found
+
+
+def _register(attention: Callable[..., Any], implementation: str) -> None:
+    """Make `attention` what transformers calls for IMPLEMENTATION, with the masks that `implementation` gets."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     AttentionInterface.register(IMPLEMENTATION, attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
+    AttentionMaskInterface.register(IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
 
 
 class _Product(TorchFunctionMode):

@@ -49,13 +49,14 @@ def trace_model(
     tokens: Sequence[int],
     n_decode: int = 0,
     progress: Callable[[float], None] = lambda fraction: None,
+    attention: str = "eager",
 ) -> list[str]:
-    """The same for a transformers model that is loaded already, of the GGUF file `model`."""
+    """The same for a transformers model that is loaded already, of the GGUF file `model`, in any of its attentions."""
     graph = load_graph(model)
     check_length(len(tokens), n_decode, graph.hparams.n_ctx)
     name = f"transformers {_transformers().__version__} {type(loaded).__name__} ({options.dtype}, {options.device})"
     with TraceWriter(out, name, graph.hparams.arch, model.name, graph.matmul_type) as writer:
-        engine = TransformersEngine(graph, loaded, Recorder(writer, options.capture), progress)
+        engine = TransformersEngine(graph, loaded, Recorder(writer, options.capture), progress, attention)
         engine.record_weights()
         with _watched_attention(loaded), _double(loaded) if options.dtype == "f64" else nullcontext():
             for step, given in greedy(engine, tokens, n_decode):

@@ -16,7 +16,7 @@ _ROLES = MappingProxyType(
         "scores": ("Q", "K cache"),
         "weighted_values": ("probabilities", "V cache"),
         "rms_norm": ("", "norm weights"),
-        "embedding": ("", "embedding"),
+        "embedding": ("", "table"),
         "rope": ("", "rope tables"),
         **dict.fromkeys(("gelu", "geglu", "gelu_quick", "geglu_quick"), ("activations looked up", "")),
     }
@@ -65,6 +65,13 @@ def _phrase(role: str, rounding: str) -> str:
     return f"{role} in {rounding_named(rounding).words}"
 
 
+_PAIRS = (
+    ("activations", "weights", "activations and weights"),
+    ("K cache", "V cache", "KV cache"),
+    ("Q", "probabilities", "Q and probabilities"),
+)
+
+
 def in_words(arithmetics: Iterable[tuple[str, Arithmetic]]) -> str:
     """What ops of these kinds round, each thing once: `exact` where it is nothing.
 
@@ -72,7 +79,7 @@ def in_words(arithmetics: Iterable[tuple[str, Arithmetic]]) -> str:
     'KV cache in float16'
     """
     said = list(dict.fromkeys(phrase for kind, arithmetic in arithmetics for phrase in arithmetic.said(kind)))
-    for one, other, both in (("K cache", "V cache", "KV cache"), ("Q", "probabilities", "Q and probabilities")):
+    for one, other, both in _PAIRS:
         for phrase in [phrase for phrase in said if phrase.startswith(f"{one} in ")]:
             twin = other + phrase.removeprefix(one)
             if twin in said:
