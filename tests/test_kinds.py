@@ -93,8 +93,9 @@ def quantised(*types: str, columns: int = 64) -> list[Quantised]:
     return [Quantised(normal(5, 24, columns), name) for name in types]
 
 
-def scan(state, x, dt, b, c, ids, a):  # type: ignore[no-untyped-def]
-    return compute("ssm_scan", state[None], x[None], dt[None], a, b[None], c[None], ids, 1)
+def scan(state, x, dt, b, c, a):  # type: ignore[no-untyped-def]
+    operands = state[None], x[None], dt[None], a, b[None], c[None], np.zeros(1, np.int32)
+    return compute("ssm_scan", *operands, 1)
 
 
 def delta(*operands: np.ndarray) -> np.ndarray:
@@ -147,7 +148,7 @@ CASES = [
     one("ssm_conv", normal(N, T + 3), weights=(normal(N, 4),), ggml=lambda x, w: compute("ssm_conv", x[None], w)),
     one("solve_tri", LOWER, normal(8, 5), numbers=(True, True, False)),
     *(one("ssm_scan", normal(H, D, 8), normal(T, H, D), normal(T, H), normal(T, 1, 8), normal(T, 1, 8, seed=1),
-          np.zeros(1, np.int32), weights=(a,), attrs={"snapshots": 1}, ggml=scan, note=f"decay of {a.shape[1]}")
+          weights=(a,), attrs={"snapshots": 1}, ggml=scan, note=f"decay of {a.shape[1]}")
       for a in (-within(0.1, 1.0, H, 8), -within(0.1, 1.0, H, 1))),
     *(one("gated_delta_net", Q, K, V, -within(0.01, 1.0, T, H, n), BETA, STATE, attrs={"snapshots": 1}, ggml=delta,
           note=f"gate of {n}") for n in (1, D)),

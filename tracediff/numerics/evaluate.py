@@ -55,7 +55,14 @@ def evaluate(
     """
     kind = KINDS[op.kind]
     y = kind.compute(Call(op, op.function or kind.function, inputs, weights, arithmetic, energy, rounded))
-    return rounded(y, op.stored)
+    return rounded(_shaped(y, op), op.stored)
+
+
+def _shaped(y: Tensor, op: Op) -> Tensor:
+    """As the graph says, where its elements are the same in another shape. One axis may follow the step."""
+    fixed = [axis if isinstance(axis, int) else -1 for axis in op.axes]
+    fits = y.ndim == len(fixed) and all(axis in (-1, size) for axis, size in zip(fixed, y.shape, strict=True))
+    return y if fits or fixed.count(-1) > 1 else y.reshape(fixed)
 
 
 def noise(
@@ -65,5 +72,9 @@ def noise(
 
     `inputs` and `y` are float64; `energy` is what `evaluate` told of a matmul, and is used up.
     """
-    kind = KINDS[op.kind]
-    return kind.noise(Made(op, op.function or kind.function, inputs, y, weights, energy, arithmetic, storage))
+    kind, of = KINDS[op.kind], y
+    like = energy.value if energy.value is not None else next((x for x in inputs if x.numel() == y.numel()), y)
+    if y.shape != like.shape:  # the shape in which the kind computes, not the graph's
+        of = y.reshape(like.shape)
+    found = kind.noise(Made(op, op.function or kind.function, inputs, of, weights, energy, arithmetic, storage))
+    return found if y.shape == like.shape else found.reshaped(y.shape)

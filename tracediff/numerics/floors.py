@@ -12,6 +12,7 @@ hard bound instead. No formula here knows of an engine; each kind of op has its 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,6 +46,11 @@ class Noise:
     def without(self, lost: Tensor) -> "Noise":
         """None at the elements that are `lost`, bool of the same shape."""
         return replace(self, sigma=self.sigma.masked_fill(lost, 0.0), hard=self.hard.masked_fill(lost, 0.0))
+
+    def reshaped(self, shape: Sequence[int]) -> "Noise":
+        """The same elements in another shape."""
+        turned = None if self.turned is None else self.turned.reshape(shape)
+        return Noise(self.sigma.reshape(shape), self.hard.reshape(shape), turned)
 
     def energy(self) -> float:
         """The sum over all elements of the mean square of their errors."""

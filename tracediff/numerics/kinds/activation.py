@@ -113,9 +113,9 @@ def _table_noise(activation: Callable[[Tensor], Tensor]) -> Callable[[Made], Noi
             return analysed(made)
         x, *up = made.inputs
         entry, error = running(activation, [half(x)], each=made.unit, sums=made.unit)
-        step = torch.maximum(half.step(entry), torch.full_like(entry, TINY["f16"]))
-        past = (entry - half(entry)).abs()
-        turned = torch.where(past >= step / 2 - error.bound(), step, 0.0) * (up[0].abs() if up else 1.0)
+        bound, found = error.bound(), half(entry)
+        turned = torch.maximum((half(entry + bound) - found).abs(), (half(entry - bound) - found).abs())
+        turned = turned * (up[0].abs() if up else 1.0)
         return Noise(torch.zeros_like(made.y), made.stored + made.unit * made.size + turned)
 
     return noise

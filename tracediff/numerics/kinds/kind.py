@@ -156,6 +156,7 @@ def expressed_as(expression: Callable[..., Tensor]) -> Callable[[Made], Noise]:
         function = partial(expression, **made.op.attrs)
         each = max(made.unit, made.between)
         _, found = running(function, [*made.inputs, *held(made)], each=each, sums=made.unit)
+        found = found.reshaped(made.y.shape)
         return Noise(found.sigma, found.hard + made.stored)
 
     return noise

@@ -7,12 +7,13 @@ Shapes: T tokens, H heads, D channels of a head, N of its state.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tracediff.numerics.kinds.elementwise import softplus
-from tracediff.numerics.kinds.kind import Kind
+from tracediff.numerics.kinds.elementwise import softplus, softplus_as_computed
+from tracediff.numerics.kinds.kind import Kind, expressed_as
 
 Step = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # state before, token -> state after, value
 
@@ -34,12 +35,19 @@ def ssm_conv(x: Tensor, kernel: Tensor) -> Tensor:
 
 
 def ssm_scan(
-    state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, ids: Tensor, a: Tensor, *, snapshots: int = 1
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a: Tensor,
+    *,
+    snapshots: int = 1,
+    softplus: Callable[[Tensor], Tensor] = softplus,
 ) -> Tensor:
     """State [H, D, N], x [T, H, D], dt [T, H], b and c [T, groups, N], a [H, N] or [H, 1].
 
-    state = state exp(softplus(dt) a) + b x softplus(dt); value = state . c (https://arxiv.org/abs/2405.21060). `ids` of
-    sequences do not matter to one.
+    state = state exp(softplus(dt) a) + b x softplus(dt); value = state . c (https://arxiv.org/abs/2405.21060).
     """
     n_head = x.shape[1]
     rate = softplus(dt)[..., None]
@@ -133,7 +141,14 @@ def solve_tri(a: Tensor, b: Tensor) -> Tensor:
 
 KINDS = (
     Kind("ssm_conv", ssm_conv, ("x",), scheme="rms_norm"),
-    Kind("ssm_scan", ssm_scan, ("state", "x", "dt", "b", "c", "ids"), ("value",), scheme="rms_norm"),
+    Kind(
+        "ssm_scan",
+        ssm_scan,
+        ("state", "x", "dt", "b", "c"),
+        ("value",),
+        scheme="rms_norm",
+        noise=expressed_as(partial(ssm_scan, softplus=softplus_as_computed)),
+    ),
     Kind("gated_delta_net", gated_delta_net, ("q", "k", "v", "gate", "beta", "state"), ("value",)),
     Kind("gated_linear_attn", gated_linear_attn, ("k", "v", "q", "gate", "state"), ("value",)),
     Kind("rwkv_wkv6", rwkv_wkv6, ("k", "v", "r", "decay", "state"), ("value",), scheme="rms_norm"),
