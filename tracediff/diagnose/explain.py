@@ -205,13 +205,13 @@ class _Search:
         mistakes = self._trials.applicable(one.error.segment)
         for done, mistake in enumerate(mistakes):
             progress(done / len(mistakes))
-            for hypothesis in self._trials.of(mistake, one.record, one.error, way=way):
-                if not self._explains(hypothesis, one):
-                    tried.update([hypothesis])
-                    continue
-                found.append(hypothesis)
-                if hypothesis.left <= _BEYOND_DOUBT * one.error.nmse and not hypothesis.parts[-1].fitted:
-                    return [hypothesis]
+            tries = list(self._trials.of(mistake, one.record, one.error, way=way))
+            explain = [hypothesis for hypothesis in tries if self._explains(hypothesis, one)]
+            tried.update(hypothesis for hypothesis in tries if hypothesis not in explain)
+            found += explain
+            sure = [h for h in explain if h.left <= _BEYOND_DOUBT * one.error.nmse and not h.parts[-1].fitted]
+            if sure:
+                return sure
         return sorted(found, key=lambda h: -h.score)
 
     def _chosen(self, found: list[Hypothesis]) -> Hypothesis:

@@ -27,7 +27,9 @@ def _eps(op: Op, context: Context) -> Variants:
         if not math.isclose(eps, right):
             yield op.with_attrs(eps=eps), f"eps is {eps:g} instead of {right:g}"
     seen, weight = context.seen, _weight_of(op, context)
-    number = fitted(lambda eps: rms_norm(seen.inputs[0], weight, eps), seen.output, (right * 10.0**i for i in _DECADES))
+    number = fitted(
+        lambda eps: rms_norm(seen.inputs[0], weight, eps=eps), seen.output, (right * 10.0**i for i in _DECADES)
+    )
     if number is not None:
         yield Variant(op.with_attrs(eps=number), f"eps is {number:.6g} instead of {right:g}", fitted=True)
 
