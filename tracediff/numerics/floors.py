@@ -7,8 +7,8 @@ their sum, the j-th partial sum has a mean square of j Q / n + (j / n)^2 y^2, so
     variance of the error = u^2 / 3 * (n Q / 2 + n y^2 / 3).
 
 Where one massive term makes most of Q and comes first, every partial sum has it: n Q in place of n Q / 2 is the most
-that an order can make, and what is allowed. (With half of it one value of a float32 matmul in 40 runs of a loud model
-was 1.6% beyond its bound.)
+that an order can make, and what is allowed. (With half of it a value of a right float32 matmul of a loud model was
+seen 1.6% beyond its bound.)
 
 Sequential order is the worst that engines use; vector units keep 8 to 64 partial sums, and err less by the root
 of that. What follows the storage of the result, or is not random (an angle that a float32 cannot hold), is a
