@@ -67,7 +67,8 @@ class TorchEngine:
             arithmetic = arithmetic_of(op, self._scheme, self.weights) if self._scheme else EXACT
             inputs = self._inputs(op, values, len(given.tokens))
             result = evaluate(op, [*inputs], self.weights, arithmetic)
-            recorder.op(step, op.name, result, hidden if op.kind == "scores" else None)
+            if op.kind != "state":  # the step before recorded it
+                recorder.op(step, op.name, result, hidden if op.kind == "scores" else None)
             values[op.name] = result
             if op.name in self._cached:
                 self._past[op.name].append(result)

@@ -77,6 +77,16 @@ def row(shape: tuple[Axis, ...]) -> int:
     return math.prod(size for size in shape[1:] if isinstance(size, int))
 
 
+def total(shape: tuple[Size, ...]) -> Axis:
+    """Elements of a tensor of which one axis at most follows the step."""
+    fixed = math.prod(size for size in shape if isinstance(size, int))
+    following = [size for size in shape if not isinstance(size, int)]
+    if not following:
+        return fixed
+    terms = following[0] if len(following) == 1 else None
+    return axis(None if terms is None else tuple(fixed * n for n in terms))  # type: ignore[arg-type]
+
+
 def split(part: View, heads: tuple[Axis, ...]) -> View:
     """Rows of channels as rows of heads."""
     stride, size = part.strides[-1], heads[-1]

@@ -4,6 +4,7 @@ A norm and its weight, a matmul and its bias, attention's scores and values are 
 families have them. What llama.cpp does to keep its cache, and views of any sort, are no ops.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,8 @@ from tracediff_reference.description import Description, Node, Read
 _SOURCES = MappingProxyType({"inp_tokens": "tokens", "inp_pos": "positions"})
 _GATED = ("SWIGLU", "GEGLU", "REGLU", "GEGLU_ERF", "GEGLU_QUICK", "SWIGLU_OAI", "SWIGLU_CLAMP")
 _SEQUENCES = "rs_s_copy"  # which sequence a state is of: there is one
-_OF_MANY = ("ssm_scan",)  # kinds that multiply with a weight among others
+# Kinds that make values and a state, one after the other, of many inputs: their name says most.
+_FLAT = ("ssm_scan", "gated_delta_net", "gated_linear_attn", "rwkv_wkv6", "rwkv_wkv7")
 # What a cache of states holds (llama-memory-recurrent.cpp): the last inputs of a convolution, or the state proper.
 _STATES = MappingProxyType({"r": "conv_state", "s": "ssm_state"})
 
@@ -85,15 +87,11 @@ class Lifter:
         return read is not None and self._is_leaf(read.of) and self._nodes[read.of].is_input
 
     def _weight(self, read: Read, matrix: bool = False) -> Weight:
-        """A tensor of the file, or rows of it."""
-        info = self._file.tensors[self._nodes[read.of].name]
-        if not read.offset or not isinstance(read.offset, int):
-            return Weight(info.name, info.shape if len(info.shape) > 1 or not matrix else (1, *info.shape))
-        row = 1
-        for size in info.shape[1:]:
-            row *= size
+        """A tensor of the file as it is read: rows of it, in the shape that the op sees."""
         shape = tuple(size for size in read.shape if isinstance(size, int))
-        return Weight(info.name, (shape[0], *info.shape[1:]), first=read.offset // row)
+        offset = read.offset if isinstance(read.offset, int) else 0
+        first = offset // math.prod(shape[1:])
+        return Weight(self._nodes[read.of].name, shape if len(shape) > 1 or not matrix else (1, *shape), first=first)
 
     def _input(self, read: Read) -> Input:
         node = self._nodes[read.of]
@@ -169,7 +167,14 @@ class Lifter:
         if node.op in _GATED:
             inputs = self._halves(node, inputs)
         kind = patterns.kind(node)
-        self._add(i, self._name(node, kind, inputs, weights), kind, inputs, weights, attrs=patterns.attrs(node))
+        axes = self._own_axes(node, kind)
+        self._add(i, self._name(node, kind, inputs, weights), kind, inputs, weights, axes, patterns.attrs(node))
+
+    def _own_axes(self, node: Node, kind: str) -> tuple[Axis, ...]:
+        """The shape of what the kind makes, where ggml gives the same memory another."""
+        if kind == "copy":
+            return layout.axes(_operands(node)[0].shape)
+        return (layout.total(node.shape),) if kind in _FLAT else layout.axes(node.shape)
 
     def _halves(self, node: Node, inputs: list[Input]) -> list[Input]:
         """Gate and up: two inputs, or the halves of one."""
@@ -192,10 +197,12 @@ class Lifter:
         found = naming.of_value(node.name)
         if found and found not in self.ops and f"{found}.weight" not in self._file.tensors:
             return found
-        if weights and kind not in _OF_MANY and (stem := self._stem(weights[0])) not in self.ops:
-            return stem
         made_of = [one.name for one in inputs if one.name in self.ops]
         made_of.sort(key=lambda name: layer_of(name) is None)
+        if kind in _FLAT and made_of:
+            return naming.in_layer(layer_of(made_of[0]), kind)
+        if weights and (stem := self._stem(weights[0])) not in self.ops:
+            return stem
         return naming.of_parts(kind, made_of[0] if made_of else None)
 
     def _stem(self, weight: Read) -> str:
@@ -213,7 +220,8 @@ class Lifter:
         first, second = user[1].reads[:2]
         if first is None or second is None or first.of != i or not self._is_weight(second):
             return None
-        return (user[0], second) if layout.is_whole(first, self._nodes[i]) else None
+        as_it_is = first.shape == self._nodes[i].shape and layout.is_whole(first, self._nodes[i])
+        return (user[0], second) if as_it_is else None
 
     def _absorb(self, i: int) -> int:
         self._absorbed.add(i)
@@ -308,7 +316,11 @@ class Lifter:
         inputs = [source, self._input(positions)]
         name = naming.of_value(node.name)
         name = name if name and name not in self.ops else naming.rotated(source.name)
-        self._add(i, name, "rope", inputs, factors, attrs={"rope": patterns.rope(node)})
+        rope = patterns.rope(node)
+        name = self._add(i, name, "rope", inputs, factors, attrs={"rope": rope})
+        # Factors may be those of a wider rotation in other layers.
+        weights = tuple(weight.rows(slice(0, rope.n_rot // 2)) for weight in self.ops[name].weights)
+        self.ops[name] = replace(self.ops[name], weights=weights)
 
     def _keep(self, i: int, node: Node) -> None:
         """SET_ROWS into a cache: its rows are kept for later steps."""
@@ -375,12 +387,17 @@ class Lifter:
         self._add(i, name, "softmax", inputs, sinks, attrs=attrs)
 
     def _visible(self, mask: Node) -> dict[str, object]:
-        """How far a mask lets a token see: a window, a chunk, or both ways."""
+        """How far a mask lets a token see: a window, a chunk, or both ways.
+
+        Without a cache tokens see each other (llama_context::encode), and the mask of a window is the one that
+        llama.cpp does not name.
+        """
         attrs: dict[str, object] = {}
-        if mask.is_windowed:
+        cached = mask.shape[-1] == layout.POSITIONS
+        if mask.is_windowed or not (cached or naming.of_value(mask.name)):
             chunked = self._file.metadata.get("general.architecture") in patterns.CHUNKED
             attrs["chunk" if chunked else "window"] = self._window
-        return attrs if self._is_causal else {**attrs, "causal": False}
+        return attrs if self._is_causal and cached else {**attrs, "causal": False}
 
     def _flash(self, i: int, node: Node) -> None:
         """Scores, probabilities and values in one node, which shows the last alone."""

@@ -18,7 +18,6 @@ _MADE_OF = MappingProxyType({  # kind, and of what
     ("add", "attn_output"): "attn_residual",
     ("concat", "conv_state"): "conv_input",
     ("scale", "token_embd"): "token_embd_scaled",
-    ("ssm_scan", "ssm_state"): "ssm_scan",
 })  # fmt: skip
 
 

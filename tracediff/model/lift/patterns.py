@@ -95,6 +95,7 @@ _ATTRS: Mapping[str, Callable[[Node], Attrs]] = MappingProxyType({
     "CLAMP": _named(low=(number, 0), high=(number, 1)),
     "SOFT_MAX": _named(scale=(number, 0)),
     "ARGSORT": lambda node: {"descending": integer(node, 0) == 1},
+    "TOP_K": lambda node: {"k": node.shape[-1]},
     "CONCAT": _named(axis=(_axis, 0)),
     "REPEAT": _times,
     "FILL": _named(value=(number, 0)),
