@@ -405,8 +405,10 @@ def audit(event, arguments):
     global left
     if event in ("os.rename", "os.remove", "os.rmdir"):
         left -= 1
-        if left < 0:
+        if left < 0 and sys.argv[3] == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if left == -1:
+            raise KeyboardInterrupt
 with staged(Path(sys.argv[1])) as part:
     write(part, 2.0, n=2)
     sys.addaudithook(audit)
@@ -424,7 +426,7 @@ def test_a_crash_between_leaves_no_mixture(old: bool, tmp_path: Path) -> None:
         out = folder / "a.trace"
         if old:
             write(out, 1.0)
-        done = subprocess.run([sys.executable, "-c", CRASH, str(out), str(n)], env=environment)
+        done = subprocess.run([sys.executable, "-c", CRASH, str(out), str(n), "killed"], env=environment)
         found.append(state(out))
         with staged(out) as part:  # the next run goes on from there
             write(part, 3.0)
@@ -434,6 +436,18 @@ def test_a_crash_between_leaves_no_mixture(old: bool, tmp_path: Path) -> None:
         assert done.returncode == -signal.SIGKILL
     old_, lacking, new = "of 1.0" if old else "nothing", "data missing", "of 2.0"
     assert found == ([old_, lacking, lacking] if old else [old_, lacking]) + [new, new]
+
+
+def test_ctrl_c_between_finishes_first(tmp_path: Path) -> None:
+    """Before each change of a name: two renames are no time to wait for, and half a trace is none."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    for n in range(3):
+        out = write(tmp_path / "a.trace", 1.0)
+        command = [sys.executable, "-c", CRASH, str(out), str(n), "interrupted"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert "KeyboardInterrupt" in done.stderr
+        assert (value(out), sorted(contents(tmp_path))) == (2.0, ["a.bin", "a.trace"])
+        assert not (tmp_path / "a.partial").exists()
 
 
 def state(out: Path) -> str:

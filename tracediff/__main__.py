@@ -14,7 +14,9 @@ def main() -> None:
         command_line()
     except process.Interrupted as error:
         sys.exit(error.code)
-    except (ImportError, MemoryError, OSError) as error:
+    except Exception as error:
+        if "--debug" in sys.argv:
+            sys.excepthook(type(error), error, error.__traceback__)
         *_, said = str(error).splitlines() or [type(error).__name__]
         process.complain(f"it could not start: {said}. Is the installation whole, and is there memory (ulimit -v)?")
         sys.exit(process.UNDECIDED)

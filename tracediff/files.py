@@ -4,6 +4,7 @@ A file is written under another name in the same folder, synced, and renamed at 
 or that tracediff has not written, is never replaced.
 """
 
+import errno
 import os
 import secrets
 import stat
@@ -99,10 +100,13 @@ def write_text(out: Path, text: str, ours: Ours) -> None:
 
 
 def sync(path: Path) -> None:
-    """Onto the disk with a file's contents, or a folder's names."""
+    """Onto the disk with a file's contents, or with a folder's names where the file system can do that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

@@ -92,6 +92,8 @@ def _open_streams() -> None:
 
 def _notice_exit() -> None:
     """libgomp without a thread and OpenBLAS without memory call exit(1), which would say that something diverges."""
+    if "CS_GNU_LIBC_VERSION" not in os.confstr_names:  # elsewhere the handler could outlive Python
+        return
     libc = ctypes.CDLL(None)
     name = ctypes.c_char()  # its address names the handler, so that no other is removed with it
     python_ends = False
