@@ -293,8 +293,10 @@ def ran(decoder: Path, model: Path, trace: Path) -> bool:
 
 
 def first_difference(clean: Trace, other: Trace) -> tuple[int, str] | None:
-    """The first record of the clean trace that the other has otherwise."""
+    """The first record of the clean trace that the other has otherwise, up to the first step with other tokens."""
     for key, record in clean.ops.items():
+        if key[0] not in other.steps or clean.steps[key[0]].tokens != other.steps[key[0]].tokens:
+            return None
         if key not in other.ops or other.ops[key].shape != record.shape:
             return key
         x, y = (t.values(t.ops[key]).astype(np.float64) for t in (clean, other))

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from tracediff.diagnose.hypothesis import (
+    SOLVED,
     Hypothesis,
     Least,
+    Part,
     Progress,
     Trials,
     Way,
@@ -22,6 +24,7 @@ from tracediff.diagnose.hypothesis import (
 )
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.shapes import describe
+from tracediff.diagnose.solve.solver import explanations
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.weights import Weights
@@ -151,9 +154,9 @@ class Explainer:
         return replace(result, cause=cause, shape=None)
 
     def _described(self, result: OpResult, one: _Faulty) -> OpResult:
-        recorded, exact, _ = self._replay.made(one.record)
-        axes = KINDS[self._replay.graph[one.record.op].kind].axis_names(exact.ndim)
-        shape = describe(recorded, exact, axes)
+        known = self._replay.known(one.record)
+        axes = KINDS[self._replay.graph[one.record.op].kind].axis_names(known.exact.ndim)
+        shape = describe(known.recorded, known.exact, axes)
         untried = several_layers(one.error.segment) and not _ends_soon(self._replay, one)
         return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
 
@@ -186,7 +189,17 @@ class _Search:
         for done, way in enumerate(ways):
             if found := self._single(one, way, tried, within(progress, done, len(ways))):
                 return self._chosen(found)
-        return self.one_more(one) or (self._several(one, tried) if len(vain) < _SEARCHES else None)
+        more = self._solved(one) or self.one_more(one)
+        return more or (self._several(one, tried) if len(vain) < _SEARCHES else None)
+
+    def _solved(self, one: _Faulty) -> Hypothesis | None:
+        """What the solver makes of an op by itself."""
+        for solved in explanations(self._replay, one.record) if len(one.error.segment) == 1 else ():
+            local = self._replay.under(one.record, (solved.op,), one.error.nmse)
+            found = Hypothesis((Part(SOLVED, solved.words, solved.words, fitted=False),), (solved.op,), local)
+            if self._explains(found, one):
+                return found
+        return None
 
     def carry(self, found: Hypothesis, members: list[_Faulty]) -> list[tuple[_Faulty, Hypothesis]]:
         """The members that what was found in one record explains too: they are taken from the list."""
@@ -225,7 +238,7 @@ class _Search:
         """What explained others of the kin, and one more mistake."""
         if len(one.error.segment) > _A_LAYER:
             return None
-        for known in self._kin.found:
+        for known in (found for found in self._kin.found if SOLVED not in found.mistakes):
             together = self._trials.together(known.parts, one.record, one.error)
             given = min(together, key=lambda h: h.left, default=None)
             if given and (found := self._on_top(given, one, Least())):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
+from tracediff.diagnose.solve.variant import relayered
 from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme
@@ -14,6 +15,8 @@ from tracediff.replay.replay import Replay
 from tracediff.replay.score import FITTED, KNOWN, KNOWN_BLINDLY, KNOWN_IN_SEGMENT, score
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
+
+SOLVED = "solved"  # the name of a mistake that no known one is
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,10 @@ class Trials:
         """What explained one record tried on another, with the same numbers: they are an engine's, not an op's."""
         if any(op.name in error.segment for op in found.ops):
             ops = found.ops
+        elif SOLVED in found.mistakes:
+            right = self._replay.graph[found.ops[0].name]
+            alike = relayered(found.ops[0], right, self._replay.graph[record.op]) if len(error.segment) == 1 else None
+            ops = (alike,) if alike else ()
         elif len(found.ops) == 1 and len(error.segment) == 1 and found.parts[-1].fitted:
             name = found.ops[0].name
             like = transferred(found.ops[0], self._replay.graph[name], self._replay.graph[record.op])
@@ -152,8 +159,8 @@ class Trials:
     def _seen(self, record: OpRecord, error: Local) -> Seen | None:
         if len(error.segment) > 1:
             return None
-        recorded, _, inputs = self._replay.made(record)
-        return Seen(inputs, recorded)
+        known = self._replay.known(record)
+        return Seen(known.inputs, known.recorded)
 
 
 def transferred(changed: Op, right: Op, other: Op) -> Op | None:

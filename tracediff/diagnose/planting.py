@@ -10,7 +10,7 @@ from tracediff.names import layer_of, split
 
 def undoes(changed: Op, op: Op) -> bool:
     """Whether a mistake in an op that has one already puts itself in its place."""
-    replaced = [(op.function, changed.function)]
+    replaced: list[tuple[object, object]] = [(op.function, changed.function), (op.rework, changed.rework)]
     replaced += [(weight.read, other.read) for weight, other in zip(op.weights, changed.weights, strict=False)]
     return any(before is not None and before is not after for before, after in replaced)
 

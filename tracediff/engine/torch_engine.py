@@ -10,6 +10,7 @@ from tracediff.engine.recorder import Recorder
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import EXACT, Scheme
+from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of, evaluate
 from tracediff.numerics.growing import Growing
 from tracediff.numerics.kinds.attention import causal
@@ -43,6 +44,10 @@ class TorchEngine:
         self._cached = graph.cached() - self._states
         self._past = {name: Growing() for name in self._cached}
         self._handed: dict[str, Tensor] = {}  # by the step before
+        # What a mistaken op reads of earlier steps, as it lies in a buffer.
+        self._buffers = {
+            name: in_buffer(()).to(weights.dtype) for op in graph for name, past in op.reads if past == "before"
+        }
         self._n_positions = 0  # so far
         last_use = {name: op.name for op in graph for name in op.inputs}
         self._dead_after: dict[str, list[str]] = {}
@@ -62,7 +67,7 @@ class TorchEngine:
         hidden = causal(values["positions"], self._past["positions"].rows) if "positions" in self._past else None
         self._n_positions += len(given.tokens)
         handed: dict[str, Tensor] = {}
-        result = torch.empty(0)
+        result, buffers = torch.empty(0), dict(self._buffers)
         for done, op in enumerate(self.graph, start=1):
             arithmetic = arithmetic_of(op, self._scheme, self.weights) if self._scheme else EXACT
             inputs = self._inputs(op, values, len(given.tokens))
@@ -72,12 +77,14 @@ class TorchEngine:
             values[op.name] = result
             if op.name in self._cached:
                 self._past[op.name].append(result)
+            if op.name in buffers:
+                buffers[op.name] = in_buffer((buffers[op.name], result))
             if op.name in self._states:
                 handed[op.name] = result
             for name in self._dead_after.get(op.name, ()):
                 values.pop(name, None)
             self._progress(done / len(self.graph.ops))
-        self._handed = handed
+        self._handed, self._buffers = handed, buffers
         self.logits = result
         return result
 
@@ -92,6 +99,9 @@ class TorchEngine:
             parts = [self._handed[name] for name in op.inputs if name in self._handed]
             yield state(op, parts, self.weights.device, self.weights.dtype)
             return
-        for (name, reads_past), view in zip(op.reads, op.seen, strict=True):
-            whole = self._past[name].rows if reads_past else values[name]
+        for (name, past), view in zip(op.reads, op.seen, strict=True):
+            if past == "before":
+                yield self._buffers[name]
+                continue
+            whole = self._past[name].rows if past else values[name]
             yield seen(view, n_tokens, self._n_positions, whole) if view else whole

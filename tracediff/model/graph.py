@@ -5,7 +5,7 @@ A family builds it by calling `Builder` methods in the order of the forward pass
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from gguf.constants import GGML_QUANT_SIZES
 
@@ -35,6 +35,7 @@ class Extent:
 
 
 Axis = str | int | Extent  # "T" tokens of the step, "S" positions visible so far, or a fixed size
+Past = Literal[False, True, "before"]
 SOURCES = ("tokens", "positions")  # what a step brings: int64 of shape [T]
 
 
@@ -78,14 +79,25 @@ class View:
     offset: Axis = 0
 
 
+class Rework(Protocol):
+    """Another way to compute an op than its kind's: `call` and `made` are those of numerics/kinds/kind.py."""
+
+    def compute(self, call: Any) -> Any:
+        """The output."""
+
+    def noise(self, made: Any) -> Any:
+        """How far an honest engine may be off, were it to compute so."""
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One step of the forward pass.
 
-    `inputs` are names of ops or SOURCES; those also in `past` are read over all steps so far (the KV cache). An input
-    that has one of `views` is seen through it. A state has what its inputs were in the step before, zeros in the first.
-    `function` replaces the mathematics of `kind`, and `stored` is a type that the output is rounded to: that is how a
-    graph expresses somebody's mistake.
+    `inputs` are names of ops or SOURCES; those also in `past` are read over all steps so far (the KV cache), or as what
+    a buffer holds from earlier steps ("before"). An input that has one of `views` is seen through it. A state has what
+    its inputs were in the step before, zeros in the first.
+    `function` replaces the mathematics of `kind`, `rework` all that is done with inputs and weights, and `stored` is a
+    type that the output is rounded to: that is how a graph expresses somebody's mistake.
     """
 
     name: str
@@ -94,9 +106,10 @@ class Op:
     axes: tuple[Axis, ...]
     weights: tuple[Weight, ...] = ()
     attrs: Mapping[str, Any] = field(default_factory=dict)
-    past: tuple[bool, ...] = ()
+    past: tuple[Past, ...] = ()
     views: tuple[View | None, ...] = ()
     function: Callable[..., Any] | None = None
+    rework: "Rework | None" = None
     stored: str = "f64"  # as it is
 
     @property
@@ -105,8 +118,8 @@ class Op:
         return self.views or (None,) * len(self.inputs)
 
     @property
-    def reads(self) -> tuple[tuple[str, bool], ...]:
-        """Each input, and whether it is read over all steps so far."""
+    def reads(self) -> tuple[tuple[str, Past], ...]:
+        """Each input, and whether it is read over all steps so far, or earlier ones."""
         return tuple(zip(self.inputs, self.past or (False,) * len(self.inputs), strict=True))
 
     def shape(self, n_tokens: int, n_past: int = 0) -> tuple[int, ...]:
@@ -150,7 +163,7 @@ class Graph:
 
     def cached(self) -> set[str]:
         """Names of the values that later steps read."""
-        return {name for op in self for name, past in op.reads if past or op.kind == "state"}
+        return {name for op in self for name, past in op.reads if past is True or op.kind == "state"}
 
     def states(self) -> set[str]:
         """Names of the values that the next step alone reads."""

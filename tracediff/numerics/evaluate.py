@@ -54,8 +54,8 @@ def evaluate(
     inputs (tokens, positions) stay integers. `rounded` rounds activations.
     """
     kind = KINDS[op.kind]
-    y = kind.compute(Call(op, op.function or kind.function, inputs, weights, arithmetic, energy, rounded))
-    return rounded(_shaped(y, op), op.stored)
+    call = Call(op, op.function or kind.function, inputs, weights, arithmetic, energy, rounded)
+    return rounded(_shaped(op.rework.compute(call) if op.rework else kind.compute(call), op), op.stored)
 
 
 def _shaped(y: Tensor, op: Op) -> Tensor:
@@ -72,6 +72,8 @@ def noise(
 
     `inputs` and `y` are float64; `energy` is what `evaluate` told of a matmul, and is used up.
     """
+    if op.rework:
+        return op.rework.noise(Made(op, KINDS[op.kind].function, inputs, y, weights, energy, arithmetic, storage))
     kind, of = KINDS[op.kind], y
     like = energy.value if energy.value is not None else next((x for x in inputs if x.numel() == y.numel()), y)
     if y.shape != like.shape:  # the shape in which the kind computes, not the graph's

@@ -17,6 +17,7 @@ from torch import Tensor
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of, evaluate, noise, rounding
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Energy, Rounded
@@ -155,7 +156,11 @@ class Recomputation:
             parts = [self._value((before, name, None), scheme) for name in op.inputs] if before is not None else []
             return [_applied(lambda *parts: state(op, parts, self._weights.device), parts)]
         values = [
-            self._so_far(step, name, scheme) if past else self._value((step, name, rows), scheme)
+            self._left_of(step, name)
+            if past == "before"
+            else self._so_far(step, name, scheme)
+            if past
+            else self._value((step, name, rows), scheme)
             for name, past in op.reads
         ]
         sizes = self._recorded.sizes(step, rows)
@@ -204,6 +209,11 @@ class Recomputation:
         for number in self._recorded.until(step, len(past)):
             past.append(self._value((number, name, None), scheme))
         return past.until(self._recorded.n_until(step))
+
+    def _left_of(self, step: int, name: str) -> Value:
+        """What is left in a buffer of the value in earlier steps, as far as these were recorded."""
+        places = [(number, name, None) for number in self._recorded.until(step)[:-1]]
+        return Value(in_buffer([self._recorded.value(place) for place in places if self._recorded.holds(place)]))
 
     def _value(self, place: Place, scheme: Scheme) -> Value:
         """A value as the trace recorded it, or recomputed under the scheme from what it recorded."""
@@ -273,6 +283,8 @@ class Recomputation:
         for read, past in reversed(op.reads):
             if op.kind == "state":
                 yield from () if before is None else ((before, read, None),)
+            elif past == "before":
+                continue
             elif past:
                 missing = self._recorded.until(step, len(self._past(read, scheme)))
                 yield from ((number, read, None) for number in missing)

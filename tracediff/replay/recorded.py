@@ -102,7 +102,7 @@ class Recorded:
             before = self.before(record.step)
             return [before is None or self.holds((before, name, None)) for name in op.inputs]
         return [
-            record.step < self.first_lacking(name) if past else self.holds((record.step, name, record.rows))
+            record.step < self.first_lacking(name) if past is True else self.holds((record.step, name, record.rows))
             for name, past in op.reads
         ]
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of
-from tracediff.numerics.arithmetic import PLAIN, SCHEMES, Scheme
+from tracediff.numerics.arithmetic import PLAIN, SCHEMES, Arithmetic, Scheme
+from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
@@ -59,6 +60,19 @@ class _Look:
         # Of next to nothing, the error of one row's sum of squares is a factor as well.
         if not (sound and self.local.nmse <= NOTHING):
             yield Explanation(self.shaped, False, SHAPE)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was recorded of an op, what it should be and how far an honest engine may be off, the op's inputs, and the
+    arithmetic. All float64.
+    """
+
+    recorded: Tensor
+    exact: Tensor
+    bound: Tensor
+    inputs: tuple[Tensor, ...]
+    arithmetic: Arithmetic
 
 
 class Replay:
@@ -144,6 +158,7 @@ class Replay:
         record whose arithmetic is not settled it is sought under the hypothesis, where that takes half away in the
         `plain` one: one of `plain_ones`.
         """
+        before = math.inf if math.isnan(before) else before
         plain = plain or self.plain_ones(record)[0]
         scheme = plain or self.choice(record).schemes[0]
         look = self._first_look(record, ops, scheme)
@@ -223,12 +238,23 @@ class Replay:
             self._common = record, self._recomputation.changed((), n_samples=0)
         return self._common[1]
 
-    def made(self, record: OpRecord) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """What was recorded, what it should be, and the op's inputs: all float64, under the scheme that fits best."""
+    def known(self, record: OpRecord) -> Known:
+        """All that is known of a record's op by itself, under the arithmetic that fits best."""
         op, scheme = self.graph[record.op], self.choice(record).schemes[0]
         inputs = self._recomputation.inputs(record.step, op, scheme, record.rows)
-        exact = self._recomputation.op(record.step, op, scheme, record.dtype or "f32", record.rows).exact
-        return self._recorded.values(record), exact, tuple(value.exact for value in inputs)
+        made = self._recomputation.op(record.step, op, scheme, record.dtype or "f32", record.rows)
+        read, arithmetic = tuple(value.exact for value in inputs), arithmetic_of(op, scheme, self.weights)
+        return Known(self._recorded.values(record), made.exact, made.bound(), read, arithmetic)
+
+    def held(self, step: int, name: str, before: bool) -> Tensor | None:
+        """A value that the trace has of a step, flat, or what a buffer would hold of it from earlier steps; None where
+        it was not recorded.
+        """
+        steps = [number for number in self.trace.steps if number < step] if before else [step]
+        places = [(number, name, None) for number in steps]
+        if not all(self._recorded.holds(place) for place in places):
+            return None
+        return in_buffer([self._recorded.value(place) for place in places])
 
     def _closely(self, record: OpRecord, scheme: Scheme) -> _Look:
         """The record under a scheme, with noise from more samples where a few do not cover it."""
@@ -303,7 +329,7 @@ def _placed(worst: Worst, record: OpRecord, op: Op) -> Worst:
 
 def _parts(op: Op, shape: tuple[int, ...]) -> Iterator[slice | None]:
     """The channels of an op's output in parts, where it is large and made channel by channel; None for all of it."""
-    whole = op.kind != "linear" or op.function or any(w.read for w in op.weights)
+    whole = op.kind != "linear" or op.function or op.rework or any(w.read for w in op.weights)
     if whole or len(shape) != 2 or math.prod(shape) <= _PART:
         yield None
         return

@@ -30,6 +30,8 @@ class Energy:
     turned: Tensor | None = None  # of the second operand: the change if values on a boundary went the other way
     requantised: tuple[float, float] = (0.0, 0.0)  # squared error of weights that the engine requantised, and signal
     last_place: Tensor | None = None  # of sums in half precision, followed: the largest unit of a running sum
+    measured: Tensor | None = None  # of an op that is computed in another way: how far float32 is from float64
+    inside: "Energy | None" = None  # of an op that is another in a region
 
     def take(self, other: "Energy", shaped: Callable[[Tensor], Tensor]) -> None:
         """What was told of the rows of a matmul, in the shape of the op's value."""

@@ -1,0 +1,219 @@
+"""The solver: an op's loops, every single edit of them, and mistakes that nobody listed."""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Models
+
+from tracediff.diagnose.explain import Explainer
+from tracediff.diagnose.solve.formulas import edits
+from tracediff.diagnose.solve.interpret import CannotRunError, Flat, Run, parse
+from tracediff.diagnose.solve.loops import Loops, loops_of
+from tracediff.diagnose.solve.variant import bind
+from tracediff.engine.recorder import Recorder
+from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.judge import Policy, judge
+from tracediff.model.families import build_graph, load_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Graph, Op
+from tracediff.model.synthetic import Shape
+from tracediff.model.weights import Weights
+from tracediff.names import kind_of, layer_of
+from tracediff.numerics.arithmetic import EXACT
+from tracediff.numerics.evaluate import evaluate
+from tracediff.replay.replay import Replay
+from tracediff.result import OpResult
+from tracediff.trace.reader import Trace
+from tracediff.trace.writer import TraceWriter
+
+TINY = Shape("qwen2", n_layer=1, n_embd=8, n_head=4, n_head_kv=2, n_ff=12, n_vocab=300)
+PROMPT, DECODED = (256, 72, 101, 108, 3), 17
+
+
+def some_inputs(op: Op, seed: int = 0) -> list[torch.Tensor]:
+    """Random inputs of an op of a step of three tokens after two."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = {
+        "embedding": [(3,)], "rms_norm": [op.shape(3)], "linear": [(3, op.weights[0].shape[-1] if op.weights else 0)],
+        "rope": [op.shape(3), (3,)], "scores": [(3, 4, 2), (5, 2, 2)], "softmax": [op.shape(3, 2), (3,), (5,)],
+        "weighted_values": [(4, 3, 5), (5, 2, 2)], "add": [op.shape(3)] * 2, "swiglu": [op.shape(3)] * 2,
+    }[op.kind]  # fmt: skip
+    integers = {"embedding": [torch.tensor([5, 0, 7])], "rope": [None, torch.tensor([2, 3, 4])]}
+    integers["softmax"] = [None, torch.tensor([2, 3, 4]), torch.arange(5)]
+    given = integers.get(op.kind, [None] * len(shapes))
+    return [
+        torch.randn(shape, generator=random, dtype=torch.float64) if known is None else known
+        for shape, known in zip(shapes, given, strict=True)
+    ]
+
+
+def one_of_each(graph: Graph) -> list[Op]:
+    return list({(op.kind, len(op.weights)): op for op in graph}.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_loops_compute_what_the_kinds_do(models: Models, family: str) -> None:
+    path = models(Shape(family, n_layer=1, n_embd=8, n_head=4, n_head_kv=2, n_ff=12, n_vocab=300, head_dim=2))
+    weights, graph = Weights(GGUFFile(path)), load_graph(path)
+    for op in one_of_each(graph):
+        inputs = some_inputs(op)
+        loops = bind(op, inputs, weights, EXACT)
+        assert loops, op.name
+        made = torch.from_numpy(loops.output())
+        assert torch.allclose(made, evaluate(op, inputs, weights), rtol=1e-12, atol=1e-14), op.name
+
+
+class Beyond:
+    """A flat array that gives 0 beyond its ends and keeps no store there, as buffers are taken to be."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def __getitem__(self, at: int) -> float:
+        if int(at) != at:
+            raise CannotRunError("an index is no integer")
+        return self.values[int(at)] if 0 <= at < len(self.values) else 0
+
+    def __setitem__(self, at: int, value: float) -> None:
+        if 0 <= at < len(self.values):
+            self.values[int(at)] = value
+
+
+def by_python(source: str, numbers: dict[str, float], arrays: dict[str, np.ndarray], n: int) -> np.ndarray:
+    """The loops run by Python itself, one iteration after the other."""
+
+    def largest(of: Iterator[float]) -> float:
+        return float(np.fmax.reduce([-math.inf, *of]))
+
+    def smallest(of: Iterator[float]) -> float:
+        return float(np.fmin.reduce([math.inf, *of]))
+
+    def nth(n: int) -> Callable[[Iterator[float]], float]:
+        return lambda of: ([*of] or [0.0])[n]
+
+    names = {
+        **{name: np.int64(x) if isinstance(x, int) else np.float64(x) for name, x in numbers.items()},
+        **{name: Beyond(values) for name, values in arrays.items()},
+        "y": Beyond(np.zeros(n)), "before": Beyond(np.zeros(0)), "inf": np.float64(math.inf), "max": largest,
+        "min": smallest, "first": nth(0), "last": nth(-1), "sqrt": np.sqrt, "exp": np.exp, "cos": np.cos,
+        "sin": np.sin, "log": np.log, "tanh": np.tanh, "abs": np.abs,
+    }  # fmt: skip
+    with np.errstate(all="ignore"):
+        exec(source, names)
+    return names["y"].values
+
+
+def test_edited_loops_run_as_python_runs_them(models: Models) -> None:
+    """Of each kind a sample of the edits: all iterations at once give what one after the other do."""
+    path = models(TINY)
+    weights, graph = Weights(GGUFFile(path)), load_graph(path)
+    ran = 0
+    for op in one_of_each(graph):
+        inputs = some_inputs(op)
+        bound = bind(op, inputs, weights, EXACT)
+        assert bound
+        arrays = {name: np.asarray(array.take(np.arange(array.size))) for name, array in bound.arrays.items()}
+        n = int(np.prod(bound.loops.shape))
+        found = [edit for edit in edits(bound.source) if not in_order(edit.source)]
+        for edit in random.Random(1).sample(found, min(60, len(found))):
+            try:
+                mine = bound.with_(edit.source, {"before": Flat(np.zeros(0))}, {}).output().ravel()
+            except CannotRunError:
+                continue
+            try:
+                theirs = by_python(edit.source, dict(bound.numbers), {k: v.copy() for k, v in arrays.items()}, n)
+            except (CannotRunError, TypeError, ZeroDivisionError, NameError):
+                continue
+            assert np.allclose(mine, theirs, rtol=1e-9, atol=1e-12, equal_nan=True), f"{op.kind}: {edit.words}"
+            ran += 1
+    assert ran > 250
+
+
+def in_order(source: str) -> bool:
+    """Whether rows may overlap in an output that is computed in place: then the order of the rows matters."""
+    return parse(source).reads_output
+
+
+def test_no_two_edits_have_the_same_words(models: Models) -> None:
+    for op in one_of_each(load_graph(models(TINY))):
+        loops = loops_of(op, [tuple(x.shape) for x in some_inputs(op)])
+        assert isinstance(loops, Loops)
+        words = [edit.words for edit in edits(loops.source)]
+        assert len(set(words)) > 0.9 * len(words)
+        assert len({edit.source for edit in edits(loops.source)}) == len(words)
+
+
+def test_a_sum_of_products_is_not_spelled_out() -> None:
+    """128 tokens by 5,000 channels by 5,000 would be 25 GB."""
+    source = (
+        "for t in range(T):\n    for o in range(n):\n        y[t * n + o] = sum(x[t * n + i] * w[i] for i in range(n))"
+    )
+    arrays = {"x": Flat(np.ones(128 * 5000)), "w": Flat(np.ones(5000))}
+    stores = Run(parse(source), {"T": 128, "n": 5000}, arrays, 128 * 5000).stores()
+    assert np.all(stores[0].values == 5000)
+
+
+# ---- found again
+
+
+def explained(path: Path, folder: Path, changed: Callable[[Graph], Op]) -> list[OpResult]:
+    """The faulty ops of the torch engine that computes one op in another way, in a prompt and a decoded token."""
+    file = GGUFFile(path)
+    graph, weights = build_graph(file), Weights(file, torch.float32)
+    with TraceWriter(folder / "t.trace", "solve", graph.hparams.arch) as writer:
+        engine = TorchEngine(graph.changed(changed(graph)), weights)
+        engine.run(0, StepInput(PROMPT, tuple(range(len(PROMPT)))), Recorder(writer, "all"))
+        engine.run(1, StepInput((DECODED,), (len(PROMPT),)), Recorder(writer, "all"))
+    replay = Replay(Trace(folder / "t.trace"), graph, Weights(file))
+    ops = [OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for r, local in replay.run()]
+    return [op for op in Explainer(replay).explain(judge(ops, Policy())) if op.status == "faulty"]
+
+
+def rewritten(name: str, old: str, new: str) -> Callable[[Graph], Op]:
+    """An op with other loops."""
+
+    def change(graph: Graph) -> Op:
+        from tracediff.diagnose.solve.variant import Variant
+
+        op = graph[name]
+        shapes = {"scores": [(5, 8, 32), (5, 2, 32)], "softmax": [(8, 5, 5)], "rms_norm": [(5, 256)],
+                  "linear": [(5, 256)], "rope": [(5, 8, 32)], "swiglu": [(5, 512)] * 2}  # fmt: skip
+        loops = loops_of(op, shapes[op.kind])
+        assert loops
+        assert old in loops.source
+        return Variant("", loops.source.replace(old, new)).op(op, loops)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("blk.0.attn_q_rope", "x[here + second] * sin", "x[here + second] * cos", "cos(angle)"),
+        ("blk.1.attn_scores", "h // (H // G)", "h % G", ""),
+        (
+            "blk.0.attn_probs",
+            "if s < visible else -inf",
+            "if s != visible else -inf",
+            "s != visible where s < visible belongs",
+        ),
+        ("blk.0.ffn_norm", "squares / n", "squares / T", "squares / T where squares / n belongs"),
+        ("blk.1.ffn_gate", "for i in range(n_in)", "for i in range(n_in - 1)", "range(n_in - 1)"),
+        ("blk.0.ffn_act", "(1 + exp", "(2 + exp", "2 + exp(-gate[i]) where 1 + exp(-gate[i]) belongs"),
+        ("blk.1.attn_q", "o * n_in + i", "o + i", "w[o + i] where w[o * n_in + i] belongs"),
+    ],
+)
+def test_an_edit_that_nobody_listed_is_found(
+    models: Models, tmp_path: Path, name: str, old: str, new: str, said: str
+) -> None:
+    faulty = explained(models("k-quants"), tmp_path, rewritten(name, old, new))
+    assert {op.op for op in faulty} == {name}
+    for op in faulty:
+        assert op.cause, op.shape
+        assert said in op.cause.text
+        assert op.cause.nmse <= op.cause.floor < 1e-10

@@ -1,0 +1,19 @@
+"""Nothing was computed: the output's buffer holds what it held before, zeros, or a value that belongs elsewhere."""
+
+import math
+from collections.abc import Iterator
+
+from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.variant import Priced, Variant
+
+UNTOUCHED = "pass"  # loops that store nothing
+
+
+def variants(problem: Problem) -> Iterator[Priced]:
+    """The output is all zeros, or another value of the trace."""
+    yield Priced(Variant("nothing is stored: 0", UNTOUCHED, "both"), 3.0)
+    others = problem.others
+    for read in others:
+        variant = Variant(f"{read} is there", UNTOUCHED, "both", arrays=(("before", read),))
+        bits = 3.0 if read in problem.buffers else math.log2(2 + len(others))
+        yield Priced(variant, bits)

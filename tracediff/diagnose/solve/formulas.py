@@ -1,0 +1,371 @@
+"""Another formula: every single edit of an op's loops.
+
+An operator, an operand, a sign, an index, a bound, a comparison, a function, a number; a step left out; one size where
+another belongs, two arrays exchanged. They are generated from the loops, not listed.
+"""
+
+import ast
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, pairwise
+
+from tracediff.diagnose.solve.interpret import Program, parse
+from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.variant import Priced, Touches, Variant
+
+_INTEGER = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
+_REAL = (ast.Add, ast.Sub, ast.Mult, ast.Div)
+_COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+_REDUCTIONS = ("sum", "max", "min", "first", "last")
+_ELEMENTARY = ("sqrt", "exp", "cos", "sin", "abs", "log", "tanh")
+_INTEGER_ARRAYS = ("tokens", "positions")
+_REAL_NUMBERS = ("eps", "theta", "scale", "freq_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class _Edited:
+    """Edited loops, what can be quoted of them and what belongs there, and what the edit touches."""
+
+    source: str
+    quotes: Sequence[tuple[str, str]]
+    touches: Touches
+
+
+@dataclass(frozen=True, slots=True)
+class FormulaEdit:
+    """One edit of some loops: what stands in them now, and what belongs there."""
+
+    source: str
+    new: str
+    old: str
+    touches: Touches
+
+    @property
+    def words(self) -> str:
+        """The edit in a sentence."""
+        if not self.new:
+            return f"{self.old} is left out"
+        return f"{self.new} where {self.old} belongs"
+
+
+def variants(problem: Problem) -> Iterator[Priced]:
+    """Every single edit of the op's loops."""
+    h = problem.graph.hparams
+    sizes = {
+        "n_embd": h.n_embd, "n_ff": h.n_ff, "n_vocab": h.n_vocab, "n_head": h.n_head, "n_head_kv": h.n_head_kv,
+        "head_dim": h.head_dim, "q_size": h.n_head * h.head_dim, "kv_size": h.n_head_kv * h.head_dim,
+    }  # fmt: skip
+    found = edits(problem.loops.source, tuple(sizes))
+    bits = math.log2(max(2, len(found)))
+    memories = [(), *((("before", read),) for read in problem.buffers)]
+    for edit in found:
+        for memory in memories if edit.touches != "values" or "before[" in edit.source else [()]:
+            named = tuple((name, value) for name, value in sizes.items() if edit.new == name)
+            variant = Variant(edit.words, edit.source, edit.touches, memory, named)
+            yield Priced(variant, bits + math.log2(len(memories)))
+
+
+@lru_cache(64)
+def edits(source: str, sizes: tuple[str, ...] = ()) -> list[FormulaEdit]:
+    """Every single edit of the loops. `sizes` are names of other numbers that could stand for one of theirs."""
+    program = parse(source)
+    tree = program.tree
+    arrays = sorted(
+        {n.value.id for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name)}
+    )
+    found: dict[str, _Edited] = {}
+    for place in _places(tree):
+        for new in _instead_of(place, arrays):
+            edit = _edited(program, place, new)
+            found.setdefault(edit.source, edit)
+    for edit in (*_renamed(program, sizes), *_exchanged(tree, arrays)):
+        found.setdefault(edit.source, edit)
+    found.pop(ast.unparse(tree), None)
+    count = Counter(quote for edit in found.values() for quote in edit.quotes)
+    return [
+        FormulaEdit(edit.source, *next((q for q in edit.quotes if count[q] == 1), edit.quotes[-1]), edit.touches)
+        for edit in found.values()
+    ]
+
+
+# --- where -------------------------------------------------------------------------------------------------------
+
+
+Path = tuple[tuple[str, int | None], ...]  # from the root: fields, and places in those that are lists
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A node of the tree with its path, those that it is in, outermost first, and the names known there."""
+
+    node: ast.AST
+    path: Path
+    around: tuple["_Place", ...]
+    names: Mapping[str, str]  # "i" for integers, "f" for real numbers
+
+    @property
+    def parent(self) -> ast.AST | None:
+        """The node that it is directly in."""
+        return self.around[-1].node if self.around else None
+
+    def is_in(self, field: str, sort: type) -> bool:
+        """Whether it is, or is in, this field of a node of this sort."""
+        chain = (*self.around, self)
+        return any(
+            isinstance(outer.node, sort) and inner.path[len(outer.path)][0] == field for outer, inner in pairwise(chain)
+        )
+
+
+def _places(tree: ast.Module) -> Iterator[_Place]:
+    """Each node that can be edited."""
+    names = {name: "f" if name in _REAL_NUMBERS else "i" for name in _free(tree)}
+    yield from _inside(_Place(tree, (), (), names), names)
+
+
+def _free(tree: ast.Module) -> set[str]:
+    """Names that the loops read and do not define."""
+    nodes = list(ast.walk(tree))
+    loads = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    arrays = {n.value.id for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name)}
+    return loads - bound - called - arrays - {"inf"}
+
+
+def _inside(place: _Place, names: dict[str, str]) -> Iterator[_Place]:
+    """The place and all in it; statements in `names` what they define."""
+    yield place
+
+    def at(node: ast.AST, *steps: tuple[str, int | None]) -> _Place:
+        return _Place(node, (*place.path, *steps), (*place.around, place), dict(names))
+
+    match place.node:
+        case ast.For(target=ast.Name(id=name), iter=counted, body=body):
+            yield from _inside(at(counted, ("iter", None)), names)
+            names = names | {name: "i"}
+            for i, statement in enumerate(body):
+                yield from _inside(at(statement, ("body", i)), names)
+                _define(statement, names)
+        case ast.GeneratorExp(elt=term, generators=[ast.comprehension(target=ast.Name(id=name), iter=counted)]):
+            yield from _inside(at(counted, ("generators", 0), ("iter", None)), names)
+            names = names | {name: "i"}
+            yield from _inside(at(term, ("elt", None)), names)
+        case node:
+            for field, value in ast.iter_fields(node):
+                for i, child in enumerate(value if isinstance(value, list) else [value]):
+                    if isinstance(child, ast.expr | ast.stmt):
+                        yield from _inside(at(child, (field, i if isinstance(value, list) else None)), names)
+                        if isinstance(child, ast.stmt):
+                            _define(child, names)
+
+
+def _define(statement: ast.stmt, names: dict[str, str]) -> None:
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        names[statement.targets[0].id] = _type(statement.value, names)
+
+
+def _type(node: ast.AST, names: Mapping[str, str]) -> str:
+    """Integer or real."""
+    match node:
+        case ast.Constant(value=int()):
+            return "i"
+        case ast.Name(id=name):
+            return names.get(name, "f")
+        case ast.Subscript(value=ast.Name(id=name)):
+            return "i" if name in _INTEGER_ARRAYS else "f"
+        case ast.BinOp(left=a, op=op, right=b):
+            both = _type(a, names) == _type(b, names) == "i"
+            return "i" if both and not isinstance(op, ast.Div | ast.Pow) else "f"
+        case ast.UnaryOp(operand=a):
+            return _type(a, names)
+    return "f"
+
+
+# --- what --------------------------------------------------------------------------------------------------------
+
+
+def _instead_of(place: _Place, arrays: Sequence[str]) -> Iterator[ast.AST | None]:
+    """What could stand there by mistake. None: nothing, the statement is left out."""
+    node, names = place.node, place.names
+    parent = place.parent
+    match node:
+        case ast.BinOp(left=a, op=op, right=b):
+            alike = _INTEGER if _type(node, names) == "i" else _REAL
+            yield from (ast.BinOp(a, other(), b) for other in alike if not isinstance(op, other))
+            yield a
+            yield b
+            if isinstance(op, ast.Sub | ast.Div | ast.Pow | ast.FloorDiv):
+                yield ast.BinOp(b, op, a)
+        case ast.Compare(left=a, ops=[op], comparators=[b]):
+            yield from (ast.Compare(a, [other()], [b]) for other in _COMPARISONS if not isinstance(op, other))
+        case ast.IfExp(test=test, body=a, orelse=b):
+            yield from (a, b, ast.IfExp(test, b, a), ast.IfExp(test, a, ast.Constant(0)))
+        case ast.UnaryOp(operand=a):
+            yield a
+        case ast.Constant(value=int(c)):
+            yield from (ast.Constant(other) for other in dict.fromkeys((c + 1, c - 1, 0, 2 * c)) if other != c)
+        case ast.Name(id=name, ctx=ast.Load()) if name in names and not _is_called(node, parent):
+            alike_names = [other for other, kind in names.items() if kind == names[name] and other != name]
+            yield from (ast.Name(other, ast.Load()) for other in alike_names)
+            yield ast.Constant(0)
+        case ast.Name(id=name) if isinstance(parent, ast.Subscript) and node is parent.value and name in arrays:
+            kind = name in _INTEGER_ARRAYS
+            if isinstance(parent.ctx, ast.Load):
+                alike_names = [
+                    other for other in arrays if (other in _INTEGER_ARRAYS) == kind and other not in (name, "y")
+                ]
+                yield from (ast.Name(other, ast.Load()) for other in alike_names)
+        case ast.Call(func=ast.Name(id=name), args=arguments):
+            kin = next((names for names in (_REDUCTIONS, _ELEMENTARY) if name in names), ())
+            yield from (ast.Call(ast.Name(other, ast.Load()), arguments, []) for other in kin if other != name)
+            if name in _ELEMENTARY:
+                yield arguments[0]
+            if name == "range":
+                yield from _other_ranges(arguments)
+    if isinstance(node, ast.expr) and _is_real(node, parent, names):
+        yield ast.UnaryOp(ast.USub(), node)
+    if isinstance(parent, ast.Subscript) and node is parent.slice:
+        yield from (ast.BinOp(node, op, ast.Constant(1)) for op in (ast.Add(), ast.Sub()))
+    if isinstance(node, ast.Assign):
+        yield from _other_stores(node)
+
+
+def _is_called(node: ast.AST, parent: ast.AST | None) -> bool:
+    return isinstance(parent, ast.Call) and node is parent.func
+
+
+def _is_real(node: ast.expr, parent: ast.AST | None, names: Mapping[str, str]) -> bool:
+    """Whether a sign could stand before it."""
+    if isinstance(getattr(node, "ctx", None), ast.Store):
+        return False
+    if isinstance(node, ast.Subscript | ast.Call) and _type(node, names) == "f":
+        return not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range")
+    return isinstance(node, ast.Name) and names.get(node.id) == "f" and not _is_called(node, parent)
+
+
+def _other_ranges(arguments: list[ast.expr]) -> Iterator[ast.expr]:
+    start, end = [ast.Constant(0), *arguments][-2:]
+    one, two, name = ast.Constant(1), ast.Constant(2), ast.Name("range", ast.Load())
+    later, sooner = ast.BinOp(end, ast.Add(), one), ast.BinOp(end, ast.Sub(), one)
+    yield ast.Call(name, [ast.BinOp(start, ast.Add(), one) if len(arguments) > 1 else one, end], [])
+    yield from (ast.Call(name, [*arguments[:-1], other], []) for other in (later, sooner))
+    yield ast.Call(name, [*arguments[:-1], ast.BinOp(end, ast.FloorDiv(), two)], [])
+    yield ast.Call(name, [start, end, two], [])
+
+
+def _other_stores(node: ast.Assign) -> Iterator[ast.AST | None]:
+    target = node.targets[0]
+    if isinstance(target, ast.Name):
+        yield ast.Assign([target], ast.Constant(0), lineno=0)
+        return
+    yield None
+    assert isinstance(target, ast.Subscript)
+    if isinstance(target.value, ast.Name) and target.value.id == "y":
+        before = ast.Subscript(ast.Name("before", ast.Load()), target.slice, ast.Load())
+        yield from (
+            ast.Assign([target], ast.BinOp(before, op(), node.value), lineno=0) for op in (ast.Add, ast.Sub, ast.Mult)
+        )
+
+
+# --- edited ------------------------------------------------------------------------------------------------------
+
+
+def _edited(program: Program, place: _Place, new: ast.AST | None) -> _Edited:
+    tree = _with(program.tree, place.path, new or ast.Pass())
+    said = [
+        ("" if new is None else _quote(_follow(tree, quoted.path), quoted), _quote(quoted.node, quoted))
+        for quoted in _quotable(place)
+    ]
+    return _Edited(ast.unparse(tree), said, "both" if new is None else _touches(program, place))
+
+
+def _with(node: ast.AST, path: Path, new: ast.AST) -> ast.AST:
+    """The tree with another node at the end of the path; it shares all else."""
+    if not path:
+        return new
+    (field, i), *rest = path
+    edited, child = copy.copy(node), getattr(node, field)
+    if i is None:
+        setattr(edited, field, _with(child, tuple(rest), new))
+    else:
+        setattr(edited, field, [*child[:i], _with(child[i], tuple(rest), new), *child[i + 1 :]])
+    return edited
+
+
+def _follow(node: ast.AST, path: Path) -> ast.AST:
+    for field, i in path:
+        node = getattr(node, field) if i is None else getattr(node, field)[i]
+    return node
+
+
+def _quotable(place: _Place) -> Iterator[_Place]:
+    """What may be quoted of the loops, the shortest first: the array element, the count, the comparison or the
+    operation that was edited, what that is in, and last the statement.
+    """
+    for inner in reversed((*place.around, place)):
+        if isinstance(inner.node, ast.Module | ast.For):
+            return
+        if inner.is_in("slice", ast.Subscript) or _is_range(inner.parent):
+            continue
+        if not (inner is place and isinstance(inner.node, ast.Name | ast.Constant)):
+            yield inner
+
+
+def _is_range(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
+
+
+def _quote(node: ast.AST, place: _Place) -> str:
+    """A count with its variable, all else as it stands."""
+    outer = place.parent
+    if place.path[-1][0] == "iter" and outer is not None:
+        loop = outer.generators[0] if isinstance(outer, ast.GeneratorExp) else outer
+        assert isinstance(loop, ast.For | ast.comprehension)
+        return f"{ast.unparse(loop.target)} in {ast.unparse(node)}"
+    return ast.unparse(node)
+
+
+def _touches(program: Program, place: _Place) -> Touches:
+    """What an edit there may change."""
+    statement = next((p.node for p in (*place.around, place) if isinstance(p.node, ast.Assign)), None)
+    if place.is_in("iter", ast.For) or place.is_in("targets", ast.Assign):
+        return "both" if program.reads_output else "places"
+    if statement and isinstance(name := statement.targets[0], ast.Name):
+        return _of_names(program, {name.id})
+    return "values"
+
+
+def _of_names(program: Program, names: set[str]) -> Touches:
+    if names.isdisjoint(program.placing):
+        return "values"
+    return "both" if program.reads_output or not names.isdisjoint(program.valuing) else "places"
+
+
+def _renamed(program: Program, sizes: Sequence[str]) -> Iterator[_Edited]:
+    """One number of the loops wherever it stands is another."""
+    own = sorted(_free(program.tree) - set(_REAL_NUMBERS))
+    for name in own:
+        for other in (*(o for o in own if o != name), *(s for s in sizes if s not in own), "0"):
+            source = _with_names(program.tree, {name: other})
+            yield _Edited(source, [(other, f"{name} everywhere")], _of_names(program, {name}))
+    for a, b in combinations(own, 2):
+        source = _with_names(program.tree, {a: b, b: a})
+        yield _Edited(source, [(f"{b} and {a}", f"{a} and {b}")], _of_names(program, {a, b}))
+
+
+def _exchanged(tree: ast.Module, arrays: Sequence[str]) -> Iterator[_Edited]:
+    for a, b in combinations([name for name in arrays if name not in (*_INTEGER_ARRAYS, "y")], 2):
+        yield _Edited(_with_names(tree, {a: b, b: a}), [(f"{b} and {a}", f"{a} and {b}")], "values")
+
+
+def _with_names(tree: ast.Module, names: Mapping[str, str]) -> str:
+    class Renamed(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.AST:
+            new = names.get(node.id, node.id)
+            return ast.Constant(int(new)) if new.isdigit() else ast.Name(new, node.ctx)
+
+    return ast.unparse(Renamed().visit(copy.deepcopy(tree)))

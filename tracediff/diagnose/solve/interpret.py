@@ -1,0 +1,413 @@
+"""Runs loops of Python over flat arrays all at once: each loop variable is an axis.
+
+What runs: `for v in range(...)`, assignments to names and to array elements, arithmetic, comparisons, `a if c else b`,
+elementary functions, and sum, max, min, first and last of a generator. Reads beyond an array give 0. Where several
+iterations store to one element the last one stays, in the order of the loops.
+"""
+
+import ast
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+Value = Any  # a number, or an array with an axis for each loop variable, of size 1 where it does not depend on it
+_CHUNK = 1 << 22  # values of one intermediate result
+_FAR_TOO_LONG = 1 << 24
+
+
+class CannotRunError(Exception):
+    """These loops cannot run: they divide integers by zero, or never end."""
+
+
+class Array(Protocol):
+    """Flat numbers."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+
+    def take(self, at: np.ndarray) -> np.ndarray:
+        """Those at these places, which are all inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """An array in memory."""
+
+    values: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return self.values.size
+
+    def take(self, at: np.ndarray) -> np.ndarray:
+        """Those at these places."""
+        return self.values[at]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What one statement stored to the output: places and values, in the order of the stores. Later ones stay.
+
+    `loops` are the loop variables at each of them, where these were asked for.
+    """
+
+    at: np.ndarray
+    values: np.ndarray
+    loops: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Parsed loops."""
+
+    tree: ast.Module
+
+    @cached_property
+    def axes(self) -> dict[str, int]:
+        """The axis of each loop variable."""
+        found: dict[str, int] = {}
+        for node in _in_order(self.tree):
+            if isinstance(node, ast.For | ast.comprehension):
+                assert isinstance(node.target, ast.Name)
+                found.setdefault(node.target.id, len(found))
+        return found
+
+    @cached_property
+    def placing(self) -> set[str]:
+        """Names that say which elements of the output are stored to, and in which order."""
+        loops = [node.iter for node in ast.walk(self.tree) if isinstance(node, ast.For)]
+        stores = (node.targets[0] for node in self._assignments if _stores_to(node) == "y")
+        return self._defining([*loops, *stores])
+
+    @cached_property
+    def valuing(self) -> set[str]:
+        """Names that say what is stored."""
+        return self._defining([node.value for node in self._assignments if _stores_to(node) == "y"])
+
+    def _defining(self, nodes: Sequence[ast.AST]) -> set[str]:
+        """The names in these nodes, and in what defines them."""
+        defined = {ast.unparse(node.targets[0]): node.value for node in self._assignments if not _stores_to(node)}
+        found: set[str] = set()
+        stack = list(nodes)
+        while stack:
+            new = {n.id for n in ast.walk(stack.pop()) if isinstance(n, ast.Name)} - found
+            found |= new
+            stack += [defined[name] for name in new & defined.keys()]
+        return found
+
+    @property
+    def _assignments(self) -> list[ast.Assign]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.Assign)]
+
+    @cached_property
+    def reads_output(self) -> bool:
+        """Whether what is stored to the output is read again: it is computed in place."""
+        subscripts = (n for n in ast.walk(self.tree) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load))
+        return any(isinstance(n.value, ast.Name) and n.value.id == "y" for n in subscripts)
+
+    @cached_property
+    def restrictable(self) -> set[str]:
+        """Loop variables of which some values may be left out: no other of them reads what is stored at one."""
+        loops = [
+            node for node in ast.walk(self.tree) if isinstance(node, ast.For) and isinstance(node.target, ast.Name)
+        ]
+        names = {loop.target.id for loop in loops if isinstance(loop.target, ast.Name)}
+        if not self.reads_output:
+            return names
+        return {loop.target.id for loop in loops if any(isinstance(n, ast.For) for n in loop.body)}  # type: ignore[attr-defined]
+
+
+def parse(source: str) -> Program:
+    """Loops of a source."""
+    return Program(ast.parse(source))
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _in_order(child)
+
+
+def _stores_to(node: ast.Assign) -> str:
+    """The array that an assignment stores to; empty for a name."""
+    target = node.targets[0]
+    return target.value.id if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) else ""
+
+
+_FUNCTIONS: Mapping[str, Callable[[Value], Value]] = {
+    "sqrt": np.sqrt, "exp": np.exp, "cos": np.cos, "sin": np.sin, "abs": np.abs, "log": np.log, "tanh": np.tanh,
+}  # fmt: skip
+_COMPARE: Mapping[type, Callable[[Value, Value], Value]] = {
+    ast.Lt: np.less, ast.LtE: np.less_equal, ast.Gt: np.greater, ast.GtE: np.greater_equal, ast.Eq: np.equal,
+    ast.NotEq: np.not_equal,
+}  # fmt: skip
+
+
+@dataclass
+class Run:
+    """One run of a program. `dtype` is what its arithmetic is done in; `only` are the values that some loop variables
+    are to take, for a look at a part of the output.
+    """
+
+    program: Program
+    numbers: Mapping[str, float]
+    arrays: Mapping[str, Array]
+    n_output: int
+    dtype: type = np.float64
+    only: Mapping[str, np.ndarray] = field(default_factory=dict)
+    places_only: bool = False  # whether values do not matter
+    before: np.ndarray | None = None  # what the output's buffer held, where it is computed in place
+
+    def stores(self) -> list[Stored]:
+        """All stores to the output `y`; raises CannotRunError."""
+        self._names: dict[str, Value] = {"inf": math.inf, **self.numbers}
+        in_place = self.program.reads_output and not self.places_only
+        self._output: np.ndarray = np.zeros(self.n_output) if self.before is None else self.before
+        self._output = self._output.astype(self.dtype)
+        self._in_place = in_place
+        self._mask: Value = True
+        self._stored: list[Stored] = []
+        with np.errstate(all="ignore"):
+            self._block(self.program.tree.body)
+        if not in_place:
+            return self._stored if self.places_only else _in_turn(self._stored)
+        if self._stored:
+            places = np.unique(np.concatenate([stored.at for stored in self._stored]))
+            places = places[(places >= 0) & (places < self.n_output)]
+            return [Stored(places, self._output[places], {})]
+        return []
+
+    # --- statements
+
+    def _block(self, body: list[ast.stmt]) -> None:
+        for node in body:
+            match node:
+                case ast.For(target=ast.Name(id=name), iter=counted, body=inner):
+                    with self._loop(name, counted) as (any_left, _):
+                        if any_left:
+                            self._block(inner)
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    if not self.places_only or name in self.program.placing:
+                        self._names[name] = self.value(value)
+                case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name), slice=at)], value=value):
+                    if not self.places_only:
+                        self._store(name, self.value(at), self.value(value))
+                    elif name == "y":
+                        self._store(name, self.value(at), 0.0)
+                case ast.Pass():
+                    pass
+                case _:
+                    raise CannotRunError(ast.unparse(node))
+
+    @contextmanager
+    def _loop(self, name: str, counted: ast.expr, whole: bool = False) -> Iterator[tuple[bool, Value]]:
+        values, inside = self._range(name, counted, whole)
+        before = self._names.get(name), self._mask
+        self._names[name] = values
+        self._mask = inside if self._mask is True else self._mask & inside if inside is not True else self._mask
+        try:
+            yield values.size > 0, inside
+        finally:
+            if before[0] is None:
+                del self._names[name]
+            else:
+                self._names[name] = before[0]
+            self._mask = before[1]
+
+    def _range(self, name: str, counted: ast.expr, whole: bool) -> tuple[np.ndarray, Value]:
+        """The values that a loop variable takes, along its axis, and for which of the outer ones it takes them."""
+        if not (isinstance(counted, ast.Call) and isinstance(counted.func, ast.Name) and counted.func.id == "range"):
+            raise CannotRunError(ast.unparse(counted))
+        bounds = [self.value(argument) for argument in counted.args]
+        start, end, step = [0, *bounds, 1] if len(bounds) == 1 else [*bounds, 1][:3]
+        if not isinstance(step, int) or step < 1 or any(_kind(bound) == "f" for bound in (start, end)):
+            raise CannotRunError("steps")
+        low, high = int(np.min(start)), int(np.max(end))
+        if high - low > _FAR_TOO_LONG:
+            raise CannotRunError("too long")
+        values = np.arange(low, high, step)
+        if name in self.only and not whole:
+            values = np.intersect1d(values, self.only[name])
+        values = values.reshape([-1 if axis == self.program.axes[name] else 1 for axis in range(self._rank)])
+        if np.ndim(start) == np.ndim(end) == 0:
+            return values, True
+        return values, (values >= start) & (values < end)
+
+    @property
+    def _rank(self) -> int:
+        return len(self.program.axes)
+
+    def _store(self, name: str, at: Value, value: Value) -> None:
+        if _kind(at) == "f":
+            raise CannotRunError("an index is no integer")
+        loops = {v: self._names[v] for v in self.program.axes if isinstance(self._names.get(v), np.ndarray)}
+        shape = np.broadcast_shapes(*(np.shape(x) for x in (at, value, self._mask, *loops.values())))
+        kept = np.broadcast_to(self._mask, shape).ravel() if self._mask is not True else slice(None)
+
+        def spread(x: Value) -> np.ndarray:
+            return np.broadcast_to(x, shape).ravel()[kept]
+
+        places, values = spread(at), spread(np.asarray(value, self.dtype))
+        if name != "y":
+            raise CannotRunError(name)
+        wanted = loops if self.places_only else {}
+        self._stored.append(Stored(places, values, {v: spread(x) for v, x in wanted.items()}))
+        if self._in_place:
+            inside = (places >= 0) & (places < self.n_output)
+            self._output[places[inside]] = values[inside]
+
+    # --- expressions
+
+    def value(self, node: ast.expr) -> Value:
+        """What an expression gives."""
+        match node:
+            case ast.Constant(value=number):
+                return number
+            case ast.Name(id=name):
+                if name not in self._names:
+                    raise CannotRunError(name)
+                return self._names[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self.value(operand)
+            case ast.BinOp(left=left, op=op, right=right):
+                return self._binary(op, self.value(left), self.value(right))
+            case ast.Compare(left=left, ops=[op], comparators=[right]):
+                return _COMPARE[type(op)](self.value(left), self.value(right))
+            case ast.IfExp(test=test, body=a, orelse=b):
+                test, a, b = self.value(test), self.value(a), self.value(b)
+                return np.where(test, *(np.asarray(x, self.dtype) for x in (a, b)))
+            case ast.Subscript(value=ast.Name(id=name), slice=at):
+                return self._read(name, self.value(at))
+            case ast.Call(func=ast.Name(id=name), args=[ast.GeneratorExp() as generator]):
+                return self._reduced(name, generator)
+            case ast.Call(func=ast.Name(id=name), args=[argument]) if name in _FUNCTIONS:
+                return self._function(name, self.value(argument))
+        raise CannotRunError(ast.unparse(node))
+
+    def _function(self, name: str, x: Value) -> Value:
+        y = _FUNCTIONS[name](x)
+        # Angles are computed in double precision, their cosines are kept in the arithmetic's.
+        return y.astype(self.dtype, copy=False) if isinstance(y, np.ndarray) and _kind(y) == "f" else float(y)
+
+    def _binary(self, op: ast.operator, a: Value, b: Value) -> Value:
+        match op:
+            case ast.Add():
+                return a + b
+            case ast.Sub():
+                return a - b
+            case ast.Mult():
+                return a * b
+            case ast.Div():
+                if np.ndim(a) == np.ndim(b) == 0:
+                    return float(np.divide(float(a), float(b)))
+                return np.divide(a, b)
+            case ast.FloorDiv() | ast.Mod():
+                if _kind(a) == "f" or _kind(b) == "f" or np.any(np.equal(b, 0)):
+                    raise CannotRunError("a division of integers")
+                return a // b if isinstance(op, ast.FloorDiv) else a % b
+            case ast.Pow():
+                return np.power(float(a) if np.ndim(a) == 0 else a.astype(float), b)
+        raise CannotRunError(type(op).__name__)
+
+    def _read(self, name: str, at: Value) -> Value:
+        if _kind(at) == "f":
+            raise CannotRunError("an index is no integer")
+        array = Flat(self._output) if name == "y" else self.arrays.get(name)
+        if array is None:
+            raise CannotRunError(name)
+        at = np.asarray(at)
+        if not at.size or not array.size:
+            return np.zeros(at.shape, self.dtype)
+        if at.min() >= 0 and at.max() < array.size:
+            values = array.take(at)
+        else:
+            inside = (at >= 0) & (at < array.size)
+            values = np.where(inside, array.take(np.where(inside, at, 0)), 0)
+        return values if _kind(values) == "i" else values.astype(self.dtype, copy=False)
+
+    def _reduced(self, how: str, generator: ast.GeneratorExp) -> Value:
+        loop = generator.generators[0]
+        assert isinstance(loop.target, ast.Name)
+        name, axis = loop.target.id, self.program.axes[loop.target.id]
+        with self._loop(name, loop.iter, whole=True) as (any_left, inside):
+            if not any_left:
+                return {"max": -math.inf, "min": math.inf}.get(how, 0.0)
+            inside = None if inside is True else inside
+            if how == "sum" and inside is None:
+                return self._sum(generator.elt, axis)
+            terms: np.ndarray = np.asarray(self.value(generator.elt), self.dtype)
+            shapes = (terms.shape, self._names[name].shape, np.shape(inside) if inside is not None else ())
+            return _over(how, np.broadcast_to(terms, np.broadcast_shapes(*shapes)), axis, inside)
+
+    def _sum(self, node: ast.expr, axis: int) -> Value:
+        """A sum of products factor by factor, without the array of all terms; of sums and differences term by term."""
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+            return self._binary(node.op, self._sum(node.left, axis), self._sum(node.right, axis))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+            a: np.ndarray = np.asarray(self.value(node.left), self.dtype)
+            b: np.ndarray = np.asarray(self.value(node.right), self.dtype)
+            b = 1 / b if isinstance(node.op, ast.Div) else b
+            return _contracted(a, b, axis, self._length(axis))
+        terms: np.ndarray = np.asarray(self.value(node), self.dtype)
+        return _over("sum", np.broadcast_to(terms, self._along(terms, axis)), axis, None)
+
+    def _length(self, axis: int) -> int:
+        name = next(v for v, a in self.program.axes.items() if a == axis)
+        return int(self._names[name].size)
+
+    def _along(self, terms: np.ndarray, axis: int) -> list[int]:
+        shape = list(terms.shape or (1,) * self._rank)
+        shape[axis] = self._length(axis)
+        return shape
+
+
+def _in_turn(stored: list[Stored]) -> list[Stored]:
+    """Statements that store as often, which are in one loop, in the order in which they take turns."""
+    if len({one.at.size for one in stored}) > 1 or len(stored) < 2:
+        return stored
+    at, values = (np.stack([getattr(one, name) for one in stored], -1).ravel() for name in ("at", "values"))
+    return [Stored(at, values, {})]
+
+
+def _kind(x: Value) -> str:
+    """Integers, booleans or numbers."""
+    return "i" if np.asarray(x).dtype.kind in "iub" else "f"
+
+
+def _over(how: str, terms: np.ndarray, axis: int, inside: Value) -> np.ndarray:
+    if inside is not None:
+        terms = np.where(inside, terms, {"max": -np.inf, "min": np.inf}.get(how, 0))
+    match how:
+        case "sum":
+            return terms.sum(axis, keepdims=True)
+        case "max":  # as fmaxf: a NaN is not the larger
+            return np.fmax.reduce(terms, axis, keepdims=True)
+        case "min":
+            return np.fmin.reduce(terms, axis, keepdims=True)
+        case "first" | "last":
+            return np.take(terms, [0 if how == "first" else -1], axis)
+    raise CannotRunError(how)
+
+
+def _contracted(a: np.ndarray, b: np.ndarray, axis: int, length: int) -> np.ndarray:
+    """The sum of a * b along the axis, both with an axis for each loop variable."""
+    rank = max(a.ndim, b.ndim)
+    a, b = (x.reshape(x.shape or (1,) * rank) for x in (a, b))
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    if a.shape[axis] == 1 and b.shape[axis] == 1:
+        return a * b * length
+    if math.prod(shape) <= 2 * max(a.size, b.size) or not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return (a * b).sum(axis, keepdims=True)
+    # Axes that only one of the two has are matrix axes, those of both go along.
+    letters = "abcdefgh"[:rank]
+    of_a, of_b = ("".join(c for c, n in zip(letters, x.shape, strict=True) if n > 1) for x in (a, b))
+    kept = "".join(c for c in letters if c in of_a + of_b and c != letters[axis])
+    y = np.einsum(f"{of_a},{of_b}->{kept}", a.squeeze(), b.squeeze(), optimize=True)
+    return y.reshape([n if c in kept else 1 for c, n in zip(letters, shape, strict=True)])

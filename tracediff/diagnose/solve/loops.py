@@ -1,0 +1,152 @@
+"""The mathematics of each kind of op as the loops that an engine writes, over flat arrays.
+
+They are Python that runs as it stands; `interpret.py` runs them all at once. Every single edit of them is a hypothesis
+(`formulas.py`), so they are written as engines write them: with strides.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tracediff.model.graph import Op
+
+_EMBEDDING = """
+for t in range(T):
+    for i in range(n):
+        y[t * n + i] = table[tokens[t] * n + i]
+"""
+_NORM = """
+for t in range(T):
+    squares = sum(x[t * n + i] * x[t * n + i] for i in range(n))
+    scale = 1 / sqrt(squares / n + eps)
+    for i in range(n):
+        y[t * n + i] = x[t * n + i] * scale * w[i]
+"""
+_LINEAR = """
+for t in range(T):
+    for o in range(n_out):
+        y[t * n_out + o] = sum(x[t * n_in + i] * w[o * n_in + i] for i in range(n_in)) + b[o]
+"""
+_ROPE = """
+for t in range(T):
+    for h in range(H):
+        here = (t * H + h) * D
+        there = (t * H + h) * D
+        for i in range(n_rot // 2):
+            first = 2 * i
+            second = 2 * i + 1
+            angle = positions[t] * theta ** (-2 * i / n_rot) / factors[i] * freq_scale
+            y[there + first] = x[here + first] * cos(angle) - x[here + second] * sin(angle)
+            y[there + second] = x[here + first] * sin(angle) + x[here + second] * cos(angle)
+        for j in range(n_rot, D):
+            y[there + j] = x[here + j]
+"""
+_SCORES = """
+for h in range(H):
+    for t in range(T):
+        for s in range(S):
+            y[(h * T + t) * S + s] = sum(q[(t * H + h) * D + d] * k[(s * G + h // (H // G)) * D + d] for d in range(D))
+"""
+_SOFTMAX = """
+for h in range(H):
+    for t in range(T):
+        here = (h * T + t) * S
+        there = (h * T + t) * S
+        visible = S - T + t + 1
+        for s in range(S):
+            y[there + s] = x[here + s] * scale if s < visible else -inf
+        n = S
+        largest = max(y[there + s] for s in range(n))
+        for s in range(n):
+            y[there + s] = exp(y[there + s] - largest)
+        total = sum(y[there + s] for s in range(n))
+        for s in range(n):
+            y[there + s] = y[there + s] / total
+"""
+_VALUES = """
+for t in range(T):
+    for h in range(H):
+        for d in range(D):
+            y[(t * H + h) * D + d] = sum(p[(h * T + t) * S + s] * v[(s * G + h // (H // G)) * D + d] for s in range(S))
+"""
+_ADD = """
+for i in range(T * n):
+    y[i] = a[i] + b[i]
+"""
+_SWIGLU = """
+for i in range(T * n):
+    silu = gate[i] / (1 + exp(-gate[i]))
+    y[i] = silu * up[i]
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """The source, the names in it of the op's inputs and weights in their order, its numbers, and the output's shape.
+    `block` is a loop variable of which so many values are computed at a time.
+    """
+
+    source: str
+    inputs: tuple[str, ...]
+    weights: tuple[str, ...]
+    numbers: Mapping[str, float]
+    shape: tuple[int, ...]
+    block: tuple[str, int] | None = None
+
+
+def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
+    """The loops of an op whose inputs have these shapes; None where no loops are written for it, or it has a function
+    or views of its own.
+    """
+    if op.function or any(op.views):
+        return None
+    first = shapes[0]
+    match op.kind:
+        case "embedding":
+            n = op.weights[0].shape[1]
+            return Loops(_EMBEDDING, ("tokens",), ("table",), {"T": first[0], "n": n}, (first[0], n))
+        case "rms_norm":
+            *rows, n = first
+            numbers = {"T": math.prod(rows), "n": n, "eps": float(op.attrs["eps"])}
+            return Loops(_NORM, ("x",), ("w",), numbers, first)
+        case "linear":
+            n_out, n_in = op.weights[0].shape
+            source = _LINEAR if len(op.weights) > 1 else _LINEAR.replace(" + b[o]", "")
+            numbers = {"T": first[0], "n_in": n_in, "n_out": n_out}
+            shape = op.shape(first[0])
+            return Loops(source, ("x",), ("w", "b"), numbers, shape, ("o", max(1, (1 << 22) // n_in)))
+        case "rope":
+            return _rope(op, first)
+        case "scores":
+            (t, h, d), (s, g, _) = shapes
+            return Loops(_SCORES, ("q", "k"), (), {"H": h, "T": t, "S": s, "G": g, "D": d}, (h, t, s))
+        case "softmax" if set(op.attrs) == {"scale"}:
+            h, t, s = first
+            numbers = {"H": h, "T": t, "S": s, "scale": float(op.attrs["scale"])}
+            return Loops(_SOFTMAX, ("x",), (), numbers, first)
+        case "weighted_values":
+            (h, t, s), (_, g, d) = shapes
+            return Loops(_VALUES, ("p", "v"), (), {"H": h, "T": t, "S": s, "G": g, "D": d}, (t, h * d))
+        case "add":
+            return Loops(_ADD, ("a", "b"), (), {"T": first[0], "n": math.prod(first[1:])}, first)
+        case "swiglu":
+            return Loops(_SWIGLU, ("gate", "up"), (), {"T": first[0], "n": math.prod(first[1:])}, first)
+    return None
+
+
+def _rope(op: Op, shape: tuple[int, ...]) -> Loops | None:
+    rope = op.attrs["rope"]
+    if rope.ext_factor or rope.magnitude != 1.0:  # YaRN: no engine writes it in three lines
+        return None
+    source = _ROPE
+    if rope.pairing == "halves":
+        source = source.replace("2 * i + 1", "i + n_rot // 2").replace("first = 2 * i\n", "first = i\n")
+    if not op.weights:
+        source = source.replace(" / factors[i]", "")
+    if rope.freq_scale == 1:
+        source = source.replace(" * freq_scale", "")
+    t, h, d = shape
+    if rope.n_rot == d:
+        source = source.partition("        for j in")[0]
+    numbers = {"T": t, "H": h, "D": d, "n_rot": rope.n_rot, "theta": float(rope.theta), "freq_scale": rope.freq_scale}
+    return Loops(source, ("x", "positions"), ("factors",), numbers, shape)

@@ -1,0 +1,66 @@
+"""Another number: eps, theta, a scale, fitted to what was recorded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tracediff.diagnose.solve.look import Look
+from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.variant import Bound, Priced, Variant
+
+_DECADES = 8  # on either side of the right number in which the fit may begin
+_ROUNDS = 40
+_BITS = 24  # of a fitted number; a usual one takes few
+_USUAL = (0.0, 1.0, *(m * 10.0**e for e in range(-12, 8) for m in (1, 2, 5)), 2.0, 0.5, 0.25, 0.125)
+
+
+def variants(problem: Problem, look: Look) -> Iterator[Priced]:
+    """Each real number of the loops, as it fits best."""
+    for name, right in problem.loops.numbers.items():
+        if isinstance(right, float) and name in problem.loops.source:
+            fitted = _Fit(problem.loops, name, look).best(right)
+            if fitted is None:
+                continue
+            for value, bits in (*((u, 6.0) for u in _near(fitted)), (fitted, _BITS)):
+                words = f"{name} is {value:.6g} where {right:.6g} belongs"
+                yield Priced(Variant(words, problem.loops.source, numbers=((name, value),)), bits)
+
+
+def _near(fitted: float) -> list[float]:
+    """Usual numbers that the fit may mean."""
+    return [
+        usual for usual in _USUAL if abs(usual - fitted) <= 1e-3 * abs(fitted) or (not usual and abs(fitted) < 1e-9)
+    ]
+
+
+@dataclass(frozen=True)
+class _Fit:
+    loops: Bound
+    name: str
+    look: Look
+
+    def left(self, value: float) -> np.ndarray:
+        """What is left of the recorded values that are looked at."""
+        other = self.loops.with_(self.loops.source, {}, {self.name: value})
+        return self.look.left(other)
+
+    def best(self, right: float) -> float | None:
+        """By Gauss-Newton in the logarithm, from the decade that leaves least."""
+        decades = [right * 10.0**e for e in range(-_DECADES, _DECADES + 1)]
+        sizes = [float(np.square(self.left(value)).sum()) for value in decades]
+        value = decades[int(np.argmin(sizes))]
+        least = min(sizes)
+        for _ in range(_ROUNDS):
+            now = self.left(value)
+            slope = (self.left(value * 1.0001) - now) / 1e-4
+            if not np.square(slope).sum():
+                return None
+            step = -float(slope @ now / (slope @ slope))
+            step = max(-1.0, min(1.0, step))
+            other = value * np.exp(step)
+            size = float(np.square(self.left(other)).sum())
+            if not size < least:
+                break
+            value, least = other, size
+        return value

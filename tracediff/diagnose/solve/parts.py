@@ -1,0 +1,49 @@
+"""A part only: the right op but in a region, where it is another."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.solve.regions import Region
+from tracediff.model.graph import Op
+from tracediff.numerics.evaluate import evaluate, noise
+from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds.kind import Call, Energy, Made
+
+
+def in_region(op: Op, inside: Op, region: Region) -> Op:
+    """`op`, but in the region what `inside` makes. `inside` reads what the op does, and may read more."""
+    return replace(op, inputs=inside.inputs, past=inside.past, rework=Part(region, op, inside))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Computes an op that is another in a region: `Op.rework`."""
+
+    region: Region
+    outside: Op
+    inside: Op
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        energy = Energy() if call.energy else None
+        n = len(self.outside.inputs)
+        y = evaluate(self.outside, call.inputs[:n], call.weights, call.arithmetic, call.energy, call.rounded)
+        other = evaluate(self.inside, call.inputs, call.weights, call.arithmetic, energy, call.rounded)
+        if call.energy:
+            call.energy.inside = energy
+        return torch.where(self._mask(y), other, y)
+
+    def noise(self, made: Made) -> Noise:
+        """That of either op, each where it was computed."""
+        assert made.energy.inside
+        n = len(self.outside.inputs)
+        rest = made.weights, made.energy, made.arithmetic, made.storage
+        outside = noise(self.outside, made.inputs[:n], made.y, *rest)
+        inside = noise(self.inside, made.inputs, made.y, made.weights, made.energy.inside, *rest[2:])
+        mask = self._mask(made.y)
+        return Noise(torch.where(mask, inside.sigma, outside.sigma), torch.where(mask, inside.hard, outside.hard))
+
+    def _mask(self, y: Tensor) -> Tensor:
+        return torch.from_numpy(self.region.mask(y.shape)).to(y.device)

@@ -1,0 +1,73 @@
+"""One faulty op with all that is known of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tracediff.diagnose.solve.variant import Bound, Read
+from tracediff.model.graph import Graph, Op
+from tracediff.model.weights import Weights
+from tracediff.names import split
+from tracediff.numerics.arithmetic import Arithmetic
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What an engine made of an op in one step, and what it should have made. All arrays are flat float64.
+
+    `bound` is how far an honest engine may be off in each value. `held(read)` is another value of the trace, None
+    where it was not recorded; of earlier steps what a buffer would hold of them, empty in the first.
+    """
+
+    op: Op
+    graph: Graph
+    weights: Weights
+    arithmetic: Arithmetic
+    loops: Bound
+    recorded: np.ndarray
+    exact: np.ndarray
+    bound: np.ndarray
+    held: Callable[[Read], np.ndarray | None]
+    names: Sequence[str]  # of all values recorded in this step
+    earlier: Sequence[str]  # those that were computed before
+
+    @cached_property
+    def wrong(self) -> np.ndarray:
+        """Which values arithmetic does not explain, bool."""
+        return ~agree(self.recorded, self.exact, self.bound)
+
+    @cached_property
+    def near(self) -> np.ndarray:
+        """How near a look at a hypothesis must come: its own noise is not yet known."""
+        sizes = np.abs(np.nan_to_num(self.recorded, nan=0.0, posinf=0.0, neginf=0.0))
+        width = self.loops.loops.shape[-1]
+        rows = np.sqrt(np.square(sizes).reshape(-1, width).mean(1)).repeat(width)
+        return 10 * self.bound + 1e-5 * sizes + 1e-6 * rows
+
+    @property
+    def others(self) -> list[Read]:
+        """What lies about when the op is computed: the values of this step so far, and what is left of earlier ones."""
+        return [*(Read(name) for name in self.earlier), *(Read(name, "before") for name in self.names)]
+
+    @cached_property
+    def buffers(self) -> list[Read]:
+        """What the output's buffer may have held: the same op's value in earlier steps, or that of the layer before,
+        where layers share it.
+        """
+        layer, local = split(self.op.name)
+        found = [Read(self.op.name, "before")]
+        if layer is not None:
+            last = self.graph.hparams.n_layer - 1
+            found.append(Read(f"blk.{layer - 1}.{local}") if layer else Read(f"blk.{last}.{local}", "before"))
+        return [read for read in dict.fromkeys(found) if (held := self.held(read)) is not None and held.size]
+
+
+def agree(a: np.ndarray, b: np.ndarray, within: np.ndarray) -> np.ndarray:
+    """Where two arrays are the same to within so much, or NaN or infinite alike."""
+    with np.errstate(invalid="ignore"):
+        return (np.abs(a - b) <= within) | (a == b) | (np.isnan(a) & np.isnan(b))
+
+
+Arrays = Mapping[str, np.ndarray]

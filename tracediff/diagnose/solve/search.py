@@ -1,0 +1,89 @@
+"""The search: hypotheses of every sort, looked at and priced."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tracediff.diagnose.solve import copies, formulas, inputs, numbers, tensors
+from tracediff.diagnose.solve.interpret import Array, CannotRunError, Flat
+from tracediff.diagnose.solve.look import Look
+from tracediff.diagnose.solve.parts import in_region
+from tracediff.diagnose.solve.problem import Problem, agree
+from tracediff.diagnose.solve.regions import around
+from tracediff.diagnose.solve.variant import Bound, Priced, Rows, Variant
+from tracediff.model.graph import Op
+from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.roundings import rounding_named
+
+_IN_PART = 0.98  # of the wrong values that a hypothesis must give to be tried in a region
+_PARTS = 24  # hypotheses that are computed in whole for that
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A changed op that gives what was recorded, in words, and what it takes to say them, in bits."""
+
+    op: Op
+    words: str
+    bits: float
+
+
+def solve(problem: Problem) -> list[Solved]:
+    """What gives all that was recorded, the cheapest first. Nothing here was verified to the floor."""
+    look, whole, partial = Look(problem), [], []
+    for priced in _hypotheses(problem, look):
+        bound = bound_of(problem, priced.variant)
+        seen = look.at(bound, priced.variant.touches) if bound else None
+        if seen and seen.passes:
+            whole.append(priced)
+        elif seen and seen.wrong >= _IN_PART:
+            partial.append(priced)
+    if whole:
+        # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].
+        alike = sorted(whole, key=lambda one: (one.bits, len(one.variant.words)))
+        return [Solved(one.variant.op(problem.op, problem.loops.loops), one.variant.words, one.bits) for one in alike]
+    partial.sort(key=lambda one: one.bits)
+    return sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)
+
+
+def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
+    yield from copies.variants(problem)
+    yield from numbers.variants(problem, look)
+    yield from inputs.variants(problem)
+    yield from tensors.variants(problem)
+    yield from formulas.variants(problem)
+
+
+def bound_of(problem: Problem, variant: Variant) -> Bound | None:
+    """The variant's loops on the problem's values; None where one of them was not recorded."""
+    arrays: dict[str, Array] = {}
+    for name, read in variant.arrays:
+        values = problem.held(read)
+        if values is None:
+            return None
+        arrays[name] = Flat(values)
+    hold = rounding_named(problem.arithmetic.stored)
+    for name, weight in variant.weights:
+        arrays[name] = Rows(weight, problem.weights, hold)
+    return problem.loops.with_(variant.source, arrays, dict(variant.numbers))
+
+
+def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
+    """What gives all that is wrong, in the smallest region that holds it."""
+    shape = problem.loops.loops.shape
+    axes = KINDS[problem.op.kind].axis_names(len(shape))
+    regions = around(problem.wrong.reshape(shape))
+    for priced in partial:
+        bound = bound_of(problem, priced.variant)
+        assert bound
+        try:
+            fits = agree(problem.recorded, bound.output().ravel(), problem.near)
+        except CannotRunError:
+            continue
+        for region in regions:
+            if np.all(fits[region.mask(shape).ravel()]):
+                inside = priced.variant.op(problem.op, problem.loops.loops)
+                words = f"{region.words(axes)}: {priced.variant.words}"
+                yield Solved(in_region(problem.op, inside, region), words, priced.bits + region.bits)
+                break

@@ -1,0 +1,37 @@
+"""From a faulty record to what the solver makes of it."""
+
+import numpy as np
+
+from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.search import Solved, solve
+from tracediff.diagnose.solve.variant import Read, bind, flat
+from tracediff.replay.replay import Replay
+from tracediff.trace.format import OpRecord
+
+
+def problem_of(replay: Replay, record: OpRecord) -> Problem | None:
+    """The problem that a record poses; None where its op has no loops, or not all tokens were recorded."""
+    if record.rows is not None:
+        return None
+    op, known = replay.graph[record.op], replay.known(record)
+    loops = bind(op, known.inputs, replay.weights, known.arithmetic)
+    if loops is None:
+        return None
+    recorded = {name for step, name in replay.trace.ops if step == record.step}
+    names = [other.name for other in replay.graph if other.name in recorded]
+    earlier = names[: names.index(op.name)]
+
+    def held(read: Read) -> np.ndarray | None:
+        values = replay.held(record.step, read.name, read.when == "before")
+        return None if values is None else flat(values)
+
+    return Problem(
+        op, replay.graph, replay.weights, known.arithmetic, loops, flat(known.recorded), flat(known.exact),
+        flat(known.bound), held, names, earlier,
+    )  # fmt: skip
+
+
+def explanations(replay: Replay, record: OpRecord) -> list[Solved]:
+    """What gives a faulty record, the cheapest first; none where its op has no loops."""
+    problem = problem_of(replay, record)
+    return solve(problem) if problem else []

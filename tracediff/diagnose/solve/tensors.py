@@ -1,0 +1,20 @@
+"""Another weight: any other tensor of the file where the op's own belongs."""
+
+import math
+from collections.abc import Iterator
+
+from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.variant import Priced, Variant
+from tracediff.model.graph import Weight
+
+
+def variants(problem: Problem) -> Iterator[Priced]:
+    """One weight is another tensor, read as flat numbers with the op's own strides."""
+    tensors = problem.weights.file.tensors
+    bits = math.log2(max(2, len(tensors)))
+    for name, weight in zip(problem.loops.loops.weights, problem.op.weights, strict=False):
+        for info in tensors.values():
+            if info.name != weight.name and (len(info.shape) == 2) == (len(weight.shape) == 2):
+                words = f"{info.name} where {weight.name} belongs"
+                other = Weight(info.name, info.shape)
+                yield Priced(Variant(words, problem.loops.source, weights=((name, other),)), bits)
