@@ -18,7 +18,7 @@ from tracediff.model.graph import Graph
 from tracediff.model.weights import Weights
 from tracediff.names import Capture
 from tracediff.numerics.arithmetic import Scheme, scheme_named
-from tracediff.numerics.evaluate import arithmetic_of, rows_fit
+from tracediff.numerics.evaluate import arithmetic_of, is_covered, rows_fit
 from tracediff.trace.format import Step
 from tracediff.trace.writer import TraceWriter
 
@@ -77,6 +77,7 @@ def _prepare(file: GGUFFile, options: TorchOptions) -> tuple[Graph, Scheme | Non
     """The graph with the faults planted, and the arithmetic to run it in."""
     check_device(options.device)
     graph = build_graph(file)
+    _check_kinds(graph)
     for fault in options.faults:
         from tracediff.diagnose.planting import plant
 
@@ -85,6 +86,15 @@ def _prepare(file: GGUFFile, options: TorchOptions) -> tuple[Graph, Scheme | Non
     if scheme:
         _check_blocks(graph, scheme, Weights(file))
     return graph, scheme
+
+
+def _check_kinds(graph: Graph) -> None:
+    kinds = sorted({op.kind for op in graph if not is_covered(op)})
+    if kinds:
+        raise EngineError(
+            f"torch cannot run this {graph.hparams.arch} model: it has ops of a kind that has no definition here "
+            f"({', '.join(kinds)}). Trace it with --engine llama.cpp; `check` judges what does not depend on them."
+        )
 
 
 def _check_blocks(graph: Graph, scheme: Scheme, weights: Weights) -> None:

@@ -18,9 +18,14 @@ def rounding(x: Tensor, name: str) -> Tensor:
     return rounding_named(name)(x)
 
 
+def is_covered(op: Op) -> bool:
+    """Whether there is a kind that says what the op computes: of a lifted graph some may have none."""
+    return op.kind in KINDS
+
+
 def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
     """What the scheme rounds in this op, which depends on the type of its weight."""
-    entry = KINDS[op.kind].scheme
+    entry = KINDS[op.kind].scheme if is_covered(op) else None
     if not op.weights and entry == "rms_norm":
         return EXACT
     if not op.weights and entry == "linear":  # of two values: as in attention, where one comes from a cache

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tracediff.errors import TraceError
 from tracediff.model.graph import SOURCES, Graph, Op
+from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds.attention import causal
 from tracediff.replay.storage import rounded_on_the_way, stored_as
 from tracediff.trace.format import OpRecord, Rows, same_shape
@@ -29,6 +30,7 @@ class Recorded:
         self._all_positions = torch.tensor([p for step in self._positions.values() for p in step], device=device)
         self._check_shapes()
         self._first_lacking: dict[str, float] = {}
+        self._uncovered = {op.name for op in graph if not is_covered(op)}
 
     def holds(self, place: Place) -> bool:
         """Whether the trace has the value, for all these tokens."""
@@ -105,6 +107,20 @@ class Recorded:
             record.step < self.first_lacking(name) if past is True else self.holds((record.step, name, record.rows))
             for name, past in op.reads
         ]
+
+    def can_be_made(self, record: OpRecord) -> bool:
+        """Whether what the record is made of was recorded, or is of kinds that can be computed."""
+        if not self._uncovered:
+            return True
+        stack, seen = [record.op], {record.op}
+        while stack:
+            name = stack.pop()
+            if name in self._uncovered:
+                return False
+            missing = [i for i in self._graph[name].inputs if i not in seen and not self.holds((record.step, i, None))]
+            seen.update(missing)
+            stack += missing
+        return True
 
     def hidden(self, step: int, rows: Rows) -> Tensor:
         """Which scores the causal mask hides, bool [T, S]."""

@@ -110,7 +110,7 @@ class Replay:
         for step in self.trace.steps:
             for op in self.graph:
                 record = self.trace.ops.get((step, op.name))
-                if record is not None and record.has_data:
+                if record is not None and record.has_data and self._recorded.can_be_made(record):
                     yield record
 
     @torch.inference_mode()

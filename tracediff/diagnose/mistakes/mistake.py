@@ -83,6 +83,8 @@ def parts_of(op: Op, graph: Graph) -> set[str]:
     parts: set[str] = set()
     readers = graph.readers(op.name)
     for reader, position in readers:
+        if reader.kind not in KINDS:
+            continue
         kind = KINDS[reader.kind]
         parts.add(kind.inputs[min(position, len(kind.inputs) - 1)])
         if kind.keeps_part and position == 0:
