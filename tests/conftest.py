@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,6 +136,45 @@ def torch_trace(tmp_path: Path) -> Callable[..., Path]:
         return trace_torch(model, out, TorchOptions(**options), tokens, n_decode, steps)
 
     return trace
+
+
+class Pair:
+    """A reference and a candidate that match, in a folder of their own; the candidate is there to be damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.reference, self.path, self.data = (folder / name for name in ("r.trace", "c.trace", "c.bin"))
+        self.lines = self.path.read_bytes().splitlines()
+
+    def write(self, lines: list[bytes] | None = None) -> None:
+        self.path.write_bytes(b"".join(line + b"\n" for line in lines or self.lines))
+
+    def change(self, line: int, **values: Any) -> None:
+        """Other values of a line; None for a key that goes."""
+        record = json.loads(self.lines[line]) | values
+        kept = {key: value for key, value in record.items() if value is not None}
+        self.lines[line] = json.dumps(kept, separators=(",", ":")).encode()
+        self.write()
+
+    def insert(self, line: int, text: bytes) -> None:
+        """One more line, counted at the end."""
+        self.lines.insert(line, text)
+        self.lines[-1] = b'{"type":"end","records":%d}' % (len(self.lines) - 1)
+        self.write()
+
+
+@pytest.fixture(scope="module")
+def traces(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two whole traces, r and c, and one of statistics, s, of the same model and tokens."""
+    folder = tmp_path_factory.mktemp("traces")
+    for name in "rc":
+        trace_torch(models("tiny"), folder / f"{name}.trace", TorchOptions(), TOKENS[:4], n_decode=1)
+    trace_torch(models("tiny"), folder / "s.trace", TorchOptions(capture="stats"), TOKENS[:4], n_decode=1)
+    return folder
+
+
+@pytest.fixture
+def pair(traces: Path, tmp_path: Path) -> Pair:
+    return Pair(shutil.copytree(traces, tmp_path / "traces"))
 
 
 @pytest.fixture

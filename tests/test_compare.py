@@ -88,7 +88,9 @@ def test_what_is_not_finite_on_both_sides_is_the_same() -> None:
     reference, candidate, drift = compare_values(x, x.copy())
     assert (drift.nmse, drift.apart) == (0.0, 0)
     op = OpResult("output", 0, None, "linear", "ok", reference, candidate, drift, tolerance=0.0)
-    assert [judged.status for judged in judge([op], Policy())] == ["ok"]
+    (judged,) = judge([op], Policy())
+    assert (judged.status, judged.note) == ("undecided", "NaN on both sides")  # the same, and no reference to go by
+    assert verdict([judged], [], Policy()) == ("undecided", None)
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
@@ -122,8 +124,11 @@ def test_the_first_in_execution_order_is_named_and_counts_add_up() -> None:
     assert [op.status for op in judged] == ["ok", "drift", "drift", "unmatched"]
     outcome, first = verdict(judged, [], Policy())
     assert (outcome, first.op, first.reason) == ("diverged", "b", "drift")
-    assert verdict(judged[3:], [], Policy())[0] == "diverged"
-    assert verdict(judged[3:], [], Policy(allowed=("d",)))[0] == "match"
+    missing = [replace(judged[3], candidate=None)]
+    assert verdict(missing, [], Policy())[0] == "match"
+    assert verdict(missing, [], Policy(required=("d",)))[0] == "diverged"
+    assert verdict(missing, [], Policy(required=("d",), allowed=("d",)))[0] == "match"
+    assert verdict(judged[3:], [], Policy(required=("d",)))[0] == "match"  # it is there
     assert Policy({"*": 1e-3, "attn_probs": 1e-2}).tolerance("blk.3.attn_probs", "f32") == 1e-2
 
 

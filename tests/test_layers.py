@@ -15,8 +15,8 @@ ROOTS = {"tracediff": Path(tracediff.__file__).parent, "tracediff_reference": Pa
 
 # Module or package -> what it may import of this project. A package may always import itself.
 EVERYTHING = {
-    "audit", "cli", "compare", "demo", "diagnose", "engine", "errors", "files", "inputs", "inspect", "interchange",
-    "judge", "model", "names", "numerics", "pipeline", "printable", "process", "reference", "replay",
+    "audit", "cli", "compare", "demo", "diagnose", "doubts", "engine", "errors", "files", "inputs", "inspect",
+    "interchange", "judge", "model", "names", "numerics", "pipeline", "printable", "process", "reference", "replay",
     "report", "result", "threeway", "trace",
 }  # fmt: skip
 MAY = {
@@ -41,8 +41,9 @@ MAY = {
     "tracediff.inspect": {"errors", "names", "model", "trace", "result", "compare", "diagnose"},
     "tracediff.interchange": {"errors", "files", "names", "trace", "model"},
     "tracediff.report": {"result"},
+    "tracediff.doubts": {"judge", "names", "result", "trace"},
     "tracediff.pipeline": {
-        "audit", "compare", "diagnose", "errors", "judge", "model", "names", "replay", "result", "trace",
+        "audit", "compare", "diagnose", "doubts", "errors", "judge", "model", "names", "replay", "result", "trace",
     },
     "tracediff.threeway": {"errors", "names", "judge", "pipeline", "result", "trace"},
     "tracediff.demo": {"files", "model", "result", "diagnose"},

@@ -12,6 +12,7 @@ from conftest import Models
 
 from tracediff.audit.held import compare_weights
 from tracediff.audit.whole_file import audit_checkpoint, audit_trace
+from tracediff.errors import ModelError
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
 from tracediff.model.tensors import FileTensors
@@ -264,6 +265,20 @@ def test_a_checkpoint_of_other_shapes(weights: str, models: Models, tmp_path: Pa
     }
 
 
+def test_two_files_that_hold_one_tensor(models: Models, tmp_path: Path) -> None:
+    """The same values are the same tensor; others leave open which of them the file was made from."""
+    model, folder = models("llama"), tmp_path / "hf"
+    checkpoint(model, folder)
+    held = safetensors.load_file(folder / "model-0.safetensors")
+    name = next(iter(held))
+    safetensors.save_file({name: held[name]}, folder / "again.safetensors")
+    assert audit_checkpoint(model, folder).verdict == "match"
+    for other in (held[name] + 1, held[name].reshape(-1)):
+        safetensors.save_file({name: other}, folder / "again.safetensors")
+        with pytest.raises(ModelError, match=r"again.safetensors and model-0.safetensors hold other values of " + name):
+            audit_checkpoint(model, folder)
+
+
 def test_factors_of_rope_are_in_no_checkpoint(models: Models, tmp_path: Path) -> None:
     model = models("llama3")
     without = {name: values for name, values in tensors_of(model).items() if name != "rope_freqs.weight"}
@@ -294,6 +309,15 @@ def write_trace(model: Path, path: Path, changed: dict[str, np.ndarray]) -> Path
         for name, values in {**tensors_of(model), **changed}.items():
             writer.weight(name, values.astype(np.float32))
     return path
+
+
+def test_a_trace_without_weights_is_no_match(models: Models, tmp_path: Path, cli: Any) -> None:
+    with TraceWriter(tmp_path / "a.trace", "loader 1.0"):
+        pass
+    code, report, error = cli("weights", models("llama"), "--trace", tmp_path / "a.trace")
+    said = f"{tmp_path / 'a.trace'} holds no weights. Record them, as the engine holds them after loading."
+    assert (code, error) == (2, f"tracediff: {said}\n")
+    assert " ".join(report.split()).startswith(f"UNDECIDED: {said}")
 
 
 def test_what_an_engine_holds(models: Models, tmp_path: Path) -> None:

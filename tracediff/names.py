@@ -147,6 +147,13 @@ def layer_of(op: str) -> int | None:
     return split(op)[0]
 
 
+def axes_of(op: str, n: int) -> tuple[str, ...]:
+    """What the indices of an op's `n` axes count; none for a shape that no op has."""
+    if kind_of(op) in ("scores", "softmax") and n == 3:
+        return "head", "token", "key"
+    return {1: ("token",), 2: ("token", "channel"), 3: ("token", "head", "channel")}.get(n, ())
+
+
 def kind_of(op: str) -> str:
     """The kind of an op by its name: "unknown" for names that are not in the table."""
     name = NAMES.get(split(op)[1])

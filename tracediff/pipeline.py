@@ -1,5 +1,6 @@
 """The arrow diagram as code: traces -> align -> compare -> replay -> judge -> diagnose -> result."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,11 +15,12 @@ from tracediff.compare.logits import compare_logits
 from tracediff.compare.measure import measure_pairs, record_statistics
 from tracediff.compare.storage import measure_storage
 from tracediff.compare.vital_signs import measure_normal
+from tracediff.doubts import doubts
 from tracediff.judge import Policy, coarsest, judge, verdict
 from tracediff.model.vocabulary import Vocabulary
 from tracediff.names import kind_of, layer_of
 from tracediff.replay.coverage import measure_coverage
-from tracediff.result import OpResult, Result, Side, WeightResult
+from tracediff.result import Cause, OpResult, Result, Side, WeightResult
 from tracediff.trace.reader import Trace
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def compare_traces(
     r, c = Trace(reference), Trace(candidate)
     same_input(r, c, lambda: Vocabulary(model))
     pairs = plan(r, c)
-    policy.check(pair.op for pair in pairs)
+    policy.check([*(pair.op for pair in pairs), *_required_of(model, policy)])
     tolerance = partial(policy.tolerance, coarsest=_coarsest(pairs, r, c))
     measured = []
     for op in measure_pairs(pairs, r, c, tolerance):
@@ -57,13 +59,10 @@ def compare_traces(
         held, theirs_held = rounded_weights(weights, c), rounded_weights(compare_weights(None, r, model), r)
         ours = _replayed(c, model, held, arithmetic, lambda f: progress("replay the candidate", f))
         theirs = _replayed(r, model, theirs_held, None, lambda f: progress("replay the reference", f))
-        measured = [
-            replace(op, local=ours.locals.get(key), reference_local=theirs.locals.get(key))
-            for op in measured
-            for key in [(op.step, op.op)]
-        ]
+        measured = [_with_replay(op, ours, theirs) for op in measured]
         notes += [*theirs.notes, *ours.notes]
         explain = _explain(ours, progress)
+    measured += _required(measured, c, model, policy)
     return _result(measured, weights, r, c, model, policy, explain, notes)
 
 
@@ -76,28 +75,58 @@ def check_trace(
     progress: Progress = lambda stage, fraction: None,
 ) -> Result:
     """One trace judged by replay alone."""
-    c = Trace(trace)
+    c, policy = Trace(trace), policy or Policy()
+    policy.check([*(op for _, op in c.ops), *_required_of(model, policy)])
     refuse_another_model(c, model)
     weights = list(compare_weights(None, c, model))
     judged = _replayed(c, model, rounded_weights(weights, c), arithmetic, lambda f: progress("replay", f))
     ops = []
     for (step, name), record in c.ops.items():
         statistics = record_statistics(record, c)
-        ops.append(
-            OpResult(
-                name,
-                step,
-                layer_of(name),
-                kind_of(name),
-                "ok",
-                None,
-                statistics,
-                local=judged.locals.get((step, name)),
-            )
-        )
-    return _result(
-        ops, weights, None, c, model, policy or Policy(), _explain(judged, progress), [*_notes(c), *judged.notes]
-    )
+        op = OpResult(name, step, layer_of(name), kind_of(name), "ok", None, statistics)
+        op = _with_replay(op, judged)
+        if not op.local and op.status == "ok":
+            why = "no op of this model" if record.has_data else "statistics only: there is nothing to replay"
+            op = replace(op, status="unmatched", note=why)
+        ops.append(op)
+    ops += _required(ops, c, model, policy)
+    return _result(ops, weights, None, c, model, policy, _explain(judged, progress), [*_notes(c), *judged.notes])
+
+
+def _with_replay(op: OpResult, ours: "Judged", theirs: "Judged | None" = None) -> OpResult:
+    """What replay of either side says of the op; one of another shape than the model's is faulty by that."""
+    key = op.step, op.op
+    wrong, other = ours.misshapen.get(key), theirs.misshapen.get(key) if theirs else None
+    if wrong and wrong.some_tokens:
+        note = f"{wrong.shapes}: if it holds some tokens, say which in its rows"
+        return replace(op, status="unmatched", note=note)
+    if wrong:
+        cause = Cause("shape", math.nan, wrong.text, math.nan, "", {"shape": wrong.text})
+        return replace(op, status="faulty", note=wrong.shapes, cause=cause)
+    if other:
+        op = replace(op, status="unmatched", note=f"the reference's has {other.shapes}")
+    local, reference_local = ours.locals.get(key), theirs.locals.get(key) if theirs else None
+    return replace(op, local=local, reference_local=reference_local)
+
+
+def _required_of(model: Path | None, policy: Policy) -> list[str]:
+    """The ops of the model, where some are required: neither trace may have them."""
+    if model is None or not policy.required:
+        return []
+    from tracediff.model.families import load_graph
+
+    return [*load_graph(model).ops]
+
+
+def _required(ops: Iterable[OpResult], trace: Trace, model: Path | None, policy: Policy) -> list[OpResult]:
+    """Those that are required and that no side has, in any step of the trace."""
+    there = {(op.step, op.op) for op in ops}
+    names = [name for name in _required_of(model, policy) if policy.requires(name)]
+    absent = ((step, name) for step in trace.steps for name in names if (step, name) not in there)
+    return [
+        OpResult(name, step, layer_of(name), kind_of(name), "unmatched", note="not recorded, and required")
+        for step, name in absent
+    ]
 
 
 def _result(
@@ -111,7 +140,9 @@ def _result(
     notes: Iterable[str],
 ) -> Result:
     ops = explain(judge(measured, policy))
-    outcome, first = verdict(ops, weights, policy)
+    coverage = measure_coverage(candidate, model, ops) if model else None
+    undecided = tuple(doubts(reference, candidate, ops, coverage))
+    outcome, first = verdict(ops, weights, policy, undecided)
     return Result(
         verdict=outcome,
         first_divergence=first,
@@ -124,8 +155,9 @@ def _result(
         steps=tuple(candidate.steps),
         normal=measure_normal(reference, candidate),
         storage=measure_storage(ops),
-        coverage=measure_coverage(candidate, model, ops) if model else None,
+        coverage=coverage,
         notes=tuple(notes),
+        undecided=undecided,
     )
 
 

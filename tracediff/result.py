@@ -1,10 +1,11 @@
 """What crosses the stages and feeds the reports: frozen, printable, no arrays."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["ok", "faulty", "inherited", "drift", "unmatched"]
-Verdict = Literal["match", "diverged"]
+Status = Literal["ok", "faulty", "inherited", "drift", "unmatched", "undecided"]
+Verdict = Literal["match", "diverged", "undecided"]
 Judgement = Literal["sound", "faulty", "undecided"]  # of one record by itself
 Tokens = Literal["first", "others", "all"]  # which of a step
 Reason = Literal["local", "drift", "weights", "unmatched"]
@@ -36,6 +37,7 @@ class Drift:
     """Candidate against reference. `nmse` is sum((c - r)^2) / sum(r^2); the first token apart from the rest.
 
     Infinite where elements are infinitely `apart`: one is NaN or Inf and the other is not the same, say.
+    `of_statistics` alone it is the least that they prove, and a permutation proves nothing.
     """
 
     nmse: float
@@ -45,6 +47,7 @@ class Drift:
     first_token_nmse: float | None = None
     other_tokens_nmse: float | None = None
     apart: int = 0
+    of_statistics: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Local:
     judgement: Judgement
     flips: int = 0
     sharpness: float = 0.0  # the smallest relative scale error that would exceed the floor
+    limit: float | None = None  # what may be left of a sound record, where that is less than the floor
     weight_type: str | None = None  # of a matmul
     stored: str | None = None  # the type shorter than float32 that the engine holds the value in, as f16 or bf16
     weights_nmse: float | None = None  # of a matmul whose weights the engine requantised: against the file's
@@ -80,12 +84,23 @@ class Local:
         """Whether it cannot be told."""
         return self.judgement == "undecided"
 
+    @property
+    def resolving(self) -> float:
+        """The NMSE beyond which no mistake is in what was recorded; infinite where replay is blind.
+
+        What is left is a mistake and the noise of arithmetic, which is within the floor: so the mistake's size is at
+        most that of the two together (triangle inequality of the RMS).
+        """
+        limit = self.floor if self.limit is None else self.limit
+        return math.inf if self.blind else (math.sqrt(self.nmse) + math.sqrt(limit)) ** 2
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
     """Known mistakes that bring the error down to the floor: `floor` and `arithmetic` are those they fit under.
 
-    One as a rule. Of several `name` and `text` are the names and texts of `each` together.
+    The name "shape" is of a record that has another shape than the model's op: then nothing can be undone, and `nmse`
+    and `floor` are NaN. One as a rule. Of several `name` and `text` are the names and texts of `each` together.
     """
 
     name: str
@@ -124,6 +139,21 @@ class OpResult:
         if self.local is None:
             return None
         return self.cause.floor if self.cause and self.cause.floor < self.local.nmse else self.local.floor
+
+    @property
+    def resolving(self) -> float:
+        """The NMSE of a mistake that would have been seen, by replay, else by drift; infinite where none would."""
+        if self.local and not self.local.blind:
+            return self.local.resolving
+        by_drift = self.drift is not None and not self.drift.of_statistics and self.tolerance is not None
+        return self.tolerance if by_drift else math.inf  # type: ignore[return-value]
+
+    @property
+    def told(self) -> bool:
+        """Whether it was looked at and is as it should be, be it by replay alone where the other side lacks it."""
+        return (self.status == "ok" and self.drift is not None) or (
+            self.status in ("ok", "unmatched") and self.local is not None
+        )
 
     @property
     def arithmetic(self) -> str | None:
@@ -239,6 +269,7 @@ class Segment:
     step: int
     ops: tuple[str, ...]
     floor: float
+    resolving: float
     blind: bool
     faulty: bool
     record: tuple[str, ...]
@@ -350,7 +381,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of one comparison or check."""
+    """The outcome of one comparison or check.
+
+    `undecided` are the reasons why it is no match though nothing diverges, each with what to record or do.
+    """
 
     verdict: Verdict
     first_divergence: Divergence | None
@@ -365,11 +399,17 @@ class Result:
     storage: tuple[Storage, ...] = ()
     coverage: Coverage | None = None  # by replay, with the model only
     notes: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
 
     @property
     def faulty(self) -> list[OpResult]:
         """The ops that are wrong by themselves."""
         return [op for op in self.ops if op.status == "faulty"]
+
+    @property
+    def weakest(self) -> OpResult | None:
+        """Of the ops that are as they should be the one in which the largest mistake may hide; None where none is."""
+        return max((op for op in self.ops if op.told), key=lambda op: op.resolving, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +423,7 @@ class ThreeOp:
     op: str
     step: int
     layer: int | None
-    status: Literal["ok", "outlier", "scattered", "inherited", "unmatched"]
+    status: Literal["ok", "outlier", "scattered", "inherited", "unmatched", "undecided"]
     outliers: tuple[int, ...] = ()
     nmse: tuple[float | None, ...] = (None, None, None)  # of each pair
     statistics: tuple[Statistics | None, ...] = (None, None, None)  # of each side, as local and cause
@@ -404,6 +444,7 @@ class ThreeWay:
     tokens: tuple[int, ...]
     steps: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()  # why it is no match though nothing diverges, and what to record
 
 
 @dataclass(frozen=True, slots=True)

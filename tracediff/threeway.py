@@ -6,10 +6,11 @@ which replay against the model tells.
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from tracediff.judge import Policy
+from tracediff.judge import USEFUL, Policy
 from tracediff.names import layer_of
 from tracediff.pipeline import Progress, check_trace, compare_traces
 from tracediff.result import OpResult, Result, Side, ThreeOp, ThreeWay
@@ -34,20 +35,26 @@ def compare_three(
     policy = policy or Policy()
     names = [{op for _, op in Trace(trace).ops} for trace in traces]
     policy.check(set().union(*names))
+    by_drift = replace(policy, resolve=None) if model else policy
     pairs = [
-        compare_traces(traces[a], traces[b], policy=policy.within(names[a] | names[b]), progress=progress)
+        compare_traces(traces[a], traces[b], policy=by_drift.within(names[a] | names[b]), progress=progress)
         for a, b in PAIRS
     ]
-    checks = [check_trace(trace, model, progress=progress) for trace in traces] if model else []
+    checks = [
+        check_trace(trace, model, policy=policy.within(ops), progress=progress)
+        for trace, ops in zip(traces, names, strict=True)
+        if model
+    ]
     ops = tuple(_ops(pairs, checks))
     wrong = tuple(tuple(w for w in check.weights if w.status == "wrong") for check in checks)
     sides = _sides(pairs)
-    failing = [op for op in ops if op.status in ("outlier", "scattered") or _fails(op, policy)]
+    failing = any(op.status in ("outlier", "scattered") or _fails(op, policy) for op in ops) or any(wrong)
+    undecided = tuple(dict.fromkeys(_undecided(pairs, checks, ops)))
     notes = [note for pair in pairs for note in pair.notes]
     if not model:
         notes.append("Weights are compared, and mistakes told from what they lead to, with --model only.")
     return ThreeWay(
-        verdict="diverged" if failing or any(wrong) else "match",
+        verdict="diverged" if failing else "undecided" if undecided else "match",
         names=_names(sides),
         sides=sides,
         ops=ops,
@@ -55,11 +62,21 @@ def compare_three(
         tokens=pairs[0].tokens,
         steps=tuple(sorted({step for pair in pairs for step in pair.steps})),
         notes=tuple(dict.fromkeys(notes)),
+        undecided=undecided,
     )
 
 
+def _undecided(pairs: list[Result], checks: list[Result], ops: Sequence[ThreeOp]) -> Iterator[str]:
+    """What keeps them from being a match; of replay only where the drift from the others does not tell either."""
+    yield from (doubt for pair in pairs for doubt in pair.undecided)
+    if checks and not any(any(op.local) for op in ops):
+        yield "nothing in the three traces can be replayed. Record data, or compare without --model"
+    elif any(op.status == "undecided" for op in ops):
+        yield from (doubt for check in checks for doubt in check.undecided)
+
+
 def _fails(op: ThreeOp, policy: Policy) -> bool:
-    return op.status == "unmatched" and not policy.allows(op.op)
+    return op.status == "unmatched" and policy.requires(op.op)
 
 
 def _sides(pairs: list[Result]) -> tuple[Side, ...]:
@@ -95,7 +112,7 @@ def _judge(key: _Key, pairs: list[OpResult | None], sides: list[OpResult | None]
     alone = _alone(pairs) if any(differ) and not unmatched else None
     if alone is not None and not _replayed(sides[alone]):
         outliers.append(alone)
-    status: Literal["ok", "outlier", "scattered", "inherited", "unmatched"] = "ok"
+    status: Literal["ok", "outlier", "scattered", "inherited", "unmatched", "undecided"] = "ok"
     if outliers:
         status = "outlier"
     elif unmatched:
@@ -104,6 +121,8 @@ def _judge(key: _Key, pairs: list[OpResult | None], sides: list[OpResult | None]
         status = "scattered"
     elif any(differ) and found:
         status = "inherited"
+    elif any(side and side.status == "undecided" for side in (*pairs, *sides)):
+        status = "ok" if any(pair and pair.told and pair.resolving <= USEFUL for pair in pairs) else "undecided"
     return ThreeOp(
         key[1], key[0], layer_of(key[1]), status, tuple(sorted(set(outliers))),
         nmse=tuple(pair.drift.nmse if pair and pair.drift else None for pair in pairs),
@@ -115,7 +134,8 @@ def _judge(key: _Key, pairs: list[OpResult | None], sides: list[OpResult | None]
 
 
 def _replayed(side: OpResult | None) -> bool:
-    return side is not None and side.local is not None
+    """Whether replay tells what the side's op is."""
+    return side is not None and side.local is not None and not side.local.blind
 
 
 def _alone(pairs: list[OpResult | None]) -> int | None:

@@ -70,10 +70,14 @@ def compare_weight(
 ) -> WeightResult:
     """One weight record of a trace; "unmatched" where there is nothing that it could be compared with."""
     record = candidate.weights[name]
-    held = candidate.values(record) if record.has_data else None
-    if held is None or expected is None or held.size != expected.size:
-        note = "no such weight to compare with" if expected is None else "shape or data missing"
-        return WeightResult(name, "unmatched", None, None, None, note)
+    if expected is None:
+        return WeightResult(name, "unmatched", None, None, None, "no such weight to compare with")
+    if record.size != expected.size:
+        note = f"it holds {record.size:,} values, where {expected.size:,} belong"
+        return WeightResult(name, "wrong", None, None, None, note)
+    if not record.has_data:
+        return WeightResult(name, "unmatched", None, None, None, "recorded without data")
+    held = candidate.values(record)
     r, c, drift = compare_values(expected.reshape(-1), held.reshape(-1))
     status, cause, why = judge_values(expected, held, others)
     return WeightResult(name, status, r, c, drift.max_abs, why, cause)

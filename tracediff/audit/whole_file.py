@@ -53,7 +53,9 @@ def _counted(names: list[str], progress: Progress) -> Iterator[str]:
 
 def _result(model: Path, against: str, path: Path, results: list[TensorResult]) -> AuditResult:
     failing = any(result.status in FAILING for result in results)
-    return AuditResult("diverged" if failing else "match", str(model), against, str(path), tuple(results))  # type: ignore[arg-type]
+    told = any(result.status != "not recorded" for result in results)
+    outcome = "diverged" if failing else "match" if told else "undecided"
+    return AuditResult(outcome, str(model), against, str(path), tuple(results))  # type: ignore[arg-type]
 
 
 def _recorded(name: str, tensors: FileTensors, trace: Trace) -> TensorResult:

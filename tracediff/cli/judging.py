@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracediff.cli.options import Allow, ArithmeticOption, Json, Tolerance, policy_of
+from tracediff.cli.options import Allow, ArithmeticOption, Json, Require, Resolve, Tolerance, policy_of
 from tracediff.cli.output import check_json, progress_bars, report, show
 from tracediff.errors import TracediffError
 
 if TYPE_CHECKING:
     from tracediff.judge import Policy
-    from tracediff.result import Result
 
 
 def compare(
@@ -21,14 +20,16 @@ def compare(
     model: Annotated[Path | None, typer.Option(help="The GGUF file: replay, floors and causes.")] = None,
     arithmetic: ArithmeticOption = None,
     tolerance: Tolerance = None,
+    require: Require = None,
     allow: Allow = None,
+    resolve: Resolve = None,
     json: Json = None,
 ) -> int:
     """Compare two traces, or three: op by op with the model, by drift alone without."""
     from tracediff.pipeline import compare_traces
 
     check_json(json, reference, candidate, third, model)
-    policy = policy_of(tolerance, allow)
+    policy = policy_of(tolerance, allow, require, resolve)
     if third:
         return _compare_three((reference, candidate, third), model, policy, arithmetic, json)
     if arithmetic and not model:
@@ -37,30 +38,28 @@ def compare(
         result = compare_traces(
             reference, candidate, model=model, policy=policy, arithmetic=arithmetic, progress=progress
         )
-    if model:
-        _check_replayed(result)
     return report(result, json)
 
 
 def _compare_three(
     traces: tuple[Path, Path, Path], model: Path | None, policy: "Policy", arithmetic: str | None, json: Path | None
 ) -> int:
-    from tracediff.report.threeway import render, render_json
+    from tracediff.report.threeway import render, render_json, summary
     from tracediff.threeway import compare_three
 
     if arithmetic:
         raise TracediffError("--arithmetic pins that of one candidate: compare two traces, or let it be fitted.")
     with progress_bars() as progress:
         result = compare_three(traces, model=model, policy=policy, progress=progress)
-    if model and not any(any(op.local) for op in result.ops):
-        raise TracediffError("nothing in the three traces can be replayed. Record data, or compare without --model.")
-    return show(result, render, render_json, json)
+    return show(result, render, render_json, summary, json)
 
 
 def check(
     trace: Annotated[Path, typer.Argument(help="The trace to judge.")],
     model: Annotated[Path, typer.Option(help="The GGUF file that it was made with.")],
     arithmetic: ArithmeticOption = None,
+    require: Require = None,
+    resolve: Resolve = None,
     json: Json = None,
 ) -> int:
     """Judge one trace by replay alone: no reference needed."""
@@ -68,22 +67,6 @@ def check(
 
     check_json(json, trace, model)
     with progress_bars() as progress:
-        result = check_trace(trace, model, arithmetic=arithmetic, progress=progress)
-    _check_replayed(result)
+        policy = policy_of(require=require, resolve=resolve)
+        result = check_trace(trace, model, policy=policy, arithmetic=arithmetic, progress=progress)
     return report(result, json)
-
-
-def _check_replayed(result: "Result") -> None:
-    if not any(op.local for op in result.ops):
-        raise TracediffError(
-            f"{result.candidate.path}: nothing in it can be replayed: it holds statistics only, or no op of this "
-            "model. Record data, under the names that `tracediff inspect MODEL` lists; "
-            "`tracediff compare` without --model compares statistics by tolerance."
-        )
-    unknown = result.coverage.unknown if result.coverage else ()
-    if 2 * len(unknown) > len({op.op for op in result.ops}):
-        raise TracediffError(
-            f"{result.candidate.path}: most of its ops ({len(unknown)}) have names that this model has not: "
-            f"{', '.join(unknown[:3])}, ... `tracediff validate TRACE --model MODEL` lists them, `tracediff import` "
-            "knows those of others."
-        )

@@ -38,7 +38,7 @@ def weights(
 ) -> int:
     """Audit every tensor of a GGUF file, against a trace or against the checkpoint that it was made from."""
     from tracediff.audit.whole_file import audit_checkpoint, audit_trace
-    from tracediff.report.audit import render, render_json
+    from tracediff.report.audit import render, render_json, summary
 
     check_json(json, model, trace)
     with progress_bars() as progress:
@@ -48,7 +48,7 @@ def weights(
             result = audit_checkpoint(model, hf, lambda f: progress("weights", f))
         else:
             raise TracediffError("give either --trace TRACE or --hf FOLDER to audit the weights against.")
-    return show(result, render, render_json, json)
+    return show(result, render, render_json, summary, json)
 
 
 def inspect(

@@ -33,7 +33,15 @@ Tolerance = Annotated[
     list[str] | None,
     typer.Option(help="NMSE that may drift: 1e-6, or PATTERN=1e-6 for some ops; repeatable."),
 ]
-Allow = Annotated[list[str] | None, typer.Option(help="Pattern of ops that one side may lack; repeatable.")]
+Require = Annotated[
+    list[str] | None, typer.Option(help="Pattern of ops that must be recorded: one that is not fails; repeatable.")
+]
+Allow = Annotated[
+    list[str] | None, typer.Option(help="Pattern of ops that need not be, or may have another shape; repeatable.")
+]
+Resolve = Annotated[
+    float | None, typer.Option(help="NMSE of a mistake that must show in every op: where it would not, undecided.")
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
 Threads = Annotated[int, typer.Option(min=1, help="llama.cpp: threads.")]
 Ctx = Annotated[int, typer.Option(min=0, help="llama.cpp: context size; 0 for what is needed.")]
@@ -45,8 +53,13 @@ KvType = Annotated[Literal["f32", "f16", "q8_0"], typer.Option(help="llama.cpp: 
 ExtraBufts = Annotated[bool, typer.Option(help="llama.cpp: extra buffer types (repacked weights).")]
 
 
-def policy_of(tolerance: list[str] | None, allow: list[str] | None) -> "Policy":
-    """What --tolerance and --allow ask for; raises TracediffError for what is no NMSE."""
+def policy_of(
+    tolerance: list[str] | None = None,
+    allow: list[str] | None = None,
+    require: list[str] | None = None,
+    resolve: float | None = None,
+) -> "Policy":
+    """What these options ask for; raises TracediffError for what is no NMSE."""
     from tracediff.judge import Policy
 
     tolerances: dict[str, float] = {}
@@ -60,4 +73,6 @@ def policy_of(tolerance: list[str] | None, allow: list[str] | None) -> "Policy":
             raise TracediffError(f"--tolerance {item!r}: give an NMSE such as 1e-6, or PATTERN=1e-6.")
         tolerances.pop(pattern or "*", None)  # the last one of a pattern stands last: that is the one that counts
         tolerances[pattern or "*"] = nmse
-    return Policy(tolerances, tuple(allow or ()))
+    if resolve is not None and not resolve > 0:
+        raise TracediffError(f"--resolve {resolve:g}: give an NMSE above 0, such as 1e-6.")
+    return Policy(tolerances, tuple(allow or ()), tuple(require or ()), resolve)

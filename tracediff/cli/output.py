@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tracediff.files import check, write_text
 from tracediff.printable import escape_json, printable
-from tracediff.process import drop
+from tracediff.process import UNDECIDED, drop
 from tracediff.trace.staging import files_of
 
 if TYPE_CHECKING:
@@ -56,13 +56,19 @@ def report(result: "Result", json: Path | None) -> int:
     from tracediff.report.json_report import render as render_json
     from tracediff.report.terminal import render
 
-    return show(result, render, render_json, json)
+    return show(result, render, render_json, lambda result: f"{result.undecided[0]}.", json)
 
 
 def show(
-    result: R, render: "Callable[[R, int], RenderableType]", render_json: Callable[[R], str], json: Path | None
+    result: R,
+    render: "Callable[[R, int], RenderableType]",
+    render_json: Callable[[R], str],
+    why: Callable[[R], str],
+    json: Path | None,
 ) -> int:
-    """Print the report, write the JSON where it is asked for, and say how it ended."""
+    """Print the report, write the JSON where it is asked for, and say how it ended: on standard error also `why` it is
+    undecided, for whoever reads neither.
+    """
     if str(json) != "-":
         from tracediff.cli.console import standard_output
 
@@ -70,7 +76,9 @@ def show(
         console.print(render(printable(result), console.width))
     if json:
         write_json(json, render_json(result))
-    return DIVERGED if result.verdict == "diverged" else MATCH
+    if result.verdict == "undecided":
+        say(f"tracediff: {why(result)}")
+    return {"match": MATCH, "diverged": DIVERGED, "undecided": UNDECIDED}[result.verdict]
 
 
 def check_json(json: Path | None, *inputs: Path | None) -> None:

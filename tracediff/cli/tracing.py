@@ -24,6 +24,8 @@ from tracediff.cli.options import (
     KvType,
     Model,
     PromptText,
+    Require,
+    Resolve,
     Threads,
     Tokens,
     Tolerance,
@@ -81,7 +83,9 @@ def run(
     fault: Fault = None,
     arithmetic: ArithmeticOption = None,
     tolerance: Tolerance = None,
+    require: Require = None,
     allow: Allow = None,
+    resolve: Resolve = None,
     save: Annotated[Path | None, typer.Option(help="Keep the traces in this folder.")] = None,
     json: Json = None,
     threads: Threads = 2,
@@ -104,8 +108,7 @@ def run(
     check_json(json, model)
     graph = load_graph(model)
     given = _prompt(prompt, tokens, graph)
-    fused = ("attn_scores", "attn_probs") if flash_attn and capture != "layers" else ()
-    policy = policy_of(tolerance, [*(allow or []), *fused])
+    policy = policy_of(tolerance, allow, require, resolve)
     with _folder(save) as folder:
         torch: dict[str, Any] = {"dtype": dtype, "device": device, "capture": capture, "arithmetic": arithmetic}
         torch["faults"] = tuple(fault or ())

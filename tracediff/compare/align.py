@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from tracediff.compare.tokens import describe_difference
 from tracediff.errors import MismatchError
 from tracediff.model.vocabulary import Vocabulary
-from tracediff.trace.format import OpRecord, Rows, same_shape
+from tracediff.trace.format import OpRecord, Rows
 from tracediff.trace.reader import Trace
+from tracediff.trace.shapes import misfit
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The records of one op on both sides; None on the side that lacks it. `problem` says why it cannot pair.
+    """The records of one op on both sides; None on the side that lacks it. `problem` says why it cannot pair: with
+    `misshapen` because one has another shape than the other, which one of the two must answer for.
 
     `rows` are the tokens that both sides hold; None where both hold all.
     """
@@ -22,6 +24,7 @@ class Pair:
     reference: OpRecord | None
     candidate: OpRecord | None
     problem: str | None = None
+    misshapen: bool = False
     rows: Rows = None
 
 
@@ -81,11 +84,16 @@ def _pair(step: int, op: str, reference: Trace, candidate: Trace) -> Pair:
     a, b = reference.ops.get((step, op)), candidate.ops.get((step, op))
     if a is None or b is None:
         missing = reference if a is None else candidate
-        return Pair(step, op, a, b, f"{missing.path.name} has no such record")
+        what = "record" if step in missing.steps else "step"
+        return Pair(step, op, a, b, f"{missing.path.name} has no such {what}")
     rows = _common_rows(a, b)
     n = len(reference.steps[step].tokens)
-    if not same_shape(a.whole_shape(n), b.whole_shape(n), may_be_flat=a.token_axis == 0):
-        return Pair(step, op, a, b, f"shapes differ: {list(a.shape)} and {list(b.shape)}")
+    wrong = misfit(op, b.whole_shape(n), a.whole_shape(n), may_be_flat=a.token_axis == 0)
+    if wrong:
+        some_tokens = wrong.axes == ("token",) and max(x.whole_shape(n)[x.token_axis] for x in (a, b)) <= n
+        by = f" ({wrong.text})" if wrong.axes else ""
+        problem = f"shapes differ: {list(a.shape)} and {list(b.shape)}{by}"
+        return Pair(step, op, a, b, problem, misshapen=not some_tokens)
     if rows == ():
         return Pair(step, op, a, b, f"no row in common: one side has tokens {_few(a)}, the other {_few(b)}")
     for trace, record in ((reference, a), (candidate, b)):

@@ -23,7 +23,7 @@ def _measure_pair(pair: Pair, r: Trace, c: Trace, tolerance: float) -> OpResult:
     if pair.problem or not pair.reference or not pair.candidate:
         reference = record_statistics(pair.reference, r) if pair.reference else None
         candidate = record_statistics(pair.candidate, c) if pair.candidate else None
-        return OpResult(*where, "unmatched", reference, candidate, note=pair.problem)
+        return OpResult(*where, "drift" if pair.misshapen else "unmatched", reference, candidate, note=pair.problem)
     reference, candidate, drift = _drift(pair.reference, pair.candidate, r, c, pair.rows)
     if drift is None and pair.reference.has_statistics and pair.candidate.has_statistics:
         return OpResult(*where, "unmatched", reference, candidate, note="no statistic is on both sides")

@@ -183,7 +183,8 @@ def drift_of_statistics(reference: Statistics, candidate: Statistics, size: int)
     nmse = ratio * ratio  # ** raises OverflowError where * gives Inf
     # Elements differ at least by as much as their mean does.
     largest = max((gaps[name] for name in ("min", "max") if name in gaps), default=gaps.get("mean", math.nan))
-    return Drift(nmse, math.nan, largest, Worst((), _or_nan(reference.max), _or_nan(candidate.max)))
+    worst = Worst((), _or_nan(reference.max), _or_nan(candidate.max))
+    return Drift(nmse, math.nan, largest, worst, of_statistics=True)
 
 
 def _scale(reference: Statistics, candidate: Statistics) -> float:

@@ -32,6 +32,7 @@ from tracediff.names import split
 from tracediff.numerics.arithmetic import scheme_named
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
+from tracediff.replay.shapes import Misshapen, misshapen
 from tracediff.result import Cause, Local, OpResult
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
@@ -53,9 +54,10 @@ _KEEP = 128 << 20  # bytes of weights that stay dequantised: all of a small mode
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What replay says of one trace, and how to explain what it found."""
+    """What replay says of one trace, and how to explain what it found; and records that have no op's shape."""
 
     locals: dict[tuple[int, str], Local]
+    misshapen: dict[tuple[int, str], Misshapen]
     explain: Callable[[list[OpResult], Progress], list[OpResult]]
     notes: tuple[str, ...]  # what replay found out about the trace itself
 
@@ -63,12 +65,17 @@ class Judged:
 def replay_and_explain(
     trace: Trace, model: Path, held: Mapping[str, np.ndarray], arithmetic: str | None, progress: Progress
 ) -> Judged:
-    """Judge every record of the trace by replay against the GGUF file `model`, and weights that are `held` instead."""
+    """Judge every record of the trace by replay against the GGUF file `model`, and weights that are `held` instead.
+
+    Raises TraceError for a trace of another model, or one whose positions leave a gap.
+    """
     file = GGUFFile(model)
     weights = Weights(file, keep_bytes=_KEEP).holding(held)
-    replay = Replay(trace, build_graph(file), weights, scheme_named(arithmetic) if arithmetic else None)
+    graph, scheme = build_graph(file), scheme_named(arithmetic) if arithmetic else None
+    wrong = misshapen(trace, graph)
+    replay = Replay(trace.without(wrong) if wrong else trace, graph, weights, scheme)
     locals_ = {(record.step, record.op): local for record, local in replay.run(progress)}
-    return Judged(locals_, Explainer(replay).explain, tuple(replay.notes()))
+    return Judged(locals_, wrong, Explainer(replay).explain, tuple(replay.notes()))
 
 
 @dataclass(frozen=True, slots=True)

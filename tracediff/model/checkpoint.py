@@ -21,7 +21,8 @@ _COMPUTED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold and ev
 class Checkpoint:
     """The tensors of a folder of safetensors files, memory-mapped, by the names that `file` gives them.
 
-    `unnamed` are those that the architecture has no GGUF name for. Raises ModelError for a folder without any.
+    `unnamed` are those that the architecture has no GGUF name for. Raises ModelError for a folder without any, and
+    where two files hold other values of one tensor: which of them the GGUF file was made from nobody can tell.
     """
 
     def __init__(self, folder: Path, file: GGUFFile) -> None:
@@ -30,6 +31,7 @@ class Checkpoint:
         self.folder = folder
         self.unnamed: list[str] = []
         self._places: dict[str, tuple[Any, str]] = {}
+        self._shards: dict[str, Path] = {}
         names = _name_map(file)
         shards = sorted(folder.glob("*.safetensors"))
         if not shards:
@@ -40,16 +42,21 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{shard}: not a safetensors file: {error}. Download it again.") from None
             for key in opened.keys():  # noqa: SIM118 - not a dict
-                self._add(key, names.get_name(key, try_suffixes=(".weight", ".bias")), opened)
+                self._add(key, names.get_name(key, try_suffixes=(".weight", ".bias")), opened, shard)
         self._permuted = head_counts(file) if _arch(file) in PERMUTED_ARCHITECTURES else {}
 
-    def _add(self, key: str, name: str | None, opened: Any) -> None:
+    def _add(self, key: str, name: str | None, opened: Any, shard: Path) -> None:
         if key.endswith(_COMPUTED):
             return
         if name is None:
             self.unnamed.append(key)
-        else:
-            self._places[name] = (opened, key)
+            return
+        if name in self._places and not _same(self._places[name], (opened, key)):
+            raise ModelError(
+                f"{self.folder}: {self._shards[name].name} and {shard.name} hold other values of {key}. Move the one "
+                "away that the GGUF file was not made from."
+            )
+        self._places[name], self._shards[name] = (opened, key), shard
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
@@ -81,6 +88,12 @@ class Checkpoint:
         """Its first row, which no permutation moves; of a vector its first value."""
         opened, key = self._places[name]
         return opened.get_slice(key)[:1].double().numpy().reshape(-1)
+
+
+def _same(a: tuple[Any, str], b: tuple[Any, str]) -> bool:
+    """Whether two places, each an opened file and a key, hold the same values."""
+    x, y = (opened.get_tensor(key) for opened, key in (a, b))
+    return bool(x.shape == y.shape and (x == y).all())
 
 
 def head_counts(file: GGUFFile) -> Mapping[str, int]:

@@ -23,11 +23,9 @@ def measure_coverage(trace: Trace, model: Path, ops: Iterable[OpResult]) -> Cove
     every = {(step, op.name) for step in trace.steps for op in graph}
     split = cache(partial(_split, graph=graph))  # steps and records share their segments
     segments = [
-        Segment(
-            op.op, op.step, op.local.segment, op.local.floor, op.local.blind, op.local.faulty, *split(op.local.segment)
-        )
+        Segment(op.op, op.step, x.segment, x.floor, x.resolving, x.blind, x.faulty, *split(x.segment))
         for op in judged
-        if op.local and (len(op.local.segment) > 1 or op.local.blind)
+        if (x := op.local) and (len(x.segment) > 1 or x.blind)
     ]
     together = {(segment.step, op) for segment in segments for op in segment.ops} - alone
     unjudged = {op for _, op in every - alone - together}

@@ -11,14 +11,16 @@ from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds.attention import causal
 from tracediff.replay.storage import rounded_on_the_way, stored_as
-from tracediff.trace.format import OpRecord, Rows, same_shape
+from tracediff.trace.format import OpRecord, Rows
 from tracediff.trace.reader import Trace
 
 Place = tuple[int, str, Rows]  # step, name and tokens of a value
 
 
 class Recorded:
-    """Raises TraceError for shapes that are not the model's and for positions that leave a gap."""
+    """Every record of an op has its shape: `misshapen` ones are taken out before. Raises TraceError for positions that
+    leave a gap.
+    """
 
     def __init__(self, trace: Trace, graph: Graph, device: str) -> None:
         self.trace = trace
@@ -28,7 +30,6 @@ class Recorded:
         self._steps = [*trace.steps]
         self._n_until = {number: i for i, number in enumerate(trace.steps, start=1)}
         self._all_positions = torch.tensor([p for step in self._positions.values() for p in step], device=device)
-        self._check_shapes()
         self._first_lacking: dict[str, float] = {}
         self._uncovered = {op.name for op in graph if not is_covered(op)}
 
@@ -138,18 +139,6 @@ class Recorded:
     def sizes(self, step: int, rows: Rows) -> tuple[int, int]:
         """How many tokens these are, and how many positions are visible in the step."""
         return len(self._positions[step] if rows is None else rows), self.n_tokens(step)
-
-    def _check_shapes(self) -> None:
-        for record in self.trace.ops.values():
-            if record.op not in self._graph:
-                continue
-            shape = self.shape(record, record.rows)
-            if not same_shape(record.shape, shape, may_be_flat=record.token_axis == 0):
-                raise TraceError(
-                    f"{self.trace.path}: {record.op!r} in step {record.step} has shape {list(record.shape)}; this "
-                    f"model's is {list(shape)}. Is it a trace of another model? `tracediff validate "
-                    "TRACE --model MODEL` says what else it may be."
-                )
 
 
 def _positions(trace: Trace) -> dict[int, tuple[int, ...]]:

@@ -78,7 +78,7 @@ class Known:
 class Replay:
     """Judges the records of one trace. `graph` is the model as it should be.
 
-    Raises TraceError for a trace of another model, or one whose positions leave a gap.
+    Raises TraceError for positions that leave a gap.
     """
 
     def __init__(self, trace: Trace, graph: Graph, weights: Weights, pinned: Scheme | None = None) -> None:
@@ -286,6 +286,7 @@ class Replay:
             judgement=_covered(nmse, floor, whole.excess),
             flips=whole.flips,
             sharpness=min(math.sqrt(floor), whole.sharpness),
+            limit=NOTHING if floor > BLIND else None,
             weight_type=self.weights.type_of(op.weights[0]) if op.kind == "linear" else None,
             stored=self._stored(storage or "f64", made.exact),
             weights_nmse=made.weights_nmse,

@@ -33,6 +33,8 @@ def summary(result: AuditResult) -> str:
     failing = _of(result, *_FAILING)
     silent = len(_of(result, "not recorded"))
     checked = len(result.tensors) - silent
+    if not checked:
+        return f"{result.path} holds no weights. Record them, as the engine holds them after loading."
     rest = f" {silent} more were not recorded." if silent else ""
     if not failing:
         where = "as in the file" if result.against == "trace" else "what the checkpoint's become"

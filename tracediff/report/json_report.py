@@ -14,6 +14,8 @@ def render(result: Result) -> str:
         "schema": SCHEMA,
         "verdict": result.verdict,
         "first_divergence": first,
+        "undecided": result.undecided,
+        "resolving": _resolving(result.weakest),
         "faulty": [_faulty(op) for op in result.faulty],
         "ops": [_op(op) for op in result.ops],
         "weights": result.weights,
@@ -27,6 +29,10 @@ def render(result: Result) -> str:
         "notes": result.notes,
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+
+
+def _resolving(op: OpResult | None) -> dict[str, object] | None:
+    return {"nmse": op.resolving, "op": op.op, "step": op.step} if op else None
 
 
 def _faulty(op: OpResult) -> dict[str, object]:
@@ -60,6 +66,7 @@ def _op(op: OpResult) -> dict[str, object]:
         "local_nmse": local.nmse if local else None,
         "reference_local_nmse": op.reference_local.nmse if op.reference_local else None,
         "floor": op.floor,
+        "resolving": op.resolving if op.told else None,
         "excess": local.excess if local else None,
         "arithmetic": op.arithmetic,
         "segment": local.segment if local else None,

@@ -15,9 +15,17 @@ from rich.text import Text
 from tracediff.result import Verdict
 
 STYLES = MappingProxyType(
-    {"ok": "green", "faulty": "bold red", "inherited": "yellow", "drift": "red", "unmatched": "magenta"}
+    {
+        "ok": "green",
+        "faulty": "bold red",
+        "inherited": "yellow",
+        "drift": "red",
+        "unmatched": "magenta",
+        "undecided": "cyan",
+    }
 )
 ALARM, WARNING = "bold red", "yellow"
+_VERDICTS = MappingProxyType({"match": "bold green", "diverged": ALARM, "undecided": "bold yellow"})
 _GLUE = "\ue000"  # a space at which no line breaks: rich takes U+00A0 for a space like any other
 _SHORT = re.compile(r"\([^()]{1,24}\)")
 
@@ -100,7 +108,7 @@ def line(*parts: str | tuple[str, str], style: str = "", by: int = 2) -> Padding
 
 def headline(verdict: Verdict, said: str) -> Table:
     """How it ended, in one word and one sentence."""
-    return hanging(f"{verdict.upper()}:", Text(said), "bold green" if verdict == "match" else ALARM)
+    return hanging(f"{verdict.upper()}:", Text(said), _VERDICTS[verdict])
 
 
 def hanging(first: str, text: Text, style: str = "", wide: int = 0) -> Table:

@@ -13,6 +13,7 @@ from tracediff.result import ThreeOp, ThreeWay
 SCHEMA = "tracediff/three/1"
 _STYLES = {
     "ok": "green", "outlier": "bold red", "scattered": "bold red", "inherited": "yellow", "unmatched": "magenta",
+    "undecided": "cyan",
 }  # fmt: skip
 _AROUND = 6  # ops shown on either side of the first outlier
 _LISTED = 8
@@ -51,9 +52,13 @@ def summary(result: ThreeWay) -> str:
         return f"{' and '.join(parts)} are outliers{rest}."
     if any(result.weights):
         return "all ops agree, but weights are wrong in memory."
+    if result.verdict == "undecided":
+        return f"{result.undecided[0]}."
     if result.verdict == "diverged":
         return "all agree where they can be compared, but not every op is on all three sides."
-    return f"all three agree in {len(result.ops)} ops."
+    there = sum(op.status != "unmatched" for op in result.ops)
+    rest = f"; {len(result.ops) - there} others are not on all three sides" if there < len(result.ops) else ""
+    return f"all three agree in {there} ops{rest}."
 
 
 def _at(op: ThreeOp, result: ThreeWay) -> str:
@@ -62,6 +67,7 @@ def _at(op: ThreeOp, result: ThreeWay) -> str:
 
 def _verdict(result: ThreeWay) -> Iterator[RenderableType]:
     yield headline(result.verdict, summary(result))
+    yield from (line(f"{doubt}.") for doubt in result.undecided[1:])
 
 
 def _sides(result: ThreeWay) -> Iterator[RenderableType]:
@@ -145,7 +151,9 @@ def _around(result: ThreeWay, width: int) -> Iterator[RenderableType]:
 def _unmatched(result: ThreeWay) -> Iterator[RenderableType]:
     unmatched = [op for op in result.ops if op.status == "unmatched"]
     if unmatched:
-        yield heading(f"Not on all sides: {len(unmatched)} of {len(result.ops)} (allow with --allow PATTERN)")
+        yield heading(
+            f"Not on all sides: {len(unmatched)} of {len(result.ops)} (--require PATTERN makes that a failure)"
+        )
     yield from (line(f"{op.op} in step {op.step}: {op.note}") for op in unmatched[:_LISTED])
     if len(unmatched) > _LISTED:
         yield line(f"... and {len(unmatched) - _LISTED} more")

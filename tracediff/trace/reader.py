@@ -1,6 +1,7 @@
 """Reads a trace: every line and every byte range is checked before anything is believed or allocated."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -71,6 +72,16 @@ class Trace:
         """All tokens fed, in order."""
         return [token for step in self.steps.values() for token in step.tokens]
 
+    def without(self, keys: Container[tuple[int, str]]) -> Self:
+        """The trace as if these ops (step, name) had not been recorded."""
+        other = copy(self)
+        other.ops = {key: record for key, record in self.ops.items() if key not in keys}
+        other._of_step = {
+            step: [record for record in records if (step, record.op) not in keys]
+            for step, records in self._of_step.items()
+        }
+        return other
+
     def step_ops(self, step: int) -> Sequence[OpRecord]:
         """The op records of one step, in execution order; none of a step that the trace lacks."""
         return self._of_step.get(step, ())
@@ -105,8 +116,10 @@ class Trace:
     def last_row(self, step: int, op: str) -> np.ndarray | None:
         """The values of the step's last token, of an op whose first axis is the token's; None where not recorded."""
         record = self.ops.get((step, op))
+        if record is None:
+            return None
         last = (len(self.steps[step].tokens) - 1,)
-        if record is None or not record.has_data or not record.holds(last) or not record.shape or not record.size:
+        if not record.has_data or not record.holds(last) or not record.shape or not record.size:
             return None
         return self.values(record, record.rows[-1:] if record.rows else (record.shape[0] - 1,))[0]
 

@@ -66,11 +66,15 @@ def unmatched(result: Result) -> Iterator[RenderableType]:
     missing = [op for op in result.ops if op.status == "unmatched"]
     if not missing:
         return
-    yield heading(f"Not on both sides: {len(missing)} of {len(result.ops)} (allow with --allow PATTERN)")
-    for op in missing[:_LISTED]:
-        yield line(f"{op.op} in step {op.step}: {op.note}")
-    if len(missing) > _LISTED:
-        yield line(f"... and {len(missing) - _LISTED} more")
+    sides = "Not on both sides" if result.reference else "Not judged"
+    yield heading(f"{sides}: {len(missing)} of {len(result.ops)} (--require PATTERN makes that a failure)")
+    alike: dict[tuple[int, str | None], list[str]] = {}
+    for op in missing:
+        alike.setdefault((op.step, op.note), []).append(op.op)
+    for (step, note), ops in [*alike.items()][:_LISTED]:
+        yield line(f"{_names(tuple(ops))} in step {step}: {note}")
+    if len(alike) > _LISTED:
+        yield line(f"... and {sum(map(len, [*alike.values()][_LISTED:]))} more")
 
 
 def notes(result: Result) -> Iterator[RenderableType]:

@@ -15,6 +15,14 @@ def verdict(result: Result) -> Iterator[RenderableType]:
     """One sentence, and the figures behind it."""
     if result.verdict == "match":
         yield headline("match", _match(result))
+        yield from _resolving(result)
+        return
+    if result.verdict == "undecided":
+        yield headline("undecided", f"{result.undecided[0]}.")
+        yield from (line(f"{doubt}.") for doubt in result.undecided[1:])
+        if any(op.told for op in result.ops):
+            yield line(f"Otherwise {_match(result)}")
+        yield from _resolving(result)
         return
     yield headline("diverged", _why(result))
     first = result.first_divergence
@@ -25,25 +33,72 @@ def verdict(result: Result) -> Iterator[RenderableType]:
                 f"first at {first.op}{_in_step(first.step, result)}: local error (NMSE) {number(op.local.nmse)}, "
                 f"floor {number(op.floor)}" + (f", with the cause undone {number(op.cause.nmse)}" if op.cause else "")
             )
+        elif op.note:
+            yield line(f"first at {first.op}{_in_step(first.step, result)}: {op.note}")
 
 
 def _match(result: Result) -> str:
     """What was judged, and how far that reaches."""
-    judged = [op for op in result.ops if op.local]
-    if not judged:
-        drifts = [op for op in result.ops if op.drift and op.tolerance is not None]
-        largest = max(drifts, key=lambda op: op.drift.nmse if op.drift else 0.0, default=None)
-        said = f"nothing diverges in {len(result.ops)} ops, compared by drift"
-        if largest is None or largest.drift is None or largest.drift.nmse == 0:
-            return f"{said}."
-        most = f"NMSE {number(largest.drift.nmse)} at {largest.op}, where {number(largest.tolerance)} may be"
-        return f"{said} (at most {most}). A mistake may be smaller: --model judges each op by itself."
+    if not result.coverage or not any(op.local for op in result.ops):
+        return _by_drift(result)
     how = "replayed and compared" if result.reference else "replayed"
-    rest = len(result.ops) - len(judged)
-    where = f"{len(judged)} ops" if not rest else f"the {len(judged)} of {len(result.ops)} ops that could be judged"
-    blind = sum(op.local.blind for op in judged if op.local)
-    but = f" Of {count(blind, 'op')} nothing could be told: see below." if blind else ""
-    return f"nothing diverges in {where}, {how}.{but}"
+    judged = sum(op.local is not None for op in result.ops)
+    coverage = result.coverage
+    covered = coverage.alone + coverage.together
+    steps = sorted({op.step for op in result.ops} - {*result.steps})
+    lacking = f" It has no step {listed([*map(str, steps)])}, which the reference has." if steps else ""
+    if judged == covered == coverage.n_ops:
+        return f"nothing diverges in {judged} ops, {how}.{lacking}"
+    names = [*dict.fromkeys(local_name(op) for op in coverage.unjudged)]
+    reach = f"they cover {covered} of the model's {coverage.n_ops} ops" + (f", not {listed(names)}" if names else "")
+    return f"nothing diverges in {count(judged, 'record')}, {how}: {reach}.{lacking}"
+
+
+def _by_drift(result: Result) -> str:
+    drifts = [op for op in result.ops if op.drift and op.tolerance is not None]
+    rest = [*_not_compared(result)]
+    said = f"nothing diverges in {'the ' * bool(rest)}{count(len(drifts), 'op')}{' that both hold' * bool(rest)}"
+    largest = max(drifts, key=lambda op: op.drift.nmse if op.drift else 0.0, default=None)
+    most = ""
+    if largest and largest.drift and largest.drift.nmse:
+        most = f" (at most NMSE {number(largest.drift.nmse)} at {largest.op}, where {number(largest.tolerance)} may be)"
+    smaller = " A mistake may be smaller: --model judges each op by itself." if most and not result.coverage else ""
+    return f"{said}, compared by drift{most}.{smaller}{''.join(rest)}"
+
+
+def _not_compared(result: Result) -> Iterator[str]:
+    """How many ops each side has alone, and how many cannot be compared though both have them."""
+    unmatched = [op for op in result.ops if op.status == "unmatched"]
+    for side, other in ((result.reference, "candidate"), (result.candidate, "reference")):
+        alone = sum(getattr(op, other) is None for op in unmatched)
+        if side and alone:
+            yield f" {count(alone, 'other')} {'is' if alone == 1 else 'are'} in {side.path} alone."
+    apart = sum(op.reference is not None and op.candidate is not None for op in unmatched)
+    if apart:
+        yield f" {count(apart, 'other')} cannot be compared: see below."
+
+
+def _resolving(result: Result) -> Iterator[RenderableType]:
+    """How large a mistake must be to show: of ops by themselves, at the end of segments, and by drift alone."""
+    worst: dict[str, OpResult] = {}
+    for op in result.ops:
+        if op.told:
+            kind = _told_by(op)
+            worst[kind] = max(worst.get(kind, op), op, key=lambda op: op.resolving)
+    seen = {kind: op for kind, op in worst.items() if math.isfinite(op.resolving)}
+    if seen:
+        parts = [f"above {number(op.resolving)} {kind}" for kind, op in seen.items()]
+        parts[0] = parts[0].removesuffix(" by itself") if len(worst) == 1 else parts[0]
+        widest = max(seen.values(), key=lambda op: op.resolving)
+        yield line(f"A mistake of NMSE {', or '.join(parts)} would have been seen (widest: {widest.op}).")
+    if len(seen) < len(worst):
+        yield line("Of some only statistics were compared: a permutation changes none of them.")
+
+
+def _told_by(op: OpResult) -> str:
+    if not op.local or op.local.blind:
+        return "in any op by drift alone"
+    return "at the end of any segment" if len(op.local.segment) > 1 else "in any op by itself"
 
 
 def _why(result: Result) -> str:

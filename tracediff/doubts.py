@@ -1,0 +1,115 @@
+"""Why a run in which nothing diverges is no match: each reason, with what to record or do so that it is decided."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from tracediff.judge import UNRESOLVED
+from tracediff.names import split
+from tracediff.result import Coverage, OpResult
+from tracediff.trace.reader import Trace
+
+_LISTED = 4
+
+
+def doubts(
+    reference: Trace | None, candidate: Trace, ops: Sequence[OpResult], coverage: Coverage | None
+) -> Iterator[str]:
+    """Sentences; none where a match is a match. `coverage` is there where the candidate was replayed."""
+    if not any(op.local or op.drift or op.status in ("faulty", "drift") for op in ops):
+        yield _nothing(reference, candidate, ops)
+    elif coverage:
+        yield from _unknown(candidate, coverage)
+    yield from _cut(reference, candidate, ops, coverage)
+    yield from _positions(reference, candidate)
+    undecided = [op for op in ops if op.status == "undecided"]
+    by_note: dict[str, list[OpResult]] = {}
+    for op in undecided:
+        by_note.setdefault(op.note or "", []).append(op)
+    for note, alike in by_note.items():
+        wide = [op.resolving for op in alike if math.isfinite(op.resolving)]
+        most = f" (only one above NMSE {max(wide):.2g} is sure to)" if wide and note == UNRESOLVED else ""
+        yield f"{_names(alike)}: {note}{most}{_record(alike, coverage)}"
+
+
+def _nothing(reference: Trace | None, candidate: Trace, ops: Sequence[OpResult]) -> str:
+    if reference:
+        first = next((op for op in ops if op.reference and op.candidate), ops[0])
+        return f"nothing that both traces hold can be compared: {first.op} in step {first.step}: {first.note}"
+    return (
+        f"{candidate.path}: nothing in it can be replayed: it holds statistics only, or no op of this model. Record "
+        "data, under the names that `tracediff inspect MODEL` lists; `tracediff compare` without --model compares "
+        "statistics by tolerance"
+    )
+
+
+def _unknown(trace: Trace, coverage: Coverage) -> Iterator[str]:
+    """A verdict on the few names that are known would be a green light for all."""
+    if 2 * len(coverage.unknown) > len({op for _, op in trace.ops}):
+        yield (
+            f"{trace.path}: most of its ops ({len(coverage.unknown)}) have names that this model has not: "
+            f"{', '.join(coverage.unknown[:3])}, ... `tracediff validate TRACE --model MODEL` lists them, "
+            "`tracediff import` knows those of others"
+        )
+
+
+def _cut(
+    reference: Trace | None, candidate: Trace, ops: Sequence[OpResult], coverage: Coverage | None
+) -> Iterator[str]:
+    """A trace that breaks off in its first step, before the last of what the model or the other side has there."""
+    for trace in (candidate,) if coverage else (candidate, reference):
+        if trace is None or not trace.cut or len(trace.steps) > 1:
+            continue
+        sides = ((op.candidate if trace is candidate else op.reference) for op in ops if op.step in trace.steps)
+        if "output" in coverage.unjudged if coverage else None in sides:
+            yield f"{trace.path} breaks off in its first step: {trace.cut}. Trace again, to the end"
+
+
+def _positions(reference: Trace | None, candidate: Trace) -> Iterator[str]:
+    """Positions that are not one after the other, or not the reference's: which ones hold, the values do not tell."""
+    following: int | None = None
+    for number, step in candidate.steps.items():
+        first = step.positions[0] if following is None else following
+        expected = tuple(range(first, first + len(step.positions)))
+        if step.positions != expected:
+            yield (
+                f"{candidate.path}: step {number} says that it has the positions {_few(step.positions)}, where "
+                f"{_few(expected)} follow. Record those that the engine computes with"
+            )
+            return
+        following = first + len(step.positions)
+    for number in reference.steps.keys() & candidate.steps.keys() if reference else ():
+        assert reference
+        theirs, ours = reference.steps[number].positions, candidate.steps[number].positions
+        if theirs != ours:
+            yield (
+                f"step {number} has the positions {_few(ours)} in {candidate.path}, {_few(theirs)} in "
+                f"{reference.path}. Run both at the same positions"
+            )
+            return
+
+
+def _record(undecided: Sequence[OpResult], coverage: Coverage | None) -> str:
+    """What to record so that the longest of these segments is split."""
+    keys = {(op.step, op.op) for op in undecided}
+    segments = [s for s in coverage.segments if (s.step, s.op) in keys and s.record] if coverage else []
+    longest = max(segments, key=lambda segment: len(segment.ops), default=None)
+    if longest is None:
+        return ""
+    return (
+        f". Record {' and '.join(longest.record)} as well: of {len(longest.ops)} ops that are judged as one "
+        f"{longest.largest} at most are left"
+    )
+
+
+def _names(ops: Sequence[OpResult]) -> str:
+    """Each op once, those of several layers by their local name."""
+    layers: dict[str, list[str]] = {}
+    for op in ops:
+        layers.setdefault(split(op.op)[1], []).append(op.op)
+    names = [f"{local} in {len({*of})} layers" if len({*of}) > 1 else of[0] for local, of in layers.items()]
+    return ", ".join(chain(names[:_LISTED], ["..."] * (len(names) > _LISTED)))
+
+
+def _few(positions: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, positions[:6]))}{', ...' if len(positions) > 6 else ''}]"

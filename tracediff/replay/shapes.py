@@ -1,0 +1,54 @@
+"""Records that have another shape than the model's op: what is wrong with each, so that the rest can be replayed."""
+
+from dataclasses import dataclass
+
+from tracediff.errors import TraceError
+from tracediff.model.graph import Graph
+from tracediff.trace.format import OpRecord
+from tracediff.trace.reader import Trace
+from tracediff.trace.shapes import misfit
+
+
+@dataclass(frozen=True, slots=True)
+class Misshapen:
+    """A record that cannot be replayed: the mistake, in words that suit other layers, and both shapes.
+
+    `some_tokens`: it may hold some tokens of the step and not say which, which is no mistake of the engine.
+    """
+
+    text: str
+    shapes: str
+    some_tokens: bool
+
+
+def misshapen(trace: Trace, graph: Graph) -> dict[tuple[int, str], Misshapen]:
+    """Every such record of the trace. Raises TraceError where they are the most: it is of another model."""
+    known = {key: record for key, record in trace.ops.items() if record.op in graph}
+    found = {}
+    for key, record in known.items():
+        n_tokens = len(trace.steps[record.step].tokens)
+        n_rows = n_tokens if record.rows is None else len(record.rows)
+        n_past = trace.n_before(record.step) + n_tokens - n_rows
+        wrong = _misshapen(record, graph[record.op].shape(n_rows, n_past))
+        if wrong:
+            found[key] = wrong
+    if 2 * len(found) > len(known):
+        (step, op), first = next(iter(found.items()))
+        raise TraceError(
+            f"{trace.path}: {len(found)} of {len(known)} records have other shapes than this model's ops, first {op!r} "
+            f"in step {step}: {first.shapes}. Is it a trace of another model? `tracediff validate TRACE --model MODEL` "
+            "says what else it may be."
+        )
+    return found
+
+
+def _misshapen(record: OpRecord, expected: tuple[int, ...]) -> Misshapen | None:
+    wrong = misfit(record.op, record.shape, expected, may_be_flat=record.token_axis == 0)
+    if wrong is None:
+        return None
+    shapes = f"shape {list(record.shape)}; this model's is {list(expected)}"
+    if wrong.axes == ("key",):
+        did = "some are forgotten" if record.shape[-1] < expected[-1] else "some are made up (a padded cache?)"
+        return Misshapen(f"{wrong.text} than positions so far: {did}", shapes, False)
+    some_tokens = wrong.axes == ("token",) and record.shape[record.token_axis] < expected[record.token_axis]
+    return Misshapen(f"{wrong.text} than this model's" if wrong.axes else wrong.text, shapes, some_tokens)
