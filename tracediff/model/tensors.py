@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES
 
-from tracediff.errors import ModelError
+from tracediff.model.dequantise import dequantise
 from tracediff.model.gguf_file import GGUFFile
 
 _PLAIN = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
@@ -89,13 +88,6 @@ class FileTensors:
         if info.type.name in _PLAIN:
             return raw.view(_PLAIN[info.type.name])
         step = _SLICE // block * size
-        try:
-            parts = [
-                quants.dequantize(raw[at : at + step].reshape(-1, size), info.type).reshape(-1)
-                for at in range(0, raw.size, step)
-            ]
-        except NotImplementedError:
-            raise ModelError(
-                f"{self.file.path}: tensor {name!r} is {info.type.name}, which gguf-py cannot dequantise."
-            ) from None
+        cuts = (raw[at : at + step].reshape(-1, size) for at in range(0, raw.size, step))
+        parts = [dequantise(cut, info.type, name).reshape(-1) for cut in cuts]
         return np.concatenate(parts)

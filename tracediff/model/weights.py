@@ -7,11 +7,10 @@ from copy import copy
 
 import numpy as np
 import torch
-from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from tracediff.errors import ModelError
+from tracediff.model.dequantise import dequantise
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Weight
 from tracediff.model.hparams import check_tokens
@@ -136,10 +135,4 @@ def dequantize(info: TensorInfo, raw: np.ndarray) -> Tensor:
     if info.type in _FLOATS:
         stored, dtype = _FLOATS[info.type]
         return torch.from_numpy(raw.view(stored)).view(dtype)
-    try:
-        return torch.from_numpy(quants.dequantize(raw, info.type))
-    except NotImplementedError:
-        known = ", ".join(GGMLQuantizationType(t).name for t in GGML_QUANT_SIZES if t in quants._type_traits)
-        raise ModelError(
-            f"tensor {info.name!r} is {info.type.name}, which gguf-py cannot dequantise. It can: {known}."
-        ) from None
+    return torch.from_numpy(dequantise(raw, info.type, info.name))
