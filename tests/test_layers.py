@@ -30,7 +30,7 @@ MAY = {
     "tracediff.names": {"errors"},
     "tracediff.result": {"errors"},
     "tracediff.trace": {"errors", "files", "inputs", "names"},
-    "tracediff.model": {"errors", "files", "names", "reference"},
+    "tracediff.model": {"errors", "files", "inputs", "names", "reference"},
     "tracediff.numerics": {"errors", "names", "model"},
     "tracediff.engine": {"errors", "names", "model", "numerics", "trace", "diagnose", "reference"},
     "tracediff.compare": {"errors", "names", "model", "trace", "result"},
@@ -39,7 +39,7 @@ MAY = {
     "tracediff.diagnose": {"errors", "names", "model", "numerics", "trace", "result", "replay"},
     "tracediff.audit": {"errors", "names", "model", "trace", "result", "compare", "diagnose"},
     "tracediff.inspect": {"errors", "names", "model", "trace", "result", "compare", "diagnose"},
-    "tracediff.interchange": {"errors", "files", "names", "trace", "model"},
+    "tracediff.interchange": {"errors", "files", "inputs", "names", "trace", "model"},
     "tracediff.report": {"result"},
     "tracediff.doubts": {"judge", "names", "result", "trace"},
     "tracediff.pipeline": {

@@ -1,9 +1,12 @@
 """What crosses the stages and feeds the reports: frozen, printable, no arrays."""
 
 import math
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
+_OF_ONE = re.compile(r"[\d'._]")  # in names, numbers and quotes
 Status = Literal["ok", "faulty", "inherited", "drift", "unmatched", "undecided"]
 Verdict = Literal["match", "diverged", "undecided"]
 Judgement = Literal["sound", "faulty", "undecided"]  # of one record by itself
@@ -314,6 +317,16 @@ class Finding:
     what: str
     then: str
 
+    @property
+    def sort(self) -> tuple[str, str]:
+        """What it has in common with findings that differ from it in names and numbers alone."""
+        return self.level, _in_common(self.what)
+
+
+@lru_cache(1024)
+def _in_common(what: str) -> str:
+    return " ".join(word for word in what.split() if not _OF_ONE.search(word))
+
 
 @dataclass(frozen=True, slots=True)
 class Validation:
@@ -322,12 +335,9 @@ class Validation:
     path: str
     n_steps: int
     n_ops: int
-    findings: tuple[Finding, ...]
-
-    @property
-    def violations(self) -> list[Finding]:
-        """What makes the trace unfit to be judged."""
-        return [finding for finding in self.findings if finding.level == "violation"]
+    n_violations: int  # what makes the trace unfit to be judged
+    n_warnings: int
+    findings: tuple[Finding, ...]  # of each sort the first, where there are very many
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import typer
 from tracediff.cli.options import Json, Model
 from tracediff.cli.output import DIVERGED, MATCH, check_json, print_listing, progress_bars, show, write_json
 from tracediff.errors import TracediffError
+from tracediff.inputs import require_file
 from tracediff.printable import escape_json, printable
 
 
@@ -27,7 +28,7 @@ def validate(
         sys.stdout.write(render(printable(found)))
     if json:
         write_json(json, render_json(found))
-    return DIVERGED if found.violations else MATCH
+    return DIVERGED if found.n_violations else MATCH
 
 
 def weights(
@@ -95,7 +96,7 @@ def faults() -> int:
 
 def _is_gguf(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with require_file(path).open("rb") as file:
             return file.read(4) == b"GGUF"
     except OSError as error:
         raise TracediffError(f"{path}: cannot open it: {error.strerror}. Check the path.") from None

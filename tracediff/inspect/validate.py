@@ -3,8 +3,10 @@ like a mistake of whoever wrote it. Judging the numbers themselves is the work o
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 _NOT_FINITE = "Is that memory written before it is recorded? If the engine computes it: the first of them is the place."
 _ZERO = "Is it recorded before the kernel has run, or from a buffer that nobody fills?"
+_LISTED, _OF_A_SORT = 1000, 100  # findings
 _ENOUGH = 64  # values that look like half precision by chance: not so many
 # Standard deviations of the exponents of values that belong together, in octaves; normal ones have 1.6. Random bits
 # have 74 as bf16 and 9 as f16, and f16 values taken for bf16, an octave of which is 8 exponents, have 13.
@@ -43,11 +46,31 @@ def validate(path: Path, model: Path | None = None) -> Validation:
 
         graph = load_graph(model)
     trace, problems = Trace.lenient(path)
-    findings = [Finding(p.line, "violation", p.what, p.then) for p in problems]
-    findings += [*_steps(trace), *_values(trace), *_shared_bytes(trace), *_recorded_late(trace)]
+    found = _Found()
+    found.add(Finding(p.line, "violation", p.what, p.then) for p in problems)
+    found.add(chain(_steps(trace), _values(trace), _shared_bytes(trace), _recorded_late(trace)))
     if trace.ops or trace.weights:
-        findings += [*_against_model(trace, graph)] if graph else [*_names(trace)]
-    return Validation(str(path), len(trace.steps), len(trace.ops), tuple(sorted(findings, key=lambda f: f.line)))
+        found.add(_against_model(trace, graph) if graph else _names(trace))
+    listed = tuple(sorted(found.listed, key=lambda f: f.line))
+    counts = found.counts["violation"], found.counts["warning"]
+    return Validation(str(path), len(trace.steps), len(trace.ops), *counts, listed)
+
+
+class _Found:
+    """All findings counted, and so many listed that a person may want to see them: the first of each sort."""
+
+    def __init__(self) -> None:
+        self.listed: list[Finding] = []
+        self.counts: Counter[str] = Counter()
+        self._sorts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self.counts[finding.level] += 1
+            sort = finding.sort if len(self.listed) < _LISTED else None
+            if sort is not None and self._sorts[sort] < _OF_A_SORT:
+                self._sorts[sort] += 1
+                self.listed.append(finding)
 
 
 def _steps(trace: Trace) -> Iterator[Finding]:

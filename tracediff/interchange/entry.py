@@ -1,27 +1,25 @@
 """What every format is read as: named entries whose values are loaded one at a time."""
 
+import json
 import math
 import re
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tracediff.errors import InterchangeError
+from tracediff.inputs import require_file
 from tracediff.trace.format import STORAGE, Statistics
 
-# What numpy, zipfile and torch raise for a file that is not what it should be (numpy parses headers as Python).
-_BROKEN: tuple[type[Exception], ...] = (
-    OSError, ValueError, EOFError, RuntimeError, SyntaxError, LookupError, ArithmeticError, AssertionError,
-    zipfile.BadZipFile, zlib.error, tokenize.TokenError,
-)  # fmt: skip
-
 _SHOWN = 12  # names in one message
+_SMALL, _PACKED = 256 << 20, 64  # what any file may unpack to, in bytes; and how many times its size
+_DIGITS = 400  # of the largest float64, and some
+_OBJECTS = re.compile("pickle|weights.only", re.IGNORECASE)
+_LIMITS = re.compile("set_int_max_str_digits|max_header_size|unsafe|trust", re.IGNORECASE)
 ROWS = ".rows"  # after the name of a value that is of some tokens only: the array of their indices in the step
 Say = Callable[[str], None]  # tells the user what was left out, and why
 
@@ -77,28 +75,64 @@ def summary(shape: tuple[int, ...] | None, numbers: Mapping[str, float | None], 
 
 
 @contextmanager
-def reading(path: Path, what: str, *also: type[Exception]) -> Iterator[None]:
-    """Turns what libraries raise for a missing or broken file, `also` included, into one InterchangeError."""
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Around what a library does with the file at `path`, and nothing else: whatever it raises is one InterchangeError.
+
+    Whatever: zipfile, numpy and torch raise what comes up where a file is not what it should be (struct.error,
+    tokenize.TokenError, AttributeError, MemoryError).
+    """
     try:
+        require_file(path)
         yield
     except InterchangeError:
         raise
     except FileNotFoundError:
         raise InterchangeError(f"{path}: there is no such file or folder. Check the path.") from None
-    except (*_BROKEN, *also) as error:
-        said = str(error).strip().splitlines()
+    except Exception as error:
         raise InterchangeError(
-            f"{path}: cannot read it as {what}: {said[0] if said else type(error).__name__}. "
+            f"{path}: cannot read it as {what}: {_said(error)}. "
             "It may be cut off, or of another format: write it again, or name the right FORMAT."
         ) from None
 
 
+def _said(error: Exception) -> str:
+    """The first line of what a library says, but none of its advice to load what may run code, or to lift a limit."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    said = str(error).strip().partition("\n")[0]
+    if _OBJECTS.search(said):
+        return "it is damaged, or holds Python objects, which are not loaded: that can run any code"
+    return said if said and not _LIMITS.search(said) else type(error).__name__
+
+
+def check_unpacked(path: Path, nbytes: int) -> None:
+    """Raises InterchangeError where the values in a file take up far more than the file: limits follow its size."""
+    if nbytes > max(_SMALL, _PACKED * path.stat().st_size):
+        raise InterchangeError(
+            f"{path}: its values take up {nbytes:,} bytes, which is more than {_PACKED} times the file. If that is "
+            "meant, save them whole and without compression."
+        )
+
+
+def from_json(text: str) -> Any:
+    """What JSON stands for. Raises ValueError or RecursionError where it is none or a number has too many digits."""
+    return json.loads(text, parse_int=_whole)
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
 def files(folder: Path, pattern: str, what: str) -> list[Path]:
     """The files below a folder that match; raises InterchangeError where there are none."""
-    with reading(folder, "a folder"):
-        if not folder.exists():
-            raise FileNotFoundError
+    if not folder.exists():
+        raise InterchangeError(f"{folder}: there is no such file or folder. Check the path.")
+    try:
         found = sorted(folder.rglob(pattern)) if folder.is_dir() else []
+    except OSError as error:
+        raise InterchangeError(f"{folder}: cannot look into it: {error.strerror}. Check its permissions.") from None
     if not found:
         raise InterchangeError(f"{folder}: no {pattern} in it. Give the folder that holds {what}.")
     return found

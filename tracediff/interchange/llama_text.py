@@ -19,11 +19,8 @@ from tracediff.interchange.entry import Array, Entry, Say, Summary, reading, sum
 from tracediff.interchange.naming import is_op, split_layer
 from tracediff.names import NAMES, kind_of
 
-_HEAD = re.compile(
-    r"^\w*debug\w*: +(?P<name>.*?) = \((?P<type>\w+)\) +(?P<op>\S+)\("
-    r"(?P<first>.*?)\{[\d, ]+\}, (?:(?P<second>.*?)\{[\d, ]+\})?\}\) = \{(?P<ne>[\d, ]+)\}$"
-)
-_SUM = re.compile(r"^ +sum = (\S+)$")
+_SUM = "sum = "
+_SIZES = re.compile(r"\d{1,18}(, \d{1,18}){0,3}")
 # The op by which ggml computes each kind. Scores and probabilities are not here: the text sums them over the whole
 # cache, cells included that were never written.
 _GGML = {
@@ -40,6 +37,17 @@ _NO_OPS = {
     "SET_ROWS": "writes to the cache", "CPY": "writes to the cache", "RMS_NORM": "RMS norms before their weight",
     "SOFT_MAX": "sums over unused cells of the cache too",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The line of a tensor, before its values."""
+
+    name: str
+    type: str
+    op: str
+    sources: tuple[str, ...]
+    ne: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +97,40 @@ def _nodes(path: Path) -> Iterator[_Node]:
 
 
 def _parse(path: Path) -> Iterator[_Node]:
-    head: re.Match[str] | None = None
+    head: _Head | None = None
     with reading(path, "text"), path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if found := _HEAD.match(line):
+            if found := _head(line.rstrip("\n")):
                 _check_complete(path, head)
                 head = found
-            elif head and (found := _SUM.match(line)):
-                ne = tuple(int(n) for n in head["ne"].split(", "))
-                sources = tuple(name for name in (head["first"], head["second"]) if name)
-                yield _Node(0, head["name"], head["op"], sources, ne, float(found[1]))
+            elif head and line.startswith(" ") and line.lstrip().startswith(_SUM):
+                yield _Node(0, head.name, head.op, head.sources, head.ne, float(line.partition(_SUM)[2]))
                 head = None
     _check_complete(path, head)
 
 
-def _check_complete(path: Path, head: re.Match[str] | None) -> None:
+def _head(line: str) -> _Head | None:
+    """What `FUNCTION: NAME = (TYPE) OP(SOURCE{SIZES}, SOURCE{SIZES}}) = {SIZES}` says; the second source may be absent.
+
+    Cut in pieces from its ends, for a pattern would try every way to cut it.
+    """
+    line, _, sizes = line.rpartition("}) = {")
+    function, _, line = line.partition(": ")
+    name, _, line = line.partition(" = (")
+    kind, _, line = line.partition(") ")
+    op, opened, line = line.partition("(")
+    first, _, line = line.partition("{")
+    second = line.partition("}, ")[2].partition("{")[0]
+    if "debug" not in function or not opened or not sizes.endswith("}") or not _SIZES.fullmatch(sizes[:-1]):
+        return None
+    ne = tuple(map(int, sizes[:-1].split(", ")))
+    return _Head(name.lstrip(" "), kind, op.strip(" "), tuple(name for name in (first, second) if name), ne)
+
+
+def _check_complete(path: Path, head: _Head | None) -> None:
     """A quantised tensor has no sum; any other without it was cut off."""
-    if head and head["type"] in ("f32", "f16", "bf16"):
-        raise InterchangeError(f"{path}: no sum is printed for {head['name']!r}: the text is cut off. Print it again.")
+    if head and head.type in ("f32", "f16", "bf16"):
+        raise InterchangeError(f"{path}: no sum is printed for {head.name!r}: the text is cut off. Print it again.")
 
 
 def _op(node: _Node) -> str | None:
@@ -157,11 +181,12 @@ def _summary(node: _Node, op: str) -> Summary:
 def _tokens(path: Path) -> list[int]:
     """The ids that llama-eval-callback lists one to a line, or llama-debug in parentheses; none if that is unclear."""
     text = path.read_text(encoding="utf-8", errors="replace")
-    if found := re.search(r"number of input tokens = (\d+)\n", text):
+    if found := re.search(r"number of input tokens = (\d{1,9})\n", text):
         lines = text[found.end() :].splitlines()[: int(found[1])]
         ids = [line.split()[-1] for line in lines if line.split()]
-        return [int(n) for n in ids] if len(ids) == int(found[1]) and all(n.isdecimal() for n in ids) else []
-    if found := re.search(r"Token ids \((\d+)\):\n", text):
+    elif found := re.search(r"Token ids \((\d{1,9})\):\n", text):
         ids = re.findall(r"\((\d+)\) ", text[found.end() :])
-        return [int(n) for n in ids] if len(ids) == int(found[1]) else []
-    return []
+    else:
+        return []
+    whole = all(n.isdecimal() and len(n) < 10 for n in ids)
+    return [int(n) for n in ids] if whole and len(ids) == int(found[1]) else []

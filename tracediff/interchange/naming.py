@@ -1,17 +1,18 @@
 """From the names of others to ours: steps, canonical names, the table in `names.py`, and a map that the user gives."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from tracediff.errors import InterchangeError
+from tracediff.inputs import require_file
+from tracediff.interchange.entry import from_json
 from tracediff.names import ALIASES, NAMES, NOT_OPS, split
 
 OUTSIDE = ("token_embd", "output_norm", "output")  # the ops that belong to no layer
 FOREIGN = ("transformers", "transformer_lens", "llama_cpp")
 _STEP = re.compile(r"step[ _-]?(\d{1,9})[./_-](?=.)")
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=-)\d+$")
+_LAYER = re.compile(r"(?<=\.)\d{1,9}(?=\.|$)|(?<=-)\d{1,9}$")
 _ROOT = re.compile(r"^(?:\w+\.)*model\.(?=.)")  # model., model.model., language_model.model.
 _OUTPUT = re.compile(r"\.output(\.0)?$")
 
@@ -103,13 +104,13 @@ class NameMap:
 
 def _read_map(path: Path) -> dict[str, str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = require_file(path).read_text(encoding="utf-8")
     except OSError as error:
         raise InterchangeError(f"{path}: cannot open the map: {error.strerror}. Check the path.") from None
     except UnicodeDecodeError:
         raise InterchangeError(f"{path}: the map is not UTF-8 text. Write FOREIGN=CANONICAL on each line.") from None
     try:
-        found = json.loads(text) if text.lstrip().startswith("{") else _lines(path, text)
+        found = from_json(text) if text.lstrip().startswith("{") else _lines(path, text)
     except (ValueError, RecursionError) as error:
         raise InterchangeError(f"{path}: the map is no JSON: {error}. Correct it.") from None
     for name, op in found.items():

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from tracediff.interchange.entry import Array, Entry, Say, reading
 from tracediff.interchange.naming import split_step
@@ -15,7 +15,7 @@ _WHAT = "a .safetensors file"
 
 def entries(path: Path, say: Say) -> Iterator[Entry]:
     """One entry per tensor, mapped when it is loaded."""
-    with reading(path, _WHAT, SafetensorError), safe_open(path, framework="pt") as file:
+    with reading(path, _WHAT), safe_open(path, framework="pt") as file:
         keys = list(file.keys())
     for key in keys:
         step, name = split_step(key)
@@ -23,5 +23,5 @@ def entries(path: Path, say: Say) -> Iterator[Entry]:
 
 
 def _load(path: Path, key: str) -> Array:
-    with reading(path, _WHAT, SafetensorError), safe_open(path, framework="pt") as file:
+    with reading(path, _WHAT), safe_open(path, framework="pt") as file:
         return from_torch(file.get_tensor(key))

@@ -5,15 +5,16 @@ older versions wrote `forward_pass_id` for `step` and the tensor alone. Modules 
 `non_intrusive__model.layers.0.mlp.down_proj.output`.
 """
 
-import pickle
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from zipfile import ZipFile, is_zipfile
 
 from tracediff.errors import InterchangeError
-from tracediff.interchange.entry import Array, Entry, Say, files, reading
+from tracediff.interchange.entry import Array, Entry, Say, check_unpacked, files, reading
 from tracediff.interchange.naming import meaning, split_layer
-from tracediff.interchange.tensors import from_torch
+from tracediff.interchange.tensors import from_torch, unusual
 
 _STEPS = ("step", "forward_pass_id", "curr_step")  # newest first
 _COUNTERS = ("seq_lens", "req_pool_indices", "rids", "cu_seqlens_q")  # the scheduler's, dumped with the tokens
@@ -66,9 +67,16 @@ def _name(path: Path, tags: dict[str, str]) -> str:
 def _load(path: Path) -> Array:
     import torch
 
-    with reading(path, "a tensor saved by torch.save", pickle.UnpicklingError):
+    with reading(path, "a tensor saved by torch.save"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that sparse, nested and quantised tensors may change one day
+        if is_zipfile(path):
+            with ZipFile(path) as archive:
+                check_unpacked(path, sum(member.file_size for member in archive.infolist()))
         content = torch.load(path, map_location="cpu", weights_only=True)
     value = content.get("value") if isinstance(content, dict) else content
     if not isinstance(value, torch.Tensor):
         raise InterchangeError(f"{path}: it holds no tensor but {type(value).__name__}. Leave the file out.")
+    if kind := unusual(value):
+        raise InterchangeError(f"{path}: it holds a {kind} tensor. Save it as a plain one, with to_dense() say.")
+    check_unpacked(path, value.nbytes)  # a view of a few values may stand for any number
     return from_torch(value)

@@ -1,7 +1,6 @@
 """A table of statistics as people print them: CSV, JSON or Markdown, one row per op or per layer."""
 
 import csv
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tracediff.errors import InterchangeError
-from tracediff.interchange.entry import Entry, Say, Summary, reading, summary
+from tracediff.interchange.entry import Entry, Say, Summary, from_json, reading, summary
 from tracediff.interchange.naming import meaning
 
 _COLUMNS = {
@@ -18,6 +17,7 @@ _COLUMNS = {
     "min": "min", "max": "max", "mean": "mean", "avg": "mean", "average": "mean", "rms": "rms", "std": "std",
     "stddev": "std", "nan": "nan", "nans": "nan", "inf": "inf", "infs": "inf", "shape": "shape",
 }  # fmt: skip
+_DIGITS = 20  # of a size that no tensor has
 _NONE = ("", "-", "n/a", "na", "none", "null")
 
 
@@ -46,7 +46,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     start = text.lstrip()[:1]
     if start and start in "{[":
         rows = _json(path, text)
-    elif re.search(r"^\s*\|", text, re.MULTILINE):
+    elif re.search(r"^[ \t]*\|", text, re.MULTILINE):
         rows = _markdown(path, text)
     else:
         rows = _csv(path, text)
@@ -58,7 +58,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def _json(path: Path, text: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text)
+        found = from_json(text)
     except (ValueError, RecursionError) as error:
         raise InterchangeError(f"{path}: it begins like JSON and is none: {error}. Write it again.") from None
     rows = found
@@ -106,7 +106,7 @@ def _name(where: str, row: Mapping[str, Any]) -> str:
 def _op(row: Mapping[str, Any]) -> str | None:
     """The op of a row where its layer column is needed to know it."""
     op, layer = (str(row.get(key, "")).strip() for key in ("op", "layer"))
-    found = re.fullmatch(r"(?:layers?|blk|block|l)?[ ._-]*(\d+)", layer or op, re.IGNORECASE)
+    found = re.fullmatch(r"(?:layers?|blk|block|l)?[ ._-]*(\d{1,9})", layer or op, re.IGNORECASE)
     if not layer:
         return f"blk.{int(found[1])}.ffn_residual" if found else None
     if not op:
@@ -151,6 +151,6 @@ def _shape(where: str, row: Mapping[str, Any]) -> tuple[int, ...] | None:
     if text.lower() in _NONE:
         return None
     sizes = re.split(r"[\s,xX]+", text.removeprefix("torch.Size").strip("[]() "))
-    if not all(size.isdecimal() for size in sizes):
+    if not all(size.isdecimal() and len(size) < _DIGITS for size in sizes):
         raise InterchangeError(f"{where}: the shape {text!r} is not understood. Write it as 3x896.")
     return tuple(int(size) for size in sizes)

@@ -8,6 +8,7 @@ import numpy as np
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from tracediff.errors import ModelError
+from tracediff.inputs import require_file
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.pairing import neighbours
 
@@ -38,9 +39,10 @@ class Checkpoint:
             raise ModelError(f"{folder}: no *.safetensors file in this folder. Give the folder of the checkpoint.")
         for shard in shards:
             try:
-                opened: Any = safe_open(shard, "pt")
+                opened: Any = safe_open(require_file(shard), "pt")
             except (SafetensorError, OSError) as error:
-                raise ModelError(f"{shard}: not a safetensors file: {error}. Download it again.") from None
+                said = error.strerror if isinstance(error, OSError) and error.strerror else error
+                raise ModelError(f"{shard}: not a safetensors file: {said}. Download it again.") from None
             for key in opened.keys():  # noqa: SIM118 - not a dict
                 self._add(key, names.get_name(key, try_suffixes=(".weight", ".bias")), opened, shard)
         self._permuted = head_counts(file) if _arch(file) in PERMUTED_ARCHITECTURES else {}

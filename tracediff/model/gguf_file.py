@@ -16,6 +16,7 @@ from typing import Any
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from tracediff.errors import ModelError
+from tracediff.inputs import require_file
 
 _SCALARS = {
     GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
@@ -54,7 +55,7 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with require_file(path).open("rb") as file:
                 # Private pages: numpy and torch want writable memory, and nothing ever writes.
                 self._bytes: mmap.mmap | bytes = (
                     mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if path.stat().st_size else b""

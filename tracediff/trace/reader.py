@@ -61,11 +61,14 @@ class Trace:
             break
 
     @classmethod
-    def lenient(cls, path: Path) -> tuple[Self, list[Problem]]:
-        """What can be read of a trace, and all that breaks the format. Raises TraceError if it cannot be opened."""
+    def lenient(cls, path: Path) -> tuple[Self, Iterator[Problem]]:
+        """What can be read of a trace, and all that breaks the format: there may be one in each of a million lines.
+
+        The records are there when the problems have been gone through. Raises TraceError if it cannot be opened.
+        """
         trace = cls.__new__(cls)
         content = trace._open(path)
-        return trace, list(trace._read(content))
+        return trace, trace._read(content)
 
     @property
     def tokens(self) -> list[int]:
