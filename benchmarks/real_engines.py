@@ -29,12 +29,12 @@ from tracediff.pipeline import check_trace
 from tracediff.report.sections.arithmetic import arithmetic
 from tracediff.result import Result
 
-SIZES = {"n_layer": 2, "n_embd": 256, "n_head": 8, "n_head_kv": 2, "n_ff": 512, "n_vocab": 320, "n_ctx": 64}
-# With the constants that small engines have in their sources: Llama 2's, and Qwen's.
+SIZES = {"n_layer": 2, "n_embd": 256, "n_head_kv": 2, "n_ff": 512, "n_vocab": 320, "n_ctx": 64}
+# With the constants that small engines have in their sources: Llama 2's, and Qwen's; heads of Qwen3's 128 channels.
 SHAPES = {
-    "llama": Shape("llama", **SIZES, theta=10_000.0, eps=1e-5),
-    "qwen2": Shape("qwen2", **SIZES, theta=1_000_000.0, eps=1e-6),
-    "qwen3": Shape("qwen3", **SIZES, theta=1_000_000.0, eps=1e-6, tied=True),
+    "llama": Shape("llama", **SIZES, n_head=8, theta=10_000.0, eps=1e-5),
+    "qwen2": Shape("qwen2", **SIZES, n_head=8, theta=1_000_000.0, eps=1e-6),
+    "qwen3": Shape("qwen3", **SIZES, n_head=4, head_dim=128, theta=1_000_000.0, eps=1e-6, tied=True),
 }
 WEIGHTS = ("F32", "F16", "Q8_0", "Q4_K_M")
 CAPTURES: dict[str, Callable[[str], bool]] = {

@@ -29,8 +29,10 @@ from tracediff.numerics.arithmetic import scheme_named
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import check_trace, compare_traces
+from tracediff.replay.replay import Replay
 from tracediff.report.terminal import render
 from tracediff.result import Result
+from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
 SHAPE = Shape("qwen3", n_layer=3, n_embd=128, n_head=4, n_head_kv=2, n_ff=192, n_vocab=320, head_dim=32)
@@ -342,3 +344,17 @@ def test_an_engine_in_half_precision_reads_what_it_recorded(dtype: str, models: 
     result = check_trace(torch_trace(model, dtype=dtype), model)
     assert faulty(result) == []
     assert result.notes == ()
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_a_mistake_in_a_trace_written_in_half_precision_is_found(capture: str, models: Models, tmp_path: Path) -> None:
+    """What was lost on the way to the file hides errors of 1e-6, not of 1e-3."""
+
+    def mistaken(op: Op) -> Op:
+        return replace(op, function=lambda a, b: a + 1.03 * b) if op.name == "blk.1.ffn_residual" else op
+
+    model = models(SHAPE, "F32")
+    trace = traced(model, tmp_path / "short.trace", change=mistaken, written=torch.float16, capture=capture)
+    file = GGUFFile(model)
+    judged = Replay(Trace(trace), build_graph(file), Weights(file)).run()
+    assert [(r.step, r.op) for r, local in judged if local.faulty] == [(n, "blk.1.ffn_residual") for n in range(3)]

@@ -72,6 +72,21 @@ def test_half_precision_is_no_fault(dtype: str, tmp_path: Path) -> None:
     assert {weight.status for weight in result.weights} == {"rounded"}
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_another_attention_of_transformers_is_no_fault(dtype: str, tmp_path: Path) -> None:
+    """Fused, it shows no scores and no probabilities: these are left out, and what comes of them is judged."""
+    model, hf = saved("qwen3", tmp_path)
+    loaded, _ = load(model, hf, getattr(torch, {"f32": "float32", "bf16": "bfloat16"}[dtype]), "cpu")
+    out = tmp_path / "sdpa.trace"
+    notes = trace_model(loaded, model, out, TorchOptions(dtype=dtype), TOKENS, 2, attention="sdpa")
+    assert notes == ["left out, for transformers shows it nowhere: attn_scores, attn_probs"]
+    result = check_trace(out, model)
+    assert (result.verdict, result.faulty) == ("match", [])
+    assert {op.op for op in result.ops if op.local and len(op.local.segment) > 1} == {
+        op.name for op in load_graph(model) if op.kind == "weighted_values"
+    }
+
+
 # transformers' GGUF loader knows no other head_dim of qwen3 than 128.
 @pytest.mark.parametrize("weights", ["F32", "Q8_0"])
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
