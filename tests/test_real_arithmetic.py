@@ -18,6 +18,7 @@ from rich.console import Console
 
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.errors import EngineError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op
@@ -25,7 +26,7 @@ from tracediff.model.hparams import Rope
 from tracediff.model.synthetic import Shape
 from tracediff.model.tensors import FileTensors
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import scheme_named
+from tracediff.numerics.arithmetic import SCHEMES, Arithmetic, in_words, scheme_named
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import check_trace, compare_traces
@@ -358,3 +359,28 @@ def test_a_mistake_in_a_trace_written_in_half_precision_is_found(capture: str, m
     file = GGUFFile(model)
     judged = Replay(Trace(trace), build_graph(file), Weights(file)).run()
     assert [(r.step, r.op) for r, local in judged if local.faulty] == [(n, "blk.1.ffn_residual") for n in range(3)]
+
+
+# ---- names
+
+
+def test_every_scheme_can_be_asked_for_by_its_name() -> None:
+    assert [scheme_named(scheme.name) for scheme in SCHEMES] == list(SCHEMES)
+    assert scheme_named("llama.cpp") == SCHEMES[0]
+    assert scheme_named("llama.cpp, KV cache in float16").values == Arithmetic(stored="f16")
+
+
+def test_groups_of_any_size_can_be_asked_for() -> None:
+    scheme = scheme_named("activations and weights in int8/48, KV cache in bfloat16")
+    assert scheme.of("linear") == Arithmetic("int8/48", "int8/48")
+    assert scheme.of("scores") == Arithmetic(stored="bf16")
+    assert (
+        in_words([("linear", scheme.of("linear"))])
+        == "activations and weights in int8 groups of 48 with float32 scales"
+    )
+
+
+@pytest.mark.parametrize("name", ["zebra", "exact, zebra", "exact, exact", "", "KV cache in"])
+def test_an_arithmetic_that_is_none_is_refused_with_all_names(name: str) -> None:
+    with pytest.raises(EngineError, match=r"Known: llama.cpp; .*; activations in int8/N.*KV cache in float16"):
+        scheme_named(name)
