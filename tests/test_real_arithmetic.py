@@ -197,6 +197,7 @@ def test_a_recorded_weight_is_recognised_as_requantised(size: int, words: str, m
     assert weight.note == f"as an 8-bit requantisation in {words} of the right values would be (NMSE {error:.1e})"
     assert faulty(result) == []
     assert {op.arithmetic for op in result.ops if op.op == "blk.1.attn_q"} == {"exact"}
+    assert f"1 weight that it recorded is as an 8-bit requantisation in {words} of the right values" in words_of(result)
 
 
 def test_another_tensor_is_no_requantisation(models: Models, tmp_path: Path) -> None:
@@ -263,9 +264,15 @@ def test_weights_that_fit_a_shorter_type_are_nothing_held_in_it(
 
 def test_an_engine_in_half_precision_holds_every_value_in_it(models: Models, torch_trace: Callable[..., Path]) -> None:
     model = models(SHAPE, "Q8_0")
-    assert "candidate: every value is held in bfloat16" in words_of(
-        check_trace(torch_trace(model, dtype="bf16"), model)
-    )
+    words = words_of(check_trace(torch_trace(model, dtype="bf16"), model))
+    assert "candidate: every value is held in bfloat16" in words
+    assert "would tell" not in words
+
+
+def test_without_a_sum_nothing_tells_who_rounded(models: Models, torch_trace: Callable[..., Path]) -> None:
+    model = models(SHAPE, "F32")
+    words = words_of(check_trace(torch_trace(model, dtype="bf16", capture="layers"), model))
+    assert "every value is held in bfloat16, by the engine or by who wrote the trace (a sum that is" in words
 
 
 def words_of(result: Result) -> str:
@@ -334,6 +341,7 @@ def test_a_trace_that_was_written_in_half_precision_is_no_fault(
     model = models(SHAPE, weights)
     result = check_trace(traced(model, tmp_path / "short.trace", written=written), model)
     assert faulty(result) == []
+    assert said(result, "embedding") == {"exact"}
     assert any(
         f"rounded to {str(written).removeprefix('torch.')} on the way to the file" in note for note in result.notes
     )

@@ -82,7 +82,7 @@ def documented_keys() -> Iterator[tuple[str, ...]]:
 
 def test_every_key_of_the_result_is_documented() -> None:
     results = [make.compare(case) for case in make.CASES]
-    held = Storage("candidate", "bf16", ("ffn_residual",), ("add",), 2, 74, "f32", 1e-6)
+    held = Storage("candidate", "bf16", ("ffn_residual",), ("add",), 2, 74, True, "f32", 1e-6)
     results.append(replace(results[0], storage=(held,)))
     produced = {key for result in results for key in keys(json.loads(render_json(result))) if key}
     assert {*documented_keys()} == produced

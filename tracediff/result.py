@@ -73,7 +73,8 @@ class Local:
     sharpness: float = 0.0  # the smallest relative scale error that would exceed the floor
     limit: float | None = None  # what may be left of a sound record, where that is less than the floor
     weight_type: str | None = None  # of a matmul
-    stored: str | None = None  # the type shorter than float32 that the engine holds the value in, as f16 or bf16
+    stored: str | None = None  # a type shorter than float32 that the values were rounded to, as f16 or bf16,
+    told: bool = False  # and whether it is sure that the engine holds them so, and not who wrote the trace
     weights_nmse: float | None = None  # of a matmul whose weights the engine requantised: against the file's
     one_token: bool = False  # engines multiply a row by a matrix in another kernel than several
 
@@ -354,6 +355,7 @@ class Divergence:
 class Storage:
     """What one side holds in a type shorter than float32: so many `records` of those judged, of these ops and kinds.
 
+    Not `told`: by the engine, or by who wrote the trace.
     `other` is what the other side holds most of these in, and `nmse` how far the two differ at the end; None for no
     other side.
     """
@@ -364,6 +366,7 @@ class Storage:
     kinds: tuple[str, ...]
     records: int
     of: int
+    told: bool
     other: str | None
     nmse: float | None
 

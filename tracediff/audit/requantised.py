@@ -33,7 +33,7 @@ def requantised_as(expected: np.ndarray, held: np.ndarray) -> str | None:
 
 def _is(quantise: Quantise, expected: np.ndarray, held: np.ndarray) -> bool:
     left = residual(quantise(expected.astype(np.float32)).reshape(-1), held.reshape(-1))
-    return left <= _LEFT * residual(expected.reshape(-1), held.reshape(-1))
+    return left <= _LEFT * residual(expected.reshape(-1), held.reshape(-1)) < _LEFT  # beyond it nothing is alike
 
 
 def _requantisations(n_in: int) -> Iterator[tuple[str, Quantise]]:

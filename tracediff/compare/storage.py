@@ -38,6 +38,7 @@ def _storage(side: str, kind: str, held: list[OpResult], ops: list[OpResult]) ->
         kinds=tuple(dict.fromkeys(op.kind for op in held)),
         records=len(held),
         of=len(judged),
+        told=all(mine.told for op in held if (mine := _sides(op, side)[0]) is not None),
         other=others.most_common(1)[0][0] if others else None,
         nmse=drifts[-1] if others and drifts else None,
     )

@@ -281,7 +281,7 @@ class Replay:
             floor=floor,
             excess=whole.excess,
             worst=whole.worst,
-            arithmetic=in_words_of((self.graph[name] for name in made.segment), scheme, self.weights),
+            arithmetic=in_words_of(self._rounding(made.segment, storage), scheme, self.weights),
             segment=made.segment,
             judgement=_covered(nmse, floor, whole.excess),
             flips=whole.flips,
@@ -289,13 +289,23 @@ class Replay:
             limit=NOTHING if floor > BLIND else None,
             weight_type=self.weights.type_of(op.weights[0]) if op.kind == "linear" else None,
             stored=self._stored(storage or "f64", made.exact),
+            told=self._recorded.on_the_way.get(storage or "f64") is False,
             weights_nmse=made.weights_nmse,
             one_token=len(self.trace.steps[record.step].tokens) == 1,
         )
         return _Look(local, noise, _ratio(whole.shaped, whole.signal))
 
+    def _rounding(self, segment: Sequence[str], storage: str | None) -> list[Op]:
+        """The ops of a segment that may have rounded what they read.
+
+        A table's rows that were rounded on the way to the file look as if the table were.
+        """
+        on_the_way = self._recorded.on_the_way.get(storage or "f64")
+        ops = (self.graph[name] for name in segment)
+        return [op for op in ops if not (on_the_way and op.kind == "embedding")]
+
     def _stored(self, storage: str, exact: Tensor) -> str | None:
-        """The type that the engine holds these values in, where that is shorter than float32 and changes them."""
+        """The type that these values were rounded to, where that is shorter than float32 and changes them."""
         if storage not in ("f16", "bf16") or self._recorded.on_the_way[storage]:
             return None
         return None if torch.equal(rounding_named(storage)(exact), exact) else storage

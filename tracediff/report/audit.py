@@ -1,12 +1,13 @@
 """A weights audit for a terminal and as JSON: one sentence, then what is not as it should be, then counts."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, headline, line, number
+from tracediff.report.parts import Rows, Trimmed, count, fitting, hanging, heading, headline, line, number
 from tracediff.result import AuditResult, TensorResult
 
 SCHEMA = "tracediff/weights/1"
@@ -19,7 +20,15 @@ def render(result: AuditResult, width: int = 100) -> RenderableType:
     """The whole report for a terminal `width` columns wide."""
     against = "what the engine holds by" if result.against == "trace" else "the checkpoint"
     sides = line(f"{result.model} against {against} {result.path}", style="dim")
-    return Trimmed(Group(headline(result.verdict, summary(result)), sides, *_failing(result), *_counts(result, width)))
+    return Trimmed(
+        Group(
+            headline(result.verdict, summary(result)),
+            sides,
+            *_failing(result),
+            *_rounded(result),
+            *_counts(result, width),
+        )
+    )
 
 
 def render_json(result: AuditResult) -> str:
@@ -59,6 +68,14 @@ def _failing(result: AuditResult) -> Iterator[RenderableType]:
         yield hanging("  -", Text.assemble(f"{tensor.tensor}: ", status, note, (_figures(tensor, result), "dim")))
     if len(failing) > _LISTED:
         yield line(f"... and {len(failing) - _LISTED} more")
+
+
+def _rounded(result: AuditResult) -> Iterator[RenderableType]:
+    """What an engine made of the right values by itself."""
+    notes = Counter((tensor.note or "").partition(" (")[0] for tensor in _of(result, "rounded"))
+    if notes:
+        yield heading("Rounded")
+        yield from (line(f"- {count(n, 'tensor')}: {note}") for note, n in notes.items())
 
 
 def _figures(tensor: TensorResult, result: AuditResult) -> str:

@@ -26,6 +26,7 @@ def arithmetic(result: Result) -> Iterator[RenderableType]:
         yield heading("Arithmetic that fits")
         yield from (hanging(f"  {name}:", Text(text)) for name, text in said)
         yield from (hanging(f"  {one.side}:", Text(_held(one), WARNING * bool(one.warns))) for one in result.storage)
+        yield from (hanging("  candidate:", Text(text)) for text in _weights(result))
 
 
 def _said(fits: _Fits) -> Iterator[str]:
@@ -70,12 +71,24 @@ def _held(one: Storage) -> str:
     ops = f"{listed([*one.ops])}: {count(one.records, 'record')}"
     verb = "are" if len(parts) > 1 else "is"
     said = f"{'every value is' if one.everything else f'{what} ({ops}) {verb}'} held in {_FLOATS[one.type]}"
+    if not one.told:
+        said += ", by the engine or by who wrote the trace (a sum that is recorded with both of its terms would tell)"
     if not one.warns:
         return said
     other = "reference" if one.side == "candidate" else "candidate"
     return (
         f"{said}, in the {other} in {_FLOATS[one.other or 'f32']}: no fault, but the two drift apart by it "
         f"(NMSE {number(one.nmse)} at the end)"
+    )
+
+
+def _weights(result: Result) -> Iterator[str]:
+    """Recorded weights that are the file's in a shorter type."""
+    notes = Counter(
+        weight.note.partition(" (")[0] for weight in result.weights if weight.status == "rounded" and weight.note
+    )
+    yield from (
+        f"{count(n, 'weight')} that it recorded {'is' if n == 1 else 'are'} {note}" for note, n in notes.items()
     )
 
 
