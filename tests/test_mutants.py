@@ -7,7 +7,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
-from mutants import MODELS, Bench
+from mutants import MODELS, Bench, Mutant
 
 from tracediff.pipeline import check_trace
 
@@ -17,8 +17,22 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("mutants"))
 
 
+def mutated(bench: Bench, old: str, new: str) -> Mutant:
+    """One mutation, where the source has this text."""
+    start = bench.source.index(old)
+    return Mutant("by hand", "", 0, start, start + len(old), old, new)
+
+
 @pytest.mark.parametrize("model", MODELS, ids=["-".join(model) for model in MODELS])
 def test_the_unmutated_engine_has_no_fault(bench: Bench, model: tuple[str, str]) -> None:
     """It adds up in sequence: the error of a decoded token's norm is one factor on its whole row."""
     result = check_trace(bench.clean(model).path, bench.folder / "-".join(model) / "model.gguf")
     assert result.verdict == "match"
+
+
+def test_nan_further_on_does_not_choose_the_arithmetic(bench: Bench) -> None:
+    """Of records that are NaN any arithmetic leaves nothing: the first of the list was chosen for all matmuls."""
+    mutant = mutated(bench, "-2.0 * pair / D", "-2.0 * pair / pair")
+    (outcome,) = bench.run(mutant, ("qwen3", "Q4_K_M"), ("all",))
+    assert outcome.place == "0 blk.0.attn_q_rope"
+    assert outcome.what in ("located", "explained")

@@ -32,6 +32,7 @@ from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
 TINY = Shape("qwen2", n_layer=1, n_embd=8, n_head=4, n_head_kv=2, n_ff=12, n_vocab=300)
+BROUGHT = {"past": Flat(np.array([2, 2, 2])), "starts": Flat(np.array([0, 0, 2, 2, 2]))}
 PROMPT, DECODED = (256, 72, 101, 108, 3), 17
 
 
@@ -62,7 +63,7 @@ def test_loops_compute_what_the_kinds_do(models: Models, family: str) -> None:
     weights, graph = Weights(GGUFFile(path)), load_graph(path)
     for op in one_of_each(graph):
         inputs = some_inputs(op)
-        loops = bind(op, inputs, weights, EXACT)
+        loops = bind(op, inputs, weights, EXACT, BROUGHT)
         assert loops, op.name
         made = torch.from_numpy(loops.output())
         assert torch.allclose(made, evaluate(op, inputs, weights), rtol=1e-12, atol=1e-14), op.name
@@ -99,7 +100,8 @@ def by_python(source: str, numbers: dict[str, float], arrays: dict[str, np.ndarr
     names = {
         **{name: np.int64(x) if isinstance(x, int) else np.float64(x) for name, x in numbers.items()},
         **{name: Beyond(values) for name, values in arrays.items()},
-        "y": Beyond(np.zeros(n)), "before": Beyond(np.zeros(0)), "inf": np.float64(math.inf), "max": largest,
+        "y": Beyond(np.zeros(n)), "cache": Beyond(np.zeros(10_000)),
+        "before": Beyond(np.zeros(0)), "inf": np.float64(math.inf), "max": largest,
         "min": smallest, "first": nth(0), "last": nth(-1), "sqrt": np.sqrt, "exp": np.exp, "cos": np.cos,
         "sin": np.sin, "log": np.log, "tanh": np.tanh, "abs": np.abs,
     }  # fmt: skip
@@ -115,7 +117,7 @@ def test_edited_loops_run_as_python_runs_them(models: Models) -> None:
     ran = 0
     for op in one_of_each(graph):
         inputs = some_inputs(op)
-        bound = bind(op, inputs, weights, EXACT)
+        bound = bind(op, inputs, weights, EXACT, BROUGHT)
         assert bound
         arrays = {name: np.asarray(array.take(np.arange(array.size))) for name, array in bound.arrays.items()}
         n = int(np.prod(bound.loops.shape))

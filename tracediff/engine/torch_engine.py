@@ -58,9 +58,10 @@ class TorchEngine:
     def run(self, step: int, given: StepInput, recorder: Recorder) -> Tensor:
         """One forward pass: records every op of the step and returns the logits, [T, n_vocab]."""
         recorder.step(step, given.tokens, given.positions)
+        past = (self._n_positions,) * len(given.tokens)
         values = {
             name: torch.tensor(ids, device=self.weights.device)
-            for name, ids in zip(SOURCES, (given.tokens, given.positions), strict=True)
+            for name, ids in zip(SOURCES, (given.tokens, given.positions, past), strict=True)
         }
         for name in self._cached & set(SOURCES):
             self._past[name].append(values[name])

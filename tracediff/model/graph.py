@@ -36,7 +36,8 @@ class Extent:
 
 Axis = str | int | Extent  # "T" tokens of the step, "S" positions visible so far, or a fixed size
 Past = Literal[False, True, "before"]
-SOURCES = ("tokens", "positions")  # what a step brings: int64 of shape [T]
+# What a step brings, int64 of shape [T]: its tokens, their positions, and how many positions were cached before it.
+SOURCES = ("tokens", "positions", "past")
 
 
 def sizes(axes: Iterable[Axis], n_tokens: int, n_positions: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """A trace seen through the graph of its model: what it holds, and where the inputs of an op are. All in float64."""
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -54,7 +55,9 @@ class Recorded:
         """The value that is held there: float64 of the op's shape, or int64 [T] of a source."""
         step, name, rows = place
         if name in SOURCES:
-            ids = self.trace.steps[step].tokens if name == "tokens" else self._positions[step]
+            tokens = self.trace.steps[step].tokens
+            past = [self.trace.n_before(step)] * len(tokens)
+            ids: Sequence[int] = {"tokens": tokens, "positions": self._positions[step], "past": past}[name]
             return torch.tensor(ids if rows is None else [ids[row] for row in rows], device=self._device)
         return self.values(self.trace.ops[step, name], rows)
 

@@ -14,7 +14,7 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from tracediff.model.graph import Graph, Op
+from tracediff.model.graph import Graph, Op, Past
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import PLAIN, SCHEMES, Arithmetic, Scheme
@@ -101,9 +101,14 @@ class Replay:
 
     def _settled(self, records: list[OpRecord]) -> Choice:
         candidates, samples = self._planner.candidates(*records), self._planner.samples(records)
+        if not all(map(self._is_finite, samples)):  # of NaN any arithmetic leaves nothing
+            samples = self._planner.samples([record for record in records if self._is_finite(record)]) or samples
         choice = settle(candidates, samples, self)
         self._recomputation.forget()
         return choice
+
+    def _is_finite(self, record: OpRecord) -> bool:
+        return bool(self._recorded.values(record).isfinite().all())
 
     def _judged_records(self) -> Iterator[OpRecord]:
         """Records with data, in the trace's order of steps and the graph's of ops."""
@@ -246,15 +251,16 @@ class Replay:
         read, arithmetic = tuple(value.exact for value in inputs), arithmetic_of(op, scheme, self.weights)
         return Known(self._recorded.values(record), made.exact, made.bound(), read, arithmetic)
 
-    def held(self, step: int, name: str, before: bool) -> Tensor | None:
-        """A value that the trace has of a step, flat, or what a buffer would hold of it from earlier steps; None where
-        it was not recorded.
+    def held(self, step: int, name: str, past: Past) -> Tensor | None:
+        """A value that the trace has of a step or of all so far, flat, or what a buffer would hold of it from earlier
+        steps; None where it was not recorded.
         """
-        steps = [number for number in self.trace.steps if number < step] if before else [step]
-        places = [(number, name, None) for number in steps]
-        if not all(self._recorded.holds(place) for place in places):
+        until = self._recorded.until(step)
+        steps = {False: [step], True: until, "before": until[:-1]}[past]
+        if not all(self._recorded.holds((number, name, None)) for number in steps):
             return None
-        return in_buffer([self._recorded.value(place) for place in places])
+        values = [self._recorded.value((number, name, None)).flatten() for number in steps]
+        return torch.cat(values) if past is True else in_buffer(values)
 
     def _closely(self, record: OpRecord, scheme: Scheme) -> _Look:
         """The record under a scheme, with noise from more samples where a few do not cover it."""

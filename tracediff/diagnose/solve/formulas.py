@@ -19,10 +19,12 @@ from tracediff.diagnose.solve.variant import Priced, Touches, Variant
 
 _INTEGER = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _REAL = (ast.Add, ast.Sub, ast.Mult, ast.Div)
+_RESIZED = ((ast.Add, 1), (ast.Sub, 1), (ast.FloorDiv, 2))
 _COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 _REDUCTIONS = ("sum", "max", "min", "first", "last")
 _ELEMENTARY = ("sqrt", "exp", "cos", "sin", "abs", "log", "tanh")
-_INTEGER_ARRAYS = ("tokens", "positions")
+_INTEGER_ARRAYS = ("tokens", "positions", "past", "starts")
+_OF_STEP = ("past[0]",)  # numbers that every step has
 _REAL_NUMBERS = ("eps", "theta", "scale", "freq_scale")
 
 
@@ -198,6 +200,10 @@ def _instead_of(place: _Place, arrays: Sequence[str]) -> Iterator[ast.AST | None
             yield from (ast.BinOp(a, other(), b) for other in alike if not isinstance(op, other))
             yield a
             yield b
+            if isinstance(op, ast.Add | ast.Sub) and isinstance(a, ast.BinOp) and isinstance(a.op, ast.Add | ast.Sub):
+                # a + b * c where a + b + c belongs: the other operator binds first
+                first = (other for other in alike if other not in (ast.Add, ast.Sub))
+                yield from (ast.BinOp(a.left, a.op, ast.BinOp(a.right, other(), b)) for other in first)
             if isinstance(op, ast.Sub | ast.Div | ast.Pow | ast.FloorDiv):
                 yield ast.BinOp(b, op, a)
         case ast.Compare(left=a, ops=[op], comparators=[b]):
@@ -261,6 +267,9 @@ def _other_stores(node: ast.Assign) -> Iterator[ast.AST | None]:
     target = node.targets[0]
     if isinstance(target, ast.Name):
         yield ast.Assign([target], ast.Constant(0), lineno=0)
+        if isinstance(node.value, ast.Name):  # a size of its own
+            more = (ast.BinOp(node.value, op(), ast.Constant(c)) for op, c in _RESIZED)
+            yield from (ast.Assign([target], value, lineno=0) for value in more)
         return
     yield None
     assert isinstance(target, ast.Subscript)
@@ -332,10 +341,13 @@ def _quote(node: ast.AST, place: _Place) -> str:
 def _touches(program: Program, place: _Place) -> Touches:
     """What an edit there may change."""
     statement = next((p.node for p in (*place.around, place) if isinstance(p.node, ast.Assign)), None)
-    if place.is_in("iter", ast.For) or place.is_in("targets", ast.Assign):
-        return "both" if program.reads_output else "places"
+    loop = next((p.node for p in reversed((*place.around, place)) if isinstance(p.node, ast.For)), None)
+    if loop and not program.stores_output(loop):
+        return "values"
     if statement and isinstance(name := statement.targets[0], ast.Name):
         return _of_names(program, {name.id})
+    if place.is_in("iter", ast.For) or place.is_in("targets", ast.Assign):
+        return "both" if program.reads_output else "places"
     return "values"
 
 
@@ -349,7 +361,7 @@ def _renamed(program: Program, sizes: Sequence[str]) -> Iterator[_Edited]:
     """One number of the loops wherever it stands is another."""
     own = sorted(_free(program.tree) - set(_REAL_NUMBERS))
     for name in own:
-        for other in (*(o for o in own if o != name), *(s for s in sizes if s not in own), "0"):
+        for other in (*(o for o in own if o != name), *(s for s in sizes if s not in own), "0", *_OF_STEP):
             source = _with_names(program.tree, {name: other})
             yield _Edited(source, [(other, f"{name} everywhere")], _of_names(program, {name}))
     for a, b in combinations(own, 2):
@@ -365,7 +377,6 @@ def _exchanged(tree: ast.Module, arrays: Sequence[str]) -> Iterator[_Edited]:
 def _with_names(tree: ast.Module, names: Mapping[str, str]) -> str:
     class Renamed(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> ast.AST:
-            new = names.get(node.id, node.id)
-            return ast.Constant(int(new)) if new.isdigit() else ast.Name(new, node.ctx)
+            return ast.parse(names[node.id], mode="eval").body if node.id in names else node
 
     return ast.unparse(Renamed().visit(copy.deepcopy(tree)))

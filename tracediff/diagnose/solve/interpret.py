@@ -82,14 +82,20 @@ class Program:
     @cached_property
     def placing(self) -> set[str]:
         """Names that say which elements of the output are stored to, and in which order."""
-        loops = [node.iter for node in ast.walk(self.tree) if isinstance(node, ast.For)]
+        loops = (node for node in ast.walk(self.tree) if isinstance(node, ast.For))
+        counts = [loop.iter for loop in loops if self.stores_output(loop)]
         stores = (node.targets[0] for node in self._assignments if _stores_to(node) == "y")
-        return self._defining([*loops, *stores])
+        return self._defining([*counts, *stores])
+
+    def stores_output(self, loop: ast.For) -> bool:
+        """Whether something in a loop is stored to the output."""
+        return any(isinstance(node, ast.Assign) and _stores_to(node) == "y" for node in ast.walk(loop))
 
     @cached_property
     def valuing(self) -> set[str]:
         """Names that say what is stored."""
-        return self._defining([node.value for node in self._assignments if _stores_to(node) == "y"])
+        own = [node for node in self._assignments if _stores_to(node) not in ("", "y")]  # arrays of the loops' own
+        return self._defining([*own, *(node.value for node in self._assignments if _stores_to(node) == "y")])
 
     def _defining(self, nodes: Sequence[ast.AST]) -> set[str]:
         """The names in these nodes, and in what defines them."""
@@ -115,13 +121,15 @@ class Program:
     @cached_property
     def restrictable(self) -> set[str]:
         """Loop variables of which some values may be left out: no other of them reads what is stored at one."""
-        loops = [
-            node for node in ast.walk(self.tree) if isinstance(node, ast.For) and isinstance(node.target, ast.Name)
-        ]
-        names = {loop.target.id for loop in loops if isinstance(loop.target, ast.Name)}
-        if not self.reads_output:
-            return names
-        return {loop.target.id for loop in loops if any(isinstance(n, ast.For) for n in loop.body)}  # type: ignore[attr-defined]
+        return {
+            loop.target.id
+            for loop in ast.walk(self.tree)
+            if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name) and self._stands_alone(loop)
+        }
+
+    def _stands_alone(self, loop: ast.For) -> bool:
+        stores = {_stores_to(node) for node in ast.walk(loop) if isinstance(node, ast.Assign)} - {""}
+        return stores == {"y"} and (not self.reads_output or any(isinstance(node, ast.For) for node in loop.body))
 
 
 def parse(source: str) -> Program:
@@ -172,6 +180,7 @@ class Run:
         self._output: np.ndarray = np.zeros(self.n_output) if self.before is None else self.before
         self._output = self._output.astype(self.dtype)
         self._in_place = in_place
+        self._local: dict[str, np.ndarray] = {}
         self._mask: Value = True
         self._stored: list[Stored] = []
         with np.errstate(all="ignore"):
@@ -191,7 +200,9 @@ class Run:
             match node:
                 case ast.For(target=ast.Name(id=name), iter=counted, body=inner):
                     with self._loop(name, counted) as (any_left, _):
-                        if any_left:
+                        if any_left and self._in_place and _in_sequence(inner):
+                            self._one_by_one(name, inner)
+                        elif any_left:
                             self._block(inner)
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     if not self.places_only or name in self.program.placing:
@@ -205,6 +216,14 @@ class Run:
                     pass
                 case _:
                     raise CannotRunError(ast.unparse(node))
+
+    def _one_by_one(self, name: str, inner: list[ast.stmt]) -> None:
+        """A loop whose turns read what others stored."""
+        values = self._names[name]
+        for value in values.ravel():
+            self._names[name] = np.full((1,) * self._rank, value)
+            self._block(inner)
+        self._names[name] = values
 
     @contextmanager
     def _loop(self, name: str, counted: ast.expr, whole: bool = False) -> Iterator[tuple[bool, Value]]:
@@ -256,12 +275,25 @@ class Run:
 
         places, values = spread(at), spread(np.asarray(value, self.dtype))
         if name != "y":
-            raise CannotRunError(name)
+            self._keep(name, places, values)
+            return
         wanted = loops if self.places_only else {}
         self._stored.append(Stored(places, values, {v: spread(x) for v, x in wanted.items()}))
         if self._in_place:
             inside = (places >= 0) & (places < self.n_output)
             self._output[places[inside]] = values[inside]
+
+    def _keep(self, name: str, places: np.ndarray, values: np.ndarray) -> None:
+        """In an array of the loops' own, as long as it is stored to."""
+        inside = places >= 0
+        places, values = places[inside], values[inside]
+        needed = int(places.max(initial=-1)) + 1
+        if needed > _FAR_TOO_LONG:
+            raise CannotRunError("too long")
+        array = self._local.get(name, np.zeros(0, self.dtype))
+        array = np.concatenate((array, np.zeros(max(0, needed - array.size), self.dtype)))
+        array[places] = values
+        self._local[name] = array
 
     # --- expressions
 
@@ -319,7 +351,8 @@ class Run:
     def _read(self, name: str, at: Value) -> Value:
         if _kind(at) == "f":
             raise CannotRunError("an index is no integer")
-        array = Flat(self._output) if name == "y" else self.arrays.get(name)
+        own = self._output if name == "y" else self._local.get(name)
+        array = self.arrays.get(name) if own is None else Flat(own)
         if array is None:
             raise CannotRunError(name)
         at = np.asarray(at)
@@ -366,6 +399,17 @@ class Run:
         shape = list(terms.shape or (1,) * self._rank)
         shape[axis] = self._length(axis)
         return shape
+
+
+def _in_sequence(body: list[ast.stmt]) -> bool:
+    """Whether a statement reads other elements of the output than it stores to."""
+    for node in body:
+        if isinstance(node, ast.Assign) and _stores_to(node) == "y" and isinstance(node.targets[0], ast.Subscript):
+            own = ast.dump(node.targets[0].slice)
+            reads = (n for n in ast.walk(node.value) if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name))
+            if any(read.value.id == "y" and ast.dump(read.slice) != own for read in reads):  # type: ignore[attr-defined]
+                return True
+    return False
 
 
 def _in_turn(stored: list[Stored]) -> list[Stored]:

@@ -28,10 +28,11 @@ for t in range(T):
         y[t * n_out + o] = sum(x[t * n_in + i] * w[o * n_in + i] for i in range(n_in)) + b[o]
 """
 _ROPE = """
+heads = H
 for t in range(T):
-    for h in range(H):
-        here = (t * H + h) * D
-        there = (t * H + h) * D
+    for h in range(heads):
+        here = (t * heads + h) * D
+        there = (t * heads + h) * D
         for i in range(n_rot // 2):
             first = 2 * i
             second = 2 * i + 1
@@ -41,17 +42,28 @@ for t in range(T):
         for j in range(n_rot, D):
             y[there + j] = x[here + j]
 """
-_SCORES = """
+_CACHE = """
+width = G * D
+for c in range(S):
+    for i in range(width):
+        cache[starts[c] * width + (c - starts[c]) * width + i] = k[c * width + i]
+"""
+_SCORES = f"""{_CACHE}
+queries = T
+keys = S
 for h in range(H):
-    for t in range(T):
-        for s in range(S):
-            y[(h * T + t) * S + s] = sum(q[(t * H + h) * D + d] * k[(s * G + h // (H // G)) * D + d] for d in range(D))
+    for t in range(queries):
+        for s in range(keys):
+            y[(h * queries + t) * keys + s] = sum(
+                q[(t * H + h) * D + d] * cache[(s * G + h // (H // G)) * D + d] for d in range(D)
+            )
 """
 _SOFTMAX = """
+queries = T
 for h in range(H):
-    for t in range(T):
-        here = (h * T + t) * S
-        there = (h * T + t) * S
+    for t in range(queries):
+        here = (h * queries + t) * S
+        there = (h * queries + t) * S
         visible = S - T + t + 1
         for s in range(S):
             y[there + s] = x[here + s] * scale if s < visible else -inf
@@ -63,11 +75,15 @@ for h in range(H):
         for s in range(n):
             y[there + s] = y[there + s] / total
 """
-_VALUES = """
+_VALUES = f"""{_CACHE.replace("k[", "v[")}
+heads = H
+channels = D
 for t in range(T):
-    for h in range(H):
-        for d in range(D):
-            y[(t * H + h) * D + d] = sum(p[(h * T + t) * S + s] * v[(s * G + h // (H // G)) * D + d] for s in range(S))
+    for h in range(heads):
+        for d in range(channels):
+            y[(t * heads + h) * channels + d] = sum(
+                p[(h * T + t) * S + s] * cache[(s * G + h // (H // G)) * D + d] for s in range(S)
+            )
 """
 _ADD = """
 for i in range(T * n):

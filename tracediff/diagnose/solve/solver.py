@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from tracediff.diagnose.solve.interpret import Flat
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import Solved, solve
-from tracediff.diagnose.solve.variant import Read, bind, flat
+from tracediff.diagnose.solve.variant import SOURCES, Read, bind, flat
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
 
@@ -14,17 +15,18 @@ def problem_of(replay: Replay, record: OpRecord) -> Problem | None:
     if record.rows is not None:
         return None
     op, known = replay.graph[record.op], replay.known(record)
-    loops = bind(op, known.inputs, replay.weights, known.arithmetic)
-    if loops is None:
-        return None
     recorded = {name for step, name in replay.trace.ops if step == record.step}
     names = [other.name for other in replay.graph if other.name in recorded]
     earlier = names[: names.index(op.name)]
 
     def held(read: Read) -> np.ndarray | None:
-        values = replay.held(record.step, read.name, read.when == "before")
+        values = replay.held(record.step, read.name, read.past)
         return None if values is None else flat(values)
 
+    brought = {name: Flat(values) for name, read in SOURCES.items() if (values := held(read)) is not None}
+    loops = bind(op, known.inputs, replay.weights, known.arithmetic, brought)
+    if loops is None:
+        return None
     return Problem(
         op, replay.graph, replay.weights, known.arithmetic, loops, flat(known.recorded), flat(known.exact),
         flat(known.bound), held, names, earlier,

@@ -14,7 +14,7 @@ from torch import Tensor
 from tracediff.diagnose.solve.interpret import Array, Flat, Run, Stored, parse
 from tracediff.diagnose.solve.loops import Loops, loops_of
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
-from tracediff.model.graph import Op, Weight
+from tracediff.model.graph import Op, Past, Weight
 from tracediff.model.weights import Weights, dequantize, raw_rows
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Arithmetic
@@ -25,7 +25,7 @@ from tracediff.numerics.kinds.kind import Call, Made, one_rounding
 from tracediff.numerics.roundings import rounding_named
 
 Touches = Literal["values", "places", "both"]  # what is stored, or where and in which order
-When = Literal["now", "before"]  # in this step, or what a buffer holds from earlier ones
+When = Literal["now", "all", "before"]  # in this step, in all so far, or what a buffer holds from earlier ones
 _ROWS = 1 << 19  # numbers of a weight from which only the rows that are needed are read
 
 # numpy and BLAS add up in blocks; engines that add in sequence err more, by the root of the terms in a block.
@@ -41,8 +41,17 @@ class Read:
     name: str
     when: When = "now"
 
+    @property
+    def past(self) -> Past:
+        """As an op reads it."""
+        past: dict[When, Past] = {"now": False, "all": True, "before": "before"}
+        return past[self.when]
+
     def __str__(self) -> str:
-        return self.name if self.when == "now" else f"{self.name} of the step before"
+        return f"{self.name} of the step before" if self.when == "before" else self.name
+
+
+SOURCES = {"past": Read("past"), "starts": Read("past", "all")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +70,19 @@ class Variant:
     def op(self, op: Op, loops: Loops) -> Op:
         """The op so changed; `loops` are its own."""
         past = op.past or (False,) * len(op.inputs)
-        other = dict(self.weights)
+        other, arrays = dict(self.weights), (*self.arrays, *sources(self.source))
         return replace(
             op,
-            inputs=(*op.inputs, *(read.name for _, read in self.arrays)),
-            past=(*past, *("before" if read.when == "before" else False for _, read in self.arrays)),
-            views=(*op.views, *(None for _ in self.arrays)) if op.views else (),
+            inputs=(*op.inputs, *(read.name for _, read in arrays)),
+            past=(*past, *(read.past for _, read in arrays)),
+            views=(*op.views, *(None for _ in arrays)) if op.views else (),
             weights=tuple(
                 _instead(weight, other[name]) if name in other else weight
                 for name, weight in zip(loops.weights, op.weights, strict=False)
             ),
             rework=None
             if self.source == loops.source and not self.arrays and not self.numbers
-            else Reworked(self.source, len(op.inputs), tuple(name for name, _ in self.arrays), self.numbers),
+            else Reworked(self.source, len(op.inputs), tuple(name for name, _ in arrays), self.numbers),
         )
 
 
@@ -116,6 +125,11 @@ class OtherTensor:
         values = dequantize(other, raw_rows(file, other)).flatten()
         n = math.prod(info.shape)
         return torch.nn.functional.pad(values[:n], (0, max(0, n - len(values)))).reshape(info.shape)
+
+
+def sources(source: str) -> list[tuple[str, Read]]:
+    """What loops read besides an op's inputs and weights: how many positions were cached before the step."""
+    return [(name, read) for name, read in SOURCES.items() if f"{name}[" in source]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +240,16 @@ class Bound:
         return [{name: np.arange(at, at + step)} for at in range(0, n + 1, step)] if n > step else [{}]
 
 
-def bind(op: Op, inputs: Sequence[Tensor], weights: Weights, arithmetic: Arithmetic) -> Bound | None:
-    """The op's loops on these inputs, rounded as the arithmetic says; None where none are written for it."""
+def bind(
+    op: Op,
+    inputs: Sequence[Tensor],
+    weights: Weights,
+    arithmetic: Arithmetic,
+    brought: Mapping[str, Array] = MappingProxyType({}),
+) -> Bound | None:
+    """The op's loops on these inputs, rounded as the arithmetic says, and on what else they read; None where no loops
+    are written for it.
+    """
     loops = loops_of(op, [tuple(x.shape) for x in inputs])
     if loops is None:
         return None
@@ -237,7 +259,7 @@ def bind(op: Op, inputs: Sequence[Tensor], weights: Weights, arithmetic: Arithme
         "scores": (rounding_named(arithmetic.operands), hold),
         "weighted_values": (rounding_named(arithmetic.operands), hold),
     }.get(op.kind, ())
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, Array] = dict(brought)
     for i, (name, x) in enumerate(zip(loops.inputs, inputs, strict=False)):
         arrays[name] = Flat(flat(roundings[i](x.flatten(1) if op.kind == "linear" else x) if i < len(roundings) else x))
     for name, weight in zip(loops.weights, op.weights, strict=False):
