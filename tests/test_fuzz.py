@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import fuzz
+import fuzz_imports
 
-from tracediff.errors import TraceError
+from tracediff.errors import InterchangeError, TraceError
 from tracediff.trace.reader import Trace
 
 
@@ -30,7 +31,7 @@ def test_no_mutant_ends_as_none_may() -> None:
     ended, wrong = fuzz.fuzz(range(200), seed=1)
     assert wrong == []
     assert ended.total() == 200
-    assert {"refused", "read, match", "read, diverged"} <= set(ended)
+    assert {"refused", "read, undecided", "read, diverged"} <= set(ended)
 
 
 def test_the_limits_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,3 +90,23 @@ def test_any_record_is_read_or_refused(record: dict[str, object], every_sort: fu
                 assert trace.values(op).shape == op.shape
                 assert op.size <= op.extent <= 64
                 assert op.rows is None or len(op.rows) == op.shape[op.token_axis]
+
+
+@pytest.mark.parametrize("name", fuzz_imports.TARGETS)
+def test_examples_of_every_sort_of_file_end_as_they_may(name: str) -> None:
+    """benchmarks/fuzz_imports.py changes these for an hour."""
+    target = fuzz_imports.TARGETS[name]
+    with fuzz_imports.prepared(target.prepare) as folder:
+        for seed in target.seeds():
+            for data in (seed, seed[: len(seed) // 2], b""):
+                assert fuzz_imports.ends(target, data, folder) is None
+
+
+def test_what_ends_as_none_may_is_noticed(tmp_path: Path) -> None:
+    def fail(data: bytes, folder: Path) -> None:
+        raise [KeyError("a"), InterchangeError(""), SystemExit(0)][data[0]]
+
+    ends = [fuzz_imports.ends(fuzz_imports.Target(list, fail), bytes([i]), tmp_path) for i in range(3)]
+    assert ends[0].startswith("KeyError in ")
+    assert ends[1] == "InterchangeError of no line, or several: ''"
+    assert ends[2].startswith("SystemExit in ")
