@@ -232,7 +232,7 @@ def _against_graph(trace: Trace, step: int, op: str, record: OpRecord, graph: "G
         yield Finding(line, "violation", f"{op}: no op of this model", then)
         return
     n = len(trace.steps[step].tokens)
-    past = sum(len(s.tokens) for number, s in trace.steps.items() if number < step)
+    past = trace.n_before(step)
     expected, found = graph[op].shape(n, past), record.whole_shape(n)
     if not same_shape(found, expected, may_be_flat=record.token_axis == 0):
         what = f"{op}: shape {list(record.shape)}; this model's is {list(expected)} for {n} tokens"

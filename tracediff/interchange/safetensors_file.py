@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -14,14 +15,15 @@ _WHAT = "a .safetensors file"
 
 
 def entries(path: Path, say: Say) -> Iterator[Entry]:
-    """One entry per tensor, mapped when it is loaded."""
-    with reading(path, _WHAT), safe_open(path, framework="pt") as file:
+    """One entry per tensor, read when it is loaded from the file, which stays open."""
+    with reading(path, _WHAT):
+        file: Any = safe_open(path, framework="pt")
         keys = list(file.keys())
     for key in keys:
         step, name = split_step(key)
-        yield Entry(step, name, partial(_load, path, key))
+        yield Entry(step, name, partial(_load, path, file, key))
 
 
-def _load(path: Path, key: str) -> Array:
-    with reading(path, _WHAT), safe_open(path, framework="pt") as file:
+def _load(path: Path, file: Any, key: str) -> Array:
+    with reading(path, _WHAT):
         return from_torch(file.get_tensor(key))

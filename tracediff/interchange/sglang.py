@@ -29,14 +29,14 @@ def entries(folder: Path, say: Say) -> Iterator[Entry]:
             f"{folder}: dumps of {len(ranks)} ranks: each holds a shard. Dump with --tp-size 1, or give the files of "
             "one rank whose tensors are whole."
         )
-    numbers = sorted({_step(path, tags) for path, tags in dumps})
-    if numbers != list(range(len(numbers))):
+    numbers = {step: i for i, step in enumerate(sorted({_step(path, tags) for path, tags in dumps}))}
+    if any(step != i for step, i in numbers.items()):
         say(f"sglang's steps {', '.join(map(str, numbers))} are numbered from 0 here")
     for path, tags in sorted(dumps, key=lambda dump: int(dump[1].get("dump_index", 0))):
         name = _name(path, tags)
         known = meaning(name, ("sglang",))
         no_op = "the scheduler's bookkeeping" if name in _COUNTERS else known.no_op
-        yield Entry(numbers.index(_step(path, tags)), name, partial(_load, path), known.op, no_op, known.whose)
+        yield Entry(numbers[_step(path, tags)], name, partial(_load, path), known.op, no_op, known.whose)
 
 
 def _tags(path: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Which tokens at which positions each step of a foreign file was fed."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,14 @@ class Named:
     entry: Entry
     whose: str | None
     rows: Entry | None = None
+
+
+def by_step(ops: Iterable[Named]) -> dict[int, list[Named]]:
+    """The ops of each step, in their order."""
+    found: defaultdict[int, list[Named]] = defaultdict(list)
+    for named in ops:
+        found[named.entry.step].append(named)
+    return found
 
 
 Fed = tuple[Sequence[int], Sequence[int]]  # tokens, positions
@@ -76,7 +85,8 @@ def _with_positions(ids: dict[int, Sequence[int]], positions: dict[int, Entry], 
 def _deal(ids: Sequence[int], numbers: list[int], ops: list[Named], path: Path) -> dict[int, Sequence[int]]:
     if len(numbers) == 1:
         return {numbers[0]: ids}
-    lengths = {step: _length([named for named in ops if named.entry.step == step], path) for step in numbers}
+    of_step = by_step(ops)
+    lengths = {step: _length(of_step[step], path) for step in numbers}
     if sum(lengths.values()) != len(ids):
         raise InterchangeError(
             f"{path}: {len(ids)} token ids for steps of {', '.join(map(str, lengths.values()))} rows. {_GIVE}."

@@ -8,7 +8,7 @@ import numpy as np
 from tracediff.errors import InterchangeError
 from tracediff.interchange.border import checked, is_rotated_by, pair_neighbours, rows, shape_of
 from tracediff.interchange.entry import Array, Entry, Say, Summary, some
-from tracediff.interchange.steps import Fed, Named, integers
+from tracediff.interchange.steps import Fed, Named, by_step, integers
 from tracediff.trace.format import DType
 from tracediff.trace.writer import TraceWriter
 
@@ -28,13 +28,12 @@ def write(
             n_weights += 1
         else:
             say(f"left out {entry.name}: of weights the values are needed, not statistics")
-    step = _Step(writer, graph, say)
+    step, of_step = _Step(writer, graph, say), by_step(ops)
     for number, (tokens, positions) in steps.items():
         writer.step(number, tokens, positions)
         step.begin(number, len(tokens), positions[0])
-        for named in ops:
-            if named.entry.step == number:
-                step.add(named)
+        for named in of_step[number]:
+            step.add(named)
         step.end()
     if step.again:
         say(f"written once, {len(step.again)} with equal bits under two names: {some(step.again)}")
