@@ -1,7 +1,8 @@
 """What replay could not judge of a trace op by op, and which records would change that."""
 
+import operator
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,11 +51,29 @@ def _split(segment: tuple[str, ...], graph: "Graph") -> tuple[tuple[str, ...], i
     cached = graph.cached() if len({*map(layer_of, segment)}) == 1 else ()
     chosen = [op for op in segment[:-1] if op in cached]
     before = max(_sizes(segment, chosen, graph))
-    sizes = {op: _sizes(segment, [*chosen, op], graph) for op in segment[:-1] if op not in chosen}
-    best = min(sizes, key=lambda op: (max(sizes[op]), sum(size**2 for size in sizes[op])), default=None)
-    if best is None or (chosen and max(sizes[best]) == before):
+    least, best = (len(segment) + 1, 0), None
+    for op, at_least in _halves(segment, chosen, graph):
+        if at_least > least[0]:
+            break
+        sizes = _sizes(segment, [*chosen, op], graph)
+        if (max(sizes), sum(size**2 for size in sizes)) < least:
+            least, best = (max(sizes), sum(size**2 for size in sizes)), op
+    if best is None or (chosen and least[0] == before):
         return tuple(chosen), before
-    return tuple(sorted((*chosen, best), key=segment.index)), max(sizes[best])
+    return tuple(sorted((*chosen, best), key=segment.index)), least[0]
+
+
+def _halves(segment: tuple[str, ...], chosen: list[str], graph: "Graph") -> list[tuple[str, int]]:
+    """Ops that may be recorded, with how many ops the larger part has at least then; those of the least first.
+
+    One part is the op with what it is made of, and where it is the only one chosen the other has all the rest at least.
+    """
+    made_of: dict[str, int] = {}  # a bit for each op
+    for i, op in enumerate(segment):
+        made_of[op] = reduce(operator.or_, (made_of[name] for name in graph[op].inputs if name in made_of), 1 << i)
+    sizes = {op: made_of[op].bit_count() for op in segment[:-1] if op not in chosen}
+    bounds = [(op, 0 if chosen else max(size, len(segment) - size)) for op, size in sizes.items()]
+    return sorted(bounds, key=lambda bound: bound[1])
 
 
 def _sizes(segment: tuple[str, ...], recorded: list[str], graph: "Graph") -> list[int]:

@@ -43,7 +43,7 @@ class Recomputed:
     exact: Tensor
     own: Noise  # of the op itself
     noise: Noise  # with that of the segment before it
-    segment: tuple[str, ...]
+    segment: tuple[str, ...] = ()
     samples: tuple[Tensor, ...] = ()
     inputs: tuple[Tensor, ...] = ()  # of the op where they are recorded
     weights_nmse: float | None = None  # of weights that the engine requantised, against the file's
@@ -92,9 +92,8 @@ class Recomputation:
         """
         other = copy(self)
         other._graph = self._graph.changed(*ops)
-        other._segments = Segments(self._segments.patterns, other._graph)
-        other._states = other._graph.states()
-        other._cached = other._graph.cached() - other._states
+        other._segments = self._segments.changed(other._graph)
+        other._cached = self._cached | {name for op in ops for name, past in op.reads if past}
         other._n_samples, other.has_noise = n_samples, n_samples > 0
         other._changes = (*self._changes, *ops)
         other._pasts = self._kept.of(other._changes, n_samples)
@@ -109,14 +108,17 @@ class Recomputation:
 
     def op(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Recomputed:
         """The op's output for these tokens of the step, were it computed under `scheme` and stored as `storage`."""
+        made, segment = self._made(step, op, scheme, storage, rows), self._segments.of(step, op, rows)
+        return replace(made, segment=segment, inputs=made.inputs if len(segment) == 1 else ())
+
+    def _made(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Recomputed:
+        """The same without the segment: of most ops nobody asks for it."""
         inputs, arithmetic = self.inputs(step, op, scheme, rows), arithmetic_of(op, scheme, self._weights)
-        segment = self._segments.of(step, op, rows)
-        exact_inputs = [value.exact for value in inputs]
-        held = tuple(exact_inputs) if len(segment) == 1 else ()
+        exact_inputs = tuple(value.exact for value in inputs)
         if not self.has_noise:
             y = evaluate(op, exact_inputs, self._weights, arithmetic)
             none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
-            return Recomputed(y, Noise(none, none), Noise(none, none), segment, inputs=held)
+            return Recomputed(y, Noise(none, none), Noise(none, none), inputs=exact_inputs)
         self._draw_for(step, op.name)
         energy = Energy()
         y = evaluate(op, exact_inputs, self._weights, arithmetic, energy)
@@ -124,7 +126,7 @@ class Recomputation:
         error, signal = energy.requantised
         requantised = error / signal if signal else None
         if not any(value.samples for value in inputs):
-            return Recomputed(y, own, own, segment, (), held, requantised)
+            return Recomputed(y, own, own, (), (), exact_inputs, requantised)
         samples = []
         for i in range(self._n_samples):
             sampled = [value.sample(i) for value in inputs]
@@ -132,7 +134,7 @@ class Recomputation:
         # The spread of each row, for two samples say little of one element.
         spread = torch.stack([(sample - y).square() for sample in samples]).mean(0)
         sigma = torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread))
-        return Recomputed(y, own, replace(own, sigma=sigma), segment, tuple(samples), held, requantised)
+        return Recomputed(y, own, replace(own, sigma=sigma), (), tuple(samples), exact_inputs, requantised)
 
     def _rounded(self, inputs: list[Value]) -> Rounded:
         """Rounds samples of the inputs, with the noise of some values of each row that are rounded the other way.
@@ -296,7 +298,7 @@ class Recomputation:
 
     def _recompute(self, place: Place, scheme: Scheme) -> Value:
         step, name, rows = place
-        made = self.op(step, self._graph[name], scheme, self._recorded.storage(step), rows)
+        made = self._made(step, self._graph[name], scheme, self._recorded.storage(step), rows)
         before = made.samples or (made.exact,) * self._n_samples
         return Value(made.exact, tuple(self._perturbed(x, made.own) for x in before))
 

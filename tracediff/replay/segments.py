@@ -1,6 +1,7 @@
 """Which ops must be recomputed for another: found by what each step recorded, names alone and no values."""
 
 from collections.abc import Iterable, Iterator
+from copy import copy
 
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.trace.format import Rows
@@ -39,14 +40,20 @@ class Segments:
     """The segments of a graph in a trace."""
 
     def __init__(self, patterns: Patterns, graph: Graph) -> None:
-        self.patterns = patterns
+        self._patterns = patterns
         self._graph = graph
         self._order = {name: i for i, name in enumerate(graph.ops)}
         self._found: dict[tuple[object, ...], tuple[str, ...]] = {}
 
+    def changed(self, graph: Graph) -> "Segments":
+        """Those of a graph with other ops of the same names."""
+        other = copy(self)
+        other._graph, other._found = graph, {}
+        return other
+
     def of(self, step: int, op: Op, rows: Rows) -> tuple[str, ...]:
         """The ops that are recomputed for these tokens of the step, in execution order; the op itself is the last."""
-        here = self.patterns.of[step], self.patterns.before[step], self.patterns.until[step]
+        here = self._patterns.of[step], self._patterns.before[step], self._patterns.until[step]
         key = op.name, rows, here
         if key not in self._found:
             before = set(self._lacking(op, rows, *here)) - {op.name}
@@ -59,7 +66,7 @@ class Segments:
         stack = [*_read(op, rows, here, before, so_far)]
         while stack:
             name, tokens, pattern = place = stack.pop()
-            if place not in found and not self.patterns.holds(pattern, name, tokens):
+            if place not in found and not self._patterns.holds(pattern, name, tokens):
                 found.add(place)
                 stack += _read(self._graph[name], tokens, pattern, so_far if before else before, so_far)
         return (name for name, _, _ in found)
