@@ -40,7 +40,16 @@ from tracediff.trace.writer import TraceWriter
 from tracediff_reference.protocol import Options
 
 _MARK = "<!-- growth -->"  # around the tables in the page
-_TINY = {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_head_kv": 1, "n_ff": 48, "n_vocab": 320, "n_ctx": 16_384}
+_TINY = {
+    "n_layer": 1,
+    "n_embd": 32,
+    "n_head": 2,
+    "n_head_kv": 1,
+    "n_ff": 48,
+    "n_vocab": 320,
+    "n_ctx": 16_384,
+    "loud": True,
+}
 _FITTED = 3  # sizes, the largest
 
 
@@ -54,7 +63,6 @@ class Axis:
     quick: tuple[int, ...]
     shape: str | None = None  # the field of Shape that it is
     n_prompt: int | None = None  # it is this itself where None
-    n_layer: int = 1
 
 
 AXES = (
