@@ -46,7 +46,7 @@ NOT_FOR_THIS_MODEL, REFUSED = 77, "refused"
 ENGINES: dict[str, adapters.Trace] = {
     **{
         f"transformers, {attention}, {dtype}": adapters.transformers(dtype, attention)
-        for attention in ("eager", "sdpa")
+        for attention in ("eager", "sdpa", "flex_attention")
         for dtype in ("f32", "bf16", "f16")
     },
     **{f"litgpt, {dtype}": adapters.litgpt(dtype) for dtype in ("f32", "bf16", "f16")},
