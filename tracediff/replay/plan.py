@@ -6,8 +6,9 @@ records are judged.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from statistics import median
 from typing import Protocol
@@ -105,7 +106,7 @@ class Planner:
         """
         record = records[0]
         alike = dict.fromkeys(record.op for record in records)
-        covered = tuple(self._graph) if self.is_segment(record) else tuple(self._graph[name] for name in alike)
+        covered = self._all if self.is_segment(record) else self._unlike(self._graph[name] for name in alike)
         found: dict[tuple[Arithmetic, ...], Scheme] = {}
         for scheme in self._schemes:
             if len(self._schemes) > 1 and not self._sums_so(record, scheme.values):
@@ -119,6 +120,19 @@ class Planner:
                 "that are no multiples of its blocks. Leave --arithmetic out, or name another."
             )
         return [*found.values()]
+
+    @cached_property
+    def _all(self) -> tuple[Op, ...]:
+        return self._unlike(self._graph)
+
+    def _unlike(self, ops: Iterable[Op]) -> tuple[Op, ...]:
+        """One of each sort that a scheme may treat otherwise: a model has hundreds of ops, of a dozen sorts."""
+        sorts: dict[tuple[str, bool, str, int], Op] = {}
+        for op in ops:
+            first = op.weights[0] if op.weights else None
+            of = (self._weights.type_of(first), first.shape[-1]) if first else ("", 0)
+            sorts.setdefault((op.kind, any(op.past), *of), op)
+        return tuple(sorts.values())
 
     def _rows_fit(self, ops: Sequence[Op], arithmetics: Sequence[Arithmetic]) -> bool:
         width = self._graph.hparams.head_dim
