@@ -15,256 +15,17 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter
+from gguf import GGUFValueType, GGUFWriter
+from tiny_metadata import WIDE, metadata
 
 from tracediff.model.synthetic import add_tokenizer
 
-# Of every architecture: keys without the architecture's name before them. None leaves a key out.
-N_VOCAB, N_EMBD, N_HEAD, N_HEAD_KV, D, N_FF = 320, 96, 6, 2, 16, 160
-Metadata = Mapping[str, Any]
-BASE: Metadata = {
-    "vocab_size": N_VOCAB,
-    "context_length": 2048,
-    "embedding_length": N_EMBD,
-    "block_count": 2,
-    "feed_forward_length": N_FF,
-    "attention.head_count": N_HEAD,
-    "attention.head_count_kv": N_HEAD_KV,
-    "attention.key_length": D,
-    "attention.value_length": D,
-    "attention.layer_norm_epsilon": 1e-5,
-    "attention.layer_norm_rms_epsilon": 1e-6,
-    "attention.group_norm_epsilon": 1e-5,
-    "attention.group_norm_groups": 8,
-    "attention.clamp_kqv": 1.0,
-    "attention.max_alibi_bias": 8.0,
-    "attention.sliding_window": 5,
-    "attention.sliding_window_pattern": 2,
-    "attention.relative_buckets_count": 8,
-    "attention.q_lora_rank": 48,
-    "attention.kv_lora_rank": 64,
-    "rope.dimension_count": D,
-    "rope.dimension_sections": [3, 3, 2, 0],
-    "rope.freq_base": 10000.0,
-    "use_parallel_residual": False,
-    "logit_scale": 0.7,
-    "residual_scale": 1.4,
-    "embedding_scale": 3.0,
-    "full_attention_interval": 2,
-    "leading_dense_block_count": 1,
-    "time_mix_extra_dim": 20,
-    "time_decay_extra_dim": 28,
-    "wkv.head_size": D,
-    "token_shift_count": 2,
-    "rescale_every_n_layers": 6,
-    "attention.decay_lora_rank": 20,
-    "attention.iclr_lora_rank": 24,
-    "attention.value_residual_mix_lora_rank": 28,
-    "attention.gate_lora_rank": 40,
-    "ssm.conv_kernel": 4,
-    "ssm.inner_size": 2 * N_EMBD,
-    "ssm.state_size": 40,
-    "ssm.time_step_rank": 8,
-    "ssm.group_count": 2,
-    "shortconv.l_cache": 3,
-    "kda.head_dim": 32,
-    "kda.safe_gate": True,
-    "kda.gate_lower_bound": -5.0,
-    "interleave_moe_layer_step": 2,
-    "features_length": N_EMBD,
-    "posnet.embedding_length": N_EMBD, "posnet.block_count": 2,
-    "convnext.embedding_length": N_EMBD, "convnext.block_count": 2,
-}  # fmt: skip
-EXPERTS: Metadata = {
-    "expert_count": 7,
-    "expert_used_count": 3,
-    "expert_shared_count": 1,
-    "expert_feed_forward_length": 64,
-    "expert_shared_feed_forward_length": 32,
-    "expert_latent_length": 72,
-    "expert_gating_func": 2,  # sigmoid
-    "expert_weights_scale": 1.7,
-    "expert_group_scale": 0.6,
-    "experts_per_group": 1,
-}
-MLA: Metadata = {
-    "attention.head_count_kv": 1,
-    "attention.key_length": 80,
-    "attention.value_length": 64,
-    "attention.key_length_mla": 40,
-    "attention.value_length_mla": 24,
-    "rope.dimension_count": 16,
-}
-INDEXER: Metadata = {
-    "attention.indexer.head_count": 4,
-    "attention.indexer.key_length": 32,
-    "attention.indexer.top_k": 6,
-    "attention.indexer.block_size": 4,
-    "attention.indexer.local_blocks": 1,
-    "attention.indexer.kpool": 4,
-    "attention.indexer.kpool_select_tail": True,
-}
-EVERY_OTHER_LAYER: Metadata = {"attention.head_count_kv": [N_HEAD_KV, 0], "attention.head_count": [N_HEAD, 0]}
-ONE_OF_THREE: Metadata = {  # a layer each of attention, of states and of experts
-    "block_count": 3, "attention.head_count": [N_HEAD, 0, 0], "attention.head_count_kv": [N_HEAD_KV, 0, 0],
-    "feed_forward_length": [0, 0, N_FF],
-}  # fmt: skip
-DELTA_NET: Metadata = {
-    "ssm.inner_size": 128, "ssm.state_size": 32, "ssm.time_step_rank": 4, "ssm.group_count": 2,
-}  # fmt: skip
-HYPER: Metadata = {
-    "hyper_connection.count": 4,
-    "hyper_connection.sinkhorn_iterations": 2,
-    "hyper_connection.epsilon": 1e-6,
-}
-
-PATTERN: Metadata = {"attention.sliding_window_pattern": [1, 0]}  # of each layer, where one number is not enough
-# What an architecture wants beside BASE.
-OF: dict[str, Metadata] = {
-    "apertus": {"xielu.alpha_n": 0.8, "xielu.alpha_p": 0.7, "xielu.beta": 0.5, "xielu.eps": 1e-7},
-    "bailingmoe3": {
-        **MLA,
-        **EVERY_OTHER_LAYER,
-        "kda.safe_gate": None,
-        "rope.dimension_sections": [2, 3, 3, 0],
-        "swiglu_clamp_exp": [0.0, 4.0],
-        "swiglu_clamp_shexp": [0.0, 5.0],
-    },
-    "cohere2moe": {"attention.sliding_window_pattern": [0, 1]},
-    "deepseek2": {**MLA},
-    "deepseek2-ocr": {"block_count": 3},
-    "deepseek32": {**MLA, **INDEXER},
-    "deepseek4": {
-        **HYPER,
-        **INDEXER,
-        "block_count": 4,
-        "attention.head_count_kv": 1,
-        "attention.output_group_count": 2,
-        "attention.output_lora_rank": 32,
-        "attention.compress_ratios": [0, 0, 4, 128],
-        "attention.compress_rope_freq_base": 160000.0,
-        "hash_layer_count": 0,
-        "swiglu_clamp_exp": 10.0,
-        "expert_weights_norm": True,
-        "expert_gating_func": 4,
-        "rope.dimension_count": 8,
-    },
-    "dots3note": {
-        **MLA,
-        **PATTERN,
-        **INDEXER,
-        "attention.kv_lora_rank_swa": 64,
-        "attention.key_length_swa": 80,
-        "attention.value_length_swa": 64,
-        "attention.key_length_mla_swa": 40,
-        "attention.value_length_mla_swa": 24,
-        "rope.freq_base_swa": 20000.0,
-        "attention.indexer.types": [0, 1],
-    },
-    "exaone4": {"block_count": 4},
-    "falcon-h1": {"ssm.time_step_rank": 12},
-    "gemma2": {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0},
-    "gemma3": {"block_count": 7, "attention.sliding_window_pattern": None},
-    "gemma3n": {"block_count": 22, "embedding_length_per_layer_input": 24},
-    "gemma4": {
-        **PATTERN,
-        "embedding_length_per_layer_input": 24,
-        "attention.shared_kv_layers": 0,
-        "attention.key_length_swa": D,
-        "attention.value_length_swa": D,
-        "rope.freq_base_swa": 20000.0,
-    },
-    "glm-dsa": {**MLA, **INDEXER},
-    "glm5-next": {
-        **MLA,
-        **HYPER,
-        **INDEXER,
-        "attention.head_count_kv": [N_HEAD_KV, 0],
-        "rope.dimension_count": 0,
-        "attention.key_length": 64,
-        "hyper_connection.low_rank": 8,
-        "attention.compress_ratios": [4, 4],
-    },
-    "granite_swa": PATTERN,
-    "granitehybrid": {**EVERY_OTHER_LAYER, "ssm.time_step_rank": 12},
-    "grok": {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0},
-    "hrm_text": {"block_count": 6, "hrm.layers_per_stack": 1, "hrm.h_cycles": 2, "hrm.l_cycles": 2},
-    "hy_v4": {
-        **MLA,
-        **HYPER,
-        **INDEXER,
-        "hyper_connection.magnitude": 2.0,
-        "swiglu_clamp_exp": 10.0,
-        "expert_weights_norm": True,
-        "attention.indexer.types": [1, 0],
-    },
-    "jamba": EVERY_OTHER_LAYER,
-    "kimi-k3": {
-        **MLA,
-        **EVERY_OTHER_LAYER,
-        "attn_res.block_size": 12,
-        "activation.situ_beta": 4.0,
-        "activation.situ_linear_beta": 25.0,
-    },
-    "kimi-linear": {**MLA, **EVERY_OTHER_LAYER},
-    "lfm2": EVERY_OTHER_LAYER,
-    "lfm2moe": EVERY_OTHER_LAYER,
-    "llama4": {"block_count": 4},
-    "mamba": {"ssm.group_count": 0},
-    "mamba2": {"ssm.time_step_rank": 12},
-    "maple": {**PATTERN, "swiglu_clamp_exp": 7.0},
-    "mimo2": PATTERN,
-    "minimax-m3": {**INDEXER, "attention.indexer.head_count": N_HEAD_KV},
-    "mistral4": {**MLA},
-    "muse-glimmer": PATTERN,
-    "nemotron_h": {**ONE_OF_THREE, "ssm.time_step_rank": 12},
-    "nemotron_h_moe": {**ONE_OF_THREE, "ssm.time_step_rank": 12},
-    "plamo2": {**EVERY_OTHER_LAYER, "ssm.group_count": 0},
-    "qwen3next": DELTA_NET,
-    "qwen35": DELTA_NET,
-    "qwen35moe": DELTA_NET,
-    "qwen4exp": {
-        **DELTA_NET,
-        **HYPER,
-        **INDEXER,
-        "hyper_connection.low_rank": 8,
-        "attention.compress_ratios": [4, 4],
-        "attention.indexer.key_length": D,
-        "ple.layers": [0],
-        "ple.ngram_size": 3,
-        "ple.heads_per_ngram": 2,
-        "ple.conv_kernel": 4,
-        "ple.eos_token_id": 0,
-        "embedding_length_per_layer_input": 24,
-        "ple.layer_multipliers": [1, 3, 5],
-        "ple.head_offsets": [0, N_VOCAB, 2 * N_VOCAB, 3 * N_VOCAB],
-        "ple.head_vocab_sizes": [N_VOCAB] * 4,
-    },
-    "spark2_5": PATTERN,
-    "step35": PATTERN,
-}
-WITH_EXPERTS = """
-llama4 cohere2moe grok qwen2moe qwen3moe qwen3next qwen3vlmoe qwen35moe qwen4exp phimoe dbrx olmoe arctic
-deepseek deepseek2 deepseek32 dots3note deepseek4 glm4moe glm-dsa exaone-moe bailingmoe bailingmoe2 bailingmoe3
-dots1 afmoe ernie4_5-moe hunyuan-moe hy_v3 hy_v4 gpt-oss lfm2moe smallthinker llada-moe grovemoe minimax-01
-minimax-m2 minimax-m3 rnd1 paddleocr mimo2 kimi-linear kimi-k3 glm5-next step35 mistral4 mellum laguna maple
-granitemoe deepseek2-ocr nemotron_h_moe
-""".split()  # noqa: SIM905 - to be read
 # Tensors that llama.cpp would read if a file had them, and none has: the scales of NVFP4, what older files had.
 _NEVER = {"": r"\.(scale|input_scale)$", "qwen3next": r"ssm_in\.weight$"}
-
-
-def metadata(arch: str) -> dict[str, Any]:
-    """All keys of a tiny model of the architecture, with its name before those that are its own."""
-    merged = {**BASE, **(EXPERTS if arch in WITH_EXPERTS else {}), **OF.get(arch, {})}
-    return {
-        key if key.startswith("xielu") else f"{arch}.{key}": value for key, value in merged.items() if value is not None
-    }
 
 
 def write(arch: str, out: Path, seed: int = 0) -> Path:
@@ -316,7 +77,7 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
         return normal * np.float32(0.5)
     rows = rng.uniform(0.6, 1.5, (*shape[:-1], 1)).astype(np.float32)
     columns = rng.uniform(0.6, 1.5, shape[-1]).astype(np.float32)
-    gain = 0.2 * 1.3**layer * shape[-1] ** 0.5 if "embd" in name else 1.3**layer
+    gain = 0.2 * shape[-1] ** 0.5 if "embd" in name else 1.3 ** min(layer, 4)
     matrix = normal * rows * columns * np.float32(gain / np.sqrt(shape[-1]))
     if name == "token_embd.weight":
         matrix[:, 1] *= 0.01
@@ -326,8 +87,9 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 def _begin(arch: str, path: Path) -> GGUFWriter:
     writer = GGUFWriter(path, arch)
-    add_tokenizer(writer, N_VOCAB)
-    for key, value in metadata(arch).items():
+    keys = metadata(arch)
+    add_tokenizer(writer, keys[f"{arch}.vocab_size"])
+    for key, value in keys.items():
         match value:
             case bool():
                 writer.add_bool(key, value)
@@ -337,6 +99,8 @@ def _begin(arch: str, path: Path) -> GGUFWriter:
                 writer.add_float32(key, value)
             case str():
                 writer.add_string(key, value)
+            case _ if key.endswith(WIDE):
+                writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=GGUFValueType.UINT64)
             case _:
                 writer.add_array(key, value)
     return writer

@@ -116,10 +116,11 @@ def _context(model: Any, options: Options, n_cells: int, whole: bool = True) -> 
 
 
 def _is_causal(model: Any, options: Options) -> bool:
+    """Whether tokens see none after them: as the model says, and never without a memory (llama_context::encode)."""
     context = _context(model, options, _CELLS)
     function = llama._lib.llama_get_causal_attn
     function.restype, function.argtypes = ctypes.c_bool, [ctypes.c_void_p]
-    found = bool(function(context))
+    found = bool(function(context)) and bool(llama.llama_get_memory(context))
     llama.llama_free(context)
     return found
 

@@ -166,7 +166,7 @@ class Lifter:
         weights = [read for read in reads if self._is_weight(read)]
         if node.op in _GATED:
             inputs = self._halves(node, inputs)
-        kind = patterns.kind(node)
+        kind = patterns.kind(node) if node.params is not None else f"{patterns.kind(node)} by step"
         axes = self._own_axes(node, kind)
         self._add(i, self._name(node, kind, inputs, weights), kind, inputs, weights, axes, patterns.attrs(node))
 
@@ -387,17 +387,14 @@ class Lifter:
         self._add(i, name, "softmax", inputs, sinks, attrs=attrs)
 
     def _visible(self, mask: Node) -> dict[str, object]:
-        """How far a mask lets a token see: a window, a chunk, or both ways.
-
-        Without a cache tokens see each other (llama_context::encode), and the mask of a window is the one that
-        llama.cpp does not name.
-        """
+        """How far a mask lets a token see: a window, a chunk, or both ways."""
         attrs: dict[str, object] = {}
+        # Without a cache there is no width to tell a window by, but llama.cpp does not name its mask.
         cached = mask.shape[-1] == layout.POSITIONS
         if mask.is_windowed or not (cached or naming.of_value(mask.name)):
             chunked = self._file.metadata.get("general.architecture") in patterns.CHUNKED
             attrs["chunk" if chunked else "window"] = self._window
-        return attrs if self._is_causal and cached else {**attrs, "causal": False}
+        return attrs if self._is_causal else {**attrs, "causal": False}
 
     def _flash(self, i: int, node: Node) -> None:
         """Scores, probabilities and values in one node, which shows the last alone."""
