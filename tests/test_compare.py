@@ -116,7 +116,7 @@ def test_statistics_never_claim_more_drift_than_there_is(n: int, seed: int) -> N
 def test_the_first_in_execution_order_is_named_and_counts_add_up() -> None:
     drift = Drift(0.5, 1.0, 0.0, Worst((), 0, 0))
     ops = [
-        OpResult(name, 0, None, "linear", "ok", Statistics(0, 0, 0, 0), Statistics(0, 0, 0, 0), drift, tolerance)
+        OpResult(name, 0, None, "linear", "ok", Statistics(0, 1, 0, 1), Statistics(0, 1, 0, 1), drift, tolerance)
         for name, tolerance in (("a", 1.0), ("b", 0.1), ("c", 0.1))
     ]
     ops.append(replace(ops[0], op="d", status="unmatched"))

@@ -176,10 +176,14 @@ def test_an_op_that_one_side_lacks(three: Callable[..., list[Path]], tmp_path: P
     kept = [line for line in lines if '"blk.0.attn_k"' not in line and '"end"' not in line]
     traces[2].write_text("\n".join([*kept[:-1], json.dumps({"type": "end", "records": len(kept) - 1}), ""]))
     code, report, _ = cli("compare", *traces)
+    n = len(Trace(traces[0]).ops)
+    assert code == 0
+    assert f"MATCH: all three agree in {n - 3} ops; 3 others are not on all three sides.\n" in report
+    assert "  blk.0.attn_k in step 0: c.trace has no such record\n" in report
+    code, report, _ = cli("compare", *traces, "--require", "attn_k")
     assert code == 1
     assert "DIVERGED: all agree where they can be compared, but not every op is on all three sides.\n" in report
-    assert "  blk.0.attn_k in step 0: c.trace has no such record\n" in report
-    assert cli("compare", *traces, "--allow", "attn_k")[0] == 0
+    assert cli("compare", *traces, "--require", "attn_k", "--allow", "blk.0.*")[0] == 0
 
 
 def test_a_nan_on_one_side_alone(three: Callable[..., list[Path]], cli: Cli) -> None:

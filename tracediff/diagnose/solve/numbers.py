@@ -45,6 +45,7 @@ class _Fit:
         other = self.loops.with_(self.loops.source, {}, {self.name: value})
         return self.look.left(other)
 
+    @np.errstate(over="ignore", invalid="ignore")  # of values that are Inf, or all but
     def best(self, right: float) -> float | None:
         """By Gauss-Newton in the logarithm, from the decade that leaves least."""
         decades = [right * 10.0**e for e in range(-_DECADES, _DECADES + 1)]
