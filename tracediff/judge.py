@@ -22,6 +22,7 @@ _GROWTH = 1000.0
 _WORST = 0.3  # beyond it two signals have little in common, whatever made them differ
 # A tolerance beyond this hides as much as replay does where it is blind.
 USEFUL = 0.05
+UNCOVERED = "nothing here computes it, or what it is made of: not judged"
 UNRESOLVED = "a mistake of the size that --resolve asks for may not show"
 _NO_VALUE = "no value is finite: there is nothing to compare"
 # Softmax turns an absolute difference of scores into a relative one of probabilities.
@@ -113,6 +114,8 @@ def _judged(op: OpResult, faulty_before: bool, policy: Policy) -> OpResult:
         return replace(op, status="unmatched") if policy.allows(op.op) else op
     if op.local:
         return _replayed(op, op.local, faulty_before)
+    if op.note == UNCOVERED:
+        return op
     not_finite = _other_non_finite(op)
     if not_finite or _differs(op):
         return replace(op, status="inherited" if faulty_before else "drift", note=not_finite or op.note)

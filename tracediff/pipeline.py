@@ -16,7 +16,7 @@ from tracediff.compare.measure import measure_pairs, record_statistics
 from tracediff.compare.storage import measure_storage
 from tracediff.compare.vital_signs import measure_normal
 from tracediff.doubts import doubts
-from tracediff.judge import Policy, coarsest, judge, verdict
+from tracediff.judge import UNCOVERED, Policy, coarsest, judge, verdict
 from tracediff.model.vocabulary import Vocabulary
 from tracediff.names import kind_of, layer_of
 from tracediff.replay.coverage import measure_coverage
@@ -87,7 +87,7 @@ def check_trace(
         op = _with_replay(op, judged)
         if not op.local and op.status == "ok":
             why = "no op of this model" if record.has_data else "statistics only: there is nothing to replay"
-            op = replace(op, status="unmatched", note=why)
+            op = replace(op, status="unmatched", note=UNCOVERED if name in judged.uncovered else why)
         ops.append(op)
     ops += _required(ops, c, model, policy)
     return _result(ops, weights, None, c, model, policy, _explain(judged, progress), [*_notes(c), *judged.notes])

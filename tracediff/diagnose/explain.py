@@ -30,6 +30,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.weights import Weights
 from tracediff.names import split
 from tracediff.numerics.arithmetic import scheme_named
+from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
 from tracediff.replay.shapes import Misshapen, misshapen
@@ -54,9 +55,13 @@ _KEEP = 128 << 20  # bytes of weights that stay dequantised: all of a small mode
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What replay says of one trace, and how to explain what it found; and records that have no op's shape."""
+    """What replay says of one trace, and how to explain what it found; and records that have no op's shape.
+
+    `uncovered` are the model's ops that nothing here computes, and those made of them.
+    """
 
     locals: dict[tuple[int, str], Local]
+    uncovered: set[str]
     misshapen: dict[tuple[int, str], Misshapen]
     explain: Callable[[list[OpResult], Progress], list[OpResult]]
     notes: tuple[str, ...]  # what replay found out about the trace itself
@@ -75,7 +80,8 @@ def replay_and_explain(
     wrong = misshapen(trace, graph)
     replay = Replay(trace.without(wrong) if wrong else trace, graph, weights, scheme)
     locals_ = {(record.step, record.op): local for record, local in replay.run(progress)}
-    return Judged(locals_, wrong, Explainer(replay).explain, tuple(replay.notes()))
+    uncovered = graph.after(op.name for op in graph if not is_covered(op))
+    return Judged(locals_, uncovered, wrong, Explainer(replay).explain, tuple(replay.notes()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class Rope:
 
     angle = p * theta**(-2i/n_rot) / factor_i, then scaled by `freq_scale`, or mixed with it as YaRN does
     where `ext_factor` is not 0 (https://arxiv.org/abs/2309.00071; ggml-cpu/ops.cpp, `rope_yarn`).
-    cos and sin are multiplied by `magnitude`.
+    cos and sin are multiplied by `magnitude`. The channels that turn begin with channel `first`.
     """
 
     pairing: Pairing
@@ -29,6 +29,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     n_ctx_orig: int = 0
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,14 @@ def row(shape: tuple[Axis, ...]) -> int:
     return math.prod(size for size in shape[1:] if isinstance(size, int))
 
 
+def stretched(read: Read, node: Node) -> View:
+    """A reading repeated to the node's shape along axes of size 1, where how often follows the step."""
+    more = len(node.shape) - len(read.shape)
+    shape, strides = (*(1,) * more, *read.shape), (*(0,) * more, *read.strides)
+    steps = (stride if a == b else 0 for a, b, stride in zip(shape, node.shape, strides, strict=True))
+    return View(axes(node.shape), axes(tuple(steps)), axis(read.offset))
+
+
 def total(shape: tuple[Size, ...]) -> Axis:
     """Elements of a tensor of which one axis at most follows the step."""
     fixed = math.prod(size for size in shape if isinstance(size, int))

@@ -166,6 +166,8 @@ class Lifter:
         weights = [read for read in reads if self._is_weight(read)]
         if node.op in _GATED:
             inputs = self._halves(node, inputs)
+        if node.op == "REPEAT" and "times" not in patterns.attrs(node):
+            inputs = [Input(one.name, one.past, layout.stretched(reads[0], node)) for one in inputs]
         kind = patterns.kind(node) if node.params is not None else f"{patterns.kind(node)} by step"
         axes = self._own_axes(node, kind)
         self._add(i, self._name(node, kind, inputs, weights), kind, inputs, weights, axes, patterns.attrs(node))
@@ -201,6 +203,8 @@ class Lifter:
         made_of.sort(key=lambda name: layer_of(name) is None)
         if kind in _FLAT and made_of:
             return naming.in_layer(layer_of(made_of[0]), kind)
+        if weights and not inputs:
+            return f"{self._stem(weights[0])}.{kind}"
         if weights and (stem := self._stem(weights[0])) not in self.ops:
             return stem
         return naming.of_parts(kind, made_of[0] if made_of else None)

@@ -57,6 +57,7 @@ def rope(node: Node) -> Rope:
         beta_fast=number(node, 9),
         beta_slow=number(node, 10),
         n_ctx_orig=integer(node, 4),
+        first=integer(node, 15),
     )
 
 

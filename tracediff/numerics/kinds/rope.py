@@ -40,16 +40,15 @@ def yarn_correction_range(rope: Rope) -> tuple[float, float]:
 def rope(
     x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope, tables: Rounding = _AS_IT_IS
 ) -> Tensor:
-    """Rotate pairs of channels of [T, heads, D] by their angles; channels from n_rot on pass through.
+    """Rotate pairs of channels of [T, heads, D] by their angles; those before and behind n_rot of them pass through.
 
     `tables` is what an engine holds cosines and sines in.
     """
     angles = rope_angles(positions, factors, rope)[:, None, :]
     cos, sin = (tables(f(angles).mul(rope.magnitude).to(wide(x).dtype)) for f in (torch.cos, torch.sin))
-    x_ = wide(x)
-    rotated, rest = x_[..., : rope.n_rot], x_[..., rope.n_rot :]
+    before, rotated, rest = wide(x).tensor_split((rope.first, rope.first + rope.n_rot), -1)
     a, b = pairs_of(rotated, rope)
-    return torch.cat((_together(a * cos - b * sin, a * sin + b * cos, rope), rest), -1).to(x.dtype)
+    return torch.cat((before, _together(a * cos - b * sin, a * sin + b * cos, rope), rest), -1).to(x.dtype)
 
 
 def pairs_of(rotated: Tensor, rope: Rope) -> tuple[Tensor, ...]:
@@ -77,8 +76,9 @@ def _noise(made: Made) -> Noise:
     angles = rope_angles(made.inputs[1], factors, rope).abs()
     steps = torch.arange(rope.n_rot // 2, device=y.device) + 3.0
     slip = unit * (angles * steps + 2)[:, None, :]
-    error = torch.hypot(*pairs_of(made.size[..., : rope.n_rot], rope)) * (slip + 2 * unit + 3 * made.between)
-    turned = torch.cat((_together(error, error, rope), torch.zeros_like(y[..., rope.n_rot :])), -1)
+    before, rotated, rest = made.size.tensor_split((rope.first, rope.first + rope.n_rot), -1)
+    error = torch.hypot(*pairs_of(rotated, rope)) * (slip + 2 * unit + 3 * made.between)
+    turned = torch.cat((torch.zeros_like(before), _together(error, error, rope), torch.zeros_like(rest)), -1)
     return Noise(unit * made.size, made.stored + turned)
 
 
