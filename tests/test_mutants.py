@@ -30,9 +30,15 @@ def test_the_unmutated_engine_has_no_fault(bench: Bench, model: tuple[str, str])
     assert result.verdict == "match"
 
 
-def test_nan_further_on_does_not_choose_the_arithmetic(bench: Bench) -> None:
-    """Of records that are NaN any arithmetic leaves nothing: the first of the list was chosen for all matmuls."""
-    mutant = mutated(bench, "-2.0 * pair / D", "-2.0 * pair / pair")
-    (outcome,) = bench.run(mutant, ("qwen3", "Q4_K_M"), ("all",))
-    assert outcome.place == "0 blk.0.attn_q_rope"
+@pytest.mark.parametrize(
+    ("old", "new", "place"),
+    [
+        ("-2.0 * pair / D", "-2.0 * pair / pair", "blk.0.attn_q_rope"),  # NaN
+        ("add(s->attn_residual, s->attn_output, s->x, T * n.n_embd);", ";", "blk.0.attn_residual"),  # zeros
+    ],
+)
+def test_what_follows_a_mistake_does_not_choose_the_arithmetic(bench: Bench, old: str, new: str, place: str) -> None:
+    """Of records that are NaN or zero any arithmetic leaves nothing: the first of the list was chosen for matmuls."""
+    (outcome,) = bench.run(mutated(bench, old, new), ("qwen3", "Q4_K_M"), ("all",))
+    assert outcome.place == f"0 {place}"
     assert outcome.what in ("located", "explained")

@@ -45,6 +45,7 @@ _A_LAYER = 24  # ops: in longer segments the pairs are too many
 _BEAM = (6, 3)
 _ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
 _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for in vain
+_ALIKE = 4  # edits of an op that come to the same in a record, and not in others as a rule
 _COMPARED = 3  # records of a kind that choose between what explains the first of them
 # Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
 # With 4e7 on two cores it took a minute.
@@ -207,12 +208,15 @@ class _Search:
 
     def _solved(self, one: _Faulty) -> Hypothesis | None:
         """What the solver makes of an op by itself."""
-        for solved in explanations(self._replay, one.record) if len(one.error.segment) == 1 else ():
-            local = self._replay.under(one.record, (solved.op,), one.error.nmse)
-            found = Hypothesis((Part(SOLVED, solved.words, solved.words, fitted=False),), (solved.op,), local)
-            if self._explains(found, one):
-                return found
-        return None
+        found: list[Hypothesis] = []
+        for solved, scheme in explanations(self._replay, one.record) if len(one.error.segment) == 1 else ():
+            local = self._replay.under(one.record, (solved.op,), one.error.nmse, scheme)
+            hypothesis = Hypothesis((Part(SOLVED, solved.words, solved.words, fitted=False),), (solved.op,), local)
+            if self._explains(hypothesis, one):
+                found.append(hypothesis)
+            if len(found) == _ALIKE:
+                break
+        return self._chosen(found) if found else None
 
     def carry(self, found: Hypothesis, members: list[_Faulty]) -> list[tuple[_Faulty, Hypothesis]]:
         """The members that what was found in one record explains too: they are taken from the list."""

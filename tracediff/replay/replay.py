@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,14 +102,16 @@ class Replay:
 
     def _settled(self, records: list[OpRecord]) -> Choice:
         candidates, samples = self._planner.candidates(*records), self._planner.samples(records)
-        if not all(map(self._is_finite, samples)):  # of NaN any arithmetic leaves nothing
-            samples = self._planner.samples([record for record in records if self._is_finite(record)]) or samples
+        if not all(map(self._tells, samples)):
+            samples = self._planner.samples([record for record in records if self._tells(record)]) or samples
         choice = settle(candidates, samples, self)
         self._recomputation.forget()
         return choice
 
-    def _is_finite(self, record: OpRecord) -> bool:
-        return bool(self._recorded.values(record).isfinite().all())
+    def _tells(self, record: OpRecord) -> bool:
+        """Whether a record can tell arithmetics apart: of NaN or zeros any leaves nothing."""
+        values = self.trace.values(record)
+        return bool(np.isfinite(values).all() and values.any())
 
     def _judged_records(self) -> Iterator[OpRecord]:
         """Records with data, in the trace's order of steps and the graph's of ops."""
@@ -243,13 +246,16 @@ class Replay:
             self._common = record, self._recomputation.changed((), n_samples=0)
         return self._common[1]
 
-    def known(self, record: OpRecord) -> Known:
-        """All that is known of a record's op by itself, under the arithmetic that fits best."""
-        op, scheme = self.graph[record.op], self.choice(record).schemes[0]
+    def known(self, record: OpRecord, scheme: Scheme | None = None) -> Known:
+        """All that is known of a record's op by itself, under this arithmetic or the one that fits best."""
+        op, scheme = self.graph[record.op], scheme or self.choice(record).schemes[0]
         inputs = self._recomputation.inputs(record.step, op, scheme, record.rows)
         made = self._recomputation.op(record.step, op, scheme, record.dtype or "f32", record.rows)
         read, arithmetic = tuple(value.exact for value in inputs), arithmetic_of(op, scheme, self.weights)
-        return Known(self._recorded.values(record), made.exact, made.bound(), read, arithmetic)
+        bound = made.bound()
+        if op.kind == "scores":  # what the mask hides does not count
+            bound = bound.masked_fill(self._recorded.hidden(record.step, record.rows), math.inf)
+        return Known(self._recorded.values(record), made.exact, bound, read, arithmetic)
 
     def held(self, step: int, name: str, past: Past) -> Tensor | None:
         """A value that the trace has of a step or of all so far, flat, or what a buffer would hold of it from earlier

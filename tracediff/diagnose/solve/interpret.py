@@ -198,6 +198,8 @@ class Run:
     def _block(self, body: list[ast.stmt]) -> None:
         for node in body:
             match node:
+                case ast.For() if self.places_only and not self.program.stores_output(node):
+                    pass
                 case ast.For(target=ast.Name(id=name), iter=counted, body=inner):
                     with self._loop(name, counted) as (any_left, _):
                         if any_left and self._in_place and _in_sequence(inner):

@@ -99,6 +99,8 @@ class Look:
         """The right values where the edited stores put them."""
         made = hypothesis.untouched().ravel()
         edited = hypothesis.places()
+        if not edited:
+            return made
         if len(edited) != len(self._sources):
             raise CannotRunError("another number of stores")
         for stored, (names, source) in zip(edited, self._sources, strict=True):

@@ -1,20 +1,25 @@
 """From a faulty record to what the solver makes of it."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from tracediff.diagnose.solve.interpret import Flat
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import Solved, solve
 from tracediff.diagnose.solve.variant import SOURCES, Read, bind, flat
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
 
 
-def problem_of(replay: Replay, record: OpRecord) -> Problem | None:
-    """The problem that a record poses; None where its op has no loops, or not all tokens were recorded."""
+def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None = None) -> Problem | None:
+    """The problem that a record poses under an arithmetic; None where its op has no loops, or some tokens were not
+    recorded.
+    """
     if record.rows is not None:
         return None
-    op, known = replay.graph[record.op], replay.known(record)
+    op, known = replay.graph[record.op], replay.known(record, scheme)
     recorded = {name for step, name in replay.trace.ops if step == record.step}
     names = [other.name for other in replay.graph if other.name in recorded]
     earlier = names[: names.index(op.name)]
@@ -33,7 +38,10 @@ def problem_of(replay: Replay, record: OpRecord) -> Problem | None:
     )  # fmt: skip
 
 
-def explanations(replay: Replay, record: OpRecord) -> list[Solved]:
-    """What gives a faulty record, the cheapest first; none where its op has no loops."""
-    problem = problem_of(replay, record)
-    return solve(problem) if problem else []
+def explanations(replay: Replay, record: OpRecord) -> Iterator[tuple[Solved, Scheme | None]]:
+    """What gives a faulty record, the cheapest first, and the arithmetic under which it was found, where none is
+    settled. None where its op has no loops.
+    """
+    for scheme in replay.plain_ones(record):
+        problem = problem_of(replay, record, scheme)
+        yield from ((solved, scheme) for solved in solve(problem)) if problem else ()
