@@ -215,7 +215,7 @@ def test_positions_shifted_alike_are_no_mistake(models, torch_trace, tmp_path: P
     ("fault", "either", "other"),
     [
         ("rope_pairing", "rope pairs neighbouring channels", "are permuted for the other rope layout"),
-        ("act_swapped", "SiLU is applied to up", "ffn_gate multiplies with ffn_up.weight"),
+        ("act_swapped", "activation is applied to up", "ffn_gate multiplies with ffn_up.weight"),
     ],
 )
 def test_what_is_alike_from_outside_is_said_to_be(fault: str, either: str, other: str, models, torch_trace) -> None:

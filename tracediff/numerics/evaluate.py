@@ -83,5 +83,5 @@ def noise(
     like = energy.value if energy.value is not None else next((x for x in inputs if x.numel() == y.numel()), y)
     if y.shape != like.shape:  # the shape in which the kind computes, not the graph's
         of = y.reshape(like.shape)
-    found = kind.noise(Made(op, op.function or kind.function, inputs, of, weights, energy, arithmetic, storage))
+    found = kind.noise_of(Made(op, op.function or kind.function, inputs, of, weights, energy, arithmetic, storage))
     return found if y.shape == like.shape else found.reshaped(y.shape)

@@ -275,7 +275,7 @@ _RULES: Mapping[str, Callable[..., _Errors]] = MappingProxyType({
     "__rdiv__": lambda y, units, a, b: _div(y, units, b, a),
     "sum": _sum, "mean": _mean, "cumsum": _cumsum, "where": _where, "masked_fill": _masked_fill,
     "maximum": _extreme, "minimum": _extreme, "clamp": _clamp, "amax": _amax, "silu": _silu,
-    **dict.fromkeys(("to", "float", "half", "double", "bfloat16"), _cast),
+    **dict.fromkeys(("to", "float", "half", "double", "bfloat16", "nan_to_num"), _cast),
     "neg": _cast, "sign": _exactly, "trunc": _exactly, "floor": _exactly, "ceil": _exactly, "round": _exactly,
     "abs": _cast,
     "relu": _through(lambda x, y: (x > 0).to(y.dtype), lambda x, y: 0.0 * y),
@@ -296,7 +296,7 @@ _RULES: Mapping[str, Callable[..., _Errors]] = MappingProxyType({
 _STRUCTURAL = frozenset({
     "__get__", "__getitem__", "reshape", "view", "flatten", "unflatten", "permute", "transpose", "swapaxes", "movedim",
     "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "cat", "stack",
-    "unbind", "split", "chunk", "narrow", "gather", "clone", "contiguous", "tril", "triu", "roll", "diag_embed",
+    "unbind", "split", "chunk", "narrow", "gather", "clone", "contiguous", "tril", "triu", "roll", "diag_embed", "flip",
     "unfold", "pad",
 })  # fmt: skip
 _CONSTANT = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})

@@ -4,13 +4,24 @@ A mistake yields variants of the op. Given what the engine made of the op (`Seen
 without, the usual wrong value is planted.
 """
 
-from tracediff.diagnose.mistakes import attention, blocks, embedding, feed_forward, norms, residual, rope, rows, weights
+from tracediff.diagnose.mistakes import (
+    attention,
+    blocks,
+    embedding,
+    experts,
+    feed_forward,
+    norms,
+    residual,
+    rope,
+    rows,
+    states,
+    weights,
+)
 
-BANK = {
-    mistake.name: mistake
-    for area in (weights, blocks, rows, embedding, norms, rope, attention, feed_forward, residual)
-    for mistake in area.AREA
-}
+_AREAS = (
+    weights, blocks, rows, embedding, norms, rope, attention, feed_forward, residual, experts, states,
+)  # fmt: skip
+BANK = {mistake.name: mistake for area in _AREAS for mistake in area.AREA}
 # From the outside of a segment these are one mistake: silu(up) * gate is what comes of swapped weights too, rope in the
 # other pairing is the right rope of rows permuted (q and k alike, so that q.k is the same), and so on.
 ALIKE = {

@@ -2,15 +2,15 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.fit import fitted
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where, computing
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where, axes_of, computing
 from tracediff.model.graph import Op
-from tracediff.numerics.kinds.attention import Mask, causal, scores, softmax, weighted_values
-from tracediff.numerics.kinds.kind import wide
+from tracediff.numerics.kinds.attention import causal, scores, softmax, weighted_values
 from tracediff.numerics.kinds.rope import rope
 
 AREA = Area()
@@ -105,11 +105,9 @@ def _scaled_scores(op: Op, context: Context) -> Variants:
     SOFTMAX, "llama-orch bf9f4fba",
 )  # fmt: skip
 def _half_row(op: Op, _: Context) -> Variants:
-    def function(s: Tensor, q: Tensor, k: Tensor, *, scale: float, mask: Mask = causal) -> Tensor:
-        x = (wide(s) * scale).masked_fill(mask(q, k), -math.inf)
-        weights = torch.exp(x - x.amax(-1, keepdim=True))
-        half = weights[..., : max(1, weights.shape[-1] // 2)].sum(-1, keepdim=True)
-        return (weights / half).to(s.dtype)
+    def function(*operands: Tensor, **attrs: Any) -> Tensor:
+        right = softmax(*operands, **attrs)
+        return right / right[..., : max(1, right.shape[-1] // 2)].sum(-1, keepdim=True)
 
     yield computing(op, function), "probabilities are divided by the sum of half the row"
 
@@ -128,8 +126,8 @@ def _deinterleaved(x: Tensor, groups: int) -> Tensor:
     "the mapping from query heads to key/value heads", Where(("scores", "weighted_values")), "onnx#7274",
 )  # fmt: skip
 def _heads(op: Op, context: Context) -> Variants:
-    n_head = op.axes[0] if op.kind == "scores" else context.graph[op.inputs[0]].axes[0]
-    n_head_kv = context.graph[op.inputs[1]].axes[1]
+    n_head = op.axes[0] if op.kind == "scores" else axes_of(op, 0, context.graph)[0]
+    n_head_kv = axes_of(op, 1, context.graph)[1]
     assert isinstance(n_head, int)
     assert isinstance(n_head_kv, int)
     if n_head_kv in (1, n_head):
@@ -195,3 +193,40 @@ def _cache_zeros(op: Op, context: Context) -> Variants:
         return scores(q, k)
 
     yield computing(op, function), f"the keys at positions {zero.tolist()} are zero"
+
+
+# --- windows, sinks, caps -----------------------------------------------------------------------------------------
+
+
+@AREA.mistake(
+    "window", "another sliding window", "the window: n tokens with the token itself, in the layers that have it",
+    SOFTMAX, "mlx-lm#390",
+)  # fmt: skip
+def _window(op: Op, context: Context) -> Variants:
+    for name in ("window", "chunk"):
+        right = op.attrs.get(name, 0)
+        others = {o.attrs.get(name, 0) for o in context.graph if o.kind in SOFTMAX.kinds} - {right}
+        wrong = (right - 1, right + 1, 0) if right else tuple(sorted(others))
+        for size in wrong:
+            said = f"a {name} of {size}" if size else f"no {name}"
+            yield op.with_attrs(**{name: size}), f"{said} instead of " + (f"one of {right}" if right else "none")
+
+
+@AREA.mistake(
+    "sinks_ignored", "the attention sinks are ignored", "whether the kernel adds the sinks to the sum", SOFTMAX
+)
+def _no_sinks(op: Op, _: Context) -> Variants:
+    if op.weights:
+        yield replace(op, weights=()), f"{op.weights[0].name} is not part of the softmax"
+
+
+@AREA.mistake("softcap_missing", "large scores are not bent by the soft cap", "the soft cap of the scores", SOFTMAX)
+def _no_softcap(op: Op, _: Context) -> Variants:
+    if op.attrs.get("softcap"):
+        yield op.with_attrs(softcap=0.0), f"scores are not capped at {op.attrs['softcap']:g}"
+
+
+@AREA.mistake("alibi_missing", "ALiBi's distances are left out", "the bias of the scores", SOFTMAX)
+def _no_alibi(op: Op, _: Context) -> Variants:
+    if op.attrs.get("max_bias"):
+        yield op.with_attrs(max_bias=0.0), "scores do not fall with the distance of a key"

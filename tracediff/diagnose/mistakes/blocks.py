@@ -9,7 +9,7 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Change, Context, Variants, Where, reading, values_of
+from tracediff.diagnose.mistakes.mistake import MATMUL, Area, Change, Context, Variants, Where, reading, values_of
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import raw_rows
@@ -161,4 +161,4 @@ def _changing(mistake: BlockMistake) -> Change:
 AREA = Area()
 for _block in BLOCK_MISTAKES:
     _look = f"the dequantisation of {_block.type} blocks"
-    AREA.mistake(_block.name, _block.text, _look, Where(("linear", "embedding")), _block.link)(_changing(_block))
+    AREA.mistake(_block.name, _block.text, _look, Where((*MATMUL.kinds, "embedding")), _block.link)(_changing(_block))

@@ -1,39 +1,99 @@
-"""Mistakes in the activation of the feed-forward."""
+"""Mistakes in activations."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.mistake import Area, Change, Context, Variants, Where, computing
 from tracediff.model.graph import Op
+from tracediff.numerics.kinds.activation import gelu, gelu_erf, gelu_quick, silu
 
 AREA = Area()
-GATED = Where(("swiglu",))
-
-_ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
-    "act_gelu": ("GELU is used for SiLU", lambda g, u: torch.nn.functional.gelu(g) * u),
-    "act_gelu_tanh": ("GELU (tanh) is used for SiLU", lambda g, u: torch.nn.functional.gelu(g, approximate="tanh") * u),
-    "act_relu": ("ReLU is used for SiLU", lambda g, u: torch.relu(g) * u),
-    "act_swapped": ("SiLU is applied to up instead of gate", lambda g, u: torch.nn.functional.silu(u) * g),
-    "act_no_silu": ("SiLU is not applied", lambda g, u: g * u),
-    "act_sigmoid": ("the sigmoid is not multiplied by its argument", lambda g, u: torch.sigmoid(g) * u),
-    "act_no_gate": ("up is not multiplied in", lambda g, u: torch.nn.functional.silu(g)),
+Activation = Callable[[Tensor], Tensor]
+_LOOK, _LINK = "the activation of the gated feed-forward", "candle#3745"
+# What kinds of ops activate with, and the same with a gate.
+_ALONE = MappingProxyType({"silu": "SiLU", "gelu": "GELU (tanh)", "gelu_erf": "GELU", "gelu_quick": "quick GELU",
+                           "relu": "ReLU"})  # fmt: skip
+_GATED = MappingProxyType({"swiglu": "SiLU", "geglu": "GELU (tanh)", "geglu_erf": "GELU", "geglu_quick": "quick GELU",
+                           "reglu": "ReLU", "swiglu_oai": "SiLU", "swiglu_clamp": "SiLU"})  # fmt: skip
+GATED = Where(tuple(_GATED))
+_FUNCTIONS: dict[str, Activation] = {
+    "SiLU": silu, "GELU (tanh)": gelu, "GELU": gelu_erf, "quick GELU": gelu_quick, "ReLU": torch.relu,
 }  # fmt: skip
 
 
-def _activation(text: str, function: Callable[[Tensor, Tensor], Tensor]) -> Change:
+def _instead(words: str, function: Activation) -> Change:
+    """That activation in the place of an op's own."""
+
     def change(op: Op, _: Context) -> Variants:
-        yield computing(op, function), text
+        if op.kind in _ALONE and _ALONE[op.kind] != words:
+            yield computing(op, function), f"{words} is used for {_ALONE[op.kind]}"
+        elif op.kind in _GATED and _GATED[op.kind] != words:
+            yield computing(op, lambda g, u, **_: function(g) * u), f"{words} is used for {_GATED[op.kind]}"
 
     return change
 
 
-for _name, (_text, _function) in _ACTIVATIONS.items():
-    AREA.mistake(_name, _text, "the activation of the gated feed-forward", GATED, "candle#3745")(
-        _activation(_text, _function)
+for _name, _words in {
+    "act_gelu": "GELU", "act_gelu_tanh": "GELU (tanh)", "act_relu": "ReLU", "act_silu": "SiLU",
+    "act_gelu_quick": "quick GELU",
+}.items():  # fmt: skip
+    AREA.mistake(_name, f"{_words} is used for another activation", _LOOK, Where((*_ALONE, *_GATED)), _LINK)(
+        _instead(_words, _FUNCTIONS[_words])
     )
+
+_OF_BOTH: dict[str, tuple[str, Callable[[Tensor, Tensor, Activation], Tensor]]] = {
+    "act_swapped": ("{} is applied to up instead of gate", lambda g, u, f: f(u) * g),
+    "act_no_silu": ("{} is not applied", lambda g, u, f: g * u),
+    "act_no_gate": ("up is not multiplied in", lambda g, u, f: f(g)),
+}
+
+
+def _of_both(text: str, function: Callable[[Tensor, Tensor, Activation], Tensor]) -> Change:
+    def change(op: Op, _: Context) -> Variants:
+        words = _GATED[op.kind]
+        yield computing(op, lambda g, u, **_: function(g, u, _FUNCTIONS[words])), text.format(words)
+
+    return change
+
+
+for _name, (_text, _function) in _OF_BOTH.items():
+    AREA.mistake(_name, _text.format("the activation"), _LOOK, GATED, _LINK)(_of_both(_text, _function))
+
+
+@AREA.mistake("act_sigmoid", "the sigmoid is not multiplied by its argument", _LOOK, Where(("swiglu",)), _LINK)
+def _sigmoid(op: Op, _: Context) -> Variants:
+    yield computing(op, lambda g, u: torch.sigmoid(g) * u), "the sigmoid is not multiplied by its argument"
+
+
+@AREA.mistake(
+    "act_skipped", "an activation is left out", "whether it is applied at all",
+    Where((*_ALONE, "sigmoid", "tanh", "softplus", "sqr", "exp")),
+)  # fmt: skip
+def _skipped(op: Op, _: Context) -> Variants:
+    yield computing(op, lambda x: x), f"{op.kind} is not applied"
+
+
+@AREA.mistake(
+    "act_limits", "gate and up are not held within their limits", "the clamp before the activation",
+    Where(("swiglu_oai", "swiglu_clamp")),
+)  # fmt: skip
+def _no_limits(op: Op, _: Context) -> Variants:
+    yield op.with_attrs(limit=float("inf")), f"values beyond {op.attrs['limit']:g} are not cut off"
+
+
+@AREA.mistake(
+    "up_plus_one", "1 is not added to up", "gpt-oss gates up + 1", Where(("swiglu_oai",)),
+)  # fmt: skip
+def _no_plus_one(op: Op, _: Context) -> Variants:
+    def function(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * up
+
+    yield computing(op, function), "up is not raised by 1"
 
 
 @AREA.mistake(
@@ -42,3 +102,17 @@ for _name, (_text, _function) in _ACTIVATIONS.items():
 )  # fmt: skip
 def _act_f16(op: Op, _: Context) -> Variants:
     yield replace(op, stored="f16"), "activations are float16: coarse, and infinite beyond 65,504"
+
+
+@AREA.mistake(
+    "scale_dropped",
+    "a factor is left out, or applied twice",
+    "the family's scales",
+    Where(("scale",)),
+    "sglang-jax#1282",
+)
+def _no_scale(op: Op, _: Context) -> Variants:
+    scale = op.attrs["scale"]
+    if scale != 1.0:
+        yield op.with_attrs(scale=1.0), f"the factor {scale:.6g} is left out"
+        yield op.with_attrs(scale=scale * scale), f"the factor {scale:.6g} is applied twice"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
-from tracediff.model.graph import Graph, Op
+from tracediff.model.graph import Axis, Graph, Op
 from tracediff.model.weights import dequantize, raw_rows
 from tracediff.names import layer_of
 from tracediff.numerics.kinds import KINDS
@@ -93,7 +93,8 @@ def parts_of(op: Op, graph: Graph) -> set[str]:
 
 
 LINEAR = Where(("linear",))
-NORM = Where(("rms_norm",))
+MATMUL = Where(("linear", "linear_id"))
+NORM = Where(("rms_norm", "layer_norm"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,12 @@ class Area(list[Mistake]):
             return change
 
         return add
+
+
+def axes_of(op: Op, position: int, graph: Graph) -> tuple[Axis, ...]:
+    """The axes of an input as the op sees it."""
+    view = op.seen[position]
+    return view.shape if view else graph[op.inputs[position]].axes
 
 
 def values_of(file: GGUFFile, info: TensorInfo) -> Tensor:

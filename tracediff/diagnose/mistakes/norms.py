@@ -1,16 +1,29 @@
 """Mistakes in norms."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.fit import fitted
-from tracediff.diagnose.mistakes.mistake import NORM, Area, Context, Variant, Variants, computing, reading, values_of
+from tracediff.diagnose.mistakes.mistake import (
+    NORM,
+    Area,
+    Context,
+    Variant,
+    Variants,
+    Where,
+    computing,
+    reading,
+    values_of,
+)
 from tracediff.model.graph import Op
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.norm import layer_norm, rms_norm
 
 AREA = Area()
+ANY_NORM, RMS_NORM = Where((*NORM.kinds, "l2_norm")), Where(("rms_norm",))
 _DECADES = range(-6, 7)  # about the right epsilon
 
 
@@ -26,9 +39,11 @@ def _eps(op: Op, context: Context) -> Variants:
     for eps in (1e-5, 1e-6, 1e-12, 1e-8, 0.0, 1e-4, 1e-3, 1e-7):
         if not math.isclose(eps, right):
             yield op.with_attrs(eps=eps), f"eps is {eps:g} instead of {right:g}"
-    seen, weight = context.seen, _weight_of(op, context)
+    seen, weights = context.seen, _weights_of(op, context)
     number = fitted(
-        lambda eps: rms_norm(seen.inputs[0], weight, eps=eps), seen.output, (right * 10.0**i for i in _DECADES)
+        lambda eps: KINDS[op.kind].function(seen.inputs[0], *weights, eps=eps),
+        seen.output,
+        (right * 10.0**i for i in _DECADES),
     )
     if number is not None:
         yield Variant(op.with_attrs(eps=number), f"eps is {number:.6g} instead of {right:g}", fitted=True)
@@ -36,11 +51,11 @@ def _eps(op: Op, context: Context) -> Variants:
 
 @AREA.mistake(
     "eps_outside_root", "the epsilon is added to the root, not under it", "x / (sqrt(mean(x^2)) + eps) in the norm",
-    NORM,
+    RMS_NORM,
 )  # fmt: skip
 def _eps_outside(op: Op, _: Context) -> Variants:
-    def function(x: Tensor, w: Tensor, eps: float) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True).sqrt() + eps) * w
+    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        return _times(x / (x.square().mean(-1, keepdim=True).sqrt() + eps), weight)
 
     yield computing(op, function), "eps is added outside the root"
 
@@ -50,7 +65,8 @@ def _eps_outside(op: Op, _: Context) -> Variants:
     NORM, "Liger-Kernel#74",
 )  # fmt: skip
 def _minus_one(op: Op, _: Context) -> Variants:
-    yield reading(op, lambda file, info: values_of(file, info) - 1), f"{op.weights[0].name} is used as w - 1"
+    if op.weights:
+        yield reading(op, lambda file, info: values_of(file, info) - 1), f"{op.weights[0].name} is used as w - 1"
 
 
 @AREA.mistake(
@@ -58,7 +74,8 @@ def _minus_one(op: Op, _: Context) -> Variants:
     NORM, "mold#1078",
 )  # fmt: skip
 def _plus_one(op: Op, _: Context) -> Variants:
-    yield reading(op, lambda file, info: values_of(file, info) + 1), f"{op.weights[0].name} is used as 1 + w"
+    if op.weights:
+        yield reading(op, lambda file, info: values_of(file, info) + 1), f"{op.weights[0].name} is used as 1 + w"
 
 
 @AREA.mistake(
@@ -67,8 +84,10 @@ def _plus_one(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _norm_scaled(op: Op, context: Context) -> Variants:
     factor = 0.1401
+    if not op.weights:
+        return
     if context.seen:
-        right = rms_norm(context.seen.inputs[0], _weight_of(op, context), eps=op.attrs["eps"])
+        right = KINDS[op.kind].function(context.seen.inputs[0], *_weights_of(op, context), **op.attrs)
         factor = float((right * context.seen.output).sum() / right.square().sum())
     if factor != 1.0:
         yield Variant(
@@ -78,40 +97,62 @@ def _norm_scaled(op: Op, context: Context) -> Variants:
         )
 
 
-def _weight_of(op: Op, context: Context) -> Tensor:
-    return values_of(context.file, context.file.tensors[op.weights[0].name]).double()
+def _weights_of(op: Op, context: Context) -> list[Tensor]:
+    found = (values_of(context.file, context.file.tensors[weight.name]).double() for weight in op.weights)
+    return [values.reshape(weight.shape) for values, weight in zip(found, op.weights, strict=True)]
+
+
+def _times(x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:
+    """With the weight and bias that there are."""
+    x = x * weight[0] if weight else x
+    return x + weight[1] if len(weight) > 1 else x
 
 
 @AREA.mistake(
-    "norm_skipped", "the norm is skipped", "whether the norm is applied at all", NORM, "aprender#2085",
+    "norm_skipped", "the norm is skipped", "whether the norm is applied at all", ANY_NORM, "aprender#2085",
 )  # fmt: skip
 def _skipped(op: Op, _: Context) -> Variants:
-    yield computing(op, lambda x, w, eps: x), "the input passes through unchanged"
+    yield computing(op, lambda x, *weights, eps: x), "the input passes through unchanged"
 
 
 @AREA.mistake("norm_without_weight", "the norm's weight is not applied", "whether the weight is loaded", NORM)
 def _no_weight(op: Op, _: Context) -> Variants:
-    yield reading(op, lambda file, info: torch.ones(info.shape)), f"{op.weights[0].name} is not applied"
+    if op.weights:
+        yield reading(op, lambda file, info: torch.ones(info.shape)), f"{op.weights[0].name} is not applied"
 
 
 @AREA.mistake(
-    "layer_norm", "the mean is subtracted: LayerNorm instead of RMS norm", "which norm the family uses", NORM,
+    "layer_norm", "the mean is subtracted: LayerNorm instead of RMS norm", "which norm the family uses", RMS_NORM,
 )  # fmt: skip
 def _layer_norm(op: Op, _: Context) -> Variants:
-    def function(x: Tensor, w: Tensor, eps: float) -> Tensor:
-        return layer_norm(x, w, eps=eps)
-
-    yield computing(op, function), "the mean is subtracted before norming"
+    yield computing(op, layer_norm), "the mean is subtracted before norming"
 
 
 @AREA.mistake(
     "norm_f16_overflow", "the mean of squares is taken in float16, which overflows beyond |x| = 256",
-    "the accumulator's type in the norm", NORM, "llama#1048",
+    "the accumulator's type in the norm", RMS_NORM, "llama#1048",
 )  # fmt: skip
 def _norm_f16(op: Op, _: Context) -> Variants:
-    def function(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
         squares = x.half().square()
         mean = squares.double().mean(-1, keepdim=True).to(x.dtype)
-        return x * torch.rsqrt(mean + eps) * w
+        return _times(x * torch.rsqrt(mean + eps), weight)
 
     yield computing(op, function), "squares are float16: infinite where |x| > 256"
+
+
+@AREA.mistake(
+    "rms_norm", "the mean is not subtracted: RMS norm instead of LayerNorm", "which norm the family uses",
+    Where(("layer_norm",)),
+)  # fmt: skip
+def _rms_norm(op: Op, _: Context) -> Variants:
+    yield computing(op, rms_norm), "the mean is not subtracted before norming"
+
+
+@AREA.mistake(
+    "norm_bias_missing", "the norm's bias is not added", "whether the loader reads the norm's .bias",
+    Where(("layer_norm", "rms_norm")),
+)  # fmt: skip
+def _no_bias(op: Op, _: Context) -> Variants:
+    if len(op.weights) > 1:
+        yield replace(op, weights=op.weights[:1]), f"{op.weights[1].name} is not added"

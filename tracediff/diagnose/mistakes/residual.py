@@ -1,37 +1,61 @@
-"""Mistakes in the residual stream."""
+"""Mistakes in sums of values: of the residual stream, and of what is added to a layer's output."""
 
 from dataclasses import replace
 
 from tracediff.diagnose.mistakes.mistake import NORM, Area, Context, Variants, Where, computing
-from tracediff.model.graph import Op
+from tracediff.model.graph import Graph, Op
 
 AREA = Area()
-RESIDUAL = Where(("add",))
+SUM = Where(("add",))
+
+
+def _is_residual(op: Op, graph: Graph) -> bool:
+    """Whether one of two terms is the stream: others read it as well."""
+    return len(op.inputs) == 2 and not op.views and any(len(graph.readers(name)) > 1 for name in op.inputs)
 
 
 @AREA.mistake(
     "residual_dropped", "the residual is not added", "the residual connection",
-    RESIDUAL,
+    SUM,
 )  # fmt: skip
-def _no_residual(op: Op, _: Context) -> Variants:
-    yield computing(op, lambda a, b: a), f"{op.inputs[1]} is not added"
-    yield computing(op, lambda a, b: b), f"{op.inputs[0]} is not added"
+def _no_residual(op: Op, context: Context) -> Variants:
+    if _is_residual(op, context.graph):
+        yield computing(op, lambda a, b: a), f"{op.inputs[1]} is not added"
+        yield computing(op, lambda a, b: b), f"{op.inputs[0]} is not added"
+
+
+@AREA.mistake(
+    "term_dropped", "a term of a sum is left out: a bias, a shared expert",
+    "what is added here, and whether it is loaded", SUM,
+)  # fmt: skip
+def _no_term(op: Op, context: Context) -> Variants:
+    if _is_residual(op, context.graph):
+        return
+    terms = [*op.inputs, *(weight.name for weight in op.weights)]
+    if terms[0] == terms[-1]:  # parts of one value
+        terms = [f"the {which} term, of {name}," for which, name in zip(("first", "second"), terms, strict=True)]
+    yield computing(op, lambda a, b: a), f"{terms[-1]} is not added"
+    if len(op.inputs) == 2:
+        yield computing(op, lambda a, b: b), f"{terms[0]} is not added"
 
 
 @AREA.mistake(
     "residual_twice", "the residual is added twice", "a residual both fused and added after",
-    RESIDUAL,
+    SUM,
 )  # fmt: skip
 def _twice(op: Op, _: Context) -> Variants:
-    yield computing(op, lambda a, b: a + 2 * b), f"{op.inputs[1]} is added twice"
-    yield computing(op, lambda a, b: 2 * a + b), f"{op.inputs[0]} is added twice"
+    if len(op.inputs) == 2:
+        yield computing(op, lambda a, b: a + 2 * b), f"{op.inputs[1]} is added twice"
+        yield computing(op, lambda a, b: 2 * a + b), f"{op.inputs[0]} is added twice"
 
 
 @AREA.mistake(
     "residual_normed", "the residual takes the normed value", "which buffer the residual reads",
-    RESIDUAL,
+    SUM,
 )  # fmt: skip
 def _normed(op: Op, context: Context) -> Variants:
+    if len(op.inputs) < 2 or op.views:
+        return
     stream = op.inputs[1]
     norm = next((reader for reader, _ in context.graph.readers(stream) if reader.kind in NORM.kinds), None)
     if norm:

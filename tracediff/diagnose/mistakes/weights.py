@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.mistake import (
-    LINEAR,
+    MATMUL,
     NORM,
     Area,
     Context,
@@ -20,25 +20,29 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Weight
 from tracediff.model.pairing import neighbours
 from tracediff.names import layer_of, split
+from tracediff.numerics.kinds import KINDS
 
 AREA = Area()
 
 
 @AREA.mistake(
     "weight_transposed", "the matmul reads its weight transposed",
-    "the leading dimension and the transpose flag of the GEMM call", LINEAR, "llama-orch 63343209",
+    "the leading dimension and the transpose flag of the GEMM call", MATMUL, "llama-orch 63343209",
 )  # fmt: skip
-def _transposed(op: Op, _: Context) -> Variants:
+def _transposed(op: Op, context: Context) -> Variants:
+    if len(context.file.tensors[op.weights[0].name].shape) < 2:
+        return  # of a single row
+
     def read(file: GGUFFile, info: TensorInfo) -> Tensor:
-        n_out, n_in = info.shape
-        return values_of(file, info).reshape(n_in, n_out).T
+        *experts, n_out, n_in = info.shape
+        return values_of(file, info).reshape(*experts, n_in, n_out).mT
 
     yield reading(op, read), f"{op.weights[0].name} is read transposed (leading dimension of the wrong side)"
 
 
 @AREA.mistake(
     "weight_zero", "the weight was never loaded: zeros", "the loader's table of tensor names",
-    LINEAR, "llama-orch 8bb3f6e5",
+    MATMUL, "llama-orch 8bb3f6e5",
 )  # fmt: skip
 def _zero(op: Op, _: Context) -> Variants:
     yield (
@@ -49,7 +53,7 @@ def _zero(op: Op, _: Context) -> Variants:
 
 @AREA.mistake(
     "bias_missing", "the bias is not added", "whether the loader reads the .bias tensors and the kernel adds them",
-    LINEAR, "ANEForge#253",
+    MATMUL, "ANEForge#253",
 )  # fmt: skip
 def _no_bias(op: Op, _: Context) -> Variants:
     if len(op.weights) > 1:
@@ -57,7 +61,7 @@ def _no_bias(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
-    "bias_twice", "the bias is added twice", "a bias both fused into the matmul and added after it", LINEAR,
+    "bias_twice", "the bias is added twice", "a bias both fused into the matmul and added after it", MATMUL,
 )  # fmt: skip
 def _bias_twice(op: Op, _: Context) -> Variants:
     if len(op.weights) > 1:
@@ -112,7 +116,7 @@ def _embedding_head(op: Op, context: Context) -> Variants:
 
 @AREA.mistake(
     "wrong_layer", "the weight of another layer is read", "the layer index in the loader",
-    Where((*LINEAR.kinds, *NORM.kinds), in_layer=True),
+    Where((*MATMUL.kinds, *NORM.kinds), in_layer=True),
 )  # fmt: skip
 def _other_layer(op: Op, context: Context) -> Variants:
     layer = layer_of(op.name)
@@ -129,12 +133,21 @@ def _other_layer(op: Op, context: Context) -> Variants:
 
 @AREA.mistake(
     "gate_up_swapped", "gate and up are swapped", "the order of the two halves of a fused gate-up weight",
-    Where(("linear",), ("gate", "up")), "mlx-lm#767",
+    Where(MATMUL.kinds, ("gate", "up")), "mlx-lm#767",
 )  # fmt: skip
 def _swapped(op: Op, context: Context) -> Variants:
-    (reader, position), *_ = context.graph.readers(op.name)
+    gated = [(r, i) for r, i in context.graph.readers(op.name) if KINDS[r.kind].inputs == ("gate", "up")]
+    if not gated:
+        return
+    reader, position = gated[0]
     other = context.graph[reader.inputs[1 - position]]
-    if other.kind == "linear":
+    if other is op:  # one weight for both
+
+        def read(file: GGUFFile, info: TensorInfo) -> Tensor:
+            return values_of(file, info).roll(info.shape[-2] // 2, -2)
+
+        yield Variant(reading(op, read), f"the halves of {op.weights[0].name} are swapped", name="swapped")
+    elif other.kind == op.kind:
         names = (split(o.name)[1] for o in (op, other))
         words = "{} multiplies with {}.weight".format(*names)
         yield Variant(replace(op, weights=other.weights), words, name="swapped")

@@ -13,6 +13,7 @@ from tracediff.numerics.roundings import half
 from tracediff.numerics.running import running
 
 silu = torch.nn.functional.silu
+_LARGEST = 65504.0  # of float16
 _TABLE_ENDS = 10.0  # beyond, ggml takes gelu(x) for 0 or x (ggml-cpu/vec.h, ggml_vec_gelu_f32)
 
 
@@ -74,8 +75,6 @@ def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor],
 
 def _swiglu_noise(made: Made) -> Noise:
     """Of exp(-gate) the share sigmoid(-gate) reaches gate / (1 + exp(-gate)) * up."""
-    if made.op.function:
-        return analysed(made)
     gate, up = (wide(x) for x in made.inputs)
     unit, share = made.unit, torch.sigmoid(-gate)
     # Three operations; exp is good to 2 units, and to |gate| more where its argument is scaled first (ex2).
@@ -105,14 +104,15 @@ def _table(activation: Callable[[Tensor], Tensor], ends: float) -> Callable[[Cal
     return compute
 
 
-def _table_noise(activation: Callable[[Tensor], Tensor]) -> Callable[[Made], Noise]:
+def _table_noise(activation: Callable[[Tensor], Tensor], ends: float) -> Callable[[Made], Noise]:
     """Entries are computed in float32: one that lies on a boundary of float16 may be the next."""
 
     def noise(made: Made) -> Noise:
         if made.arithmetic.operands != "f16" or made.op.function:
             return analysed(made)
         x, *up = made.inputs
-        entry, error = running(activation, [half(x)], each=made.unit, sums=made.unit)
+        x = half(x.masked_fill(x.abs() >= min(ends, _LARGEST), 0.0))
+        entry, error = running(activation, [x], each=made.unit, sums=made.unit)
         bound, found = error.bound(), half(entry)
         turned = torch.maximum((half(entry + bound) - found).abs(), (half(entry - bound) - found).abs())
         turned = turned * (up[0].abs() if up else 1.0)
@@ -123,7 +123,7 @@ def _table_noise(activation: Callable[[Tensor], Tensor]) -> Callable[[Made], Noi
 
 def _tabled(name: str, activation: Callable[[Tensor], Tensor], ends: float = math.inf) -> tuple[Kind, Kind]:
     alone = Kind(
-        name, activation, ("x",), compute=_table(activation, ends), noise=_table_noise(activation), scheme="table"
+        name, activation, ("x",), compute=_table(activation, ends), noise=_table_noise(activation, ends), scheme="table"
     )
     gated = replace(alone, name=name.replace("gelu", "geglu"), function=_gated(activation), inputs=("gate", "up"))
     return alone, gated
@@ -141,5 +141,5 @@ KINDS = (
     Kind("reglu", _gated(torch.relu), ("gate", "up")),
     *_tabled("gelu", gelu, _TABLE_ENDS),
     *_tabled("gelu_quick", gelu_quick),
-    *(Kind(name, f, ("x",)) for name, f in _UNARY.items()),
+    *(Kind(name, f, ("x",), keeps_part=name == "tanh") for name, f in _UNARY.items()),  # a score that is capped
 )

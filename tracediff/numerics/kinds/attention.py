@@ -179,7 +179,7 @@ _VISIBLE = ("window", "chunk", "causal")
 def _softmax_noise(made: Made) -> Noise:
     """Exp magnifies the rounding of its argument: scaled score, maximum and their difference, a unit of each."""
     op = made.op
-    if op.function or op.weights or not op.attrs.keys() <= {"scale", "mask", *_VISIBLE}:
+    if op.weights or not op.attrs.keys() <= {"scale", "mask", *_VISIBLE}:
         return analysed(made)
     scores, queries, keys = made.inputs
     y, unit = made.y, made.unit

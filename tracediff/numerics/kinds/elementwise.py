@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tracediff.numerics.floors import Noise
-from tracediff.numerics.kinds.kind import Kind, Made, analysed, expressed_as, one_rounding
+from tracediff.numerics.kinds.kind import Kind, expressed_as, one_rounding
 
 
 def repeated(x: Tensor, like: Tensor) -> Tensor:
@@ -50,10 +49,6 @@ def softplus_as_computed(x: Tensor) -> Tensor:
     return torch.where(x > 20, x, torch.log(1 + torch.exp(x.clamp(max=20.0))))
 
 
-def _of_sum(made: Made) -> Noise:
-    return analysed(made) if made.op.function else one_rounding(made)
-
-
 def rounded(x: Tensor) -> Tensor:
     """To the nearest whole number, halves away from 0 as C does."""
     return torch.sign(x) * torch.floor(x.abs() + 0.5)
@@ -65,7 +60,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "round": rounded, "trunc": torch.trunc, "step": lambda x: (x > 0).to(x.dtype),
 }  # fmt: skip
 KINDS = (
-    Kind("add", add, ("a", "b"), noise=_of_sum, scheme="rms_norm"),
+    Kind("add", add, ("a", "b"), noise=one_rounding, scheme="rms_norm"),
     *(Kind(name, f, ("a", "b"), scheme="rms_norm") for name, f in {"sub": sub, "mul": mul, "div": div}.items()),
     Kind("scale", scale, ("x",), keeps_part=True),
     Kind("clamp", clamp, ("x",), keeps_part=True),

@@ -1,18 +1,21 @@
 """Mixtures of experts: matmuls with the matrices that a router chose."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Energy, Kind, Made, one_rounding
+from tracediff.numerics.kinds.layout import as_places
 from tracediff.numerics.kinds.linear import linear, matrix, product
 from tracediff.numerics.kinds.matmul import noise_of_sums
 
 
 def _linear_id(call: Call) -> Tensor:
     """[T, n, n_in], ids [T, used] -> [T, used, n_out]: each chosen expert's matrix by itself; n is 1 or `used`."""
-    x, ids = call.inputs[0], call.inputs[1].long()
-    weights, op = call.weights, call.op
+    x, weights, op = call.inputs[0], call.weights, call.op
+    ids, is_expert = as_places(call.inputs[1], op.weights[0].shape[0])
     x = x.unflatten(-1, (-1, op.weights[0].shape[-1])) if x.ndim == 2 else x
     biases = weights.load(op.weights[1]) if len(op.weights) > 1 else None
     made: list[tuple[Tensor, Energy]] = []
@@ -29,12 +32,14 @@ def _linear_id(call: Call) -> Tensor:
 
     if call.energy:
         call.energy.take(Energy.joined([energy for _, energy in made]), in_place)
-    return in_place(torch.cat([y for y, _ in made]))
+    y = in_place(torch.cat([y for y, _ in made]))
+    return y if bool(is_expert.all()) else y.masked_fill(~is_expert[..., None], math.nan)
 
 
 def add_id(x: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
     """[T, used, n], ids [T, used], [experts, n] -> x with each expert's own row added."""
-    return x + bias[ids.long()]
+    at, is_expert = as_places(ids, len(bias))
+    return x + bias[at].masked_fill(~is_expert[..., None], math.nan)
 
 
 def _noise(made: Made) -> Noise:

@@ -187,6 +187,10 @@ class Kind:
     keeps_part: bool = False
     picks: Callable[[Tensor, Tensor], Tensor] | None = None
 
+    def noise_of(self, made: Made) -> Noise:
+        """Its noise, or that of the function in its place: formulas hold for their own."""
+        return (analysed if made.op.function and self.compute is applied else self.noise)(made)
+
     def axis_names(self, n: int) -> tuple[str, ...]:
         """Names of the axes of a value that has `n`; heads may lie side by side."""
         if n == len(self.axes):

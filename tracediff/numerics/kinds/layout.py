@@ -1,10 +1,12 @@
 """What moves values, or makes some of nothing. None of it rounds, but for a copy to another type."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from tracediff.numerics.floors import UNIT, Noise
-from tracediff.numerics.kinds.kind import Call, Kind, Made, applied, kept, none
+from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, kept, none
 from tracediff.numerics.roundings import rounding_named
 
 
@@ -25,13 +27,19 @@ def repeat(x: Tensor, *, times: tuple[int, ...] = ()) -> Tensor:
     return x.repeat((1,) * (x.ndim - len(times)) + tuple(times))
 
 
+def as_places(ids: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Whole numbers from 0 to n - 1, and where they are that: an engine may record anything. Others become 0."""
+    at = ids.nan_to_num(-1.0).long()
+    is_place = (at == ids) & (at >= 0) & (at < n)
+    return torch.where(is_place, at, 0), is_place
+
+
 def get_rows(table: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` [..., r] of a table [..., n, m] -> [..., r, m]; of each batch its own rows."""
-    at = ids.long()
-    if at.ndim == 1 and table.ndim == 2:
-        return table[at]
+    at, is_place = as_places(ids, table.shape[-2])
     rows = at[..., None].expand(*at.shape, table.shape[-1])
-    return table.expand(*at.shape[:-1], *table.shape[-2:]).gather(-2, rows)
+    found = table.expand(*at.shape[:-1], *table.shape[-2:]).gather(-2, rows)
+    return found if bool(is_place.all()) else found.masked_fill(~is_place[..., None], math.nan)
 
 
 def set_rows(rows: Tensor, ids: Tensor, into: Tensor) -> Tensor:
@@ -40,6 +48,10 @@ def set_rows(rows: Tensor, ids: Tensor, into: Tensor) -> Tensor:
     last = torch.zeros(into.shape[-2], dtype=torch.long, device=at.device).scatter(0, at, torch.arange(len(at)) + 1)
     replaced = torch.cat((rows[..., :1, :], rows), -2)[..., last, :]
     return torch.where((last > 0)[:, None], replaced, into)
+
+
+def _of_rows(made: Made) -> Noise:
+    return analysed(made) if made.op.function else none(made)
 
 
 def fill(x: Tensor, *, value: float) -> Tensor:
@@ -84,16 +96,16 @@ def _rows(call: Call) -> Tensor:
     """Of a weight the rows alone are read."""
     if not call.op.weights:
         return applied(call)
-    ids = call.inputs[0].long()
-    rows = call.weights.gather(call.op.weights[0], ids.flatten())
-    return kept(rows.reshape(*ids.shape, rows.shape[-1]), call.weights)
+    at, is_place = as_places(call.inputs[0], call.op.weights[0].shape[0])
+    rows = call.weights.gather(call.op.weights[0], at.flatten()).reshape(*at.shape, -1)
+    return kept(rows.masked_fill(~is_place[..., None], math.nan), call.weights)
 
 
 KINDS = (
     Kind("copy", copy, ("x",), noise=_copy_noise, keeps_part=True),
     Kind("concat", concat, ("a", "b"), noise=none),
     Kind("repeat", repeat, ("x",), noise=none, keeps_part=True),
-    Kind("get_rows", get_rows, ("table", "ids"), compute=_rows, noise=none),
+    Kind("get_rows", get_rows, ("table", "ids"), compute=_rows, noise=_of_rows),
     Kind("set_rows", set_rows, ("rows", "ids", "into"), noise=none),
     Kind("pad", pad, ("x",), noise=none),
     Kind("roll", roll, ("x",), noise=none),

@@ -38,7 +38,7 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _noise(made: Made) -> Noise:
-    if made.op.function or len(made.op.weights) != 1:
+    if len(made.op.weights) != 1:
         return analysed(made)
     unit, size = made.unit, made.size
     # In half precision a third rounding, of the weight: transformers holds it in half precision as well.

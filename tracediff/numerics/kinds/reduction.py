@@ -8,6 +8,7 @@ from torch import Tensor
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.elementwise import repeated
 from tracediff.numerics.kinds.kind import Kind, Made, none
+from tracediff.numerics.kinds.layout import as_places
 
 
 def sum_rows(x: Tensor) -> Tensor:
@@ -53,9 +54,8 @@ def argmax(x: Tensor) -> Tensor:
 
 def at_places(x: Tensor, places: Tensor) -> Tensor:
     """The values of x [..., n] at these places; NaN for what is no place in it."""
-    at = places.nan_to_num(-1.0).long()
-    is_place = (at == places) & (at >= 0) & (at < x.shape[-1])
-    return x.gather(-1, torch.where(is_place, at, 0)).masked_fill(~is_place, math.nan)
+    at, is_place = as_places(places, x.shape[-1])
+    return x.gather(-1, at).masked_fill(~is_place, math.nan)
 
 
 def in_order(x: Tensor, places: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ KINDS = (
     Kind("mean", mean, ("x",)),
     Kind("cumsum", cumsum, ("x",)),
     Kind("soft_max", soft_max, ("x", "mask")),
-    Kind("argsort", argsort, ("x",), ("token", "rank"), noise=_of_picks, picks=at_places),
-    Kind("top_k", top_k, ("x",), ("token", "rank"), noise=_of_picks, picks=in_order),
+    Kind("argsort", argsort, ("ranked",), ("token", "rank"), noise=_of_picks, picks=at_places),
+    Kind("top_k", top_k, ("ranked",), ("token", "rank"), noise=_of_picks, picks=in_order),
     Kind("argmax", argmax, ("x",), ("token",), noise=none),
 )

@@ -1,0 +1,106 @@
+"""Mistakes of lifted graphs: planted in one layer of the torch engine, located by its trace alone, and named."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tracediff.diagnose.mistakes import BANK, experts, states
+from tracediff.diagnose.planting import plant
+from tracediff.engine.recorder import Recorder
+from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Graph
+from tracediff.model.weights import Weights
+from tracediff.pipeline import check_trace
+from tracediff.trace.writer import TraceWriter
+
+Tiny = Callable[[str], Path]
+TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12, 13)
+# Of each architecture the mistakes that are planted in layer 1, but for one whose state shows in what reads it.
+PLANTED = {
+    "qwen3moe": ("router_sigmoid", "weights_not_normalised", "expert_order", "expert_off_by_one", "top_k_off_by_one",
+                 "top_k_smallest", "wrong_layer", "weight_transposed@blk.1.ffn_gate_exps"),
+    "deepseek2": ("router_softmax", "selection_bias_in_weights", "weights_normalised", "scale_dropped", "term_dropped",
+                  "gate_up_swapped"),
+    "gpt-oss": ("sinks_ignored", "window@0", "act_limits", "up_plus_one", "bias_missing@blk.1.ffn_down_exps"),
+    "gemma3": ("window@blk.5.attn_probs", "act_silu", "scale_dropped@token_embd_scaled"),
+    "qwen3next": ("gate_ignored", "act_skipped@0", "state_not_carried@blk.0.ssm_state"),
+    "mamba2": ("conv_reversed", "rate_without_softplus", "decay_as_logarithm", "state_not_carried@blk.1.conv_state"),
+    "bloom": ("alibi_missing", "rms_norm", "norm_bias_missing"),
+}  # fmt: skip
+
+
+def traced(graph: Graph, file: GGUFFile, out: Path, tokens: tuple[int, ...] = TOKENS, n_decode: int = 2) -> Path:
+    """A trace of the torch engine in float32."""
+    with TraceWriter(out, "torch", graph.hparams.arch) as writer:
+        engine, recorder = TorchEngine(graph, Weights(file, torch.float32)), Recorder(writer)
+        engine.run(0, StepInput(tokens, tuple(range(len(tokens)))), recorder)
+        for step in range(1, n_decode + 1):
+            last = int(engine.logits[-1].argmax())
+            engine.run(step, StepInput((last,), (len(tokens) + step - 1,)), recorder)
+    return out
+
+
+@pytest.mark.parametrize(("arch", "fault"), [(arch, fault) for arch, faults in PLANTED.items() for fault in faults])
+def test_a_planted_mistake_is_located_and_named(arch: str, fault: str, tiny: Tiny, tmp_path: Path) -> None:
+    file = GGUFFile(tiny(arch))
+    clean = build_graph(file)
+    planted = plant(clean, file, fault if "@" in fault else f"{fault}@1")
+    changed = {op.name for op in planted if op is not clean[op.name]}
+    shows = {reader.name for name in changed for reader, _ in clean.readers(name)} if "state" in fault else changed
+    result = check_trace(traced(planted, file, tmp_path / "a.trace"), tiny(arch))
+    assert {op.op for op in result.faulty} == shows
+    assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {fault.partition("@")[0]}
+
+
+def test_every_mistake_of_experts_and_states_is_planted_here() -> None:
+    planted = {fault.partition("@")[0] for faults in PLANTED.values() for fault in faults}
+    assert {mistake.name for mistake in (*experts.AREA, *states.AREA)} <= planted <= set(BANK)
+
+
+def other_of_equals(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """The k largest, of equal ones those at the end."""
+    n = scores.shape[-1]
+    return n - 1 - torch.argsort(scores.flip(-1), stable=True, dim=-1, descending=True)[..., :k]
+
+
+def test_ties_are_no_faults_whichever_expert_is_taken(tiny: Tiny, tmp_path: Path) -> None:
+    file = GGUFFile(tiny("qwen3moe"))
+    graph = build_graph(file)
+    tied = []
+    for op in graph:  # routers to which all experts are equal
+        if op.name.endswith("ffn_gate_inp"):
+            shape = op.weights[0].shape
+            tied.append(replace(op, weights=(replace(op.weights[0], read=lambda *_, s=shape: torch.zeros(s)),)))
+    graph = graph.changed(*tied)
+    choices = [replace(op, function=other_of_equals) for op in graph if op.kind == "top_k"]
+    path = traced(graph.changed(*choices), file, tmp_path / "a.trace", TOKENS * 9)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    picked = [record for record in records if record.get("op", "").endswith("ffn_moe_topk")]
+    data = path.with_suffix(".bin").read_bytes()
+    taken = [np.frombuffer(data, np.float32, int(np.prod(r["shape"])), r["offset"]) for r in picked]
+    assert sum(len(ids) for ids in taken) > 600
+    assert {*np.concatenate(taken)} == {4.0, 5.0, 6.0}  # of seven; ours would be 0, 1 and 2
+    faulty = {op.op for op in check_trace(path, tiny("qwen3moe")).faulty}
+    assert faulty == {op.name for op in tied}
+
+
+@pytest.mark.parametrize("wrong", [7.0, 0.5, np.nan, 0.0])
+def test_a_choice_that_is_none_is_a_fault(wrong: float, tiny: Tiny, tmp_path: Path) -> None:
+    """Beyond the experts, between two, no number; or one of the best twice."""
+    file = GGUFFile(tiny("qwen3moe"))
+    path = traced(build_graph(file), file, tmp_path / "a.trace", n_decode=0)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    choice = next(record for record in records if record.get("op") == "blk.1.ffn_moe_topk")
+    data = bytearray(path.with_suffix(".bin").read_bytes())
+    ids = np.frombuffer(data, np.float32, int(np.prod(choice["shape"])), choice["offset"])
+    ids[:] = wrong
+    path.with_suffix(".bin").write_bytes(data)
+    faulty = {op.op for op in check_trace(path, tiny("qwen3moe")).faulty}
+    assert "blk.1.ffn_moe_topk" in faulty

@@ -1,0 +1,133 @@
+"""Mistakes in mixtures of experts: in the choice, in the weights of the chosen, in whose matrix multiplies."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing, reading, values_of
+from tracediff.model.gguf_file import GGUFFile, TensorInfo
+from tracediff.model.graph import Graph, Op
+from tracediff.numerics.kinds.elementwise import repeated
+from tracediff.numerics.kinds.layout import get_rows
+from tracediff.numerics.kinds.reduction import argsort
+
+AREA = Area()
+CHOSEN = ("ranked", "table")  # parts of scores that experts are chosen by, or weighted with
+
+
+@AREA.mistake(
+    "router_softmax", "the router's scores are a softmax where they should be a sigmoid", "the gating function",
+    Where(("sigmoid",), CHOSEN), "llama.cpp#18980",
+)  # fmt: skip
+def _softmax(op: Op, _: Context) -> Variants:
+    yield computing(op, lambda x: torch.softmax(x, -1)), "a softmax is taken where a sigmoid belongs"
+
+
+@AREA.mistake(
+    "router_sigmoid", "the router's scores are a sigmoid where they should be a softmax", "the gating function",
+    Where(("soft_max",), CHOSEN),
+)  # fmt: skip
+def _sigmoid(op: Op, _: Context) -> Variants:
+    yield computing(op, lambda x, scale=1.0: torch.sigmoid(x * scale)), "a sigmoid is taken where a softmax belongs"
+
+
+@AREA.mistake(
+    "selection_bias_in_weights", "the bias that experts are chosen with is in their weights too",
+    "which scores the weights are taken from: those without the bias", Where(("get_rows",)),
+    "PaddleFormers#3452",
+)  # fmt: skip
+def _biased(op: Op, context: Context) -> Variants:
+    choice = context.graph.ops.get(op.inputs[-1])
+    if choice and choice.kind == "top_k" and len(op.inputs) == 2 and choice.inputs[0] != op.inputs[0]:
+        yield replace(op, inputs=(choice.inputs[0], op.inputs[1])), "the weights have the bias of the choice in them"
+
+
+@AREA.mistake(
+    "weights_not_normalised", "the weights of the chosen experts are not divided by their sum",
+    "norm_topk_prob of the model", Where(("div",)), "torchtitan#1448",
+)  # fmt: skip
+def _not_normalised(op: Op, context: Context) -> Variants:
+    if len(op.inputs) == 2 and op.inputs[0] in _ancestors(op.inputs[1], context.graph, 3):
+        yield computing(op, lambda a, b: a), "the weights are not divided by their sum"
+        yield computing(op, lambda a, b: a / repeated(b, a).square()), "the weights are divided by their sum twice"
+
+
+@AREA.mistake(
+    "weights_normalised", "the weights of the chosen experts are divided by their sum, which this model does not do",
+    "norm_topk_prob, or a softmax over the chosen scores alone", Where(("get_rows",)), "mlxcel#391",
+)  # fmt: skip
+def _normalised(op: Op, context: Context) -> Variants:
+    choice = context.graph.ops.get(op.inputs[-1])
+    if choice and choice.kind == "top_k" and len(op.inputs) == 2:
+
+        def function(table: Tensor, ids: Tensor) -> Tensor:
+            rows = get_rows(table, ids)
+            return rows / rows.sum(-2, keepdim=True)
+
+        yield computing(op, function), "the weights are divided by their sum"
+
+
+def _ancestors(name: str, graph: Graph, depth: int) -> set[str]:
+    """What a value is computed from, so many ops before it."""
+    before = graph.ops[name].inputs if depth and name in graph else ()
+    return {*before}.union(*(_ancestors(one, graph, depth - 1) for one in before))
+
+
+@AREA.mistake(
+    "expert_order", "the outputs of experts are weighted in another order",
+    "the order of slots after sorting by expert", Where(("mul",)),
+)  # fmt: skip
+def _order(op: Op, context: Context) -> Variants:
+    if len(op.inputs) == 2 and any(_is_of_experts(name, context.graph) for name in op.inputs):
+
+        def reversed_slots(a: Tensor, b: Tensor) -> Tensor:
+            return a * repeated(b, a).flip(-2)
+
+        yield computing(op, reversed_slots), "the weight of each slot goes to the slot at the other end"
+
+
+def _is_of_experts(name: str, graph: Graph) -> bool:
+    return name in graph and graph[name].kind in ("linear_id", "add_id")
+
+
+@AREA.mistake(
+    "expert_off_by_one", "an expert's weights stand under another's number",
+    "the offset of an expert in the stacked weight", Where(("linear_id",)),
+)  # fmt: skip
+def _off_by_one(op: Op, _: Context) -> Variants:
+    for by, words in ((1, "before"), (-1, "after")):
+
+        def read(file: GGUFFile, info: TensorInfo, by: int = by) -> Tensor:
+            return values_of(file, info).roll(by, 0)
+
+        yield reading(op, read), f"each expert multiplies with the matrix of the one {words} it"
+
+
+@AREA.mistake(
+    "top_k_off_by_one", "the best expert is passed over", "the first rank of the choice", Where(("top_k",)),
+)  # fmt: skip
+def _off_by_one_rank(op: Op, _: Context) -> Variants:
+    def function(x: Tensor, k: int) -> Tensor:
+        return argsort(x, descending=True)[..., 1 : k + 1]
+
+    yield computing(op, function), "the choice begins with the second best"
+
+
+@AREA.mistake(
+    "top_k_smallest", "the experts of the smallest scores are chosen", "the order of the sort", Where(("top_k",))
+)
+def _smallest(op: Op, _: Context) -> Variants:
+    yield computing(op, lambda x, k: argsort(x)[..., :k]), "the smallest scores are chosen"
+
+
+@AREA.mistake(
+    "gate_ignored", "a value is not multiplied by its gate", "the gate of a shared expert, or of attention",
+    Where(("mul",)),
+)  # fmt: skip
+def _ungated(op: Op, context: Context) -> Variants:
+    for position, name in enumerate(op.inputs):
+        if len(op.inputs) == 2 and name in context.graph and context.graph[name].kind in ("sigmoid", "silu"):
+            kept = op.inputs[1 - position]
+            function = (lambda a, b: b) if position == 0 else (lambda a, b: a)
+            yield computing(op, function), f"{kept} is not multiplied by {name}"
