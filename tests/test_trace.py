@@ -87,22 +87,6 @@ def test_shapes(shape: tuple[int, ...], path: Path) -> None:
         np.testing.assert_array_equal(trace.values(record), values, strict=True)
 
 
-def test_values_are_mapped_not_read(path: Path) -> None:
-    """A data file larger than any memory here costs nothing until it is looked at."""
-    n = 1 << 36
-    with TraceWriter(path, "e") as writer:
-        writer.step(0, [1], [0])
-        offset = writer.reserve(8 * n)
-        writer.write_at(offset + 8 * (n - 2), np.array([1.5, -2.5]))
-        writer.op_at(0, "a", (n,), "f64", offset)
-    trace = Trace(path)
-    values = trace.values(trace.ops[0, "a"])
-    assert values[-2:].tolist() == [1.5, -2.5]
-    assert values.shape == (n,)
-    assert values[-3:].tolist() == [0.0, 1.5, -2.5]
-    assert not values.flags.writeable
-
-
 def test_values_of_another_dtype_are_refused(path: Path) -> None:
     with TraceWriter(path, "e") as writer, pytest.raises(ValueError, match="float64 values given as f32"):
         writer.op(0, "a", np.zeros(3), "f32")

@@ -142,8 +142,14 @@ class Replay:
         Where every record that was asked is mistaken, a sound one among the others is asked by itself.
         """
         choice = self.choice(record)
-        alone = not choice.settled and not self._planner.is_segment(record)
-        return self._best_of(record, self._planner.candidates(record) if alone else choice.schemes)
+        local = self._best_of(record, choice.schemes)
+        if not local.faulty or self._planner.is_segment(record):
+            return local
+        # Not as its kin: mistaken, or in another kernel's arithmetic, which then leaves next to nothing.
+        others = (self._closely(record, scheme).local for scheme in self._planner.candidates(record))
+        if choice.settled:
+            return next((o for o in others if o.nmse <= NOTHING and o.judgement == "sound"), local)
+        return self._best_of(record, self._planner.candidates(record))
 
     def choice(self, record: OpRecord) -> Choice:
         """What the plan says of the record's sort."""
