@@ -142,14 +142,18 @@ class Replay:
         Where every record that was asked is mistaken, a sound one among the others is asked by itself.
         """
         choice = self.choice(record)
+        if self._planner.is_segment(record):
+            return self._best_of(record, choice.schemes)
+        if not choice.settled:
+            return self._best_of(record, self._planner.candidates(record))
         local = self._best_of(record, choice.schemes)
-        if not local.faulty or self._planner.is_segment(record):
-            return local
-        # Not as its kin: mistaken, or in another kernel's arithmetic, which then leaves next to nothing.
-        others = (self._closely(record, scheme).local for scheme in self._planner.candidates(record))
-        if choice.settled:
-            return next((o for o in others if o.nmse <= NOTHING and o.judgement == "sound"), local)
-        return self._best_of(record, self._planner.candidates(record))
+        return self._in_another(record, choice) or local if local.faulty else local
+
+    def _in_another(self, record: OpRecord, choice: Choice) -> Local | None:
+        """The record in an arithmetic that its kin have not: in another kernel's, which leaves next to nothing."""
+        others = (scheme for scheme in self._planner.candidates(record) if scheme not in choice.schemes)
+        locals_ = (self._closely(record, scheme).local for scheme in others)
+        return next((local for local in locals_ if local.nmse <= NOTHING and local.judgement == "sound"), None)
 
     def choice(self, record: OpRecord) -> Choice:
         """What the plan says of the record's sort."""
