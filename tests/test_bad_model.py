@@ -128,7 +128,7 @@ def test_no_such_file(tmp_path: Path, refused: Callable[..., str]) -> None:
 
 
 def test_a_folder(tmp_path: Path, refused: Callable[..., str]) -> None:
-    assert "Is a directory. Check the path." in refused("run", tmp_path, "-p", "x")
+    assert "cannot open the model: it is a folder. Check the path." in refused("run", tmp_path, "-p", "x")
 
 
 def test_a_type_that_cannot_be_dequantised(good: bytes, tmp_path: Path, refused: Callable[..., str]) -> None:
