@@ -182,9 +182,7 @@ def locals_of(run: Run, folder: Path) -> Iterator[Judged]:
         trace_torch(model, out, TorchOptions(capture=capture, **options), tokens, n_decode=2)
     else:
         options = {"threads": 1} | options
-        LlamaCpp(
-            model, graph, Prompt(tokens=tokens), out, capture=capture, n_decode=2, options=Options(**options)
-        ).wait()
+        LlamaCpp(model, Prompt(tokens=tokens), out, capture=capture, n_decode=2, options=Options(**options)).wait()
     trace = Trace(out)
     if wanted == "logits":
         trace.ops = {key: record for key, record in trace.ops.items() if record.op == "output"}

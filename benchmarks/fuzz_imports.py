@@ -216,10 +216,10 @@ def gguf(data: bytes, folder: Path) -> None:
 
     path = folder / "in.gguf"
     path.write_bytes(data)
-    texts = Vocabulary(path)
+    file = GGUFFile(path)
+    texts = Vocabulary(file)
     texts.decode(range(300))
     [texts.is_special(token) for token in range(300)]
-    file = GGUFFile(path)
     tensors = FileTensors(file)
     for name in tensors.names()[:4]:
         tensors.head(name)

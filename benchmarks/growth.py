@@ -29,7 +29,6 @@ from tracediff.inspect.validate import validate
 from tracediff.interchange.export import export_trace
 from tracediff.interchange.importer import Options as ImportOptions
 from tracediff.interchange.importer import import_trace
-from tracediff.model.families import load_graph
 from tracediff.model.synthetic import Shape, write_model
 from tracediff.names import wanted
 from tracediff.pipeline import check_trace, compare_traces
@@ -95,10 +94,10 @@ class Case:
 
     def trace_llama_cpp(self) -> Path:
         """Every op."""
-        out, graph = self.folder / "reference.trace", load_graph(self.model)
+        out = self.folder / "reference.trace"
         n_decode = self.size if self.axis.name == "steps" else 0
         options = Options(threads=1)
-        LlamaCpp(self.model, graph, Prompt(tokens=self.prompt), out, n_decode=n_decode, options=options).wait()
+        LlamaCpp(self.model, Prompt(tokens=self.prompt), out, n_decode=n_decode, options=options).wait()
         return out
 
     def trace_torch(self) -> Path:

@@ -98,7 +98,7 @@ def findings(weights: str, folder: Path) -> Iterator[Finding]:
     file = GGUFFile(model)
     graph = build_graph(file)
     out = folder / f"{weights}.trace"
-    LlamaCpp(model, graph, Prompt(tokens=tokens_of(LENGTH, graph.hparams.n_vocab)), out).wait()
+    LlamaCpp(model, Prompt(tokens=tokens_of(LENGTH, graph.hparams.n_vocab)), out).wait()
     trace, kept = Perturbed(out), Weights(file, keep_bytes=1 << 30)
     clean = {record.op: local for record, local in Replay(trace, graph, kept).run()}
     for op in OPS:

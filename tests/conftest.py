@@ -17,7 +17,6 @@ import tiny_models
 from tracediff.cli import main
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.torch_run import TorchOptions, trace_torch
-from tracediff.model.families import load_graph
 from tracediff.model.synthetic import DEMO, Shape, quantize, write_model
 from tracediff.trace.format import STORAGE
 from tracediff.trace.reader import Trace
@@ -112,7 +111,6 @@ def llama_cpp_trace(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
             made[key] = folder / f"{len(made)}.trace"
             LlamaCpp(
                 model,
-                load_graph(model),
                 Prompt(tokens=tokens),
                 made[key],
                 capture=capture,

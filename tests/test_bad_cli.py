@@ -18,7 +18,6 @@ from tracediff.engine import torch_engine
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import EngineError
-from tracediff.model.families import load_graph
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
@@ -115,7 +114,7 @@ def test_tokens_outside_the_vocabulary_by_the_library(model: Path, tmp_path: Pat
     with pytest.raises(EngineError, match=r"token id 320 is outside the vocabulary of 320 \(0 to 319\)"):
         trace_torch(model, tmp_path / "a.trace", TorchOptions(), (1, 320))
     with pytest.raises(EngineError, match=r"token id 320 is outside the vocabulary of 320 \(0 to 319\)"):
-        LlamaCpp(model, load_graph(model), Prompt(tokens=(1, 320)), tmp_path / "b.trace").wait()
+        LlamaCpp(model, Prompt(tokens=(1, 320)), tmp_path / "b.trace").wait()
 
 
 @pytest.mark.parametrize("command", ["run", "trace"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tracediff.demo import not_found
+from tracediff.model.model import Model
 
 TRACES = Path(__file__).parent.parent / "traces"
 sys.path.insert(0, str(TRACES))
@@ -37,7 +38,7 @@ def test_it_succeeds_where_it_names_what_it_planted(
 
 def test_every_mistake_must_be_named_where_it_was_planted_and_no_other() -> None:
     case, faults = "three-faults", make.CASES["three-faults"][1].faults
-    result, model = make.compare(case), TRACES / case / "model.gguf"
+    result, model = make.compare(case), Model(TRACES / case / "model.gguf")
     assert not_found(result, model, faults) == []
     assert not_found(result, model, (*faults, "eps@0")) == ["eps@0 was planted and is not named"]
     assert not_found(result, model, ("weight_transposed@blk.1.attn_v", *faults[1:])) == [

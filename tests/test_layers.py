@@ -45,7 +45,7 @@ MAY = {
     "tracediff.pipeline": {
         "audit", "compare", "diagnose", "doubts", "errors", "judge", "model", "names", "replay", "result", "trace",
     },
-    "tracediff.threeway": {"errors", "names", "judge", "pipeline", "result", "trace"},
+    "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.demo": {"files", "model", "result", "diagnose"},
     "tracediff.cli": EVERYTHING,
     "tracediff_reference": {"errors", "names", "trace"},

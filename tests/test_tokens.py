@@ -8,6 +8,7 @@ from conftest import Models
 from gguf import GGUFWriter
 
 from tracediff.compare.tokens import describe_difference
+from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.vocabulary import Vocabulary
 
 # Of the byte-level vocabulary that models are generated with: 256 bytes, a BOS, merges, padding.
@@ -16,7 +17,7 @@ BOS, THE, SPACE_T, PAD = 256, 263, 257, 270
 
 @pytest.fixture(scope="module")
 def bpe(models: Models) -> Vocabulary:
-    return Vocabulary(models("qwen2"))
+    return Vocabulary(GGUFFile(models("qwen2")))
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     out.add_pad_token_id(3)
     for write in (out.write_header_to_file, out.write_kv_data_to_file, out.write_tensors_to_file, out.close):
         write()
-    return Vocabulary(path)
+    return Vocabulary(GGUFFile(path))
 
 
 def ids(text: str, vocabulary: Vocabulary) -> tuple[int, ...]:

@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tracediff.files import replacing
 from tracediff.model.synthetic import DEMO, write_model
 from tracediff.result import Result
+
+if TYPE_CHECKING:
+    from tracediff.model.model import Model
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and the engine answers the same word again."
 FAULT = "rope_pairing"
@@ -19,18 +23,17 @@ def make_model(folder: Path) -> Path:
     return out
 
 
-def not_found(result: Result, model: Path, faults: Sequence[str]) -> list[str]:
+def not_found(result: Result, model: "Model", faults: Sequence[str]) -> list[str]:
     """What the result does not say of the planted faults, or says of other ops: a sentence each; none if all is well.
 
     A fault is found where at least one op that it was planted in has its name.
     """
     from tracediff.diagnose.planting import plant
-    from tracediff.model.families import build_graph
-    from tracediff.model.gguf_file import GGUFFile
 
-    file = GGUFFile(model)
-    graph = build_graph(file)
-    planted = {fault: {op.name for op in plant(graph, file, fault) if op is not graph[op.name]} for fault in faults}
+    graph = model.graph
+    planted = {
+        fault: {op.name for op in plant(graph, model.file, fault) if op is not graph[op.name]} for fault in faults
+    }
     right = {(op, fault.partition("@")[0]) for fault, ops in planted.items() for op in ops}
     named = [(op.op, name) for op in result.faulty for name in (op.cause.each if op.cause else ["no known mistake"])]
     missed = [

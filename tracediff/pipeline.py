@@ -25,6 +25,7 @@ from tracediff.trace.reader import Trace
 
 if TYPE_CHECKING:
     from tracediff.diagnose.explain import Judged
+    from tracediff.model.model import Model
 
 Progress = Callable[[str, float], None]
 Explain = Callable[[list[OpResult]], list[OpResult]]
@@ -34,7 +35,7 @@ def compare_traces(
     reference: Path,
     candidate: Path,
     *,
-    model: Path | None = None,
+    model: "Path | Model | None" = None,
     policy: Policy | None = None,
     arithmetic: str | None = None,
     progress: Progress = lambda stage, fraction: None,
@@ -42,7 +43,8 @@ def compare_traces(
     """The candidate's trace against the reference's; with the model, every op of both is replayed too."""
     policy = policy or Policy()
     r, c = Trace(reference), Trace(candidate)
-    same_input(r, c, lambda: Vocabulary(model))
+    model = opened(model) if model else None
+    same_input(r, c, lambda: model.vocabulary if model else Vocabulary())
     pairs = plan(r, c)
     policy.check([*(pair.op for pair in pairs), *_required_of(model, policy)])
     tolerance = partial(policy.tolerance, coarsest=_coarsest(pairs, r, c))
@@ -68,14 +70,14 @@ def compare_traces(
 
 def check_trace(
     trace: Path,
-    model: Path,
+    model: "Path | Model",
     *,
     policy: Policy | None = None,
     arithmetic: str | None = None,
     progress: Progress = lambda stage, fraction: None,
 ) -> Result:
     """One trace judged by replay alone."""
-    c, policy = Trace(trace), policy or Policy()
+    c, model, policy = Trace(trace), opened(model), policy or Policy()
     policy.check([*(op for _, op in c.ops), *_required_of(model, policy)])
     refuse_another_model(c, model)
     weights = list(compare_weights(None, c, model))
@@ -109,16 +111,19 @@ def _with_replay(op: OpResult, ours: "Judged", theirs: "Judged | None" = None) -
     return replace(op, local=local, reference_local=reference_local)
 
 
-def _required_of(model: Path | None, policy: Policy) -> list[str]:
+def opened(model: "Path | Model") -> "Model":
+    """Opening one needs gguf, which `compare` without a model does without."""
+    from tracediff.model.model import Model
+
+    return Model.opened(model)
+
+
+def _required_of(model: "Model | None", policy: Policy) -> list[str]:
     """The ops of the model, where some are required: neither trace may have them."""
-    if model is None or not policy.required:
-        return []
-    from tracediff.model.families import load_graph
-
-    return [*load_graph(model).ops]
+    return [*model.graph.ops] if model and policy.required else []
 
 
-def _required(ops: Iterable[OpResult], trace: Trace, model: Path | None, policy: Policy) -> list[OpResult]:
+def _required(ops: Iterable[OpResult], trace: Trace, model: "Model | None", policy: Policy) -> list[OpResult]:
     """Those that are required and that no side has, in any step of the trace."""
     there = {(op.step, op.op) for op in ops}
     names = [name for name in _required_of(model, policy) if policy.requires(name)]
@@ -134,13 +139,13 @@ def _result(
     weights: list[WeightResult],
     reference: Trace | None,
     candidate: Trace,
-    model: Path | None,
+    model: "Model | None",
     policy: Policy,
     explain: Explain,
     notes: Iterable[str],
 ) -> Result:
     ops = explain(judge(measured, policy))
-    coverage = measure_coverage(candidate, model, ops) if model else None
+    coverage = measure_coverage(candidate, model.graph, ops) if model else None
     undecided = tuple(doubts(reference, candidate, ops, coverage))
     outcome, first = verdict(ops, weights, policy, undecided)
     return Result(
@@ -185,7 +190,7 @@ def _side(trace: Trace) -> Side:
 
 def _replayed(
     trace: Trace,
-    model: Path,
+    model: "Model",
     held: Mapping[str, np.ndarray],
     arithmetic: str | None,
     progress: Callable[[float], None],

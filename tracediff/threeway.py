@@ -8,13 +8,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tracediff.judge import USEFUL, Policy
 from tracediff.names import layer_of
-from tracediff.pipeline import Progress, check_trace, compare_traces
+from tracediff.pipeline import Progress, check_trace, compare_traces, opened
 from tracediff.result import OpResult, Result, Side, ThreeOp, ThreeWay
 from tracediff.trace.reader import Trace
+
+if TYPE_CHECKING:
+    from tracediff.model.model import Model
 
 PAIRS = ((0, 1), (0, 2), (1, 2))
 _Key = tuple[int, str]  # step and op
@@ -24,7 +27,7 @@ _Ops = dict[_Key, OpResult]
 def compare_three(
     traces: Sequence[Path],
     *,
-    model: Path | None = None,
+    model: "Path | Model | None" = None,
     policy: Policy | None = None,
     progress: Progress = lambda stage, fraction: None,
 ) -> ThreeWay:
@@ -33,6 +36,7 @@ def compare_three(
     Raises MismatchError where two traces cannot be compared, TracediffError for a pattern that matches nothing.
     """
     policy = policy or Policy()
+    model = opened(model) if model else None
     names = [{op for _, op in Trace(trace).ops} for trace in traces]
     policy.check(set().union(*names))
     by_drift = replace(policy, resolve=None) if model else policy

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.torch_run import TorchOptions, trace_torch
-from tracediff.model.families import load_graph
 from tracediff.model.synthetic import Shape, write_model
 from tracediff.pipeline import compare_traces
 from tracediff.report.terminal import render
@@ -56,7 +55,7 @@ def trace(case: str) -> None:
     folder.mkdir(exist_ok=True)
     model = write_model(folder / "model.gguf", shape, "F32")
     reference = folder / "reference.trace"
-    LlamaCpp(model, load_graph(model), Prompt(tokens=TOKENS), reference, capture=options.capture, n_decode=1).wait()
+    LlamaCpp(model, Prompt(tokens=TOKENS), reference, capture=options.capture, n_decode=1).wait()
     trace_torch(model, folder / "candidate.trace", options, steps=[*Trace(reference).steps.values()])
 
 

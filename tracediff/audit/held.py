@@ -1,7 +1,6 @@
 """What an engine holds in memory against what the file, or the other side, says it should hold."""
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -16,7 +15,8 @@ from tracediff.trace.reader import Trace
 
 if TYPE_CHECKING:
     from tracediff.model.gguf_file import GGUFFile
-    from tracediff.model.tensors import FileTensors, Tensors
+    from tracediff.model.model import Model
+    from tracediff.model.tensors import Tensors
 
 Held = Literal["identical", "rounded", "wrong"]
 # A dequantised value is a product and a sum of float32 numbers, which engines round in their own order.
@@ -29,9 +29,9 @@ _ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def compare_weights(reference: Trace | None, candidate: Trace, model: Path | None) -> Iterator[WeightResult]:
+def compare_weights(reference: Trace | None, candidate: Trace, model: "Model | None") -> Iterator[WeightResult]:
     """Every weight record of the candidate against the file where there is one, else against the reference's."""
-    file = _file_tensors(model) if model else None
+    file = model.tensors if model else None
     for name in candidate.weights:
         if file and name in file:
             yield compare_weight(name, file.get(name), candidate, readings(file, name, file.file))
@@ -46,23 +46,16 @@ def rounded_weights(weights: Iterable[WeightResult], trace: Trace) -> dict[str, 
     return {w.weight: trace.values(trace.weights[w.weight]) for w in weights if w.status == "rounded"}
 
 
-def refuse_another_model(trace: Trace, model: Path) -> None:
+def refuse_another_model(trace: Trace, model: "Model") -> None:
     """Raises MismatchError when none of several norm weights is the file's and no known mistake explains one."""
-    file = _file_tensors(model)
+    file = model.tensors
     names = [name for name in trace.weights if name.endswith("norm.weight") and name in file]
     found = (compare_weight(name, file.get(name), trace, readings(file, name, file.file)) for name in names)
     if len(names) > 1 and all(weight.status == "wrong" and weight.cause is None for weight in found):
         raise MismatchError(
-            f"{trace.path}: none of its {len(names)} norm weights is that of {model}: it is a trace of another model "
-            f"(its first line says {trace.header.model!r}). Give the GGUF file that it was made with."
+            f"{trace.path}: none of its {len(names)} norm weights is that of {model.path}: it is a trace of another "
+            f"model (its first line says {trace.header.model!r}). Give the GGUF file that it was made with."
         )
-
-
-def _file_tensors(model: Path) -> "FileTensors":
-    from tracediff.model.gguf_file import GGUFFile
-    from tracediff.model.tensors import FileTensors
-
-    return FileTensors(GGUFFile(model))
 
 
 def compare_weight(

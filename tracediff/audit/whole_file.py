@@ -10,7 +10,7 @@ from tracediff.audit.held import compare_weight, judge_values, readings, rounded
 from tracediff.audit.quantisation import expected_error, relative_errors
 from tracediff.errors import MismatchError
 from tracediff.model.checkpoint import Checkpoint
-from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.model import Model
 from tracediff.model.tensors import FileTensors
 from tracediff.result import AuditResult, TensorResult
 from tracediff.trace.reader import Trace
@@ -24,7 +24,7 @@ Progress = Callable[[float], None]
 
 def audit_trace(model: Path, path: Path, progress: Progress = lambda fraction: None) -> AuditResult:
     """The weight records of a trace against the file; raises MismatchError for a trace without any."""
-    tensors, trace = FileTensors(GGUFFile(model)), Trace(path)
+    tensors, trace = Model(model).tensors, Trace(path)
     if not trace.weights:
         raise MismatchError(f"{path}: no weights are recorded. Write a weight record for each tensor after loading it.")
     names = list(dict.fromkeys((*tensors.names(), *trace.weights)))
@@ -34,8 +34,8 @@ def audit_trace(model: Path, path: Path, progress: Progress = lambda fraction: N
 
 def audit_checkpoint(model: Path, folder: Path, progress: Progress = lambda fraction: None) -> AuditResult:
     """The file against the safetensors that it was made from; raises ModelError for a folder without any."""
-    file = GGUFFile(model)
-    tensors, checkpoint = FileTensors(file), Checkpoint(folder, file)
+    tensors = Model(model).tensors
+    checkpoint = Checkpoint(folder, tensors.file)
     names = list(dict.fromkeys((*tensors.names(), *checkpoint.names())))
     results = [_converted(name, tensors, checkpoint) for name in _counted(names, progress)]
     results += [

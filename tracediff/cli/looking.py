@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tracediff.cli.options import Json, Model
+from tracediff.cli.options import Json, ModelPath
 from tracediff.cli.output import DIVERGED, MATCH, check_json, print_listing, progress_bars, show, write_json
 from tracediff.errors import TracediffError
 from tracediff.inputs import require_file
@@ -32,7 +32,7 @@ def validate(
 
 
 def weights(
-    model: Model,
+    model: ModelPath,
     trace: Annotated[Path | None, typer.Option(help="What an engine holds: the weight records of its trace.")] = None,
     hf: Annotated[Path | None, typer.Option(help="What the file was made from: a folder of safetensors.")] = None,
     json: Json = None,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tracediff.judge import Policy
 
 
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.", show_default=False)]
+ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.", show_default=False)]
 PromptText = Annotated[str | None, typer.Option("-p", "--prompt", help="Text, tokenised by llama.cpp.")]
 Tokens = Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")]
 Decode = Annotated[int, typer.Option(min=0, help="Greedy decode steps after the prompt.")]

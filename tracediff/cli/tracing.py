@@ -22,7 +22,7 @@ from tracediff.cli.options import (
     GpuLayers,
     Json,
     KvType,
-    Model,
+    ModelPath,
     PromptText,
     Require,
     Resolve,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tracediff.engine.llama_cpp import Prompt
     from tracediff.judge import Policy
     from tracediff.model.graph import Graph
+    from tracediff.model.model import Model
     from tracediff.result import Result
     from tracediff_reference.protocol import Options
 
@@ -57,12 +58,13 @@ def demo(
     from tracediff.demo import FAULT, PROMPT, make_model, not_found
     from tracediff.engine.llama_cpp import Prompt
     from tracediff.judge import Policy
+    from tracediff.model.model import Model
     from tracediff_reference.protocol import Options
 
     check_json(json)
     planted = fault or [FAULT]
     with _folder(save) as folder:
-        model = make_model(folder)
+        model = Model(make_model(folder))
         given = Prompt(text=PROMPT)
         result = _trace_both(model, given, folder, _written(save), 1, Options(), Policy(), faults=tuple(planted))
         wrong = not_found(result, model, planted)
@@ -73,7 +75,7 @@ def demo(
 
 
 def run(
-    model: Model,
+    model: ModelPath,
     prompt: PromptText = None,
     tokens: Tokens = None,
     decode: Decode = 0,
@@ -98,7 +100,7 @@ def run(
     extra_bufts: ExtraBufts = False,
 ) -> int:
     """Trace a model in llama.cpp and in torch, compare the two, and report."""
-    from tracediff.model.families import load_graph
+    from tracediff.model.model import Model
     from tracediff_reference.protocol import Options
 
     options = Options(
@@ -106,18 +108,18 @@ def run(
         flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
     )  # fmt: skip
     check_json(json, model)
-    graph = load_graph(model)
-    given = _prompt(prompt, tokens, graph)
+    opened = Model(model)
+    given = _prompt(prompt, tokens, opened.graph)
     policy = policy_of(tolerance, allow, require, resolve)
     with _folder(save) as folder:
         torch: dict[str, Any] = {"dtype": dtype, "device": device, "capture": capture, "arithmetic": arithmetic}
         torch["faults"] = tuple(fault or ())
-        result = _trace_both(model, given, folder, _written(save), decode, options, policy, **torch)
+        result = _trace_both(opened, given, folder, _written(save), decode, options, policy, **torch)
     return report(result, json)
 
 
 def _trace_both(
-    model: Path,
+    model: "Model",
     given: "Prompt",
     folder: Path,
     written: Callable[[Path], AbstractContextManager[Path]],
@@ -128,15 +130,13 @@ def _trace_both(
 ) -> "Result":
     """Trace llama.cpp with `options`, then torch with the options `torch` on the same tokens, and compare."""
     from tracediff.engine.llama_cpp import LlamaCpp
-    from tracediff.model.families import load_graph
 
     reference, candidate, capture = folder / "reference.trace", folder / "candidate.trace", torch.get("capture", "all")
     for out in (reference, candidate):
-        check(out, [model])
+        check(out, [model.path])
     with progress_bars() as progress:
-        graph = load_graph(model)
         with written(reference) as path:
-            child = LlamaCpp(model, graph, given, path, capture=capture, n_decode=n_decode, options=options)
+            child = LlamaCpp(model, given, path, capture=capture, n_decode=n_decode, options=options)
             try:  # while llama.cpp works: 2 s of imports, and what is wrong with the options of torch
                 from tracediff.engine.torch_run import TorchOptions, check_options, trace_torch
                 from tracediff.pipeline import compare_traces
@@ -177,7 +177,7 @@ def _refuse_options_of_others(context: typer.Context, engine: str) -> None:
 
 def trace(
     context: typer.Context,
-    model: Model,
+    model: ModelPath,
     out: Annotated[Path, typer.Option("-o", "--out", help="The trace to write: OUT.trace, and OUT.bin beside it.")],
     engine: Annotated[
         Literal["torch", "llama.cpp", "transformers"], typer.Option(help="Which engine to trace.")
@@ -204,12 +204,12 @@ def trace(
 ) -> int:
     """Trace one engine."""
     from tracediff.engine.llama_cpp import LlamaCpp, tokenize
-    from tracediff.model.families import load_graph
+    from tracediff.model.model import Model
     from tracediff_reference.protocol import Options
 
     _refuse_options_of_others(context, engine)
-    graph = load_graph(model)
-    given = _prompt(prompt, tokens, graph)
+    opened = Model(model)
+    given = _prompt(prompt, tokens, opened.graph)
     notes: list[str] = []
     with progress_bars() as progress, staged(out, [model]) as path:
         if engine == "llama.cpp":
@@ -217,22 +217,22 @@ def trace(
                 threads=threads, n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, gpu_layers=gpu_layers,
                 flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
             )  # fmt: skip
-            child = LlamaCpp(model, graph, given, path, capture=capture, n_decode=decode, options=options)
+            child = LlamaCpp(opened, given, path, capture=capture, n_decode=decode, options=options)
             ids = child.wait(lambda fraction: progress("llama.cpp", fraction))
         else:
             from tracediff.engine.torch_run import TorchOptions, trace_torch
 
-            ids = given.tokens or tokenize(model, graph, given.text or "")
+            ids = given.tokens or tokenize(opened, given.text or "")
             torch_options = TorchOptions(
                 dtype=dtype, device=device, capture=capture, arithmetic=arithmetic, faults=tuple(fault or ())
             )
             if engine == "torch":
-                trace_torch(model, path, torch_options, ids, decode, progress=lambda f: progress("torch", f))
+                trace_torch(opened, path, torch_options, ids, decode, progress=lambda f: progress("torch", f))
             else:
                 from tracediff.engine.transformers_run import trace_transformers
 
                 show = lambda f: progress("transformers", f)  # noqa: E731
-                notes = trace_transformers(model, path, torch_options, ids, decode, hf, show)
+                notes = trace_transformers(opened, path, torch_options, ids, decode, hf, show)
     for note in notes:
         say(note)
     _show_tokens(given, ids)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,12 +10,15 @@ from tracediff.model.vocabulary import Vocabulary
 from tracediff.result import Logits, Token
 from tracediff.trace.reader import Trace
 
+if TYPE_CHECKING:
+    from tracediff.model.model import Model
+
 _TOP = 8
 
 
-def compare_logits(reference: Trace, candidate: Trace, model: Path | None = None) -> Iterator[Logits]:
+def compare_logits(reference: Trace, candidate: Trace, model: "Model | None" = None) -> Iterator[Logits]:
     """The distributions after the last token of each step that both sides recorded with data."""
-    texts, head = Vocabulary(model), _Head(model) if model else None
+    texts, head = (model.vocabulary, _Head(model)) if model else (Vocabulary(), None)
     for step in sorted(reference.steps.keys() & candidate.steps.keys()):
         r, c = (trace.last_row(step, "output") for trace in (reference, candidate))
         if r is None or c is None or r.ndim != 1 or r.shape != c.shape or r.size < 2:
@@ -71,14 +74,9 @@ def _top(x: np.ndarray, log_p: np.ndarray, other: np.ndarray, texts: Vocabulary)
 class _Head:
     """The output matrix of a GGUF file: logits one by one, as products in float64."""
 
-    def __init__(self, model: Path) -> None:
-        from tracediff.model.families import build_graph
-        from tracediff.model.gguf_file import GGUFFile
-        from tracediff.model.tensors import FileTensors
-
-        file = GGUFFile(model)
-        op = build_graph(file)["output"]
-        self._tensors = FileTensors(file)
+    def __init__(self, model: "Model") -> None:
+        op = model.graph["output"]
+        self._tensors = model.tensors
         self._state = op.inputs[0]
         self.name, *self._bias = (weight.name for weight in op.weights)
 

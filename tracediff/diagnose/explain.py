@@ -6,7 +6,6 @@ looked for again in what that leaves. So a mistake has the same numbers wherever
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -25,9 +24,7 @@ from tracediff.diagnose.hypothesis import (
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.shapes import describe
 from tracediff.diagnose.solve.solver import explanations
-from tracediff.model.families import build_graph
-from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.weights import Weights
+from tracediff.model.model import Model
 from tracediff.names import split
 from tracediff.numerics.arithmetic import scheme_named
 from tracediff.numerics.evaluate import is_covered
@@ -69,15 +66,14 @@ class Judged:
 
 
 def replay_and_explain(
-    trace: Trace, model: Path, held: Mapping[str, np.ndarray], arithmetic: str | None, progress: Progress
+    trace: Trace, model: Model, held: Mapping[str, np.ndarray], arithmetic: str | None, progress: Progress
 ) -> Judged:
-    """Judge every record of the trace by replay against the GGUF file `model`, and weights that are `held` instead.
+    """Judge every record of the trace by replay against the model, and weights that are `held` instead.
 
     Raises TraceError for a trace of another model, or one whose positions leave a gap.
     """
-    file = GGUFFile(model)
-    weights = Weights(file, keep_bytes=_KEEP).holding(held)
-    graph, scheme = build_graph(file), scheme_named(arithmetic) if arithmetic else None
+    weights = model.weights(keep_bytes=_KEEP).holding(held)
+    graph, scheme = model.graph, scheme_named(arithmetic) if arithmetic else None
     wrong = misshapen(trace, graph)
     replay = Replay(trace.without(wrong) if wrong else trace, graph, weights, scheme)
     locals_ = {(record.step, record.op): local for record, local in replay.run(progress)}

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tracediff.model.families import has_family
-from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Extent, Graph, Op
 from tracediff.model.hparams import check_tokens
 from tracediff.model.lift.described import describe
 from tracediff.model.lift.layout import TOKENS, read, size
 from tracediff.model.lift.lift import Lifted, lift
+from tracediff.model.model import Model
 from tracediff.names import Capture
 from tracediff_reference.child import Child
 from tracediff_reference.description import Description
@@ -80,11 +80,11 @@ def shown(lifted: Lifted, description: Description) -> list[Shown]:
     return found
 
 
-def _to_recognise(model: Path, graph: Graph, options: Options) -> dict[str, Any]:
+def _to_recognise(model: Model, options: Options) -> dict[str, Any]:
     """What the child is to look for: what leads to a family's ops, or a lifted graph's nodes by name."""
-    file = GGUFFile(model)
+    file = model.file
     if has_family(file):
-        return {"nodes": tuple(nodes(graph))}
+        return {"nodes": tuple(nodes(model.graph))}
     description = describe(file, options)
     first = next(node for node in description.nodes if node.op != "NONE")
     axis = first.shape[::-1].index(TOKENS)
@@ -101,8 +101,7 @@ class LlamaCpp(Child):
 
     def __init__(
         self,
-        model: Path,
-        graph: Graph,
+        model: Path | Model,
         prompt: Prompt,
         out: Path | None,
         *,
@@ -110,12 +109,13 @@ class LlamaCpp(Child):
         n_decode: int = 0,
         options: Options | None = None,
     ) -> None:
-        h = graph.hparams
+        model = Model.opened(model)
+        graph, h = model.graph, model.graph.hparams
         check_tokens(prompt.tokens or (), h.n_vocab)
         options = options or Options()
-        recognised = _to_recognise(model, graph, options) if out else {}
+        recognised = _to_recognise(model, options) if out else {}
         request = Request(
-            model=str(model), arch=h.arch, out=str(out) if out else None, capture=capture,
+            model=str(model.path), arch=h.arch, out=str(out) if out else None, capture=capture,
             norm_weights=tuple(weight.name for weight in graph.norm_weights()),
             n_vocab=h.n_vocab, n_ctx_train=h.n_ctx, prompt=prompt.text, tokens=prompt.tokens,
             n_decode=n_decode, options=options, weights=graph.matmul_type, **recognised,
@@ -123,6 +123,6 @@ class LlamaCpp(Child):
         super().__init__(request)
 
 
-def tokenize(model: Path, graph: Graph, text: str) -> tuple[int, ...]:
+def tokenize(model: Path | Model, text: str) -> tuple[int, ...]:
     """The token ids of a prompt, by llama.cpp's tokeniser."""
-    return LlamaCpp(model, graph, Prompt(text=text), None).wait()
+    return LlamaCpp(model, Prompt(text=text), None).wait()

@@ -12,9 +12,8 @@ from tracediff import __version__
 from tracediff.engine.recorder import DTYPES, Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import EngineError
-from tracediff.model.families import build_graph
-from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
+from tracediff.model.model import Model
 from tracediff.model.weights import Weights
 from tracediff.names import Capture
 from tracediff.numerics.arithmetic import Scheme, scheme_named
@@ -35,7 +34,7 @@ class TorchOptions:
 
 
 def trace_torch(
-    model: Path,
+    model: Path | Model,
     out: Path,
     options: TorchOptions,
     tokens: Sequence[int] = (),
@@ -47,14 +46,14 @@ def trace_torch(
 
     Raises EngineError for a device that is absent or tokens that do not fit, ModelError for the file.
     """
-    file = GGUFFile(model)
-    graph, scheme = _prepare(file, options)
+    model = Model.opened(model)
+    graph, scheme = _prepare(model, options)
     check_length(len(tokens), n_decode, graph.hparams.n_ctx)
-    weights = Weights(file, DTYPES[options.dtype], options.device)
+    weights = model.weights(DTYPES[options.dtype], options.device)
     engine = TorchEngine(graph, weights, scheme, progress)
     name = f"tracediff torch {__version__} ({options.dtype}, {options.device})"
     name += f", with {', '.join(options.faults)} planted" if options.faults else ""
-    with TraceWriter(out, name, graph.hparams.arch, model.name, graph.matmul_type) as writer:
+    with TraceWriter(out, name, graph.hparams.arch, model.path.name, graph.matmul_type) as writer:
         recorder = Recorder(writer, options.capture)
         engine.record_weights(recorder)
         for step, given in _given(steps) if steps else greedy(engine, tokens, n_decode):
@@ -68,23 +67,23 @@ def trace_torch(
     return out
 
 
-def check_options(model: Path, options: TorchOptions) -> None:
+def check_options(model: Model, options: TorchOptions) -> None:
     """Raises what `trace_torch` would raise for these options, without running the model."""
-    _prepare(GGUFFile(model), options)
+    _prepare(model, options)
 
 
-def _prepare(file: GGUFFile, options: TorchOptions) -> tuple[Graph, Scheme | None]:
+def _prepare(model: Model, options: TorchOptions) -> tuple[Graph, Scheme | None]:
     """The graph with the faults planted, and the arithmetic to run it in."""
     check_device(options.device)
-    graph = build_graph(file)
+    graph = model.graph
     _check_kinds(graph)
     for fault in options.faults:
         from tracediff.diagnose.planting import plant
 
-        graph = plant(graph, file, fault)
+        graph = plant(graph, model.file, fault)
     scheme = scheme_named(options.arithmetic) if options.arithmetic else None
     if scheme:
-        _check_blocks(graph, scheme, Weights(file))
+        _check_blocks(graph, scheme, model.weights())
     return graph, scheme
 
 

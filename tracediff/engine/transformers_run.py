@@ -13,14 +13,14 @@ from tracediff.engine.recorder import DTYPES, Recorder
 from tracediff.engine.torch_run import TorchOptions, check_device, check_length, greedy
 from tracediff.engine.transformers_engine import IMPLEMENTATION, TransformersEngine
 from tracediff.errors import EngineError
-from tracediff.model.families import load_graph
+from tracediff.model.model import Model
 from tracediff.trace.writer import TraceWriter
 
 _INSTALL = 'Install it with: pip install "tracediff[transformers]".'
 
 
 def trace_transformers(
-    model: Path,
+    model: Path | Model,
     out: Path,
     options: TorchOptions,
     tokens: Sequence[int],
@@ -36,14 +36,15 @@ def trace_transformers(
     if options.faults or options.arithmetic:
         raise EngineError("--fault and --arithmetic are for the torch engine: transformers computes as it does.")
     check_device(options.device)
-    loaded, ignored = load(model, hf, DTYPES[options.dtype], options.device)
-    notes = [f"transformers ignores {_some(ignored)} of {hf or model}"] if ignored else []
+    model = Model.opened(model)
+    loaded, ignored = load(model.path, hf, DTYPES[options.dtype], options.device)
+    notes = [f"transformers ignores {_some(ignored)} of {hf or model.path}"] if ignored else []
     return notes + trace_model(loaded, model, out, options, tokens, n_decode, progress)
 
 
 def trace_model(
     loaded: Any,
-    model: Path,
+    model: Path | Model,
     out: Path,
     options: TorchOptions,
     tokens: Sequence[int],
@@ -52,10 +53,11 @@ def trace_model(
     attention: str = "eager",
 ) -> list[str]:
     """The same for a transformers model that is loaded already, of the GGUF file `model`, in any of its attentions."""
-    graph = load_graph(model)
+    model = Model.opened(model)
+    graph = model.graph
     check_length(len(tokens), n_decode, graph.hparams.n_ctx)
     name = f"transformers {_transformers().__version__} {type(loaded).__name__} ({options.dtype}, {options.device})"
-    with TraceWriter(out, name, graph.hparams.arch, model.name, graph.matmul_type) as writer:
+    with TraceWriter(out, name, graph.hparams.arch, model.path.name, graph.matmul_type) as writer:
         engine = TransformersEngine(graph, loaded, Recorder(writer, options.capture), progress, attention)
         engine.record_weights()
         with _watched_attention(loaded), _double(loaded) if options.dtype == "f64" else nullcontext():

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable
 from functools import cached_property
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tracediff.model.gguf_file import GGUFFile
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # llama_token_type, include/llama.h
 # Byte-level BPE writes each byte as a printable character (bytes_to_unicode, openai/gpt-2/src/encoder.py).
@@ -15,15 +18,9 @@ _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
 class Vocabulary:
     """Token texts and special tokens of a GGUF file; empty where there is no model."""
 
-    def __init__(self, model: Path | None = None) -> None:
-        self._texts: list[str] = []
-        self._metadata: dict[str, object] = {}
-        if model:
-            from tracediff.model.gguf_file import GGUFFile
-
-            file = GGUFFile(model)
-            self._texts = list(file.strings("tokenizer.ggml.tokens"))
-            self._metadata = file.metadata
+    def __init__(self, file: "GGUFFile | None" = None) -> None:
+        self._texts = list(file.strings("tokenizer.ggml.tokens")) if file else []
+        self._metadata: dict[str, object] = file.metadata if file else {}
 
     def __bool__(self) -> bool:
         return bool(self._texts)

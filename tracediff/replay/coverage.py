@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Iterable
 from functools import cache, partial, reduce
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracediff.names import layer_of
@@ -14,11 +13,8 @@ if TYPE_CHECKING:
     from tracediff.model.graph import Graph
 
 
-def measure_coverage(trace: Trace, model: Path, ops: Iterable[OpResult]) -> Coverage:
+def measure_coverage(trace: Trace, graph: "Graph", ops: Iterable[OpResult]) -> Coverage:
     """Of a replayed trace: its segments in the order of execution, and what is in none."""
-    from tracediff.model.families import load_graph
-
-    graph = load_graph(model)
     judged = [op for op in ops if op.local]
     alone = {(op.step, op.op) for op in judged if op.local and len(op.local.segment) == 1}
     every = {(step, op.name) for step in trace.steps for op in graph}

@@ -1,0 +1,55 @@
+"""A model as a command has it: its file is opened once, and what is made of it is made once."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Graph
+from tracediff.model.tensors import FileTensors
+from tracediff.model.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import torch
+
+    from tracediff.model.weights import Weights
+
+
+class Model:
+    """A GGUF file and all that is read of it; nothing is, before it is asked for.
+
+    Raises ModelError when the file is missing, is not GGUF, or ends before what it announces.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = GGUFFile(path)
+
+    @classmethod
+    def opened(cls, model: "Path | Model") -> "Model":
+        """The model at a path, or the one that is open already."""
+        return model if isinstance(model, Model) else cls(model)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Its ops; raises ModelError and EngineError as `build_graph` does."""
+        return build_graph(self.file)
+
+    @cached_property
+    def tensors(self) -> FileTensors:
+        """The tensors as numpy arrays."""
+        return FileTensors(self.file)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The texts of its tokens."""
+        return Vocabulary(self.file)
+
+    def weights(self, dtype: "torch.dtype | None" = None, device: str = "cpu", keep_bytes: int = 0) -> "Weights":
+        """The tensors in one torch dtype, float64 unless another is given; `keep_bytes` of them stay dequantised."""
+        import torch
+
+        from tracediff.model.weights import Weights
+
+        return Weights(self.file, dtype or torch.float64, device, keep_bytes)
