@@ -329,7 +329,7 @@ class Outcome:
     @property
     def shows(self) -> bool:
         """Whether the mutation changes what the engine computes, and the engine comes to its end."""
-        return self.what not in ("stillborn", "killed", "silent")
+        return self.what not in ("stillborn", "killed", "refused", "silent")
 
 
 def hidden_states_of(trace: Path) -> Path:
@@ -371,7 +371,10 @@ class Bench:
         trace.unlink(missing_ok=True)
         if not ran(decoder, self.folder / "-".join(model), trace):
             return [Outcome(mutant, model, captures[0], "killed")]
-        made = Trace(trace)
+        try:
+            made = Trace(trace)
+        except TracediffError as error:  # positions below 0, say: nothing can be judged of it
+            return [Outcome(mutant, model, captures[0], "refused", said=str(error))]
         place = first_difference(clean, made)
         if place is None:
             return [Outcome(mutant, model, captures[0], "silent")]
@@ -397,11 +400,11 @@ class Bench:
             outcome.what = "missed"
             return outcome
         first = faulty[0]
-        assert first.local
-        outcome.said = first.cause.text if first.cause else first.shape or ""
+        outcome.said = first.cause.text if first.cause else first.shape or first.note or ""
         outcome.cause = first.cause.name if first.cause else ""
         outcome.others = [f"{op.step} {op.op}: {op.shape}" for op in faulty[1:] if not op.cause]
-        right = first.step == place[0] and place[1] in first.local.segment
+        segment = first.local.segment if first.local else (first.op,)
+        right = first.step == place[0] and place[1] in segment
         outcome.what = ("explained" if first.cause else "located") if right else f"misplaced at {first.step} {first.op}"
         return outcome
 
@@ -426,7 +429,8 @@ reference. Written in {minutes} minutes by
 
     {command}
 
-Of {n} mutants {stillborn} did not compile, {killed} crashed or never ended, and {silent} computed the same. *Located*:
+Of {n} mutants {stillborn} did not compile, {killed} crashed or never ended, {refused} wrote what is no trace (a
+position below 0) and were told so, and {silent} computed the same. *Located*:
 the first faulty record is the first that differs from the unmutated engine's. *Explained*: what the report says of it
 recomputes it to the floor."""
 _WORDS = ("explained", "located", "misplaced", "missed", "undecided", "crashed")
@@ -447,7 +451,7 @@ def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
     head = ("mutants", "explained", "only located", *_WORDS[2:], "located, share", "explained, share")
     n = len({str(o.mutant) for o in outcomes})
     text = [_HEAD.format(minutes=f"{seconds / 60:.0f}", command=command, n=n, **{
-        word: ends[word] for word in ("stillborn", "killed", "silent")
+        word: ends[word] for word in ("stillborn", "killed", "refused", "silent")
     })]  # fmt: skip
     for title, key in (
         ("By what is recorded", lambda o: o.capture),

@@ -13,8 +13,9 @@ from conftest import Models
 from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.solve.formulas import edits
 from tracediff.diagnose.solve.interpret import CannotRunError, Flat, Run, parse
-from tracediff.diagnose.solve.loops import Loops, loops_of
+from tracediff.diagnose.solve.loops import loops_of
 from tracediff.diagnose.solve.variant import bind
+from tracediff.diagnose.solve.words import Speaker
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.judge import Policy, judge
@@ -131,7 +132,7 @@ def test_edited_loops_run_as_python_runs_them(models: Models) -> None:
                 theirs = by_python(edit.source, dict(bound.numbers), {k: v.copy() for k, v in arrays.items()}, n)
             except (CannotRunError, TypeError, ZeroDivisionError, NameError):
                 continue
-            assert np.allclose(mine, theirs, rtol=1e-9, atol=1e-12, equal_nan=True), f"{op.kind}: {edit.words}"
+            assert np.allclose(mine, theirs, rtol=1e-9, atol=1e-12, equal_nan=True), f"{op.kind}: {edit.source}"
             ran += 1
     assert ran > 250
 
@@ -141,13 +142,24 @@ def in_order(source: str) -> bool:
     return parse(source).reads_output
 
 
-def test_no_two_edits_have_the_same_words(models: Models) -> None:
-    for op in one_of_each(load_graph(models(TINY))):
-        loops = loops_of(op, [tuple(x.shape) for x in some_inputs(op)])
-        assert isinstance(loops, Loops)
-        words = [edit.words for edit in edits(loops.source)]
-        assert len(set(words)) > 0.9 * len(words)
-        assert len({edit.source for edit in edits(loops.source)}) == len(words)
+def test_edits_of_the_same_words_come_to_the_same(models: Models) -> None:
+    """So the words tell which edit it was: what they say is what the loops do."""
+    path = models(TINY)
+    weights = Weights(GGUFFile(path))
+    for op in one_of_each(load_graph(path)):
+        right = bind(op, some_inputs(op), weights, EXACT, BROUGHT)
+        assert right
+        speaker, said = Speaker(op, right), dict[str, np.ndarray]()
+        for edit in edits(right.source):
+            edited = right.with_(edit.source, {"before": Flat(np.zeros(0))}, {})
+            try:
+                made = edited.output()
+            except CannotRunError:
+                continue
+            words = speaker.renamed(dict(edit.renamed), edited) if edit.renamed else speaker.of(edited)
+            if not np.allclose(made, right.output(), rtol=1e-9, atol=1e-12, equal_nan=True):
+                before = said.setdefault(words, made)
+                assert np.allclose(made, before, rtol=1e-9, atol=1e-12, equal_nan=True), f"{op.name}: {words}"
 
 
 def test_a_sum_of_products_is_not_spelled_out() -> None:
@@ -196,18 +208,43 @@ def rewritten(name: str, old: str, new: str) -> Callable[[Graph], Op]:
 @pytest.mark.parametrize(
     ("name", "old", "new", "said"),
     [
-        ("blk.0.attn_q_rope", "x[here + second] * sin", "x[here + second] * cos", "cos(angle)"),
-        ("blk.1.attn_scores", "h // (H // G)", "h % G", ""),
+        (
+            "blk.0.attn_q_rope",
+            "x[here + second] * sin",
+            "x[here + second] * cos",
+            "the first of each pair is computed with cos(angle), where sin(angle) belongs",
+        ),
+        ("blk.1.attn_scores", "h // (H // G)", "h % G", "query head h reads key/value head h % 2; it is h // 4"),
         (
             "blk.0.attn_probs",
             "if s < visible else -inf",
             "if s != visible else -inf",
-            "s != visible where s < visible belongs",
+            "the mask: query t sees those with s != visible, where those with s < visible belong",
         ),
-        ("blk.0.ffn_norm", "squares / n", "squares / T", "squares / T where squares / n belongs"),
-        ("blk.1.ffn_gate", "for i in range(n_in)", "for i in range(n_in - 1)", "range(n_in - 1)"),
-        ("blk.0.ffn_act", "(1 + exp", "(2 + exp", "2 + exp(-gate[i]) where 1 + exp(-gate[i]) belongs"),
-        ("blk.1.attn_q", "o * n_in + i", "o + i", "w[o + i] where w[o * n_in + i] belongs"),
+        (
+            "blk.0.ffn_norm",
+            "squares / n",
+            "squares / T",
+            "the scale is computed with squares / 5, where squares / 256 belongs",
+        ),
+        (
+            "blk.1.ffn_gate",
+            "for i in range(n_in)",
+            "for i in range(n_in - 1)",
+            "the sum takes only input channels 0 to 254: the last is left out",
+        ),
+        (
+            "blk.0.ffn_act",
+            "(1 + exp",
+            "(2 + exp",
+            "silu is computed with 2 + exp(-ffn_gate), where 1 + exp(-ffn_gate) belongs",
+        ),
+        (
+            "blk.1.attn_q",
+            "o * n_in + i",
+            "o + i",
+            "from one channel to the next attn_q.weight is read 1 value further on, where 256 belong",
+        ),
     ],
 )
 def test_an_edit_that_nobody_listed_is_found(

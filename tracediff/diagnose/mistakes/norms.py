@@ -89,7 +89,7 @@ def _norm_scaled(op: Op, context: Context) -> Variants:
     if context.seen:
         right = KINDS[op.kind].function(context.seen.inputs[0], *_weights_of(op, context), **op.attrs)
         factor = float((right * context.seen.output).sum() / right.square().sum())
-    if factor != 1.0:
+    if math.isfinite(factor) and factor not in (0.0, 1.0):
         yield Variant(
             reading(op, lambda file, info: values_of(file, info) * factor),
             f"{op.weights[0].name} or the result is multiplied by {factor:.4g}",

@@ -11,9 +11,11 @@ UNTOUCHED = "pass"  # loops that store nothing
 
 def variants(problem: Problem) -> Iterator[Priced]:
     """The output is all zeros, or another value of the trace."""
-    yield Priced(Variant("nothing is stored: 0", UNTOUCHED, "both"), 3.0)
+    yield Priced(Variant("all values are 0, as if nothing was stored", UNTOUCHED, "both"), 3.0)
     others = problem.others
     for read in others:
-        variant = Variant(f"{read} is there", UNTOUCHED, "both", arrays=(("before", read),))
+        variant = Variant(
+            f"the values are those of {read.words(problem.op)}", UNTOUCHED, "both", arrays=(("before", read),)
+        )
         bits = 3.0 if read in problem.buffers else math.log2(2 + len(others))
         yield Priced(variant, bits)

@@ -7,7 +7,6 @@ another belongs, two arrays exchanged. They are generated from the loops, not li
 import ast
 import copy
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,29 +28,12 @@ _REAL_NUMBERS = ("eps", "theta", "scale", "freq_scale")
 
 
 @dataclass(frozen=True, slots=True)
-class _Edited:
-    """Edited loops, what can be quoted of them and what belongs there, and what the edit touches."""
-
-    source: str
-    quotes: Sequence[tuple[str, str]]
-    touches: Touches
-
-
-@dataclass(frozen=True, slots=True)
 class FormulaEdit:
-    """One edit of some loops: what stands in them now, and what belongs there."""
+    """One edit of some loops, and what it touches. `renamed` are names that stand for others throughout."""
 
     source: str
-    new: str
-    old: str
     touches: Touches
-
-    @property
-    def words(self) -> str:
-        """The edit in a sentence."""
-        if not self.new:
-            return f"{self.old} is left out"
-        return f"{self.new} where {self.old} belongs"
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def variants(problem: Problem) -> Iterator[Priced]:
@@ -66,8 +48,8 @@ def variants(problem: Problem) -> Iterator[Priced]:
     memories = [(), *((("before", read),) for read in problem.buffers)]
     for edit in found:
         for memory in memories if edit.touches != "values" or "before[" in edit.source else [()]:
-            named = tuple((name, value) for name, value in sizes.items() if edit.new == name)
-            variant = Variant(edit.words, edit.source, edit.touches, memory, named)
+            named = tuple((name, value) for name, value in sizes.items() if name in dict(edit.renamed).values())
+            variant = Variant("", edit.source, edit.touches, memory, named, renamed=edit.renamed)
             yield Priced(variant, bits + math.log2(len(memories)))
 
 
@@ -79,7 +61,7 @@ def edits(source: str, sizes: tuple[str, ...] = ()) -> list[FormulaEdit]:
     arrays = sorted(
         {n.value.id for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name)}
     )
-    found: dict[str, _Edited] = {}
+    found: dict[str, FormulaEdit] = {}
     for place in _places(tree):
         for new in _instead_of(place, arrays):
             edit = _edited(program, place, new)
@@ -87,11 +69,7 @@ def edits(source: str, sizes: tuple[str, ...] = ()) -> list[FormulaEdit]:
     for edit in (*_renamed(program, sizes), *_exchanged(tree, arrays)):
         found.setdefault(edit.source, edit)
     found.pop(ast.unparse(tree), None)
-    count = Counter(quote for edit in found.values() for quote in edit.quotes)
-    return [
-        FormulaEdit(edit.source, *next((q for q in edit.quotes if count[q] == 1), edit.quotes[-1]), edit.touches)
-        for edit in found.values()
-    ]
+    return [*found.values()]
 
 
 # --- where -------------------------------------------------------------------------------------------------------
@@ -283,13 +261,9 @@ def _other_stores(node: ast.Assign) -> Iterator[ast.AST | None]:
 # --- edited ------------------------------------------------------------------------------------------------------
 
 
-def _edited(program: Program, place: _Place, new: ast.AST | None) -> _Edited:
+def _edited(program: Program, place: _Place, new: ast.AST | None) -> FormulaEdit:
     tree = _with(program.tree, place.path, new or ast.Pass())
-    said = [
-        ("" if new is None else _quote(_follow(tree, quoted.path), quoted), _quote(quoted.node, quoted))
-        for quoted in _quotable(place)
-    ]
-    return _Edited(ast.unparse(tree), said, "both" if new is None else _touches(program, place))
+    return FormulaEdit(ast.unparse(tree), "both" if new is None else _touches(program, place))
 
 
 def _with(node: ast.AST, path: Path, new: ast.AST) -> ast.AST:
@@ -303,39 +277,6 @@ def _with(node: ast.AST, path: Path, new: ast.AST) -> ast.AST:
     else:
         setattr(edited, field, [*child[:i], _with(child[i], tuple(rest), new), *child[i + 1 :]])
     return edited
-
-
-def _follow(node: ast.AST, path: Path) -> ast.AST:
-    for field, i in path:
-        node = getattr(node, field) if i is None else getattr(node, field)[i]
-    return node
-
-
-def _quotable(place: _Place) -> Iterator[_Place]:
-    """What may be quoted of the loops, the shortest first: the array element, the count, the comparison or the
-    operation that was edited, what that is in, and last the statement.
-    """
-    for inner in reversed((*place.around, place)):
-        if isinstance(inner.node, ast.Module | ast.For):
-            return
-        if inner.is_in("slice", ast.Subscript) or _is_range(inner.parent):
-            continue
-        if not (inner is place and isinstance(inner.node, ast.Name | ast.Constant)):
-            yield inner
-
-
-def _is_range(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
-
-
-def _quote(node: ast.AST, place: _Place) -> str:
-    """A count with its variable, all else as it stands."""
-    outer = place.parent
-    if place.path[-1][0] == "iter" and outer is not None:
-        loop = outer.generators[0] if isinstance(outer, ast.GeneratorExp) else outer
-        assert isinstance(loop, ast.For | ast.comprehension)
-        return f"{ast.unparse(loop.target)} in {ast.unparse(node)}"
-    return ast.unparse(node)
 
 
 def _touches(program: Program, place: _Place) -> Touches:
@@ -357,21 +298,21 @@ def _of_names(program: Program, names: set[str]) -> Touches:
     return "both" if program.reads_output or not names.isdisjoint(program.valuing) else "places"
 
 
-def _renamed(program: Program, sizes: Sequence[str]) -> Iterator[_Edited]:
+def _renamed(program: Program, sizes: Sequence[str]) -> Iterator[FormulaEdit]:
     """One number of the loops wherever it stands is another."""
     own = sorted(_free(program.tree) - set(_REAL_NUMBERS))
     for name in own:
         for other in (*(o for o in own if o != name), *(s for s in sizes if s not in own), "0", *_OF_STEP):
             source = _with_names(program.tree, {name: other})
-            yield _Edited(source, [(other, f"{name} everywhere")], _of_names(program, {name}))
+            yield FormulaEdit(source, _of_names(program, {name}), ((name, other),))
     for a, b in combinations(own, 2):
         source = _with_names(program.tree, {a: b, b: a})
-        yield _Edited(source, [(f"{b} and {a}", f"{a} and {b}")], _of_names(program, {a, b}))
+        yield FormulaEdit(source, _of_names(program, {a, b}), ((a, b), (b, a)))
 
 
-def _exchanged(tree: ast.Module, arrays: Sequence[str]) -> Iterator[_Edited]:
+def _exchanged(tree: ast.Module, arrays: Sequence[str]) -> Iterator[FormulaEdit]:
     for a, b in combinations([name for name in arrays if name not in (*_INTEGER_ARRAYS, "y")], 2):
-        yield _Edited(_with_names(tree, {a: b, b: a}), [(f"{b} and {a}", f"{a} and {b}")], "values")
+        yield FormulaEdit(_with_names(tree, {a: b, b: a}), "values", ((a, b), (b, a)))
 
 
 def _with_names(tree: ast.Module, names: Mapping[str, str]) -> str:

@@ -12,10 +12,11 @@ def variants(problem: Problem) -> Iterator[Priced]:
     loops, op = problem.loops.loops, problem.op
     others = problem.others
     bits = math.log2(max(2, len(others) * len(loops.inputs)))
+    verb = "adds" if op.kind == "add" else "reads"
     for name, belongs in zip(loops.inputs, op.inputs, strict=False):
         if belongs in ("tokens", "positions"):
             continue
         for other in others:
             if other != Read(belongs):
-                words = f"{other} where {belongs} belongs"
+                words = f"{verb} {other.words(op)} where {Read(belongs).words(op)} belongs"
                 yield Priced(Variant(words, problem.loops.source, arrays=((name, other),)), bits)

@@ -20,10 +20,11 @@ def variants(problem: Problem, look: Look) -> Iterator[Priced]:
     for name, right in problem.loops.numbers.items():
         if isinstance(right, float) and name in problem.loops.source:
             fitted = _Fit(problem.loops, name, look).best(right)
-            if fitted is None:
+            if fitted is None or not np.isfinite(fitted):
                 continue
+            called = {"theta": "rope's base", "scale": "the scale", "freq_scale": "the frequency scale"}.get(name, name)
             for value, bits in (*((u, 6.0) for u in _near(fitted)), (fitted, _BITS)):
-                words = f"{name} is {value:.6g} where {right:.6g} belongs"
+                words = f"{called} is {value:.6g}; it should be {right:.6g}"
                 yield Priced(Variant(words, problem.loops.source, numbers=((name, value),)), bits)
 
 

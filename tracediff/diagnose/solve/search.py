@@ -12,11 +12,13 @@ from tracediff.diagnose.solve.parts import in_region
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.regions import around
 from tracediff.diagnose.solve.variant import Bound, Priced, Rows, Variant
+from tracediff.diagnose.solve.words import Speaker
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 
 _IN_PART = 0.98  # of the wrong values that a hypothesis must give to be tried in a region
+_SAID = 16  # of those that pass that are put into words
 _PARTS = 24  # hypotheses that are computed in whole for that
 
 
@@ -41,10 +43,20 @@ def solve(problem: Problem) -> list[Solved]:
             partial.append(priced)
     if whole:
         # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].
-        alike = sorted(whole, key=lambda one: (one.bits, len(one.variant.words)))
-        return [Solved(one.variant.op(problem.op, problem.loops.loops), one.variant.words, one.bits) for one in alike]
+        alike = sorted(whole, key=lambda one: (one.bits, len(one.variant.source)))
+        return [
+            Solved(one.variant.op(problem.op, problem.loops.loops), words_of(problem, one.variant), one.bits)
+            for one in alike[:_SAID]
+        ]
     partial.sort(key=lambda one: one.bits)
     return sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)
+
+
+def words_of(problem: Problem, variant: Variant) -> str:
+    """The variant in the reader's words."""
+    bound = bound_of(problem, variant)
+    assert bound
+    return Speaker(problem.op, problem.loops).variant(variant, bound)
 
 
 def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
@@ -84,6 +96,6 @@ def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
         for region in regions:
             if np.all(fits[region.mask(shape).ravel()]):
                 inside = priced.variant.op(problem.op, problem.loops.loops)
-                words = f"{region.words(axes)}: {priced.variant.words}"
+                words = f"{region.words(axes)}: {words_of(problem, priced.variant)}"
                 yield Solved(in_region(problem.op, inside, region), words, priced.bits + region.bits)
                 break

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.variant import Priced, Variant
+from tracediff.diagnose.solve.variant import Priced, Read, Variant
 from tracediff.model.graph import Weight
 
 
@@ -15,6 +15,7 @@ def variants(problem: Problem) -> Iterator[Priced]:
     for name, weight in zip(problem.loops.loops.weights, problem.op.weights, strict=False):
         for info in tensors.values():
             if info.name != weight.name and (len(info.shape) == 2) == (len(weight.shape) == 2):
-                words = f"{info.name} where {weight.name} belongs"
+                names = [Read(one).words(problem.op) for one in (info.name, weight.name)]
+                words = f"uses {names[0]} where {names[1]} belongs"
                 other = Weight(info.name, info.shape)
                 yield Priced(Variant(words, problem.loops.source, weights=((name, other),)), bits)

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.interpret import Array, Flat, Run, Stored, parse
+from tracediff.diagnose.solve.interpret import Array, CannotRunError, Flat, Run, Stored, parse
 from tracediff.diagnose.solve.loops import Loops, loops_of
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Past, Weight
 from tracediff.model.weights import Weights, dequantize, raw_rows
-from tracediff.names import split
+from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.evaluate import noise
 from tracediff.numerics.floors import Noise
@@ -47,8 +47,14 @@ class Read:
         past: dict[When, Past] = {"now": False, "all": True, "before": "before"}
         return past[self.when]
 
-    def __str__(self) -> str:
-        return f"{self.name} of the step before" if self.when == "before" else self.name
+    def words(self, op: Op) -> str:
+        """As an op of some layer says it."""
+        here, (layer, local) = layer_of(op.name), split(self.name)
+        near = ""
+        if here is not None and layer is not None:
+            near = {0: "", 1: " of the layer before", -1: " of the layer after"}.get(here - layer, "?")
+        name = self.name if layer is None or here is None or near == "?" else f"{local}{near}"
+        return f"{name} of the step before" if self.when == "before" else name
 
 
 SOURCES = {"past": Read("past"), "starts": Read("past", "all")}
@@ -56,8 +62,11 @@ SOURCES = {"past": Read("past"), "starts": Read("past", "all")}
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An op by edited loops. `arrays` are names in them that stand for another value of the trace ("before" is what
-    the output's buffer held), `weights` those of another tensor; `numbers` are others than the op's.
+    """An op by edited loops; without `words` the loops themselves are put into words.
+
+    `arrays` are names in them that stand for another value of the trace ("before" is what the output's buffer held),
+    `weights` those of another tensor, `numbers` are others than the op's; `renamed` are names that stand for others
+    throughout.
     """
 
     words: str
@@ -66,6 +75,7 @@ class Variant:
     arrays: tuple[tuple[str, Read], ...] = ()
     numbers: tuple[tuple[str, float], ...] = ()
     weights: tuple[tuple[str, Weight], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def op(self, op: Op, loops: Loops) -> Op:
         """The op so changed; `loops` are its own."""
@@ -155,7 +165,11 @@ class Reworked:
         bound = bind(self._plain(op), inputs[: self.n_inputs], call.weights, call.arithmetic)
         assert bound
         extra = {name: Flat(flat(x)) for name, x in zip(self.extra, inputs[self.n_inputs :], strict=True)}
-        y, error = bound.with_(self.source, extra, dict(self.numbers)).measured()
+        try:
+            y, error = bound.with_(self.source, extra, dict(self.numbers)).measured()
+        except CannotRunError:  # in this step: then it explains nothing here
+            y = np.full(bound.loops.shape, math.nan)
+            error = np.zeros_like(y)
         if call.energy:
             call.energy.measured = torch.from_numpy(error).to(inputs[0].device)
         return torch.from_numpy(y).to(call.weights.dtype).to(inputs[0].device)

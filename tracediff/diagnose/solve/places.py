@@ -1,0 +1,124 @@
+"""Maps of places in words: what one loop reads or stores against what belongs there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tracediff.diagnose.solve.accesses import Access
+
+_LISTED = 8  # values of a map that is told one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """How the places of two accesses differ. One of these is set: an `axis`, along which what is read of a variable
+    (`of`) is `new` where `old` belongs; a `shift` of all by so many values; a `stride` from one value of a variable
+    to the next, another where one belongs; or none, where only the formula tells.
+    """
+
+    axis: str = ""
+    of: str = ""
+    new: str = ""
+    old: str = ""
+    shift: int = 0
+    stride: tuple[str, int, int] | None = None
+
+
+def mapped(a: Access, b: Access, axes: Sequence[tuple[str, int]], nouns: Mapping[str, str]) -> Mapped:
+    """From the right access `a` to `b`, in an array with these axes; `nouns` say what each loop variable counts."""
+    if a.at.shape != b.at.shape:
+        return Mapped()
+    along_a, along_b = _coordinates(a.at, axes), _coordinates(b.at, axes)
+    by = b.at - a.at
+    if len(axes) == 1 and (by == by[0]).all():
+        return Mapped(shift=int(by[0]))
+    differ = [i for i in range(len(axes)) if (along_a[i] != along_b[i]).any()]
+    if len(differ) == 1:
+        i = differ[0]
+        for name, values in a.loops.items():
+            old, new = closed(name, values, along_a[i]), closed(name, values, along_b[i])
+            if old and new:
+                return Mapped(axes[i][0], f"{nouns[name]} {name}", new, old)
+    if (by == by[0]).all():
+        return Mapped(shift=int(by[0]))
+    return Mapped(stride=_stride(a, b, nouns))
+
+
+def _coordinates(at: np.ndarray, axes: Sequence[tuple[str, int]]) -> list[np.ndarray]:
+    found = []
+    for _, size in reversed(axes[1:]):
+        found.append(at % size)
+        at = at // size
+    return [at, *reversed(found)]
+
+
+def closed(name: str, values: np.ndarray, of: np.ndarray) -> str:
+    """`of` as a function of a variable that takes these values, as in "h // 4"; empty where it depends on more."""
+    at, first = np.unique(values, return_index=True)
+    f = of[first]
+    if (f[np.searchsorted(at, values)] != of).any():
+        return ""
+    if (f == f[0]).all():
+        return str(f[0]) if len(at) > 1 else ""
+    steps = np.unique(np.diff(f) // np.maximum(np.diff(at), 1))
+    if len(steps) == 1 and (f == f[0] + steps[0] * (at - at[0])).all():
+        k, c = int(steps[0]), int(f[0] - steps[0] * at[0])
+        term = {1: name, -1: f"-{name}"}.get(k, f"{k} * {name}")
+        if k == -1:
+            return f"{c} - {name}"
+        return term if not c else f"{term} {'+' if c > 0 else '-'} {abs(c)}"
+    for m in range(2, int(at[-1]) + 2):
+        if (f == at % m).all():
+            return f"{name} % {m}"
+        if (f == at // m).all():
+            return f"{name} // {m}"
+    return f"{', '.join(map(str, f))} in turn" if len(at) <= _LISTED else ""
+
+
+def _stride(a: Access, b: Access, nouns: Mapping[str, str]) -> tuple[str, int, int] | None:
+    """The one variable by which both move on by a constant, but not by the same."""
+    ours, theirs = _linear(a), _linear(b)
+    if ours is None or theirs is None:
+        return None
+    differ = [name for name in a.loops if ours[name] != theirs[name]]
+    if len(differ) != 1 or ours[""] != theirs[""]:
+        return None
+    return nouns[differ[0]], theirs[differ[0]], ours[differ[0]]
+
+
+def _linear(access: Access) -> dict[str, int] | None:
+    """The coefficients by which the places follow the variables, "" for the constant; None where they do not."""
+    columns = [np.ones(len(access.at)), *access.loops.values()]
+    solution, *_ = np.linalg.lstsq(np.stack(columns, -1).astype(float), access.at.astype(float), rcond=None)
+    whole = np.round(solution).astype(int)
+    if (sum(k * np.asarray(x).astype(int) for k, x in zip(whole, columns, strict=True)) != access.at).any():
+        return None
+    return dict(zip(("", *access.loops), map(int, whole), strict=True))
+
+
+def ranges(noun: str, old: range | None, new: range | None) -> tuple[str, str, bool] | None:
+    """What another count takes in words, what that leaves out or goes beyond, and whether it takes one thing alone.
+    None where that is not known.
+    """
+    if old is None or new is None or not len(old):
+        return None
+    if not len(new):
+        return f"no {noun}", "", True
+    one, last = len(new) == 1, new[-1]
+    if new.step > 1:
+        return f"only every {new.step}{'nd' if new.step == 2 else 'th'} {noun}", f", from {new[0]} to {last}", True
+    said = f"{noun} {new[0]}" if one else f"{plural(noun)} {new[0]} to {last}"
+    if last > old[-1]:
+        return said, f", {last - old[-1]} beyond the last", one
+    left = []
+    if new[0] > old[0]:
+        left.append("the first is" if new[0] == old[0] + 1 else f"the first {new[0] - old[0]} are")
+    if last < old[-1]:
+        left.append("the last is" if last == old[-1] - 1 else f"the last {old[-1] - last} are")
+    return f"only {said}", f": {' and '.join(left)} left out" if left else "", one
+
+
+def plural(noun: str) -> str:
+    """Of what loops count."""
+    return f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"

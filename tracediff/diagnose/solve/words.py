@@ -1,0 +1,478 @@
+"""An edit of an op's loops in the reader's words: which tokens, heads, keys and channels, and what belongs there.
+
+What an edit reads or writes elsewhere is looked up by running both loops and comparing the places; what it computes
+otherwise is shown as a formula of the op's inputs. So the words follow from what the loops do, not from how they were
+made.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tracediff.diagnose.solve.accesses import Access, accesses
+from tracediff.diagnose.solve.interpret import CannotRunError, Program, Run, Value
+from tracediff.diagnose.solve.places import mapped, plural, ranges
+from tracediff.diagnose.solve.variant import Bound, Read, Variant, parsed
+from tracediff.model.graph import Op
+
+# What the loop variables of each kind count.
+_COUNTED: Mapping[str, Mapping[str, str]] = {
+    "embedding": {"t": "token", "i": "channel"},
+    "rms_norm": {"t": "row", "i": "channel"},
+    "linear": {"t": "token", "o": "channel", "i": "input channel"},
+    "rope": {"t": "token", "h": "head", "i": "pair", "j": "channel"},
+    "scores": {"h": "query head", "t": "query", "s": "key", "d": "channel", "c": "cached key", "i": "channel"},
+    "softmax": {"h": "head", "t": "query", "s": "key"},
+    "weighted_values": {"t": "token", "h": "head", "d": "channel", "s": "key", "c": "cached value", "i": "channel"},
+    "add": {"i": "value"},
+    "swiglu": {"i": "value"},
+}
+# The axes of the arrays, with the names of the numbers that are their sizes.
+_AXES: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {
+    "embedding": {"y": (("token", "T"), ("channel", "n")), "table": (("row", ""), ("channel", "n"))},
+    "rms_norm": {
+        "x": (("row", "T"), ("channel", "n")), "y": (("row", "T"), ("channel", "n")), "w": (("channel", "n"),),
+    },
+    "linear": {
+        "x": (("token", "T"), ("channel", "n_in")), "w": (("row", "n_out"), ("column", "n_in")),
+        "y": (("token", "T"), ("channel", "n_out")), "b": (("channel", "n_out"),),
+    },
+    "rope": {
+        "x": (("token", "T"), ("head", "H"), ("channel", "D")), "y": (("token", "T"), ("head", "H"), ("channel", "D")),
+    },
+    "scores": {
+        "q": (("token", "T"), ("query head", "H"), ("channel", "D")),
+        "k": (("key", "S"), ("key head", "G"), ("channel", "D")),
+        "cache": (("key", "S"), ("key head", "G"), ("channel", "D")),
+        "y": (("head", "H"), ("query", "T"), ("key", "S")),
+    },
+    "softmax": {
+        "x": (("head", "H"), ("query", "T"), ("key", "S")), "y": (("head", "H"), ("query", "T"), ("key", "S")),
+    },
+    "weighted_values": {
+        "p": (("head", "H"), ("query", "T"), ("key", "S")),
+        "v": (("position", "S"), ("value head", "G"), ("channel", "D")),
+        "cache": (("position", "S"), ("value head", "G"), ("channel", "D")),
+        "y": (("token", "T"), ("head", "H"), ("channel", "D")),
+    },
+}  # fmt: skip
+_NUMBERS = {
+    "T": "the number of tokens", "n": "the number of channels", "n_in": "the number of input channels",
+    "n_out": "the number of channels", "H": "the number of heads", "G": "the number of key/value heads",
+    "D": "the number of channels of a head", "S": "the number of keys", "n_rot": "the number of rotated channels",
+    "theta": "rope's base", "scale": "the scale", "eps": "eps", "freq_scale": "the frequency scale",
+    "heads": "the number of heads", "queries": "the number of queries", "keys": "the number of keys",
+    "channels": "the number of channels of a head", "width": "the width of a cached row",
+    "past[0]": "the number of cached positions", "0": "0",
+}  # fmt: skip
+_NAMED = {
+    "squares": "the sum of squares", "largest": "the maximum", "total": "the sum", "visible": "the number of keys seen",
+    "here": "where a row is read", "there": "where a row is stored", "first": "a pair's first channel",
+    "second": "a pair's second channel", "angle": "the angle", "silu": "silu", "scale": "the scale",
+}  # fmt: skip
+_SUMS = {"sum": "the sum", "max": "the largest", "min": "the smallest", "first": "the first", "last": "the last"}
+_OWN = {"scores": "the output's", "softmax": "the softmax's", "weighted_values": "the output's"}
+_OF_STEPS = ("past", "starts")
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+_NOT_QUOTED = ast.Name | ast.Constant | ast.GeneratorExp | ast.comprehension
+_LESS = ast.parse("s < visible", mode="eval").body
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """Puts edits of one op's loops into words. `right` are its own, bound to what they read."""
+
+    op: Op
+    right: Bound
+
+    def of(self, edited: Bound) -> str:
+        """What the edited loops do otherwise."""
+        right, other = (_statements(ast.parse(bound.source)) for bound in (self.right, edited))
+        if len(right) != len(other):
+            return "other loops"
+        pairs = [(a, b) for a, b in zip(right, other, strict=True) if _head(a) != _head(b)]
+        return "; ".join(dict.fromkeys(self._statement(a, b, edited) for a, b in pairs))
+
+    def variant(self, variant: Variant, edited: Bound) -> str:
+        """What a variant does otherwise, bound to what it reads."""
+        memory = next((read.words(self.op) for name, read in variant.arrays if name == "before"), "")
+        said = variant.words or (self.renamed(dict(variant.renamed), edited) if variant.renamed else self.of(edited))
+        if variant.words or variant.touches == "values":
+            return said.replace("what was there before", f"what was there before ({memory or '0'})")
+        return said + self.rest(edited, memory)
+
+    def renamed(self, names: Mapping[str, str], edited: Bound) -> str:
+        """One size stands for another throughout, or two for one another, or two arrays."""
+        (a, b), *rest = names.items()
+        if rest:
+            first, second = (_NUMBERS.get(x, "") if x in self.right.numbers else self.called(x) for x in (a, b))
+            return f"{first} and {second} are exchanged"
+        return f"{_NUMBERS.get(a, a)} is taken for {self._size(b, edited)}; it is {self._size(a, self.right)}"
+
+    def _size(self, name: str, bound: Bound) -> str:
+        if name == "past[0]":
+            return f"{bound.arrays['past'].take(np.array([0]))[0]:g}" if "past" in bound.arrays else name
+        return f"{bound.numbers.get(name, 0):g}"
+
+    def rest(self, edited: Bound, memory: str) -> str:
+        """What is where nothing is stored; empty where all is."""
+        n = int(np.prod(self.right.loops.shape))
+        stored = np.unique(np.concatenate([np.zeros(0, int), *(one.at for one in edited.places())]))
+        if ((stored >= 0) & (stored < n)).sum() == n:
+            return ""
+        return f"; elsewhere the output is {memory or 'as it was: 0'}"
+
+    def _statement(self, a: ast.stmt, b: ast.stmt, edited: Bound) -> str:
+        match a, b:
+            case ast.For(target=ast.Name(id=name), iter=ast.Call() as old), ast.For(iter=ast.Call() as new):
+                stored = [one for one in a.body if isinstance(one, ast.Assign)]
+                subject = self._subject(stored[0].targets[0], stored[0].value) if stored else ""
+                of = f" of {subject}" if subject.startswith("the") and self.op.kind == "softmax" else ""
+                return self._loop(name, of, old, new, edited)
+            case ast.Assign(targets=[target]), ast.Pass():
+                return f"{self._subject(target, a.value)} is not stored"
+            case ast.Assign(targets=[ast.Name(id=name)], value=old), ast.Assign(value=new):
+                return self._defined(name, old, new, edited)
+            case ast.Assign(targets=[to], value=old), ast.Assign(targets=[to_other], value=new):
+                if ast.unparse(to) != ast.unparse(to_other):
+                    array = ast.unparse(to).partition("[")[0]
+                    moved = self._by_access(array, edited, stores=True, subject=self._subject(to, old))
+                    assert isinstance(to, ast.Subscript)
+                    assert isinstance(to_other, ast.Subscript)
+                    return (
+                        moved
+                        or f"{self._subject(to, old)} is stored at {self._placed(to_other.slice, to.slice, edited)}"
+                    )
+                return self._value(self._subject(to, old), old, new, edited)
+        return f"{ast.unparse(b)} where {ast.unparse(a)} belongs"
+
+    # --- loops
+
+    def _loop(self, name: str, of: str, old: ast.Call, new: ast.Call, edited: Bound) -> str:
+        """Another range of a loop that stores."""
+        noun = self._noun(name)
+        said = ranges(noun, self._range(old, self.right), self._range(new, edited))
+        if said:
+            taken, left, one = said
+            return f"{taken}{of} {'is' if one else 'are'} computed{left}"
+        bounds = [self._bounds(call) for call in (new, old)]
+        return f"{plural(noun)} {bounds[0]}{of} are computed, where {bounds[1]} belong{self._legend(*bounds)}"
+
+    def _bounds(self, call: ast.Call) -> str:
+        start, end = ([ast.Constant(0), *call.args] if len(call.args) == 1 else call.args)[:2]
+        return f"{self._print(start)} to before {self._print(end)}"
+
+    def _range(self, call: ast.Call, bound: Bound) -> range | None:
+        """What a count comes to; None where it depends on other loops."""
+        values = [_evaluated(argument, bound) for argument in call.args]
+        if any(value is None for value in values):
+            return None
+        try:
+            return range(*(int(value) for value in values if value is not None))
+        except ValueError:
+            return None
+
+    # --- values
+
+    def _defined(self, name: str, old: ast.expr, new: ast.expr, edited: Bound) -> str:
+        """A name that is something else."""
+        if name == "visible":
+            return self._mask(_LESS, _LESS, edited, f"{self._print(new)} keys", f"{self._print(old)}")
+        if name in ("heads", "queries", "keys", "channels", "width", "n"):
+            values = (_evaluated(node, bound) for node, bound in ((old, self.right), (new, edited)))
+            pairs = zip((old, new), values, strict=True)
+            a, b = (self._print(node) if value is None else f"{value:g}" for node, value in pairs)
+            return f"{_NUMBERS[name].replace('the', _OWN.get(self.op.kind, 'the'), 1)} is taken for {b}; it is {a}"
+        if name in ("here", "there", "first", "second"):
+            arrays = [array for array in edited.arrays if array not in _OF_STEPS]
+            said = [self._by_access(array, edited) for array in arrays]
+            said.append(self._by_access("y", edited, stores=True))
+            said = [one for one in said if one]
+            return f"{_NAMED[name]}: {'; '.join(said)}" if said else self._formula(_NAMED[name], old, new)
+        return self._value(_NAMED.get(name, name), old, new, edited)
+
+    def _value(self, subject: str, old: ast.expr, new: ast.expr, edited: Bound) -> str:
+        """An expression that is another: a place that is read, a count of terms, or a formula."""
+        outer: ast.AST
+        for outer, (x, y) in _chain(old, new):
+            if isinstance(outer, ast.Subscript) and isinstance(outer.value, ast.Name) and x is outer.slice:
+                assert isinstance(y, ast.expr)
+                said = self._by_access(outer.value.id, edited, subject=subject)
+                here = f" for {subject}" if outer.value.id == "y" else ""
+                return said or f"{self.called(outer.value.id)} is read{here} at {self._placed(y, x, edited)}"
+            if isinstance(outer, ast.comprehension) and isinstance(outer.target, ast.Name):
+                assert isinstance(x, ast.Call)
+                assert isinstance(y, ast.Call)
+                return self._terms(subject, outer.target.id, x, y, edited)
+            if isinstance(outer, ast.IfExp) and x is outer.test:
+                assert isinstance(y, ast.expr)
+                return self._mask(x, y, edited, f"those with {self._print(y)}", f"those with {self._print(x)}")
+        whole = self._print(old)
+        shown = [pair for pair in _quotable(old, new) if whole.count(self._print(pair[0])) == 1]
+        return self._formula(subject, *(shown[-1] if shown else (old, new)))
+
+    def _terms(self, subject: str, name: str, old: ast.Call, new: ast.Call, edited: Bound) -> str:
+        """A sum over other terms."""
+        noun = self._noun(name)
+        whole = subject if subject in ("the sum of squares", "the sum", "the maximum") else "the sum"
+        said = ranges(noun, self._range(old, self.right), self._range(new, edited))
+        if said:
+            return f"{whole} takes {said[0]}{said[1]}"
+        bounds = f"{self._bounds(new)}, where {self._bounds(old)} belong"
+        return f"{whole} takes {plural(noun)} {bounds}{self._legend(bounds)}"
+
+    def _mask(self, old: ast.expr, new: ast.expr, edited: Bound, said: str, belongs: str) -> str:
+        seen = [_seen_keys(node, bound) for node, bound in ((old, self.right), (new, edited))]
+        if seen[0] is not None and seen[1] is not None:
+            if seen[1].all():
+                return "no mask: every query sees every key"
+            if not seen[1].any():
+                return "the mask hides every key from every query"
+            if (seen[1] == ~seen[0]).all():
+                return "the mask is inverted: a query sees the keys after its own position, and no other"
+            counts = seen[1].sum(-1) - seen[0].sum(-1)
+            prefix = all(row[: int(row.sum())].all() for row in seen[1].reshape(-1, seen[1].shape[-1]))
+            if prefix and len(set(counts.ravel().tolist())) == 1:
+                k = int(counts.ravel()[0])
+                return f"the mask: each query sees {some(abs(k), 'key')} too {'many' if k > 0 else 'few'}"
+        return f"the mask: query t sees {said}, where {belongs} belong{self._legend(said, belongs)}"
+
+    def _formula(self, subject: str, old: ast.expr, new: ast.expr) -> str:
+        a, b = (self._print(node) for node in (old, new))
+        if a == b:  # the places differ, not the formula
+            a, b = (self._print(node, places=True) for node in (old, new))
+        return f"{subject} is computed with {b}, where {a} belongs{self._legend(a, b)}"
+
+    # --- places that are read
+
+    def _by_access(self, array: str, edited: Bound, stores: bool = False, subject: str = "") -> str:
+        """Where an array is read, or stored to, instead of the right places."""
+        try:
+            pairs = list(zip(*(accesses(bound, array, stores) for bound in (self.right, edited)), strict=True))
+        except (CannotRunError, ValueError):
+            return ""
+        differ = [i for i, (a, b) in enumerate(pairs) if not a.same(b)]
+        said = dict.fromkeys(self._access(array, a, b, edited, stores, subject) for a, b in (pairs[i] for i in differ))
+        if not said or stores or len(pairs) == len(differ):
+            return "; ".join(said)
+        when = f"of {len(pairs)} readings the {' and the '.join(_ORDINALS[i] for i in differ)}"
+        return f"{'; '.join(said)} ({f'in {subject}, ' if subject and subject != 'the output' else ''}{when})"
+
+    def _access(self, array: str, a: Access, b: Access, edited: Bound, stores: bool, subject: str) -> str:
+        nouns = {name: self._noun(name) for name in a.loops}
+        said = mapped(a, b, self._axes(array), nouns)
+        what = subject or "the output" if stores else self.called(array)
+        verb = "is stored" if stores else "is read"
+        if said.axis:
+            stored = "" if what == "the output" else f"{what} of "
+            to = f"{stored}{said.of} is stored as" if stores else f"{said.of} reads"
+            of = "" if stores else f" of {what}"
+            old = "that of its token" if array == "table" and "in turn" in said.old else said.old
+            return f"{to} {said.axis} {said.new}{of}, where {old} belongs"
+        if said.shift:
+            return f"{what} {verb} {some(abs(said.shift), 'value')} {'later' if said.shift > 0 else 'earlier'}"
+        if said.stride:
+            noun, new, right = said.stride
+            return f"from one {noun} to the next {what} {verb} {some(new, 'value')} further on, where {right} belong"
+        return f"{what} {verb} at {self._placed(b.node, a.node, edited)}"
+
+    def _placed(self, new: ast.AST, old: ast.AST, edited: Bound) -> str:
+        """Two formulas of a place, the first where the second belongs."""
+        a, b = (self._print(_inlined(node, bound)) for node, bound in ((old, self.right), (new, edited)))
+        return f"{b}, where {a} belongs{self._legend(a, b)}"
+
+    def _axes(self, array: str) -> list[tuple[str, int]]:
+        """Names and sizes of an array's axes."""
+        known = _AXES.get(self.op.kind, {}).get(array, (("value", ""),))
+        return [(name, int(self.right.numbers.get(size, 1 << 40))) for name, size in known]
+
+    # --- names
+
+    def called(self, array: str) -> str:
+        """An array by the name of the value or the weight that it is."""
+        loops = self.right.loops
+        if array in loops.inputs:
+            return Read(self.op.inputs[loops.inputs.index(array)]).words(self.op)
+        if array in loops.weights:
+            return Read(self.op.weights[loops.weights.index(array)].name).words(self.op)
+        if array == "cache":
+            return Read(self.op.inputs[1]).words(self.op)
+        return {"y": "the output", "before": "what was there before"}.get(array, array)
+
+    def _noun(self, variable: str) -> str:
+        return _COUNTED.get(self.op.kind, {}).get(variable, variable)
+
+    def _subject(self, target: ast.expr, value: ast.expr) -> str:
+        match target:
+            case ast.Name(id=name):
+                return _NAMED.get(name, _NUMBERS.get(name, name))
+            case ast.Subscript(value=ast.Name(id="y"), slice=at) if self.op.kind == "rope":
+                of_pairs = (f"the {which} of each pair" for which in ("first", "second") if which in ast.unparse(at))
+                return next(of_pairs, "the output")
+            case ast.Subscript(value=ast.Name(id="y")) if self.op.kind == "softmax":
+                stages = {ast.IfExp: "the masked score", ast.Call: "the exponential"}
+                return stages.get(type(value), "the output")
+            case ast.Subscript(value=ast.Name(id="cache")):
+                return "the cache"
+        return "the output"
+
+    def _legend(self, *formulas: str) -> str:
+        """What the variables in formulas count."""
+        used = {name for formula in formulas for name in re.findall(r"\b[a-z]\b", formula)}
+        said = [f"{v}: {noun}" for v, noun in _COUNTED.get(self.op.kind, {}).items() if v in used]
+        return f" ({', '.join(said)})" if said else ""
+
+    def _print(self, node: ast.AST, places: bool = False) -> str:
+        """An expression of values by their names, and of counts."""
+        return ast.unparse(_Named(self, places).visit(ast.parse(ast.unparse(node), mode="eval").body))
+
+
+class _Named(ast.NodeTransformer):
+    """Array elements as the names of the values, sums in words, sizes as numbers."""
+
+    def __init__(self, speaker: Speaker, places: bool) -> None:
+        self._speaker = speaker
+        self._places = places
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        assert isinstance(node.value, ast.Name)
+        called = self._speaker.called(node.value.id)
+        if called in ("tokens", "positions"):
+            at = ast.unparse(node.slice)
+            called = "token id" if called == "tokens" else "position"
+            return ast.Name(called if at == "t" else f"{called}[{at}]")
+        if called in _OF_STEPS:
+            return ast.Name(f"{called}[{ast.unparse(node.slice)}]")
+        if self._places:
+            return ast.Name(f"{called}[{self._speaker._print(node.slice)}]")
+        text = ast.unparse(node.slice)
+        which = next((w for w in ("first", "second") if w in text), "")
+        return ast.Name(f"{called}'s {which}" if which else called)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name) and node.args and isinstance(node.args[0], ast.GeneratorExp):
+            generator = node.args[0]
+            loop = generator.generators[0]
+            assert isinstance(loop.target, ast.Name)
+            term = self._speaker._print(generator.elt, self._places)
+            noun = plural(self._speaker._noun(loop.target.id))
+            return ast.Name(f"{_SUMS[node.func.id]} of {term} over the {noun}")
+        self.generic_visit(node)
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        match node:
+            case ast.BinOp(left=ast.Constant(value=int(a)), op=op, right=ast.Constant(value=int(b))) if b > 0:
+                known = {ast.Add: a + b, ast.Sub: a - b, ast.Mult: a * b, ast.FloorDiv: a // b, ast.Mod: a % b}
+                return ast.Constant(known[type(op)]) if type(op) in known else node
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        numbers = self._speaker.right.numbers
+        if node.id in numbers and isinstance(numbers[node.id], int):
+            return ast.Constant(numbers[node.id])
+        return node
+
+
+def some(n: int, noun: str) -> str:
+    """As in "1 key" and "2 keys"."""
+    return f"{n} {noun if n == 1 else plural(noun)}"
+
+
+def _evaluated(node: ast.expr, bound: Bound) -> float | None:
+    """A count in numbers; None where it depends on loop variables or on arrays."""
+    names = dict(bound.numbers)
+    for statement in ast.walk(ast.parse(bound.source)):
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            value = _of_numbers(statement.value, names)
+            if value is not None:
+                names[statement.targets[0].id] = value
+    return _of_numbers(node, names)
+
+
+def _of_numbers(node: ast.expr, names: Mapping[str, float]) -> float | None:
+    try:
+        value = Run(Program(ast.Module([], [])), names, {}, 0)
+        value.stores()
+        return float(value.value(node)) if not any(isinstance(n, ast.Subscript) for n in ast.walk(node)) else None
+    except (CannotRunError, OverflowError):
+        return None
+
+
+def _inlined(node: ast.AST, bound: Bound) -> ast.AST:
+    """With what names of places stand for."""
+    statements = [n for n in ast.walk(ast.parse(bound.source)) if isinstance(n, ast.Assign)]
+    known = {n.targets[0].id: n.value for n in statements if isinstance(n.targets[0], ast.Name)}
+
+    class Inlined(ast.NodeTransformer):
+        def visit_Name(self, name: ast.Name) -> ast.AST:
+            return self.visit(ast.parse(ast.unparse(known[name.id]), mode="eval").body) if name.id in known else name
+
+    return Inlined().visit(ast.parse(ast.unparse(node), mode="eval").body)
+
+
+def _statements(tree: ast.Module) -> list[ast.stmt]:
+    """All statements in order."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.Assign | ast.Pass)]
+
+
+def _head(node: ast.stmt) -> str:
+    """A statement as it is written; of loops only their heads count."""
+    return f"{ast.unparse(node.target)} in {ast.unparse(node.iter)}" if isinstance(node, ast.For) else ast.unparse(node)
+
+
+def _children(node: ast.AST) -> list[ast.AST]:
+    return list(ast.iter_child_nodes(node))
+
+
+def _chain(a: ast.AST, b: ast.AST) -> Iterator[tuple[ast.AST, tuple[ast.AST, ast.AST]]]:
+    """Down from two trees to where they differ: each parent, and the parts of both that differ in it."""
+    while True:
+        if type(a) is not type(b):
+            return
+        ours, theirs = _children(a), _children(b)
+        if len(ours) != len(theirs):
+            return
+        differ = [(x, y) for x, y in zip(ours, theirs, strict=True) if ast.dump(x) != ast.dump(y)]
+        if len(differ) != 1:
+            return
+        yield a, differ[0]
+        a, b = differ[0]
+
+
+def _quotable(old: ast.expr, new: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Expressions that show what differs: with an operator, or a function, the smallest last."""
+    yield old, new
+    for _, (x, y) in _chain(old, new):
+        if isinstance(x, ast.expr) and isinstance(y, ast.expr) and not isinstance(x, _NOT_QUOTED):
+            yield x, y
+
+
+def _seen_keys(test: ast.expr, bound: Bound) -> np.ndarray | None:
+    """Which keys each query of the softmax sees, bool [H, T, S]."""
+    try:
+        return _Seen(parsed(bound.source), bound.numbers, bound.arrays, 0, test=test).of()
+    except CannotRunError:
+        return None
+
+
+@dataclass
+class _Seen(Run):
+    """Finds out what a comparison comes to where something is first stored."""
+
+    test: ast.expr = _LESS
+    found: np.ndarray | None = None
+
+    def of(self) -> np.ndarray | None:
+        self.stores()
+        return self.found
+
+    def _store(self, name: str, at: Value, value: Value) -> None:
+        if self.found is None:
+            shape = [self._names[v].size for v in ("h", "t", "s")]
+            seen = np.broadcast_to(self.value(self.test), [*shape, *[1] * (self._rank - 3)])
+            self.found = seen.reshape(shape)
