@@ -92,6 +92,11 @@ INDEXER: Metadata = {
     "attention.indexer.kpool": 4,
     "attention.indexer.kpool_select_tail": True,
 }
+# K-quants have blocks of 256 in a row (ggml-common.h, QK_K).
+WIDE_ROWS: Metadata = {
+    "embedding_length": 256, "feed_forward_length": 512, "expert_feed_forward_length": 256, "ssm.inner_size": 512,
+    "features_length": 256, "posnet.embedding_length": 256, "convnext.embedding_length": 256,
+}  # fmt: skip
 EVERY_OTHER_LAYER: Metadata = {"attention.head_count_kv": [N_HEAD_KV, 0], "attention.head_count": [N_HEAD, 0]}
 ONE_OF_THREE: Metadata = {  # a layer each of attention, of states and of experts
     "block_count": 3, "attention.head_count": [N_HEAD, 0, 0], "attention.head_count_kv": [N_HEAD_KV, 0, 0],
@@ -215,7 +220,8 @@ OF: dict[str, Metadata] = {
     "mimo2": PATTERN,
     "minicpm3": NOT_ABSORBED,
     "minimax-m3": {**INDEXER, "attention.indexer.head_count": N_HEAD_KV},
-    "mistral4": {**MLA},
+    "mistral3": {"attention.temperature_scale": 0.1, "rope.scaling.original_context_length": 4},
+    "mistral4": {**MLA, "attention.temperature_scale": 0.1, "attention.temperature_length": 4},
     "muse-glimmer": PATTERN,
     "nemotron_h": {**ONE_OF_THREE, "ssm.time_step_rank": 12},
     "nemotron_h_moe": {**ONE_OF_THREE, "ssm.time_step_rank": 12},
@@ -260,13 +266,40 @@ dots1 afmoe ernie4_5-moe hunyuan-moe hy_v3 hy_v4 gpt-oss lfm2moe smallthinker ll
 minimax-m2 minimax-m3 rnd1 paddleocr mimo2 kimi-linear kimi-k3 glm5-next step35 mistral4 mellum laguna maple
 granitemoe deepseek2-ocr nemotron_h_moe nomic-bert-moe
 """.split()  # noqa: SIM905 - to be read
+# All that llama.cpp knows by name (src/llama-arch.cpp), but for what only its quantiser reads.
+ARCHITECTURES = """
+llama llama4 deci falcon grok gpt2 gptj gptneox mpt baichuan starcoder refact bert modern-bert nomic-bert
+nomic-bert-moe neo-bert jina-bert-v2 jina-bert-v3 eurobert bloom stablelm qwen qwen2 qwen2moe qwen2vl qwen3 qwen3moe
+qwen3next qwen3vl qwen3vlmoe qwen35 qwen35moe qwen4exp phi2 phi3 phimoe plamo plamo2 plamo3 codeshell orion internlm2
+minicpm minicpm3 gemma gemma2 gemma3 gemma3n gemma4 gemma4-assistant gemma-embedding starcoder2 mamba mamba2 maple
+jamba falcon-h1 xverse command-r cohere2 cohere2moe dbrx olmo olmo2 olmoe muse-glimmer openelm arctic deepseek
+deepseek2 deepseek2-ocr deepseek32 deepseek4 chatglm glm4 glm4moe glm-dsa bitnet t5 t5encoder jais jais2 nemotron
+nemotron_h nemotron_h_moe exaone exaone4 exaone-moe rwkv6 rwkv6qwen2 rwkv7 arwkv7 granite granitemoe granitehybrid
+graniteswitch granite_swa chameleon wavtokenizer-dec plm bailingmoe bailingmoe2 bailingmoe3 dots1 dots3note arcee
+afmoe laguna ernie4_5 ernie4_5-moe hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 hy_v4 smollm3 gpt-oss lfm2 lfm2moe dream
+smallthinker llada llada-moe seed_oss grovemoe apertus minimax-01 hrm_text minimax-m2 minimax-m3 cogvlm rnd1
+pangu-embedded mistral3 eagle3 dflash mistral4 paddleocr mimo2 step35 spark2_5 llama-embed maincoder kimi-linear
+kimi-k3 glm5-next talkie mellum nanbeige qwen3tts pockettts
+""".split()  # noqa: SIM905 - to be read
 # Of 64 bits, where whole numbers of 32 are usual.
 WIDE = ("ple.layer_multipliers", "ple.head_offsets", "ple.head_vocab_sizes")
 
 
-def metadata(arch: str) -> dict[str, Any]:
-    """All keys of a tiny model of the architecture, with its name before those that are its own."""
-    merged = {**BASE, **(EXPERTS if arch in WITH_EXPERTS else {}), **OF.get(arch, {})}
+def metadata(arch: str, wide: bool = False) -> dict[str, Any]:
+    """All keys of a tiny model of the architecture, with its name before those that are its own.
+
+    The rows of a `wide` one are those of K-quants.
+    """
+    experts = EXPERTS if arch in WITH_EXPERTS else {}
+    merged = {**BASE, **experts, **(WIDE_ROWS if wide else {}), **OF.get(arch, {})}
+    for key in ("attention.head_count", "attention.head_count_kv") if wide else ():  # some want heads as wide as rows
+        merged[key] = _more_heads(merged[key])
     general = ("xielu", "tokenizer")
     named = {key if key.startswith(general) else f"{arch}.{key}": value for key, value in merged.items()}
     return {key: value for key, value in named.items() if value is not None}
+
+
+def _more_heads(count: Any) -> Any:
+    if isinstance(count, list):
+        return [_more_heads(one) for one in count]
+    return WIDE_ROWS["embedding_length"] // D if count == N_HEAD else count

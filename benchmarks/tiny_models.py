@@ -28,14 +28,17 @@ from tracediff.model.synthetic import add_tokenizer
 _NEVER = {"": r"\.(scale|input_scale)$", "qwen3next": r"ssm_in\.weight$"}
 
 
-def write(arch: str, out: Path, seed: int = 0) -> Path:
-    """Write a model of the architecture in float32; raises RuntimeError with what llama.cpp says where it refuses."""
+def write(arch: str, out: Path, seed: int = 0, wide: bool = False) -> Path:
+    """Write a model of the architecture in float32, `wide` as K-quants need.
+
+    Raises RuntimeError with what llama.cpp says where it refuses.
+    """
     with tempfile.TemporaryDirectory() as folder:
         header = Path(folder) / "header.gguf"
-        _finish(_begin(arch, header))
+        _finish(_begin(arch, header, wide))
         shapes = tensors(header)
     unwanted = re.compile("|".join(_NEVER[key] for key in ("", arch) if key in _NEVER))
-    writer = _begin(arch, out)
+    writer = _begin(arch, out, wide)
     for name, shape in shapes.items():
         if not unwanted.search(name):
             writer.add_tensor(name, values(name, shape, seed))
@@ -85,9 +88,9 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return matrix
 
 
-def _begin(arch: str, path: Path) -> GGUFWriter:
+def _begin(arch: str, path: Path, wide: bool) -> GGUFWriter:
     writer = GGUFWriter(path, arch)
-    keys = metadata(arch)
+    keys = metadata(arch, wide)
     add_tokenizer(writer, keys[f"{arch}.vocab_size"])
     for key, value in keys.items():
         match value:

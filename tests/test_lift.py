@@ -124,8 +124,19 @@ def test_sinks_and_latent_attention(tiny: Tiny) -> None:
     assert [weight.name for weight in probs.weights] == ["blk.0.attn_sinks.weight"]
     latent = load_graph(tiny("deepseek2"))
     assert latent["blk.0.attn_scores"].inputs == ("blk.0.attn_q_rope", "blk.0.attn_k_rope")
-    values = next(op for op in latent if op.kind == "copy" and op.inputs == ("blk.0.attn_k_rope",))
-    assert (values.past, values.axes) == ((True,), (64, "S"))
+    weighted = latent["blk.0.attn_kqv"]  # V is the first 64 channels of K's 80
+    assert (weighted.inputs, weighted.past) == (("blk.0.attn_probs", "blk.0.attn_k_rope"), (False, True))
+    assert weighted.views[1] == View(("S", 1, 64), (80, 64, 1))
+
+
+@pytest.mark.parametrize("arch", ["bert", "neo-bert", "deepseek2", "qwen3next", "gpt-oss"])
+def test_flash_attention_has_the_same_ops(arch: str, tiny: Tiny) -> None:
+    """Without a cache, of a fused projection, latent, gated, with sinks."""
+    file = GGUFFile(tiny(arch))
+    plain, flash = (lift(described.describe(file, Options(flash_attn=flash)), file) for flash in (False, True))
+    assert {op.name: op for op in plain.graph} == {op.name: op for op in flash.graph}
+    hidden = {name for name in plain.shown if name not in flash.shown}
+    assert {name.rpartition(".")[2] for name in hidden} == {"attn_scores", "attn_probs"}
 
 
 SOME = ("gemma2", "gemma3n", "phi3", "qwen3moe", "qwen3next", "gpt-oss", "deepseek2", "mamba2", "falcon", "plamo2")

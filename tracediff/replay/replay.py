@@ -263,8 +263,9 @@ class Replay:
         made = self._recomputation.op(record.step, op, scheme, record.dtype or "f32", record.rows)
         read, arithmetic = tuple(value.exact for value in inputs), arithmetic_of(op, scheme, self.weights)
         bound = made.bound()
-        if op.kind == "scores":  # what the mask hides does not count
-            bound = bound.masked_fill(self._recorded.hidden(record.step, record.rows), math.inf)
+        hidden = self._hidden(record, op)
+        if hidden is not None:
+            bound = bound.masked_fill(hidden, math.inf)
         return Known(self._recorded.values(record), made.exact, bound, read, arithmetic)
 
     def held(self, step: int, name: str, past: Past) -> Tensor | None:
@@ -332,8 +333,13 @@ class Replay:
             return None
         return None if torch.equal(rounding_named(storage)(exact), exact) else storage
 
+    def _hidden(self, record: OpRecord, op: Op) -> Tensor | None:
+        """What the causal mask hides does not count: scores, bool [T, S]. None of other ops, and without a cache."""
+        masked = op.kind == "scores" and any(op.past)
+        return self._recorded.hidden(record.step, record.rows) if masked else None
+
     def _residual(self, record: OpRecord, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme) -> Residual:
-        hidden = self._recorded.hidden(record.step, record.rows) if op.kind == "scores" else None
+        hidden = self._hidden(record, op)
         if pick := KINDS[op.kind].picks:
             scores = self._recomputation.inputs(record.step, op, scheme, record.rows)[0].exact
             recorded, made = pick(scores, recorded), replace(made, exact=pick(scores, made.exact))

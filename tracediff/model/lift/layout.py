@@ -65,6 +65,31 @@ def is_permuted(read: Read, node: Node, order: tuple[int, ...]) -> bool:
     return True
 
 
+def rows(read: Read, order: tuple[int, int, int]) -> Read | None:
+    """[T, heads, head_dim] as it is, of what is read with those axes in this order; None where it has no such axes."""
+    if len(read.shape) != len(order):
+        return None
+    back = [order.index(i) for i in range(len(order))]
+    turned = Read(read.of, tuple(read.shape[i] for i in back), tuple(read.strides[i] for i in back), read.offset)
+    return turned if turned.shape[0] == TOKENS else None
+
+
+def permuted(of: int, node: Node, order: tuple[int, ...]) -> Read:
+    """All of node `of` with its axes in this order; one of them at most follows the step."""
+    strides: list[Size] = [1]
+    for size in node.shape[:0:-1]:
+        strides.insert(0, times(strides[0], size))
+    return Read(of, tuple(node.shape[i] for i in order), tuple(strides[i] for i in order))
+
+
+def times(a: Size, b: Size) -> Size:
+    """The product of two sizes, of which one is fixed."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    by, of = (a, b) if isinstance(a, int) else (b, a)
+    return None if of is None or not isinstance(by, int) else tuple(by * n for n in of)  # type: ignore[return-value, union-attr]
+
+
 def covers(read: Read, node: Node) -> bool:
     """Whether it has as many elements as the node."""
     return all(

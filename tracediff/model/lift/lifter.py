@@ -25,6 +25,10 @@ _FLAT = ("ssm_scan", "gated_delta_net", "gated_linear_attn", "rwkv_wkv6", "rwkv_
 _STATES = MappingProxyType({"r": "conv_state", "s": "ssm_state"})
 
 
+# How attention reads [T, heads, head_dim]: of each head its rows of channels, or its channels' rows of tokens.
+_KEYS, _VALUES = (1, 0, 2), (1, 2, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Shown:
     """Where llama.cpp's graph shows an op's value: in this node, and in which part of it."""
@@ -53,9 +57,12 @@ class Lifter:
         self._file = file
         self._value: dict[int, str] = {}  # of a node the op whose output its memory holds
         self._cached: dict[int, str] = {}  # of a cache the op that it keeps
-        self._casts: dict[int, Read] = {}  # of a cache that is read in another type, how it is read
+        self._casts: dict[int, Read] = {}  # of a copy for attention what is copied, and how that is read
         self._states: dict[int, str] = {}  # of a cache the state that the step before left there
         self._parts: dict[int, View] = {}  # of a node the part that all of its readers see
+        self._turned: dict[
+            int, View
+        ] = {}  # of a node whose op has another order of axes, how it lies in the op's value
         self._absorbed: set[int] = set()
         self._users: dict[int, list[tuple[int, Read]]] = defaultdict(list)
         for i, node in enumerate(self._nodes):
@@ -99,9 +106,13 @@ class Lifter:
             return Input(self._source(read.of, node))
         if self._is_cache(read):
             return self._from_cache(read)
+        if read.of not in self._value:  # a copy for attention, which others read too
+            self._plain(read.of, node)
         name = self._value[read.of]
         if read.of in self._parts:  # all readers see the same part
             return Input(name)
+        if read.of in self._turned:
+            return Input(name, view=self._turned[read.of])
         as_it_is = layout.is_whole(read, node) and layout.axes(read.shape) == self.ops[name].axes
         return Input(name, view=None if as_it_is else layout.view(read))
 
@@ -115,6 +126,9 @@ class Lifter:
             if node.name.endswith("kq_mask"):
                 keys = Input("positions", node.shape[-1] == layout.POSITIONS)
                 self._add(i, "attn_mask", "mask", [Input("positions"), keys], attrs=self._visible(node))
+            elif node.name == "inp_attn_scale":
+                attrs = patterns.temperature(self._file.metadata)
+                self._add(i, "attn_temperature", "temperature", [Input("positions")], attrs=attrs)
             else:
                 self._add(i, naming.of_value(node.name) or "input", "input", ())
         return self._value[i]
@@ -268,10 +282,10 @@ class Lifter:
         a, b = _operands(node)[:2]
         if self._is_weight(a):
             self._linear(i, node, a, b)
-        elif self._is_cache(a) and a.of in self._cached and a.shape[-1:] == (layout.POSITIONS,):
-            self._weighted_values(i, node, a, b)
-        elif self._is_cache(a) and a.of in self._cached and a.shape[-2:-1] == (layout.POSITIONS,):
-            self._scores(i, node, a, b)
+        elif values := self._kept(a, _VALUES):
+            self._weighted_values(i, node, values, b)
+        elif keys := self._kept(a, _KEYS):
+            self._scores(i, node, keys, b)
         else:
             self._plain(i, node)
 
@@ -298,6 +312,9 @@ class Lifter:
         """The shape in which all readers see the value of a node; that in which attention does, where it is cached."""
         shapes = set()
         for user, read in self._users[end]:
+            attended = layout.rows(read, _KEYS if self._nodes[user].op != "CONT" else _VALUES)
+            if attended and layout.is_whole(attended, self._nodes[end]):
+                return layout.axes(attended.shape)
             if not layout.is_whole(read, self._nodes[end]):
                 continue
             into = self._nodes[user].into
@@ -349,31 +366,57 @@ class Lifter:
         self.shown[name] = Shown(read.of, part)
         return name
 
-    def _scores(self, i: int, node: Node, keys: Read, queries: Read) -> None:
-        if not layout.is_permuted(queries, self._nodes[queries.of], (1, 0, 2)):
+    def _scores(self, i: int, node: Node, keys: Input, queries: Read) -> None:
+        q, user = self._heads_of_step(queries, _KEYS), self._only_user(i)
+        masked = user is not None and user[1].op == "SOFT_MAX" and len(_operands(user[1])) > 1
+        if q is None or not (keys.past or masked):
             self._plain(i, node)
             return
-        inputs = [Input(self._value[queries.of]), self._heads_of_cache(keys, (-3, -1))]
-        self._add(i, self._name(node, "scores", inputs), "scores", inputs)
+        self._add(i, self._name(node, "scores", [q, keys]), "scores", [q, keys])
 
-    def _weighted_values(self, i: int, node: Node, values: Read, probs: Read) -> None:
+    def _weighted_values(self, i: int, node: Node, values: Input, probs: Read) -> None:
+        """Of each head its tokens; as a rule turned into tokens with all heads side by side."""
+        reads = [read for _, read in self._users[i]]
         user = self._only_user(i)
-        merged = user[1].reads[0] if user and user[1].op == "CONT" else None
-        if user is None or merged is None or not layout.is_permuted(merged, node, (1, 0, 2)):
+        merged = user is not None and user[1].op == "CONT" and layout.is_permuted(reads[0], node, (1, 0, 2))
+        as_it_is = all(read.shape == node.shape and layout.is_whole(read, node) for read in reads)
+        if not (merged or as_it_is) or not (values.past or self._is_softmax(probs)):
             self._plain(i, node)
             return
-        end = self._absorb(user[0])
-        inputs = [self._input(probs), self._heads_of_cache(values, (-3, -2))]
-        self._add(end, self._name(self._nodes[end], "weighted_values", inputs), "weighted_values", inputs)
+        end = self._absorb(user[0]) if user and merged else i
+        inputs = [self._input(probs), values]
+        heads, tokens, width = layout.axes(node.shape)
+        name = naming.in_layer(layer_of(values.name), "attn_kqv")
+        side_by_side = layout.row((tokens, heads, width))
+        name = self._add(end, name, "weighted_values", inputs, (), ("T", side_by_side))
+        if as_it_is:
+            self._turned[i] = View((heads, tokens, width), (layout.row((heads, width)), side_by_side, 1))
+            self.shown[name] = Shown(i, layout.view(layout.permuted(i, node, (1, 0, 2))))
 
-    def _heads_of_cache(self, read: Read, at: tuple[int, int]) -> Input:
-        """Keys or values as [S, heads, head_dim], of which a reading of the cache has heads and channels there."""
+    def _kept(self, read: Read, order: tuple[int, int, int]) -> Input | None:
+        """Keys or values as [S, heads, head_dim], from the cache, or where there is none as [T, heads, head_dim].
+
+        They are read with their axes in this order. None for anything else.
+        """
+        read = self._casts.get(read.of, read)
+        if read.of not in self._cached:
+            return self._heads_of_step(read, order)
+        tokens, channels = order.index(0) - 3, order.index(2) - 3
+        if read.shape[tokens] != layout.POSITIONS:
+            return None
         name = self._cached[read.of]
         shape = (*(1,) * (3 - len(read.shape)), *read.shape)
-        rows = ("S", *layout.axes((shape[at[0]], shape[at[1]])))
-        width = layout.row(rows)
+        seen = ("S", *layout.axes((shape[-3], shape[channels])))
         own = ("S", *self.ops[name].axes[1:])
-        return Input(name, True, None if rows == own else View(rows, (width, rows[2], 1), 0))
+        return Input(name, True, None if seen == own else View(seen, (layout.row(own), layout.row(seen[1:]), 1), 0))
+
+    def _heads_of_step(self, read: Read, order: tuple[int, int, int]) -> Input | None:
+        """[T, heads, head_dim] of this step alone."""
+        rows = layout.rows(read, order)
+        return self._input(rows) if rows and read.of in self._value else None
+
+    def _is_softmax(self, read: Read) -> bool:
+        return self._nodes[read.of].op == "SOFT_MAX" and self.ops[self._value[read.of]].kind == "softmax"
 
     def _softmax(self, i: int, node: Node) -> None:
         """Of attention's scores, which a mask comes with; or of anything."""
@@ -403,13 +446,16 @@ class Lifter:
     def _flash(self, i: int, node: Node) -> None:
         """Scores, probabilities and values in one node, which shows the last alone."""
         queries, keys, values, mask, *sinks = _operands(node)
-        keys, values = (self._casts.get(read.of, read) for read in (keys, values))
-        q, k, v = self._value[queries.of], self._heads_of_cache(keys, (-3, -1)), self._heads_of_cache(values, (-3, -1))
-        shape = (self.ops[q].axes[1], "T", "S")
+        k, v = self._kept(keys, _KEYS), self._kept(values, _KEYS)
+        q = self._heads_of_step(queries, _KEYS)
+        if q is None or k is None or v is None:
+            self._plain(i, node)
+            return
+        shape = (layout.axes(queries.shape)[0], "T", "S" if k.past else "T")
         names = [naming.in_layer(layer_of(k.name), f"attn_{part}") for part in ("scores", "probs", "kqv")]
-        scores = self._add(i, names[0], "scores", [Input(q), k], (), shape)
+        scores = self._add(i, names[0], "scores", [q, k], (), shape)
         attrs = {"scale": patterns.number(node, 0), **self._visible(self._nodes[mask.of])}
-        positions = [Input("positions"), Input("positions", True)]
+        positions = [Input("positions"), Input("positions", k.past)]
         probs = self._add(i, names[1], "softmax", [Input(scores), *positions], sinks, shape, attrs)
         del self.shown[scores], self.shown[probs]
         rows = ("T", layout.row(("T", *layout.axes(node.shape[1:]))))
@@ -439,12 +485,21 @@ class Lifter:
         read = _operands(node)[0]
         if node.into and self._is_cache(node.into):
             self._hand_on(i, read, node.into)
-        elif read.of in self._cached and all(self._nodes[user].op == "FLASH_ATTN_EXT" for user, _ in self._users[i]):
+        elif self._is_for_attention(i, read):
             self._casts[i] = read
         elif layout.is_whole(read, self._nodes[read.of]) and node.type == self._nodes[read.of].type:
             self._value[i] = self._input(read).name
         else:
             self._plain(i, node)
+
+    def _is_for_attention(self, i: int, read: Read) -> bool:
+        """Whether keys or values are copied for attention alone: to another type, or transposed."""
+        if all(self._nodes[user].op == "FLASH_ATTN_EXT" for user, _ in self._users[i]):
+            return True
+        user = self._only_user(i)
+        if user is None or user[1].op != "MUL_MAT" or self._kept(read, _VALUES) is None:
+            return False
+        return self._nodes[_operands(user[1])[1].of].op == "SOFT_MAX"
 
     def _state(self, cache: int) -> str:
         """What the step before left in a cache of states."""

@@ -42,6 +42,19 @@ def integer(node: Node, i: int) -> int:
     return params[i] if i < len(params) else 0
 
 
+def temperature(metadata: Mapping[str, Any]) -> Attrs:
+    """How queries grow with their position, which llama.cpp computes outside of the graph (src/models/*.cpp)."""
+    arch = metadata["general.architecture"]
+    if arch == "llama4":
+        return {"scale": 0.1, "every": 8192, "offset": 1.0}
+    key = "attention.temperature_length" if f"{arch}.attention.temperature_length" in metadata else _TRAINED
+    every = metadata.get(f"{arch}.{key}", metadata.get(f"{arch}.context_length"))
+    return {"scale": metadata[f"{arch}.attention.temperature_scale"], "every": every, "offset": 0.0}
+
+
+_TRAINED = "rope.scaling.original_context_length"
+
+
 def rope(node: Node) -> Rope:
     """The rotation of a ROPE node. Text has the same position in all sections of a multi-modal one."""
     mode = integer(node, 2)

@@ -53,6 +53,15 @@ def mask(query_positions: Tensor, key_positions: Tensor, **visible: Any) -> Tens
     return torch.zeros(unseen.shape, dtype=torch.float32, device=unseen.device).masked_fill(unseen, -math.inf)
 
 
+def temperature(positions: Tensor, *, scale: float, every: int, offset: float) -> Tensor:
+    """[T] -> [T, 1, 1]: what queries are multiplied by, which grows with each `every` positions.
+
+    (https://ai.meta.com/blog/llama-4-multimodal-intelligence; llama-graph.cpp, llm_graph_input_attn_temp)
+    """
+    whole = torch.floor((positions.double() + offset) / every)
+    return (torch.log(whole + 1) * scale + 1)[:, None, None]
+
+
 def alibi(n_head: int, max_bias: float) -> Tensor:
     """[H]: what each head multiplies a key's distance with (https://arxiv.org/abs/2108.12409).
 
@@ -207,6 +216,7 @@ KINDS = (
     Kind("scores", scores, ("q", "k"), _OF_KEYS, _scores, _noise_of_keys, scheme="scores"),
     Kind("softmax", softmax, ("scores", "queries", "keys"), _OF_KEYS, noise=_softmax_noise),
     Kind("mask", mask, ("queries", "keys"), ("token", "key"), noise=none),
+    Kind("temperature", temperature, ("positions",), ("token",)),
     Kind("lightning_indexer", lightning_indexer, ("q", "k", "weights", "mask"), ("token", "key")),
     Kind("weighted_values", weighted_values, ("probs", "v"), compute=_weighted_values, noise=_noise_of_keys,
          scheme="weighted_values"),
