@@ -1,23 +1,28 @@
 """Mistakes of lifted graphs: planted in one layer of the torch engine, located by its trace alone, and named."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
+from conftest import some_of
 
 from tracediff.diagnose.mistakes import BANK, experts, states
 from tracediff.diagnose.planting import plant
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.errors import TraceError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
 from tracediff.model.weights import Weights
-from tracediff.pipeline import check_trace
+from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.writer import TraceWriter
 
 Tiny = Callable[[str], Path]
@@ -87,20 +92,87 @@ def test_ties_are_no_faults_whichever_expert_is_taken(tiny: Tiny, tmp_path: Path
     taken = [np.frombuffer(data, np.float32, int(np.prod(r["shape"])), r["offset"]) for r in picked]
     assert sum(len(ids) for ids in taken) > 600
     assert {*np.concatenate(taken)} == {4.0, 5.0, 6.0}  # of seven; ours would be 0, 1 and 2
-    faulty = {op.op for op in check_trace(path, tiny("qwen3moe")).faulty}
-    assert faulty == {op.name for op in tied}
+    result = check_trace(path, tiny("qwen3moe"))
+    assert {op.op for op in result.faulty} == {op.name for op in tied}
+    n = 2 * (len(TOKENS * 9) + 2)
+    assert f"ffn_moe_topk is another choice than its scores say in {n} of {n} tokens" in "".join(result.notes)
+    assert f"{n} of these are ties" in "".join(result.notes)
 
 
-@pytest.mark.parametrize("wrong", [7.0, 0.5, np.nan, 0.0])
-def test_a_choice_that_is_none_is_a_fault(wrong: float, tiny: Tiny, tmp_path: Path) -> None:
-    """Beyond the experts, between two, no number; or one of the best twice."""
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of seven experts, of which six are pairs that the router all but cannot tell apart."""
+    original = tiny_models.values
+
+    def values(name: str, *rest: Any) -> np.ndarray:
+        made = original(name, *rest)
+        if name.endswith("ffn_gate_inp.weight"):
+            noise = np.random.default_rng(0).choice([-4e-7, 4e-7], made[1:6:2].shape)
+            made[1:6:2] = made[0:6:2] * (1 + noise)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_models, "values", values)
+        return tiny_models.write("qwen3moe", tmp_path_factory.mktemp("twins") / "twins.gguf")
+
+
+def test_ties_of_two_engines_are_said_and_are_no_faults(
+    twins: Path, llama_cpp_trace: Callable[..., Path], torch_trace: Callable[..., Path]
+) -> None:
+    reference = llama_cpp_trace(twins, tokens=TOKENS * 4)
+    candidate = torch_trace(twins, like=reference)
+    result = compare_traces(reference, candidate, model=twins)
+    assert result.verdict == "match"
+    (note,) = [note for note in result.notes if "another choice" in note]
+    found = re.search(r"than in .*/\d+.trace in (\d+) of 100 tokens of all layers; (\d+) of these are ties", note)
+    assert found
+    assert int(found[1]) >= int(found[2]) > 10
+
+
+@pytest.mark.parametrize("lacking", ["ffn_moe_probs", "ffn_gate_inp ffn_moe_probs"])
+def test_a_tie_whose_scores_were_not_recorded_is_none_either(
+    lacking: str, twins: Path, llama_cpp_trace: Callable[..., Path]
+) -> None:
+    """They are computed again, and nearly equal ones come out in another order."""
+    whole = llama_cpp_trace(twins, tokens=TOKENS * 4)
+    out = whole.with_name("without-scores.trace")
+    trace = some_of(whole, out, lambda op: op.rpartition(".")[2] not in lacking.split())
+    result = check_trace(trace, twins)
+    assert result.verdict == "match"
+    assert "of these are ties" in "".join(result.notes)
+    floors = [op.local.floor for op in result.ops if op.local and op.op.endswith("topk")]
+    assert 0 < max(floors) < 1e-8  # of scores, not of the numbers of experts
+
+
+def with_choices(wrong: np.ndarray, tiny: Tiny, tmp_path: Path) -> Path:
+    """A trace whose choices of layer 1 are these, over and over, and no more of them."""
     file = GGUFFile(tiny("qwen3moe"))
     path = traced(build_graph(file), file, tmp_path / "a.trace", n_decode=0)
     records = [json.loads(line) for line in path.read_text().splitlines()]
     choice = next(record for record in records if record.get("op") == "blk.1.ffn_moe_topk")
     data = bytearray(path.with_suffix(".bin").read_bytes())
     ids = np.frombuffer(data, np.float32, int(np.prod(choice["shape"])), choice["offset"])
-    ids[:] = wrong
+    ids[:] = np.resize(wrong, ids.shape)
     path.with_suffix(".bin").write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("wrong", [7.0, 0.5, np.nan, 1.0])
+def test_a_choice_that_is_none_is_a_fault(wrong: float, tiny: Tiny, tmp_path: Path) -> None:
+    """Beyond the experts, between two, no number; or one of the best twice."""
+    path = with_choices(np.array([wrong]), tiny, tmp_path)
     faulty = {op.op for op in check_trace(path, tiny("qwen3moe")).faulty}
     assert "blk.1.ffn_moe_topk" in faulty
+
+
+def test_choices_that_were_not_recorded_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    path = with_choices(np.zeros(1), tiny, tmp_path)
+    with pytest.raises(TraceError, match=r"blk.1.ffn_moe_topk in step 0 holds zeros alone: nobody takes one expert"):
+        check_trace(path, tiny("qwen3moe"))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in lines:
+        if record.get("op") == "blk.0.ffn_moe_topk":
+            record["shape"][0] -= 2
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(TraceError, match=r"blk.0.ffn_moe_topk in step 0 has choices for 10 of 12 tokens"):
+        check_trace(path, tiny("qwen3moe"))

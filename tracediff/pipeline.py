@@ -62,7 +62,7 @@ def compare_traces(
         ours = _replayed(c, model, held, arithmetic, lambda f: progress("replay the candidate", f))
         theirs = _replayed(r, model, theirs_held, None, lambda f: progress("replay the reference", f))
         measured = [_with_replay(op, ours, theirs) for op in measured]
-        notes += [*theirs.notes, *ours.notes]
+        notes += [*theirs.notes, *ours.notes, *ours.ties(r)]
         explain = _explain(ours, progress)
     measured += _required(measured, c, model, policy)
     return _result(measured, weights, r, c, model, policy, explain, notes)
@@ -92,7 +92,16 @@ def check_trace(
             op = replace(op, status="unmatched", note=UNCOVERED if name in judged.uncovered else why)
         ops.append(op)
     ops += _required(ops, c, model, policy)
-    return _result(ops, weights, None, c, model, policy, _explain(judged, progress), [*_notes(c), *judged.notes])
+    return _result(
+        ops,
+        weights,
+        None,
+        c,
+        model,
+        policy,
+        _explain(judged, progress),
+        [*_notes(c), *judged.notes, *judged.ties(None)],
+    )
 
 
 def _with_replay(op: OpResult, ours: "Judged", theirs: "Judged | None" = None) -> OpResult:

@@ -6,6 +6,7 @@ looked for again in what that leaves. So a mistake has the same numbers wherever
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from tracediff.names import split
 from tracediff.numerics.arithmetic import scheme_named
 from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
+from tracediff.replay.choices import refuse_no_choice, ties
 from tracediff.replay.replay import Replay
 from tracediff.replay.shapes import Misshapen, misshapen
 from tracediff.result import Cause, Local, OpResult
@@ -63,6 +65,7 @@ class Judged:
     misshapen: dict[tuple[int, str], Misshapen]
     explain: Callable[[list[OpResult], Progress], list[OpResult]]
     notes: tuple[str, ...]  # what replay found out about the trace itself
+    ties: Callable[[Trace | None], Iterable[str]]  # what is to be said of choices other than a reference's
 
 
 def replay_and_explain(
@@ -70,15 +73,18 @@ def replay_and_explain(
 ) -> Judged:
     """Judge every record of the trace by replay against the model, and weights that are `held` instead.
 
-    Raises TraceError for a trace of another model, or one whose positions leave a gap.
+    Raises TraceError for a trace of another model, one whose positions leave a gap, or whose choices are none.
     """
     weights = model.weights(keep_bytes=_KEEP).holding(held)
     graph, scheme = model.graph, scheme_named(arithmetic) if arithmetic else None
+    refuse_no_choice(trace, graph)
     wrong = misshapen(trace, graph)
     replay = Replay(trace.without(wrong) if wrong else trace, graph, weights, scheme)
     locals_ = {(record.step, record.op): local for record, local in replay.run(progress)}
     uncovered = graph.after(op.name for op in graph if not is_covered(op))
-    return Judged(locals_, uncovered, wrong, Explainer(replay).explain, tuple(replay.notes()))
+    return Judged(
+        locals_, uncovered, wrong, Explainer(replay).explain, tuple(replay.notes()), partial(ties, replay, locals_)
+    )
 
 
 @dataclass(frozen=True, slots=True)

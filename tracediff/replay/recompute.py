@@ -63,6 +63,16 @@ class Recomputed:
         return self.noise.bound() * math.sqrt(_SEGMENT_MARGIN) if self.samples else self.noise.bound()
 
 
+def picked(made: Recomputed, of: Value, pick: Callable[[Tensor, Tensor], Tensor]) -> Recomputed:
+    """What is found at the places that were made, with the noise of what they are in."""
+    exact = pick(of.exact, made.exact)
+    if not of.samples:
+        return replace(made, exact=exact)
+    spread = torch.stack([(pick(sample, made.exact) - exact).square() for sample in of.samples]).mean(0)
+    sigma = torch.sqrt(made.own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread))
+    return replace(made, exact=exact, noise=replace(made.own, sigma=sigma))
+
+
 class Recomputation:
     """Recomputes the ops of `graph`. What was recomputed is kept for the ops after it, until `forget`; what later steps
     read, for all of them.

@@ -24,7 +24,7 @@ from tracediff.numerics.evaluate import arithmetic_of, in_words_of
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.plan import Choice, Plan, Planner, Sort, plain_first, settle
-from tracediff.replay.recompute import Recomputation, Recomputed
+from tracediff.replay.recompute import Recomputation, Recomputed, picked
 from tracediff.replay.recorded import Recorded
 from tracediff.replay.residual import Residual, measure, turned
 from tracediff.replay.score import BLIND, NOTHING, SHAPE, UNKNOWN, Explanation, judge
@@ -341,8 +341,8 @@ class Replay:
     def _residual(self, record: OpRecord, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme) -> Residual:
         hidden = self._hidden(record, op)
         if pick := KINDS[op.kind].picks:
-            scores = self._recomputation.inputs(record.step, op, scheme, record.rows)[0].exact
-            recorded, made = pick(scores, recorded), replace(made, exact=pick(scores, made.exact))
+            scores = self._recomputation.inputs(record.step, op, scheme, record.rows)[0]
+            recorded, made = pick(scores.exact, recorded), picked(made, scores, pick)
         residual = measure(recorded, made, hidden)
         passes = residual.excess <= 1 and residual.error <= made.margin * residual.noise
         if self._recomputation.has_noise and not passes and op.kind == "linear" and len(made.segment) == 1:

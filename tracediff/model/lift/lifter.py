@@ -386,7 +386,7 @@ class Lifter:
         end = self._absorb(user[0]) if user and merged else i
         inputs = [self._input(probs), values]
         heads, tokens, width = layout.axes(node.shape)
-        name = naming.in_layer(layer_of(values.name), "attn_kqv")
+        name = naming.in_layer(layer_of(inputs[0].name), "attn_kqv")  # layers may share their values
         side_by_side = layout.row((tokens, heads, width))
         name = self._add(end, name, "weighted_values", inputs, (), ("T", side_by_side))
         if as_it_is:
@@ -452,7 +452,7 @@ class Lifter:
             self._plain(i, node)
             return
         shape = (layout.axes(queries.shape)[0], "T", "S" if k.past else "T")
-        names = [naming.in_layer(layer_of(k.name), f"attn_{part}") for part in ("scores", "probs", "kqv")]
+        names = [naming.in_layer(layer_of(q.name), f"attn_{part}") for part in ("scores", "probs", "kqv")]
         scores = self._add(i, names[0], "scores", [q, k], (), shape)
         attrs = {"scale": patterns.number(node, 0), **self._visible(self._nodes[mask.of])}
         positions = [Input("positions"), Input("positions", k.past)]
