@@ -1,10 +1,12 @@
 """How time grows: with decode steps, tokens of a prompt, layers and vocabulary, stage by stage, on tiny models.
 
-    OMP_NUM_THREADS=1 python benchmarks/growth.py [--quick] [--axis NAME] [--stage NAME] [--out docs/performance.md]
+    OMP_NUM_THREADS=1 python benchmarks/growth.py [--quick] [--axis NAME] [--stage NAME] [--limit SECONDS]
+                                                  [--out docs/performance.md]
 
 CPU time, that of llama.cpp's process included, for other processes on the machine change it least. What a run costs
 whatever its size (a process started, a library loaded on first use) is in the smallest sizes of each row; the exponent
-is that of the last three: time ~ size^exponent. Needs 6 GB of disk and of memory; --quick needs neither.
+is that of the last three: time ~ size^exponent. What takes longer than the limit (two minutes by the clock) is ended,
+and not tried with larger sizes. Needs 6 GB of disk and of memory; --quick needs neither.
 """
 
 import argparse
@@ -12,10 +14,12 @@ import gc
 import io
 import math
 import resource
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -166,19 +170,46 @@ class Case:
         return self.compare()
 
 
-# What is done before the clock starts, and what is timed; the trace whose records are counted.
-STAGES: dict[str, tuple[str, Callable[[Case], object]]] = {
-    "trace, llama.cpp": ("reference", Case.trace_llama_cpp),
-    "trace, torch": ("candidate", Case.trace_torch),
-    "read": ("candidate", lambda case: Trace(case.candidate)),
-    "compare": ("candidate", Case.compare),
-    "check, every op": ("candidate", lambda case: case.check(case.candidate)),
-    "check, hidden states": ("states", lambda case: case.check(case.states)),
-    "check, logits alone": ("logits", lambda case: case.check(case.logits)),
-    "validate": ("candidate", lambda case: validate(case.candidate, case.model)),
-    "import": ("candidate", Case.import_npz),
-    "report": ("candidate", Case.report),
+@dataclass(frozen=True)
+class Stage:
+    """What is timed, what must be there before, and the trace whose records are counted."""
+
+    run: Callable[[Case], object]
+    before: tuple[str, ...] = ("candidate",)
+    counted: str = "candidate"
+
+
+STAGES = {
+    "trace, llama.cpp": Stage(lambda case: case.reference, (), "reference"),
+    "trace, torch": Stage(lambda case: case.candidate, ("reference",)),
+    "read": Stage(lambda case: Trace(case.candidate)),
+    "compare": Stage(Case.compare),
+    "check, every op": Stage(lambda case: case.check(case.candidate)),
+    "check, hidden states": Stage(lambda case: case.check(case.states), ("states",), "states"),
+    "check, logits alone": Stage(lambda case: case.check(case.logits), ("logits",), "logits"),
+    "validate": Stage(lambda case: validate(case.candidate, case.model)),
+    "import": Stage(Case.import_npz, ("npz",)),
+    "report": Stage(Case.report, ("result",)),
 }
+
+
+class TooLong(BaseException):
+    """A cell of the table takes more than the limit: no `except Exception` may swallow it."""
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Raises TooLong after so many seconds by the clock: a timer of CPU time makes that time coarse."""
+
+    def ring(*_: object) -> None:
+        raise TooLong
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _silent(text: str) -> None:
@@ -198,41 +229,53 @@ def cpu_seconds(function: Callable[[], object]) -> float:
     return now() - began
 
 
-def measured(axis: Axis, sizes: tuple[int, ...], stages: list[str]) -> Iterator[tuple[int, str, float, int]]:
-    """Size, stage, CPU seconds and number of records; the smallest size twice, for what is done once."""
+def measured(
+    axis: Axis, sizes: tuple[int, ...], stages: list[str], seconds: float
+) -> Iterator[tuple[int, str, float, int]]:
+    """Size, stage, CPU seconds and number of records; the smallest size twice, for what is done once. Nothing of what
+    takes too long, or needs what does.
+    """
+    too_long: set[str] = set()
     for size in (sizes[0], *sizes):
         with tempfile.TemporaryDirectory() as folder:
             case = Case(axis, size, Path(folder))
-            for stage in stages:
-                trace, function = STAGES[stage]
-                count = len(Trace(getattr(case, trace)).ops)
-                if stage == "import":
-                    _ = case.npz
-                elif stage == "report":
-                    _ = case.result
-                yield size, stage, cpu_seconds(lambda f=function, case=case: f(case)), count
+            for name, stage in ((name, STAGES[name]) for name in stages):
+                if name in too_long:
+                    continue
+                try:
+                    with limit(seconds):
+                        _ = [getattr(case, attribute) for attribute in ("model", *stage.before)]
+                    with limit(seconds):
+                        took = cpu_seconds(lambda stage=stage, case=case: stage.run(case))
+                except TooLong:
+                    too_long.update(stages if name.startswith("trace") else [name])
+                    print(f"{axis.name} {size:,} {name}: too long", file=sys.stderr, flush=True)
+                    continue
+                yield size, name, took, len(Trace(getattr(case, stage.counted)).ops)
 
 
-def exponent(times: dict[int, float]) -> float:
+def exponent(times: dict[int, float]) -> str:
     """Of time ~ size^exponent, fitted to the largest sizes."""
     points = sorted(times.items())[-_FITTED:]
-    return linear_regression(*zip(*((math.log(size), math.log(t)) for size, t in points), strict=True)).slope
+    if len(points) < _FITTED:
+        return ""
+    return f"{linear_regression(*zip(*((math.log(size), math.log(t)) for size, t in points), strict=True)).slope:.2f}"
 
 
-def table(axis: Axis, sizes: tuple[int, ...], stages: list[str]) -> Iterator[str]:
+def table(axis: Axis, sizes: tuple[int, ...], stages: list[str], seconds: float) -> Iterator[str]:
     """A table of CPU time per record, and the exponents."""
     times: dict[str, dict[int, float]] = {stage: {} for stage in stages}
-    counts: dict[str, dict[int, int]] = {stage: {} for stage in stages}
-    for size, stage, seconds, count in measured(axis, sizes, stages):
-        times[stage][size], counts[stage][size] = seconds, count
-        print(f"{axis.name} {size:,} {stage}: {seconds:.2f} s, {count:,} records", file=sys.stderr, flush=True)
+    cells: dict[tuple[str, int], str] = {}
+    for size, stage, took, count in measured(axis, sizes, stages, seconds):
+        times[stage][size], cells[stage, size] = took, f"{1e6 * took / count:,.0f}"
+        print(f"{axis.name} {size:,} {stage}: {took:.2f} s, {count:,} records", file=sys.stderr, flush=True)
     yield f"**{axis.title}**: microseconds of CPU time per record"
     yield ""
     yield f"| stage | {' | '.join(f'{size:,}' for size in sizes)} | exponent |"
     yield f"|{'---|' * (len(sizes) + 2)}"
     for stage in stages:
-        each = " | ".join(f"{1e6 * times[stage][size] / counts[stage][size]:,.0f}" for size in sizes)
-        yield f"| {stage} | {each} | {exponent(times[stage]):.2f} |"
+        each = " | ".join(cells.get((stage, size), f"> {seconds:.0f} s") for size in sizes)
+        yield f"| {stage} | {each} | {exponent(times[stage])} |"
     yield ""
 
 
@@ -242,6 +285,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes: minutes")
     parser.add_argument("--axis", choices=[axis.name for axis in AXES])
     parser.add_argument("--stage", choices=STAGES)
+    parser.add_argument("--limit", type=float, default=120, help="seconds for a cell of the table")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     before, _, after = args.out.read_text().split(_MARK) if args.out else ("", "", "")
@@ -249,7 +293,7 @@ def main() -> None:
     for axis in AXES:
         if args.axis in (None, axis.name):
             stages = [args.stage] if args.stage else [*STAGES]
-            for line in table(axis, axis.quick if args.quick else axis.sizes, stages):
+            for line in table(axis, axis.quick if args.quick else axis.sizes, stages, args.limit):
                 print(line, flush=True)
                 lines.append(line)
     if args.out:
