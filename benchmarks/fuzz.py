@@ -35,7 +35,7 @@ from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
 GOLDEN = Path(__file__).parent.parent / "traces"
-SECONDS = 10  # for one mutant; a whole trace takes some hundredths
+SECONDS = 10  # of CPU time for one mutant; a whole trace takes some hundredths
 CONSTANT = 16 << 20  # bytes beyond the size of both files; compare's scratch space is 1 MiB
 REPLAY_EVERY = 20
 NUMBERS = (
@@ -181,14 +181,14 @@ def limits(size: int) -> Iterator[None]:
     def ring(*_: object) -> None:
         raise Hang(f"more than {SECONDS} s")
 
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     peak = tracemalloc.get_traced_memory()[1] - before
     if peak > size + CONSTANT:
         raise MemoryError(f"{peak:,} bytes for files of {size:,}")

@@ -356,9 +356,11 @@ def fuzz(name: str, seconds: int, folder: Path) -> None:
     corpus, wrong = folder / "corpus", folder / "wrong"
     for place in (corpus, wrong):
         place.mkdir(parents=True, exist_ok=True)
-    for i, seed in enumerate(target.seeds()):
+    seeds = target.seeds()
+    for i, seed in enumerate(seeds):
         (corpus / f"seed{i}").write_bytes(seed)
     with prepared(target.prepare) as work:
+        ends(target, seeds[0], work)  # what is loaded on first use takes its time
 
         def one(data: bytes) -> None:
             how = ends(target, data, work)

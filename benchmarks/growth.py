@@ -5,8 +5,8 @@
 
 CPU time, that of llama.cpp's process included, for other processes on the machine change it least. What a run costs
 whatever its size (a process started, a library loaded on first use) is in the smallest sizes of each row; the exponent
-is that of the last three: time ~ size^exponent. What takes longer than the limit (two minutes by the clock) is ended,
-and not tried with larger sizes. Needs 6 GB of disk and of memory; --quick needs neither.
+is that of the last three: time ~ size^exponent. What takes more than the limit (two minutes) is ended, and not tried
+with larger sizes. Needs 6 GB of disk and of memory; --quick needs neither.
 """
 
 import argparse
@@ -199,13 +199,15 @@ class TooLong(BaseException):
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raises TooLong after so many seconds by the clock: a timer of CPU time makes that time coarse."""
+    """Raises TooLong after so many seconds of CPU time of this process. A timer of CPU time would make it coarse."""
+    began = time.process_time()
 
-    def ring(*_: object) -> None:
-        raise TooLong
+    def look(*_: object) -> None:
+        if time.process_time() - began > seconds:
+            raise TooLong
 
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 1, 1)
     try:
         yield
     finally:

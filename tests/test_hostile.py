@@ -95,6 +95,34 @@ def test_data_that_changes_after_it_was_opened(change: str, trace: Path) -> None
     assert ended.stdout.count(expected) >= 2
 
 
+@pytest.mark.parametrize("change", ["os.truncate(path, 9000)", "path.write_bytes(path.read_bytes())"])
+def test_a_model_that_changes_after_it_was_opened(change: str, models: Models, tmp_path: Path) -> None:
+    """It is mapped: what is cut off would end the process, and what is written again may be another model."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(models("qwen2").read_bytes())
+    code = f"""
+import os, sys
+from pathlib import Path
+from tracediff.errors import ModelError
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.weights import Weights
+path = Path(sys.argv[1])
+file = GGUFFile(path)
+weights = [weight for op in build_graph(file) for weight in op.weights]
+Weights(file).load(weights[-1]).sum()
+{change}
+for read in (lambda: Weights(file).load(weights[-1]).sum(), lambda: [*file.strings("tokenizer.ggml.tokens")]):
+    try:
+        print(read())
+    except ModelError as error:
+        print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.count("the model changed while it was read") == 2
+
+
 def test_data_is_a_link_out_of_the_folder(
     trace: Path, tmp_path_factory: pytest.TempPathFactory, refused: Refused
 ) -> None:

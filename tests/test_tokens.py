@@ -25,7 +25,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     """The beginning of Llama 2's: control tokens, bytes, pieces; with a BOS, an EOS and padding."""
     path = tmp_path_factory.mktemp("vocabulary") / "llama.gguf"
     out = GGUFWriter(path, "llama")
-    pieces = ["<unk>", "<s>", "</s>", "<pad>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = ["<unk>", "<s>", "</s>", "<pad>", *(f"<0x{byte:02X}>" for byte in range(255)), "<0xno>"]
     words = ["▁Hello", "Hello", "▁world", "▁", "<", "/", "s", ">", "<|im_start|>", "|", "im", "_", "start"]
     out.add_tokenizer_model("llama")
     out.add_token_list([*pieces, *words])
@@ -37,6 +37,11 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     for write in (out.write_header_to_file, out.write_kv_data_to_file, out.write_tensors_to_file, out.close):
         write()
     return Vocabulary(GGUFFile(path))
+
+
+def test_bytes(sentencepiece: Vocabulary) -> None:
+    """A token that is said to be one and is spelled as none is text: nothing forbids it in a file."""
+    assert sentencepiece.decode([4 + 0xC3, 4 + 0xA4, 259]) == "ä<0xno>"
 
 
 def ids(text: str, vocabulary: Vocabulary) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,14 @@ def test_some_statistics_beside_data(broken: Broken, found: Callable[..., list[t
         "token_embd: the statistics are not those of the data: nan 1 (it is 0)",
         f"blk.0.attn_norm: the statistics are not those of the data: mean {mean + 1:.6g} (it is {mean:.6g})",
     ]
+
+
+def test_signalling_nan_warns_nobody(broken: Broken, found: Callable[..., list[tuple[int, str, str, str]]]) -> None:
+    """Memory that nothing was written to may hold any bits; numpy's warning would stand between the findings."""
+    broken.poke(Q, np.full(broken.read(Q).size, 0x7F800001, np.uint32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found()
 
 
 def test_an_op_recorded_after_the_next_one_ran_in_its_buffer(

@@ -21,6 +21,7 @@ from tracediff.model.checkpoint import PERMUTED_ARCHITECTURES, PERMUTED_OPS
 from tracediff.model.graph import Graph, Op
 from tracediff.model.pairing import neighbours
 from tracediff.names import split
+from tracediff.numerics.growing import Growing
 from tracediff.numerics.kinds.attention import causal
 
 IMPLEMENTATION = "tracediff"  # the name of our attention function among transformers'
@@ -77,14 +78,17 @@ class TransformersEngine:
         self._cache: Any = None
         self._step = 0
         self._given = StepInput((), ())
-        self._positions: tuple[int, ...] = ()
+        self._positions = Growing()
+        self._hidden = torch.empty(0)  # which scores of this step the mask hides
         self._seen: set[str] = set()
 
     @torch.inference_mode()
     def run(self, step: int, given: StepInput) -> Tensor:
         """One forward pass, positions and cache being transformers' own; the logits, [T, n_vocab]."""
         self._step, self._given = step, given
-        self._positions += given.positions
+        positions = torch.tensor(given.positions, device=self._model.device)
+        self._positions.append(positions)
+        self._hidden = causal(positions, self._positions.rows)
         self._recorder.step(step, given.tokens, given.positions)
         ids = torch.tensor([given.tokens], device=self._model.device)
         with ExitStack() as hooks:
@@ -159,10 +163,7 @@ class TransformersEngine:
         values = values.reshape(shape)
         if self._graph.hparams.arch in PERMUTED_ARCHITECTURES and split(name)[1] in PERMUTED_OPS:
             values = neighbours(values, values.shape[-1])
-        hidden = None
-        if op.kind == "scores":
-            hidden = causal(*(torch.tensor(p, device=values.device) for p in (self._given.positions, self._positions)))
-        self._recorder.op(self._step, name, values, hidden)
+        self._recorder.op(self._step, name, values, self._hidden if op.kind == "scores" else None)
         self._seen.add(name)
         self._progress(len(self._seen) / len(self._graph.ops))
 

@@ -178,7 +178,7 @@ def _recorded_late(trace: Trace) -> Iterator[Finding]:
         if after.endswith("_rope") and not any(trace.steps[step].positions):
             continue  # nothing is rotated at position 0
         values = trace.values(record)
-        if values.any() and np.array_equal(values.reshape(-1), trace.values(other).reshape(-1)):
+        if np.count_nonzero(values) and np.array_equal(values.reshape(-1), trace.values(other).reshape(-1)):
             what = f"{op}: holds the values of {after}, one by one"
             then = "Is one computed in the buffer of the other? Record each before the next kernel runs."
             yield Finding(trace.lines[step, op], "warning", what, then)

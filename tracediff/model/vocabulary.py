@@ -1,5 +1,6 @@
 """The texts of a model's tokens, as its GGUF file spells them and as people read them."""
 
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ if TYPE_CHECKING:
     from tracediff.model.gguf_file import GGUFFile
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # llama_token_type, include/llama.h
+_SPELLED = re.compile("<0x([0-9A-Fa-f]{2})>")  # a byte, as SentencePiece writes it
 # Byte-level BPE writes each byte as a printable character (bytes_to_unicode, openai/gpt-2/src/encoder.py).
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -48,8 +50,9 @@ class Vocabulary:
             return text.encode()
         if self._metadata.get("tokenizer.ggml.model") == "gpt2":
             return b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in text)
-        if token < len(self._types) and self._types[token] == _BYTE:  # <0x0A>
-            return bytes.fromhex(text[3:5])
+        byte = _SPELLED.fullmatch(text)
+        if byte and token < len(self._types) and self._types[token] == _BYTE:
+            return bytes.fromhex(byte[1])
         return text.replace("\u2581", " ").encode()
 
     @cached_property

@@ -24,10 +24,13 @@ class Value:
 
 
 class Past:
-    """A value of all steps so far: the rows of each step are appended once, and what a later step reads is a view."""
+    """A value of all steps so far: the rows of each step are appended once, and what a later step reads is a view.
 
-    def __init__(self) -> None:
-        self._exact = Growing()
+    The `exact` rows may be shared with others, who append the same.
+    """
+
+    def __init__(self, exact: Growing | None = None) -> None:
+        self._exact = Growing() if exact is None else exact
         self._samples: list[Growing] = []
         self._ends = [0]  # rows after each step
         self._first_sampled = 0  # steps before the first that has samples
@@ -47,11 +50,12 @@ class Past:
             self._first_sampled = len(self)
             self._samples = [Growing() for _ in value.samples]
             for sample in self._samples if len(self) else ():
-                sample.append(self._exact.rows)
-        self._exact.append(value.exact)
+                sample.append(self._exact.first(self._ends[-1]))
+        if len(self._exact) == self._ends[-1]:
+            self._exact.append(value.exact)
         for i, sample in enumerate(self._samples):
             sample.append(value.sample(i))
-        self._ends.append(len(self._exact))
+        self._ends.append(self._ends[-1] + len(value.exact))
 
     def until(self, n_steps: int) -> Value:
         """The rows of the first `n_steps`, which have been appended."""

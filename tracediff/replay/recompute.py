@@ -20,6 +20,7 @@ from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of, evaluate, noise, rounding
 from tracediff.numerics.floors import Noise
+from tracediff.numerics.growing import Growing
 from tracediff.numerics.kinds.kind import Energy, Rounded
 from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.views import seen, state
@@ -88,7 +89,8 @@ class Recomputation:
         self._states = graph.states()
         self._cached = graph.cached() - self._states
         self._values: dict[tuple[Place, str], Value] = {}
-        self._held: dict[tuple[str, int], Past] = {}  # of what every step recorded, by number of samples
+        self._exact: dict[str, Growing] = {}  # of what every step recorded
+        self._held: dict[tuple[str, int], Past] = {}  # the same by number of samples
         self._kept = Kept()
         self._changes: tuple[Op, ...] = ()
         self._pasts = self._kept.of(self._changes, n_samples)  # of what was recomputed
@@ -210,7 +212,8 @@ class Recomputation:
     def _past(self, name: str, scheme: Scheme) -> Past:
         """Where the value of all steps so far is kept: under every scheme and change the same where nothing lacks."""
         if self._recorded.always_holds(name):
-            return self._held.setdefault((name, self._n_samples), Past())
+            exact = self._exact.setdefault(name, Growing())
+            return self._held.setdefault((name, self._n_samples), Past(exact))
         if self._unchanged and name not in self._unchanged[1]:
             return self._unchanged[0]._past(name, scheme)
         return self._pasts.setdefault((name, scheme.name), Past())
