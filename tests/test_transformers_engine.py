@@ -79,7 +79,7 @@ def test_another_attention_of_transformers_is_no_fault(dtype: str, tmp_path: Pat
     loaded, _ = load(model, hf, getattr(torch, {"f32": "float32", "bf16": "bfloat16"}[dtype]), "cpu")
     out = tmp_path / "sdpa.trace"
     notes = trace_model(loaded, model, out, TorchOptions(dtype=dtype), TOKENS, 2, attention="sdpa")
-    assert notes == ["left out, for transformers shows it nowhere: attn_scores, attn_probs"]
+    assert notes == ["left out, for the model shows it nowhere: attn_scores, attn_probs"]
     result = check_trace(out, model)
     assert (result.verdict, result.faulty) == ("match", [])
     assert {op.op for op in result.ops if op.local and len(op.local.segment) > 1} == {
@@ -169,7 +169,7 @@ def test_a_mistake_in_transformers_is_found(
 
 
 def test_scores_that_are_never_shown_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention that scales Q first has no product of Q and K: nobody computes one for it."""
+    """An attention that scales Q first multiplies neither rope's output nor what would be the scores."""
     model, hf = saved("qwen2", tmp_path)
     loaded, _ = load(model, hf, torch.float32, "cpu")
     module = sys.modules[type(loaded).__module__]
@@ -178,7 +178,7 @@ def test_scores_that_are_never_shown_are_left_out(tmp_path: Path, monkeypatch: p
         module, "eager_attention_forward", lambda m, q, *rest, scaling, **kw: eager(m, q * scaling, *rest, 1.0, **kw)
     )
     notes = trace_model(loaded, model, tmp_path / "hf.trace", TorchOptions(), TOKENS)
-    assert notes == ["left out, for transformers shows it nowhere: attn_scores"]
+    assert notes == ["left out, for the model shows it nowhere: attn_q_rope, attn_scores"]
     assert {op.rpartition(".")[2] for _, op in Trace(tmp_path / "hf.trace").ops} >= {"attn_k_rope", "attn_probs"}
     assert check_trace(tmp_path / "hf.trace", model).verdict == "match"
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tracediff.names import Capture, wanted
-from tracediff.trace.format import DType, Statistics
+from tracediff.trace.format import DType, Rows, Statistics
 from tracediff.trace.statistics import Moments
 from tracediff.trace.writer import TraceWriter
 
@@ -31,13 +31,13 @@ class Recorder:
         """A weight as the engine holds it."""
         self._writer.weight(name, _bits(values), _NAMES[values.dtype])
 
-    def op(self, step: int, op: str, values: Tensor, hidden: Tensor | None = None) -> None:
+    def op(self, step: int, op: str, values: Tensor, hidden: Tensor | None = None, rows: Rows = None) -> None:
         """An op's output; statistics leave out what `hidden` [T, S] marks: scores that the mask will hide."""
         if self._capture == "stats":
             visible = values if hidden is None else values[..., ~hidden]
-            self._writer.op_statistics(step, op, tuple(values.shape), statistics(visible))
+            self._writer.op_statistics(step, op, tuple(values.shape), statistics(visible), rows)
         elif wanted(op, self._capture):
-            self._writer.op(step, op, _bits(values), _NAMES[values.dtype])
+            self._writer.op(step, op, _bits(values), _NAMES[values.dtype], rows)
 
 
 def _bits(x: Tensor):  # type: ignore[no-untyped-def]

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tracediff.engine.recorder import DTYPES, Recorder
+from tracediff.engine.record import recorded
+from tracediff.engine.recorder import DTYPES
+from tracediff.engine.torch_engine import StepInput
 from tracediff.engine.torch_run import TorchOptions, check_device, check_length, greedy
-from tracediff.engine.transformers_engine import IMPLEMENTATION, TransformersEngine
 from tracediff.errors import EngineError
 from tracediff.model.model import Model
-from tracediff.trace.writer import TraceWriter
 
 _INSTALL = 'Install it with: pip install "tracediff[transformers]".'
 
@@ -54,17 +54,32 @@ def trace_model(
 ) -> list[str]:
     """The same for a transformers model that is loaded already, of the GGUF file `model`, in any of its attentions."""
     model = Model.opened(model)
-    graph = model.graph
-    check_length(len(tokens), n_decode, graph.hparams.n_ctx)
+    check_length(len(tokens), n_decode, model.graph.hparams.n_ctx)
     name = f"transformers {_transformers().__version__} {type(loaded).__name__} ({options.dtype}, {options.device})"
-    with TraceWriter(out, name, graph.hparams.arch, model.path.name, graph.matmul_type) as writer:
-        engine = TransformersEngine(graph, loaded, Recorder(writer, options.capture), progress, attention)
-        engine.record_weights()
-        with _watched_attention(loaded), _double(loaded) if options.dtype == "f64" else nullcontext():
-            for step, given in greedy(engine, tokens, n_decode):
-                engine.run(step, given)
-    left_out = engine.left_out() if options.capture != "layers" else []
-    return [f"left out, for transformers shows it nowhere: {', '.join(left_out)}"] if left_out else []
+    loaded.set_attn_implementation(attention)
+    decoder = _Decoder(loaded)
+    with (
+        recorded(loaded, out, model, name, options.capture, progress=progress) as notes,
+        _double(loaded) if options.dtype == "f64" else nullcontext(),
+    ):
+        for _, given in greedy(decoder, tokens, n_decode):
+            decoder.run(given)
+    return notes
+
+
+class _Decoder:
+    """Forward passes of one sequence, positions and cache being transformers' own."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._cache: Any = None
+        self.logits = torch.empty(0)
+
+    @torch.inference_mode()
+    def run(self, given: StepInput) -> None:
+        ids = torch.tensor([given.tokens], device=self._model.device)
+        result = self._model(ids, past_key_values=self._cache, use_cache=True)
+        self._cache, self.logits = result.past_key_values, result.logits[0]
 
 
 def load(model: Path, hf: Path | None, dtype: torch.dtype, device: str) -> tuple[Any, list[str]]:
@@ -126,17 +141,6 @@ def _quiet(transformers: Any) -> Iterator[None]:
         log.set_verbosity(verbosity)
         if bars:
             log.enable_progress_bar()
-
-
-@contextmanager
-def _watched_attention(loaded: Any) -> Iterator[None]:
-    """The model's attention under the name that the engine registers, and back."""
-    before = loaded.config._attn_implementation
-    loaded.config._attn_implementation = IMPLEMENTATION
-    try:
-        yield
-    finally:
-        loaded.config._attn_implementation = before
 
 
 @contextmanager

@@ -1,0 +1,148 @@
+"""Any torch model's forward passes as a trace, in two lines.
+
+with tracediff.record(model, "mine.trace", gguf="model.gguf", tokens=ids):
+    model(ids)
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracediff.engine.recorder import Recorder
+from tracediff.engine.taps import as_held, find_taps
+from tracediff.engine.watching import Products, Watch
+from tracediff.errors import EngineError
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Graph
+from tracediff.model.weights import Weights
+from tracediff.names import Capture, split
+from tracediff.trace.staging import staged
+from tracediff.trace.writer import TraceWriter
+
+
+@contextmanager
+def record(
+    model: nn.Module,
+    out: str | Path,
+    *,
+    gguf: str | Path,
+    tokens: Sequence[int] | Tensor | None = None,
+    capture: Capture = "all",
+) -> Iterator[None]:
+    """Write a trace of what `model` computes in this block: each call of it is a step.
+
+    `gguf` is the file of the same model; `tokens` are the ids of all passes in order, where the calls do not show them
+    (their first integer tensor, [T] or [1, T]). With `tokens`, passes over others are left out: an engine's warm-up.
+    What the model shows nowhere, and modules that hold other weights than the file, are said as warnings.
+
+    Raises EngineError where nothing of the model is recognised, for a compiled one, for several sequences at once or a
+    pass that does not go on where the last ended; TraceError and ModelError for the files.
+    """
+    file = GGUFFile(Path(gguf))
+    expected = None if tokens is None else [int(token) for token in torch.as_tensor(tokens).flatten()]
+    engine = f"torch {torch.__version__} {type(model).__name__}"
+    with staged(Path(out), [file.path]) as path, recorded(model, path, file, engine, capture, expected) as notes:
+        yield
+    for note in notes:
+        warnings.warn(note, stacklevel=3)
+
+
+@contextmanager
+def recorded(
+    model: nn.Module,
+    out: Path,
+    file: GGUFFile,
+    engine: str,
+    capture: Capture,
+    expected: list[int] | None = None,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> Iterator[list[str]]:
+    """`record` into the very file `out`; what a reader must know is in the list when the block has ended."""
+    _refuse_compiled(model)
+    graph, weights, notes = build_graph(file), Weights(file, torch.float32), list[str]()
+    taps, others = find_taps(model, graph, weights)
+    if not taps:
+        raise EngineError(
+            f"{type(model).__name__}: no module of it holds a weight of {file.path}. Give the file of this very model, "
+            "and the module that holds its layers."
+        )
+    modules = dict(model.named_modules())
+    with TraceWriter(out, engine, graph.hparams.arch, file.path.name, graph.matmul_type) as writer:
+        recorder = Recorder(writer, capture)
+        for tap in taps:
+            if tap.op.kind in ("rms_norm", "layer_norm"):
+                recorder.weight(tap.op.weights[0].name, as_held(modules[tap.path], tap.op, weights))
+        watch = Watch(graph, taps, recorder, progress)
+        calls = _Calls(watch, expected)
+        with calls.of(model), watch.hooked(modules), Products(watch):
+            yield notes
+        if not watch.seen:
+            raise EngineError(
+                "nothing was recorded: no call of this module was seen. Call it as model(ids), not by .forward(), "
+                "and the module that was given to record()."
+            )
+        notes += [*others, *calls.notes(), *(_left_out(graph, watch) if capture != "layers" else ())]
+
+
+def _left_out(graph: Graph, watch: Watch) -> list[str]:
+    missing = dict.fromkeys(split(op.name)[1] for op in graph if op.name not in watch.seen and op.kind != "state")
+    return [f"left out, for the model shows it nowhere: {', '.join(missing)}"] if missing else []
+
+
+class _Calls:
+    """What begins a step: a call of the model."""
+
+    def __init__(self, watch: Watch, expected: list[int] | None) -> None:
+        self._watch = watch
+        self._expected = expected
+        self._other = 0
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Told of every call of the model."""
+        with (
+            model.register_forward_pre_hook(self._entered, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._left, always_call=True),
+        ):
+            yield
+
+    def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tokens and positions from the call, or from those that are expected next."""
+        given = [*args, *kwargs.values()]
+        ids = next((x for x in given if isinstance(x, Tensor) and not x.is_floating_point() and x.ndim in (1, 2)), None)
+        ids = kwargs.get("input_ids", ids)
+        if ids is not None and ids.ndim == 2 and len(ids) > 1:
+            raise EngineError(f"a batch of {len(ids)} sequences. A trace is one sequence: record them one by one.")
+        tokens = self._expected if ids is None else [int(token) for token in ids.flatten()]
+        if not tokens:
+            raise EngineError("the call shows no token ids. Give them: record(..., tokens=ids).")
+        if self._expected is not None:
+            if tokens != self._expected[: len(tokens)]:
+                self._other += 1
+                self._watch.end()
+                return
+            self._expected = self._expected[len(tokens) :]
+        positions = kwargs.get("position_ids", kwargs.get("positions"))
+        self._watch.begin(tokens, None if positions is None else positions.flatten().tolist())
+
+    def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._watch.end()
+
+    def notes(self) -> list[str]:
+        """Passes that were left out."""
+        return [f"{self._other} passes over other tokens than those given were left out"] * (self._other > 0)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            raise EngineError(
+                f"{path or type(model).__name__} is compiled: its ops are fused where no hook sees them. Record the "
+                "model before torch.compile, or what it wraps (`model._orig_mod`)."
+            )

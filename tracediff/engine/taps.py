@@ -1,0 +1,163 @@
+"""Which module of a torch model computes which op: told by the names of its weights, and by the weights themselves.
+
+gguf-py's table knows what checkpoints call their tensors. Where it does not know a name, or a module holds several
+tensors of the file side by side (`qkv_proj`, `gate_up_proj`), or its rows in another order, the rows themselves say it.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from torch import Tensor, nn
+
+from tracediff.model.graph import Graph, Op
+from tracediff.model.weights import Weights
+
+_KINDS = ("linear", "rms_norm", "layer_norm", "embedding")  # of ops that are a module in every torch model
+_SAMPLES = 64  # rows that are compared to see whether all are in the file's order
+_COLUMNS = 256  # of a row that are compared to find it
+_ALIKE = 0.9  # cosine: two bits a weight leave 0.95 of a row, and two rows of a model have less than 0.5 in common
+_VOCABULARY = 1 << 15  # rows beyond which no module is searched for what it might hold
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """The op's output is the channels `rows` of what the module at `path` puts out; None: all, as they are."""
+
+    path: str
+    op: Op
+    rows: Tensor | None = None
+
+    def of(self, output: Tensor) -> Tensor:
+        """The op's values, [..., n] in the file's order."""
+        return output if self.rows is None else output.index_select(-1, self.rows.to(output.device))
+
+
+def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Tap], list[str]]:
+    """Each op that a module computes; and what a reader must know: modules that hold other weights than the file."""
+    by_weight = {op.name: op for op in graph if op.kind in _KINDS and op.weights}
+    modules = [(path, weight) for path, module in model.named_modules() if (weight := _matrix(module)) is not None]
+    taps, notes, unnamed = [], [], []
+    names = _names(graph)
+    for path, weight in modules:
+        op = by_weight.get(names(path) or "")
+        if op is None or not _fits(weight, op):
+            unnamed.append((path, weight))
+            continue
+        found, rows = _order(weight, op, weights)
+        if not found:
+            notes.append(f"{path} holds other weights than {op.weights[0].name}")
+        taps.append(Tap(path, op, rows))
+        by_weight.pop(op.name)
+    for path, weight in unnamed:
+        held = list(_held(weight, [op for op in by_weight.values() if _layer(op.name) == _layer(path)], weights))
+        taps += [Tap(path, op, rows) for op, rows in held]
+        for op, _ in held:
+            by_weight.pop(op.name)
+    order = {name: i for i, name in enumerate(graph.ops)}
+    return sorted(taps, key=lambda tap: order[tap.op.name]), notes
+
+
+def as_held(module: nn.Module, op: Op, weights: Weights) -> Tensor:
+    """A norm's weight as the file has it: what it multiplies with, where a module holds that less 1 (Gemma)."""
+    weight = cast(Tensor, module.weight).detach()
+    file = weights.load(op.weights[0]).to(weight)
+    return weight + 1 if (weight + 1 - file).norm() < (weight - file).norm() / 2 else weight
+
+
+def _names(graph: Graph) -> Any:
+    """The op that the module at a path computes by gguf-py's table, whatever the model is wrapped in."""
+    known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+    if graph.hparams.arch not in known:
+        return lambda path: None
+    table = get_tensor_name_map(known[graph.hparams.arch], graph.hparams.n_layer)
+
+    def name(path: str) -> str | None:
+        while path:
+            if found := table.get_name(f"{path}.weight", try_suffixes=(".weight",)):
+                return found.removesuffix(".weight")
+            path = path.partition(".")[2]
+        return None
+
+    return name
+
+
+def _layer(path: str) -> int | None:
+    """The first number in a path."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
+    return int(found[1]) if found else None
+
+
+def _matrix(module: nn.Module) -> Tensor | None:
+    """A module's weight, rows being what comes out; transformers' Conv1D holds it the other way round."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim not in (1, 2) or not weight.is_floating_point():
+        return None
+    return weight.detach().T if type(module).__name__ == "Conv1D" else weight.detach()
+
+
+def _fits(weight: Tensor, op: Op) -> bool:
+    """As many columns, and rows enough: some engines pad the vocabulary."""
+    shape = op.weights[0].shape
+    return weight.shape == shape or (_is_vocabulary(op) and weight.shape[1:] == shape[1:] and len(weight) >= shape[0])
+
+
+def _is_vocabulary(op: Op) -> bool:
+    return op.kind == "embedding" or op.name == "output"
+
+
+def _order(weight: Tensor, op: Op, weights: Weights) -> tuple[bool, Tensor | None]:
+    """Whether the module holds the op's weight, and in which of its rows each of the file's lies; None: as they lie."""
+    n = op.weights[0].shape[0]
+    cut = torch.arange(n) if _is_vocabulary(op) and op.kind != "embedding" and len(weight) > n else None
+    if weight.ndim == 1:
+        return True, None
+    sample = torch.linspace(0, n - 1, min(n, _SAMPLES)).long()
+    file = weights.gather(op.weights[0], sample)
+    if bool((_cosines(weight[sample.to(weight.device)], file).diagonal() > _ALIKE).all()):
+        return True, cut
+    if n > _VOCABULARY:
+        return False, cut
+    rows = _places(weight, op, weights)
+    return rows is not None, cut if rows is None else rows
+
+
+def _held(weight: Tensor, ops: list[Op], weights: Weights) -> Iterator[tuple[Op, Tensor | None]]:
+    """The ops whose weights a module without a known name holds, each with the rows where they lie."""
+    for op in ops:
+        shape = op.weights[0].shape
+        if weight.ndim == 1 and weight.shape == shape:
+            file = weights.load(op.weights[0]).to(weight)
+            if (weight - file).norm() < 0.1 * file.norm():
+                yield op, None
+                return
+        elif weight.ndim == 2 and len(shape) == 2 and weight.shape[1] == shape[1] and len(weight) >= shape[0]:
+            if _is_vocabulary(op):
+                found, rows = _order(weight, op, weights)
+            else:
+                rows = _places(weight, op, weights)
+                found = rows is not None
+            if found:
+                yield op, rows
+
+
+def _places(weight: Tensor, op: Op, weights: Weights) -> Tensor | None:
+    """For each row of the file's matrix the one of `weight` that holds it, [n]; None where any is missing."""
+    places = []
+    for file in weights.slices(op.weights[0]):
+        best = _cosines(file, weight).max(1)
+        if not bool((best.values > _ALIKE).all()):
+            return None
+        places.append(best.indices)
+    rows = torch.cat(places)
+    return rows if len(rows.unique()) == len(rows) else None
+
+
+def _cosines(a: Tensor, b: Tensor) -> Tensor:
+    """Of each row of one with each of the other, [len(a), len(b)], by some of their columns."""
+    columns = torch.linspace(0, a.shape[1] - 1, min(a.shape[1], _COLUMNS), device=a.device).long()
+    x, y = (nn.functional.normalize(rows[:, columns.to(rows.device)].float().cpu(), dim=1) for rows in (a, b))
+    return x @ y.T

@@ -1,0 +1,226 @@
+"""What a torch model computes, watched from outside: hooks on its modules, and the products of its attention.
+
+Nothing is computed here. A value without a module of its own is taken where the model hands it on: a residual sum is
+what the next norm reads, rotated Q and K are what attention multiplies. What is shown nowhere is left out.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tracediff.engine.recorder import Recorder
+from tracediff.engine.taps import Tap
+from tracediff.errors import EngineError
+from tracediff.model.graph import Graph, Op
+from tracediff.names import layer_of
+from tracediff.numerics.kinds.attention import causal
+
+_PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+
+
+class Watch:
+    """Records each op of `graph` that a forward pass shows. One object watches one sequence."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        taps: Sequence[Tap],
+        recorder: Recorder,
+        progress: Callable[[float], None] = lambda fraction: None,
+    ) -> None:
+        self.seen: set[str] = set()
+        self._graph = graph
+        self._taps = taps
+        self._tapped = {tap.op.name: tap for tap in taps}
+        self._recorder = recorder
+        self._progress = progress
+        self._attention = {layer_of(op.name): _Attention(graph, op) for op in graph if op.kind == "scores"}
+        self._step = -1
+        self._running = False
+        self._n_tokens = 0
+        self._positions: tuple[int, ...] = ()
+        self._done: set[str] = set()  # in this step
+        self._layer: int | None = None  # in which the pass is
+        self._sizes: dict[str, float] = {}  # the norms of what rope turns
+
+    def begin(self, tokens: Sequence[int], positions: Sequence[int] | None = None) -> None:
+        """A forward pass begins, of one sequence; without positions, those after the last."""
+        first = len(self._positions)
+        positions = tuple(positions or range(first, first + len(tokens)))
+        self._step, self._n_tokens, self._done, self._layer = self._step + 1, len(tokens), set(), None
+        self._positions += positions
+        self._running = True
+        self._recorder.step(self._step, tuple(tokens), positions)
+
+    def end(self) -> None:
+        """The pass is over: what is computed until the next is none of it."""
+        self._running = False
+
+    @contextmanager
+    def hooked(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """With hooks on the modules, which go when the block ends."""
+        with ExitStack() as hooks:
+            for path in dict.fromkeys(tap.path for tap in self._taps):
+                taps = [tap for tap in self._taps if tap.path == path]
+                hooks.enter_context(modules[path].register_forward_pre_hook(self._entered(taps[0].op)))
+                hooks.enter_context(modules[path].register_forward_hook(self._left(taps)))
+            yield
+
+    def _entered(self, op: Op) -> Callable[..., None]:
+        """Records what the module reads, where no module of its own puts that out."""
+        name = op.inputs[0]
+        unseen = name not in self._graph or name in self._tapped or op.seen[0] is not None
+
+        def record(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if not self._running:
+                return
+            self._layer = layer_of(op.name)
+            if unseen or name in self._done or not inputs:
+                return
+            values = inputs[0]
+            if len(inputs) > 1 and isinstance(inputs[1], Tensor) and inputs[1].shape == values.shape:
+                values = values + inputs[1]  # a norm that adds the residual first
+            self._record(name, self._like_rows(name, values))
+
+        return record
+
+    def _left(self, taps: list[Tap]) -> Callable[..., None]:
+        """Records what the module puts out."""
+
+        def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if self._running:
+                for tap in taps:
+                    self._record(tap.op.name, tap.of(output[0] if isinstance(output, tuple) else output))
+
+        return record
+
+    def product(self, left: Tensor, right: Tensor, result: Tensor | None) -> None:
+        """A matmul that may be attention's; `right` is [..., D, S] of Q K^T, `result` None inside a fused kernel."""
+        attention = self._attention.get(self._layer)
+        if attention is None or not self._running:
+            return
+        n, s = self._n_tokens, len(self._positions)
+        if attention.k.name not in self._done and attention.is_qk(left, right, n):
+            self._refuse_no_cache(right.shape[-1], s)
+            self._queries_and_keys(attention, left, right, result if right.shape[-1] == s else None)
+        elif result is not None and attention.is_pv(left, right, n, s):
+            self._record(attention.probs.name, left.reshape(attention.probs.shape(n, s - n)))
+
+    def _queries_and_keys(self, attention: "_Attention", left: Tensor, right: Tensor, scores: Tensor | None) -> None:
+        heads, groups, dim = attention.sizes
+        q = self._like_rows(attention.source, left.reshape(heads, -1, dim).transpose(0, 1))
+        op = attention.op_of(float(q.double().norm()), self._sizes.get(attention.source))
+        if op:
+            self._record(op.name, q)
+        if right.shape[-1] == len(self._positions):  # else a buffer with room for more, who knows where
+            keys = right.transpose(-1, -2).reshape(-1, right.shape[-1], dim)
+            keys = keys[:: len(keys) // groups, -self._n_tokens :].transpose(0, 1)
+            self._record(attention.k.name, self._like_rows(attention.key_source, keys))
+        if op is attention.q and scores is not None:
+            n = self._n_tokens
+            self._record(attention.scores.name, scores.reshape(attention.scores.shape(n, len(self._positions) - n)))
+
+    def _like_rows(self, name: str, values: Tensor) -> Tensor:
+        """Values that follow a projection's channels, in the order of the file's."""
+        tap = self._tapped.get(self._projection(name))
+        if tap is None or tap.rows is None or tap.op.kind != "linear" or len(tap.op.axes) < 3:
+            return values
+        # Inside a module several may lie side by side; behind it each stands alone, in the same order.
+        order = tap.rows.argsort().argsort().to(values.device)
+        return values.flatten(-2).index_select(-1, order).reshape(values.shape)
+
+    def _projection(self, name: str) -> str:
+        """The linear op that a value comes from through norms and rope, or its own name."""
+        while name in self._graph and self._graph[name].kind in ("rope", "rms_norm", "layer_norm", "scale"):
+            name = self._graph[name].inputs[0]
+        return name
+
+    def _refuse_no_cache(self, n_keys: int, n_positions: int) -> None:
+        if n_keys < n_positions:
+            raise EngineError(
+                f"step {self._step}: attention sees {n_keys} keys at position {n_positions - 1}: no cache, or a "
+                "window. A trace is one sequence: let each pass go on where the last ended, or record one pass."
+            )
+
+    def _record(self, name: str, values: Tensor) -> None:
+        if name in self._done or name not in self._graph:
+            return
+        op, n = self._graph[name], self._n_tokens
+        shape = op.shape(n, len(self._positions) - n)
+        rows = None
+        if op.axes[0] == "T" and values.numel() * n == math.prod(shape) and n > 1:
+            rows, shape = (n - 1,), (1, *shape[1:])  # engines that want one token need the last one's logits alone
+        if values.numel() != math.prod(shape):
+            raise EngineError(
+                f"{name} has the shape {list(values.shape)} in this model, {list(shape)} in the GGUF file: it is "
+                "another model, or several sequences at once. Check the file; record one sequence at a time."
+            )
+        if "rope" in {reader.kind for reader, _ in self._graph.readers(name)}:
+            self._sizes[name] = float(values.detach().double().norm())
+        hidden = None
+        if op.kind == "scores":
+            now, all_ = (torch.tensor(p, device=values.device) for p in (self._positions[-n:], self._positions))
+            hidden = causal(now, all_)
+        self._recorder.op(self._step, name, values.reshape(shape), hidden, rows)
+        self._done.add(name)
+        self.seen.add(name)
+        self._progress(len(self._done) / len(self._graph.ops))
+
+
+class _Attention:
+    """The ops of a layer's attention, by the one that multiplies Q and K."""
+
+    def __init__(self, graph: Graph, scores: Op) -> None:
+        self.scores = scores
+        self.q, self.k = (graph[name] for name in scores.inputs)
+        self.turned = graph[self.q.inputs[0]] if self.q.kind == "scale" else self.q
+        self.source, self.key_source = self.turned.inputs[0], self.k.inputs[0]
+        self.probs = next((op for op, _ in graph.readers(scores.name) if op.kind == "softmax"), scores)
+        self._scale = graph.hparams.attention_scale
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Heads of Q, heads of K, channels."""
+        return self.q.axes[1], self.k.axes[1], self.q.axes[2]  # type: ignore[return-value]
+
+    def is_qk(self, left: Tensor, right: Tensor, n: int) -> bool:
+        """Whether this is Q K^T; `right` is [..., D, S], its heads repeated or not."""
+        heads, groups, dim = self.sizes
+        if left.ndim < 3 or right.ndim < 3 or left.shape[-2:] != (n, dim) or left.numel() != heads * n * dim:
+            return False
+        return right.shape[-2] == dim and right.numel() // (dim * right.shape[-1]) in (heads, groups)
+
+    def is_pv(self, left: Tensor, right: Tensor, n: int, n_keys: int) -> bool:
+        """Whether this is the product of the probabilities with V."""
+        return left.shape[-2:] == (n, n_keys) and left.numel() == self.sizes[0] * n * n_keys and right.ndim > 2
+
+    def op_of(self, size: float, before: float | None) -> Op | None:
+        """The op that Q is: rope keeps its norm, so one that is smaller by the scale was multiplied with it."""
+        if not before or not size:
+            return self.q
+        ratio = size / before
+        known = {1.0: self.turned, self._scale: self.q if self.q is not self.turned else None}
+        return known[min(known, key=lambda factor: abs(math.log(ratio / factor)))]
+
+
+class Products(TorchFunctionMode):
+    """Shows a Watch the matmuls of attention, and what fused attention is given."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            q, k = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
+            self._watch.product(q, k.transpose(-1, -2), None)
+        result = func(*args, **kwargs)
+        if func in _PRODUCTS and len(args) == 2:
+            self._watch.product(args[0], args[1], result)
+        return result
