@@ -20,7 +20,7 @@ EVERYTHING = {
     "report", "result", "threeway", "trace",
 }  # fmt: skip
 MAY = {
-    "tracediff.__init__": set(),
+    "tracediff.__init__": {"engine"},  # on first use
     "tracediff.__main__": {"cli", "process"},
     "tracediff.process": set(),
     "tracediff.errors": {"printable"},

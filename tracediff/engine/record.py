@@ -132,6 +132,7 @@ class _Calls:
         self._watch.begin(tokens, None if positions is None else positions.flatten().tolist())
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._watch.result(output)
         self._watch.end()
 
     def notes(self) -> list[str]:

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
+from tracediff.names import layer_of, split
 
 _KINDS = ("linear", "rms_norm", "layer_norm", "embedding")  # of ops that are a module in every torch model
 _SAMPLES = 64  # rows that are compared to see whether all are in the file's order
 _COLUMNS = 256  # of a row that are compared to find it
 _ALIKE = 0.9  # cosine: two bits a weight leave 0.95 of a row, and two rows of a model have less than 0.5 in common
 _VOCABULARY = 1 << 15  # rows beyond which no module is searched for what it might hold
+_LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,9 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     modules = [(path, weight) for path, module in model.named_modules() if (weight := _matrix(module)) is not None]
     taps, notes, unnamed = [], [], []
     names = _names(graph)
+    head = next((name for name in reversed(by_weight) if by_weight[name].kind == "linear"), "")
     for path, weight in modules:
-        op = by_weight.get(names(path) or "")
+        op = by_weight.get(names(path) or "") or (by_weight.get(head) if names(path) == "output" else None)
         if op is None or not _fits(weight, op):
             unnamed.append((path, weight))
             continue
@@ -57,6 +60,9 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
         taps += [Tap(path, op, rows) for op, rows in held]
         for op, _ in held:
             by_weight.pop(op.name)
+    for tap in list(_as_elsewhere(taps, [path for path, _ in unnamed], by_weight)):
+        notes.append(f"{tap.path} holds other weights than {tap.op.weights[0].name}")
+        taps.append(tap)
     order = {name: i for i, name in enumerate(graph.ops)}
     return sorted(taps, key=lambda tap: order[tap.op.name]), notes
 
@@ -87,8 +93,8 @@ def _names(graph: Graph) -> Any:
 
 def _layer(path: str) -> int | None:
     """The first number in a path."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
-    return int(found[1]) if found else None
+    found = _LAYER.search(path)
+    return int(found[0]) if found else None
 
 
 def _matrix(module: nn.Module) -> Tensor | None:
@@ -106,7 +112,7 @@ def _fits(weight: Tensor, op: Op) -> bool:
 
 
 def _is_vocabulary(op: Op) -> bool:
-    return op.kind == "embedding" or op.name == "output"
+    return op.kind == "embedding" or (layer_of(op.name) is None and op.kind == "linear")
 
 
 def _order(weight: Tensor, op: Op, weights: Weights) -> tuple[bool, Tensor | None]:
@@ -142,6 +148,16 @@ def _held(weight: Tensor, ops: list[Op], weights: Weights) -> Iterator[tuple[Op,
                 found = rows is not None
             if found:
                 yield op, rows
+
+
+def _as_elsewhere(taps: list[Tap], paths: list[str], left: dict[str, Op]) -> Iterator[Tap]:
+    """Modules that hold nothing of the file, taken for what the module of the same name is in another layer."""
+    known = {(_LAYER.sub("N", tap.path, 1), split(tap.op.name)[1]): tap for tap in taps}
+    for path in paths:
+        for (pattern, local), tap in known.items():
+            op = left.get(f"blk.{_layer(path)}.{local}")
+            if op and _LAYER.sub("N", path, 1) == pattern:
+                yield Tap(path, op, tap.rows)
 
 
 def _places(weight: Tensor, op: Op, weights: Weights) -> Tensor | None:

@@ -98,7 +98,7 @@ def load(model: Path, hf: Path | None, dtype: torch.dtype, device: str) -> tuple
             loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
                 **source, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
             )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, NotImplementedError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, NotImplementedError, AssertionError) as error:
         hint = f" {_INSTALL}" if "accelerate" in str(error) else " Its own folder can be given with --hf."
         raise EngineError(
             f"transformers cannot load {hf or model}: {_one_line(error)}.{hint if not hf else ''}"

@@ -7,7 +7,7 @@ what the next norm reads, rotated Q and K are what attention multiplies. What is
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,10 +94,38 @@ class Watch:
 
         def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self._running:
+                values = output[0] if isinstance(output, tuple) else output
                 for tap in taps:
-                    self._record(tap.op.name, tap.of(output[0] if isinstance(output, tuple) else output))
+                    if tap.op.kind == "embedding":
+                        self._record(self._embedded(tap.op, module, inputs[0], values), values)
+                    else:
+                        self._record(tap.op.name, self._tokens_first(tap.op, inputs[0], tap.of(values)))
 
         return record
+
+    def result(self, output: Any) -> None:
+        """What the model itself returns: the last op, where no module puts that out."""
+        logits = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
+        last = list(self._graph.ops)[-1]
+        if self._running and isinstance(logits, Tensor) and logits.shape[-1:] == self._graph[last].axes[-1:]:
+            self._record(last, logits)
+
+    def _embedded(self, op: Op, module: nn.Module, ids: Tensor, values: Tensor) -> str:
+        """The op that an embedding's output is: its rows, or already what they are scaled to."""
+        scaled = next((reader for reader, _ in self._graph.readers(op.name) if reader.kind == "scale"), None)
+        rows = float(cast(Tensor, module.weight).detach()[ids].double().norm())
+        if scaled is None or not rows:
+            return op.name
+        ratio = float(values.detach().double().norm()) / rows
+        return min((op.name, 1.0), (scaled.name, scaled.attrs["scale"]), key=lambda known: abs(ratio - known[1]))[0]
+
+    def _tokens_first(self, op: Op, read: Tensor, values: Tensor) -> Tensor:
+        """Heads of tokens, [..., H, T, D], in a trace's order; where H is T the strides of what was read tell."""
+        if len(op.axes) != 3 or values.ndim < 3 or values.shape[-3:] != (op.axes[1], self._n_tokens, op.axes[2]):
+            return values
+        if op.axes[1] == self._n_tokens and read.stride(-3) >= read.stride(-2):
+            return values
+        return values.transpose(-3, -2)
 
     def product(self, left: Tensor, right: Tensor, result: Tensor | None) -> None:
         """A matmul that may be attention's; `right` is [..., D, S] of Q K^T, `result` None inside a fused kernel."""
@@ -108,7 +136,7 @@ class Watch:
         if attention.k.name not in self._done and attention.is_qk(left, right, n):
             self._refuse_no_cache(right.shape[-1], s)
             self._queries_and_keys(attention, left, right, result if right.shape[-1] == s else None)
-        elif result is not None and attention.is_pv(left, right, n, s):
+        elif result is not None and attention.probs and attention.is_pv(left, right, n, s):
             self._record(attention.probs.name, left.reshape(attention.probs.shape(n, s - n)))
 
     def _queries_and_keys(self, attention: "_Attention", left: Tensor, right: Tensor, scores: Tensor | None) -> None:
@@ -117,7 +145,7 @@ class Watch:
         op = attention.op_of(float(q.double().norm()), self._sizes.get(attention.source))
         if op:
             self._record(op.name, q)
-        if right.shape[-1] == len(self._positions):  # else a buffer with room for more, who knows where
+        if right.shape[-1] <= len(self._positions):  # else a buffer with room for more, who knows where
             keys = right.transpose(-1, -2).reshape(-1, right.shape[-1], dim)
             keys = keys[:: len(keys) // groups, -self._n_tokens :].transpose(0, 1)
             self._record(attention.k.name, self._like_rows(attention.key_source, keys))
@@ -141,10 +169,10 @@ class Watch:
         return name
 
     def _refuse_no_cache(self, n_keys: int, n_positions: int) -> None:
-        if n_keys < n_positions:
+        if n_keys == self._n_tokens < n_positions:
             raise EngineError(
-                f"step {self._step}: attention sees {n_keys} keys at position {n_positions - 1}: no cache, or a "
-                "window. A trace is one sequence: let each pass go on where the last ended, or record one pass."
+                f"step {self._step}: attention sees the {n_keys} keys of this pass alone, at position "
+                f"{n_positions - 1}: without a cache each pass is a sequence of its own. Record one, or use the cache."
             )
 
     def _record(self, name: str, values: Tensor) -> None:
@@ -180,7 +208,8 @@ class _Attention:
         self.q, self.k = (graph[name] for name in scores.inputs)
         self.turned = graph[self.q.inputs[0]] if self.q.kind == "scale" else self.q
         self.source, self.key_source = self.turned.inputs[0], self.k.inputs[0]
-        self.probs = next((op for op, _ in graph.readers(scores.name) if op.kind == "softmax"), scores)
+        after = graph.layer(layer_of(scores.name) or 0)
+        self.probs = next((op for op in after[after.index(scores) :] if op.kind == "softmax"), None)
         self._scale = graph.hparams.attention_scale
 
     @property

@@ -1,0 +1,236 @@
+"""Any torch model in two lines: an engine laid out in another way than the file, recorded and judged by replay."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Models
+from torch import Tensor, nn
+
+import tracediff
+from tracediff.errors import EngineError
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Weight
+from tracediff.model.pairing import neighbours
+from tracediff.model.weights import Weights
+from tracediff.pipeline import check_trace
+from tracediff.trace.reader import Trace
+
+TOKENS = [3, 141, 59, 26, 53, 58, 97]  # as many as no axis of the model has
+
+
+class Norm(nn.Module):
+    """An RMS norm that adds the residual first and hands on both, as serving engines fuse it."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight), eps
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        total = x if residual is None else x + residual
+        normed = nn.functional.rms_norm(total, total.shape[-1:], self.weight, self.eps)
+        return normed if residual is None else (normed, total)
+
+
+class Layer(nn.Module):
+    """A decoder layer with its projections fused, which sees its own keys and values alone where `cached` is not."""
+
+    def __init__(self, load: Callable[[str], Tensor], blk: str, hparams: Any) -> None:
+        super().__init__()
+        self.hparams, self.cached, self.swapped = hparams, True, False
+        names = ("attn_q", "attn_k", "attn_v")
+        self.input_layernorm = Norm(load(f"{blk}.attn_norm.weight"), hparams.eps)
+        self.qkv_proj = fused([load(f"{blk}.{name}.weight") for name in names])
+        if f"{blk}.attn_q.bias" in load.known:  # type: ignore[attr-defined]
+            self.qkv_proj.bias = nn.Parameter(torch.cat([load(f"{blk}.{name}.bias") for name in names]))
+        self.o_proj = fused([load(f"{blk}.attn_output.weight")])
+        self.post_attention_layernorm = Norm(load(f"{blk}.ffn_norm.weight"), hparams.eps)
+        self.gate_up_proj = fused([load(f"{blk}.ffn_gate.weight"), load(f"{blk}.ffn_up.weight")])
+        self.down_proj = fused([load(f"{blk}.ffn_down.weight")])
+        self.keys, self.values = torch.empty(0), torch.empty(0)
+
+    def forward(self, x: Tensor, residual: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+        h, t = self.hparams, len(positions)
+        normed, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm(x, residual)
+        q, k, v = self.qkv_proj(normed).split([h.n_head * h.head_dim, *[h.n_head_kv * h.head_dim] * 2], -1)
+        if self.swapped:
+            k, v = v, k
+        q, k = (rotated(part.view(t, -1, h.head_dim), positions, h.rope.theta) for part in (q, k))
+        v = v.view(t, -1, h.head_dim)
+        if positions[0] and self.cached:
+            k, v = torch.cat((self.keys, k)), torch.cat((self.values, v))
+        self.keys, self.values = k, v
+        seen = torch.arange(len(k)) <= positions[:, None]
+        heads = [part.transpose(0, 1)[None] for part in (q, k, v)]
+        out = nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen[:, -len(k) :], enable_gqa=True)
+        attended = self.o_proj(out[0].transpose(0, 1).flatten(1))
+        normed, residual = self.post_attention_layernorm(attended, residual)
+        gate, up = self.gate_up_proj(normed).chunk(2, -1)
+        return self.down_proj(nn.functional.silu(gate) * up), residual
+
+
+class Engine(nn.Module):
+    """A decoder as serving engines lay it out: flat tokens, positions given, (hidden, residual) handed on."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__()
+        file = GGUFFile(model)
+        self.hparams, load = build_graph(file).hparams, loader(file)
+        self.embed_tokens = nn.Embedding.from_pretrained(load("token_embd.weight"))
+        self.layers = nn.ModuleList(Layer(load, f"blk.{n}", self.hparams) for n in range(self.hparams.n_layer))
+        self.norm = Norm(load("output_norm.weight"), self.hparams.eps)
+        head = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+        self.lm_head = fused([load(head)])
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions)
+        x, _ = self.norm(x, residual)
+        return self.lm_head(x)
+
+
+def fused(weights: list[Tensor]) -> nn.Linear:
+    weight = torch.cat(weights)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight)
+    return linear
+
+
+def loader(file: GGUFFile) -> Callable[[str], Tensor]:
+    """The file's tensors in float32; Q and K of llama in the order of checkpoints, whose rope turns halves."""
+    weights, hparams = Weights(file, torch.float32), build_graph(file).hparams
+
+    def load(name: str) -> Tensor:
+        tensor = weights.load(Weight(name, file.tensors[name].shape))
+        if hparams.arch == "llama" and (".attn_q." in name or ".attn_k." in name):
+            tensor = neighbours(tensor, hparams.head_dim, 0, inverse=True)
+        return tensor
+
+    load.known = file.tensors  # type: ignore[attr-defined]
+    return load
+
+
+def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rope on halves, [T, heads, head_dim]."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None].double() * theta ** (-torch.arange(half).double() / half)
+    c, s = angles.cos().float()[:, None], angles.sin().float()[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * c - b * s, a * s + b * c), -1)
+
+
+def passes(engine: nn.Module, *lengths: int) -> None:
+    """The tokens in passes of these lengths."""
+    at = 0
+    with torch.inference_mode():
+        for n in lengths:
+            engine(torch.tensor(TOKENS[at : at + n]), torch.arange(at, at + n))
+            at += n
+
+
+# --- engines laid out otherwise --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arch", "weights"), [("llama", "Q8_0"), ("qwen2", "F16")])
+def test_an_engine_with_fused_projections(
+    arch: str, weights: str, models: Models, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Recorded in two lines: split, summed, in the file's order of channels, its warm-up left out."""
+    model, out = models(arch, weights), tmp_path / "mine.trace"
+    engine = Engine(model)
+    with tracediff.record(engine, out, gguf=model, tokens=TOKENS):
+        with torch.inference_mode():
+            engine(torch.zeros(9, dtype=torch.int64), torch.arange(9))
+        passes(engine, 5, 2)
+    assert [str(warning.message) for warning in recwarn] == [
+        "1 passes over other tokens than those given were left out",
+        "left out, for the model shows it nowhere: attn_scores, attn_probs",
+    ]
+    trace = Trace(out)
+    assert [(step.tokens, step.positions) for step in trace.steps.values()] == [
+        (tuple(TOKENS[:5]), (0, 1, 2, 3, 4)), (tuple(TOKENS[5:]), (5, 6)),
+    ]  # fmt: skip
+    ops = [op.name for op in build_graph(GGUFFile(model)) if op.kind not in ("scores", "softmax")]
+    assert sorted({record.op for record in trace.step_ops(1)}) == sorted(ops)
+    result = check_trace(out, model)
+    assert (result.verdict, result.faulty) == ("match", [])
+    assert {weight.status for weight in result.weights} == {"identical"}
+
+
+def test_k_and_v_of_a_split_exchanged_is_named(models: Models, tmp_path: Path) -> None:
+    """What is wrong is what the engine does with the projections, which themselves are right."""
+    model, out = models("qwen2", "F16"), tmp_path / "mine.trace"
+    engine = Engine(model)
+    engine.layers[1].swapped = True
+    with pytest.warns(UserWarning, match="left out"), tracediff.record(engine, out, gguf=model):
+        passes(engine, 7)
+    result = check_trace(out, model)
+    assert result.first_divergence
+    assert result.first_divergence.op == "blk.1.attn_k_rope"
+    assert result.faulty[0].cause
+    assert "attn_v" in result.faulty[0].cause.text
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def by_forward(engine: Engine) -> None:
+    engine.forward(torch.tensor(TOKENS), torch.arange(7))
+
+
+def batch(engine: Engine) -> None:
+    engine(torch.tensor([TOKENS, TOKENS]), torch.arange(7))
+
+
+def no_ids(engine: Engine) -> None:
+    engine(torch.rand(7), torch.rand(7))
+
+
+def no_cache(engine: Engine) -> None:
+    for layer in engine.layers:
+        layer.cached = False
+    passes(engine, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (by_forward, "nothing was recorded: no call of this module was seen. Call it as model(ids), not by .forward()"),
+        (batch, "a batch of 2 sequences. A trace is one sequence: record them one by one."),
+        (no_ids, "the call shows no token ids. Give them: record(..., tokens=ids)."),
+        (no_cache, "step 1: attention sees the 2 keys of this pass alone, at position 6: without a cache"),
+    ],
+)
+def test_calls_that_are_refused(
+    call: Callable[[Engine], None], said: str, models: Models, tmp_path: Path
+) -> None:  # fmt: skip
+    model = models("qwen2", "F16")
+    engine = Engine(model)
+    with pytest.raises(EngineError, match=re.escape(said)), tracediff.record(engine, tmp_path / "x.trace", gguf=model):
+        call(engine)
+
+
+def test_models_that_are_refused(models: Models, tmp_path: Path) -> None:
+    model = models("qwen2", "F16")
+    compiled = Engine(model)
+    compiled.layers[0] = torch.compile(compiled.layers[0])
+    for engine, said in ((nn.Linear(3, 5), "no module of it holds a weight of"), (compiled, "layers.0 is compiled")):
+        with pytest.raises(EngineError, match=said), tracediff.record(engine, tmp_path / "x.trace", gguf=model):
+            pass
+    assert not [*tmp_path.iterdir()]
+
+
+def test_weights_that_are_not_the_file_s_are_said(models: Models, tmp_path: Path) -> None:
+    model, out = models("qwen2", "F16"), tmp_path / "mine.trace"
+    engine = Engine(model)
+    down = engine.layers[0].down_proj
+    down.weight = nn.Parameter(torch.randn_like(down.weight))
+    said = pytest.warns(UserWarning, match=r"layers\.0\.down_proj holds other weights than blk\.0\.ffn_down")
+    with said, tracediff.record(engine, out, gguf=model):
+        passes(engine, 7)
+    assert [op.op for op in check_trace(out, model).faulty] == ["blk.0.ffn_down"]
