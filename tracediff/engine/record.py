@@ -17,10 +17,8 @@ from tracediff.engine.recorder import Recorder
 from tracediff.engine.taps import as_held, find_taps
 from tracediff.engine.watching import Products, Watch
 from tracediff.errors import EngineError
-from tracediff.model.families import build_graph
-from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
-from tracediff.model.weights import Weights
+from tracediff.model.model import Model
 from tracediff.names import Capture, split
 from tracediff.trace.staging import staged
 from tracediff.trace.writer import TraceWriter
@@ -44,7 +42,7 @@ def record(
     Raises EngineError where nothing of the model is recognised, for a compiled one, for several sequences at once or a
     pass that does not go on where the last ended; TraceError and ModelError for the files.
     """
-    file = GGUFFile(Path(gguf))
+    file = Model(Path(gguf))
     expected = None if tokens is None else [int(token) for token in torch.as_tensor(tokens).flatten()]
     engine = f"torch {torch.__version__} {type(model).__name__}"
     with staged(Path(out), [file.path]) as path, recorded(model, path, file, engine, capture, expected) as notes:
@@ -57,7 +55,7 @@ def record(
 def recorded(
     model: nn.Module,
     out: Path,
-    file: GGUFFile,
+    gguf: Model,
     engine: str,
     capture: Capture,
     expected: list[int] | None = None,
@@ -65,15 +63,15 @@ def recorded(
 ) -> Iterator[list[str]]:
     """`record` into the very file `out`; what a reader must know is in the list when the block has ended."""
     _refuse_compiled(model)
-    graph, weights, notes = build_graph(file), Weights(file, torch.float32), list[str]()
+    graph, weights, notes = gguf.graph, gguf.weights(torch.float32), list[str]()
     taps, others = find_taps(model, graph, weights)
     if not taps:
         raise EngineError(
-            f"{type(model).__name__}: no module of it holds a weight of {file.path}. Give the file of this very model, "
+            f"{type(model).__name__}: no module of it holds a weight of {gguf.path}. Give the file of this very model, "
             "and the module that holds its layers."
         )
     modules = dict(model.named_modules())
-    with TraceWriter(out, engine, graph.hparams.arch, file.path.name, graph.matmul_type) as writer:
+    with TraceWriter(out, engine, graph.hparams.arch, gguf.path.name, graph.matmul_type) as writer:
         recorder = Recorder(writer, capture)
         for tap in taps:
             if tap.op.kind in ("rms_norm", "layer_norm"):

@@ -13,6 +13,7 @@ import torch
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from torch import Tensor, nn
 
+from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of, split
@@ -39,7 +40,10 @@ class Tap:
 
 
 def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Tap], list[str]]:
-    """Each op that a module computes; and what a reader must know: modules that hold other weights than the file."""
+    """Each op that a module computes; and what a reader must know: modules that hold other weights than the file.
+
+    Raises EngineError for a module whose weight has another shape than the tensor of its name.
+    """
     by_weight = {op.name: op for op in graph if op.kind in _KINDS and op.weights}
     modules = [(path, weight) for path, module in model.named_modules() if (weight := _matrix(module)) is not None]
     taps, notes, unnamed = [], [], []
@@ -47,9 +51,14 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     head = next((name for name in reversed(by_weight) if by_weight[name].kind == "linear"), "")
     for path, weight in modules:
         op = by_weight.get(names(path) or "") or (by_weight.get(head) if names(path) == "output" else None)
-        if op is None or not _fits(weight, op):
+        if op is None:
             unnamed.append((path, weight))
             continue
+        if not _fits(weight, op):
+            raise EngineError(
+                f"{path} is {list(weight.shape)} in this model, {list(op.weights[0].shape)} in the GGUF file "
+                f"({op.weights[0].name}): it is another model, or a part of one. Check both."
+            )
         found, rows = _order(weight, op, weights)
         if not found:
             notes.append(f"{path} holds other weights than {op.weights[0].name}")
