@@ -18,6 +18,7 @@ from tracediff.engine.taps import Tap
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of
+from tracediff.numerics.growing import Growing
 from tracediff.numerics.kinds.attention import causal
 
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
@@ -43,17 +44,20 @@ class Watch:
         self._step = -1
         self._running = False
         self._n_tokens = 0
-        self._positions: tuple[int, ...] = ()
+        self._n_positions = 0  # so far
+        self._positions = Growing()
+        self._hidden = torch.empty(0)  # which scores of this step the mask hides, [T, S]
         self._done: set[str] = set()  # in this step
         self._layer: int | None = None  # in which the pass is
         self._sizes: dict[str, float] = {}  # the norms of what rope turns
 
     def begin(self, tokens: Sequence[int], positions: Sequence[int] | None = None) -> None:
         """A forward pass begins, of one sequence; without positions, those after the last."""
-        first = len(self._positions)
-        positions = tuple(positions or range(first, first + len(tokens)))
+        positions = tuple(positions or range(self._n_positions, self._n_positions + len(tokens)))
         self._step, self._n_tokens, self._done, self._layer = self._step + 1, len(tokens), set(), None
-        self._positions += positions
+        self._n_positions += len(tokens)
+        self._positions.append(torch.tensor(positions))
+        self._hidden = causal(torch.tensor(positions), self._positions.rows)
         self._running = True
         self._recorder.step(self._step, tuple(tokens), positions)
 
@@ -132,7 +136,7 @@ class Watch:
         attention = self._attention.get(self._layer)
         if attention is None or not self._running:
             return
-        n, s = self._n_tokens, len(self._positions)
+        n, s = self._n_tokens, self._n_positions
         if attention.k.name not in self._done and attention.is_qk(left, right, n):
             self._refuse_no_cache(right.shape[-1], s)
             self._queries_and_keys(attention, left, right, result if right.shape[-1] == s else None)
@@ -145,13 +149,13 @@ class Watch:
         op = attention.op_of(float(q.double().norm()), self._sizes.get(attention.source))
         if op:
             self._record(op.name, q)
-        if right.shape[-1] <= len(self._positions):  # else a buffer with room for more, who knows where
+        if right.shape[-1] <= self._n_positions:  # else a buffer with room for more, who knows where
             keys = right.transpose(-1, -2).reshape(-1, right.shape[-1], dim)
             keys = keys[:: len(keys) // groups, -self._n_tokens :].transpose(0, 1)
             self._record(attention.k.name, self._like_rows(attention.key_source, keys))
         if op is attention.q and scores is not None:
             n = self._n_tokens
-            self._record(attention.scores.name, scores.reshape(attention.scores.shape(n, len(self._positions) - n)))
+            self._record(attention.scores.name, scores.reshape(attention.scores.shape(n, self._n_positions - n)))
 
     def _like_rows(self, name: str, values: Tensor) -> Tensor:
         """Values that follow a projection's channels, in the order of the file's."""
@@ -179,7 +183,7 @@ class Watch:
         if name in self._done or name not in self._graph:
             return
         op, n = self._graph[name], self._n_tokens
-        shape = op.shape(n, len(self._positions) - n)
+        shape = op.shape(n, self._n_positions - n)
         rows = None
         if op.axes[0] == "T" and values.numel() * n == math.prod(shape) and n > 1:
             rows, shape = (n - 1,), (1, *shape[1:])  # engines that want one token need the last one's logits alone
@@ -190,10 +194,7 @@ class Watch:
             )
         if "rope" in {reader.kind for reader, _ in self._graph.readers(name)}:
             self._sizes[name] = float(values.detach().double().norm())
-        hidden = None
-        if op.kind == "scores":
-            now, all_ = (torch.tensor(p, device=values.device) for p in (self._positions[-n:], self._positions))
-            hidden = causal(now, all_)
+        hidden = self._hidden.to(values.device) if op.kind == "scores" else None
         self._recorder.op(self._step, name, values.reshape(shape), hidden, rows)
         self._done.add(name)
         self.seen.add(name)
