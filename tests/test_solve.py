@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,11 @@ from conftest import Models
 
 from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.solve.formulas import edits
+from tracediff.diagnose.solve.functions import Mapped
 from tracediff.diagnose.solve.interpret import CannotRunError, Flat, Run, parse
 from tracediff.diagnose.solve.loops import loops_of
+from tracediff.diagnose.solve.maps import Map, Moved
+from tracediff.diagnose.solve.readings import Reading, Rows
 from tracediff.diagnose.solve.variant import bind
 from tracediff.diagnose.solve.words import Speaker
 from tracediff.engine.recorder import Recorder
@@ -256,3 +260,65 @@ def test_an_edit_that_nobody_listed_is_found(
         assert op.cause, op.shape
         assert said in op.cause.text
         assert op.cause.nmse <= op.cause.floor < 1e-10
+
+
+def moved(name: str, how: Map, axis: int, *shape: int) -> Callable[[Graph], Op]:
+    """An op whose output has slices elsewhere."""
+    return lambda graph: replace(graph[name], rework=Moved(graph[name], how, axis, shape))
+
+
+def mapped(name: str, function: str, *numbers: float) -> Callable[[Graph], Op]:
+    """An op with a function of its values."""
+    return lambda graph: replace(graph[name], rework=Mapped(graph[name], function, numbers))
+
+
+def read(name: str, reading: Reading) -> Callable[[Graph], Op]:
+    """A linear op that reads its weight otherwise."""
+
+    def change(graph: Graph) -> Op:
+        weight, *others = graph[name].weights
+        return replace(graph[name], weights=(replace(weight, read=reading), *others))
+
+    return change
+
+
+GATE = "blk.0.ffn_gate"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (moved("blk.0.attn_q", Map("reversed"), 1, -1, 8, 32), "heads reversed"),
+        (moved("blk.0.attn_scores", Map("rotated", (3,)), 0), "heads rotated: head 0 has the values of head 3"),
+        (moved(GATE, Map("listed", (3, 7, 7, 3)), 1, -1, 512), "channels 3 and 7 are exchanged"),
+        (
+            moved("blk.1.attn_norm", Map("shifted", (-1,)), 0, -1, 256),
+            "each token has the values of the one before it, the first is 0",
+        ),
+        (mapped("blk.0.ffn_act", "above", 0.5), "every value above 0.5 is 0.5"),
+        (mapped("blk.0.attn_scores", "cap", 5.0), "capped, to 5 * tanh(v / 5)"),
+        (mapped(GATE, "linear", 0.5, 0.25), "every value is 0.5 times what it should be, more by 0.25"),
+        (
+            read(GATE, Reading(rows=(Rows(100, 511, "blk.0.ffn_gate.weight", 0, 256),))),
+            "channels 100 to 511 are computed with rows 0 to 411 of ffn_gate.weight",
+        ),
+        (
+            read(GATE, Reading(rows=(Rows(0, 511, "blk.0.ffn_gate.weight", 32, 256),))),
+            "channels 0 to 511 are computed with rows that start 32 values late in ffn_gate.weight",
+        ),
+        (
+            read("output", Reading(elements=((3, 5, 0.125),))),
+            "row 3 of output.weight differs in column 5 alone: 0.125 where the file has",
+        ),
+    ],
+)
+def test_values_elsewhere_functions_and_readings_are_found(
+    models: Models, tmp_path: Path, changed: Callable[[Graph], Op], said: str
+) -> None:
+    path = models("k-quants")
+    name = changed(load_graph(path)).name
+    faulty = explained(path, tmp_path, changed)
+    assert {op.op for op in faulty} == {name}
+    for op in faulty:
+        assert op.cause, op.shape
+        assert said in op.cause.text

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from tracediff.diagnose.hypothesis import (
+    IN_SOME,
     SOLVED,
     Hypothesis,
     Least,
@@ -205,20 +206,27 @@ class _Search:
         for done, way in enumerate(ways):
             if found := self._single(one, way, tried, within(progress, done, len(ways))):
                 return self._chosen(found)
-        more = self._solved(one) or self.one_more(one)
-        return more or (self._several(one, tried) if len(vain) < _SEARCHES else None)
+        if len(vain) >= _SEARCHES:
+            return self.one_more(one)
+        return self._solved(one) or self.one_more(one) or self._several(one, tried)
 
     def _solved(self, one: _Faulty) -> Hypothesis | None:
-        """What the solver makes of an op by itself."""
+        """What the solver makes of an op by itself. What would show in steps that are right is taken last, and where
+        no number was fitted: it is made in some steps alone.
+        """
         found: list[Hypothesis] = []
+        in_some: list[Hypothesis] = []
         for solved, scheme in explanations(self._replay, one.record) if len(one.error.segment) == 1 else ():
             local = self._replay.under(one.record, (solved.op,), one.error.nmse, scheme)
-            hypothesis = Hypothesis((Part(SOLVED, solved.words, solved.words, fitted=False),), (solved.op,), local)
+            hypothesis = Hypothesis((Part(SOLVED, solved.words, solved.words, solved.fitted),), (solved.op,), local)
             if self._explains(hypothesis, one):
                 found.append(hypothesis)
+            elif not solved.fitted and hypothesis.pays(one.error.nmse):
+                words = f"{solved.words}{IN_SOME}"
+                in_some.append(replace(hypothesis, parts=(Part(SOLVED, words, words, fitted=False),)))
             if len(found) == _ALIKE:
                 break
-        return self._chosen(found) if found else None
+        return self._chosen(found) if found else next(iter(in_some), None)
 
     def carry(self, found: Hypothesis, members: list[_Faulty]) -> list[tuple[_Faulty, Hypothesis]]:
         """The members that what was found in one record explains too: they are taken from the list."""
@@ -285,7 +293,7 @@ class _Search:
         return max((h for h in both if h.left < little and self._explains(h, one)), key=lambda h: h.score, default=None)
 
     def _explains(self, tried: Hypothesis, one: _Faulty) -> bool:
-        return tried.pays(one.error.nmse) and not self._contradicted(tried, one.record)
+        return tried.pays(one.error.nmse) and (tried.in_some_steps or not self._contradicted(tried, one.record))
 
     def _contradicted(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether the mistake would show in another step of the op, which is as it should be.

@@ -16,6 +16,7 @@ from tracediff.replay.score import FITTED, KNOWN, KNOWN_BLINDLY, KNOWN_IN_SEGMEN
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 
+IN_SOME = ", in some steps alone"  # of an edit that other steps, which are right, do not have
 SOLVED = "solved"  # the name of a mistake that no known one is
 
 
@@ -41,6 +42,11 @@ class Hypothesis:
     def mistakes(self) -> tuple[str, ...]:
         """Their names, in the order in which they were tried."""
         return tuple(part.mistake for part in self.parts)
+
+    @property
+    def in_some_steps(self) -> bool:
+        """Whether it is known not to be made in all steps."""
+        return self.parts[-1].text.endswith(IN_SOME)
 
     @property
     def left(self) -> float:

@@ -1,8 +1,8 @@
 """Runs loops of Python over flat arrays all at once: each loop variable is an axis.
 
 What runs: `for v in range(...)`, assignments to names and to array elements, arithmetic, comparisons, `a if c else b`,
-elementary functions, and sum, max, min, first and last of a generator. Reads beyond an array give 0. Where several
-iterations store to one element the last one stays, in the order of the loops.
+elementary functions, and sum, max, min, first and last of a generator. Reads beyond an array give 0, or what is asked
+for. Where several iterations store to one element the last one stays, in the order of the loops.
 """
 
 import ast
@@ -18,6 +18,7 @@ import numpy as np
 Value = Any  # a number, or an array with an axis for each loop variable, of size 1 where it does not depend on it
 _CHUNK = 1 << 22  # values of one intermediate result
 _FAR_TOO_LONG = 1 << 24
+_INTEGERS = ("tokens", "positions", "past", "starts")  # arrays of these
 
 
 class CannotRunError(Exception):
@@ -172,6 +173,7 @@ class Run:
     only: Mapping[str, np.ndarray] = field(default_factory=dict)
     places_only: bool = False  # whether values do not matter
     before: np.ndarray | None = None  # what the output's buffer held, where it is computed in place
+    beyond: float = 0.0  # what is read where an array does not reach: unknown, so results that follow it are
 
     def stores(self) -> list[Stored]:
         """All stores to the output `y`; raises CannotRunError."""
@@ -359,12 +361,13 @@ class Run:
             raise CannotRunError(name)
         at = np.asarray(at)
         if not at.size or not array.size:
-            return np.zeros(at.shape, self.dtype)
+            return np.full(at.shape, self.beyond, self.dtype)
         if at.min() >= 0 and at.max() < array.size:
             values = array.take(at)
         else:
             inside = (at >= 0) & (at < array.size)
-            values = np.where(inside, array.take(np.where(inside, at, 0)), 0)
+            values = np.where(inside, array.take(np.where(inside, at, 0)), self.beyond)
+            values = values if name not in _INTEGERS else values.astype(int)
         return values if _kind(values) == "i" else values.astype(self.dtype, copy=False)
 
     def _reduced(self, how: str, generator: ast.GeneratorExp) -> Value:

@@ -2,15 +2,16 @@
 others, from the right values. What does not pass the look is not computed in whole.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from tracediff.diagnose.solve.interpret import CannotRunError
+from tracediff.diagnose.solve.interpret import CannotRunError, Stored
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.variant import Bound, Touches, parsed
+from tracediff.diagnose.solve.variant import SOMETHING, Bound, Touches, parsed
 
+_NEARLY = 0.5  # of the wrong values: what gives fewer is not looked at again
 _EACH = 4, 2  # values of each loop variable at which the output is wrong, and right
 _POINTS = 1 << 22  # of the loops that are looked at as a whole to find those
 
@@ -66,15 +67,32 @@ class Look:
     def at(self, hypothesis: Bound, touches: Touches) -> Seen | None:
         """What a hypothesis gives that touches values or places; None where its loops cannot run."""
         try:
-            if touches == "values":
-                return self._of_part(hypothesis)
-            made = self._moved(hypothesis) if touches == "places" else hypothesis.output().ravel()
-            return self._seen(np.arange(made.size), made)
+            seen = self._at(hypothesis, touches)
+            # What lies beyond an array is not in the trace: what follows from it cannot be held against a hypothesis.
+            if seen.wrong > _NEARLY and not seen.passes and touches != "places":
+                return self._at(hypothesis, touches, self._at_random(hypothesis))
+            return seen
         except CannotRunError:
             return None
 
-    def _of_part(self, hypothesis: Bound) -> Seen:
-        return self._seen(*self._part(hypothesis))
+    def _at_random(self, hypothesis: Bound) -> Bound:
+        return replace(hypothesis, beyond=SOMETHING)
+
+    def _at(self, hypothesis: Bound, touches: Touches, other: Bound | None = None) -> Seen:
+        """By its own values, or by those only that are the same under another."""
+        if touches == "places":
+            made, known = self._moved(hypothesis)
+            return self._seen(np.flatnonzero(known), made[known])
+        at, made = self._part(hypothesis) if touches == "values" else self._whole(hypothesis)
+        if other:
+            also = (self._part(other) if touches == "values" else self._whole(other))[1]
+            same = agree(made, also, np.zeros(1))
+            at, made = at[same], made[same]
+        return self._seen(at, made)
+
+    def _whole(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
+        made = hypothesis.output().ravel()
+        return np.arange(made.size), made
 
     def _part(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
         stores = hypothesis.stores(self.only)
@@ -95,21 +113,48 @@ class Look:
         shares = (float(matched[some].mean()) if some.any() else 1.0 for some in (wrong, ~wrong))
         return Seen(*shares)
 
-    def _moved(self, hypothesis: Bound) -> np.ndarray:
-        """The right values where the edited stores put them."""
+    def _moved(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
+        """The right values where the edited stores put them, and where these are known: turns beyond those of the right
+        loops make others.
+        """
         made = hypothesis.untouched().ravel()
+        known = np.ones(made.size, bool)
         edited = hypothesis.places()
         if not edited:
-            return made
+            return made, known
+        if len(edited) != len(self._sources):
+            raise CannotRunError("another number of stores")
+        moved = [self._right(stored, *source) for stored, source in zip(edited, self._sources, strict=True)]
+        if len({len(at) for at, _, _ in moved}) == 1:  # statements of one loop take turns
+            moved = [tuple(np.stack(parts, -1).ravel() for parts in zip(*moved, strict=True))]
+        for at, values, right in moved:
+            inside = (at >= 0) & (at < made.size)
+            made[at[inside]] = values[inside]
+            known[at[inside]] = right[inside]
+        return made, known
         if len(edited) != len(self._sources):
             raise CannotRunError("another number of stores")
         for stored, (names, source) in zip(edited, self._sources, strict=True):
             loops = [stored.loops[name] for name in names]
-            known = (stored.at >= 0) & (stored.at < made.size)
+            inside = (stored.at >= 0) & (stored.at < made.size)
+            right = np.ones(stored.at.size, bool)
             for values, size in zip(loops, source.shape, strict=True):
-                known &= (values >= 0) & (values < size)
-            made[stored.at[known]] = self.problem.exact[source[tuple(values[known] for values in loops)]]
-        return made
+                right &= (values >= 0) & (values < size)
+            values = np.zeros(stored.at.size)
+            values[right] = self.problem.exact[source[tuple(values[right] for values in loops)]]
+            made[stored.at[inside]] = values[inside]
+            known[stored.at[inside]] = right[inside]
+        return made, known
+
+    def _right(self, stored: Stored, names: list[str], source: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Where it is stored, the right value of each turn, and whether there is one."""
+        loops = [stored.loops[name] for name in names]
+        right = np.ones(stored.at.size, bool)
+        for values, size in zip(loops, source.shape, strict=True):
+            right &= (values >= 0) & (values < size)
+        made = np.zeros(stored.at.size)
+        made[right] = self.problem.exact[source[tuple(values[right] for values in loops)]]
+        return stored.at, made, right
 
     @cached_property
     def _sources(self) -> list[tuple[list[str], np.ndarray]]:

@@ -44,7 +44,7 @@ for t in range(T):
 """
 _CACHE = """
 width = G * D
-for c in range(S):
+for c in range(P):
     for i in range(width):
         cache[starts[c] * width + (c - starts[c]) * width + i] = k[c * width + i]
 """
@@ -135,14 +135,14 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
             return _rope(op, first)
         case "scores":
             (t, h, d), (s, g, _) = shapes
-            return Loops(_SCORES, ("q", "k"), (), {"H": h, "T": t, "S": s, "G": g, "D": d}, (h, t, s))
+            return Loops(_SCORES, ("q", "k"), (), {"H": h, "T": t, "S": s, "P": s, "G": g, "D": d}, (h, t, s))
         case "softmax" if set(op.attrs) == {"scale"}:
             h, t, s = first
             numbers = {"H": h, "T": t, "S": s, "scale": float(op.attrs["scale"])}
             return Loops(_SOFTMAX, ("x",), (), numbers, first)
         case "weighted_values":
             (h, t, s), (_, g, d) = shapes
-            return Loops(_VALUES, ("p", "v"), (), {"H": h, "T": t, "S": s, "G": g, "D": d}, (t, h * d))
+            return Loops(_VALUES, ("p", "v"), (), {"H": h, "T": t, "S": s, "P": s, "G": g, "D": d}, (t, h * d))
         case "add":
             return Loops(_ADD, ("a", "b"), (), {"T": first[0], "n": math.prod(first[1:])}, first)
         case "swiglu":

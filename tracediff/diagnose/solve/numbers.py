@@ -10,6 +10,7 @@ from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.variant import Bound, Priced, Variant
 
 _DECADES = 8  # on either side of the right number in which the fit may begin
+_POSITIONS = 64  # by which they may be off
 _ROUNDS = 40
 _BITS = 24  # of a fitted number; a usual one takes few
 _USUAL = (0.0, 1.0, *(m * 10.0**e for e in range(-12, 8) for m in (1, 2, 5)), 2.0, 0.5, 0.25, 0.125)
@@ -25,7 +26,20 @@ def variants(problem: Problem, look: Look) -> Iterator[Priced]:
             called = {"theta": "rope's base", "scale": "the scale", "freq_scale": "the frequency scale"}.get(name, name)
             for value, bits in (*((u, 6.0) for u in _near(fitted)), (fitted, _BITS)):
                 words = f"{called} is {value:.6g}; it should be {right:.6g}"
-                yield Priced(Variant(words, problem.loops.source, numbers=((name, value),)), bits)
+                yield Priced(Variant(words, problem.loops.source, numbers=((name, value),)), bits, fitted=True)
+
+
+def positions(problem: Problem) -> Iterator[Priced]:
+    """Of what is rotated, positions that are too high or too low by one number, or one position for all."""
+    source = problem.loops.source
+    if "positions[t]" not in source:
+        return
+    for by in (k for k in range(-_POSITIONS, _POSITIONS + 1) if k):
+        words = f"positions are {abs(by)} too {'high' if by > 0 else 'low'}"
+        yield Priced(Variant(words, source.replace("positions[t]", f"(positions[t] + {by})")), 8.0)
+    for one in range(_POSITIONS):
+        words = f"every token is rotated as position {one}"
+        yield Priced(Variant(words, source.replace("positions[t]", str(one))), 8.0)
 
 
 def _near(fitted: float) -> list[float]:

@@ -5,20 +5,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracediff.diagnose.solve import copies, formulas, inputs, numbers, tensors
+from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors
 from tracediff.diagnose.solve.interpret import Array, CannotRunError, Flat
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.parts import in_region
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.regions import around
 from tracediff.diagnose.solve.variant import Bound, Priced, Rows, Variant
-from tracediff.diagnose.solve.words import Speaker
+from tracediff.diagnose.solve.words import Speaker, some
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 
 _IN_PART = 0.98  # of the wrong values that a hypothesis must give to be tried in a region
-_SAID = 16  # of those that pass that are put into words
+_LARGE = 1 << 22  # values: such outputs are not computed twice more
 _PARTS = 24  # hypotheses that are computed in whole for that
 
 
@@ -29,9 +29,10 @@ class Solved:
     op: Op
     words: str
     bits: float
+    fitted: bool = False  # a number in it was
 
 
-def solve(problem: Problem) -> list[Solved]:
+def solve(problem: Problem) -> Iterator[Solved]:
     """What gives all that was recorded, the cheapest first. Nothing here was verified to the floor."""
     look, whole, partial = Look(problem), [], []
     for priced in _hypotheses(problem, look):
@@ -41,15 +42,34 @@ def solve(problem: Problem) -> list[Solved]:
             whole.append(priced)
         elif seen and seen.wrong >= _IN_PART:
             partial.append(priced)
-    if whole:
-        # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].
-        alike = sorted(whole, key=lambda one: (one.bits, len(one.variant.source)))
-        return [
-            Solved(one.variant.op(problem.op, problem.loops.loops), words_of(problem, one.variant), one.bits)
-            for one in alike[:_SAID]
-        ]
+    # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].
+    alike = sorted(whole, key=lambda one: (one.bits, len(one.variant.source)))
+    yield from filter(None, (_solved(problem, one) for one in alike))
+    others = [*maps.variants(problem), *functions.variants(problem), *readings.variants(problem)]
+    for found in sorted(others, key=lambda one: one.bits):
+        yield Solved(found.op, found.words, found.bits, fitted=isinstance(found.op.rework, functions.Mapped))
     partial.sort(key=lambda one: one.bits)
-    return sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)
+    yield from sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)
+
+
+def _solved(problem: Problem, priced: Priced) -> Solved | None:
+    """The changed op; None where most of what is wrong would follow from what nobody knows."""
+    words, unknown = words_of(problem, priced.variant), np.zeros(0, int)
+    if problem.exact.size <= _LARGE:
+        bound = bound_of(problem, priced.variant)
+        assert bound
+        try:
+            made = bound.output()
+            unknown = bound.unknown(made)
+            untold = unknown[~agree(made.flat[unknown], problem.recorded[unknown], problem.near[unknown])]
+        except CannotRunError:
+            return None
+        if len(untold) > problem.wrong.sum() / 2:
+            return None
+        if len(untold):
+            words += f" ({some(len(untold), 'value')} made of what lies beyond cannot be told: it is not in the trace)"
+    op = priced.variant.op(problem.op, problem.loops.loops, beyond=len(unknown) > 0)
+    return Solved(op, words, priced.bits, priced.fitted)
 
 
 def words_of(problem: Problem, variant: Variant) -> str:
@@ -62,6 +82,7 @@ def words_of(problem: Problem, variant: Variant) -> str:
 def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
     yield from copies.variants(problem)
     yield from numbers.variants(problem, look)
+    yield from numbers.positions(problem)
     yield from inputs.variants(problem)
     yield from tensors.variants(problem)
     yield from formulas.variants(problem)

@@ -26,6 +26,10 @@ from tracediff.numerics.roundings import rounding_named
 
 Touches = Literal["values", "places", "both"]  # what is stored, or where and in which order
 When = Literal["now", "all", "before"]  # in this step, in all so far, or what a buffer holds from earlier ones
+# The op's own record among the arrays: of values that follow from what lies beyond an array nothing else is known.
+RECORDED = "recorded"
+SOMETHING = 0.731  # beyond arrays, where 0 was assumed
+_MOST = 0.5  # of all values: where more cannot be told, nothing is explained
 _ROWS = 1 << 19  # numbers of a weight from which only the rows that are needed are read
 
 # numpy and BLAS add up in blocks; engines that add in sequence err more, by the root of the terms in a block.
@@ -77,10 +81,11 @@ class Variant:
     weights: tuple[tuple[str, Weight], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
 
-    def op(self, op: Op, loops: Loops) -> Op:
-        """The op so changed; `loops` are its own."""
+    def op(self, op: Op, loops: Loops, beyond: bool = False) -> Op:
+        """The op so changed; `loops` are its own. `beyond`: some values follow from what lies beyond an array."""
         past = op.past or (False,) * len(op.inputs)
-        other, arrays = dict(self.weights), (*self.arrays, *sources(self.source))
+        own = ((RECORDED, Read(op.name)),) if beyond else ()
+        other, arrays = dict(self.weights), (*self.arrays, *sources(self.source), *own)
         return replace(
             op,
             inputs=(*op.inputs, *(read.name for _, read in arrays)),
@@ -148,6 +153,7 @@ class Priced:
 
     variant: Variant
     bits: float
+    fitted: bool = False  # a number in it was
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,11 @@ class Reworked:
         assert bound
         extra = {name: Flat(flat(x)) for name, x in zip(self.extra, inputs[self.n_inputs :], strict=True)}
         try:
-            y, error = bound.with_(self.source, extra, dict(self.numbers)).measured()
+            edited = bound.with_(self.source, extra, dict(self.numbers))
+            y, error = edited.measured()
+            if RECORDED in extra:
+                unknown = edited.unknown(y)
+                y.flat[unknown] = extra[RECORDED].values[unknown]
         except CannotRunError:  # in this step: then it explains nothing here
             y = np.full(bound.loops.shape, math.nan)
             error = np.zeros_like(y)
@@ -205,6 +215,7 @@ class Bound:
     loops: Loops
     numbers: Mapping[str, float]
     arrays: Mapping[str, Array]
+    beyond: float = 0.0  # what lies beyond the arrays
 
     def with_(self, source: str, arrays: Mapping[str, Array], numbers: Mapping[str, float]) -> "Bound":
         """Edited loops with some names standing for something else."""
@@ -214,7 +225,9 @@ class Bound:
         """What is stored to the output in a part of the loops; raises CannotRunError."""
         n = int(np.prod(self.loops.shape))
         before = self.untouched() if "before" in self.arrays else None
-        return Run(parsed(self.source), self.numbers, self.arrays, n, dtype, only, before=before).stores()
+        return Run(
+            parsed(self.source), self.numbers, self.arrays, n, dtype, only, before=before, beyond=self.beyond
+        ).stores()
 
     def places(self, only: Mapping[str, np.ndarray] = MappingProxyType({})) -> list[Stored]:
         """Where something is stored to, and at which values of the loop variables."""
@@ -237,6 +250,13 @@ class Bound:
                 inside = (stored.at >= 0) & (stored.at < y.size)
                 y[stored.at[inside]] = stored.values[inside]
         return y.reshape(self.loops.shape)
+
+    def unknown(self, y: np.ndarray) -> np.ndarray:
+        """Places of values in the output `y` that follow from what lies beyond the arrays; none if these are many."""
+        other = replace(self, beyond=SOMETHING).output()
+        with np.errstate(invalid="ignore"):
+            there = np.flatnonzero((y != other) & ~(np.isnan(y) & np.isnan(other)))
+        return there if len(there) <= _MOST * y.size else there[:0]
 
     def measured(self) -> tuple[np.ndarray, np.ndarray]:
         """The output in float64, and how far float32 is from it. What overflows float32 does so here too."""

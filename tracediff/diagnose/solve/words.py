@@ -45,8 +45,8 @@ _AXES: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {
     },
     "scores": {
         "q": (("token", "T"), ("query head", "H"), ("channel", "D")),
-        "k": (("key", "S"), ("key head", "G"), ("channel", "D")),
-        "cache": (("key", "S"), ("key head", "G"), ("channel", "D")),
+        "k": (("key", "P"), ("key head", "G"), ("channel", "D")),
+        "cache": (("key", "P"), ("key head", "G"), ("channel", "D")),
         "y": (("head", "H"), ("query", "T"), ("key", "S")),
     },
     "softmax": {
@@ -54,8 +54,8 @@ _AXES: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {
     },
     "weighted_values": {
         "p": (("head", "H"), ("query", "T"), ("key", "S")),
-        "v": (("position", "S"), ("value head", "G"), ("channel", "D")),
-        "cache": (("position", "S"), ("value head", "G"), ("channel", "D")),
+        "v": (("position", "P"), ("value head", "G"), ("channel", "D")),
+        "cache": (("position", "P"), ("value head", "G"), ("channel", "D")),
         "y": (("token", "T"), ("head", "H"), ("channel", "D")),
     },
 }  # fmt: skip
@@ -66,7 +66,7 @@ _NUMBERS = {
     "theta": "rope's base", "scale": "the scale", "eps": "eps", "freq_scale": "the frequency scale",
     "heads": "the number of heads", "queries": "the number of queries", "keys": "the number of keys",
     "channels": "the number of channels of a head", "width": "the width of a cached row",
-    "past[0]": "the number of cached positions", "0": "0",
+    "past[0]": "the number of cached positions", "P": "the number of cached positions",
 }  # fmt: skip
 _NAMED = {
     "squares": "the sum of squares", "largest": "the maximum", "total": "the sum", "visible": "the number of keys seen",

@@ -1,0 +1,118 @@
+"""Another function of the right value: clamped, capped, scaled with an offset, a power, made positive."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.solve.maps import Found
+from tracediff.diagnose.solve.problem import Problem, agree
+from tracediff.model.graph import Op
+from tracediff.numerics.evaluate import evaluate, noise
+from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds.kind import Call, Made
+
+_SAME = 4  # values that are equal to the last digit where a clamp is thought of
+_NUMBER = 12.0  # bits of a fitted number
+_CAPS = 60  # Newton steps of a fit
+
+Function = Callable[..., Tensor]
+FUNCTIONS: Mapping[str, Function] = {
+    "above": lambda x, c: x.clamp(max=c),
+    "below": lambda x, c: x.clamp(min=c),
+    "cap": lambda x, c: c * torch.tanh(x / c),
+    "linear": lambda x, a, b: a * x + b,
+    "power": lambda x, p: x.sign() * x.abs() ** p,
+    "absolute": lambda x: x.abs(),
+    "square": lambda x: x * x,
+}
+_WORDS = {
+    "above": "every value above {0:.6g} is {0:.6g}",
+    "below": "every value below {0:.6g} is {0:.6g}",
+    "cap": "every value v is capped, to {0:.6g} * tanh(v / {0:.6g})",
+    "power": "every value is the power {0:.6g} of what it should be, with its sign",
+    "absolute": "every value is without its sign",
+    "square": "every value is the square of what it should be",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Computes an op and then a function of each of its values: `Op.rework`."""
+
+    right: Op
+    name: str
+    numbers: tuple[float, ...]
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        y = evaluate(self.right, call.inputs, call.weights, call.arithmetic, call.energy, call.rounded)
+        return FUNCTIONS[self.name](y, *self.numbers)
+
+    def noise(self, made: Made) -> Noise:
+        """That of the right op times the slope of the function there, and one rounding more."""
+        x = evaluate(self.right, made.inputs, made.weights, made.arithmetic)
+        own = noise(self.right, made.inputs, x, made.weights, made.energy, made.arithmetic, made.storage)
+        step = 1e-6 * (x.abs() + 1e-30)
+        slope = (FUNCTIONS[self.name](x + step, *self.numbers) - made.y).abs() / step
+        slope = slope.nan_to_num(0.0, 0.0, 0.0)
+        return Noise(own.sigma * slope, own.hard * slope + 4 * made.unit * made.size + made.stored)
+
+
+def variants(problem: Problem) -> Iterator[Found]:
+    """Each function, fitted, that gives all values."""
+    x, y, near = problem.exact, problem.recorded, problem.near
+    if not (np.isfinite(x).all() and np.isfinite(y).all()) or not x.any() or not y.any():
+        return
+    for name, numbers in _fits(x, y):
+        made = FUNCTIONS[name](torch.from_numpy(x), *numbers).numpy()
+        if agree(y, made, near).all():
+            op = replace(problem.op, rework=Mapped(problem.op, name, numbers))
+            yield Found(op, words(name, numbers), 4.0 + _NUMBER * len(numbers))
+
+
+def words(name: str, numbers: tuple[float, ...]) -> str:
+    """As a sentence."""
+    if name != "linear":
+        return _WORDS[name].format(*numbers)
+    a, b = numbers
+    if not b:
+        return "every value has the wrong sign" if a == -1 else f"every value is {a:.6g} times what it should be"
+    times = "" if a == 1 else f"{a:.6g} times what it should be, "
+    return f"every value is {times}{'more' if b > 0 else 'less'} by {abs(b):.6g}"
+
+
+def _fits(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]]]:
+    for name, edge in (("above", y.max()), ("below", y.min())):
+        if (y == edge).sum() >= _SAME:
+            yield name, (float(edge),)
+    a = float(x @ y / (x @ x))
+    yield "linear", (-1.0 if abs(a + 1) < 1e-6 else a, 0.0)
+    slope, offset = np.polyfit(x, y, 1) if x.std() else (1.0, 0.0)
+    yield "linear", (1.0 if abs(slope - 1) < 1e-6 else float(slope), float(offset))
+    yield "absolute", ()
+    yield "square", ()
+    large = (np.abs(x) > 1e-3 * np.abs(x).max()) & (np.abs(y) > 0)
+    logs = np.log(np.abs(x[large])), np.log(np.abs(y[large]))
+    if large.sum() > _SAME and (logs[0] @ logs[0]) > 0:
+        yield "power", (float(logs[0] @ logs[1] / (logs[0] @ logs[0])),)
+    if cap := _cap(x, y):
+        yield "cap", (cap,)
+
+
+def _cap(x: np.ndarray, y: np.ndarray) -> float | None:
+    """The c of c * tanh(x / c): from the value that is cut most, by bisection; the roundest number near it."""
+    at = int(np.argmax(np.abs(x) - np.abs(y)))
+    largest, cut = abs(float(x[at])), abs(float(y[at]))
+    if not 0 < cut < largest:
+        return None
+    low, high = cut, 1e6 * largest
+    for _ in range(_CAPS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if middle * np.tanh(largest / middle) < cut else (low, middle)
+    found = (low * high) ** 0.5
+    return next(
+        (near for digits in range(1, 6) if abs((near := float(f"{found:.{digits}g}")) / found - 1) < 1e-5), found
+    )

@@ -1,0 +1,243 @@
+"""The right values in other places, found by value: a slice of the output along an axis is another slice of it.
+
+Heads reversed, rows repeated or exchanged, a query that has the next one's result: whatever loop made them.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.solve.places import plural
+from tracediff.diagnose.solve.problem import Problem
+from tracediff.model.graph import Op
+from tracediff.numerics.evaluate import evaluate, noise
+from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds.kind import Call, Made
+
+_ZERO = -1  # in a map: the slice is 0
+_SLICES = 8192  # along an axis: more are not matched
+_LISTED = 12  # places of a list that are told
+_BITS, _EACH = 12.0, 12.0  # of a map in closed form, and of each place of a list
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """Which slice along an axis is found at each place: `of(n)` for an axis of n; `words` say it of a noun."""
+
+    kind: str
+    numbers: tuple[int, ...] = ()
+
+    def of(self, n: int) -> np.ndarray:
+        """For each of `n` places the place that its values are from; -1 where they are 0."""
+        at = np.arange(n)
+        match self.kind, self.numbers:
+            case "reversed", ():
+                return at[::-1].copy()
+            case "shifted", (by,):
+                return np.where((at + by >= 0) & (at + by < n), at + by, _ZERO)
+            case "rotated", (by,):
+                return (at + by) % n
+            case "modulo", (m,):
+                return at % m
+            case "repeated", (m,):
+                return at // m
+            case "strided", (m,):
+                return at * m % n
+            case "transposed", (m,):
+                return at.reshape(m, -1).T.ravel() if n % m == 0 else at
+            case "all", (one,):
+                return np.full(n, one)
+            case "within", (size,):  # reversed within groups
+                return at // size * size + np.minimum(size, n - at // size * size) - 1 - at % size
+        listed = dict(zip(self.numbers[::2], self.numbers[1::2], strict=True))
+        return np.array([listed.get(i, i) for i in range(n)])
+
+    def words(self, noun: str, n: int) -> str:
+        """What it does to the slices called so, of which there are `n`."""
+        all_of = plural(noun)
+        match self.kind, self.numbers:
+            case "reversed", ():
+                return f"{all_of} reversed"
+            case "shifted", (by,):
+                other = f"the {_nth(by)} after it" if by > 0 else f"the {_nth(-by)} before it"
+                end = f"the last {by} are" if by > 1 else "the last is" if by == 1 else ""
+                end = end or (f"the first {-by} are" if by < -1 else "the first is")
+                return f"each {noun} has the values of {other}, {end} 0"
+            case "rotated", (by,):
+                return f"{all_of} rotated: {noun} 0 has the values of {noun} {by}, and so on around"
+            case "modulo", (m,):
+                return f"{all_of} from {m} on repeat the first {m}"
+            case "repeated", (m,):
+                return f"{all_of} repeated {m} times each: {noun} i has the values of {noun} i // {m}"
+            case "strided", (m,):
+                return f"{noun} i has the values of {noun} i * {m} % {n}"
+            case "transposed", (m,):
+                return f"{all_of} transposed, as {m} by {n // m}"
+            case "all", (one,):
+                return f"every {noun} has the values of {noun} {one}"
+            case "within", (size,):
+                return f"{all_of} reversed in each group of {size}"
+        pairs = list(zip(self.numbers[::2], self.numbers[1::2], strict=True))
+        if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
+            return f"{all_of} {pairs[0][0]} and {pairs[0][1]} are exchanged"
+        return _listed(noun, pairs)
+
+    @property
+    def bits(self) -> float:
+        """What it takes to say it."""
+        return _EACH * len(self.numbers) / 2 if self.kind == "listed" else _BITS
+
+
+def _nth(n: int) -> str:
+    return "one" if n == 1 else f"{n}th"
+
+
+def _listed(noun: str, pairs: Sequence[tuple[int, int]]) -> str:
+    """Runs of places that are from others: channels 256 to 767 are 0 to 511, then 0 to 255."""
+    runs: list[list[int]] = []  # first and last place, and where the first is from
+    for to, source in pairs:
+        if (
+            runs
+            and to == runs[-1][1] + 1
+            and source == (_ZERO if runs[-1][2] == _ZERO else runs[-1][2] + to - runs[-1][0])
+        ):
+            runs[-1][1] = to
+        else:
+            runs.append([to, to, source])
+    said = []
+    for first, last, source in map(tuple, runs):
+        place = f"{noun} {first}" if first == last else f"{plural(noun)} {first} to {last}"
+        if source == _ZERO:
+            said.append(f"{place} {'is' if first == last else 'are'} 0")
+        else:
+            origin = f"{noun} {source}" if first == last else f"{plural(noun)} {source} to {source + last - first}"
+            said.append(f"{place} {'has' if first == last else 'have'} the values of {origin}")
+    return ", ".join(said)
+
+
+def named(source: np.ndarray) -> Map | None:
+    """A map in closed form, or as a list where that is short; None for the identity, or what is neither."""
+    n = len(source)
+    wrong = np.flatnonzero(source != np.arange(n))
+    if not len(wrong):
+        return None
+    first = source[0]
+    candidates = [Map("reversed"), Map("all", (int(first),))]
+    shift = {int(s - i) for i, s in enumerate(source) if s != _ZERO}
+    candidates += [Map("shifted", (by,)) for by in shift if len(shift) == 1]
+    candidates += [Map("rotated", (int(first),))] if first > 0 else []
+    candidates += [Map("modulo", (m,)) for m in {int(source.max()) + 1} if m < n]
+    repeats = np.flatnonzero(source != first)
+    candidates += [Map("repeated", (int(repeats[0]),))] if len(repeats) and repeats[0] > 1 else []
+    candidates += [Map("transposed", (m,)) for m in range(2, n) if n % m == 0]
+    candidates += [Map("within", (int(first) + 1,))] if first > 0 else []
+    candidates += [Map("strided", (int(source[1]),))] if n > 1 and source[1] > 1 else []
+    for one in candidates:
+        if (one.of(n) == source).all():
+            return one
+    runs = 1 + sum(source[b] - source[a] != b - a for a, b in pairwise(wrong))
+    return Map("listed", tuple(int(x) for i in wrong for x in (i, source[i]))) if runs <= _LISTED else None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Computes an op whose output has its slices along an axis elsewhere: `Op.rework`. The output is seen in `shape`,
+    where -1 is the axis that follows the step; without, as it is.
+    """
+
+    right: Op
+    map: Map
+    axis: int
+    shape: tuple[int, ...]
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        y = evaluate(self.right, call.inputs, call.weights, call.arithmetic, call.energy, call.rounded)
+        return self._moved(y)
+
+    def noise(self, made: Made) -> Noise:
+        """That of the right op, moved alike."""
+        known = made.weights, made.energy, made.arithmetic, made.storage
+        y = evaluate(self.right, made.inputs, made.weights, made.arithmetic)
+        own = noise(self.right, made.inputs, y, *known)
+        return Noise(self._moved(own.sigma.expand(y.shape)), self._moved(own.hard.expand(y.shape)) + made.stored)
+
+    def _moved(self, x: Tensor) -> Tensor:
+        seen = x.reshape(self.shape) if self.shape else x
+        source = torch.from_numpy(self.map.of(seen.shape[self.axis])).to(x.device)
+        moved = seen.index_select(self.axis, source.clamp(min=0))
+        keep = (source != _ZERO).reshape([-1 if a == self.axis else 1 for a in range(seen.ndim)])
+        return (moved * keep).reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A changed op that gives what was recorded, in words, and the bits that these take."""
+
+    op: Op
+    words: str
+    bits: float
+
+
+def variants(problem: Problem) -> Iterator[Found]:
+    """Maps along each axis of the output that give all of it."""
+    for shape, axes, follows in _views(problem):
+        right, there = problem.exact.reshape(shape), problem.recorded.reshape(shape)
+        near = problem.near.reshape(shape)
+        for axis, noun in enumerate(axes):
+            if 1 < shape[axis] <= _SLICES:
+                source = matched(there, right, near, axis)
+                found = named(source) if source is not None else None
+                if found:
+                    open_shape = tuple(-1 if i == follows else n for i, n in enumerate(shape)) if follows >= 0 else ()
+                    op = replace(problem.op, rework=Moved(problem.op, found, axis, open_shape))
+                    yield Found(op, found.words(noun, shape[axis]), found.bits + math.log2(len(axes)))
+
+
+def _views(problem: Problem) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], int]]:
+    """Shapes that the output can be seen in, with nouns for their axes, and which of these follows the step (-1: it is
+    seen as it is).
+    """
+    shape = problem.loops.loops.shape
+    h, kind = problem.graph.hparams, problem.op.kind
+    if kind in ("scores", "softmax"):
+        yield shape, ("head", "query", "key"), -1
+        return
+    if len(shape) == 3:
+        yield shape, ("token", "head", "channel of each head"), 0
+    width = math.prod(shape[1:])
+    yield (shape[0], width), ("token", "channel"), 0
+    if len(shape) == 2 and kind == "weighted_values":
+        yield (shape[0], h.n_head, width // h.n_head), ("token", "head", "channel of each head"), 0
+
+
+def matched(there: np.ndarray, right: np.ndarray, near: np.ndarray, axis: int) -> np.ndarray | None:
+    """For each slice of `there` along the axis the slice of `right` that it is, -1 where it is 0; None where some slice
+    is none.
+    """
+    a, b, within = (np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1) for x in (there, right, near))
+    if not np.isfinite(a).all() or not np.isfinite(b).all():
+        return None
+    source = np.arange(len(a))
+    wrong = np.flatnonzero((np.abs(a - b) > within).any(1))
+    zero = wrong[~a[wrong].any(1)]
+    source[zero] = _ZERO
+    wrong = np.setdiff1d(wrong, zero)
+    if len(wrong):
+        # Two sums of a slice that hardly any two have alike tell which to compare.
+        mix = np.random.default_rng(0).standard_normal((a.shape[1], 2))
+        keys, sought = b @ mix, a[wrong] @ mix
+        order = np.argsort(keys[:, 0], kind="stable")
+        at = np.searchsorted(keys[order, 0], sought[:, 0])
+        for i, place in zip(wrong, at, strict=True):
+            some = order[max(0, place - 3) : place + 3]
+            fits = [j for j in some if (np.abs(a[i] - b[j]) <= within[i]).all()]
+            if not fits:
+                return None
+            source[i] = fits[0]
+    return source if a.shape[1] > 1 or len(a) > 2 else None
