@@ -102,7 +102,7 @@ def test_norms_that_were_never_loaded_are_no_other_model(models, torch_trace) ->
     model = models("k-quants", "F16")
     result = check_trace(torch_trace(model, faults=("norm_without_weight",)), model)
     assert {op.cause and op.cause.name for op in result.faulty} == {"norm_without_weight"}
-    assert {weight.cause for weight in result.weights if weight.status == "wrong"} == {"ones"}
+    assert {weight.cause for weight in result.weights if weight.status == "wrong"} == {"norm_without_weight"}
 
 
 @pytest.mark.parametrize("arithmetic", ["exact", "llama.cpp"])

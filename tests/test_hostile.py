@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.printable import escape_json, printable
-from tracediff.result import Finding
+from tracediff.result import Remark
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
@@ -310,15 +310,15 @@ def test_json_has_every_name_as_it_is(command: str, evil: Path, cli: Cli) -> Non
 def test_printable(text: str) -> None:
     assert printable(text).isprintable()
     assert printable(printable(text)) == printable(text)
-    assert printable((Finding(1, "violation", text, ""), [text, {text: 2.5}, None])) == (
-        Finding(1, "violation", printable(text), ""), [printable(text), {printable(text): 2.5}, None],
+    assert printable((Remark(1, "violation", text, ""), [text, {text: 2.5}, None])) == (
+        Remark(1, "violation", printable(text), ""), [printable(text), {printable(text): 2.5}, None],
     )  # fmt: skip
     assert json.loads(escape_json(json.dumps({text: text}, ensure_ascii=False, indent=1))) == {text: text}
 
 
 @given(st.text(st.characters(codec="ascii", exclude_categories=["C"], exclude_characters='\\"')))
 def test_what_is_printable_stays(text: str) -> None:
-    unchanged = (Finding(1, "violation", text, "数 é 🙂"),)
+    unchanged = (Remark(1, "violation", text, "数 é 🙂"),)
     assert printable(unchanged) is unchanged
 
 

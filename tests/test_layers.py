@@ -15,7 +15,7 @@ ROOTS = {"tracediff": Path(tracediff.__file__).parent, "tracediff_reference": Pa
 
 # Module or package -> what it may import of this project. A package may always import itself.
 EVERYTHING = {
-    "audit", "cli", "compare", "demo", "diagnose", "doubts", "engine", "errors", "files", "inputs", "inspect",
+    "audit", "cli", "compare", "demo", "diagnose", "engine", "errors", "files", "findings", "inputs", "inspect",
     "interchange", "judge", "model", "names", "numerics", "pipeline", "printable", "process", "reference", "replay",
     "report", "result", "threeway", "trace",
 }  # fmt: skip
@@ -37,13 +37,13 @@ MAY = {
     "tracediff.replay": {"errors", "names", "model", "numerics", "trace", "result"},
     "tracediff.judge": {"errors", "names", "result"},
     "tracediff.diagnose": {"errors", "names", "model", "numerics", "trace", "result", "replay"},
-    "tracediff.audit": {"errors", "names", "model", "trace", "result", "compare", "diagnose"},
-    "tracediff.inspect": {"errors", "names", "model", "trace", "result", "compare", "diagnose"},
+    "tracediff.audit": {"errors", "findings", "names", "model", "trace", "result", "compare", "diagnose"},
+    "tracediff.inspect": {"audit", "errors", "names", "model", "trace", "result", "compare", "diagnose"},
     "tracediff.interchange": {"errors", "files", "inputs", "names", "trace", "model"},
-    "tracediff.report": {"result"},
-    "tracediff.doubts": {"judge", "names", "result", "trace"},
+    "tracediff.report": {"findings", "result"},
+    "tracediff.findings": {"judge", "names", "result", "trace"},
     "tracediff.pipeline": {
-        "audit", "compare", "diagnose", "doubts", "errors", "judge", "model", "names", "replay", "result", "trace",
+        "audit", "compare", "diagnose", "errors", "findings", "judge", "model", "names", "replay", "result", "trace",
     },
     "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.demo": {"files", "model", "result", "diagnose"},

@@ -140,18 +140,19 @@ def half_as_single(x: np.ndarray, behind: np.ndarray) -> np.ndarray:
 Plant = Callable[[dict[str, np.ndarray], str], np.ndarray]
 NORM, Q, UP = "blk.1.ffn_norm.weight", "blk.1.attn_q.weight", "blk.1.ffn_up.weight"
 CAUSES: dict[str, tuple[str, Plant, str, str]] = {
-    "zero": (UP, lambda t, n: 0 * t[n], "zero", "all zeros: never loaded?"),
-    "ones": (NORM, lambda t, n: t[n] ** 0, "ones", "all ones: as a norm is initialised, never loaded?"),
+    "zero": (UP, lambda t, n: 0 * t[n], "weight_zero", "all zeros: never loaded?"),
+    "ones": (NORM, lambda t, n: t[n] ** 0, "norm_without_weight", "all ones: as a norm is initialised, never loaded?"),
     "plus one": (
-        NORM, lambda t, n: t[n] + 1, "plus_one", "1 was added to every value; in a GGUF file it is in already"
+        NORM, lambda t, n: t[n] + 1, "norm_weight_plus_one",
+        "1 was added to every value; in a GGUF file it is in already",
     ),
-    "minus one": (NORM, lambda t, n: t[n] - 1, "minus_one", "1 was taken from every value"),
-    "scaled": (NORM, lambda t, n: t[n] * np.float32(0.14), "scaled", "every value was multiplied by 0.14"),
+    "minus one": (NORM, lambda t, n: t[n] - 1, "norm_weight_minus_one", "1 was taken from every value"),
+    "scaled": (NORM, lambda t, n: t[n] * np.float32(0.14), "norm_scaled", "every value was multiplied by 0.14"),
     "layer": (UP, lambda t, n: t["blk.2.ffn_up.weight"], "wrong_layer", "it holds blk.2.ffn_up.weight"),
     "tensor": (UP, lambda t, n: t["blk.1.ffn_gate.weight"], "wrong_tensor", "it holds blk.1.ffn_gate.weight"),
-    "transposed": (UP, lambda t, n: t[n].T.copy(), "transposed", "stored transposed"),
+    "transposed": (UP, lambda t, n: t[n].T.copy(), "weight_transposed", "stored transposed"),
     "read transposed": (
-        UP, lambda t, n: t[n].reshape(t[n].shape[::-1]).T.copy(), "transposed",
+        UP, lambda t, n: t[n].reshape(t[n].shape[::-1]).T.copy(), "weight_transposed",
         "read transposed: rows and columns of the wrong length",
     ),
     "offset": (UP, lambda t, n: read_at(t, n, 37), "offset", "read 37 elements after where it begins"),
@@ -297,7 +298,7 @@ def test_a_tied_head_is_the_embedding(models: Models, tmp_path: Path) -> None:
     assert audit_checkpoint(model, folder).verdict == "match"
     safetensors.save_file({"lm_head.weight": embedding + 1}, folder / "head.safetensors")
     assert wrong(audit_checkpoint(model, folder).tensors) == {
-        "output.weight": ("wrong_tensor", "it holds token_embd.weight")
+        "output.weight": ("head_is_embedding", "it holds token_embd.weight")
     }
 
 
@@ -342,13 +343,13 @@ def test_each_mistake_of_a_loader(models: Models, tmp_path: Path) -> None:
     result = audit_trace(model, write_trace(model, tmp_path / "x.trace", changed))
     assert {name: cause for name, (cause, _) in wrong(result.tensors).items()} == {
         q4_k: "q4_k_nibbles",
-        "blk.0.attn_q.bias": "zero",
-        "blk.0.attn_norm.weight": "plus_one",
+        "blk.0.attn_q.bias": "bias_missing",
+        "blk.0.attn_norm.weight": "norm_weight_plus_one",
         "blk.0.ffn_norm.weight": "wrong_layer",
-        "blk.2.ffn_down.weight": "transposed",
+        "blk.2.ffn_down.weight": "weight_transposed",
         "blk.1.attn_k.weight": "rope_permuted",
         "blk.1.attn_k.bias": "rope_permuted",
-        "output_norm.weight": "scaled",
+        "output_norm.weight": "norm_scaled",
         "blk.9.ffn_up.weight": None,
     }
 
@@ -407,7 +408,7 @@ def test_the_report(model: Path, tmp_path: Path, cli: Callable[..., tuple[int, s
     code, text, _ = cli("weights", model, "--hf", folder, "--json", "-")
     document = json.loads(text)
     assert (code, document["schema"], document["verdict"]) == (1, "tracediff/weights/1", "diverged")
-    assert [t["cause"] for t in document["tensors"] if t["status"] == "wrong"] == ["plus_one"]
+    assert [t["cause"] for t in document["tensors"] if t["status"] == "wrong"] == ["norm_weight_plus_one"]
 
 
 def test_norms_alone(

@@ -15,7 +15,8 @@ from tracediff.compare.logits import compare_logits
 from tracediff.compare.measure import measure_pairs, record_statistics
 from tracediff.compare.storage import measure_storage
 from tracediff.compare.vital_signs import measure_normal
-from tracediff.doubts import doubts
+from tracediff.findings.doubts import doubts
+from tracediff.findings.tell import told
 from tracediff.judge import UNCOVERED, Policy, coarsest, judge, verdict
 from tracediff.model.vocabulary import Vocabulary
 from tracediff.names import kind_of, layer_of
@@ -157,7 +158,7 @@ def _result(
     coverage = measure_coverage(candidate, model.graph, ops) if model else None
     undecided = tuple(doubts(reference, candidate, ops, coverage))
     outcome, first = verdict(ops, weights, policy, undecided)
-    return Result(
+    result = Result(
         verdict=outcome,
         first_divergence=first,
         ops=tuple(ops),
@@ -173,6 +174,7 @@ def _result(
         notes=tuple(notes),
         undecided=undecided,
     )
+    return told(result)
 
 
 def _notes(trace: Trace) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from tracediff.judge import USEFUL, Policy
 from tracediff.names import layer_of
 from tracediff.pipeline import Progress, check_trace, compare_traces, opened
-from tracediff.result import OpResult, Result, Side, ThreeOp, ThreeWay
+from tracediff.result import Finding, OpResult, Result, Side, ThreeOp, ThreeWay
 from tracediff.trace.reader import Trace
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def compare_three(
     notes = [note for pair in pairs for note in pair.notes]
     if not model:
         notes.append("Weights are compared, and mistakes told from what they lead to, with --model only.")
-    return ThreeWay(
+    result = ThreeWay(
         verdict="diverged" if failing else "undecided" if undecided else "match",
         names=_names(sides),
         sides=sides,
@@ -67,7 +67,46 @@ def compare_three(
         steps=tuple(sorted({step for pair in pairs for step in pair.steps})),
         notes=tuple(dict.fromkeys(notes)),
         undecided=undecided,
+        findings=tuple(_named(_names(sides), checks)),
     )
+    return replace(result, summary=_summary(result))
+
+
+def _named(names: Sequence[str], checks: Sequence[Result]) -> Iterator[Finding]:
+    """What replay found in each side, under its name."""
+    for name, check in zip(names, checks, strict=False):
+        yield from (replace(finding, side=name) for finding in check.findings)
+
+
+def _summary(result: ThreeWay) -> str:
+    """The one sentence: which sides agree, which is the outlier, and from where on."""
+    firsts = {n: next((op for op in result.ops if n in op.outliers), None) for n in range(3)}
+    alone = {n: op for n, op in firsts.items() if op}
+    agreeing = [name for n, name in enumerate(result.names) if n not in alone]
+    first = next((op for op in result.ops if op.status in ("outlier", "scattered")), None)
+    if first and first.status == "scattered":
+        later = ", ".join(f"{result.names[n]} is an outlier at {_at(op, result)}" for n, op in alone.items())
+        return f"no two engines agree from {_at(first, result)} on{f'; {later}' if later else ''}."
+    if len(alone) == 1:
+        ((n, op),) = alone.items()
+        return f"{' and '.join(agreeing)} agree; {result.names[n]} is the outlier from {_at(op, result)} on."
+    if alone:
+        parts = [f"{result.names[n]} (from {_at(op, result)} on)" for n, op in alone.items()]
+        rest = f"; {agreeing[0]} is not" if agreeing else ""
+        return f"{' and '.join(parts)} are outliers{rest}."
+    if any(result.weights):
+        return "all ops agree, but weights are wrong in memory."
+    if result.verdict == "undecided":
+        return f"{result.undecided[0]}."
+    if result.verdict == "diverged":
+        return "all agree where they can be compared, but not every op is on all three sides."
+    there = sum(op.status != "unmatched" for op in result.ops)
+    rest = f"; {len(result.ops) - there} others are not on all three sides" if there < len(result.ops) else ""
+    return f"all three agree in {there} ops{rest}."
+
+
+def _at(op: ThreeOp, result: ThreeWay) -> str:
+    return op.op + (f" in step {op.step}" if len(result.steps) > 1 else "")
 
 
 def _undecided(pairs: list[Result], checks: list[Result], ops: Sequence[ThreeOp]) -> Iterator[str]:

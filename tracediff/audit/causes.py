@@ -1,6 +1,8 @@
 """Why an engine holds other numbers than it should: each known mistake of a loader, tried on the whole tensor.
 
 Pure functions of two arrays, and of others that the held one may have been mistaken for. Nothing here needs torch.
+Mistakes have the names that they have in the bank (`tracediff faults`), whose ops show them too;
+those of IN_MEMORY show in the tensor alone.
 """
 
 import math
@@ -10,6 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+# What the bank does not know, for it needs the tensor itself: name -> the mistake, and where to look in one's code.
+_TYPE = "the type that the loader takes the tensor for"
+IN_MEMORY = {
+    "offset": ("a tensor is read from another place", "the tensor's offset, and the alignment of the data section"),
+    "wrong_tensor": ("another tensor of the same shape is read", "the loader's table of tensor names"),
+    "weight_scaled": ("a weight is multiplied by a factor", "scales that are applied twice, or not at all"),
+    "f16_as_bf16": ("F16 bits are read as BF16", _TYPE),
+    "f16_as_f32": ("the bytes of F16 are read as F32", _TYPE),
+    "bf16_as_f32": ("the bytes of BF16 are read as F32", _TYPE),
+    "f32_as_f16": ("the bytes of F32 are read as F16", _TYPE),
+}
 Array = np.ndarray
 CLOSE = 2e-3  # relative RMS error that a cause may leave: what float16 makes of a value and bfloat16 of most
 _CHUNK = 1 << 20
@@ -28,19 +41,20 @@ Readings = Callable[[Array], Iterator[Reading]]  # given the held values, flat
 
 
 def explain(
-    expected: Array, held: Array, close: float = CLOSE, others: Readings = lambda held: iter(())
+    name: str, expected: Array, held: Array, close: float = CLOSE, others: Readings = lambda held: iter(())
 ) -> tuple[str | None, str]:
     """The name of the mistake that leaves the least of the difference, None for an unknown one; and it in words.
 
-    `expected` has the tensor's shape, `held` as many values; `others` are readings that only a file can tell of.
+    `expected` has the shape of the tensor `name`, `held` as many values; `others` are readings that only a file can
+    tell of.
     """
     expected, held = _single(expected), _single(held.reshape(-1))
     if not np.count_nonzero(held):
-        return "zero", "all zeros: never loaded?"
+        return "bias_missing" if name.endswith(".bias") else "weight_zero", "all zeros: never loaded?"
     if np.all(held == 1):
-        return "ones", "all ones: as a norm is initialised, never loaded?"
-    best, least = None, close
-    for reading in chain(_relations(expected, held), others(held)):  # one at a time: each is as large as the tensor
+        return "norm_without_weight", "all ones: as a norm is initialised, never loaded?"
+    best, least = None, close  # one reading at a time: each is as large as the tensor
+    for reading in chain(_relations(name, expected, held), others(held)):
         left = residual(reading.values.reshape(-1), held)
         if left < least:
             best, least = (reading.cause, reading.text), left
@@ -72,21 +86,23 @@ def residual(right: Array, held: Array) -> float:
     return math.sqrt(error / signal) if signal else math.inf
 
 
-def _relations(expected: Array, held: Array) -> Iterator[Reading]:
+def _relations(name: str, expected: Array, held: Array) -> Iterator[Reading]:
     """What arithmetic, strides and bit patterns can make of the right values."""
-    flat = expected.reshape(-1)
-    yield Reading("plus_one", "1 was added to every value; in a GGUF file it is in already", flat + 1)
-    yield Reading("minus_one", "1 was taken from every value", flat - 1)
+    flat, norm = expected.reshape(-1), "norm" in name
+    if norm:
+        yield Reading("norm_weight_plus_one", "1 was added to every value; in a GGUF file it is in already", flat + 1)
+        yield Reading("norm_weight_minus_one", "1 was taken from every value", flat - 1)
     energy = float(flat @ flat)
     ratio = float(np.nan_to_num(held) @ flat) / energy if energy else math.nan
     if not math.isclose(ratio, 1, rel_tol=1e-4):
-        yield Reading("scaled", f"every value was multiplied by {ratio:.4g}", flat * ratio)
+        scaled = "norm_scaled" if norm else "weight_scaled"
+        yield Reading(scaled, f"every value was multiplied by {ratio:.4g}", flat * ratio)
     if expected.ndim == 2:
         n_out, n_in = expected.shape
-        yield Reading("transposed", "stored transposed", expected.T)
-        yield Reading(
-            "transposed", "read transposed: rows and columns of the wrong length", flat.reshape(n_in, n_out).T
-        )
+        transposed = "embedding_transposed" if name == "token_embd.weight" else "weight_transposed"
+        yield Reading(transposed, "stored transposed", expected.T)
+        read = flat.reshape(n_in, n_out).T
+        yield Reading(transposed, "read transposed: rows and columns of the wrong length", read)
     yield from _shifted(flat, held)
     yield from _reinterpreted(flat)
 

@@ -1,11 +1,12 @@
 """What an engine holds in memory against what the file, or the other side, says it should hold."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from tracediff.audit.causes import CLOSE, Reading, Readings, bfloat16, chunks, explain, residual
+from tracediff.audit.causes import CLOSE, IN_MEMORY, Reading, Readings, bfloat16, chunks, explain, residual
 from tracediff.audit.requantised import requantised_as
 from tracediff.compare.metrics import compare_values
 from tracediff.errors import MismatchError
@@ -34,7 +35,8 @@ def compare_weights(reference: Trace | None, candidate: Trace, model: "Model | N
     file = model.tensors if model else None
     for name in candidate.weights:
         if file and name in file:
-            yield compare_weight(name, file.get(name), candidate, readings(file, name, file.file))
+            found = compare_weight(name, file.get(name), candidate, readings(file, name, file.file))
+            yield replace(found, type=file.storage(name))
         else:
             other = reference.weights.get(name) if reference else None
             expected = reference.values(other) if reference and other and other.has_data else None
@@ -72,13 +74,22 @@ def compare_weight(
         return WeightResult(name, "unmatched", None, None, None, "recorded without data")
     held = candidate.values(record)
     r, c, drift = compare_values(expected.reshape(-1), held.reshape(-1))
-    status, cause, why = judge_values(expected, held, others)
-    return WeightResult(name, status, r, c, drift.max_abs, why, cause)
+    status, cause, why = judge_values(name, expected, held, others)
+    return WeightResult(name, status, r, c, drift.max_abs, why, cause, look_at(cause))
+
+
+def look_at(cause: str | None) -> str | None:
+    """Where to look in one's code for a mistake; None for an unknown one. The bank needs torch."""
+    if cause is None or cause in IN_MEMORY:
+        return IN_MEMORY[cause][1] if cause else None
+    from tracediff.diagnose.mistakes import BANK
+
+    return BANK[cause].look
 
 
 @np.errstate(over="ignore", invalid="ignore")  # too large for float16; a signalling NaN that is cast
 def judge_values(
-    expected: np.ndarray, held: np.ndarray, others: Readings = lambda held: iter(()), close: float = CLOSE
+    name: str, expected: np.ndarray, held: np.ndarray, others: Readings = lambda held: iter(()), close: float = CLOSE
 ) -> tuple[Held, str | None, str | None]:
     """Whether `held` are the expected values, or these rounded to a storage type; the cause's name and words else."""
     flat, held = expected.reshape(-1), held.reshape(-1)
@@ -91,7 +102,7 @@ def judge_values(
         return "rounded", None, requantised
     if residual(flat, held) < _DEQUANTISED and np.allclose(flat, held, rtol=1e-5, atol=0):
         return "rounded", None, "the right values to the accuracy of float32"
-    return "wrong", *explain(expected, held, close, others)
+    return "wrong", *explain(name, expected, held, close, others)
 
 
 def rounded_to(flat: np.ndarray, held: np.ndarray) -> str | None:
@@ -127,7 +138,9 @@ def _other_tensors(source: "Tensors", name: str, held: np.ndarray) -> Iterator[R
         if other == name or source.shape(other) != shape or residual(source.head(other), held) > 0.5:
             continue
         same = split(other)[1] == local
-        yield Reading("wrong_layer" if same else "wrong_tensor", f"it holds {other}", source.get(other))
+        tied = (name, other) == ("output.weight", "token_embd.weight")
+        cause = "wrong_layer" if same else "head_is_embedding" if tied else "wrong_tensor"
+        yield Reading(cause, f"it holds {other}", source.get(other))
 
 
 def _permutations(values: np.ndarray, name: str, file: "GGUFFile") -> Iterator[Reading]:

@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 
 from tracediff.audit.causes import CLOSE, explain
-from tracediff.audit.held import compare_weight, judge_values, readings, rounded_to
+from tracediff.audit.held import compare_weight, judge_values, look_at, readings, rounded_to
 from tracediff.audit.quantisation import expected_error, relative_errors
 from tracediff.errors import MismatchError
+from tracediff.findings.tensors import told
 from tracediff.model.checkpoint import Checkpoint
 from tracediff.model.model import Model
 from tracediff.model.tensors import FileTensors
 from tracediff.result import AuditResult, TensorResult
 from tracediff.trace.reader import Trace
 
-FAILING = ("wrong", "missing", "extra")
 _TIED = {"output.weight": "token_embd.weight"}
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _PLAIN = ("F32", "F16", "BF16", "F64")
@@ -52,10 +52,12 @@ def _counted(names: list[str], progress: Progress) -> Iterator[str]:
 
 
 def _result(model: Path, against: str, path: Path, results: list[TensorResult]) -> AuditResult:
-    failing = any(result.status in FAILING for result in results)
-    told = any(result.status != "not recorded" for result in results)
-    outcome = "diverged" if failing else "match" if told else "undecided"
-    return AuditResult(outcome, str(model), against, str(path), tuple(results))  # type: ignore[arg-type]
+    failing = any(result.failing for result in results)
+    recorded = any(result.status != "not recorded" for result in results)
+    outcome = "diverged" if failing else "match" if recorded else "undecided"
+    result = AuditResult(outcome, str(model), against, str(path), tuple(results))  # type: ignore[arg-type]
+    looks = {cause: look_at(cause) for cause in {tensor.cause for tensor in results}}
+    return told(result, looks)
 
 
 def _recorded(name: str, tensors: FileTensors, trace: Trace) -> TensorResult:
@@ -101,13 +103,13 @@ def _converted(name: str, tensors: FileTensors, checkpoint: Checkpoint) -> Tenso
         coarser = rounded_to(held.reshape(-1), expected.reshape(-1)) if error else None
         if coarser:
             return TensorResult(name, "rounded", kind, stored, error, note=f"the checkpoint holds them in {coarser}")
-        status, cause, why = judge_values(expected, held, others)
+        status, cause, why = judge_values(name, expected, held, others)
         return TensorResult(name, status, kind, stored, error, None, cause, why)
     whole, row = expected_error(expected, tensors.file.tensors[source].type)
     error, each = relative_errors(_rows(expected), held.reshape(_rows(expected).shape))
     if error <= whole and each.max() <= row:
         return TensorResult(name, "quantised", kind, stored, error, whole)
-    cause, note = explain(expected, held, max(CLOSE, whole), others)
+    cause, note = explain(name, expected, held, max(CLOSE, whole), others)
     return TensorResult(name, "wrong", kind, stored, error, whole, cause, note)
 
 

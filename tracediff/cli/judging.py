@@ -44,14 +44,14 @@ def compare(
 def _compare_three(
     traces: tuple[Path, Path, Path], model: Path | None, policy: "Policy", arithmetic: str | None, json: Path | None
 ) -> int:
-    from tracediff.report.threeway import render, render_json, summary
+    from tracediff.report.threeway import render, render_json
     from tracediff.threeway import compare_three
 
     if arithmetic:
         raise TracediffError("--arithmetic pins that of one candidate: compare two traces, or let it be fitted.")
     with progress_bars() as progress:
         result = compare_three(traces, model=model, policy=policy, progress=progress)
-    return show(result, render, render_json, summary, json)
+    return show(result, render, render_json, json)
 
 
 def check(

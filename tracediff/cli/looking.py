@@ -39,7 +39,7 @@ def weights(
 ) -> int:
     """Audit every tensor of a GGUF file, against a trace or against the checkpoint that it was made from."""
     from tracediff.audit.whole_file import audit_checkpoint, audit_trace
-    from tracediff.report.audit import render, render_json, summary
+    from tracediff.report.audit import render, render_json
 
     check_json(json, model, trace)
     with progress_bars() as progress:
@@ -49,7 +49,7 @@ def weights(
             result = audit_checkpoint(model, hf, lambda f: progress("weights", f))
         else:
             raise TracediffError("give either --trace TRACE or --hf FOLDER to audit the weights against.")
-    return show(result, render, render_json, summary, json)
+    return show(result, render, render_json, json)
 
 
 def inspect(
@@ -90,7 +90,8 @@ def faults() -> int:
     """List the mistakes that can be planted and recognised."""
     from tracediff.inspect.listings import of_faults
 
-    print_listing(of_faults())
+    for listing in of_faults():
+        print_listing(listing)
     return MATCH
 
 

@@ -56,17 +56,16 @@ def report(result: "Result", json: Path | None) -> int:
     from tracediff.report.json_report import render as render_json
     from tracediff.report.terminal import render
 
-    return show(result, render, render_json, lambda result: f"{result.undecided[0]}.", json)
+    return show(result, render, render_json, json)
 
 
 def show(
     result: R,
     render: "Callable[[R, int], RenderableType]",
     render_json: Callable[[R], str],
-    why: Callable[[R], str],
     json: Path | None,
 ) -> int:
-    """Print the report, write the JSON where it is asked for, and say how it ended: on standard error also `why` it is
+    """Print the report, write the JSON where it is asked for, and say how it ended: on standard error also why it is
     undecided, for whoever reads neither.
     """
     if str(json) != "-":
@@ -77,7 +76,7 @@ def show(
     if json:
         write_json(json, render_json(result))
     if result.verdict == "undecided":
-        say(f"tracediff: {why(result)}")
+        say(f"tracediff: {result.summary}")
     return {"match": MATCH, "diverged": DIVERGED, "undecided": UNDECIDED}[result.verdict]
 
 

@@ -167,7 +167,8 @@ class Explainer:
             ops = dict.fromkeys(split(n)[1] for n in segment if other.where.holds(graph[n], graph))
             each[name] += f" (or {other.text}: the same from here; record {' and '.join(ops)} to tell)"
         name, text, under = " + ".join(each), ", and ".join(each.values()), best.local
-        cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each)
+        look = {mistake: BANK[mistake].look for mistake in each if mistake in BANK}
+        cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each, look)
         return replace(result, cause=cause, shape=None)
 
     def _described(self, result: OpResult, one: _Faulty) -> OpResult:

@@ -36,12 +36,19 @@ def of_trace(trace: Trace) -> Listing:
     )
 
 
-def of_faults() -> Listing:
-    """The bank of mistakes."""
+def of_faults() -> tuple[Listing, Listing]:
+    """The bank of mistakes, and those that recorded weights alone show."""
+    from tracediff.audit.causes import IN_MEMORY
     from tracediff.diagnose.mistakes import BANK
 
-    return Listing(
+    ops = Listing(
         f"{len(BANK)} mistakes that can be planted (--fault NAME or NAME@LAYER) and recognised",
         ("name", "mistake", "ops", "look at"),
         tuple((m.name, m.text, str(m.where), m.look) for m in BANK.values()),
     )
+    weights = Listing(
+        f"{len(IN_MEMORY)} more that show in recorded weights, or in a file beside its checkpoint",
+        ("name", "mistake", "look at"),
+        tuple((name, text, look) for name, (text, look) in IN_MEMORY.items()),
+    )
+    return ops, weights

@@ -14,7 +14,7 @@ import numpy as np
 
 from tracediff.compare.metrics import compare_values
 from tracediff.names import NAMES, kind_of, layer_of, split
-from tracediff.result import Finding, Statistics, Validation
+from tracediff.result import Remark, Statistics, Validation
 from tracediff.trace.format import OpRecord, Values, same_shape
 from tracediff.trace.reader import Trace
 
@@ -47,7 +47,7 @@ def validate(path: Path, model: Path | None = None) -> Validation:
         graph = load_graph(model)
     trace, problems = Trace.lenient(path)
     found = _Found()
-    found.add(Finding(p.line, "violation", p.what, p.then) for p in problems)
+    found.add(Remark(p.line, "violation", p.what, p.then) for p in problems)
     found.add(chain(_steps(trace), _values(trace), _shared_bytes(trace), _recorded_late(trace)))
     if trace.ops or trace.weights:
         found.add(_against_model(trace, graph) if graph else _names(trace))
@@ -60,11 +60,11 @@ class _Found:
     """All findings counted, and so many listed that a person may want to see them: the first of each sort."""
 
     def __init__(self) -> None:
-        self.listed: list[Finding] = []
+        self.listed: list[Remark] = []
         self.counts: Counter[str] = Counter()
         self._sorts: Counter[tuple[str, str]] = Counter()
 
-    def add(self, findings: Iterable[Finding]) -> None:
+    def add(self, findings: Iterable[Remark]) -> None:
         for finding in findings:
             self.counts[finding.level] += 1
             sort = finding.sort if len(self.listed) < _LISTED else None
@@ -73,18 +73,18 @@ class _Found:
                 self.listed.append(finding)
 
 
-def _steps(trace: Trace) -> Iterator[Finding]:
+def _steps(trace: Trace) -> Iterator[Remark]:
     following: int | None = None
     for number, step in trace.steps.items():
         if len(step.tokens) > 1 and not any(step.tokens):
             then = "Write the ids that the engine was fed: replay begins with them."
-            yield Finding(trace.lines[number], "violation", f"all token ids of step {number} are 0", then)
+            yield Remark(trace.lines[number], "violation", f"all token ids of step {number} are 0", then)
         first = following if following is not None else next(iter(step.positions), 0)
         expected = range(first, first + len(step.positions))
         if step.positions != tuple(expected):
             what = f"step {number} has positions {_few(step.positions)}, where {_few(expected)} follow"
             then = "Every step goes on where the last ended, unless that is the engine's mistake."
-            yield Finding(trace.lines[number], "warning", what, then)
+            yield Remark(trace.lines[number], "warning", what, then)
         following = expected.stop
 
 
@@ -94,30 +94,30 @@ def _records(trace: Trace) -> Iterator[tuple[int, str, Values]]:
     yield from ((trace.lines[key], key[1], op) for key, op in trace.ops.items())
 
 
-def _values(trace: Trace) -> Iterator[Finding]:
+def _values(trace: Trace) -> Iterator[Remark]:
     for line, name, record in _records(trace):
         if record.has_data and record.size:
             yield from _data(line, name, record, trace.values(record))
         elif record.nan or record.inf:
-            yield Finding(line, "violation", f"{name}: {record.nan} NaN, {record.inf} Inf", _NOT_FINITE)
+            yield Remark(line, "violation", f"{name}: {record.nan} NaN, {record.inf} Inf", _NOT_FINITE)
         elif record.rms == 0 and not name.endswith(".bias"):
-            yield Finding(line, "violation", f"{name}: all values are 0", _ZERO)
+            yield Remark(line, "violation", f"{name}: all values are 0", _ZERO)
 
 
-def _data(line: int, name: str, record: Values, values: np.ndarray) -> Iterator[Finding]:
+def _data(line: int, name: str, record: Values, values: np.ndarray) -> Iterator[Remark]:
     found = compare_values(values, values)[0]
     scores = kind_of(name) == "scores"
     if found.nan or found.inf:
         what = f"{name}: {found.nan} NaN, {found.inf} Inf among {record.size:,} values"
         masked = scores and not found.nan
         then = "Scores are recorded before the mask." if masked else _NOT_FINITE
-        yield Finding(line, "warning" if masked else "violation", what, then)
+        yield Remark(line, "warning" if masked else "violation", what, then)
     elif found.rms == 0 and not name.endswith(".bias"):
-        yield Finding(line, "violation", f"{name}: all {record.size:,} values are 0", _ZERO)
+        yield Remark(line, "violation", f"{name}: all {record.size:,} values are 0", _ZERO)
     half = _half_read_as_float(values) if record.dtype == "f32" else None
     if half:
         what = f"{name}: the bits look like pairs of {half} values, not like f32"
-        yield Finding(line, "violation", what, f'Write "dtype":"{half}".')
+        yield Remark(line, "violation", what, f'Write "dtype":"{half}".')
     if record.has_statistics and not scores:  # of scores some leave out what the mask will hide
         keys = ("min", "max", "mean", "rms", "nan", "inf")
         wrong = [key for key in keys if not _agree(record, found, key)]
@@ -125,7 +125,7 @@ def _data(line: int, name: str, record: Values, values: np.ndarray) -> Iterator[
         if wrong:
             what = f"{name}: the statistics are not those of the data: {said}"
             then = "Take both from the same buffer at the same time, and check offset and dtype."
-            yield Finding(line, "violation", what, then)
+            yield Remark(line, "violation", what, then)
 
 
 def _agree(record: Values, found: Statistics, key: str) -> bool:
@@ -156,18 +156,18 @@ def _half_read_as_float(values: np.ndarray) -> str | None:
     return None
 
 
-def _shared_bytes(trace: Trace) -> Iterator[Finding]:
+def _shared_bytes(trace: Trace) -> Iterator[Remark]:
     first: dict[int, str] = {}
     for (step, op), record in trace.ops.items():
         if record.offset is None or not record.size or record.strides:
             continue
         if record.offset in first:
             what = f"{op}: begins at byte {record.offset:,}, where {first[record.offset]} begins"
-            yield Finding(trace.lines[step, op], "warning", what, "Add the size of what was written to the offset.")
+            yield Remark(trace.lines[step, op], "warning", what, "Add the size of what was written to the offset.")
         first.setdefault(record.offset, op)
 
 
-def _recorded_late(trace: Trace) -> Iterator[Finding]:
+def _recorded_late(trace: Trace) -> Iterator[Remark]:
     """Values that are those of the op after: in both records, what that made of the buffer."""
     for (step, op), record in trace.ops.items():
         layer, local = split(op)
@@ -181,62 +181,62 @@ def _recorded_late(trace: Trace) -> Iterator[Finding]:
         if np.count_nonzero(values) and np.array_equal(values.reshape(-1), trace.values(other).reshape(-1)):
             what = f"{op}: holds the values of {after}, one by one"
             then = "Is one computed in the buffer of the other? Record each before the next kernel runs."
-            yield Finding(trace.lines[step, op], "warning", what, then)
+            yield Remark(trace.lines[step, op], "warning", what, then)
 
 
-def _names(trace: Trace) -> Iterator[Finding]:
+def _names(trace: Trace) -> Iterator[Remark]:
     """Without a model only the local part of a name is known."""
     for step, op in trace.ops:
         local = split(op)[1]
         if local not in NAMES:
             close = get_close_matches(local, NAMES, 1)
             then = f"Did you mean {op.removesuffix(local) + close[0]}?" if close else _INSPECT
-            yield Finding(trace.lines[step, op], "warning", f"{op}: no name that tracediff knows", then)
+            yield Remark(trace.lines[step, op], "warning", f"{op}: no name that tracediff knows", then)
 
 
-def _against_model(trace: Trace, graph: "Graph") -> Iterator[Finding]:
+def _against_model(trace: Trace, graph: "Graph") -> Iterator[Remark]:
     h = graph.hparams
     if trace.header.arch and trace.header.arch != h.arch:
         what = f"the trace is of architecture {trace.header.arch!r}, the model of {h.arch!r}"
-        yield Finding(1, "violation", what, "Give the GGUF file that the engine ran.")
+        yield Remark(1, "violation", what, "Give the GGUF file that the engine ran.")
     for number, fed in trace.steps.items():
         outside = [token for token in fed.tokens if token >= h.n_vocab]
         if outside:
             what = f"token id {outside[0]} is outside the vocabulary of {h.n_vocab}"
-            yield Finding(trace.lines[number], "violation", what, "Were the ids made by another tokeniser?")
+            yield Remark(trace.lines[number], "violation", what, "Were the ids made by another tokeniser?")
     for (step, op), record in trace.ops.items():
         yield from _against_graph(trace, step, op, record, graph)
     yield from _weights_against_graph(trace, graph)
     yield from _never_written(trace, graph)
 
 
-def _weights_against_graph(trace: Trace, graph: "Graph") -> Iterator[Finding]:
+def _weights_against_graph(trace: Trace, graph: "Graph") -> Iterator[Remark]:
     shapes = {weight.name: weight.shape for op in graph for weight in op.weights}
     for name, weight in trace.weights.items():
         if name not in shapes:
             close = get_close_matches(name, shapes, 1)
             then = f"Did you mean {close[0]}?" if close else "Name the tensors as the GGUF file does."
-            yield Finding(trace.lines[name], "warning", f"{name}: no weight that this model reads", then)
+            yield Remark(trace.lines[name], "warning", f"{name}: no weight that this model reads", then)
         elif weight.size != math.prod(shapes[name]):
             what = f"{name}: shape {list(weight.shape)}; the file's is {list(shapes[name])}"
-            yield Finding(trace.lines[name], "violation", what, "Record the tensor of that name.")
+            yield Remark(trace.lines[name], "violation", what, "Record the tensor of that name.")
 
 
-def _against_graph(trace: Trace, step: int, op: str, record: OpRecord, graph: "Graph") -> Iterator[Finding]:
+def _against_graph(trace: Trace, step: int, op: str, record: OpRecord, graph: "Graph") -> Iterator[Remark]:
     line = trace.lines[step, op]
     if op not in graph:
         if op.endswith("attn_scores_scaled") and op.removesuffix("_scaled") in graph:
             return
         close = get_close_matches(op, graph.ops, 1)
         then = f"Did you mean {close[0]}?" if close else _INSPECT
-        yield Finding(line, "violation", f"{op}: no op of this model", then)
+        yield Remark(line, "violation", f"{op}: no op of this model", then)
         return
     n = len(trace.steps[step].tokens)
     past = trace.n_before(step)
     expected, found = graph[op].shape(n, past), record.whole_shape(n)
     if not same_shape(found, expected, may_be_flat=record.token_axis == 0):
         what = f"{op}: shape {list(record.shape)}; this model's is {list(expected)} for {n} tokens"
-        yield Finding(line, "violation", what, _reshaped(record, expected, graph, n, past))
+        yield Remark(line, "violation", what, _reshaped(record, expected, graph, n, past))
 
 
 def _reshaped(record: OpRecord, expected: tuple[int, ...], graph: "Graph", n: int, past: int) -> str:
@@ -251,19 +251,19 @@ def _reshaped(record: OpRecord, expected: tuple[int, ...], graph: "Graph", n: in
     return f"That is the shape of {', '.join(alike[:4])}. {_INSPECT}" if alike else _INSPECT
 
 
-def _never_written(trace: Trace, graph: "Graph") -> Iterator[Finding]:
+def _never_written(trace: Trace, graph: "Graph") -> Iterator[Remark]:
     """Warnings: any subset of the ops will do, and the location is as close as they are."""
     written = {op.removesuffix("_scaled") for _, op in trace.ops}
     missing = [op.name for op in graph if op.name not in written]
     last = max(trace.lines.values())
     if missing:
         what = f"{len(missing)} of the model's {len(graph.ops)} ops were never written: {_few(_by_name(missing))}"
-        yield Finding(last, "warning", what, "None is required; each that is there makes the location closer.")
+        yield Remark(last, "warning", what, "None is required; each that is there makes the location closer.")
     norms = dict.fromkeys(weight.name for weight in graph.norm_weights())
     absent = [name for name in norms if name not in trace.weights]
     if absent:
         what = f"{len(absent)} of {len(norms)} norm weights were never written: {_few(absent)}"
-        yield Finding(last, "warning", what, "Write them as the engine holds them, once: a wrong one explains much.")
+        yield Remark(last, "warning", what, "Write them as the engine holds them, once: a wrong one explains much.")
 
 
 def _by_name(ops: list[str]) -> list[str]:

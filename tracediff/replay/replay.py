@@ -40,6 +40,7 @@ _MORE_SAMPLES, _FAR = 16, 100.0
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
 # was 0.55 to 2.8 times that in llama.cpp's records.
 _AS_FAR = 5.0
+_TYPED = ("linear", "linear_id", "embedding")  # kinds whose first weight has a type worth telling
 _PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
 
 
@@ -310,7 +311,7 @@ class Replay:
             flips=whole.flips,
             sharpness=min(math.sqrt(floor), whole.sharpness),
             limit=NOTHING if floor > BLIND else None,
-            weight_type=self.weights.type_of(op.weights[0]) if op.kind == "linear" else None,
+            weight_type=self.weights.type_of(op.weights[0]) if op.kind in _TYPED else None,
             stored=self._stored(storage or "f64", made.exact),
             told=self._recorded.on_the_way.get(storage or "f64") is False,
             weights_nmse=made.weights_nmse,

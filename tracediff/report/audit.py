@@ -7,12 +7,11 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tracediff.report.parts import Rows, Trimmed, count, fitting, hanging, heading, headline, line, number
+from tracediff.findings.words import count, number
+from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, headline, line
 from tracediff.result import AuditResult, TensorResult
 
 SCHEMA = "tracediff/weights/1"
-_FAILING = ("wrong", "missing", "extra")
-_STYLES = {"wrong": "bold red", "missing": "bold red", "extra": "magenta"}
 _LISTED = 40
 
 
@@ -22,7 +21,7 @@ def render(result: AuditResult, width: int = 100) -> RenderableType:
     sides = line(f"{result.model} against {against} {result.path}", style="dim")
     return Trimmed(
         Group(
-            headline(result.verdict, summary(result)),
+            headline(result.verdict, result.summary),
             sides,
             *_failing(result),
             *_rounded(result),
@@ -33,24 +32,8 @@ def render(result: AuditResult, width: int = 100) -> RenderableType:
 
 def render_json(result: AuditResult) -> str:
     """One JSON object; what is not finite becomes null."""
-    document = {"schema": SCHEMA, "summary": summary(result), **msgspec.to_builtins(result)}
+    document = {"schema": SCHEMA, **msgspec.to_builtins(result)}
     return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
-
-
-def summary(result: AuditResult) -> str:
-    """The one sentence."""
-    failing = _of(result, *_FAILING)
-    silent = len(_of(result, "not recorded"))
-    checked = len(result.tensors) - silent
-    if not checked:
-        return f"{result.path} holds no weights. Record them, as the engine holds them after loading."
-    rest = f" {silent} more were not recorded." if silent else ""
-    if not failing:
-        where = "as in the file" if result.against == "trace" else "what the checkpoint's become"
-        return f"all {checked} tensors {'recorded ' * (result.against == 'trace')}are {where}.{rest}"
-    first = failing[0]
-    what = f"{first.tensor} is {first.status}" + (f": {first.note}" if first.note else "")
-    return f"{len(failing)} of {checked} tensors {'is' if len(failing) == 1 else 'are'} not right; {what}.{rest}"
 
 
 def _of(result: AuditResult, *statuses: str) -> list[TensorResult]:
@@ -58,16 +41,14 @@ def _of(result: AuditResult, *statuses: str) -> list[TensorResult]:
 
 
 def _failing(result: AuditResult) -> Iterator[RenderableType]:
-    failing = _of(result, *_FAILING)
-    if not failing:
-        return
-    yield heading("Not right")
-    for tensor in failing[:_LISTED]:
-        status = Text(tensor.status, style=_STYLES[tensor.status])
-        note = f": {tensor.note}" if tensor.note else ""
-        yield hanging("  -", Text.assemble(f"{tensor.tensor}: ", status, note, (_figures(tensor, result), "dim")))
-    if len(failing) > _LISTED:
-        yield line(f"... and {len(failing) - _LISTED} more")
+    if result.findings:
+        yield heading("Not right")
+    for one in result.findings[:_LISTED]:
+        yield hanging("  -", Text(one.text))
+        if one.look:
+            yield line(f"look at {one.look}", style="dim", by=4)
+    if len(result.findings) > _LISTED:
+        yield line(f"... and {len(result.findings) - _LISTED} more")
 
 
 def _rounded(result: AuditResult) -> Iterator[RenderableType]:
@@ -76,17 +57,6 @@ def _rounded(result: AuditResult) -> Iterator[RenderableType]:
     if notes:
         yield heading("Rounded")
         yield from (line(f"- {count(n, 'tensor')}: {note}") for note, n in notes.items())
-
-
-def _figures(tensor: TensorResult, result: AuditResult) -> str:
-    """Types and error, in parentheses."""
-    figures = [f"{tensor.type} in the file"] if tensor.type else []
-    figures += (
-        [f"{tensor.other} {'held' if result.against == 'trace' else 'in the checkpoint'}"] if tensor.other else []
-    )
-    figures += [f"error {number(tensor.error)}"] if tensor.error is not None else []
-    figures += [f"{number(tensor.bound)} allowed"] if tensor.bound is not None else []
-    return f" ({', '.join(figures)})" if figures else ""
 
 
 def _counts(result: AuditResult, width: int) -> Iterator[RenderableType]:

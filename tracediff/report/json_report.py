@@ -13,6 +13,10 @@ def render(result: Result) -> str:
     document = {
         "schema": SCHEMA,
         "verdict": result.verdict,
+        "summary": result.summary,
+        "details": result.details,
+        "findings": result.findings,
+        "said": result.said,
         "first_divergence": first,
         "undecided": result.undecided,
         "resolving": _resolving(result.weakest),

@@ -1,6 +1,5 @@
-"""What reports share: how a number is written, a heading, a table. A terminal's width is the caller's affair."""
+"""What reports share: a heading, a line, a table. A terminal's width is the caller's affair."""
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -24,36 +23,11 @@ STYLES = MappingProxyType(
         "undecided": "cyan",
     }
 )
-ALARM, WARNING = "bold red", "yellow"
+ALARM = "bold red"
+LEVELS = MappingProxyType({"plain": "", "warning": "yellow", "alarm": ALARM})
 _VERDICTS = MappingProxyType({"match": "bold green", "diverged": ALARM, "undecided": "bold yellow"})
 _GLUE = "\ue000"  # a space at which no line breaks: rich takes U+00A0 for a space like any other
 _SHORT = re.compile(r"\([^()]{1,24}\)")
-
-
-def number(value: float | None) -> str:
-    """Four digits; "-" for what there is none of."""
-    if value is None or math.isnan(value):
-        return "-"
-    if value == 0 or 0.01 <= abs(value) < 100_000:
-        return f"{value:.4g}"
-    return f"{value:.2e}"
-
-
-def count(n: int, noun: str) -> str:
-    """The number with its noun: 1 op, 2 ops."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
-def listed(names: list[str], most: int = 6) -> str:
-    """Names with commas, "and" before the last; only the first where there are more than `most`."""
-    if len(names) > most:
-        return f"{', '.join(names[:most])}, ..."
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def local_name(op: str) -> str:
-    """The op's name without its layer."""
-    return op.split(".", 2)[-1] if op.startswith("blk.") else op
 
 
 def heading(text: str) -> Text:

@@ -3,13 +3,11 @@
 from rich.console import Group, RenderableType
 
 from tracediff.report.parts import Trimmed
-from tracediff.report.sections.arithmetic import arithmetic
 from tracediff.report.sections.around import around
-from tracediff.report.sections.gaps import not_judged, notes, unmatched
 from tracediff.report.sections.next_token import next_token
-from tracediff.report.sections.normal import normal
+from tracediff.report.sections.said import arithmetic, gaps, normal, notes, unmatched
 from tracediff.report.sections.states import states
-from tracediff.report.sections.verdict import faulty, sides, verdict, wrong_weights
+from tracediff.report.sections.verdict import findings, sides, verdict
 from tracediff.result import Result
 
 
@@ -18,14 +16,13 @@ def render(result: Result, width: int = 100) -> RenderableType:
     sections = (
         verdict(result),
         sides(result),
-        wrong_weights(result),
-        faulty(result),
+        findings(result.findings),
         states(result, width),
         around(result, width),
         normal(result),
         next_token(result, width),
         arithmetic(result),
-        not_judged(result),
+        gaps(result),
         unmatched(result),
         notes(result),
     )

@@ -7,7 +7,9 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, headline, line, number
+from tracediff.findings.words import number
+from tracediff.report.parts import Rows, Trimmed, fitting, heading, headline, line
+from tracediff.report.sections.verdict import findings
 from tracediff.result import ThreeOp, ThreeWay
 
 SCHEMA = "tracediff/three/1"
@@ -22,7 +24,7 @@ _LISTED = 8
 def render(result: ThreeWay, width: int = 100) -> RenderableType:
     """The whole report for a terminal `width` columns wide."""
     sections = (
-        _verdict(result), _sides(result), _wrong_weights(result), _faulty(result), _layers(result, width),
+        _verdict(result), _sides(result), findings(result.findings), _layers(result, width),
         _around(result, width), _unmatched(result), _notes(result),
     )  # fmt: skip
     return Trimmed(Group(*(part for section in sections for part in section)))
@@ -30,43 +32,12 @@ def render(result: ThreeWay, width: int = 100) -> RenderableType:
 
 def render_json(result: ThreeWay) -> str:
     """One JSON object; what is not finite becomes null."""
-    document = {"schema": SCHEMA, "summary": summary(result), **msgspec.to_builtins(result)}
+    document = {"schema": SCHEMA, **msgspec.to_builtins(result)}
     return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
 
 
-def summary(result: ThreeWay) -> str:
-    """The one sentence: which sides agree, which is the outlier, and from where on."""
-    firsts = {n: next((op for op in result.ops if n in op.outliers), None) for n in range(3)}
-    alone = {n: op for n, op in firsts.items() if op}
-    agreeing = [name for n, name in enumerate(result.names) if n not in alone]
-    first = next((op for op in result.ops if op.status in ("outlier", "scattered")), None)
-    if first and first.status == "scattered":
-        later = ", ".join(f"{result.names[n]} is an outlier at {_at(op, result)}" for n, op in alone.items())
-        return f"no two engines agree from {_at(first, result)} on{f'; {later}' if later else ''}."
-    if len(alone) == 1:
-        ((n, op),) = alone.items()
-        return f"{' and '.join(agreeing)} agree; {result.names[n]} is the outlier from {_at(op, result)} on."
-    if alone:
-        parts = [f"{result.names[n]} (from {_at(op, result)} on)" for n, op in alone.items()]
-        rest = f"; {agreeing[0]} is not" if agreeing else ""
-        return f"{' and '.join(parts)} are outliers{rest}."
-    if any(result.weights):
-        return "all ops agree, but weights are wrong in memory."
-    if result.verdict == "undecided":
-        return f"{result.undecided[0]}."
-    if result.verdict == "diverged":
-        return "all agree where they can be compared, but not every op is on all three sides."
-    there = sum(op.status != "unmatched" for op in result.ops)
-    rest = f"; {len(result.ops) - there} others are not on all three sides" if there < len(result.ops) else ""
-    return f"all three agree in {there} ops{rest}."
-
-
-def _at(op: ThreeOp, result: ThreeWay) -> str:
-    return op.op + (f" in step {op.step}" if len(result.steps) > 1 else "")
-
-
 def _verdict(result: ThreeWay) -> Iterator[RenderableType]:
-    yield headline(result.verdict, summary(result))
+    yield headline(result.verdict, result.summary)
     yield from (line(f"{doubt}.") for doubt in result.undecided[1:])
 
 
@@ -74,33 +45,6 @@ def _sides(result: ThreeWay) -> Iterator[RenderableType]:
     for name, side in zip(result.names, result.sides, strict=True):
         cut = f", cut off: {side.cut}" if side.cut else ""
         yield line(f"{name}: {side.engine}, {side.n_ops} ops ({side.path}){cut}", style="dim")
-
-
-def _wrong_weights(result: ThreeWay) -> Iterator[RenderableType]:
-    if any(result.weights):
-        yield heading("Weights that are wrong in memory")
-    for name, weights in zip(result.names, result.weights, strict=False):
-        yield from (line(f"{name}, {weight.weight}: {weight.note}") for weight in weights)
-
-
-def _faulty(result: ThreeWay) -> Iterator[RenderableType]:
-    """Each side's mistakes where replay named them, once for all layers and steps."""
-    said: dict[tuple[int, str, str | None], list[ThreeOp]] = {}
-    for op in result.ops:
-        local_name = op.op.split(".", 2)[-1] if op.layer is not None else op.op
-        for n in op.outliers:
-            cause = op.cause[n]
-            if op.local[n]:
-                said.setdefault((n, local_name, cause.text if cause else None), []).append(op)
-    if said:
-        yield heading("Faulty ops (wrong by themselves, whatever came before)")
-    for (n, local, text), ops in said.items():
-        layers = sorted({op.layer for op in ops if op.layer is not None})
-        where = (
-            f"{local} in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers[:_LISTED]))}" if layers else local
-        )
-        why = text or "wrong, and no known mistake explains it"
-        yield hanging("  -", Text(f"{result.names[n]}: {where}: {why}."))
 
 
 # --- tables ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from tracediff.report.parts import STYLES, fitting, heading, line, number
+from tracediff.findings.words import number
+from tracediff.report.parts import STYLES, fitting, heading, line
 from tracediff.result import OpResult, Result
 
 _AROUND = 6  # ops shown on either side

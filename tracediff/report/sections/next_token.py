@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from tracediff.report.parts import fitting, heading, line, number
-from tracediff.result import Logits, Result, Token
+from tracediff.findings.words import number
+from tracediff.report.parts import fitting, heading, line
+from tracediff.result import Result, Token
 
 _SPARE = [
     ("recomputed:ref", "recomputed"),
@@ -24,7 +25,8 @@ def next_token(result: Result, width: int) -> Iterator[RenderableType]:
         rows = [_row(rank, r, c) for rank, (r, c) in enumerate(pairs, start=1)]
         columns = [column for column in rows[0] if any(str(row[column]) != "-" for row in rows)]
         yield fitting(columns, rows, width, _SPARE, left=2)
-        yield line(_flip(logits))
+        about = "next token", f"step {logits.step}"
+        yield from (line(said.text) for said in result.said if (said.about, said.of) == about)
 
 
 def _row(rank: int, r: Token, c: Token) -> dict[str, str | Text]:
@@ -40,14 +42,3 @@ def _row(rank: int, r: Token, c: Token) -> dict[str, str | Text]:
         "p": f"{c.probability:.3f}",
         "rank in ref.": str(c.other_rank),
     }
-
-
-def _flip(logits: Logits) -> str:
-    kl = f"KL divergence {number(logits.kl)} nats. "
-    if logits.same_argmax:
-        return kl + "Both choose the same token."
-    apart, differ = number(logits.margin), number(logits.max_diff)
-    gap = f"the reference's best two are {apart} apart, logits differ by up to {differ}"
-    if logits.explained:
-        return kl + f"Another token is chosen, but it is a near tie ({gap}): that alone is no fault."
-    return kl + f"Another token is chosen, and it is no near tie: {gap}."

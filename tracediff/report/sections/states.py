@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from tracediff.report.parts import STYLES, fitting, heading, local_name, number
+from tracediff.findings.words import local_name, number
+from tracediff.report.parts import STYLES, fitting, heading
 from tracediff.result import OpResult, Result, Statistics, Status
 
 _STATES = ("token_embd", "ffn_residual", "output_norm", "output")

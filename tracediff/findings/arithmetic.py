@@ -3,11 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from rich.console import RenderableType
-from rich.text import Text
-
-from tracediff.report.parts import WARNING, count, hanging, heading, listed, local_name, number
-from tracediff.result import Local, OpResult, Result, Storage
+from tracediff.findings.words import count, listed, local_name, number
+from tracediff.result import Local, OpResult, Result, Said, Storage
 
 _Fits = list[tuple[OpResult, Local]]
 _MATMULS = ("linear", "scores", "weighted_values")
@@ -15,18 +12,18 @@ _FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _Places = dict[str, list[OpResult]]  # by arithmetic
 
 
-def arithmetic(result: Result) -> Iterator[RenderableType]:
-    """The roundings that fit, by kind of op, and the margins that were left."""
+def arithmetic(result: Result) -> Iterator[Said]:
+    """The roundings that fit, by kind of op, and the margins that were left; what is held in a shorter type."""
     sides: dict[str, _Fits] = {
         "candidate": [(op, op.local) for op in result.ops if op.local],
         "reference": [(op, op.reference_local) for op in result.ops if op.reference_local],
     }
-    said = [(name, text) for name, fits in sides.items() for text in _said(fits)]
-    if said:
-        yield heading("Arithmetic that fits")
-        yield from (hanging(f"  {name}:", Text(text)) for name, text in said)
-        yield from (hanging(f"  {one.side}:", Text(_held(one), WARNING * bool(one.warns))) for one in result.storage)
-        yield from (hanging("  candidate:", Text(text)) for text in _weights(result))
+    for name, fits in sides.items():
+        yield from (Said("arithmetic", text, of=name) for text in _said(fits))
+    if any(sides.values()):
+        for one in result.storage:
+            yield Said("arithmetic", _held(one), "warning" if one.warns else "plain", one.side)
+        yield from (Said("arithmetic", text, of="candidate") for text in _weights(result))
 
 
 def _said(fits: _Fits) -> Iterator[str]:

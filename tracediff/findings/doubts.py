@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
+from tracediff.findings.words import by_name, listed
 from tracediff.judge import UNRESOLVED
-from tracediff.names import split
 from tracediff.result import Coverage, OpResult
 from tracediff.trace.reader import Trace
 
@@ -29,7 +28,7 @@ def doubts(
     for note, alike in by_note.items():
         wide = [op.resolving for op in alike if math.isfinite(op.resolving)]
         most = f" (only one above NMSE {max(wide):.2g} is sure to)" if wide and note == UNRESOLVED else ""
-        yield f"{_names(alike)}: {note}{most}{_record(alike, coverage)}"
+        yield f"{listed(by_name(op.op for op in alike), _LISTED)}: {note}{most}{_record(alike, coverage)}"
 
 
 def _nothing(reference: Trace | None, candidate: Trace, ops: Sequence[OpResult]) -> str:
@@ -100,15 +99,6 @@ def _record(undecided: Sequence[OpResult], coverage: Coverage | None) -> str:
         f". Record {' and '.join(longest.record)} as well: of {len(longest.ops)} ops that are judged as one "
         f"{longest.largest} at most are left"
     )
-
-
-def _names(ops: Sequence[OpResult]) -> str:
-    """Each op once, those of several layers by their local name."""
-    layers: dict[str, list[str]] = {}
-    for op in ops:
-        layers.setdefault(split(op.op)[1], []).append(op.op)
-    names = [f"{local} in {len({*of})} layers" if len({*of}) > 1 else of[0] for local, of in layers.items()]
-    return ", ".join(chain(names[:_LISTED], ["..."] * (len(names) > _LISTED)))
 
 
 def _few(positions: Sequence[int]) -> str:

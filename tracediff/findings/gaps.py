@@ -1,0 +1,60 @@
+"""What a trace leaves open: ops that one side lacks, and notes on the traces themselves."""
+
+from collections.abc import Iterator
+
+from tracediff.findings.words import by_name, count, listed, number
+from tracediff.result import Coverage, Result, Said
+
+_LISTED = 8
+
+
+def gaps(result: Result) -> Iterator[Said]:
+    """What replay could not judge op by op and what to record next, and what is not on both sides."""
+    coverage = result.coverage
+    if coverage and not coverage.full:
+        yield from _gaps(coverage)
+    yield from _unmatched(result)
+
+
+def _gaps(coverage: Coverage) -> Iterator[Said]:
+    several = [segment for segment in coverage.segments if len(segment.ops) > 1]
+    if several:
+        longest = max(len(segment.ops) for segment in several)
+        yield Said(
+            "gaps",
+            f"{coverage.together} of {count(coverage.n_ops, 'op')} were judged only as part of a segment "
+            f"({count(len(several), 'segment')}, the longest of {longest} ops).",
+        )
+    for ops, what in (
+        (coverage.unjudged, "not judged at all"),
+        (coverage.unknown, "no op of this model, and not judged"),
+        (coverage.statistics_only, "recorded as statistics only"),
+        (coverage.some_tokens, "recorded for some tokens only"),
+    ):
+        if ops:
+            yield Said("gaps", f"{what}: {listed(by_name(ops))}.")
+    blind = [segment for segment in coverage.segments if segment.blind]
+    if blind:
+        widest = max(segment.floor for segment in blind)
+        where = listed(by_name(segment.op for segment in blind))
+        said = f"blind, a mistake below a floor of up to {number(widest)} does not show: {where}."
+        yield Said("gaps", said, "alarm")
+    first = next((segment for segment in several if segment.faulty or segment.blind), None)
+    if first:
+        yield Said(
+            "gaps",
+            f"Record {listed([*first.record])} to split the segment of {len(first.ops)} ops that ends in {first.op} "
+            f"({'faulty' if first.faulty else 'blind'}, step {first.step}) into parts of at most {first.largest}.",
+        )
+
+
+def _unmatched(result: Result) -> Iterator[Said]:
+    """Ops that are not on both sides: of each reason one."""
+    missing = [op for op in result.ops if op.status == "unmatched"]
+    alike: dict[tuple[int, str | None], list[str]] = {}
+    for op in missing:
+        alike.setdefault((op.step, op.note), []).append(op.op)
+    for (step, note), ops in [*alike.items()][:_LISTED]:
+        yield Said("unmatched", f"{listed(by_name(ops))} in step {step}: {note}")
+    if len(alike) > _LISTED:
+        yield Said("unmatched", f"... and {sum(map(len, [*alike.values()][_LISTED:]))} more")

@@ -1,0 +1,212 @@
+"""What is wrong, each cause once: the same mistake in other ops, layers, steps and weights is one finding."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tracediff.findings.places import of_layers, of_names, of_ops, of_weights, runs
+from tracediff.findings.words import listed, local_name
+from tracediff.names import layer_of
+from tracediff.result import Finding, OpResult, WeightResult
+
+_UNKNOWN = "wrong, and no known mistake explains it"
+_FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?![\w.]*\w)")
+_FITTED = re.compile(r"[.e]")  # in a figure that is no count
+_IN_LAYER = re.compile(r"\bblk\.(\d+)\.([\w.]*\w)")
+
+
+@dataclass(slots=True)
+class _Group:
+    """One cause: what it is called, what is said of each place, and the places."""
+
+    mistake: str | None
+    look: str | None
+    texts: list[str] = field(default_factory=list)
+    ops: list[OpResult] = field(default_factory=list)
+    weights: list[WeightResult] = field(default_factory=list)
+
+
+def findings(ops: Sequence[OpResult], weights: Sequence[WeightResult]) -> tuple[Finding, ...]:
+    """The most telling first: what is explained before what is not, then in the order of execution, then the widest."""
+    groups = _merged(_of_ops(ops), _of_weights(weights))
+    order = {(op.step, op.op): at for at, op in enumerate(ops)}
+    sound = {op.op for op in ops if op.local and not op.local.faulty}
+
+    def place(group: _Group) -> tuple[bool, float, int]:
+        first = min((order[op.step, op.op] for op in group.ops), default=-1.0)
+        if not group.ops and any(_op_of(weight) in sound for weight in group.weights):
+            first = math.inf
+        return group.mistake is None and not group.weights, first, -len(group.ops)
+
+    return tuple(_finding(group, ops, weights, sound) for group in sorted(groups, key=place))
+
+
+def _of_ops(ops: Iterable[OpResult]) -> list[_Group]:
+    groups: dict[tuple[str, str], _Group] = {}
+    for op in ops:
+        if op.status != "faulty":
+            continue
+        if not op.cause:
+            group = groups.setdefault((local_name(op.op), ""), _Group(None, None))
+            group.ops.append(op)
+            group.texts.append(op.shape or "")
+            continue
+        for mistake, text in op.cause.each.items():
+            alike = unnamed(text, op.op)
+            group = groups.setdefault((mistake, pattern(alike)), _Group(mistake, op.cause.look.get(mistake)))
+            group.ops.append(op)
+            group.texts.append(text)
+    return [*groups.values()]
+
+
+def _of_weights(weights: Iterable[WeightResult]) -> list[_Group]:
+    groups: dict[tuple[str | None, str], _Group] = {}
+    for weight in weights:
+        if weight.status == "wrong":
+            alike = pattern(unnamed(weight.note or "", weight.weight))
+            group = groups.setdefault((weight.cause, alike), _Group(weight.cause, weight.look))
+            group.weights.append(weight)
+            group.texts.append(weight.note or "")
+    return [*groups.values()]
+
+
+def _merged(of_ops: list[_Group], of_weights: list[_Group]) -> list[_Group]:
+    """Ops that are wrong because a weight is: one with it, unless something else explains them."""
+    left = [*of_ops]
+    for group in of_weights:
+        wrong = {weight.weight for weight in group.weights}
+        for other in [*left]:
+            theirs = (f"{op.op}.{what}" for op in other.ops for what in ("weight", "bias"))
+            by_these = sum(name in wrong for name in theirs) >= len(other.ops)
+            if other.mistake in (None, group.mistake) and by_these:
+                group.ops += other.ops
+                group.look = group.look or other.look
+                left.remove(other)
+    return [*left, *of_weights]
+
+
+def _finding(group: _Group, ops: Sequence[OpResult], weights: Sequence[WeightResult], sound: set[str]) -> Finding:
+    segment = group.ops[0].local.segment if group.ops and group.ops[0].local else ()
+    errors = [op.local.nmse for op in group.ops if op.local and not math.isnan(op.local.nmse)]
+    return Finding(
+        text=_of_memory(group, ops, weights, sound) if group.weights else _of_computing(group, ops),
+        mistake=group.mistake,
+        ops=tuple(dict.fromkeys(op.op for op in group.ops)),
+        weights=tuple(weight.weight for weight in group.weights),
+        steps=tuple(sorted({op.step for op in group.ops})),
+        nmse=max(errors, default=None),
+        segment=segment if len(segment) > 1 else (),
+        look=group.look,
+    )
+
+
+def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:
+    first, names = group.ops[0], {op.op for op in group.ops}
+    where = _where(group.ops, ops)
+    if group.mistake is None:
+        shapes = {*group.texts}
+        of = f"{first.op}: " if len(shapes) > 1 else ""
+        return f"{where}: {_UNKNOWN} ({of}{group.texts[0]})."
+    texts = group.texts
+    if len(names) > 1:
+        texts = [unnamed(text, op.op) for text, op in zip(texts, group.ops, strict=True)]
+    return f"{where}: {in_common(texts)}."
+
+
+def _of_memory(group: _Group, ops: Sequence[OpResult], weights: Sequence[WeightResult], sound: set[str]) -> str:
+    text = f"{of_weights(_types(group.weights), _types(weights))}: wrong in memory: {_note(group)}"
+    if group.ops:
+        return f"{text}; so {_where(group.ops, ops)} {_is(group.ops)} wrong."
+    right = [name for name in dict.fromkeys(map(_op_of, group.weights)) if name in sound]
+    if not right:
+        return f"{text}."
+    verb = "is" if len(right) == 1 else "are"
+    return (
+        f"{text}; yet {of_names(right, [op.op for op in ops])} {verb} computed as it should be: is the weight "
+        "recorded in another form than the one that is used?"
+    )
+
+
+def _note(group: _Group) -> str:
+    if len(group.weights) == 1:
+        return group.texts[0]
+    return in_common([unnamed(t, w.weight) for t, w in zip(group.texts, group.weights, strict=True)])
+
+
+def _is(ops: Sequence[OpResult]) -> str:
+    return "is" if len({op.op for op in ops}) == 1 else "are"
+
+
+def _types(weights: Iterable[WeightResult]) -> dict[str, str | None]:
+    return {weight.weight: weight.type for weight in weights}
+
+
+def _op_of(weight: WeightResult) -> str:
+    """The op that multiplies with it."""
+    return weight.weight.rpartition(".")[0]
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+def _where(group: Sequence[OpResult], ops: Sequence[OpResult]) -> str:
+    """Ops and layers; the steps where it is not in all that these ops were judged in."""
+    names = {op.op for op in group}
+    steps = {op.step for op in group}
+    judged = {op.step for op in ops if op.op in names and (op.local or op.status == "faulty")}
+    first = group[0].local
+    in_segment = first is not None and len(first.segment) > 1
+    where = _seen(group, ops) if in_segment else of_ops(group, ops)
+    if steps >= judged:
+        return where
+    return f"{where}, in step{'s' * (len(steps) > 1)} {runs(steps)}"
+
+
+def _seen(group: Sequence[OpResult], ops: Sequence[OpResult]) -> str:
+    """Where a mistake is that shows in what a segment ends in: in these layers, or before these ops."""
+    names = list(dict.fromkeys(op.op for op in group))
+    layers = {op.layer for op in group if op.layer is not None}
+    if any(op.layer is None for op in group):
+        return f"before {listed(names)} (seen in {names[0] if len(names) == 1 else 'them'})"
+    ends = {local_name(name) for name in names}
+    known = {op.layer for op in ops if op.layer is not None and local_name(op.op) in ends}
+    return f"{of_layers(layers, known)} (seen in {listed([*ends])})"
+
+
+# --- words that are true of several ----------------------------------------------------------------------------------
+
+
+def unnamed(text: str, name: str) -> str:
+    """A text about an op or a weight in words that suit the same mistake elsewhere."""
+    layer = layer_of(name)
+    op = name.removesuffix(".weight").removesuffix(".bias")
+    text = text.replace(f" ({op}.weight)", "")
+    text = text.replace(f"{op}.weight", "the weight").replace(f"{op}.bias", "the bias")
+
+    def relative(found: re.Match[str]) -> str:
+        if layer is None:
+            return found[0]
+        words = {0: "{}", -1: "{} of the layer before", 1: "{} of the layer after"}.get(int(found[1]) - layer, found[0])
+        return words.format(found[2])
+
+    return _IN_LAYER.sub(relative, text)
+
+
+def pattern(text: str) -> str:
+    """The text without its fitted figures."""
+    return _FIGURE.sub(lambda found: "#" if _FITTED.search(found[1]) else found[0], text)
+
+
+def in_common(texts: Sequence[str]) -> str:
+    """Texts that differ in figures alone as one, with the range of each figure."""
+    parts = [_FIGURE.split(text) for text in texts]
+    return "".join(_range(column) for column in zip(*parts, strict=False))
+
+
+def _range(alike: Iterable[str]) -> str:
+    each = {*alike}
+    if len(each) == 1:
+        return each.pop()
+    least, most = (pick(each, key=float) for pick in (min, max))
+    return f"{least} to {most}"

@@ -1,0 +1,45 @@
+"""How a number, a count and a list of names are written."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from tracediff.names import split
+
+
+def number(value: float | None) -> str:
+    """Four digits; "-" for what there is none of."""
+    if value is None or math.isnan(value):
+        return "-"
+    if value == 0 or 0.01 <= abs(value) < 100_000:
+        return f"{value:.4g}"
+    return f"{value:.2e}"
+
+
+def count(n: int, noun: str) -> str:
+    """The number with its noun: 1 op, 2 ops."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def are(n: int, noun: str) -> str:
+    """The count with its verb: 1 op is, 2 ops are."""
+    return f"{count(n, noun)} {'is' if n == 1 else 'are'}"
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """Names with commas, "and" before the last; only the first where there are more than `most`."""
+    if len(names) > most:
+        return f"{', '.join(names[:most])}, ..."
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def local_name(op: str) -> str:
+    """The op's name without its layer."""
+    return split(op)[1]
+
+
+def by_name(ops: Iterable[str]) -> list[str]:
+    """Each op once, those of several layers as their local name "in n layers"."""
+    layers: dict[str, dict[str, None]] = {}
+    for op in ops:
+        layers.setdefault(local_name(op), {})[op] = None
+    return [f"{name} in {len(of)} layers" if len(of) > 1 else next(iter(of)) for name, of in layers.items()]

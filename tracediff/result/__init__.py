@@ -1,0 +1,67 @@
+"""What crosses the stages and feeds the reports: frozen, printable, no arrays."""
+
+from tracediff.result.listing import Listing, Remark, Validation
+from tracediff.result.op import Cause, Drift, Judgement, Local, OpResult, Statistics, Status, WeightResult, Worst
+from tracediff.result.run import (
+    AuditResult,
+    Divergence,
+    Reason,
+    Result,
+    Side,
+    TensorResult,
+    ThreeOp,
+    ThreeWay,
+    Verdict,
+)
+from tracediff.result.said import Finding, Level, Said
+from tracediff.result.whole import (
+    Coverage,
+    Growth,
+    Lean,
+    Likeness,
+    Logits,
+    Normal,
+    Segment,
+    StepEnds,
+    Storage,
+    Token,
+    Tokens,
+)
+
+__all__ = [
+    "AuditResult",
+    "Cause",
+    "Coverage",
+    "Divergence",
+    "Drift",
+    "Finding",
+    "Growth",
+    "Judgement",
+    "Lean",
+    "Level",
+    "Likeness",
+    "Listing",
+    "Local",
+    "Logits",
+    "Normal",
+    "OpResult",
+    "Reason",
+    "Remark",
+    "Result",
+    "Said",
+    "Segment",
+    "Side",
+    "Statistics",
+    "Status",
+    "StepEnds",
+    "Storage",
+    "TensorResult",
+    "ThreeOp",
+    "ThreeWay",
+    "Token",
+    "Tokens",
+    "Validation",
+    "Verdict",
+    "WeightResult",
+    "Worst",
+]
