@@ -160,7 +160,7 @@ any one of them still leaves garbage.""",
 - The growth is the model's own: the reference grows about as much.
 - The residual is innocent: each layer's output is `inherited`, with a local error of 1e-15.
 - The norm weights are those of the file, -0.0114 to 16.75, and weights far from 1 are normal.""",
-            keep=("Faulty ops", "Hidden states", "Norm weights", "What is normal", "Next token"),
+            keep=("What is wrong", "Hidden states", "Norm weights", "What is normal", "Next token"),
         ),
         Act(
             before="The authors' repair, on top of it all: the final norm's weight times 0.1401.",
@@ -172,7 +172,7 @@ any one of them still leaves garbage.""",
             settles="""It settles: the repair is one more mistake, and is named with its factor. The candidate's tokens
 stand in the same order as before, each logit times 0.1401: scaling the final norm cannot change which token is the
 likeliest.""",
-            keep=("Weights that are wrong", "Faulty ops", "Next token"),
+            keep=("What is wrong", "Next token"),
             limit=16,
         ),
     ),
@@ -208,7 +208,7 @@ the engine's arithmetic, so the comparison ends here.""",
   Q6_K.
 - There is no feedback loop: RMS and growth are those of the reference, in every layer. They are also no evidence of
   health. After layer 0 the values have nothing in common (NMSE 2), and no statistic of them shows it.""",
-            keep=("Faulty ops", "Hidden states", "What is normal", "Next token"),
+            keep=("What is wrong", "Hidden states", "What is normal", "Next token"),
             limit=20,
         ),
     ),
@@ -237,7 +237,7 @@ What was wrong: the output head alone was read with the wrong leading dimension.
   is right.
 - The spikes are not memory that nobody wrote: they are sums of the right numbers in the wrong order. Ids that the
   reference ranks far down come first, and some come back at every step, as the same rows are misread at every step.""",
-            keep=("Faulty ops", "Hidden states", "What is normal", "Next token"),
+            keep=("What is wrong", "Hidden states", "What is normal", "Next token"),
         ),
     ),
 )
@@ -267,7 +267,7 @@ must be subtracted; in that layer alone, to show what the layers after it look l
 - Layer 35 is innocent, as is every layer after the fourth: `inherited`, with a local error of 1e-15. It adds what it
   should to a state that it was handed, and next to 50,000 that is nothing: hence the same token at every step, whatever
   was read last.""",
-            keep=("Faulty ops", "Hidden states", "What is normal", "Next token"),
+            keep=("What is wrong", "Hidden states", "What is normal", "Next token"),
         ),
     ),
 )

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from tracediff.model.synthetic import Shape, quantize, write_model
 from tracediff.pipeline import check_trace
-from tracediff.report.sections.arithmetic import arithmetic
+from tracediff.report.sections.said import arithmetic
 from tracediff.result import Result
 
 SIZES = {"n_layer": 2, "n_embd": 256, "n_head_kv": 2, "n_ff": 512, "n_vocab": 320, "n_ctx": 64}

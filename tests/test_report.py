@@ -15,6 +15,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from rich.console import Console
 
+from tracediff.findings.tell import told
 from tracediff.model.families import load_graph
 from tracediff.numerics.arithmetic import EXACT
 from tracediff.numerics.evaluate import arithmetic_of
@@ -64,7 +65,7 @@ def keys(value: object, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
             yield from keys(inner, at)
     elif isinstance(value, dict) and "rms" not in value:
         for key, inner in value.items():
-            named = {"logits": "STEP", "each": "MISTAKE"}.get(at[-1] if at else "", key)
+            named = {"logits": "STEP", "each": "MISTAKE", "look": "MISTAKE"}.get(at[-1] if at else "", key)
             yield from keys(inner, (*at, named))
 
 
@@ -89,7 +90,8 @@ def test_every_key_of_the_result_is_documented() -> None:
 
 def test_weights_that_are_wrong_come_before_what_drifts() -> None:
     assert words(make.compare("statistics")).startswith(
-        "DIVERGED: 1 weight is wrong in memory: output_norm.weight; and output_norm is the first op over its tolerance"
+        "DIVERGED: output_norm.weight: wrong in memory: every value was multiplied by 0.1401. And output_norm is the "
+        "first op over its tolerance"
     )
 
 
@@ -103,13 +105,14 @@ def test_each_of_several_mistakes_is_said_once(models: Models, torch_trace: Call
         "DIVERGED: all 3 layers (seen in ffn_residual): attn_probs: no causal mask: every query sees every key. "
         "3 other mistakes are listed below. first at blk.0.ffn_residual in step 0: "
     )
-    said = words(result).partition("whatever came before) ")[2].partition(" Hidden states")[0]
-    assert re.sub(r" \(NMSE up to [\d.]+\)", "", said) == (
+    said = words(result).partition("whatever came before ")[2].partition(" Hidden states")[0]
+    assert re.sub(r" \(NMSE up to [\d.]+\)| look at .*?(?= - |$)", "", said) == (
         "- all 3 layers (seen in ffn_residual): attn_probs: no causal mask: every query sees every key. "
         f"covers 17 ops, blk.0.attn_norm to blk.0.ffn_residual: {inside} "
         "- all 3 layers (seen in ffn_residual): ffn_act: ReLU is used for SiLU. "
         f"covers 17 ops, blk.0.attn_norm to blk.0.ffn_residual: {inside} "
-        "- layer 0 (seen in ffn_residual): attn_norm, ffn_norm: their weight is used as w - 1. "
+        "- attn_norm.weight and ffn_norm.weight in layer 0: wrong in memory: 1 was taken from every value (seen in "
+        "blk.0.ffn_residual). "
         f"covers 17 ops, blk.0.attn_norm to blk.0.ffn_residual: {inside} "
         "- layer 2 (seen in ffn_residual): attn_q, attn_k, attn_v: their bias is not added. "
         f"covers 17 ops, blk.2.attn_norm to blk.2.ffn_residual: {inside}"
@@ -312,7 +315,7 @@ def test_a_blind_segment_is_no_silent_match(pair: Callable[..., tuple], monkeypa
     said = words(result)
     assert result.verdict == "undecided"
     assert said.startswith(
-        "UNDECIDED: token_embd, ffn_residual in 3 layers, output_norm, output: replay is blind here: roundings may "
+        "UNDECIDED: token_embd, ffn_residual in 3 layers, output_norm and output: replay is blind here: roundings may "
         "hide any mistake. Record blk.0.attn_v and blk.0.attn_k_rope and blk.0.attn_output as well: of 17 ops that are "
         "judged as one 7 at most are left. "
     )
@@ -348,6 +351,6 @@ def test_flipped_roundings_are_counted(pair: Callable[..., tuple]) -> None:
     result = check_trace(candidate, model)
     first = next(op for op in result.ops if op.op == "blk.0.attn_q")
     flipped = replace(first, local=replace(first.local, flips=2))
-    said = words(replace(result, ops=(flipped, *result.ops)))
+    said = words(told(replace(result, ops=(flipped, *result.ops))))
     assert "2 activations on a rounding boundary went the other way, in 1 op: a countable event, no fault" in said
     assert "rounding boundary" not in words(result)

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tracediff.findings.places import of_layers, of_names, of_ops, of_weights, runs
-from tracediff.findings.words import listed, local_name
+from tracediff.findings.words import by_name, listed, local_name
 from tracediff.names import layer_of
 from tracediff.result import Finding, OpResult, WeightResult
 
 _UNKNOWN = "wrong, and no known mistake explains it"
 _FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?![\w.]*\w)")
 _FITTED = re.compile(r"[.e]")  # in a figure that is no count
+_FIRST = re.compile(r"^[\w.]+\.(weight|bias) ")  # an op's own; that of a tied head is the embedding's
+_LAST = re.compile(r" \([\w.]+\.weight\)$")
 _IN_LAYER = re.compile(r"\bblk\.(\d+)\.([\w.]*\w)")
 
 
@@ -77,13 +79,18 @@ def _merged(of_ops: list[_Group], of_weights: list[_Group]) -> list[_Group]:
     for group in of_weights:
         wrong = {weight.weight for weight in group.weights}
         for other in [*left]:
-            theirs = (f"{op.op}.{what}" for op in other.ops for what in ("weight", "bias"))
-            by_these = sum(name in wrong for name in theirs) >= len(other.ops)
-            if other.mistake in (None, group.mistake) and by_these:
+            alone = all(not op.local or len(op.local.segment) == 1 for op in other.ops)
+            by_these = all(_weights_of(op) & wrong for op in other.ops)
+            if by_these and (other.mistake == group.mistake or (other.mistake is None and alone)):
                 group.ops += other.ops
                 group.look = group.look or other.look
                 left.remove(other)
     return [*left, *of_weights]
+
+
+def _weights_of(op: OpResult) -> set[str]:
+    names = op.local.segment if op.local and len(op.local.segment) > 1 else (op.op,)
+    return {f"{name}.{what}" for name in names for what in ("weight", "bias")}
 
 
 def _finding(group: _Group, ops: Sequence[OpResult], weights: Sequence[WeightResult], sound: set[str]) -> Finding:
@@ -116,6 +123,8 @@ def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:
 
 def _of_memory(group: _Group, ops: Sequence[OpResult], weights: Sequence[WeightResult], sound: set[str]) -> str:
     text = f"{of_weights(_types(group.weights), _types(weights))}: wrong in memory: {_note(group)}"
+    if group.ops and group.ops[0].local and len(group.ops[0].local.segment) > 1:
+        return f"{text} (seen in {listed(by_name(op.op for op in group.ops))})."
     if group.ops:
         return f"{text}; so {_where(group.ops, ops)} {_is(group.ops)} wrong."
     right = [name for name in dict.fromkeys(map(_op_of, group.weights)) if name in sound]
@@ -181,8 +190,8 @@ def unnamed(text: str, name: str) -> str:
     """A text about an op or a weight in words that suit the same mistake elsewhere."""
     layer = layer_of(name)
     op = name.removesuffix(".weight").removesuffix(".bias")
-    text = text.replace(f" ({op}.weight)", "")
-    text = text.replace(f"{op}.weight", "the weight").replace(f"{op}.bias", "the bias")
+    text = _LAST.sub("", text)
+    text = _FIRST.sub(r"the \1 ", text.replace(f"{op}.weight", "the weight").replace(f"{op}.bias", "the bias"))
 
     def relative(found: re.Match[str]) -> str:
         if layer is None:
