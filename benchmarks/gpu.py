@@ -142,8 +142,8 @@ def planted(device: str, model: Path, folder: Path) -> Iterator[tuple[str, ...]]
     """A row for each known mistake that this model can have, planted in layer 1 of the engine on the device."""
     out, file = folder / "fault.trace", GGUFFile(model)
     graph = build_graph(file)
-    for mistake in BANK:
-        fault = f"{mistake.name}@1"
+    for name in BANK:
+        fault = f"{name}@1"
         try:
             plant(graph, file, fault)
         except TracediffError:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ from tracediff.names import kind_of, layer_of
 from tracediff.replay.coverage import measure_coverage
 from tracediff.result import Cause, OpResult, Result, Side, WeightResult
 from tracediff.trace.reader import Trace
+from tracediff.trace.restep import passes, restep
 
 if TYPE_CHECKING:
     from tracediff.diagnose.explain import Judged
@@ -67,6 +69,40 @@ def compare_traces(
         explain = _explain(ours, progress)
     measured += _required(measured, c, model, policy)
     return _result(measured, weights, r, c, model, policy, explain, notes)
+
+
+def compare_with_itself(
+    a: Path,
+    b: Path,
+    *,
+    model: "Path | Model | None" = None,
+    policy: Policy | None = None,
+    progress: Progress = lambda stage, fraction: None,
+) -> Result:
+    """One engine's two ways over the same tokens, position by position.
+
+    The candidate is `b`, in its own steps; with the model it is `a`, where replay finds that one wrong and `b` right.
+    """
+    result = _in_steps_of(b, a, model, policy, progress)
+    if model and result.verdict == "diverged" and not result.faulty:
+        other = _in_steps_of(a, b, model, policy, progress)
+        return other if other.faulty else result
+    return result
+
+
+def _in_steps_of(
+    candidate: Path, reference: Path, model: "Path | Model | None", policy: Policy | None, progress: Progress
+) -> Result:
+    """The candidate against a reference that was fed the same tokens in other passes."""
+    c, r = Trace(candidate), Trace(reference)
+    with TemporaryDirectory(prefix="tracediff-") as folder:
+        path = Path(folder) / reference.name
+        dropped = restep(r, c, path)
+        result = compare_traces(path, candidate, model=model, policy=policy, progress=progress)
+    assert result.reference
+    ways = f"{reference}: {passes(r)}; {candidate}: {passes(c)}, compared position by position."
+    side = replace(result.reference, path=str(reference))
+    return replace(result, reference=side, notes=(ways, *dropped, *result.notes))
 
 
 def check_trace(

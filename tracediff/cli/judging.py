@@ -1,4 +1,4 @@
-"""The commands that judge traces: `compare`, `check`."""
+"""The commands that judge traces: `compare`, `self`, `check`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,6 +52,22 @@ def _compare_three(
     with progress_bars() as progress:
         result = compare_three(traces, model=model, policy=policy, progress=progress)
     return show(result, render, render_json, json)
+
+
+def self_(
+    a: Annotated[Path, typer.Argument(help="A trace of the engine.")],
+    b: Annotated[Path, typer.Argument(help="Another, of the same tokens fed in another way.")],
+    model: Annotated[Path | None, typer.Option(help="The GGUF file: which of the two is wrong, and why.")] = None,
+    tolerance: Tolerance = None,
+    json: Json = None,
+) -> int:
+    """Hold an engine against itself: decode against prefill, chunks against the whole, one run against another."""
+    from tracediff.pipeline import compare_with_itself
+
+    check_json(json, a, b, model)
+    with progress_bars() as progress:
+        result = compare_with_itself(a, b, model=model, policy=policy_of(tolerance), progress=progress)
+    return report(result, json)
 
 
 def check(
