@@ -31,11 +31,9 @@ from tiny_metadata import ARCHITECTURES
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import TracediffError
-from tracediff.model.families import build_graph, has_family
-from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.graph import Graph
+from tracediff.model.families import has_family
+from tracediff.model.model import Model
 from tracediff.model.synthetic import quantize
-from tracediff.model.weights import Weights
 from tracediff.numerics.evaluate import is_covered
 from tracediff.replay.replay import Replay
 from tracediff.replay.shapes import misshapen
@@ -95,23 +93,23 @@ def make_row(arch: str, folder: Path) -> Row:
     row = Row()
     try:
         base = tiny_models.write(arch, folder / "F32.gguf")
-        file = GGUFFile(base)
-        graph = build_graph(file)
+        model = Model(base)
+        graph = model.graph
     except (RuntimeError, TracediffError) as error:
         return Row(error=first_reason(str(error)))
-    row.ops, row.by_hand = len(graph.ops), has_family(file)
+    row.ops, row.by_hand = len(graph.ops), has_family(model.file)
     row.has_tables = any(op.kind in TABLES for op in graph)
     row.uncovered = tuple(sorted({op.kind for op in graph if not is_covered(op)}))
     for weights in WEIGHTS:
         try:
-            model = base if weights == "F32" else quantised(arch, base, weights)
+            path = base if weights == "F32" else quantised(arch, base, weights)
         except (RuntimeError, TracediffError) as error:
             row.cells[weights] = Cell(error=first_reason(str(error)))
             continue
         for flash in (False, True):
             out = folder / f"{weights}{flash}.trace"
-            row.cells[f"{weights}, flash" if flash else weights] = cell_of(model, out, flash)
-    with_torch(row, base, graph, folder)
+            row.cells[f"{weights}, flash" if flash else weights] = cell_of(path, out, flash)
+    with_torch(row, model, folder)
     return row
 
 
@@ -123,28 +121,27 @@ def quantised(arch: str, base: Path, weights: str) -> Path:
     return quantize(base, out, weights)
 
 
-def cell_of(model: Path, out: Path, flash: bool) -> Cell:
+def cell_of(path: Path, out: Path, flash: bool) -> Cell:
     """Trace a model in llama.cpp, and judge it."""
     try:
-        file = GGUFFile(model)
-        graph = build_graph(file)
-        options = Options(threads=1, flash_attn=flash)
-        LlamaCpp(model, graph, Prompt(tokens=TOKENS), out, n_decode=N_DECODE, options=options).wait()
-        return judged(Trace(out), graph, file)
+        model, options = Model(path), Options(threads=1, flash_attn=flash)
+        LlamaCpp(model, Prompt(tokens=TOKENS), out, n_decode=N_DECODE, options=options).wait()
+        return judged(Trace(out), model)
     except TracediffError as error:
         return Cell(error=first_reason(str(error)))
     except BUGS as error:
         return Cell(error=f"{type(error).__name__}: {first_reason(str(error))}")
 
 
-def judged(trace: Trace, graph: Graph, file: GGUFFile) -> Cell:
+def judged(trace: Trace, model: Model) -> Cell:
     """What replay says of every record."""
     faulty: Counter[str] = Counter()
     undecided: Counter[str] = Counter()
-    wrong, n = misshapen(trace, graph), 0
+    graph, n = model.graph, 0
+    wrong = misshapen(trace, graph)
     for step, name in wrong:
         faulty[f"{graph[name].kind} in {phase(step)}"] += 1
-    for record, local in Replay(trace.without(wrong) if wrong else trace, graph, Weights(file)).run():
+    for record, local in Replay(trace.without(wrong) if wrong else trace, graph, model.weights()).run():
         n += 1
         where = f"{graph[record.op].kind} in {phase(record.step)}"
         if local.judgement != "sound":
@@ -157,7 +154,7 @@ def phase(step: int) -> str:
     return "decode" if step else "prefill"
 
 
-def with_torch(row: Row, model: Path, graph: Graph, folder: Path) -> None:
+def with_torch(row: Row, model: Model, folder: Path) -> None:
     """Run the torch engine on what llama.cpp was fed, and compare the logits."""
     reference = folder / "F32False.trace"
     if row.cells["F32"].error:
@@ -172,14 +169,16 @@ def with_torch(row: Row, model: Path, graph: Graph, folder: Path) -> None:
     except BUGS as error:
         row.torch_error = f"{type(error).__name__}: {first_reason(str(error))}"
         return
-    last = [*graph.ops][-1]
+    last = [*model.graph.ops][-1]
     row.logits = max(nmse(*(t.values(t.ops[step, last]) for t in (r, c))) for step in r.steps)
 
 
 def nmse(reference: np.ndarray, candidate: np.ndarray) -> float:
-    """Squared error over squared signal; NaN where either is."""
+    """Squared error over squared signal of what is not the same infinity on both sides."""
     x, y = (values.astype(np.float64).ravel() for values in (reference, candidate))
-    return float(np.square(y - x).sum() / np.square(x).sum())
+    finite = np.isfinite(x) | np.isfinite(y) | (x != y)
+    x, y = x[finite], y[finite]
+    return float(np.square(y - x).sum() / np.square(x).sum()) if np.isfinite(x - y).all() else 1e99
 
 
 def first_reason(message: str) -> str:

@@ -94,7 +94,7 @@ INDEXER: Metadata = {
 }
 # K-quants have blocks of 256 in a row (ggml-common.h, QK_K).
 WIDE_ROWS: Metadata = {
-    "embedding_length": 256, "feed_forward_length": 512, "expert_feed_forward_length": 256, "ssm.inner_size": 512,
+    "embedding_length": 256, "feed_forward_length": 512, "expert_feed_forward_length": 256, "ssm.inner_size": 768,
     "features_length": 256, "posnet.embedding_length": 256, "convnext.embedding_length": 256,
 }  # fmt: skip
 EVERY_OTHER_LAYER: Metadata = {"attention.head_count_kv": [N_HEAD_KV, 0], "attention.head_count": [N_HEAD, 0]}

@@ -64,7 +64,7 @@ def compare_traces(
         held, theirs_held = rounded_weights(weights, c), rounded_weights(compare_weights(None, r, model), r)
         ours = _replayed(c, model, held, arithmetic, lambda f: progress("replay the candidate", f))
         theirs = _replayed(r, model, theirs_held, None, lambda f: progress("replay the reference", f))
-        measured = [_with_replay(op, ours, theirs) for op in measured]
+        measured = [_with_replay(op, model, ours, theirs) for op in measured]
         notes += [*theirs.notes, *ours.notes, *ours.ties(r)]
         explain = _explain(ours, progress)
     measured += _required(measured, c, model, policy)
@@ -123,27 +123,21 @@ def check_trace(
     for (step, name), record in c.ops.items():
         statistics = record_statistics(record, c)
         op = OpResult(name, step, layer_of(name), kind_of(name), "ok", None, statistics)
-        op = _with_replay(op, judged)
+        op = _with_replay(op, model, judged)
         if not op.local and op.status == "ok":
             why = "no op of this model" if record.has_data else "statistics only: there is nothing to replay"
             op = replace(op, status="unmatched", note=UNCOVERED if name in judged.uncovered else why)
         ops.append(op)
     ops += _required(ops, c, model, policy)
-    return _result(
-        ops,
-        weights,
-        None,
-        c,
-        model,
-        policy,
-        _explain(judged, progress),
-        [*_notes(c), *judged.notes, *judged.ties(None)],
-    )
+    notes = [*_notes(c), *judged.notes, *judged.ties(None)]
+    return _result(ops, weights, None, c, model, policy, _explain(judged, progress), notes)
 
 
-def _with_replay(op: OpResult, ours: "Judged", theirs: "Judged | None" = None) -> OpResult:
+def _with_replay(op: OpResult, model: "Model", ours: "Judged", theirs: "Judged | None" = None) -> OpResult:
     """What replay of either side says of the op; one of another shape than the model's is faulty by that."""
     key = op.step, op.op
+    if op.op in model.graph:  # a name alone does not tell the kind: of a feed-forward's activation there are several
+        op = replace(op, kind=model.graph[op.op].kind)
     wrong, other = ours.misshapen.get(key), theirs.misshapen.get(key) if theirs else None
     if wrong and wrong.some_tokens:
         note = f"{wrong.shapes}: if it holds some tokens, say which in its rows"

@@ -11,14 +11,16 @@ from tracediff.result import Logits, Token
 from tracediff.trace.reader import Trace
 
 if TYPE_CHECKING:
+    from tracediff.model.graph import Op
     from tracediff.model.model import Model
+    from tracediff.model.tensors import FileTensors
 
 _TOP = 8
 
 
 def compare_logits(reference: Trace, candidate: Trace, model: "Model | None" = None) -> Iterator[Logits]:
     """The distributions after the last token of each step that both sides recorded with data."""
-    texts, head = (model.vocabulary, _Head(model)) if model else (Vocabulary(), None)
+    texts, head = (model.vocabulary, _Head.of(model)) if model else (Vocabulary(), None)
     for step in sorted(reference.steps.keys() & candidate.steps.keys()):
         r, c = (trace.last_row(step, "output") for trace in (reference, candidate))
         if r is None or c is None or r.ndim != 1 or r.shape != c.shape or r.size < 2:
@@ -74,11 +76,16 @@ def _top(x: np.ndarray, log_p: np.ndarray, other: np.ndarray, texts: Vocabulary)
 class _Head:
     """The output matrix of a GGUF file: logits one by one, as products in float64."""
 
-    def __init__(self, model: "Model") -> None:
-        op = model.graph["output"]
-        self._tensors = model.tensors
+    def __init__(self, op: "Op", tensors: "FileTensors") -> None:
+        self._tensors = tensors
         self._state = op.inputs[0]
         self.name, *self._bias = (weight.name for weight in op.weights)
+
+    @classmethod
+    def of(cls, model: "Model") -> "_Head | None":
+        """None where logits are no product: of encoders, and where they are scaled or capped."""
+        op = model.graph.ops.get("output")
+        return cls(op, model.tensors) if op and op.kind == "linear" else None
 
     def given(self, tokens: Iterable[Token], step: int, trace: Trace) -> tuple[Token, ...]:
         """The tokens with the logits that the trace's own final hidden state gives them, where it was recorded."""

@@ -15,7 +15,7 @@ def of_model(graph: Graph) -> Listing:
         ("op", "shape", "kind", "weights"),
         tuple(
             (op.name, ", ".join(map(str, op.axes)), op.kind, ", ".join(weight.name for weight in op.weights))
-            for op in graph
+            for op in graph.written()
         ),
     )
 

@@ -38,7 +38,7 @@ def trace(graph: Graph, model: str, n_tokens: int) -> Iterator[str]:
         yield _line(record)
         offset, count = offset + record.nbytes, count + 1
     yield _line(Step(0, (0,) * n_tokens, tuple(range(n_tokens))))
-    for op in graph:
+    for op in graph.written():
         placed = OpRecord(step=0, op=op.name, shape=op.shape(n_tokens), dtype="f32", offset=offset)
         yield _line(placed, value=_value(op), weights=[weight.name for weight in op.weights])
         offset, count = offset + placed.nbytes, count + 1
@@ -49,7 +49,7 @@ def _alike(graph: Graph) -> Iterator[tuple[list[int], list[Op]]]:
     """Runs of layers that differ by their number alone, and the ops of the first; no layers for what is outside."""
     run: list[int] = []
     first: list[Op] = []
-    for layer, ops in ((layer, [*ops]) for layer, ops in groupby(graph, lambda op: layer_of(op.name))):
+    for layer, ops in ((layer, [*ops]) for layer, ops in groupby(graph.written(), lambda op: layer_of(op.name))):
         if layer is not None and run and _form(ops) == _form(first):
             run.append(layer)
             continue

@@ -253,11 +253,12 @@ def _reshaped(record: OpRecord, expected: tuple[int, ...], graph: "Graph", n: in
 
 def _never_written(trace: Trace, graph: "Graph") -> Iterator[Remark]:
     """Warnings: any subset of the ops will do, and the location is as close as they are."""
-    written = {op.removesuffix("_scaled") for _, op in trace.ops}
-    missing = [op.name for op in graph if op.name not in written]
+    written = {op.removesuffix("_scaled") if op.endswith("attn_scores_scaled") else op for _, op in trace.ops}
+    missing = [op.name for op in graph.written() if op.name not in written]
     last = max(trace.lines.values())
     if missing:
-        what = f"{len(missing)} of the model's {len(graph.ops)} ops were never written: {_few(_by_name(missing))}"
+        n_ops = len(graph.written())
+        what = f"{len(missing)} of the model's {n_ops} ops were never written: {_few(_by_name(missing))}"
         yield Remark(last, "warning", what, "None is required; each that is there makes the location closer.")
     norms = dict.fromkeys(weight.name for weight in graph.norm_weights())
     absent = [name for name in norms if name not in trace.weights]

@@ -158,6 +158,10 @@ class Graph:
         """The graph with these ops in place of those of the same names."""
         return replace(self, ops={**self.ops, **{op.name: op for op in ops}})
 
+    def written(self) -> list[Op]:
+        """What an engine writes of a step: all but states, which the step before wrote as what it hands on."""
+        return [op for op in self if op.kind != "state"]
+
     def norm_weights(self) -> list[Weight]:
         """The norm weights, which every engine is expected to record."""
         return [weight for op in self if op.kind in ("rms_norm", "layer_norm") for weight in op.weights]

@@ -17,7 +17,7 @@ def measure_coverage(trace: Trace, graph: "Graph", ops: Iterable[OpResult]) -> C
     """Of a replayed trace: its segments in the order of execution, and what is in none."""
     judged = [op for op in ops if op.local]
     alone = {(op.step, op.op) for op in judged if op.local and len(op.local.segment) == 1}
-    every = {(step, op.name) for step in trace.steps for op in graph}
+    every = {(step, op.name) for step in trace.steps for op in graph.written()}
     split = cache(partial(_split, graph=graph))  # steps and records share their segments
     segments = [
         Segment(op.op, op.step, x.segment, x.floor, x.resolving, x.blind, x.faulty, *split(x.segment))
