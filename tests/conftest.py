@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core: threads of several would fight over them
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import tiny_models
