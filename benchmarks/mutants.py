@@ -21,18 +21,25 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from clean_runs import table
+from second_opinion import Opinion
 
+from tracediff.diagnose.explain import Explainer
+from tracediff.diagnose.hypothesis import Hypothesis
 from tracediff.errors import TracediffError
+from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape, quantize, write_model
-from tracediff.model.weights import dequantize, raw_rows
+from tracediff.model.weights import Weights, dequantize, raw_rows
 from tracediff.pipeline import check_trace
+from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
 
 SOURCE = Path(__file__).parent.parent / "emitters/c/example_decoder.c"
@@ -325,11 +332,13 @@ class Outcome:
     cause: str = ""
     seconds: float = 0.0
     others: list[str] = field(default_factory=list)  # faulty records that nothing explains
+    tested: int = 0  # claims about its records by a second implementation
+    false: list[str] = field(default_factory=list)  # those that it does not confirm
 
     @property
     def shows(self) -> bool:
         """Whether the mutation changes what the engine computes, and the engine comes to its end."""
-        return self.what not in ("stillborn", "killed", "refused", "silent")
+        return self.what not in ("stillborn", "killed", "refused", "restated", "silent")
 
 
 def hidden_states_of(trace: Path) -> Path:
@@ -384,17 +393,20 @@ class Bench:
         self, mutant: Mutant, model: tuple[str, str], capture: str, trace: Path, place: tuple[int, str]
     ) -> Outcome:
         outcome = Outcome(mutant, model, capture, "", f"{place[0]} {place[1]}")
-        began = time.monotonic()
+        began = time.process_time()
         try:
             path = trace if capture == "all" else hidden_states_of(trace)
-            result = check_trace(path, self.folder / "-".join(model) / "model.gguf")
+            claims: dict[tuple[int, str], Hypothesis] = {}
+            with witnessed(claims):
+                result = check_trace(path, self.folder / "-".join(model) / "model.gguf")
         except TracediffError as error:
             outcome.what, outcome.said = "undecided", str(error)
             return outcome
         except Exception as error:  # what the benchmark counts
             outcome.what, outcome.said = "crashed", f"{type(error).__name__}: {error}"
             return outcome
-        outcome.seconds = time.monotonic() - began
+        outcome.seconds = time.process_time() - began
+        outcome.tested, outcome.false = self._tested(path, model, claims)
         faulty = sorted(result.faulty, key=lambda op: op.step)
         if not faulty:
             outcome.what = "missed"
@@ -405,8 +417,43 @@ class Bench:
         outcome.others = [f"{op.step} {op.op}: {op.shape}" for op in faulty[1:] if not op.cause]
         segment = first.local.segment if first.local else (first.op,)
         right = first.step == place[0] and place[1] in segment
+        if not right and self._says_so(Trace(path), model, first.step):
+            outcome.what = "restated"
+            return outcome
         outcome.what = ("explained" if first.cause else "located") if right else f"misplaced at {first.step} {first.op}"
         return outcome
+
+    def _says_so(self, made: Trace, model: tuple[str, str], until: int) -> bool:
+        """Whether a step names other positions than the unmutated engine's: it is judged by what it says of itself."""
+        clean = self.clean(model)
+        return any(made.steps[n].positions != clean.steps[n].positions for n in clean.steps if n <= until)
+
+    def _tested(
+        self, path: Path, model: tuple[str, str], claims: dict[tuple[int, str], Hypothesis]
+    ) -> tuple[int, list[str]]:
+        """How many claims a second implementation has tested, and those that it finds false."""
+        file = GGUFFile(self.folder / "-".join(model) / "model.gguf")
+        trace = Trace(path)
+        opinion = Opinion(trace, build_graph(file), Weights(file), self.folder / "claims")
+        said = {key: opinion.of(claim, trace.ops[key]) for key, claim in claims.items()}
+        false = [f"{key[0]} {key[1]}: {claims[key].parts[-1].text}" for key, true in said.items() if true is False]
+        return sum(true is not None for true in said.values()), false
+
+
+@contextmanager
+def witnessed(claims: dict[tuple[int, str], Hypothesis]) -> Iterator[None]:
+    """Notes what each record is explained by, which a result has in words only."""
+    named = Explainer._named
+
+    def noting(self: Explainer, result: OpResult, one: Any, best: Hypothesis) -> OpResult:
+        claims[result.step, result.op] = best
+        return named(self, result, one, best)
+
+    Explainer._named = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Explainer._named = named  # type: ignore[method-assign]
 
 
 def work(job: tuple[str, tuple[Mutant, tuple[str, str]], tuple[str, ...]]) -> list[Outcome]:
@@ -430,9 +477,14 @@ reference. Written in {minutes} minutes by
     {command}
 
 Of {n} mutants {stillborn} did not compile, {killed} crashed or never ended, {refused} wrote what is no trace (a
-position below 0) and were told so, and {silent} computed the same. *Located*:
+position below 0) and were told so, {restated} wrote other positions into the header of a step and computed rightly with
+these, and {silent} computed the same. *Located*:
 the first faulty record is the first that differs from the unmutated engine's. *Explained*: what the report says of it
-recomputes it to the floor."""
+recomputes it to the floor.
+
+{tested} of the solver's claims, one for each record that it explains, were tested by a second implementation
+([second_opinion.py](../benchmarks/second_opinion.py): its loops in C, run on the trace's values): {false} are false. A
+check took {median:.1f} s of one core at the median, {most:.0f} s at most."""
 _WORDS = ("explained", "located", "misplaced", "missed", "undecided", "crashed")
 
 
@@ -444,18 +496,33 @@ def share(outcomes: list[Outcome]) -> list[object]:
     return [len(outcomes), *(count[word] for word in _WORDS), *of]
 
 
+def sort_of(mutant: Mutant) -> str:
+    """Whether it is an edit of an expression, as the solver makes them, or of loops, indices, buffers or loading."""
+    if mutant.function.startswith(("read_", "allocate")):
+        return "loading and buffers"
+    if mutant.function in ("attention", "feed_forward", "forward"):
+        return "what is called with which buffer"
+    if mutant.operator in ("index", "bound", "relation", "step", "deletion", "assignment"):
+        return "loops and indices"
+    return "expressions: the solver's own sort"
+
+
 def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
     """The document."""
     ends = Counter(o.what for o in outcomes)
     shown = [o for o in outcomes if o.shows]
     head = ("mutants", "explained", "only located", *_WORDS[2:], "located, share", "explained, share")
     n = len({str(o.mutant) for o in outcomes})
-    text = [_HEAD.format(minutes=f"{seconds / 60:.0f}", command=command, n=n, **{
-        word: ends[word] for word in ("stillborn", "killed", "refused", "silent")
+    seconds_of = sorted(o.seconds for o in shown) or [0.0]
+    claims = {"tested": sum(o.tested for o in outcomes), "false": sum(len(o.false) for o in outcomes)}
+    claims |= {"median": seconds_of[len(seconds_of) // 2], "most": seconds_of[-1]}
+    text = [_HEAD.format(**claims, minutes=f"{seconds / 60:.0f}", command=command, n=n, **{
+        word: ends[word] for word in ("stillborn", "killed", "refused", "restated", "silent")
     })]  # fmt: skip
     for title, key in (
         ("By what is recorded", lambda o: o.capture),
         ("By model", lambda o: (o.capture, *o.model)),
+        ("By sort of mutation", lambda o: (o.capture, sort_of(o.mutant))),
         ("By function of the engine", lambda o: (o.capture, o.mutant.function)),
         ("By operator", lambda o: (o.capture, o.mutant.operator)),
     ):
@@ -464,6 +531,9 @@ def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
             groups.setdefault(key(o), []).append(o)
         rows = ((", ".join(k) if isinstance(k, tuple) else k, *share(v)) for k, v in groups.items())
         text.append(f"## {title}\n\n" + table(("", *head), rows))
+    false = [f"- {o.mutant}, {'-'.join(o.model)}: {said}" for o in outcomes for said in o.false]
+    if false:
+        text.append("## False claims\n\n" + "\n".join(false))
     rest = [o for o in shown if o.what != "explained"]
     rows = ((o.capture, "-".join(o.model), f"`{o.mutant}`".replace("|", "\\|"), o.what, o.place, o.said) for o in rest)
     text.append(

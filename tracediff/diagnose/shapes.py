@@ -7,7 +7,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.solve.regions import around
+
 _CLOSE = 1e-6  # NMSE that a stated relation may leave
+_WRONG = 1e-4  # of the largest value: what is off by more is called wrong
+_ALIKE = 100.0  # times the median share that a rounded value is off by
+_MULTIPLES = 8  # values of a slice that can tell that it is one
 
 
 def describe(recorded: Tensor, exact: Tensor, axes: tuple[str, ...]) -> str:
@@ -18,26 +23,66 @@ def describe(recorded: Tensor, exact: Tensor, axes: tuple[str, ...]) -> str:
 def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     finite = torch.isfinite(y)
     if not bool(finite.all()):
-        where = tuple(int(i) for i in torch.nonzero(~finite)[0])
-        yield f"{int((~finite).sum())} of {y.numel()} values are NaN or Inf, the first at {list(where)}"
+        yield f"{int((~finite).sum())} of {y.numel()} values are NaN or Inf{_in_region(~finite, axes)}"
+        right = finite & ((y - x).abs() <= _CLOSE * x.abs().amax())
+        yield "the others are right" if bool((right == finite).all()) and bool(finite.any()) else "the others are not"
         return
     if not bool(y.any()):
         yield "all values are zero"
         return
     ratio = float((y * x).sum() / x.square().sum().clamp(min=1e-300))
     off, scaled = _nmse(y, x), _nmse(y, ratio * x)
-    if scaled > 0.5 * off and off < _CLOSE:  # the ratio explains none of it
+    if scaled > 0.5 * off and off < _CLOSE and _of_each_value(y, x):  # the ratio explains none of it
         yield f"right up to {math.sqrt(off):.0e} of it, as if rounded when it was recorded: record float32"
         return
-    if scaled < _CLOSE:
+    if scaled < _CLOSE and scaled < 0.5 * off:
         yield f"every value is {ratio:.6g} times what it should be{_name_ratio(ratio, x)}"
         return
     difference = y - x
     if y.ndim >= 2 and len(y) > 2 and _nmse(difference, difference.mean(0, keepdim=True).expand_as(difference)) < 1e-4:
         yield "the same vector is added for every token, as a bias would be"
+    yield from _multiples(y, x, axes)
     yield from _places(difference, x, axes)
     if y.ndim >= 2 and _same_values(y, x):
         yield from _permutation(y, x, axes)
+    yield from _size(y, x)
+
+
+def _of_each_value(y: Tensor, x: Tensor) -> bool:
+    """Whether each value is off by alike shares of itself: rounding is, a few wrong ones among many are not."""
+    shares = ((y - x).abs() / x.abs().clamp(min=1e-300))[x != 0]
+    return bool(shares.numel()) and float(shares.max()) <= _ALIKE * float(shares.median())
+
+
+def _in_region(mask: Tensor, axes: tuple[str, ...]) -> str:
+    """Where in the op's axes they all are; empty where that is everywhere."""
+    if bool(mask.all()):
+        return ""
+    regions = around(mask.cpu().numpy())
+    return f", all in {regions[0].words(axes)}" if regions and len(axes) == mask.ndim else ""
+
+
+def _multiples(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
+    """Slices along an axis that are each a multiple of what they should be."""
+    for axis, name in enumerate(axes):
+        a, b = (v.movedim(axis, 0).flatten(1) for v in (x, y))
+        if a.shape[1] < _MULTIPLES:
+            continue
+        ratios = (a * b).sum(1) / a.square().sum(1).clamp(min=1e-300)
+        if _nmse(b, ratios[:, None] * a) < _CLOSE:
+            least, most = float(ratios.min()), float(ratios.max())
+            yield f"each {name} is a multiple of what it should be, {least:.4g} to {most:.4g} times"
+            return
+
+
+def _size(y: Tensor, x: Tensor) -> Iterator[str]:
+    """How large what is wrong is, and how alike to what is right."""
+    wrong = (y - x).abs() > _WRONG * x.abs().amax()
+    a, b = x[wrong], y[wrong]
+    sizes = [float(v.square().mean().sqrt()) for v in (a, b)]
+    if wrong.any() and all(sizes):
+        cosine = float((a * b).mean()) / (sizes[0] * sizes[1])
+        yield f"there the rms is {sizes[1]:.4g} where it should be {sizes[0]:.4g}, and the correlation is {cosine:.2f}"
 
 
 def _nmse(a: Tensor, b: Tensor) -> float:
@@ -57,7 +102,7 @@ def _name_ratio(ratio: float, x: Tensor) -> str:
 def _places(difference: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     """Along which axes the error is confined."""
     size = difference.abs()
-    wrong = size > 1e-4 * x.abs().amax().clamp(min=1e-300)
+    wrong = size > _WRONG * x.abs().amax().clamp(min=1e-300)
     for axis, name in enumerate(axes):
         bad = torch.nonzero(wrong.movedim(axis, 0).flatten(1).any(1)).flatten()
         if 0 < len(bad) < x.shape[axis]:

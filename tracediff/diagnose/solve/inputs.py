@@ -3,8 +3,13 @@
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.variant import Priced, Read, Variant
+from tracediff.names import split
+
+_CACHED = ("attn_k", "attn_k_norm", "attn_k_rope", "attn_v")  # what engines cache, or may by mistake
 
 
 def variants(problem: Problem) -> Iterator[Priced]:
@@ -20,3 +25,23 @@ def variants(problem: Problem) -> Iterator[Priced]:
             if other != Read(belongs):
                 words = f"{verb} {other.words(op)} where {Read(belongs).words(op)} belongs"
                 yield Priced(Variant(words, problem.loops.source, arrays=((name, other),)), bits)
+
+
+def cached(problem: Problem) -> Iterator[Priced]:
+    """What an op reads from the cache of earlier steps is another value: of another layer, or of another buffer that
+    these steps wrote; or 0.
+    """
+    op, loops = problem.op, problem.loops
+    name = {"scores": "k", "weighted_values": "v"}.get(op.kind, "")
+    if not name or "past" not in loops.arrays or not loops.arrays["past"].take(np.array([0]))[0]:
+        return
+    own = op.inputs[1]
+    right, place = f"= {name}[c * width + i]", "c * width + i"
+    what = f"cached {Read(own).words(op)}, of steps before this,"
+    yield Priced(Variant(f"{what} counts as 0", loops.source.replace(right, f"{right} if c >= past[0] else 0")), 4.0)
+    layers = [Read(reader.name, "all") for reader in problem.graph if split(reader.name)[1] in _CACHED]
+    others = [read for read in (*layers, *(Read(n, "before") for n in problem.names)) if read.name != own]
+    for other in others:
+        source = loops.source.replace(right, f"{right} if c >= past[0] else other[{place}]")
+        words = f"{what} is {Read(other.name).words(op)}"
+        yield Priced(Variant(words, source, arrays=(("other", other),)), 2.0 + math.log2(len(others)))

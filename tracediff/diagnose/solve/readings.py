@@ -34,7 +34,9 @@ _RUN, _ELEMENT = 30.0, 40.0  # bits of a run of rows, and of one element
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows `first` to `last` of a weight are read in `tensor` from number `start` on, `step` further on each."""
+    """Rows `first` to `last` of a weight are read in `tensor` from number `start` on, `step` further on each; without a
+    tensor they are 0.
+    """
 
     first: int
     last: int
@@ -55,6 +57,9 @@ class Reading:
         values = dequantize(info, raw_rows(file, info)).reshape(info.shape).clone()
         n = info.shape[-1]
         for run in self.rows:
+            if not run.tensor:
+                values[run.first : run.last + 1] = 0
+                continue
             other = file.tensors[run.tensor]
             numbers = dequantize(other, raw_rows(file, other)).flatten()
             starts = run.start + run.step * torch.arange(run.last - run.first + 1)
@@ -128,24 +133,28 @@ def _runs(known: _Known, info: TensorInfo, problem: Problem) -> tuple[Rows, ...]
     numbers = dequantize(info, raw_rows(problem.weights.file, info)).flatten().double().numpy()
     n = known.x.shape[1]
     mix = np.random.default_rng(0).standard_normal((_MIXES, len(known.x)))
-    inputs, sought = mix @ known.x, (mix @ known.y)[:, known.wrong]
+    zero = known.wrong[~known.y[:, known.wrong].any(0)]
+    wrong = np.setdiff1d(known.wrong, zero)
+    if not len(wrong):
+        return ()
+    inputs, sought = mix @ known.x, (mix @ known.y)[:, wrong]
     before = n + _PAGE
     padded = np.concatenate((np.zeros(before), numbers, np.zeros(n)))
     close = _CLOSE * np.abs(mix @ known.y).max(1)
     first = _correlated(padded, inputs[0])
-    some = np.linspace(0, len(known.wrong) - 1, min(4, len(known.wrong))).astype(int)
+    some = np.linspace(0, len(wrong) - 1, min(4, len(wrong))).astype(int)
     if any(np.abs(first - sought[0, i]).min() > close[0] for i in some):  # nor would it be by the other sums
         return ()
     made = np.stack([first, *(_correlated(padded, one) for one in inputs[1:])])
     order = np.argsort(made[0], kind="stable")
     starts: list[int] = []
-    for i in range(len(known.wrong)):
+    for i in range(len(wrong)):
         expected = starts[-1] + (starts[-1] - starts[-2]) if len(starts) > 1 else -1
         place = _place(made, order, sought[:, i], close, expected)
         if place is None:
             return ()
         starts.append(place)
-    return _joined(known.wrong, np.array(starts) - before, info.name, n)
+    return (*_joined(wrong, np.array(starts) - before, info.name, n), *_zeros(zero))
 
 
 def _correlated(numbers: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -187,12 +196,23 @@ def _joined(rows: np.ndarray, starts: np.ndarray, tensor: str, n: int) -> tuple[
     return tuple(found) if len(found) <= _RUNS else ()
 
 
+def _zeros(rows: np.ndarray) -> tuple[Rows, ...]:
+    """Runs of rows that are 0."""
+    ends = np.flatnonzero(np.diff(rows, append=-1) != 1)
+    starts = [0, *(ends[:-1] + 1)] if len(rows) else []
+    return tuple(Rows(int(rows[a]), int(rows[b]), "", 0, 0) for a, b in zip(starts, ends, strict=True))
+
+
 def _words_of_rows(runs: tuple[Rows, ...], op: Op) -> str:
     return "; ".join(_of_run(run, op) for run in runs)
 
 
 def _of_run(run: Rows, op: Op) -> str:
     """As in "channels 256 to 767 are computed with rows 0 to 511 of ffn_gate.weight"."""
+    if not run.tensor:
+        one = run.first == run.last
+        which = f"channel {run.first} has its" if one else f"channels {run.first} to {run.last} have their"
+        return f"{which} weights at 0"
     n, count = op.weights[0].shape[-1], run.last - run.first + 1
     tensor = Read(run.tensor).words(op)
     channels = f"channel {run.first} is" if count == 1 else f"{plural('channel')} {run.first} to {run.last} are"

@@ -68,6 +68,9 @@ def _solved(problem: Problem, priced: Priced) -> Solved | None:
             return None
         if len(untold):
             words += f" ({some(len(untold), 'value')} made of what lies beyond cannot be told: it is not in the trace)"
+    wrong = problem.recorded[problem.wrong]
+    if not np.isfinite(wrong).any():  # many formulas make these: this one does, and needs fewest words
+        words = f"{'all' if problem.wrong.all() else len(wrong)} values are NaN or Inf, as if {words}"
     op = priced.variant.op(problem.op, problem.loops.loops, beyond=len(unknown) > 0)
     return Solved(op, words, priced.bits, priced.fitted)
 
@@ -84,6 +87,7 @@ def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
     yield from numbers.variants(problem, look)
     yield from numbers.positions(problem)
     yield from inputs.variants(problem)
+    yield from inputs.cached(problem)
     yield from tensors.variants(problem)
     yield from formulas.variants(problem)
 

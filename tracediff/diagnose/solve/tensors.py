@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.variant import Priced, Read, Variant
 from tracediff.model.graph import Weight
+from tracediff.names import layer_of
 
 
 def variants(problem: Problem) -> Iterator[Priced]:
     """One weight is another tensor, read as flat numbers with the op's own strides."""
     tensors = problem.weights.file.tensors
+    layer = layer_of(problem.op.name)
     bits = math.log2(max(2, len(tensors)))
     for name, weight in zip(problem.loops.loops.weights, problem.op.weights, strict=False):
         for info in tensors.values():
-            if info.name != weight.name and (len(info.shape) == 2) == (len(weight.shape) == 2):
+            alike = (len(info.shape) == 2) == (len(weight.shape) == 2) or layer_of(info.name) == layer
+            if info.name != weight.name and alike:
                 names = [Read(one).words(problem.op) for one in (info.name, weight.name)]
                 words = f"uses {names[0]} where {names[1]} belongs"
                 other = Weight(info.name, info.shape)
