@@ -35,6 +35,7 @@ from tracediff.model.families import has_family
 from tracediff.model.model import Model
 from tracediff.model.synthetic import quantize
 from tracediff.numerics.evaluate import is_covered
+from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.replay.shapes import misshapen
 from tracediff.trace.reader import Trace
@@ -141,7 +142,8 @@ def judged(trace: Trace, model: Model) -> Cell:
     wrong = misshapen(trace, graph)
     for step, name in wrong:
         faulty[f"{graph[name].kind} in {phase(step)}"] += 1
-    for record, local in Replay(trace.without(wrong) if wrong else trace, graph, model.weights()).run():
+    replay = Replay(trace.without(wrong) if wrong else trace, graph, model.weights())
+    for _, record, local in judge_all([replay]):
         n += 1
         where = f"{graph[record.op].kind} in {phase(record.step)}"
         if local.judgement != "sound":

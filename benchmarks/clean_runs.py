@@ -32,6 +32,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import DEMO, Shape, quantize, write_model
 from tracediff.model.weights import Weights
 from tracediff.names import split
+from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.result import Local
 from tracediff.trace.reader import Trace
@@ -186,7 +187,7 @@ def locals_of(run: Run, folder: Path) -> Iterator[Judged]:
     trace = Trace(out)
     if wanted == "logits":
         trace.ops = {key: record for key, record in trace.ops.items() if record.op == "output"}
-    for record, local in Replay(trace, graph, Weights(file, keep_bytes=1 << 28)).run():
+    for _, record, local in judge_all([Replay(trace, graph, Weights(file, keep_bytes=1 << 28))]):
         whole = {"ffn_residual": "whole layer", "output": "whole model"}.get(split(record.op)[1])
         segment = whole if len(local.segment) > 1 else None
         yield segment or graph[record.op].kind, record.op, record.step, local

@@ -40,6 +40,7 @@ from tracediff.model.synthetic import Shape, quantize, write_model
 from tracediff.model.weights import Weights
 from tracediff.names import kind_of, layer_of
 from tracediff.numerics.arithmetic import Scheme, scheme_named
+from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
@@ -130,7 +131,10 @@ class Bench:
     def judged(self, trace: Trace) -> list[OpResult]:
         """The trace's ops, judged and explained."""
         replay = Replay(trace, self.graph, self.weights)
-        ops = [OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for r, local in replay.run()]
+        ops = [
+            OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local)
+            for _, r, local in judge_all([replay])
+        ]
         return Explainer(replay).explain(judge(ops, Policy()))
 
     def missed(self, changed: dict[str, Op], faulty: list[OpResult], capture: str) -> list[str]:
@@ -149,7 +153,7 @@ class Bench:
         """Whether any record of the clean trace would differ beyond its floor if the engine computed these ops so."""
         replay = Replay(clean, self.graph, self.weights)
         touched = {op.name for op in changed}
-        for record, local in replay.run():
+        for _, record, local in judge_all([replay]):
             if touched & set(local.segment) and replay.under(record, changed).faulty:
                 return True
         return False

@@ -29,6 +29,7 @@ from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.weights import Weights
 from tracediff.pipeline import compare_traces
+from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import Statistics
 from tracediff.trace.reader import Trace
@@ -168,7 +169,7 @@ def exercise(path: Path, seed: Seed, replay: bool) -> str:
         verdict = compare_traces(seed.reference, path).verdict
         if replay and seed.model:
             file = GGUFFile(seed.model)
-            list(Replay(trace, build_graph(file), Weights(file)).run())
+            list(judge_all([Replay(trace, build_graph(file), Weights(file))]))
     except TracediffError:
         return "read, and refused by compare or check"
     return f"read, {verdict}"

@@ -269,6 +269,7 @@ def trace(data: bytes, folder: Path) -> None:
     from tracediff.model.gguf_file import GGUFFile
     from tracediff.model.weights import Weights
     from tracediff.pipeline import compare_traces
+    from tracediff.replay.judging import judge_all
     from tracediff.replay.replay import Replay
     from tracediff.report.json_report import render as render_json
     from tracediff.report.terminal import render
@@ -282,7 +283,7 @@ def trace(data: bytes, folder: Path) -> None:
     render_json(result)
     Console(file=io.StringIO(), width=80).print(render(result, 80))
     file = GGUFFile(model)
-    list(Replay(Trace(path), build_graph(file), Weights(file)).run())
+    list(judge_all([Replay(Trace(path), build_graph(file), Weights(file))]))
 
 
 TARGETS = {

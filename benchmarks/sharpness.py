@@ -21,6 +21,7 @@ from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.weights import Weights
+from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord, Rows, Values
 from tracediff.trace.reader import Trace
@@ -100,7 +101,7 @@ def findings(weights: str, folder: Path) -> Iterator[Finding]:
     out = folder / f"{weights}.trace"
     LlamaCpp(model, Prompt(tokens=tokens_of(LENGTH, graph.hparams.n_vocab)), out).wait()
     trace, kept = Perturbed(out), Weights(file, keep_bytes=1 << 30)
-    clean = {record.op: local for record, local in Replay(trace, graph, kept).run()}
+    clean = {record.op: local for _, record, local in judge_all([Replay(trace, graph, kept)])}
     for op in OPS:
         record, local = trace.ops[0, op], clean[op]
         if local.faulty:

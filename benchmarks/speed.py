@@ -170,6 +170,7 @@ def replay(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     from tracediff.model.families import build_graph
     from tracediff.model.gguf_file import GGUFFile
     from tracediff.model.weights import Weights
+    from tracediff.replay.judging import judge_all
     from tracediff.replay.replay import Replay
     from tracediff.trace.reader import Trace
 
@@ -180,7 +181,7 @@ def replay(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
         trace_torch(model, folder / "f64.trace", TorchOptions(dtype="f64", capture="stats"), TOKENS)
 
     def judge() -> None:
-        for _ in Replay(Trace(path), build_graph(file), Weights(file, torch.float64)).run():
+        for _ in judge_all([Replay(Trace(path), build_graph(file), Weights(file, torch.float64))]):
             pass
 
     theirs, ours = least(forward, judge, repeats=5)

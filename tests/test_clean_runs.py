@@ -20,6 +20,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import scheme_named
+from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
@@ -265,7 +266,8 @@ def tokens_of(length: int) -> tuple[int, ...]:
 def judged(path: Path, model: Path) -> list[tuple[Any, Any]]:
     """Every record with its local error; each op of each step must be among them."""
     file, trace = GGUFFile(model), Trace(path)
-    records = list(Replay(trace, build_graph(file), Weights(file, keep_bytes=1 << 28)).run())
+    replay = Replay(trace, build_graph(file), Weights(file, keep_bytes=1 << 28))
+    records = [(record, local) for _, record, local in judge_all([replay])]
     assert len(records) == len(trace.ops)
     return records
 

@@ -28,6 +28,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.names import NAMES
+from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import STORAGE, End, Header, OpRecord, Step, Values, Weight, decode, to_float
 from tracediff.trace.reader import Trace
@@ -344,8 +345,8 @@ def test_decoder_is_faulty_exactly_where_its_fault_is(
     file = GGUFFile(model / "model.gguf")
     graph = build_graph(file)
     trace = Trace(tmp_path / "out.trace")
-    judged = list(Replay(trace, graph, Weights(file)).run())
-    faulty = {(record.step, record.op) for record, local in judged if local.faulty}
+    judged = list(judge_all([Replay(trace, graph, Weights(file))]))
+    faulty = {(record.step, record.op) for _, record, local in judged if local.faulty}
     assert faulty == {(step, f"blk.{n}.{op}") for step, op in FAULTS[fault] for n in range(2)}
     assert len(judged) == 3 * len(graph.ops)
     assert list(trace.ops) == [(step, op.name) for step in STEPS for op in graph]

@@ -30,6 +30,7 @@ from tracediff.numerics.arithmetic import SCHEMES, Arithmetic, in_words, scheme_
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import check_trace, compare_traces
+from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.report.terminal import render
 from tracediff.result import Result
@@ -365,8 +366,8 @@ def test_a_mistake_in_a_trace_written_in_half_precision_is_found(capture: str, m
     model = models(SHAPE, "F32")
     trace = traced(model, tmp_path / "short.trace", change=mistaken, written=torch.float16, capture=capture)
     file = GGUFFile(model)
-    judged = Replay(Trace(trace), build_graph(file), Weights(file)).run()
-    assert [(r.step, r.op) for r, local in judged if local.faulty] == [(n, "blk.1.ffn_residual") for n in range(3)]
+    judged = judge_all([Replay(Trace(trace), build_graph(file), Weights(file))])
+    assert [(r.step, r.op) for _, r, local in judged if local.faulty] == [(n, "blk.1.ffn_residual") for n in range(3)]
 
 
 # ---- names

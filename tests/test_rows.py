@@ -15,6 +15,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.names import wanted
+from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import BLIND
 from tracediff.trace.data import Stored
@@ -88,7 +89,7 @@ def test_every_partial_record_is_judged(models: Models, llama_cpp_trace: Callabl
     model = models("k-quants", "Q4_K_M")
     trace = Trace(trim(llama_cpp_trace(model), tmp_path / "partial.trace", last_token))
     file = GGUFFile(model)
-    judged = {(r.step, r.op): local for r, local in Replay(trace, build_graph(file), Weights(file)).run()}
+    judged = {(r.step, r.op): local for _, r, local in judge_all([Replay(trace, build_graph(file), Weights(file))])}
     assert set(judged) == set(trace.ops)
     assert not [key for key, local in judged.items() if local.faulty]
     for (step, op), local in judged.items():
@@ -114,8 +115,8 @@ def test_a_mistake_in_the_last_row_is_found(
         with partial.with_suffix(".bin").open("r+b") as data:
             data.seek(record.offset or 0)
             data.write(values.tobytes())
-        judged = Replay(Trace(partial), build_graph(file), Weights(file)).run()
-        faulty = {(r.step, r.op): local for r, local in judged if local.faulty}
+        judged = judge_all([Replay(Trace(partial), build_graph(file), Weights(file))])
+        faulty = {(r.step, r.op): local for _, r, local in judged if local.faulty}
         first = next(iter(faulty))
         assert first == (0, op)
         assert record.rows
@@ -352,6 +353,6 @@ def test_a_deep_model_of_which_only_logits_were_recorded(
         writer.step(0, TOKENS, range(len(TOKENS)))
         writer.op(0, "output", full.values(full.ops[0, "output"], LAST), "f32", LAST)
     file = GGUFFile(model)
-    ((_, local),) = Replay(Trace(tmp_path / "logits.trace"), build_graph(file), Weights(file)).run()
+    ((_, _, local),) = judge_all([Replay(Trace(tmp_path / "logits.trace"), build_graph(file), Weights(file))])
     assert not local.faulty
     assert len(local.segment) > 600

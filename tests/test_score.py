@@ -21,6 +21,7 @@ from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.pipeline import check_trace
+from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import Explanation, judge
 from tracediff.trace.reader import Trace
@@ -87,7 +88,7 @@ def test_the_plan_is_printed_and_judging_needs_no_order(models: Any, torch_trace
     path = torch_trace(model, faults=("attention_scale@1",), dtype="bf16")
     file = GGUFFile(model)
     replays = [Replay(Trace(path), build_graph(file), Weights(file)) for _ in range(2)]
-    forwards = {(r.step, r.op): local for r, local in replays[0].run()}
+    forwards = {(r.step, r.op): local for _, r, local in judge_all(replays[:1])}
     backwards = {key: replays[1].judge(record) for key, record in reversed(replays[1].trace.ops.items())}
     assert {key: local.judgement for key, local in forwards.items()} == {
         key: local.judgement for key, local in backwards.items()
@@ -95,7 +96,11 @@ def test_the_plan_is_printed_and_judging_needs_no_order(models: Any, torch_trace
     assert {key: local.arithmetic for key, local in forwards.items()} == {
         key: local.arithmetic for key, local in backwards.items()
     }
-    assert [line.partition(" (")[0] for line in replays[0].plan.lines()][:3] == ["embedding", "rms_norm", "linear"]
+    assert [line.partition(" (")[0] for line in replays[0].plan.lines()][:3] == [
+        "embedding",
+        "rms_norm",
+        "linear with Q4_K weights and biases",
+    ]
 
 
 def _traced(graph: Graph, file: GGUFFile, path: Path) -> Path:

@@ -31,6 +31,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import kind_of, layer_of
 from tracediff.numerics.arithmetic import EXACT
 from tracediff.numerics.evaluate import evaluate
+from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
@@ -188,7 +189,9 @@ def explained(path: Path, folder: Path, changed: Callable[[Graph], Op]) -> list[
         engine.run(0, StepInput(PROMPT, tuple(range(len(PROMPT)))), Recorder(writer, "all"))
         engine.run(1, StepInput((DECODED,), (len(PROMPT),)), Recorder(writer, "all"))
     replay = Replay(Trace(folder / "t.trace"), graph, Weights(file))
-    ops = [OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for r, local in replay.run()]
+    ops = [
+        OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for _, r, local in judge_all([replay])
+    ]
     return [op for op in Explainer(replay).explain(judge(ops, Policy())) if op.status == "faulty"]
 
 

@@ -1,7 +1,7 @@
 """The arrow diagram as code: traces -> align -> compare -> replay -> judge -> diagnose -> result."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ def compare_traces(
     model: "Path | Model | None" = None,
     policy: Policy | None = None,
     arithmetic: str | None = None,
+    workers: int = 1,
     progress: Progress = lambda stage, fraction: None,
 ) -> Result:
     """The candidate's trace against the reference's; with the model, every op of both is replayed too."""
@@ -62,8 +63,8 @@ def compare_traces(
         refuse_another_model(c, model)
         refuse_another_model(r, model)
         held, theirs_held = rounded_weights(weights, c), rounded_weights(compare_weights(None, r, model), r)
-        ours = _replayed(c, model, held, arithmetic, lambda f: progress("replay the candidate", f))
-        theirs = _replayed(r, model, theirs_held, None, lambda f: progress("replay the reference", f))
+        sides = (c, held, arithmetic), (r, theirs_held, None)
+        ours, theirs = _replayed(model, sides, workers, progress)
         measured = [_with_replay(op, model, ours, theirs) for op in measured]
         notes += [*theirs.notes, *ours.notes, *ours.ties(r)]
         explain = _explain(ours, progress)
@@ -111,6 +112,7 @@ def check_trace(
     *,
     policy: Policy | None = None,
     arithmetic: str | None = None,
+    workers: int = 1,
     progress: Progress = lambda stage, fraction: None,
 ) -> Result:
     """One trace judged by replay alone."""
@@ -118,7 +120,7 @@ def check_trace(
     policy.check([*(op for _, op in c.ops), *_required_of(model, policy)])
     refuse_another_model(c, model)
     weights = list(compare_weights(None, c, model))
-    judged = _replayed(c, model, rounded_weights(weights, c), arithmetic, lambda f: progress("replay", f))
+    (judged,) = _replayed(model, [(c, rounded_weights(weights, c), arithmetic)], workers, progress)
     ops = []
     for (step, name), record in c.ops.items():
         statistics = record_statistics(record, c)
@@ -131,6 +133,23 @@ def check_trace(
     ops += _required(ops, c, model, policy)
     notes = [*_notes(c), *judged.notes, *judged.ties(None)]
     return _result(ops, weights, None, c, model, policy, _explain(judged, progress), notes)
+
+
+def plan_traces(
+    traces: Sequence[tuple[Path, str | None]], model: "Path | Model", progress: Callable[[float], None]
+) -> Iterator[str]:
+    """How the records of each trace would be recomputed, given its arithmetic or None, in lines for a reader."""
+    from tracediff.replay.judging import Subject, replays_of
+
+    model = opened(model)
+    for done, (path, arithmetic) in enumerate(traces):
+        trace = Trace(path)
+        refuse_another_model(trace, model)
+        held = rounded_weights(compare_weights(None, trace, model), trace)
+        (replay,) = replays_of(model, [Subject(trace, held, arithmetic)])
+        yield f"{path}: how each sort of record is recomputed from what was recorded of its inputs"
+        yield from (f"  {line}" for line in replay.plan.lines())
+        progress((done + 1) / len(traces))
 
 
 def _with_replay(op: OpResult, model: "Model", ours: "Judged", theirs: "Judged | None" = None) -> OpResult:
@@ -230,16 +249,16 @@ def _side(trace: Trace) -> Side:
 
 
 def _replayed(
-    trace: Trace,
     model: "Model",
-    held: Mapping[str, np.ndarray],
-    arithmetic: str | None,
-    progress: Callable[[float], None],
-) -> "Judged":
+    sides: Iterable[tuple[Trace, Mapping[str, np.ndarray], str | None]],
+    workers: int,
+    progress: Progress,
+) -> "list[Judged]":
     """Replay needs torch, which `compare` without a model does without."""
     from tracediff.diagnose.explain import replay_and_explain
+    from tracediff.replay.judging import Subject
 
-    return replay_and_explain(trace, model, held, arithmetic, progress)
+    return replay_and_explain(model, [Subject(*side) for side in sides], workers, lambda f: progress("replay", f))
 
 
 def _explain(judged: "Judged", progress: Progress) -> Explain:

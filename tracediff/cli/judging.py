@@ -1,13 +1,25 @@
 """The commands that judge traces: `compare`, `self`, `check`."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracediff.cli.options import Allow, ArithmeticOption, Json, Require, Resolve, Tolerance, policy_of
-from tracediff.cli.output import check_json, progress_bars, report, show
+from tracediff.cli.options import (
+    Allow,
+    ArithmeticOption,
+    Json,
+    Require,
+    Resolve,
+    ShowPlan,
+    Tolerance,
+    Workers,
+    policy_of,
+)
+from tracediff.cli.output import MATCH, check_json, progress_bars, report, show
 from tracediff.errors import TracediffError
+from tracediff.printable import printable
 
 if TYPE_CHECKING:
     from tracediff.judge import Policy
@@ -23,6 +35,8 @@ def compare(
     require: Require = None,
     allow: Allow = None,
     resolve: Resolve = None,
+    workers: Workers = 1,
+    plan: ShowPlan = False,
     json: Json = None,
 ) -> int:
     """Compare two traces, or three: op by op with the model, by drift alone without."""
@@ -30,15 +44,28 @@ def compare(
 
     check_json(json, reference, candidate, third, model)
     policy = policy_of(tolerance, allow, require, resolve)
+    if plan:
+        return _show_plan([(reference, None), (candidate, arithmetic)], model, third)
     if third:
         return _compare_three((reference, candidate, third), model, policy, arithmetic, json)
     if arithmetic and not model:
         raise TracediffError("--arithmetic is that of the replay, which needs the GGUF file: give --model as well.")
     with progress_bars() as progress:
         result = compare_traces(
-            reference, candidate, model=model, policy=policy, arithmetic=arithmetic, progress=progress
+            reference, candidate, model=model, policy=policy, arithmetic=arithmetic, workers=workers, progress=progress
         )
     return report(result, json)
+
+
+def _show_plan(traces: list[tuple[Path, str | None]], model: Path | None, third: Path | None = None) -> int:
+    from tracediff.pipeline import plan_traces
+
+    if model is None or third:
+        raise TracediffError("--plan is that of the replay of one or two traces, which needs the GGUF file (--model).")
+    with progress_bars() as progress:
+        lines = [*plan_traces(traces, model, lambda fraction: progress("plan", fraction))]
+    sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
+    return MATCH
 
 
 def _compare_three(
@@ -76,13 +103,17 @@ def check(
     arithmetic: ArithmeticOption = None,
     require: Require = None,
     resolve: Resolve = None,
+    workers: Workers = 1,
+    plan: ShowPlan = False,
     json: Json = None,
 ) -> int:
     """Judge one trace by replay alone: no reference needed."""
     from tracediff.pipeline import check_trace
 
     check_json(json, trace, model)
+    if plan:
+        return _show_plan([(trace, arithmetic)], model)
     with progress_bars() as progress:
         policy = policy_of(require=require, resolve=resolve)
-        result = check_trace(trace, model, policy=policy, arithmetic=arithmetic, progress=progress)
+        result = check_trace(trace, model, policy=policy, arithmetic=arithmetic, workers=workers, progress=progress)
     return report(result, json)

@@ -42,6 +42,12 @@ Allow = Annotated[
 Resolve = Annotated[
     float | None, typer.Option(help="NMSE of a mistake that must show in every op: where it would not, undecided.")
 ]
+Workers = Annotated[
+    int, typer.Option(min=1, help="Processes that judge, each with the memory of one; the result is the same.")
+]
+ShowPlan = Annotated[
+    bool, typer.Option("--plan", help="Say how each sort of record would be recomputed, and judge nothing.")
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
 Threads = Annotated[int, typer.Option(min=1, help="llama.cpp: threads.")]
 Ctx = Annotated[int, typer.Option(min=0, help="llama.cpp: context size; 0 for what is needed.")]

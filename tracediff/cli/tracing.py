@@ -30,6 +30,7 @@ from tracediff.cli.options import (
     Tokens,
     Tolerance,
     UBatch,
+    Workers,
     policy_of,
 )
 from tracediff.cli.output import DIVERGED, MATCH, check_json, progress_bars, report, say
@@ -88,6 +89,7 @@ def run(
     require: Require = None,
     allow: Allow = None,
     resolve: Resolve = None,
+    workers: Workers = 1,
     save: Annotated[Path | None, typer.Option(help="Keep the traces in this folder.")] = None,
     json: Json = None,
     threads: Threads = 2,
@@ -114,7 +116,7 @@ def run(
     with _folder(save) as folder:
         torch: dict[str, Any] = {"dtype": dtype, "device": device, "capture": capture, "arithmetic": arithmetic}
         torch["faults"] = tuple(fault or ())
-        result = _trace_both(opened, given, folder, _written(save), decode, options, policy, **torch)
+        result = _trace_both(opened, given, folder, _written(save), decode, options, policy, workers, **torch)
     return report(result, json)
 
 
@@ -126,6 +128,7 @@ def _trace_both(
     n_decode: int,
     options: "Options",
     policy: "Policy",
+    workers: int = 1,
     **torch: Any,
 ) -> "Result":
     """Trace llama.cpp with `options`, then torch with the options `torch` on the same tokens, and compare."""
@@ -153,7 +156,7 @@ def _trace_both(
         with written(candidate) as path:
             trace_torch(model, path, torch_options, steps=steps, progress=lambda f: progress("torch", f))
         replayed = None if capture == "stats" else model
-        return compare_traces(reference, candidate, model=replayed, policy=policy, progress=progress)
+        return compare_traces(reference, candidate, model=replayed, policy=policy, workers=workers, progress=progress)
 
 
 # Of which engines `trace` takes an option; what is in none of these is for all.

@@ -4,11 +4,9 @@ Records of one kind are explained together: a mistake is looked for in one of th
 looked for again in what that leaves. So a mistake has the same numbers wherever it is.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-
-import numpy as np
 
 from tracediff.diagnose.hypothesis import (
     IN_SOME,
@@ -28,12 +26,13 @@ from tracediff.diagnose.shapes import describe
 from tracediff.diagnose.solve.solver import explanations
 from tracediff.model.model import Model
 from tracediff.names import split
-from tracediff.numerics.arithmetic import scheme_named
 from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.choices import refuse_no_choice, ties
+from tracediff.replay.judging import Subject, judge_all, layers, replays_of
 from tracediff.replay.replay import Replay
 from tracediff.replay.shapes import Misshapen, misshapen
+from tracediff.replay.workers import judge_in_processes
 from tracediff.result import Cause, Local, OpResult
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
@@ -51,7 +50,6 @@ _COMPARED = 3  # records of a kind that choose between what explains the first o
 # With 4e7 on two cores it took a minute.
 _ONE_BY_ONE = 2e8
 _UNTRIED = "mistakes were tried in all layers alike, not in one alone: record hidden states to find the layer"
-_KEEP = 128 << 20  # bytes of weights that stay dequantised: all of a small model, some layers of a real one
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +68,33 @@ class Judged:
 
 
 def replay_and_explain(
-    trace: Trace, model: Model, held: Mapping[str, np.ndarray], arithmetic: str | None, progress: Progress
-) -> Judged:
-    """Judge every record of the trace by replay against the model, and weights that are `held` instead.
+    model: Model, subjects: Sequence[Subject], n_workers: int = 1, progress: Progress = lambda fraction: None
+) -> list[Judged]:
+    """Judge every record of these traces by replay against the model, in so many processes.
 
     Raises TraceError for a trace of another model, one whose positions leave a gap, or whose choices are none.
     """
-    weights = model.weights(keep_bytes=_KEEP).holding(held)
-    graph, scheme = model.graph, scheme_named(arithmetic) if arithmetic else None
-    refuse_no_choice(trace, graph)
-    wrong = misshapen(trace, graph)
-    replay = Replay(trace.without(wrong) if wrong else trace, graph, weights, scheme)
-    locals_ = {(record.step, record.op): local for record, local in replay.run(progress)}
+    graph = model.graph
+    for subject in subjects:
+        refuse_no_choice(subject.trace, graph)
+    replays = replays_of(model, subjects)
+    locals_: list[dict[tuple[int, str], Local]] = [{} for _ in replays]
+    n = min(n_workers, len(layers(replays)))
+    records = judge_in_processes(model, subjects, replays, n, progress) if n > 1 else judge_all(replays, progress)
+    for side, record, local in records:
+        locals_[side][record.step, record.op] = local
     uncovered = graph.after(op.name for op in graph if not is_covered(op))
-    return Judged(
-        locals_, uncovered, wrong, Explainer(replay).explain, tuple(replay.notes()), partial(ties, replay, locals_)
-    )
+    return [
+        Judged(
+            found,
+            uncovered,
+            misshapen(subject.trace, graph),
+            Explainer(replay).explain,
+            tuple(replay.notes()),
+            partial(ties, replay, found),
+        )
+        for subject, replay, found in zip(subjects, replays, locals_, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,10 @@ class Model:
         self.path = path
         self.file = GGUFFile(path)
 
+    def __reduce__(self) -> "tuple[type[Model], tuple[Path]]":
+        """In another process it is opened again."""
+        return type(self), (self.path,)
+
     @classmethod
     def opened(cls, model: "Path | Model") -> "Model":
         """The model at a path, or the one that is open already."""

@@ -1,7 +1,7 @@
 """Weights as tensors: memory-mapped, dequantised when an op needs them, a slice of rows at a time."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 
@@ -36,8 +36,7 @@ class Weights:
         self.file = file
         self.dtype = dtype
         self.device = device
-        self._room = keep_bytes
-        self._kept: dict[tuple[str, int, int], Tensor] = {}
+        self._recent = _Recent(keep_bytes)
         self._held: Mapping[str, np.ndarray] = {}
         self._pool = ThreadPoolExecutor(2, "dequantise")
 
@@ -46,6 +45,10 @@ class Weights:
         other = copy(self)
         other._held = {name: values.reshape(self.file.tensors[name].shape) for name, values in held.items()}
         return other
+
+    def source(self, weights: Iterable[Weight]) -> tuple[int, ...]:
+        """What tells whose values these weights have: the file's, or those that are held in their place."""
+        return tuple(id(self._held.get(weight.name, self.file)) for weight in weights)
 
     def type_of(self, weight: Weight) -> str:
         """The ggml type's name, as in F16 or Q4_K."""
@@ -81,29 +84,30 @@ class Weights:
             return
         info, end = self._info(weight), weight.first + n_rows
         cuts = [slice(at, min(at + step, end)) for at in range(weight.first, end, step)]
-        if info.type in _FLOATS or (weight.name, cuts[0].start, cuts[0].stop) in self._kept:
-            yield from (self._slice(info, cut) for cut in cuts)
+        keeps = self._recent.fits(n_rows * n_columns * self.dtype.itemsize)
+        if info.type in _FLOATS or self._recent.get((info.name, cuts[0].start, cuts[0].stop)) is not None:
+            yield from (self._slice(info, cut, keeps) for cut in cuts)
             return
         ahead = [self._pool.submit(self._rows, info, cut) for cut in cuts[:3]]
-        for i in range(len(cuts)):
-            rows = ahead.pop(0).result()
+        for i, cut in enumerate(cuts):
+            rows = self._placed(ahead.pop(0).result())
             if i + 3 < len(cuts):
                 ahead.append(self._pool.submit(self._rows, info, cuts[i + 3]))
-            yield self._keep(info, cuts[i], self._placed(rows))
+            if keeps:
+                self._recent.keep((info.name, cut.start, cut.stop), rows)
+            yield rows
 
     def _in_memory(self, weight: Weight) -> bool:
         """Whether it is not what the file holds."""
         return weight.read is not None or weight.name in self._held
 
-    def _slice(self, info: TensorInfo, cut: slice) -> Tensor:
-        kept = self._kept.get((info.name, cut.start, cut.stop))
-        return self._keep(info, cut, self._placed(self._rows(info, cut))) if kept is None else kept
-
-    def _keep(self, info: TensorInfo, cut: slice, rows: Tensor) -> Tensor:
-        size, key = rows.numel() * rows.element_size(), (info.name, cut.start, cut.stop)
-        if size <= self._room and key not in self._kept:
-            self._room -= size
-            self._kept[key] = rows
+    def _slice(self, info: TensorInfo, cut: slice, keeps: bool) -> Tensor:
+        key = info.name, cut.start, cut.stop
+        rows = self._recent.get(key)
+        if rows is None:
+            rows = self._placed(self._rows(info, cut))
+            if keeps:
+                self._recent.keep(key, rows)
         return rows
 
     def minima(self, weight: Weight) -> Tensor:
@@ -123,6 +127,35 @@ class Weights:
 
     def _placed(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return x.to(device=self.device).to(dtype or self.dtype)
+
+
+class _Recent:
+    """The tensors that were used last, as many as fit in so many bytes."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._size = 0
+        self._kept: dict[tuple[str, int, int], Tensor] = {}
+
+    def fits(self, size: int) -> bool:
+        """Whether so many bytes are kept until they are wanted again: more would drive out their own beginning."""
+        return size <= self._room
+
+    def get(self, key: tuple[str, int, int]) -> Tensor | None:
+        """What is kept under the key, the last to be dropped from now on."""
+        found = self._kept.pop(key, None)
+        if found is not None:
+            self._kept[key] = found
+        return found
+
+    def keep(self, key: tuple[str, int, int], rows: Tensor) -> None:
+        """Keep it, and drop what was not used for longest where there is no room."""
+        if key in self._kept:
+            return
+        self._kept[key] = rows
+        self._size += rows.nbytes
+        while self._size > self._room:
+            self._size -= self._kept.pop(next(iter(self._kept))).nbytes
 
 
 def raw_rows(file: GGUFFile, info: TensorInfo) -> np.ndarray:

@@ -10,6 +10,7 @@ from tracediff.numerics.arithmetic import EXACT, Arithmetic, Scheme, in_words
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Energy, Made, Rounded
+from tracediff.numerics.kinds.matmul import sums_in
 from tracediff.numerics.roundings import rounding_named
 
 
@@ -58,9 +59,45 @@ def evaluate(
     `inputs` are shaped as the graph says (an input that the op reads over all steps has S rows); integer
     inputs (tokens, positions) stay integers. `rounded` rounds activations.
     """
-    kind = KINDS[op.kind]
-    call = Call(op, op.function or kind.function, inputs, weights, arithmetic, energy, rounded)
-    return rounded(_shaped(op.rework.compute(call) if op.rework else kind.compute(call), op), op.stored)
+    return evaluated(call_of(op, inputs, weights, arithmetic, energy, rounded))
+
+
+def call_of(
+    op: Op,
+    inputs: Sequence[Tensor],
+    weights: Weights,
+    arithmetic: Arithmetic = EXACT,
+    energy: Energy | None = None,
+    rounded: Rounded = rounding,
+) -> Call:
+    """The op about to be computed, for `evaluated`; the arguments are those of `evaluate`."""
+    return Call(op, op.function or KINDS[op.kind].function, inputs, weights, arithmetic, energy, rounded)
+
+
+def evaluated(call: Call) -> Tensor:
+    """The output of one call."""
+    return _stored(call, (call.op.rework or KINDS[call.op.kind]).compute(call))
+
+
+def evaluate_together(calls: Sequence[Call]) -> list[Tensor]:
+    """The outputs of several calls of one op; what holds the weight alike reads it once, where the kind knows how."""
+    op = calls[0].op
+    together = KINDS[op.kind].together
+    if together is None or op.function or op.rework or len(calls) == 1:
+        return [evaluated(call) for call in calls]
+    alike: dict[object, list[int]] = {}
+    for i, call in enumerate(calls):
+        of = sums_in(call.arithmetic, call.weights.dtype), call.arithmetic.stored, call.weights.source(op.weights)
+        alike.setdefault(of, []).append(i)
+    made: dict[int, Tensor] = {}
+    for places in alike.values():
+        places.sort(key=lambda i: calls[i].energy is None)
+        made |= zip(places, together([calls[i] for i in places]), strict=True)
+    return [_stored(call, made[i]) for i, call in enumerate(calls)]
+
+
+def _stored(call: Call, y: Tensor) -> Tensor:
+    return call.rounded(_shaped(y, call.op), call.op.stored)
 
 
 def _shaped(y: Tensor, op: Op) -> Tensor:

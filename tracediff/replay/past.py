@@ -18,6 +18,11 @@ class Value:
     exact: Tensor
     samples: tuple[Tensor, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of it and of its samples."""
+        return self.exact.nbytes * (1 + len(self.samples))
+
     def sample(self, i: int) -> Tensor:
         """Sample `i`; a recorded value has no noise of ours, but what it lost on the way to the file."""
         return self.samples[i % len(self.samples)] if self.samples else self.exact

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
@@ -26,7 +26,7 @@ from tracediff.numerics.arithmetic import (
     Scheme,
     split_keys,
 )
-from tracediff.numerics.evaluate import arithmetic_of, rows_fit
+from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.recorded import Recorded
 from tracediff.replay.score import MARGIN, NOTHING, RARER, UNKNOWN, score
@@ -35,7 +35,23 @@ from tracediff.trace.format import OpRecord
 
 _SAMPLES = 3  # records of a sort that choose its arithmetic
 _PROMISING = math.log(100.0)  # of squared error: what leaves so much more of one record is not tried on the next
-Sort = tuple[str, ...]
+
+
+class Sort(NamedTuple):
+    """What records have in common that are computed alike: the kind of op, or the name of one whose inputs lack."""
+
+    name: str
+    storage: str
+    n_tokens: int  # of the step
+    shares_keys: bool  # so many positions are visible that threads may share them
+    held: tuple[bool, ...]  # of each input whether it was recorded
+    types: tuple[str, ...]  # of the weights
+
+    def __str__(self) -> str:
+        weights = f" with {self.types[0]} weights{' and biases' if len(self.types) > 1 else ''}" if self.types else ""
+        through = "" if all(self.held) else " through what was not recorded before it"
+        tokens = "1 token" if self.n_tokens == 1 else f"{self.n_tokens} tokens"
+        return f"{self.name}{weights}{through} ({self.storage}, {tokens} a step)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +64,9 @@ class Choice:
 
     schemes: tuple[Scheme, ...]
     settled: bool
-    nmse: float  # the least that is left of a sample
+    nmse: float  # the least that is left of a sample; NaN where there was no choice
+    said: tuple[str, ...] = ()  # what each of the schemes rounds in these records
+    n_records: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +78,11 @@ class Plan:
     def lines(self) -> Iterator[str]:
         """For a reader: a line a sort."""
         for sort, choice in self.choices.items():
-            name, storage, n_tokens, *_ = sort
-            how = " or ".join(scheme.name for scheme in choice.schemes)
-            doubt = "" if choice.settled else ", which fits none of them"
-            yield f"{name} ({storage}, {n_tokens} tokens a step): {how}{doubt}; leaves {choice.nmse:.1e}"
+            how = " or ".join(dict.fromkeys(choice.said))
+            left = "" if math.isnan(choice.nmse) else f"; leaves {choice.nmse:.1e}"
+            doubt = "" if choice.settled else ", nearest of all, but it fits none: each record is asked by itself"
+            records = "1 record" if choice.n_records == 1 else f"{choice.n_records} records"
+            yield f"{sort}, {records}: {how}{doubt}{left}"
 
 
 class Planner:
@@ -76,13 +95,19 @@ class Planner:
         self._schemes = schemes
 
     def sort(self, record: OpRecord) -> Sort:
-        """Kind (of a segment its name), storage, tokens of the step, inputs that are recomputed, the weights' types."""
+        """The record's sort, by names and types alone."""
         op = self._graph[record.op]
         held = self._recorded.holds_inputs(op, record)
         types = [self._weights.type_of(w) for w in op.weights] if KINDS[op.kind].scheme == "linear" else []
         n_tokens, n_keys = self._lengths(record)
         kind = op.kind if all(held) else split(op.name)[1]
-        return (kind, record.dtype or "", str(n_tokens), str(n_keys > SHARED_BEYOND), *map(str, held), *types)
+        return Sort(kind, record.dtype or "", n_tokens, n_keys > SHARED_BEYOND, tuple(held), tuple(types))
+
+    def said(self, schemes: Iterable[Scheme], records: Sequence[OpRecord]) -> tuple[str, ...]:
+        """What each scheme rounds in records of a sort, or in what they are recomputed through."""
+        names = dict.fromkeys(record.op for record in records)
+        ops = self._all if self.is_segment(records[0]) else self._unlike(self._graph[name] for name in names)
+        return tuple(in_words_of(ops, scheme, self._weights) for scheme in schemes)
 
     def is_segment(self, record: OpRecord) -> bool:
         """Whether inputs of the record must be recomputed."""

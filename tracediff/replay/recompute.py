@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.buffers import in_buffer
-from tracediff.numerics.evaluate import arithmetic_of, evaluate, noise, rounding
+from tracediff.numerics.evaluate import arithmetic_of, call_of, evaluate_together, noise, rounding
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.growing import Growing
-from tracediff.numerics.kinds.kind import Energy, Rounded
+from tracediff.numerics.kinds.kind import Call, Energy, Rounded
 from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.views import seen, state
 from tracediff.replay.past import Kept, Past, Value
@@ -35,6 +36,7 @@ _MARGIN = 4.0
 _SAMPLES, _SEGMENT_MARGIN = 2, 16.0
 _TURNED = 0.5  # values of a row that are rounded the other way; the margin of a segment allows 8
 _RECENT = 48  # values kept from one layer to the next: more than a layer has, of some tokens and of all
+_SMALL = 1 << 26  # bytes of values of many steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,6 @@ class Recomputation:
         self._changes: tuple[Op, ...] = ()
         self._pasts = self._kept.of(self._changes, n_samples)  # of what was recomputed
         self._unchanged: tuple[Recomputation, set[str]] | None = None  # whose pasts hold, but of these ops
-        self._random = torch.Generator()
 
     def changed(self, ops: Sequence[Op], n_samples: int = _SAMPLES) -> "Recomputation":
         """The same trace with these ops in place of those of the same names. Without samples no noise is computed.
@@ -120,35 +121,40 @@ class Recomputation:
 
     def op(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Recomputed:
         """The op's output for these tokens of the step, were it computed under `scheme` and stored as `storage`."""
-        made, segment = self._made(step, op, scheme, storage, rows), self._segments.of(step, op, rows)
-        return replace(made, segment=segment, inputs=made.inputs if len(segment) == 1 else ())
+        return made_together(op, [(self, step, scheme, storage, rows)])[0]
 
-    def _made(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Recomputed:
-        """The same without the segment: of most ops nobody asks for it."""
-        inputs, arithmetic = self.inputs(step, op, scheme, rows), arithmetic_of(op, scheme, self._weights)
-        exact_inputs = tuple(value.exact for value in inputs)
-        if not self.has_noise:
-            y = evaluate(op, exact_inputs, self._weights, arithmetic)
+    def _made(self, making: "_Making", ys: Sequence[Tensor]) -> Recomputed:
+        """What was made of an op: exact, and of each sample."""
+        op, exact = making.op, making.calls[0]
+        y, *samples = ys
+        if exact.energy is None:
             none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
-            return Recomputed(y, Noise(none, none), Noise(none, none), inputs=exact_inputs)
-        self._draw_for(step, op.name)
-        energy = Energy()
-        y = evaluate(op, exact_inputs, self._weights, arithmetic, energy)
-        own = noise(op, exact_inputs, y, self._weights, energy, arithmetic, storage)
-        error, signal = energy.requantised
+            return Recomputed(y, Noise(none, none), Noise(none, none), inputs=tuple(exact.inputs))
+        own = noise(op, exact.inputs, y, self._weights, exact.energy, exact.arithmetic, making.storage)
+        error, signal = exact.energy.requantised
         requantised = error / signal if signal else None
-        if not any(value.samples for value in inputs):
-            return Recomputed(y, own, own, (), (), exact_inputs, requantised)
-        samples = []
-        for i in range(self._n_samples):
-            sampled = [value.sample(i) for value in inputs]
-            samples.append(evaluate(op, sampled, self._weights, arithmetic, rounded=self._rounded(inputs)))
+        if not samples:
+            return Recomputed(y, own, own, (), (), tuple(exact.inputs), requantised)
         # The spread of each row, for two samples say little of one element.
         spread = torch.stack([(sample - y).square() for sample in samples]).mean(0)
         sigma = torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread))
-        return Recomputed(y, own, replace(own, sigma=sigma), (), tuple(samples), exact_inputs, requantised)
+        return Recomputed(y, own, replace(own, sigma=sigma), (), tuple(samples), tuple(exact.inputs), requantised)
 
-    def _rounded(self, inputs: list[Value]) -> Rounded:
+    def _making(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> "_Making":
+        """The calls that make an op's output for these tokens: of the inputs as they are, and of their samples."""
+        inputs, arithmetic = self.inputs(step, op, scheme, rows), arithmetic_of(op, scheme, self._weights)
+        exact = [value.exact for value in inputs]
+        random = torch.Generator()
+        if not self.has_noise:
+            return _Making(op, storage, random, [call_of(op, exact, self._weights, arithmetic)])
+        random.manual_seed(_seed(step, op.name))
+        calls = [call_of(op, exact, self._weights, arithmetic, Energy())]
+        for i in range(self._n_samples if any(value.samples for value in inputs) else 0):
+            sampled, rounded = [value.sample(i) for value in inputs], self._rounded(inputs, random)
+            calls.append(call_of(op, sampled, self._weights, arithmetic, rounded=rounded))
+        return _Making(op, storage, random, calls)
+
+    def _rounded(self, inputs: list[Value], random: torch.Generator) -> Rounded:
         """Rounds samples of the inputs, with the noise of some values of each row that are rounded the other way.
 
         Of 10,000 to 100,000 values that were recomputed one lies so near a boundary. If it turns, that is worth more
@@ -159,7 +165,8 @@ class Recomputation:
         def rounded(x: Tensor, name: str) -> Tensor:
             if id(x) in recorded or name == "f64":
                 return rounding(x, name)
-            return rounding(x, name) + rounding_named(name).step(x) * math.sqrt(_TURNED / x[0].numel()) * self._gauss(x)
+            turned = rounding_named(name).step(x) * math.sqrt(_TURNED / x[0].numel())
+            return rounding(x, name) + turned * _gauss(x, random)
 
         return rounded
 
@@ -191,14 +198,19 @@ class Recomputation:
         return self._values[place, ""].exact
 
     def forget(self, all_of_it: bool = False) -> None:
-        """Drop values of layers that are done. The trace has what was recorded, and pasts what later steps read; what
+        """Drop values of ops that are done. The trace has what was recorded, and pasts what later steps read; what
         a state hands on stays for the next step.
         """
-        recent = () if all_of_it else [*self._values][-_RECENT:]
+        recent = () if all_of_it else [*self._values][-self._n_recent() :]
         handed = [key for key in self._values if key[1] and key[0][1] in self._states]
         last = max((self._recorded.n_until(step) for (step, _, _), _ in handed), default=0)
         handed = [key for key in handed if self._recorded.n_until(key[0][0]) >= last - 1]
         self._values = {key: self._values[key] for key in (*handed, *recent)}
+
+    def _n_recent(self) -> int:
+        """How many values stay: those of a layer in one step, and as many more as are small."""
+        sizes = accumulate(value.nbytes for value in reversed(self._values.values()))
+        return max(_RECENT, sum(size <= _SMALL for size in sizes))
 
     def keep_waists(self) -> None:
         """Where values of more than a layer were recomputed, keep those that the layers after it begin with."""
@@ -275,9 +287,8 @@ class Recomputation:
         lost = self._recorded.lost(place, value) if self.has_noise else None
         if lost is None:
             return Value(value)
-        self._draw_for(*place[:2])
-        half = rounding_named(lost).step(value) / 2
-        return Value(value, tuple(value + half * self._flat(value) for _ in range(self._n_samples)))
+        random, half = torch.Generator().manual_seed(_seed(*place[:2])), rounding_named(lost).step(value) / 2
+        return Value(value, tuple(value + half * _flat(value, random) for _ in range(self._n_samples)))
 
     def _unrecorded(self, place: Place, scheme: Scheme) -> Iterator[Place]:
         """What must be recomputed for a value, each after its inputs: deep models outgrow Python's recursion."""
@@ -311,23 +322,51 @@ class Recomputation:
 
     def _recompute(self, place: Place, scheme: Scheme) -> Value:
         step, name, rows = place
-        made = self._made(step, self._graph[name], scheme, self._recorded.storage(step), rows)
+        making = self._making(step, self._graph[name], scheme, self._recorded.storage(step), rows)
+        made = self._made(making, evaluate_together(making.calls))
         before = made.samples or (made.exact,) * self._n_samples
-        return Value(made.exact, tuple(self._perturbed(x, made.own) for x in before))
+        return Value(made.exact, tuple(_perturbed(x, made.own, making.random) for x in before))
 
-    def _perturbed(self, x: Tensor, noise: Noise) -> Tensor:
-        return x + self._gauss(x) * noise.sigma + self._flat(x) * noise.hard
 
-    def _draw_for(self, step: int, name: str) -> None:
-        """The noise of a value is the same, whatever was computed before it."""
-        self._random.manual_seed(zlib.crc32(f"{step} {name}".encode()))
+@dataclass(frozen=True, slots=True)
+class _Making:
+    """What makes an op's output, and the numbers drawn for its noise: these are the same, whatever is made beside it.
 
-    def _flat(self, like: Tensor) -> Tensor:
-        """From -1 to 1."""
-        return 2 * torch.rand(like.shape, generator=self._random, dtype=like.dtype).to(like.device) - 1
+    The first call is of the inputs as they are, the others of samples.
+    """
 
-    def _gauss(self, like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=self._random, dtype=like.dtype).to(like.device)
+    op: Op
+    storage: str
+    random: torch.Generator
+    calls: list[Call]
+
+
+def made_together(op: Op, asked: Sequence[tuple[Recomputation, int, Scheme, str, Rows]]) -> list[Recomputed]:
+    """The op's output in several steps and traces, as `Recomputation.op` makes it of each: its weight is read once."""
+    makings = [of._making(step, op, scheme, storage, rows) for of, step, scheme, storage, rows in asked]
+    ys = iter(evaluate_together([call for making in makings for call in making.calls]))
+    made = []
+    for (of, step, _, _, rows), making in zip(asked, makings, strict=True):
+        one, segment = of._made(making, [*islice(ys, len(making.calls))]), of._segments.of(step, op, rows)
+        made.append(replace(one, segment=segment, inputs=one.inputs if len(segment) == 1 else ()))
+    return made
+
+
+def _perturbed(x: Tensor, noise: Noise, random: torch.Generator) -> Tensor:
+    return x + _gauss(x, random) * noise.sigma + _flat(x, random) * noise.hard
+
+
+def _seed(step: int, name: str) -> int:
+    return zlib.crc32(f"{step} {name}".encode())
+
+
+def _flat(like: Tensor, random: torch.Generator) -> Tensor:
+    """From -1 to 1."""
+    return 2 * torch.rand(like.shape, generator=random, dtype=like.dtype).to(like.device) - 1
+
+
+def _gauss(like: Tensor, random: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=random, dtype=like.dtype).to(like.device)
 
 
 def _applied(function: Callable[..., Tensor], values: Sequence[Value]) -> Value:

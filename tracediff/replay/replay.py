@@ -6,7 +6,7 @@ Judging is a pure function of the plan, the trace and the weights: what was judg
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -17,14 +17,13 @@ from torch import Tensor
 
 from tracediff.model.graph import Graph, Op, Past
 from tracediff.model.weights import Weights
-from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import PLAIN, SCHEMES, Arithmetic, Scheme
 from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.plan import Choice, Plan, Planner, Sort, plain_first, settle
-from tracediff.replay.recompute import Recomputation, Recomputed, picked
+from tracediff.replay.recompute import Recomputation, Recomputed, made_together, picked
 from tracediff.replay.recorded import Recorded
 from tracediff.replay.residual import Residual, measure, turned
 from tracediff.replay.score import BLIND, NOTHING, SHAPE, UNKNOWN, Explanation, judge
@@ -64,6 +63,9 @@ class _Look:
             yield Explanation(self.shaped, False, SHAPE)
 
 
+Looked = dict[Scheme, _Look]  # a record as it was seen
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """What was recorded of an op, what it should be and how far an honest engine may be off, the op's inputs, and the
@@ -83,7 +85,15 @@ class Replay:
     Raises TraceError for positions that leave a gap.
     """
 
-    def __init__(self, trace: Trace, graph: Graph, weights: Weights, pinned: Scheme | None = None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        graph: Graph,
+        weights: Weights,
+        pinned: Scheme | None = None,
+        planned: Plan | None = None,
+    ) -> None:
+        """`pinned` is the only arithmetic that is considered; a `planned` one is not sought again."""
         self.trace = trace
         self.graph = graph
         self.weights = weights
@@ -91,10 +101,13 @@ class Replay:
         self._recomputation = Recomputation(self._recorded, graph, weights)
         self._common: tuple[OpRecord, Recomputation] | None = None
         self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
+        self._planned = planned
 
     @cached_property
     def plan(self) -> Plan:
         """The arithmetic of each sort of record: made once, from a few records of each."""
+        if self._planned:
+            return self._planned
         with torch.inference_mode():
             by_sort: defaultdict[Sort, list[OpRecord]] = defaultdict(list)
             for record in self._judged_records():
@@ -107,7 +120,7 @@ class Replay:
             samples = self._planner.samples([record for record in records if self._tells(record)]) or samples
         choice = settle(candidates, samples, self)
         self._recomputation.forget()
-        return choice
+        return replace(choice, said=self._planner.said(choice.schemes, records), n_records=len(records))
 
     def _tells(self, record: OpRecord) -> bool:
         """Whether a record can tell arithmetics apart: of NaN or zeros any leaves nothing."""
@@ -122,33 +135,36 @@ class Replay:
                 if record is not None and record.has_data and self._recorded.can_be_made(record):
                     yield record
 
-    @torch.inference_mode()
-    def run(self, progress: Callable[[float], None] = lambda fraction: None) -> Iterator[tuple[OpRecord, Local]]:
-        """The local error of each record with data, in the trace's order of steps and the graph's of ops."""
-        _ = self.plan
-        at: tuple[int, int | None] | None = None
-        records = list(self._judged_records())
-        for done, record in enumerate(records):
-            place = record.step, layer_of(record.op)
-            if at is not None and place != at:
-                self._recomputation.forget(all_of_it=place[0] != at[0])
-            at = place
-            yield record, self.judge(record)
-            progress((done + 1) / len(records))
-        self._recomputation.forget(all_of_it=True)
+    @cached_property
+    def records(self) -> Mapping[str, Sequence[OpRecord]]:
+        """What is judged of each op, in the order of steps; ops in the graph's."""
+        found: dict[str, list[OpRecord]] = {op.name: [] for op in self.graph}
+        for record in self._judged_records():
+            found[record.op].append(record)
+        return {name: records for name, records in found.items() if records}
 
-    def judge(self, record: OpRecord) -> Local:
+    def judge(self, record: OpRecord, looked: "Looked | None" = None) -> Local:
         """The record's local error under the arithmetic of its sort; of several in contention the best.
 
-        Where every record that was asked is mistaken, a sound one among the others is asked by itself.
+        Where every record that was asked is mistaken, a sound one among the others is asked by itself. `looked` is what
+        was seen already under these schemes.
         """
         choice = self.choice(record)
         if self._planner.is_segment(record):
             return self._best_of(record, choice.schemes)
         if not choice.settled:
             return self._best_of(record, self._planner.candidates(record))
-        local = self._best_of(record, choice.schemes)
+        local = self._best_of(record, choice.schemes, looked)
         return self._in_another(record, choice) or local if local.faulty else local
+
+    def asks(self, record: OpRecord) -> Sequence[Scheme]:
+        """The schemes that the record is looked at under first, whatever is seen then: with those of other traces."""
+        choice = self.choice(record)
+        return choice.schemes if choice.settled and not self._planner.is_segment(record) else ()
+
+    def forget(self, all_of_it: bool = False) -> None:
+        """Drop values of ops that are done."""
+        self._recomputation.forget(all_of_it)
 
     def _in_another(self, record: OpRecord, choice: Choice) -> Local | None:
         """The record in an arithmetic that its kin have not: in another kernel's, which leaves next to nothing."""
@@ -160,8 +176,8 @@ class Replay:
         """What the plan says of the record's sort."""
         return self.plan.choices[self._planner.sort(record)]
 
-    def _best_of(self, record: OpRecord, schemes: Sequence[Scheme]) -> Local:
-        looks = [self._closely(record, scheme) for scheme in schemes]
+    def _best_of(self, record: OpRecord, schemes: Sequence[Scheme], looked: "Looked | None" = None) -> Local:
+        looks = [(looked or {}).get(scheme) or self._closely(record, scheme) for scheme in schemes]
         judgement = judge(one for look in looks for one in look.explanations())
         blind = judgement == "sound" and all(look.local.judgement != "sound" for look in looks)
         alike = [look.local for look in looks if look.local.faulty == (judgement == "faulty")]
@@ -289,15 +305,11 @@ class Replay:
 
     def _look(self, record: OpRecord, scheme: Scheme) -> _Look:
         """The record under a scheme."""
+        return look_together([Asked(self, record, scheme)])[0]
+
+    def _looked(self, record: OpRecord, scheme: Scheme, storage: str, made: Recomputed, whole: Residual) -> _Look:
+        """What was seen of the record; `made` is the last part of its op."""
         op = self.graph[record.op]
-        storage, residuals = None, []
-        for channels in _parts(op, self._recorded.shape(record, record.rows)):
-            part = op.channels(channels) if channels else op
-            values = self._recomputation.recorded(record, channels)
-            storage = storage or stored_as(values, record.dtype or "f32")
-            made = self._recomputation.op(record.step, part, scheme, storage, record.rows)
-            residuals.append(self._residual(record, part, values, made, scheme))
-        whole = reduce(operator.add, residuals)
         nmse, noise = _ratio(whole.error, whole.signal), _ratio(whole.noise, whole.signal)
         floor = made.margin * noise
         local = Local(
@@ -312,19 +324,19 @@ class Replay:
             sharpness=min(math.sqrt(floor), whole.sharpness),
             limit=NOTHING if floor > BLIND else None,
             weight_type=self.weights.type_of(op.weights[0]) if op.kind in _TYPED else None,
-            stored=self._stored(storage or "f64", made.exact),
-            told=self._recorded.on_the_way.get(storage or "f64") is False,
+            stored=self._stored(storage, made.exact),
+            told=self._recorded.on_the_way.get(storage) is False,
             weights_nmse=made.weights_nmse,
             one_token=len(self.trace.steps[record.step].tokens) == 1,
         )
         return _Look(local, noise, _ratio(whole.shaped, whole.signal))
 
-    def _rounding(self, segment: Sequence[str], storage: str | None) -> list[Op]:
+    def _rounding(self, segment: Sequence[str], storage: str) -> list[Op]:
         """The ops of a segment that may have rounded what they read.
 
         A table's rows that were rounded on the way to the file look as if the table were.
         """
-        on_the_way = self._recorded.on_the_way.get(storage or "f64")
+        on_the_way = self._recorded.on_the_way.get(storage)
         ops = (self.graph[name] for name in segment)
         return [op for op in ops if not (on_the_way and op.kind == "embedding")]
 
@@ -354,6 +366,40 @@ class Replay:
         return replace(residual, worst=_placed(residual.worst, record, op))
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A record to be looked at under a scheme, in the replay of its own trace."""
+
+    replay: Replay
+    record: OpRecord
+    scheme: Scheme
+
+
+def look_together(asked: Sequence[Asked]) -> list[_Look]:
+    """Records of one op, be they of several steps and traces, each under a scheme: its weight is read once for all."""
+    op = asked[0].replay.graph[asked[0].record.op]
+    storages: list[str] = []
+    residuals: list[list[Residual]] = [[] for _ in asked]
+    made: list[Recomputed] = []
+    for channels in _parts(op, [one.replay._recorded.shape(one.record, one.record.rows) for one in asked]):
+        part = op.channels(channels) if channels else op
+        values = [one.replay._recomputation.recorded(one.record, channels) for one in asked]
+        storages = storages or [stored_as(x, a.record.dtype or "f32") for x, a in zip(values, asked, strict=True)]
+        made = made_together(
+            part,
+            [
+                (one.replay._recomputation, one.record.step, one.scheme, storage, one.record.rows)
+                for one, storage in zip(asked, storages, strict=True)
+            ],
+        )
+        for one, x, y, of in zip(asked, values, made, residuals, strict=True):
+            of.append(one.replay._residual(one.record, part, x, y, one.scheme))
+    return [
+        one.replay._looked(one.record, one.scheme, storage, last, reduce(operator.add, of))
+        for one, storage, last, of in zip(asked, storages, made, residuals, strict=True)
+    ]
+
+
 def _covered(nmse: float, floor: float, excess: float) -> Judgement:
     """What a floor alone says."""
     if not (excess <= 1.0 and nmse <= floor):
@@ -367,13 +413,13 @@ def _placed(worst: Worst, record: OpRecord, op: Op) -> Worst:
     return replace(worst, at=record.place((*worst.at[:-1], worst.at[-1] + first), record.rows))
 
 
-def _parts(op: Op, shape: tuple[int, ...]) -> Iterator[slice | None]:
-    """The channels of an op's output in parts, where it is large and made channel by channel; None for all of it."""
+def _parts(op: Op, shapes: Sequence[tuple[int, ...]]) -> Iterator[slice | None]:
+    """The channels of an op's outputs in parts, where they are large and made channel by channel; None for all."""
     whole = op.kind != "linear" or op.function or op.rework or any(w.read for w in op.weights)
-    if whole or len(shape) != 2 or math.prod(shape) <= _PART:
+    n_tokens, n = sum(shape[0] for shape in shapes), shapes[0][-1]
+    if whole or len(shapes[0]) != 2 or n_tokens * n <= _PART:
         yield None
         return
-    n_tokens, n = shape
     step = max(1, _PART // n_tokens)
     yield from (slice(at, min(at + step, n)) for at in range(0, n, step))
 

@@ -60,6 +60,10 @@ class Trace:
             self.cut = problem.cut
             break
 
+    def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
+        """In another process it is opened again, whole."""
+        return type(self), (self.path,)
+
     @classmethod
     def lenient(cls, path: Path) -> tuple[Self, Iterator[Problem]]:
         """What can be read of a trace, and all that breaks the format: there may be one in each of a million lines.

@@ -172,7 +172,9 @@ class Kind:
     `inputs` names the part that each input plays, in order: mistakes are bound to these. `axes` names those of its
     value, outermost first. `keeps_part`: its value plays the part of its first input, as a normed query is a query.
     `compute` says how inputs and weights are read and rounded, `noise` how far an honest engine may be off. `scheme`
-    is the entry of a Scheme that says what an engine rounds in it: of all small weights that of a norm's. Where the
+    is the entry of a Scheme that says what an engine rounds in it: of all small weights that of a norm's. `together`
+    computes several calls of an op that hold its weight alike, and reads that once; those for an energy come first.
+    Where the
     value is places in its first input, `picks` gives what is found there: that is compared, and that has the noise, for
     of equal values any may be taken.
     """
@@ -186,6 +188,7 @@ class Kind:
     scheme: str | None = None
     keeps_part: bool = False
     picks: Callable[[Tensor, Tensor], Tensor] | None = None
+    together: Callable[[Sequence[Call]], list[Tensor]] | None = None
 
     def noise_of(self, made: Made) -> Noise:
         """Its noise, or that of the function in its place: formulas hold for their own."""

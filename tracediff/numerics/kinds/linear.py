@@ -1,5 +1,6 @@
 """Matmuls with a weight, and of values with one another."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -31,52 +32,68 @@ def mul_mat(a: Tensor, b: Tensor) -> Tensor:
 
 
 def product(call: Call, x: Tensor, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Energy]:
-    """[n, n_in] times a matrix, and bias, [n, n_out]: by blocks of rows, so that it is never whole in memory.
+    """[n, n_in] times a matrix, and bias, [n, n_out]; the energy is empty where the call does not ask for one."""
+    return products([call], [x], weight, bias)[0]
 
-    The energy is empty where the call does not ask for one.
+
+def products(
+    calls: Sequence[Call], xs: Sequence[Tensor], weight: Weight, bias: Tensor | None
+) -> list[tuple[Tensor, Energy]]:
+    """Of several calls that hold the matrix alike: by blocks of its rows, so that it is never whole in memory, and
+    each block is read once for all. Those that ask for their energy come first.
     """
-    weights, arithmetic = call.weights, call.arithmetic
+    first, lengths = calls[0], [len(x) for x in xs]
+    asking_lengths = [n for call, n in zip(calls, lengths, strict=True) if call.energy]
+    weights, arithmetic = first.weights, first.arithmetic
     hold = rounding_named(arithmetic.stored)
     dtype = sums_in(arithmetic, weights.dtype)
     if bias is not None and not hold.in_blocks:  # nobody quantises these few
         bias = hold(bias)
-    raw, x = x, call.rounded(x, arithmetic.operands).to(dtype)
-    # Sums of squares have no cancellation: bfloat16 gives them to 1%, many times faster than float64.
-    squares = x.square().bfloat16() if call.energy else None
+    rounded = [call.rounded(x, call.arithmetic.operands).to(dtype) for call, x in zip(calls, xs, strict=True)]
+    x = torch.cat(rounded) if len(rounded) > 1 else rounded[0]
+    asking = x[: sum(asking_lengths)]
+    # Sums of squares have no cancellation: float32 is more than enough, and twice as fast as float64.
+    squares = asking.square().float()
     parts, energies, turned, at = [], [], [], 0
-    for rows in weights.slices(weight):
+    error = signal = 0.0  # of a matrix that the engine requantised
+    for file in weights.slices(weight):
+        rows = hold(file)
         cut = slice(at, at + len(rows))
-        turning = turns(rows, arithmetic.stored) if call.energy and hold.in_blocks else None
-        file, rows = rows, hold(rows)
-        if call.energy and hold.in_blocks:
-            error, signal = call.energy.requantised
-            more = float((rows - file).square().sum()), float(file.square().sum())
-            call.energy.requantised = error + more[0], signal + more[1]
-        part = call.function(x, rows.to(dtype), None if bias is None else bias[cut], **call.op.attrs)
+        part = first.function(x, rows.to(dtype), None if bias is None else bias[cut], **first.op.attrs)
         parts.append(part.to(weights.dtype))
-        if squares is not None:
-            energies.append(_energy(x, squares, rows, "F32" if hold.in_blocks else weights.type_of(weight)))
-        if turning is not None:
-            turned.append(x.abs() @ turning.to(dtype).T)
+        if len(asking):
+            energies.append(_energy(asking, squares, rows, "F32" if hold.in_blocks else weights.type_of(weight)))
+        if len(asking) and hold.in_blocks:
+            turned.append(asking.abs() @ turns(file, arithmetic.stored).to(dtype).T)
+            error, signal = error + float((rows - file).square().sum()), signal + float(file.square().sum())
         at = cut.stop
-    y = torch.cat(parts, 1)
-    if arithmetic.operands == "q8_1":
-        y += _q8_1_sums(raw) @ weights.minima(weight).T
-    if not call.energy:
-        return y, Energy()
-    energy = Energy(torch.cat(energies, 1), turned=torch.cat(turned, 1) if turned else None)
-    energy.product = None if bias is None else y - bias
-    return y, energy
+    values, turning = ([*torch.cat(of, 1).split(asking_lengths)] if of else [] for of in (energies, turned))
+    made = []
+    for call, raw, y in zip(calls, xs, torch.cat(parts, 1).split(lengths), strict=True):
+        if call.arithmetic.operands == "q8_1":
+            y = y + _q8_1_sums(raw) @ weights.minima(weight).T
+        energy = Energy()
+        if call.energy:
+            energy = Energy(values.pop(0), None if bias is None else y - bias, turning.pop(0) if turning else None)
+            before = call.energy.requantised
+            call.energy.requantised = before[0] + error, before[1] + signal
+        made.append((y, energy))
+    return made
 
 
 def _linear(call: Call) -> Tensor:
-    op = call.op
-    dtype = sums_in(call.arithmetic, call.weights.dtype)
-    bias = call.weights.load(op.weights[1], dtype) if len(op.weights) > 1 else None
-    y, energy = product(call, call.inputs[0].flatten(1), op.weights[0], bias)
-    if call.energy:
-        call.energy.take(energy, lambda x: x.unflatten(1, op.axes[1:]))
-    return y.unflatten(1, op.axes[1:])
+    return _together([call])[0]
+
+
+def _together(calls: Sequence[Call]) -> list[Tensor]:
+    op, first = calls[0].op, calls[0]
+    dtype = sums_in(first.arithmetic, first.weights.dtype)
+    bias = first.weights.load(op.weights[1], dtype) if len(op.weights) > 1 else None
+    made = products(calls, [call.inputs[0].flatten(1) for call in calls], op.weights[0], bias)
+    for call, (_, energy) in zip(calls, made, strict=True):
+        if call.energy:
+            call.energy.take(energy, lambda x: x.unflatten(1, op.axes[1:]))
+    return [y.unflatten(1, op.axes[1:]) for y, _ in made]
 
 
 def _mul_mat(call: Call) -> Tensor:
@@ -115,16 +132,16 @@ def matrix(weight: Weight, i: int) -> Weight:
 
 
 def _energy(x: Tensor, squares: Tensor, rows: Tensor, weight_type: str) -> Tensor:
-    """`Energy.value` for these rows, [T, n_rows]; squares is x^2 in bfloat16."""
+    """`Energy.value` for these rows, [T, n_rows]; squares is x^2 in float32."""
     if weight_type in _SIGNED:
-        return (squares @ rows.bfloat16().square().T).to(x.dtype)
+        return (squares @ rows.float().square_().T).to(x.dtype)
     block = _OFFSET_BLOCK.get(weight_type, 16)
-    blocks = rows.float().unflatten(-1, (-1, block))  # to 1%: float32 halves the memory traffic
+    blocks = rows.float().unflatten(-1, (-1, block))
     offset = blocks.abs().amax(-1, keepdim=True)
     parts = blocks.add(offset).square_().add_(offset.square()).flatten(-2)
     # The offset's share is a sum of its own, as large as the other part's: 2/3 y^2 in the variance of floors.py.
     share = x.unflatten(-1, (-1, block)).sum(-1).float() @ offset.squeeze(-1).T
-    return (squares @ parts.bfloat16().T).to(x.dtype) + 2 / 3 * share.square().to(x.dtype)
+    return (squares @ parts.T).add_(share.square_(), alpha=2 / 3).to(x.dtype)
 
 
 def _q8_1_sums(x: Tensor) -> Tensor:
@@ -151,6 +168,6 @@ def _noise_of_rows(made: Made) -> Noise:
 
 
 KINDS = (
-    Kind("linear", linear, ("x",), compute=_linear, noise=_noise, scheme="linear"),
+    Kind("linear", linear, ("x",), compute=_linear, noise=_noise, scheme="linear", together=_together),
     Kind("mul_mat", mul_mat, ("a", "b"), compute=_mul_mat, noise=_noise_of_rows, scheme="linear"),
 )

@@ -1,0 +1,74 @@
+"""Both sides of a comparison are judged together, by any number of processes, in any order, with the same result."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Models
+
+from tracediff.model import weights as of_weights
+from tracediff.model.gguf_file import TensorInfo
+from tracediff.model.model import Model
+from tracediff.pipeline import compare_traces
+from tracediff.replay.judging import Subject, judge_all, replays_of
+from tracediff.replay.replay import Replay
+from tracediff.report.json_report import render
+from tracediff.trace.reader import Trace
+
+Tracer = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def sides(models: Models, llama_cpp_trace: Tracer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A model, llama.cpp's trace of it, and torch's with a mistake."""
+    from tracediff.engine.torch_run import TorchOptions, trace_torch
+
+    model = models("k-quants", "Q4_K_M")
+    reference = llama_cpp_trace(model, n_decode=3)
+    steps, out = [*Trace(reference).steps.values()], tmp_path_factory.mktemp("sides") / "torch.trace"
+    return model, reference, trace_torch(model, out, TorchOptions(faults=("attention_scale@1",)), steps=steps)
+
+
+def test_any_number_of_processes_gives_the_same_result(sides: tuple[Path, Path, Path]) -> None:
+    model, reference, candidate = sides
+    one, *several = (render(compare_traces(reference, candidate, model=model, workers=n)) for n in (1, 2, 3))
+    assert several == [one, one]
+    assert '"attention_scale"' in one
+
+
+def test_the_order_makes_no_difference(sides: tuple[Path, Path, Path]) -> None:
+    model, *traces = sides
+    replays = replays_of(Model(model), [Subject(Trace(trace), {}) for trace in traces])
+    plans = [replay.plan for replay in replays]
+    in_order = {(side, r.step, r.op): local for side, r, local in judge_all(replays)}
+    shuffled = replays_of(Model(model), [Subject(Trace(trace), {}) for trace in traces], plans)
+    keys = random.Random(0).sample([*in_order], len(in_order))
+    for side, step, op in keys:
+        local, other = in_order[side, step, op], shuffled[side].judge(shuffled[side].trace.ops[step, op])
+        assert (local.judgement, local.arithmetic, local.segment) == (other.judgement, other.arithmetic, other.segment)
+        # What a matmul leaves to 1e-16 of a value depends on how many rows are multiplied at once.
+        assert local.nmse == pytest.approx(other.nmse, rel=1e-2, abs=1e-20)
+        assert local.floor == pytest.approx(other.floor, rel=1e-2)
+
+
+def test_each_weight_is_dequantised_once(sides: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For both sides and all steps, though nothing is kept from one op to the next."""
+    read: Counter[str] = Counter()
+    dequantise = of_weights.dequantize
+
+    def counted(info: TensorInfo, raw: np.ndarray) -> object:
+        read[info.name] += len(raw)
+        return dequantise(info, raw)
+
+    model, *traces = sides
+    opened = Model(model)
+    nothing_kept = opened.weights()
+    replays = [Replay(Trace(trace), opened.graph, nothing_kept) for trace in traces]
+    assert all([*replay.plan.lines()] for replay in replays)
+    monkeypatch.setattr(of_weights, "dequantize", counted)
+    list(judge_all(replays))
+    matrices = [info for info in opened.file.tensors.values() if len(info.shape) == 2 and "embd" not in info.name]
+    assert {info.name: read[info.name] for info in matrices} == {info.name: info.shape[0] for info in matrices}

@@ -1,0 +1,54 @@
+"""Records judged in several processes: a layer at a time, by the plan that was made in the first."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from signal import SIG_IGN, SIGINT, signal
+
+import torch
+
+from tracediff.errors import EngineError
+from tracediff.model.model import Model
+from tracediff.replay.judging import Judged, Subject, judge_ops, layers, n_records, replays_of
+from tracediff.replay.plan import Plan
+from tracediff.replay.replay import Replay
+
+_replays: list[Replay] = []  # of a worker: opened once for all that it judges
+
+
+def judge_in_processes(
+    model: Model, subjects: Sequence[Subject], replays: Sequence[Replay], n: int, progress: Callable[[float], None]
+) -> Iterator[Judged]:
+    """What `judge_all` yields for these `replays` of the subjects, by `n` processes, each of which opens the files.
+
+    Raises EngineError where one of them is ended from outside.
+    """
+    plans = [replay.plan for replay in replays]
+    of, done = n_records(replays), 0
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of the workers, which share the cores: to spin takes them
+    # Not forked: torch's threads would be missing in the copy.
+    pool = ProcessPoolExecutor(n, get_context("spawn"), _open, (model, subjects, plans, torch.get_num_threads()))
+    try:
+        for judged in pool.map(_judge, layers(replays)):
+            yield from judged
+            done += len(judged)
+            progress(done / of)
+    except BrokenProcessPool:
+        raise EngineError(
+            f"one of {n} workers was ended, for want of memory as a rule. Give fewer --workers, each of which takes as "
+            "much as one process."
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _open(model: Model, subjects: Sequence[Subject], plans: Sequence[Plan], n_threads: int) -> None:
+    signal(SIGINT, SIG_IGN)  # whoever started the workers ends them
+    torch.set_num_threads(n_threads)  # as many as in the first process: sums in parts differ in their last digits
+    _replays.extend(replays_of(model, subjects, plans))
+
+
+def _judge(ops: tuple[str, ...]) -> list[Judged]:
+    return [*judge_ops(_replays, ops)]
