@@ -15,7 +15,7 @@ ROOTS = {"tracediff": Path(tracediff.__file__).parent, "tracediff_reference": Pa
 
 # Module or package -> what it may import of this project. A package may always import itself.
 EVERYTHING = {
-    "audit", "cli", "compare", "demo", "diagnose", "engine", "errors", "files", "findings", "inputs", "inspect",
+    "audit", "ci", "cli", "compare", "demo", "diagnose", "engine", "errors", "files", "findings", "inputs", "inspect",
     "interchange", "judge", "model", "names", "numerics", "pipeline", "printable", "process", "reference", "replay",
     "report", "result", "threeway", "trace",
 }  # fmt: skip
@@ -40,6 +40,7 @@ MAY = {
     "tracediff.audit": {"errors", "findings", "names", "model", "trace", "result", "compare", "diagnose"},
     "tracediff.inspect": {"audit", "errors", "names", "model", "trace", "result", "compare", "diagnose"},
     "tracediff.interchange": {"errors", "files", "inputs", "names", "trace", "model"},
+    "tracediff.ci": {"errors", "files", "findings", "inputs", "judge", "result"},
     "tracediff.report": {"findings", "result"},
     "tracediff.findings": {"judge", "names", "result", "trace"},
     "tracediff.pipeline": {

@@ -1,6 +1,7 @@
 """The command line: a module for each group of commands; `app` is the only place that catches."""
 
 from tracediff.cli.app import app, main
+from tracediff.cli.ci import ci
 from tracediff.cli.interchange import export, import_
 from tracediff.cli.judging import check, compare, self_
 from tracediff.cli.looking import faults, inspect, validate, weights
@@ -8,5 +9,5 @@ from tracediff.cli.tracing import demo, run, trace
 
 __all__ = ["app", "main"]
 
-for _command in (demo, run, trace, compare, self_, check, validate, weights, inspect, faults, import_, export):
+for _command in (demo, run, trace, compare, self_, check, ci, validate, weights, inspect, faults, import_, export):
     app.command(_command.__name__.rstrip("_"))(_command)

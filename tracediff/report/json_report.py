@@ -9,8 +9,13 @@ SCHEMA = "tracediff/1"
 
 def render(result: Result) -> str:
     """One JSON object; what is not finite becomes null."""
+    return msgspec.json.format(msgspec.json.encode(document(result)), indent=1).decode() + "\n"
+
+
+def document(result: Result) -> dict[str, object]:
+    """The object that is written."""
     first = result.first_divergence
-    document = {
+    return {
         "schema": SCHEMA,
         "verdict": result.verdict,
         "summary": result.summary,
@@ -32,7 +37,6 @@ def render(result: Result) -> str:
         "tokens": result.tokens,
         "notes": result.notes,
     }
-    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
 
 
 def _resolving(op: OpResult | None) -> dict[str, object] | None:

@@ -5,6 +5,7 @@ from tracediff.result.op import Cause, Drift, Judgement, Local, OpResult, Statis
 from tracediff.result.run import (
     AuditResult,
     Divergence,
+    Gate,
     Reason,
     Result,
     Side,
@@ -35,6 +36,7 @@ __all__ = [
     "Divergence",
     "Drift",
     "Finding",
+    "Gate",
     "Growth",
     "Judgement",
     "Lean",

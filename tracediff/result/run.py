@@ -71,6 +71,15 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """Cases by name, each held to its lock: `findings` are what got worse."""
+
+    verdict: Verdict
+    summary: str
+    cases: dict[str, Result]
+
+
+@dataclass(frozen=True, slots=True)
 class ThreeOp:
     """One op in one step of three engines. Pairs are of sides 0 and 1, 0 and 2, 1 and 2.
 
