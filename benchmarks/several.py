@@ -1,10 +1,10 @@
 """Several mistakes at once, planted in one model, then looked for in the candidate's trace alone.
 
-    python benchmarks/several.py [--families qwen2] [--weights F32] [--out docs/several.md]
+    python benchmarks/several.py [--families qwen2] [--weights F32] [--processes N] [--out docs/several.md]
 
 With every op recorded three to five, each in an op of its own. With hidden states alone two to four, each in one layer
 or in all, so that some layers have several. The models, their engines' arithmetic and the words are detection.py's.
-Two processes share the work.
+The page is written anew after each model.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tracediff.diagnose.planting import plant
 from tracediff.errors import TracediffError
 from tracediff.model.graph import Graph
 
-N_SETS = 8  # of each model and capture
+N_SETS = 9  # of each model and capture
 SIZES = {"all": (3, 5), "layers": (2, 4)}
 MISTAKES = [name for name in BANK if name not in COARSE_TYPES]
 
@@ -140,25 +140,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(SHAPES))
     parser.add_argument("--weights", default=",".join(WEIGHTS))
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.monotonic()
-    models = itertools.product(SIZES, args.families.split(","), args.weights.split(","))
-    cases = [Case(family, weights, capture, "") for capture, family, weights in models]
+    models = itertools.product(args.weights.split(","), args.families.split(","), SIZES)
+    cases = [Case(family, weights, capture, "") for weights, family, capture in models]
     outcomes: list[Outcome] = []
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    command = " ".join(["python", "benchmarks/several.py", *sys.argv[1:]])
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         for done in pool.map(work, cases):
             outcomes += done
             words = [o.result.partition(":")[0] for o in done]
-            print(
-                f"{time.monotonic() - began:4.0f} s {', '.join(done[0].case[:3])}: {words}", file=sys.stderr, flush=True
-            )
-    command = " ".join(["python", "benchmarks/several.py", *sys.argv[1:]])
-    text = report(outcomes, command, time.monotonic() - began)
-    if args.out:
-        args.out.write_text(text)
-    else:
-        print(text)
+            seconds = time.monotonic() - began
+            print(f"{seconds:4.0f} s {', '.join(done[0].case[:3])}: {words}", file=sys.stderr, flush=True)
+            if args.out:
+                args.out.write_text(report(outcomes, command, seconds))
+    if not args.out:
+        print(report(outcomes, command, time.monotonic() - began), end="")
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def test_a_signal_leaves_the_trace_that_was_there(long_run: Start, tmp_path: Pat
         shutil.copy(CLEAN / name, tmp_path / name.replace("candidate", "a"))
     (tmp_path / "a.trace").write_bytes((tmp_path / "a.trace").read_bytes().replace(b"candidate.bin", b"a.bin"))
     before = {name: (tmp_path / name).read_bytes() for name in ("a.trace", "a.bin")}
-    running = long_run("torch")
+    running = long_run("llama.cpp")
     running.send_signal(signal.SIGTERM)
     _, error = running.communicate(timeout=20)
     part = tmp_path / "a.partial/a.trace"
@@ -195,7 +195,8 @@ def test_a_signal_leaves_no_temporary_file(moment: str, start: Start, models: Mo
 
 def test_nohup(models: Models, tmp_path: Path) -> None:
     """What was started to outlive its terminal does."""
-    trace = command("trace", models("demo"), "--tokens", "1", "-o", tmp_path / "a.trace")
+    arguments = ("--engine", "llama.cpp", "--tokens", "1", "-o", tmp_path / "a.trace")
+    trace = command("trace", models("demo"), *arguments)
     running = subprocess.Popen(["sh", "-c", f"trap '' HUP; exec {' '.join(trace)}"], stderr=subprocess.PIPE, text=True)
     until(running, lambda: (tmp_path / "a.partial").exists())
     running.send_signal(signal.SIGHUP)
@@ -294,7 +295,11 @@ def test_standard_error_that_takes_nothing(folder: Path) -> None:
     code, output, _ = in_shell("", *arguments)
     for redirections in ("2>&-", "2>/dev/full"):
         assert in_shell(redirections, *arguments) == (code, output, "")
-        assert in_shell(redirections, "compare", "no.trace", "no.trace") == (2, "", "")
+
+
+@pytest.mark.parametrize("redirections", ["2>&-", "2>/dev/full"])
+def test_an_error_that_nobody_can_read(redirections: str) -> None:
+    assert in_shell(redirections, "compare", "no.trace", "no.trace") == (2, "", "")
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("compare", "--help")])
@@ -349,7 +354,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, models: Models) -> N
     trace = CLEAN / "candidate.trace"
     for arguments, said in (
         (
-            ("trace", models("demo"), "--tokens", "1", "-o", folder / "a.trace"),
+            ("trace", models("demo"), "--engine", "llama.cpp", "--tokens", "1", "-o", folder / "a.trace"),
             "cannot write the trace: Permission denied",
         ),
         (("export", trace, "-o", folder / "a.npz"), "cannot be written to. Give another place."),
@@ -365,8 +370,8 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, models: Models) -> N
 
 
 def test_two_runs_of_one_trace(long_run: Start, start: Start, models: Models, tmp_path: Path) -> None:
-    first = long_run("torch")
-    second = start("trace", models("demo"), "--tokens", "1", "-o", tmp_path / "a.trace")
+    first = long_run("llama.cpp")
+    second = start("trace", models("demo"), "--engine", "llama.cpp", "--tokens", "1", "-o", tmp_path / "a.trace")
     _, error = second.communicate()
     assert the_message(second.returncode, error) == (
         f"{tmp_path / 'a.partial'}: another run is writing this trace. Wait until it ends, or name yours otherwise."

@@ -174,7 +174,7 @@ def _nothing_to_compare(op: OpResult) -> str | None:
     if op.candidate.nan or op.candidate.inf:
         return _NO_VALUE if _empty(op.candidate) else "NaN on both sides" if op.candidate.nan else None
     if op.candidate.min == op.candidate.max == op.candidate.rms == 0 == op.reference.rms:
-        return "all values are 0 on both sides: is it recorded before the kernel has run?"
+        return "all values are 0 on both sides, as of a buffer that no kernel has written to"
     return None
 
 

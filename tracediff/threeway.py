@@ -101,7 +101,8 @@ def _summary(result: ThreeWay) -> str:
     if result.verdict == "diverged":
         return "all agree where they can be compared, but not every op is on all three sides."
     there = sum(op.status != "unmatched" for op in result.ops)
-    rest = f"; {len(result.ops) - there} others are not on all three sides" if there < len(result.ops) else ""
+    other = len(result.ops) - there
+    rest = f"; {other} other{' is' if other == 1 else 's are'} not on all three sides" if other else ""
     return f"all three agree in {there} ops{rest}."
 
 
