@@ -193,6 +193,8 @@ import sys, threading, time
 from pathlib import Path
 import tracediff.engine.torch_run as run
 from tracediff.diagnose.explain import replay_and_explain
+from tracediff.model.model import Model
+from tracediff.replay.judging import Subject
 from tracediff.trace.reader import Trace
 def anonymous():
     return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')) * 1024
@@ -207,7 +209,7 @@ model, trace = Path(sys.argv[1]), Path(sys.argv[2])
 if sys.argv[3] == 'trace':
     run.trace_torch(model, trace, run.TorchOptions(capture='stats'), eval(sys.argv[4]))
 else:
-    replay_and_explain(Trace(trace), model, None, lambda fraction: None)
+    replay_and_explain(Model(model), [Subject(Trace(trace), {})])
 stop = True; thread.join()
 print(peak - base)
 """

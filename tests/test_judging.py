@@ -12,7 +12,7 @@ from conftest import Models
 from tracediff.model import weights as of_weights
 from tracediff.model.gguf_file import TensorInfo
 from tracediff.model.model import Model
-from tracediff.pipeline import compare_traces
+from tracediff.pipeline import Effort, compare_traces
 from tracediff.replay.judging import Subject, judge_all, replays_of
 from tracediff.replay.replay import Replay
 from tracediff.report.json_report import render
@@ -34,7 +34,7 @@ def sides(models: Models, llama_cpp_trace: Tracer, tmp_path_factory: pytest.Temp
 
 def test_any_number_of_processes_gives_the_same_result(sides: tuple[Path, Path, Path]) -> None:
     model, reference, candidate = sides
-    one, *several = (render(compare_traces(reference, candidate, model=model, workers=n)) for n in (1, 2, 3))
+    one, *several = (render(compare_traces(reference, candidate, model=model, effort=Effort(n))) for n in (1, 2, 3))
     assert several == [one, one]
     assert '"attention_scale"' in one
 
@@ -72,3 +72,15 @@ def test_each_weight_is_dequantised_once(sides: tuple[Path, Path, Path], monkeyp
     list(judge_all(replays))
     matrices = [info for info in opened.file.tensors.values() if len(info.shape) == 2 and "embd" not in info.name]
     assert {info.name: read[info.name] for info in matrices} == {info.name: info.shape[0] for info in matrices}
+
+
+def test_what_no_time_was_left_for_is_said(sides: tuple[Path, Path, Path]) -> None:
+    model, reference, candidate = sides
+    result = compare_traces(reference, candidate, model=model, effort=Effort(seconds=0))
+    found = {op.op for op in result.faulty}
+    assert found == {"blk.1.attn_probs"}
+    assert not any(op.cause or op.sought for op in result.faulty)
+    n = len(result.faulty)
+    assert result.notes[-1] == f"{n} causes were not sought to the end: --time 0 ended. Give it more seconds."
+    assert "the time was over before all known mistakes had been tried" in result.findings[0].text
+    assert '"sought": false' in render(result)

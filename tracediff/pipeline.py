@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,6 +34,17 @@ Progress = Callable[[str, float], None]
 Explain = Callable[[list[OpResult]], list[OpResult]]
 
 
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What may be spent: processes that judge, and then seconds in which the causes of what is faulty are sought."""
+
+    workers: int = 1
+    seconds: float = math.inf
+
+
+NO_LIMIT = Effort()
+
+
 def compare_traces(
     reference: Path,
     candidate: Path,
@@ -41,7 +52,7 @@ def compare_traces(
     model: "Path | Model | None" = None,
     policy: Policy | None = None,
     arithmetic: str | None = None,
-    workers: int = 1,
+    effort: Effort = NO_LIMIT,
     progress: Progress = lambda stage, fraction: None,
 ) -> Result:
     """The candidate's trace against the reference's; with the model, every op of both is replayed too."""
@@ -64,12 +75,12 @@ def compare_traces(
         refuse_another_model(r, model)
         held, theirs_held = rounded_weights(weights, c), rounded_weights(compare_weights(None, r, model), r)
         sides = (c, held, arithmetic), (r, theirs_held, None)
-        ours, theirs = _replayed(model, sides, workers, progress)
+        ours, theirs = _replayed(model, sides, effort.workers, progress)
         measured = [_with_replay(op, model, ours, theirs) for op in measured]
         notes += [*theirs.notes, *ours.notes, *ours.ties(r)]
-        explain = _explain(ours, progress)
+        explain = _explain(ours, effort.seconds, progress)
     measured += _required(measured, c, model, policy)
-    return _result(measured, weights, r, c, model, policy, explain, notes)
+    return _result(measured, weights, r, c, model, policy, explain, notes, effort.seconds)
 
 
 def compare_with_itself(
@@ -78,28 +89,34 @@ def compare_with_itself(
     *,
     model: "Path | Model | None" = None,
     policy: Policy | None = None,
+    effort: Effort = NO_LIMIT,
     progress: Progress = lambda stage, fraction: None,
 ) -> Result:
     """One engine's two ways over the same tokens, position by position.
 
     The candidate is `b`, in its own steps; with the model it is `a`, where replay finds that one wrong and `b` right.
     """
-    result = _in_steps_of(b, a, model, policy, progress)
+    result = _in_steps_of(b, a, model, policy, effort, progress)
     if model and result.verdict == "diverged" and not result.faulty:
-        other = _in_steps_of(a, b, model, policy, progress)
+        other = _in_steps_of(a, b, model, policy, effort, progress)
         return other if other.faulty else result
     return result
 
 
 def _in_steps_of(
-    candidate: Path, reference: Path, model: "Path | Model | None", policy: Policy | None, progress: Progress
+    candidate: Path,
+    reference: Path,
+    model: "Path | Model | None",
+    policy: Policy | None,
+    effort: Effort,
+    progress: Progress,
 ) -> Result:
     """The candidate against a reference that was fed the same tokens in other passes."""
     c, r = Trace(candidate), Trace(reference)
     with TemporaryDirectory(prefix="tracediff-") as folder:
         path = Path(folder) / reference.name
         dropped = restep(r, c, path)
-        result = compare_traces(path, candidate, model=model, policy=policy, progress=progress)
+        result = compare_traces(path, candidate, model=model, policy=policy, effort=effort, progress=progress)
     assert result.reference
     ways = f"{reference}: {passes(r)}; {candidate}: {passes(c)}, compared position by position."
     side = replace(result.reference, path=str(reference))
@@ -112,7 +129,7 @@ def check_trace(
     *,
     policy: Policy | None = None,
     arithmetic: str | None = None,
-    workers: int = 1,
+    effort: Effort = NO_LIMIT,
     progress: Progress = lambda stage, fraction: None,
 ) -> Result:
     """One trace judged by replay alone."""
@@ -120,7 +137,7 @@ def check_trace(
     policy.check([*(op for _, op in c.ops), *_required_of(model, policy)])
     refuse_another_model(c, model)
     weights = list(compare_weights(None, c, model))
-    (judged,) = _replayed(model, [(c, rounded_weights(weights, c), arithmetic)], workers, progress)
+    (judged,) = _replayed(model, [(c, rounded_weights(weights, c), arithmetic)], effort.workers, progress)
     ops = []
     for (step, name), record in c.ops.items():
         statistics = record_statistics(record, c)
@@ -132,7 +149,9 @@ def check_trace(
         ops.append(op)
     ops += _required(ops, c, model, policy)
     notes = [*_notes(c), *judged.notes, *judged.ties(None)]
-    return _result(ops, weights, None, c, model, policy, _explain(judged, progress), notes)
+    return _result(
+        ops, weights, None, c, model, policy, _explain(judged, effort.seconds, progress), notes, effort.seconds
+    )
 
 
 def plan_traces(
@@ -202,6 +221,7 @@ def _result(
     policy: Policy,
     explain: Explain,
     notes: Iterable[str],
+    seconds: float,
 ) -> Result:
     ops = explain(judge(measured, policy))
     coverage = measure_coverage(candidate, model.graph, ops) if model else None
@@ -220,7 +240,7 @@ def _result(
         normal=measure_normal(reference, candidate),
         storage=measure_storage(ops),
         coverage=coverage,
-        notes=tuple(notes),
+        notes=(*notes, *_unsought(ops, seconds)),
         undecided=undecided,
     )
     return told(result)
@@ -261,8 +281,21 @@ def _replayed(
     return replay_and_explain(model, [Subject(*side) for side in sides], workers, lambda f: progress("replay", f))
 
 
-def _explain(judged: "Judged", progress: Progress) -> Explain:
-    return lambda ops: judged.explain(ops, lambda fraction: progress("name the mistakes", fraction))
+def _explain(judged: "Judged", seconds: float, progress: Progress) -> Explain:
+    """Where it diverges is known when causes are sought, which may take longer: so the stage says it."""
+
+    def explain(ops: list[OpResult]) -> list[OpResult]:
+        first = next((op for op in ops if op.status == "faulty"), None)
+        stage = f"DIVERGED at {first.op} in step {first.step}: why" if first else ""
+        return judged.explain(ops, lambda fraction: progress(stage, fraction), seconds)
+
+    return explain
+
+
+def _unsought(ops: Iterable[OpResult], seconds: float) -> list[str]:
+    n = sum(not op.sought for op in ops)
+    causes = "1 cause was" if n == 1 else f"{n} causes were"
+    return [f"{causes} not sought to the end: --time {seconds:g} ended. Give it more seconds."] if n else []
 
 
 def _coarsest(pairs: list[Pair], r: Trace, c: Trace) -> str:

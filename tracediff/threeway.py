@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tracediff.judge import USEFUL, Policy
 from tracediff.names import layer_of
-from tracediff.pipeline import Progress, check_trace, compare_traces, opened
+from tracediff.pipeline import NO_LIMIT, Effort, Progress, check_trace, compare_traces, opened
 from tracediff.result import Finding, OpResult, Result, Side, ThreeOp, ThreeWay
 from tracediff.trace.reader import Trace
 
@@ -29,6 +29,7 @@ def compare_three(
     *,
     model: "Path | Model | None" = None,
     policy: Policy | None = None,
+    effort: Effort = NO_LIMIT,
     progress: Progress = lambda stage, fraction: None,
 ) -> ThreeWay:
     """Three traces pairwise by drift; with the model each is replayed too, and judged by its own errors.
@@ -45,7 +46,7 @@ def compare_three(
         for a, b in PAIRS
     ]
     checks = [
-        check_trace(trace, model, policy=policy.within(ops), progress=progress)
+        check_trace(trace, model, policy=policy.within(ops), effort=effort, progress=progress)
         for trace, ops in zip(traces, names, strict=True)
         if model
     ]
@@ -54,7 +55,7 @@ def compare_three(
     sides = _sides(pairs)
     failing = any(op.status in ("outlier", "scattered") or _fails(op, policy) for op in ops) or any(wrong)
     undecided = tuple(dict.fromkeys(_undecided(pairs, checks, ops)))
-    notes = [note for pair in pairs for note in pair.notes]
+    notes = [note for result in (*pairs, *checks) for note in result.notes]
     if not model:
         notes.append("Weights are compared, and mistakes told from what they lead to, with --model only.")
     result = ThreeWay(

@@ -13,6 +13,7 @@ from tracediff.cli.options import (
     Require,
     Resolve,
     ShowPlan,
+    Time,
     Tolerance,
     Workers,
     policy_of,
@@ -23,6 +24,7 @@ from tracediff.printable import printable
 
 if TYPE_CHECKING:
     from tracediff.judge import Policy
+    from tracediff.pipeline import Effort
 
 
 def compare(
@@ -36,23 +38,24 @@ def compare(
     allow: Allow = None,
     resolve: Resolve = None,
     workers: Workers = 1,
+    time: Time = 60.0,
     plan: ShowPlan = False,
     json: Json = None,
 ) -> int:
     """Compare two traces, or three: op by op with the model, by drift alone without."""
-    from tracediff.pipeline import compare_traces
+    from tracediff.pipeline import Effort, compare_traces
 
     check_json(json, reference, candidate, third, model)
-    policy = policy_of(tolerance, allow, require, resolve)
+    effort, policy = Effort(workers, time), policy_of(tolerance, allow, require, resolve)
     if plan:
         return _show_plan([(reference, None), (candidate, arithmetic)], model, third)
     if third:
-        return _compare_three((reference, candidate, third), model, policy, arithmetic, json)
+        return _compare_three((reference, candidate, third), model, policy, effort, arithmetic, json)
     if arithmetic and not model:
         raise TracediffError("--arithmetic is that of the replay, which needs the GGUF file: give --model as well.")
     with progress_bars() as progress:
         result = compare_traces(
-            reference, candidate, model=model, policy=policy, arithmetic=arithmetic, workers=workers, progress=progress
+            reference, candidate, model=model, policy=policy, arithmetic=arithmetic, effort=effort, progress=progress
         )
     return report(result, json)
 
@@ -69,7 +72,12 @@ def _show_plan(traces: list[tuple[Path, str | None]], model: Path | None, third:
 
 
 def _compare_three(
-    traces: tuple[Path, Path, Path], model: Path | None, policy: "Policy", arithmetic: str | None, json: Path | None
+    traces: tuple[Path, Path, Path],
+    model: Path | None,
+    policy: "Policy",
+    effort: "Effort",
+    arithmetic: str | None,
+    json: Path | None,
 ) -> int:
     from tracediff.report.threeway import render, render_json
     from tracediff.threeway import compare_three
@@ -77,7 +85,7 @@ def _compare_three(
     if arithmetic:
         raise TracediffError("--arithmetic pins that of one candidate: compare two traces, or let it be fitted.")
     with progress_bars() as progress:
-        result = compare_three(traces, model=model, policy=policy, progress=progress)
+        result = compare_three(traces, model=model, policy=policy, effort=effort, progress=progress)
     return show(result, render, render_json, json)
 
 
@@ -86,14 +94,17 @@ def self_(
     b: Annotated[Path, typer.Argument(help="Another, of the same tokens fed in another way.")],
     model: Annotated[Path | None, typer.Option(help="The GGUF file: which of the two is wrong, and why.")] = None,
     tolerance: Tolerance = None,
+    workers: Workers = 1,
+    time: Time = 60.0,
     json: Json = None,
 ) -> int:
     """Hold an engine against itself: decode against prefill, chunks against the whole, one run against another."""
-    from tracediff.pipeline import compare_with_itself
+    from tracediff.pipeline import Effort, compare_with_itself
 
     check_json(json, a, b, model)
     with progress_bars() as progress:
-        result = compare_with_itself(a, b, model=model, policy=policy_of(tolerance), progress=progress)
+        policy, effort = policy_of(tolerance), Effort(workers, time)
+        result = compare_with_itself(a, b, model=model, policy=policy, effort=effort, progress=progress)
     return report(result, json)
 
 
@@ -104,16 +115,17 @@ def check(
     require: Require = None,
     resolve: Resolve = None,
     workers: Workers = 1,
+    time: Time = 60.0,
     plan: ShowPlan = False,
     json: Json = None,
 ) -> int:
     """Judge one trace by replay alone: no reference needed."""
-    from tracediff.pipeline import check_trace
+    from tracediff.pipeline import Effort, check_trace
 
     check_json(json, trace, model)
     if plan:
         return _show_plan([(trace, arithmetic)], model)
     with progress_bars() as progress:
-        policy = policy_of(require=require, resolve=resolve)
-        result = check_trace(trace, model, policy=policy, arithmetic=arithmetic, workers=workers, progress=progress)
+        policy, effort = policy_of(require=require, resolve=resolve), Effort(workers, time)
+        result = check_trace(trace, model, policy=policy, arithmetic=arithmetic, effort=effort, progress=progress)
     return report(result, json)

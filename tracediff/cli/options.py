@@ -45,6 +45,7 @@ Resolve = Annotated[
 Workers = Annotated[
     int, typer.Option(min=1, help="Processes that judge, each with the memory of one; the result is the same.")
 ]
+Time = Annotated[float, typer.Option(min=0, help="Seconds in which causes are sought, once it is known where.")]
 ShowPlan = Annotated[
     bool, typer.Option("--plan", help="Say how each sort of record would be recomputed, and judge nothing.")
 ]

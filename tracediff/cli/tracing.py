@@ -27,6 +27,7 @@ from tracediff.cli.options import (
     Require,
     Resolve,
     Threads,
+    Time,
     Tokens,
     Tolerance,
     UBatch,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from tracediff.judge import Policy
     from tracediff.model.graph import Graph
     from tracediff.model.model import Model
+    from tracediff.pipeline import Effort
     from tracediff.result import Result
     from tracediff_reference.protocol import Options
 
@@ -60,6 +62,7 @@ def demo(
     from tracediff.engine.llama_cpp import Prompt
     from tracediff.judge import Policy
     from tracediff.model.model import Model
+    from tracediff.pipeline import Effort
     from tracediff_reference.protocol import Options
 
     check_json(json)
@@ -67,7 +70,9 @@ def demo(
     with _folder(save) as folder:
         model = Model(make_model(folder))
         given = Prompt(text=PROMPT)
-        result = _trace_both(model, given, folder, _written(save), 1, Options(), Policy(), faults=tuple(planted))
+        result = _trace_both(
+            model, given, folder, _written(save), 1, Options(), Policy(), Effort(), faults=tuple(planted)
+        )
         wrong = not_found(result, model, planted)
     report(result, json)
     for sentence in wrong:
@@ -90,6 +95,7 @@ def run(
     allow: Allow = None,
     resolve: Resolve = None,
     workers: Workers = 1,
+    time: Time = 60.0,
     save: Annotated[Path | None, typer.Option(help="Keep the traces in this folder.")] = None,
     json: Json = None,
     threads: Threads = 2,
@@ -103,6 +109,7 @@ def run(
 ) -> int:
     """Trace a model in llama.cpp and in torch, compare the two, and report."""
     from tracediff.model.model import Model
+    from tracediff.pipeline import Effort
     from tracediff_reference.protocol import Options
 
     options = Options(
@@ -116,7 +123,9 @@ def run(
     with _folder(save) as folder:
         torch: dict[str, Any] = {"dtype": dtype, "device": device, "capture": capture, "arithmetic": arithmetic}
         torch["faults"] = tuple(fault or ())
-        result = _trace_both(opened, given, folder, _written(save), decode, options, policy, workers, **torch)
+        result = _trace_both(
+            opened, given, folder, _written(save), decode, options, policy, Effort(workers, time), **torch
+        )
     return report(result, json)
 
 
@@ -128,7 +137,7 @@ def _trace_both(
     n_decode: int,
     options: "Options",
     policy: "Policy",
-    workers: int = 1,
+    effort: "Effort",
     **torch: Any,
 ) -> "Result":
     """Trace llama.cpp with `options`, then torch with the options `torch` on the same tokens, and compare."""
@@ -156,7 +165,7 @@ def _trace_both(
         with written(candidate) as path:
             trace_torch(model, path, torch_options, steps=steps, progress=lambda f: progress("torch", f))
         replayed = None if capture == "stats" else model
-        return compare_traces(reference, candidate, model=replayed, policy=policy, workers=workers, progress=progress)
+        return compare_traces(reference, candidate, model=replayed, policy=policy, effort=effort, progress=progress)
 
 
 # Of which engines `trace` takes an option; what is in none of these is for all.

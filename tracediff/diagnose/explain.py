@@ -4,10 +4,13 @@ Records of one kind are explained together: a mistake is looked for in one of th
 looked for again in what that leaves. So a mistake has the same numbers wherever it is.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from tracediff.diagnose.budget import Budget, OutOfTime
 from tracediff.diagnose.hypothesis import (
     IN_SOME,
     SOLVED,
@@ -62,7 +65,7 @@ class Judged:
     locals: dict[tuple[int, str], Local]
     uncovered: set[str]
     misshapen: dict[tuple[int, str], Misshapen]
-    explain: Callable[[list[OpResult], Progress], list[OpResult]]
+    explain: Callable[[list[OpResult], Progress, float], list[OpResult]]
     notes: tuple[str, ...]  # what replay found out about the trace itself
     ties: Callable[[Trace | None], Iterable[str]]  # what is to be said of choices other than a reference's
 
@@ -120,10 +123,15 @@ class Explainer:
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
-        self._trials = Trials(replay)
 
-    def explain(self, ops: list[OpResult], progress: Progress = lambda fraction: None) -> list[OpResult]:
-        """The ops, those that are faulty with their cause or the shape of their error."""
+    def explain(
+        self, ops: list[OpResult], progress: Progress = lambda fraction: None, seconds: float = math.inf
+    ) -> list[OpResult]:
+        """The ops, those that are faulty with their cause or the shape of their error.
+
+        After so many `seconds` no further cause is sought.
+        """
+        trials = Trials(self._replay, Budget(seconds))
         sound = {(op.step, op.op) for op in ops if op.local and op.status != "faulty"}
         records = self._replay.trace.ops
         faulty = [
@@ -134,8 +142,16 @@ class Explainer:
         explained = list(ops)
         kins = self._kin(faulty)
         for done, kin in enumerate(kins):
-            for one, best in self._explained(kin, sound, within(progress, done, len(kins))):
-                explained[one.at] = self._named(ops[one.at], one, best) if best else self._described(ops[one.at], one)
+            left = {one.at: one for one in kin.pending}
+            search = _Search(self._replay, trials, sound, kin)
+            with suppress(OutOfTime):
+                for one, best in self._explained(search, kin, within(progress, done, len(kins))):
+                    del left[one.at]
+                    explained[one.at] = (
+                        self._named(ops[one.at], one, best) if best else self._described(ops[one.at], one)
+                    )
+            for one in left.values():
+                explained[one.at] = replace(self._described(ops[one.at], one), sought=False)
         return explained
 
     def _kin(self, faulty: list[_Faulty]) -> list[_Kin]:
@@ -148,9 +164,8 @@ class Explainer:
         return [_Kin(members) for members in by_kin.values()]
 
     def _explained(
-        self, kin: _Kin, sound: set[tuple[int, str]], progress: Progress
+        self, search: "_Search", kin: _Kin, progress: Progress
     ) -> Iterable[tuple[_Faulty, Hypothesis | None]]:
-        search = _Search(self._replay, self._trials, sound, kin)
         n = len(kin.pending)
         while kin.pending:
             first = kin.pending.pop(0)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tracediff.diagnose.budget import Budget
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
@@ -96,10 +97,11 @@ class Way:
 
 
 class Trials:
-    """Tries mistakes on the records of one trace. Nothing is remembered."""
+    """Tries mistakes on the records of one trace, until the time is over: then OutOfTime is raised."""
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: Replay, budget: Budget) -> None:
         self._replay = replay
+        self._budget = budget
 
     def applicable(self, segment: Sequence[str]) -> list[Mistake]:
         """Mistakes that can be made in some op of the segment."""
@@ -133,6 +135,7 @@ class Trials:
             alike = [op for op in targets if split(op.name)[1] in chosen]
             for variant, changed in _by_variant(mistake, alike, context).items():
                 if only in (None, variant):
+                    self._budget.check()
                     part = _said(mistake, variant, changed, way, len(error.segment) > 1)
                     ops = tuple({op.name: op for op in (*before, *(one.op for one in changed))}.values())
                     local = self._replay.under(record, ops, left, way.plain)

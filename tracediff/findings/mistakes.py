@@ -11,6 +11,7 @@ from tracediff.names import layer_of
 from tracediff.result import Finding, OpResult, WeightResult
 
 _UNKNOWN = "wrong, and no known mistake explains it"
+_UNSOUGHT = "wrong; the time was over before all known mistakes had been tried"
 _FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?![\w.]*\w)")
 _FITTED = re.compile(r"[.e]")  # in a figure that is no count
 _FIRST = re.compile(r"^[\w.]+\.(weight|bias) ")  # an op's own; that of a tied head is the embedding's
@@ -50,7 +51,7 @@ def _of_ops(ops: Iterable[OpResult]) -> list[_Group]:
         if op.status != "faulty":
             continue
         if not op.cause:
-            group = groups.setdefault((local_name(op.op), ""), _Group(None, None))
+            group = groups.setdefault((local_name(op.op), "" if op.sought else _UNSOUGHT), _Group(None, None))
             group.ops.append(op)
             group.texts.append(op.shape or "")
             continue
@@ -114,7 +115,7 @@ def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:
     if group.mistake is None:
         shapes = {*group.texts}
         of = f"{first.op}: " if len(shapes) > 1 else ""
-        return f"{where}: {_UNKNOWN} ({of}{group.texts[0]})."
+        return f"{where}: {_UNKNOWN if first.sought else _UNSOUGHT} ({of}{group.texts[0]})."
     texts = group.texts
     if len(names) > 1:
         texts = [unnamed(text, op.op) for text, op in zip(texts, group.ops, strict=True)]

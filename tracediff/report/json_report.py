@@ -53,6 +53,7 @@ def _faulty(op: OpResult) -> dict[str, object]:
         "segment": local.segment if local else (),
         "cause": op.cause,
         "shape": op.shape,
+        "sought": op.sought,
     }
 
 
