@@ -132,6 +132,7 @@ OF: dict[str, Metadata] = {
         "swiglu_clamp_shexp": [0.0, 5.0],
     },
     "bert": BERT,
+    "chameleon": {"vocab_size": 8320},  # tokens 4 to 8,196 are those of images, whose logits are masked
     "cohere2moe": {"attention.sliding_window_pattern": [0, 1]},
     "deepseek2": {**MLA},
     "deepseek2-ocr": {**ALL_HEADS, "block_count": 3},

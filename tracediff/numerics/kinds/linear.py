@@ -1,5 +1,6 @@
 """Matmuls with a weight, and of values with one another."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -104,7 +105,9 @@ def _by_matrices(call: Call) -> Tensor:
     """Of a weight of several matrices, one for each batch of x or for a group of these."""
     x, whole = call.inputs[0], call.op.weights[0]
     batches = x.flatten(0, -3) if x.ndim > 2 else x[None]
-    matrices = [whole] if len(whole.shape) == 2 else [matrix(whole, i) for i in range(whole.shape[0])]
+    n = math.prod(whole.shape[:-2])
+    stacked = replace(whole, shape=(n, *whole.shape[-2:]))
+    matrices = [whole] if len(whole.shape) == 2 else [matrix(stacked, i) for i in range(n)]
     one = replace(call, function=linear) if call.op.function is None else call
     made = [product(one, x, matrices[i * len(matrices) // len(batches)], None) for i, x in enumerate(batches)]
     shape = (*x.shape[:-1], made[0][0].shape[-1])
