@@ -27,9 +27,12 @@ def main() -> int:
     # A quantised cache has Q and K multiplied with a Hadamard matrix first (llama-kv-cache.cpp), which would
     # record rotated scores under the names of plain ones.
     os.environ.setdefault("LLAMA_ATTN_ROT_DISABLE", "1")
-    from tracediff_reference.capture import write_description
-    from tracediff_reference.engine import trace
-
+    try:
+        from tracediff_reference.capture import write_description
+        from tracediff_reference.engine import trace
+    except (AttributeError, OSError, RuntimeError) as error:  # another build, of --llama-lib
+        send(Message(error=f"llama.cpp cannot be loaded: {error}. Leave --llama-lib out, or name another folder."))
+        return 2
     try:
         if isinstance(request, DescribeRequest):
             write_description(request)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -25,6 +26,16 @@ _WAITING = {"GOMP_SPINCOUNT": "1000"}
 _DYING = {"GGML_NO_BACKTRACE": "1"}  # it would fill the last lines, and takes seconds
 
 
+def _library(folder: str | None) -> dict[str, str]:
+    """Where llama-cpp-python is to find llama.cpp, and that what it is linked with; raises EngineError if it is not."""
+    if folder is None:
+        return {}
+    if not any((Path(folder) / name).exists() for name in ("libllama.so", "libllama.dylib", "llama.dll")):
+        raise EngineError(f"--llama-lib {folder}: no libllama in it. Name the folder that a build of it is in.")
+    before = os.environ.get("LD_LIBRARY_PATH")
+    return {"LLAMA_CPP_LIB_PATH": folder, "LD_LIBRARY_PATH": f"{folder}{os.pathsep}{before}" if before else folder}
+
+
 class Child:
     """A running child. `wait` until it is done before reading what it wrote."""
 
@@ -37,7 +48,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**_WAITING, **os.environ, **_DYING},
+            env={**_WAITING, **os.environ, **_DYING, **_library(request.options.library)},
         )
         assert self._child.stdin
         try:

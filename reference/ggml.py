@@ -4,6 +4,7 @@ Layout: ggml/include/ggml.h, `struct ggml_tensor`, as of llama.cpp commit 0c1e57
 """
 
 import ctypes
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -53,7 +54,7 @@ class _InitParams(ctypes.Structure):
 def library() -> ctypes.CDLL:
     """libggml-base, which libllama has loaded already."""
     suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
-    folder = Path(llama.__file__).parent / "lib"
+    folder = Path(llama._base_path)  # LLAMA_CPP_LIB_PATH, or its own
     names = [folder / f"{prefix}ggml-base.{suffix}" for prefix in ("lib", "")]
     path = next((name for name in names if name.exists()), None)
     if path is None:
@@ -121,10 +122,11 @@ def check_layout() -> None:
 
 
 def llama_version() -> str:
-    """The version of llama-cpp-python."""
+    """The version of llama-cpp-python, and whose libraries it has loaded where they are not its own."""
     from importlib.metadata import version
 
-    return version("llama-cpp-python")
+    other = os.environ.get("LLAMA_CPP_LIB_PATH")
+    return version("llama-cpp-python") + (f", with the libraries in {other}" if other else "")
 
 
 def values(tensor: Tensor) -> np.ndarray:

@@ -51,6 +51,7 @@ class Options(Struct, frozen=True, kw_only=True):
     flash_attn: bool = False
     kv_type: str = "f32"
     extra_bufts: bool = False
+    library: str | None = None  # the folder of another build of libllama
 
 
 class DescribeRequest(Struct, frozen=True, kw_only=True, tag="describe"):

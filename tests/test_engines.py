@@ -3,7 +3,9 @@
 Measured, float32 weights, 3 layers, 17 tokens and 2 decode steps: the worst NMSE of any op is 6e-12.
 """
 
+import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -222,3 +224,22 @@ def _drifts(reference: Path, candidate: Path) -> list[OpResult]:
     assert ops
     assert [op.op for op in ops if op.drift is None] == []
     return list(ops)
+
+
+def test_another_build_of_llama_cpp(models: Models, cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    """Here a copy of the installed one; the folder stands in the trace, for its figures are that build's."""
+    package = find_spec("llama_cpp")
+    assert package
+    assert package.origin
+    other = shutil.copytree(Path(package.origin).parent / "lib", tmp_path / "other")
+    arguments = ("trace", models("tiny"), "--engine", "llama.cpp", "--tokens", "1,2,3", "-o", tmp_path / "a.trace")
+    assert cli(*arguments, "--llama-lib", other)[0] == 0
+    assert Trace(tmp_path / "a.trace").header.engine.endswith(f"with the libraries in {other})")
+    for library in other.glob("libllama.*"):
+        library.write_bytes(b"none")
+    code, _, error = cli(*arguments, "--llama-lib", other)
+    assert (code, error.startswith("tracediff: llama.cpp cannot be loaded: ")) == (2, True), error
+    code, _, error = cli(*arguments, "--llama-lib", tmp_path)
+    assert (code, error.partition(": no libllama")[0]) == (2, f"tracediff: --llama-lib {tmp_path}")
+    code, _, error = cli("trace", models("tiny"), "--tokens", "1", "--llama-lib", other, "-o", tmp_path / "b.trace")
+    assert (code, "--llama-lib is for --engine llama.cpp" in error) == (2, True)

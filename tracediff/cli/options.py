@@ -57,6 +57,9 @@ UBatch = Annotated[int, typer.Option(min=1, help="llama.cpp: micro-batch size.")
 GpuLayers = Annotated[int, typer.Option(help="llama.cpp: layers on the GPU.")]
 FlashAttn = Annotated[bool, typer.Option(help="llama.cpp: flash attention, one op instead of three.")]
 KvType = Annotated[Literal["f32", "f16", "q8_0"], typer.Option(help="llama.cpp: type of the KV cache.")]
+LlamaLib = Annotated[
+    Path | None, typer.Option(help="llama.cpp: the folder of another build's libllama (CUDA, Vulkan, Metal).")
+]
 ExtraBufts = Annotated[bool, typer.Option(help="llama.cpp: extra buffer types (repacked weights).")]
 
 

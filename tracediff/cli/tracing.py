@@ -22,6 +22,7 @@ from tracediff.cli.options import (
     GpuLayers,
     Json,
     KvType,
+    LlamaLib,
     ModelPath,
     PromptText,
     Require,
@@ -106,6 +107,7 @@ def run(
     flash_attn: FlashAttn = False,
     kv_type: KvType = "f32",
     extra_bufts: ExtraBufts = False,
+    llama_lib: LlamaLib = None,
 ) -> int:
     """Trace a model in llama.cpp and in torch, compare the two, and report."""
     from tracediff.model.model import Model
@@ -115,6 +117,7 @@ def run(
     options = Options(
         threads=threads, n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, gpu_layers=gpu_layers,
         flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
+        library=str(llama_lib.absolute()) if llama_lib else None,
     )  # fmt: skip
     check_json(json, model)
     opened = Model(model)
@@ -172,7 +175,17 @@ def _trace_both(
 _OPTIONS = {
     "torch": {"dtype", "device", "fault", "arithmetic"},
     "transformers": {"dtype", "device", "hf"},
-    "llama.cpp": {"threads", "ctx", "batch", "ubatch", "gpu_layers", "flash_attn", "kv_type", "extra_bufts"},
+    "llama.cpp": {
+        "threads",
+        "ctx",
+        "batch",
+        "ubatch",
+        "gpu_layers",
+        "flash_attn",
+        "kv_type",
+        "extra_bufts",
+        "llama_lib",
+    },
 }
 
 
@@ -213,6 +226,7 @@ def trace(
     flash_attn: FlashAttn = False,
     kv_type: KvType = "f32",
     extra_bufts: ExtraBufts = False,
+    llama_lib: LlamaLib = None,
 ) -> int:
     """Trace one engine."""
     from tracediff.engine.llama_cpp import LlamaCpp, tokenize
@@ -228,6 +242,7 @@ def trace(
             options = Options(
                 threads=threads, n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, gpu_layers=gpu_layers,
                 flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
+        library=str(llama_lib.absolute()) if llama_lib else None,
             )  # fmt: skip
             child = LlamaCpp(opened, given, path, capture=capture, n_decode=decode, options=options)
             ids = child.wait(lambda fraction: progress("llama.cpp", fraction))

@@ -41,7 +41,7 @@ def describe(file: GGUFFile, options: Options | None = None) -> Description:
 
 def _of_graph(options: Options) -> Options:
     """The options that change the graph, all others as they are by default."""
-    return Options(flash_attn=options.flash_attn, kv_type=options.kv_type)
+    return Options(flash_attn=options.flash_attn, kv_type=options.kv_type, library=options.library)
 
 
 def _ask(file: GGUFFile, options: Options) -> bytes:
@@ -56,8 +56,14 @@ def _place(file: GGUFFile, options: Options) -> Path | None:
     if folder is None:
         return None
     key = hashlib.sha256(file.header)
-    key.update(msgspec.json.encode([VERSION, version("llama-cpp-python"), options]))
+    key.update(msgspec.json.encode([VERSION, version("llama-cpp-python"), options, _build(options.library)]))
     return folder / f"{key.hexdigest()}.graph"
+
+
+def _build(library: str | None) -> list[tuple[str, int, int]]:
+    """What tells one build in a folder from the next: names, sizes and times of its libraries."""
+    found = sorted(Path(library).glob("*llama*")) if library else ()
+    return [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in found if path.is_file()]
 
 
 def _kept(place: Path) -> Description | None:
