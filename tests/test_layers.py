@@ -41,7 +41,7 @@ MAY = {
     "tracediff.inspect": {"audit", "errors", "names", "model", "trace", "result", "compare", "diagnose"},
     "tracediff.interchange": {"errors", "files", "inputs", "names", "trace", "model"},
     "tracediff.ci": {"errors", "files", "findings", "inputs", "judge", "result"},
-    "tracediff.report": {"findings", "result"},
+    "tracediff.report": {"findings", "names", "result"},
     "tracediff.findings": {"judge", "names", "result", "trace"},
     "tracediff.pipeline": {
         "audit", "compare", "diagnose", "errors", "findings", "judge", "model", "names", "replay", "result", "trace",

@@ -5,13 +5,12 @@ the reference can be judged, and that carries everything that went before it: th
 """
 
 import difflib
-import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tracediff.errors import TracediffError
-from tracediff.names import kind_of, layer_of, split
+from tracediff.names import kind_of, layer_of, matches, split
 from tracediff.result import Divergence, Local, OpResult, Statistics, Verdict, WeightResult
 
 # NMSE that one rounding of all operands makes, rounded up: llama.cpp's matmuls replayed without it are off by 4e-8
@@ -48,7 +47,7 @@ class Policy:
         options = {"--tolerance": self.tolerances, "--allow": self.allowed, "--require": self.required}
         for option, patterns in options.items():
             for pattern in patterns:
-                if not any(_matches(name, pattern) for name in names):
+                if not any(matches(name, pattern) for name in names):
                     near = difflib.get_close_matches(pattern, names, 4) or names[:4]
                     raise TracediffError(
                         f"{option} {pattern!r} matches no op of the traces. Near it: {', '.join(near)}. "
@@ -58,31 +57,27 @@ class Policy:
     def within(self, ops: Iterable[str]) -> "Policy":
         """Without the patterns that match none of these ops."""
         names = {*ops}
-        kept = {p: nmse for p, nmse in self.tolerances.items() if any(_matches(name, p) for name in names)}
+        kept = {p: nmse for p, nmse in self.tolerances.items() if any(matches(name, p) for name in names)}
         allowed, required = (
-            tuple(p for p in patterns if any(_matches(name, p) for name in names))
+            tuple(p for p in patterns if any(matches(name, p) for name in names))
             for patterns in (self.allowed, self.required)
         )
         return replace(self, tolerances=kept, allowed=allowed, required=required)
 
     def allows(self, op: str) -> bool:
         """Whether the op may be missing, or have another shape."""
-        return any(_matches(op, pattern) for pattern in self.allowed)
+        return any(matches(op, pattern) for pattern in self.allowed)
 
     def requires(self, op: str) -> bool:
         """Whether it fails where the op is missing."""
-        return any(_matches(op, pattern) for pattern in self.required) and not self.allows(op)
+        return any(matches(op, pattern) for pattern in self.required) and not self.allows(op)
 
     def tolerance(self, op: str, coarsest: str) -> float:
         """The NMSE that the op may drift: as set, else from the coarsest rounding of the two sides."""
-        set_by_user = [value for pattern, value in self.tolerances.items() if _matches(op, pattern)]
+        set_by_user = [value for pattern, value in self.tolerances.items() if matches(op, pattern)]
         if set_by_user:
             return set_by_user[-1]
         return min(_WORST, _ONE_ROUNDING[coarsest] * _GROWTH * _SENSITIVE.get(kind_of(op), 1.0))
-
-
-def _matches(op: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(op, pattern) or fnmatch.fnmatchcase(split(op)[1], pattern)
 
 
 def coarsest(storages: Iterable[str | None], weight_types: Iterable[str | None]) -> str:

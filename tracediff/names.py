@@ -1,5 +1,6 @@
 """The one table of op names: what each holds, its kind, and what others call it."""
 
+import fnmatch
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -145,6 +146,11 @@ def split(op: str) -> tuple[int | None, str]:
 def layer_of(op: str) -> int | None:
     """The layer of an op, None for those outside the blocks."""
     return split(op)[0]
+
+
+def matches(op: str, pattern: str) -> bool:
+    """Whether the op's name, or its local name, is one of the pattern: * and ? stand for any characters."""
+    return fnmatch.fnmatchcase(op, pattern) or fnmatch.fnmatchcase(split(op)[1], pattern)
 
 
 def axes_of(op: str, n: int) -> tuple[str, ...]:

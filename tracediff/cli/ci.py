@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracediff.cli.options import Json, Require, Resolve, Tolerance, policy_of
-from tracediff.cli.output import check_json, progress_bars, say, show
+from tracediff.cli.formats import Formats, writing
+from tracediff.cli.options import Require, Resolve, Tolerance, policy_of
+from tracediff.cli.output import ended, print_report, progress_bars, say
 from tracediff.errors import TracediffError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _DAYS = 90  # that a known cause is accepted for
 
 
+@writing
 def ci(
     trace: Annotated[Path | None, typer.Argument(help="One trace; without it all cases of the configuration.")] = None,
     model: Annotated[Path | None, typer.Option(help="The GGUF file that it was made with.")] = None,
@@ -36,7 +38,7 @@ def ci(
     tolerance: Tolerance = None,
     require: Require = None,
     resolve: Resolve = None,
-    json: Json = None,
+    formats: Formats = Formats(),
 ) -> int:
     """Fail where anything got worse than its lock: an op, its arithmetic, what would be seen, what is recorded."""
     from tracediff.ci.config import Case, project
@@ -51,7 +53,7 @@ def ci(
         raise TracediffError("there is nothing to judge: give TRACE and --model, or write cases: docs/ci.md shows how.")
     policy = policy_of(tolerance, None, require, resolve)
     found = replace(found, lock=lock or found.lock, cases=tuple(case.under(policy) for case in found.cases))
-    check_json(json, *(path for case in found.cases for path in (case.trace, case.model, case.reference)))
+    formats.check(*(path for case in found.cases for path in (case.trace, case.model, case.reference)))
     locked = read(found.lock) if found.lock.exists() else {}
     if not locked and not update and accept is None:
         raise TracediffError(f"{found.lock}: there is no lock yet. --update writes one, from traces that are right.")
@@ -60,7 +62,11 @@ def ci(
         write(found.lock, {**locked, **_changed(results, locked, accept, _date(until))})
         say(f"wrote {found.lock}")
         locked = read(found.lock)
-    return show(joined(_held(results, locked, found)), render, render_json, json)
+    gate = joined(_held(results, locked, found))
+    if str(formats.json) != "-":
+        print_report(gate, render)
+    formats.write(gate.cases, lambda: render_json(gate))
+    return ended(gate)
 
 
 def _judged(case: "Case") -> "Result":

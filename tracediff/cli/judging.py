@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tracediff.cli.formats import Formats, report, writing
 from tracediff.cli.options import (
     Allow,
     ArithmeticOption,
-    Json,
     Require,
     Resolve,
     ShowPlan,
@@ -18,7 +18,7 @@ from tracediff.cli.options import (
     Workers,
     policy_of,
 )
-from tracediff.cli.output import MATCH, check_json, progress_bars, report, show
+from tracediff.cli.output import MATCH, progress_bars, show
 from tracediff.errors import TracediffError
 from tracediff.printable import printable
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tracediff.pipeline import Effort
 
 
+@writing
 def compare(
     reference: Annotated[Path, typer.Argument(help="The trace that is right.")],
     candidate: Annotated[Path, typer.Argument(help="The trace to judge.")],
@@ -40,24 +41,24 @@ def compare(
     workers: Workers = 1,
     time: Time = 60.0,
     plan: ShowPlan = False,
-    json: Json = None,
+    formats: Formats = Formats(),
 ) -> int:
     """Compare two traces, or three: op by op with the model, by drift alone without."""
     from tracediff.pipeline import Effort, compare_traces
 
-    check_json(json, reference, candidate, third, model)
+    formats.check(reference, candidate, third, model)
     effort, policy = Effort(workers, time), policy_of(tolerance, allow, require, resolve)
     if plan:
         return _show_plan([(reference, None), (candidate, arithmetic)], model, third)
     if third:
-        return _compare_three((reference, candidate, third), model, policy, effort, arithmetic, json)
+        return _compare_three((reference, candidate, third), model, policy, effort, arithmetic, formats)
     if arithmetic and not model:
         raise TracediffError("--arithmetic is that of the replay, which needs the GGUF file: give --model as well.")
     with progress_bars() as progress:
         result = compare_traces(
             reference, candidate, model=model, policy=policy, arithmetic=arithmetic, effort=effort, progress=progress
         )
-    return report(result, json)
+    return report(result, formats)
 
 
 def _show_plan(traces: list[tuple[Path, str | None]], model: Path | None, third: Path | None = None) -> int:
@@ -77,18 +78,21 @@ def _compare_three(
     policy: "Policy",
     effort: "Effort",
     arithmetic: str | None,
-    json: Path | None,
+    formats: Formats,
 ) -> int:
     from tracediff.report.threeway import render, render_json
     from tracediff.threeway import compare_three
 
     if arithmetic:
         raise TracediffError("--arithmetic pins that of one candidate: compare two traces, or let it be fitted.")
+    if formats != Formats(formats.json):
+        raise TracediffError("of three traces there is a report and --json: compare two for the other formats.")
     with progress_bars() as progress:
         result = compare_three(traces, model=model, policy=policy, effort=effort, progress=progress)
-    return show(result, render, render_json, json)
+    return show(result, render, render_json, formats.json)
 
 
+@writing
 def self_(
     a: Annotated[Path, typer.Argument(help="A trace of the engine.")],
     b: Annotated[Path, typer.Argument(help="Another, of the same tokens fed in another way.")],
@@ -96,18 +100,19 @@ def self_(
     tolerance: Tolerance = None,
     workers: Workers = 1,
     time: Time = 60.0,
-    json: Json = None,
+    formats: Formats = Formats(),
 ) -> int:
     """Hold an engine against itself: decode against prefill, chunks against the whole, one run against another."""
     from tracediff.pipeline import Effort, compare_with_itself
 
-    check_json(json, a, b, model)
+    formats.check(a, b, model)
     with progress_bars() as progress:
         policy, effort = policy_of(tolerance), Effort(workers, time)
         result = compare_with_itself(a, b, model=model, policy=policy, effort=effort, progress=progress)
-    return report(result, json)
+    return report(result, formats)
 
 
+@writing
 def check(
     trace: Annotated[Path, typer.Argument(help="The trace to judge.")],
     model: Annotated[Path, typer.Option(help="The GGUF file that it was made with.")],
@@ -117,15 +122,15 @@ def check(
     workers: Workers = 1,
     time: Time = 60.0,
     plan: ShowPlan = False,
-    json: Json = None,
+    formats: Formats = Formats(),
 ) -> int:
     """Judge one trace by replay alone: no reference needed."""
     from tracediff.pipeline import Effort, check_trace
 
-    check_json(json, trace, model)
+    formats.check(trace, model)
     if plan:
         return _show_plan([(trace, arithmetic)], model)
     with progress_bars() as progress:
         policy, effort = policy_of(require=require, resolve=resolve), Effort(workers, time)
         result = check_trace(trace, model, policy=policy, arithmetic=arithmetic, effort=effort, progress=progress)
-    return report(result, json)
+    return report(result, formats)

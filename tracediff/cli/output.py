@@ -51,30 +51,30 @@ def print_listing(listing: "Listing") -> None:
     console.print(render(listing, limit), width=max(console.width, 0 if limit else narrowest(listing)))
 
 
-def report(result: "Result", json: Path | None) -> int:
-    """A comparison or a check: the exit code that its verdict asks for."""
-    from tracediff.report.json_report import render as render_json
-    from tracediff.report.terminal import render
-
-    return show(result, render, render_json, json)
-
-
 def show(
     result: R,
     render: "Callable[[R, int], RenderableType]",
     render_json: Callable[[R], str],
     json: Path | None,
 ) -> int:
-    """Print the report, write the JSON where it is asked for, and say how it ended: on standard error also why it is
-    undecided, for whoever reads neither.
-    """
+    """Print the report, write the JSON where it is asked for, and say how it ended."""
     if str(json) != "-":
-        from tracediff.cli.console import standard_output
-
-        console = standard_output()
-        console.print(render(printable(result), console.width))
+        print_report(result, render)
     if json:
         write_json(json, render_json(result))
+    return ended(result)
+
+
+def print_report(result: R, render: "Callable[[R, int], RenderableType]") -> None:
+    """As wide as the terminal."""
+    from tracediff.cli.console import standard_output
+
+    console = standard_output()
+    console.print(render(printable(result), console.width))
+
+
+def ended(result: R) -> int:
+    """The exit code; why it is undecided is said on standard error as well, for whoever reads neither."""
     if result.verdict == "undecided":
         say(f"tracediff: {result.summary}")
     return {"match": MATCH, "diverged": DIVERGED, "undecided": UNDECIDED}[result.verdict]
@@ -83,21 +83,22 @@ def show(
 def check_json(json: Path | None, *inputs: Path | None) -> None:
     """Whether --json may be written, before the work of which it is the result; raises OutputError."""
     if json and str(json) != "-":
-        check(json, [file for path in inputs if path for file in files_of(path)], _is_json)
+        check(json, [file for path in inputs if path for file in files_of(path)], is_json)
 
 
 def write_json(path: Path, text: str) -> None:
     """JSON is UTF-8, whatever the locale says."""
     text = escape_json(text)
     if str(path) != "-":
-        write_text(path, text, _is_json)
+        write_text(path, text, is_json)
         return
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
     sys.stdout.write(text)
 
 
-def _is_json(head: bytes) -> bool:
+def is_json(head: bytes) -> bool:
+    """Whether a file that begins so is a result of tracediff's."""
     return b'"schema": "tracediff/' in head
 
 

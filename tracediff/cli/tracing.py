@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from tracediff.cli.formats import Formats, report, writing
 from tracediff.cli.options import (
     Allow,
     ArithmeticOption,
@@ -20,7 +21,6 @@ from tracediff.cli.options import (
     Fault,
     FlashAttn,
     GpuLayers,
-    Json,
     KvType,
     LlamaLib,
     ModelPath,
@@ -35,7 +35,7 @@ from tracediff.cli.options import (
     Workers,
     policy_of,
 )
-from tracediff.cli.output import DIVERGED, MATCH, check_json, progress_bars, report, say
+from tracediff.cli.output import DIVERGED, MATCH, progress_bars, say
 from tracediff.errors import EngineError, TracediffError
 from tracediff.files import temporary_folder
 from tracediff.trace.staging import check, staged
@@ -50,10 +50,11 @@ if TYPE_CHECKING:
     from tracediff_reference.protocol import Options
 
 
+@writing
 def demo(
     fault: Fault = None,
     save: Annotated[Path | None, typer.Option(help="Keep the model and the traces in this folder.")] = None,
-    json: Json = None,
+    formats: Formats = Formats(),
 ) -> int:
     """Make a small model as loud as a real one, plant a fault in the torch engine, trace both, and report.
 
@@ -66,7 +67,7 @@ def demo(
     from tracediff.pipeline import Effort
     from tracediff_reference.protocol import Options
 
-    check_json(json)
+    formats.check()
     planted = fault or [FAULT]
     with _folder(save) as folder:
         model = Model(make_model(folder))
@@ -75,12 +76,13 @@ def demo(
             model, given, folder, _written(save), 1, Options(), Policy(), Effort(), faults=tuple(planted)
         )
         wrong = not_found(result, model, planted)
-    report(result, json)
+    report(result, formats)
     for sentence in wrong:
         say(f"The demo did not find what it planted: {sentence}.")
     return DIVERGED if wrong else MATCH
 
 
+@writing
 def run(
     model: ModelPath,
     prompt: PromptText = None,
@@ -98,7 +100,7 @@ def run(
     workers: Workers = 1,
     time: Time = 60.0,
     save: Annotated[Path | None, typer.Option(help="Keep the traces in this folder.")] = None,
-    json: Json = None,
+    formats: Formats = Formats(),
     threads: Threads = 2,
     ctx: Ctx = 0,
     batch: Batch = 0,
@@ -119,7 +121,7 @@ def run(
         flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
         library=str(llama_lib.absolute()) if llama_lib else None,
     )  # fmt: skip
-    check_json(json, model)
+    formats.check(model)
     opened = Model(model)
     given = _prompt(prompt, tokens, opened.graph)
     policy = policy_of(tolerance, allow, require, resolve)
@@ -129,7 +131,7 @@ def run(
         result = _trace_both(
             opened, given, folder, _written(save), decode, options, policy, Effort(workers, time), **torch
         )
-    return report(result, json)
+    return report(result, formats)
 
 
 def _trace_both(

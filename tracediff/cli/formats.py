@@ -1,0 +1,112 @@
+"""What a result is written as beside the report: JSON and the formats of CI systems."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tracediff import __version__
+from tracediff.cli.options import Json
+from tracediff.cli.output import ended, is_json, print_report, write_json
+from tracediff.files import check, write_text
+from tracediff.printable import printable
+from tracediff.trace.staging import files_of
+
+if TYPE_CHECKING:
+    from tracediff.result import Result
+
+_MARKS = {
+    "junit": b'<testsuites name="tracediff"',
+    "sarif": b"sarif-schema-2.1.0.json",
+    "markdown": b"### tracediff ",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """The files that a command writes, where they are asked for; each field is an option of it."""
+
+    json: Json = None
+    junit: Annotated[Path | None, typer.Option("--junit", help="Write JUnit XML: a test case for each layer.")] = None
+    sarif: Annotated[Path | None, typer.Option("--sarif", help="Write SARIF 2.1.0, for code scanning.")] = None
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write a summary, for a pull request.")] = None
+    annotations: Annotated[bool, typer.Option("--annotations", help="Print GitHub's workflow commands.")] = False
+
+    def check(self, *inputs: Path | None) -> None:
+        """Whether they may be written, before the work of which they are the result; raises OutputError."""
+        read = [file for path in inputs if path for file in files_of(path)]
+        for name, path in self._files():
+            check(path, read, _ours(name))
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        for name in ("json", *_MARKS):
+            path = getattr(self, name)
+            if path and (name, str(path)) != ("json", "-"):
+                yield name, path
+
+    def write(self, cases: "Mapping[str, Result]", render_json: Callable[[], str]) -> None:
+        """All of them; what others wrote in a trace is made printable before it is put in."""
+        if self.json:
+            write_json(self.json, render_json())
+        shown = {printable(name): printable(result) for name, result in cases.items()}
+        if self.junit:
+            from tracediff.report.junit import render
+
+            write_text(self.junit, render(shown), _ours("junit"))
+        if self.sarif:
+            from tracediff.report import sarif
+
+            write_text(self.sarif, sarif.render(shown, _sources(), __version__), _ours("sarif"))
+        if self.markdown:
+            from tracediff.report import markdown
+
+            write_text(self.markdown, markdown.render(shown), _ours("markdown"))
+        if self.annotations:
+            from tracediff.report.markdown import annotations
+
+            sys.stdout.writelines(f"{line}\n" for line in annotations(shown, _sources()))
+
+
+def writing(command: Callable[..., int]) -> Callable[..., int]:
+    """A command that takes `formats` as one that has an option for each."""
+
+    @functools.wraps(command)
+    def with_options(**arguments: Any) -> int:
+        given = {field.name: arguments.pop(field.name) for field in fields(Formats)}
+        return command(**arguments, formats=Formats(**given))
+
+    signature = inspect.signature(command)
+    own = [parameter for name, parameter in signature.parameters.items() if name != "formats"]
+    options = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(Formats)
+    ]
+    with_options.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    with_options.__annotations__ = {one.name: one.annotation for one in (*own, *options)}
+    return with_options
+
+
+def _sources() -> Mapping[str, str]:
+    from tracediff.ci.config import project
+
+    return project().sources
+
+
+def _ours(name: str) -> Callable[[bytes], bool]:
+    return is_json if name == "json" else lambda head: _MARKS[name] in head
+
+
+def report(result: "Result", formats: Formats) -> int:
+    """A comparison or a check, in all formats: the exit code that its verdict asks for."""
+    from tracediff.report.json_report import render as render_json
+    from tracediff.report.terminal import render
+
+    if str(formats.json) != "-":
+        print_report(result, render)
+    formats.write({Path(result.candidate.path).stem: result}, lambda: render_json(result))
+    return ended(result)
