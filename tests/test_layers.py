@@ -47,6 +47,7 @@ MAY = {
         "audit", "compare", "diagnose", "errors", "findings", "judge", "model", "names", "replay", "result", "trace",
     },
     "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
+    "tracediff.testing": {"judge", "pipeline", "result"},
     "tracediff.demo": {"files", "model", "result", "diagnose"},
     "tracediff.cli": EVERYTHING,
     "tracediff_reference": {"errors", "names", "trace"},
