@@ -1,25 +1,29 @@
 """The false-alarm benchmark: runs without a mistake, of which replay must call no op faulty.
 
-    python benchmarks/clean_runs.py [--families llama,demo] [--weights F32,Q4_K_M] [--out docs/clean-runs.md]
+    python benchmarks/clean_runs.py [--families llama,demo] [--weights F32,Q4_K_M] [--processes N] [--minutes N]
+                                    [--out docs/clean-runs.md]
 
 Every family in every weight type. Of each model llama.cpp with half of its options and torch in half of its dtypes,
 which take turns, as do the lengths of the prompts: any two of family, weight type, option and length meet. Two decode
-steps follow each prompt. Two processes share the work.
+steps follow each prompt. Models come in a random order, the same in each run: when the minutes are over, those that
+were run are a sample of all. Then the margin between sound and faulty is calibrated on half of the runs.
 """
 
 import argparse
 import itertools
+import math
 import multiprocessing
+import random
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +38,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import split
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
+from tracediff.replay.score import MARGIN
 from tracediff.result import Local
 from tracediff.trace.reader import Trace
 from tracediff_reference.protocol import Options
@@ -106,6 +111,7 @@ class Worst:
     excess: float = 0.0
     alarms: int = 0
     blind: int = 0
+    leads: list[float] = field(default_factory=list)
     arithmetic: Counter[str] = field(default_factory=Counter)
 
     def add(self, local: Local) -> None:
@@ -116,6 +122,7 @@ class Worst:
         self.excess = max(self.excess, local.excess)
         self.alarms += local.faulty
         self.blind += local.blind
+        self.leads.append(local.lead)
         self.arithmetic[local.arithmetic] += 1
 
     def __str__(self) -> str:
@@ -123,6 +130,8 @@ class Worst:
 
 
 Key = tuple[Run, str]  # and the kind of op
+Case = TypeVar("Case")
+Outcome = TypeVar("Outcome")
 
 
 def runs(family: str, weights: str) -> Iterator[Run]:
@@ -239,7 +248,7 @@ def report(found: Mapping[Key, Worst], alarms: list[str], command: str, seconds:
     ]
     for engine in dict.fromkeys(run.engine for run, _ in found):
         parts += [f"### {engine}", table(("kind", *figures), (row(k, engine=engine, kind=k) for k in kinds))]
-    parts.append("## By option")
+    parts += [calibration(found), "## By option"]
     ways = dict.fromkeys((run.engine, run.how) for run, _ in found)
     parts.append(table(("engine", "option", *figures), (row(e, how, engine=e, how=how) for e, how in ways)))
     parts.append("## Fitted arithmetic\n\nRecords of matmuls that each arithmetic fitted, by weight type.")
@@ -257,6 +266,26 @@ def report(found: Mapping[Key, Worst], alarms: list[str], command: str, seconds:
     return "\n\n".join(parts) + "\n"
 
 
+def calibration(found: Mapping[Key, Worst]) -> str:
+    """The margin that half of the runs need, and what it makes of the other half."""
+    runs = sorted({run for run, _ in found}, key=str)
+    random.Random(0).shuffle(runs)
+    halves = [{*runs[::2]}, {*runs[1::2]}]
+    leads = [[lead for (run, _), worst in found.items() if run in half for lead in worst.leads] for half in halves]
+    needed = max(0.0, max(filter(math.isfinite, leads[0]), default=0.0))
+    rows = [
+        (name, f"{margin:.2f}", *(f"{sum(lead > margin for lead in half):,} of {len(half):,}" for half in leads))
+        for name, margin in (("needed by the first half", needed), ("`MARGIN`, in use", MARGIN))
+    ]
+    return (
+        "## The margin\n\nA record is faulty where the best explanation that finds a mistake beats the best that does "
+        "not by more than a margin, in nats (`tracediff/replay/score.py`). Calibrated on a random half of these runs, "
+        "as the smallest one without a false alarm, and tested on the other. Between 0 and the margin a record is "
+        f"undecided: {sum(0 < lead <= MARGIN for half in leads for lead in half):,} are.\n\n"
+        + table(("margin", "nats", f"faulty in {len(halves[0])} runs", f"faulty in {len(halves[1])} others"), rows)
+    )
+
+
 def _arithmetic(found: Mapping[Key, Worst], weights: Iterable[str]) -> str:
     def names(engine: str, weight: str, kind: str) -> str:
         count = merged(found, engine=engine, weights=weight, kind=kind).arithmetic
@@ -268,29 +297,46 @@ def _arithmetic(found: Mapping[Key, Worst], weights: Iterable[str]) -> str:
     )
 
 
+def sampled(
+    work: Callable[[Case], Iterable[Outcome]], cases: Iterable[Case], processes: int, seconds: float
+) -> Iterator[Outcome]:
+    """What comes of the cases, in so many processes; those that have not begun when the time is over are left out."""
+    end = time.monotonic() + seconds
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        waiting, running = iter(cases), []
+        while True:
+            while len(running) < processes and time.monotonic() < end and (case := next(waiting, None)) is not None:
+                running.append(pool.submit(work, case))
+            if not running:
+                return
+            yield from running.pop(0).result()
+
+
 def main() -> int:
     """Run the matrix; 1 when there was a false alarm."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--weights", default=",".join(WEIGHTS))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began, done = time.monotonic(), 0
     found: dict[Key, Worst] = defaultdict(Worst)
     alarms: list[tuple[object, ...]] = []
     models = list(itertools.product(args.families.split(","), args.weights.split(",")))
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        for run, judged in itertools.chain.from_iterable(pool.map(work, models)):
-            done += 1
-            if isinstance(judged, str):
-                alarms.append((run, judged, "", "", "", "", ""))
-                judged = []
-            for kind, op, step, local in judged:
-                found[run, kind].add(local)
-                if local.faulty:
-                    figures = (f"{local.nmse:.1e}", f"{local.floor:.1e}", f"{local.excess:.3g}", local.arithmetic)
-                    alarms.append((run, op, step, *figures))
-            print(f"{time.monotonic() - began:4.0f} s, {done:4} runs, {len(alarms)} alarms: {run}", file=sys.stderr)
+    random.Random(0).shuffle(models)
+    for run, judged in sampled(work, models, args.processes, 60 * args.minutes):
+        done += 1
+        if isinstance(judged, str):
+            alarms.append((run, judged, "", "", "", "", ""))
+            judged = []
+        for kind, op, step, local in judged:
+            found[run, kind].add(local)
+            if local.faulty:
+                figures = (f"{local.nmse:.1e}", f"{local.floor:.1e}", f"{local.excess:.3g}", local.arithmetic)
+                alarms.append((run, op, step, *figures))
+        print(f"{time.monotonic() - began:4.0f} s, {done:4} runs, {len(alarms)} alarms: {run}", file=sys.stderr)
     command = " ".join(["python", "benchmarks/clean_runs.py", *sys.argv[1:]])
     text = report(found, alarms, command, time.monotonic() - began)
     print(text if args.out is None else f"{done} runs, {len(alarms)} false alarms: {args.out}")

@@ -23,7 +23,7 @@ from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.pipeline import check_trace
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
-from tracediff.replay.score import Explanation, judge
+from tracediff.replay.score import Explanation, judge, lead
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
@@ -42,7 +42,7 @@ from tracediff.trace.writer import TraceWriter
     ],
 )
 def test_sound_and_faulty_each_win_by_a_margin(explanations: list[Explanation], judgement: str) -> None:
-    assert judge(explanations) == judgement
+    assert judge(lead(explanations)) == judgement
 
 
 SHAPE = Shape("qwen2", n_layer=3, n_embd=256, n_head=8, n_head_kv=2, n_ff=512)

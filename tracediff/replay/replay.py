@@ -26,7 +26,7 @@ from tracediff.replay.plan import Choice, Plan, Planner, Sort, plain_first, sett
 from tracediff.replay.recompute import Recomputation, Recomputed, made_together, picked
 from tracediff.replay.recorded import Recorded
 from tracediff.replay.residual import Residual, measure, turned
-from tracediff.replay.score import BLIND, NOTHING, SHAPE, UNKNOWN, Explanation, judge
+from tracediff.replay.score import BLIND, NOTHING, SHAPE, UNKNOWN, Explanation, judge, lead
 from tracediff.replay.storage import stored_as
 from tracediff.result import Judgement, Local, Worst
 from tracediff.trace.format import OpRecord
@@ -178,10 +178,11 @@ class Replay:
 
     def _best_of(self, record: OpRecord, schemes: Sequence[Scheme], looked: "Looked | None" = None) -> Local:
         looks = [(looked or {}).get(scheme) or self._closely(record, scheme) for scheme in schemes]
-        judgement = judge(one for look in looks for one in look.explanations())
+        leads = lead(one for look in looks for one in look.explanations())
+        judgement = judge(leads)
         blind = judgement == "sound" and all(look.local.judgement != "sound" for look in looks)
         alike = [look.local for look in looks if look.local.faulty == (judgement == "faulty")]
-        return replace((alike or [looks[0].local])[0], judgement="undecided" if blind else judgement)
+        return replace((alike or [looks[0].local])[0], judgement="undecided" if blind else judgement, lead=leads)
 
     @torch.inference_mode()
     def under(

@@ -64,12 +64,14 @@ def score(nmse: float, price: float = 0.0) -> float:
     return -math.log(max(nmse, _LEAST)) - price if math.isfinite(nmse) else -math.inf
 
 
-def judge(explanations: Iterable[Explanation]) -> Judgement:
-    """Sound or faulty, where either wins by a margin."""
+def lead(explanations: Iterable[Explanation]) -> float:
+    """By how many nats the best explanation that calls the engine mistaken beats the best that does not."""
     best = {True: -math.inf, False: -math.inf}
     for one in explanations:
         best[one.sound] = max(best[one.sound], one.score)
-    if best[True] == -math.inf:
-        return "faulty"
-    lead = best[False] - best[True]
+    return math.inf if best[True] == -math.inf else best[False] - best[True]
+
+
+def judge(lead: float) -> Judgement:
+    """Sound or faulty, where either wins by a margin."""
     return "faulty" if lead > MARGIN else "undecided" if lead > 0 else "sound"

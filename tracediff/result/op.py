@@ -71,6 +71,7 @@ class Local:
     told: bool = False  # and whether it is sure that the engine holds them so, and not who wrote the trace
     weights_nmse: float | None = None  # of a matmul whose weights the engine requantised: against the file's
     one_token: bool = False  # engines multiply a row by a matrix in another kernel than several
+    lead: float = -math.inf  # nats by which the best explanation that finds a mistake beats the best without one
 
     @property
     def faulty(self) -> bool:
