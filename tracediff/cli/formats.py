@@ -24,6 +24,7 @@ _MARKS = {
     "junit": b'<testsuites name="tracediff"',
     "sarif": b"sarif-schema-2.1.0.json",
     "markdown": b"### tracediff ",
+    "html": b"<title>tracediff: ",
 }
 
 
@@ -32,6 +33,7 @@ class Formats:
     """The files that a command writes, where they are asked for; each field is an option of it."""
 
     json: Json = None
+    html: Annotated[Path | None, typer.Option("--html", help="Write one page to look at in a browser.")] = None
     junit: Annotated[Path | None, typer.Option("--junit", help="Write JUnit XML: a test case for each layer.")] = None
     sarif: Annotated[Path | None, typer.Option("--sarif", help="Write SARIF 2.1.0, for code scanning.")] = None
     markdown: Annotated[Path | None, typer.Option("--markdown", help="Write a summary, for a pull request.")] = None
@@ -54,6 +56,10 @@ class Formats:
         if self.json:
             write_json(self.json, render_json())
         shown = {printable(name): printable(result) for name, result in cases.items()}
+        if self.html:
+            from tracediff.report import html
+
+            write_text(self.html, html.render(shown), _ours("html"))
         if self.junit:
             from tracediff.report.junit import render
 
