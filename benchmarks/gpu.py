@@ -198,11 +198,9 @@ def page(device: str, folder: Path) -> tuple[str, bool]:
         for arch, shape in SHAPES.items()
         for weights in WEIGHTS
     }
-    on = (
-        torch.cuda.get_device_name()
-        if device.startswith("cuda")
-        else f"NO GPU: this is the host ({platform.machine()})"
-    )
+    gpu = device.startswith("cuda")
+    on = torch.cuda.get_device_name() if gpu else f"the host ({platform.machine()})"
+    none = "" if gpu else "**No GPU was at hand: nothing below ran on one.** "
     same = list(roundings(device))
     rows = list(judged(device, models, folder))
     faults = list(planted(device, models["llama", "F16"], folder))
@@ -215,8 +213,8 @@ def page(device: str, folder: Path) -> tuple[str, bool]:
     text = "\n\n".join(
         (
             "# On a GPU",
-            f"{first}Made by `python benchmarks/gpu.py --device {device}` on {on}, torch {torch.__version__}. Traces are "
-            "made on the device and judged on the host.",
+            f"{none}Made by `python benchmarks/gpu.py --device {device}` on {on}, torch {torch.__version__}. "
+            "Traces are made on the device and judged on the host.",
             "## Roundings, host against device",
             table(("rounding", "bits"), same),
             "## Runs without a mistake",
