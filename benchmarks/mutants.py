@@ -406,7 +406,10 @@ class Bench:
             outcome.what, outcome.said = "crashed", f"{type(error).__name__}: {error}"
             return outcome
         outcome.seconds = time.process_time() - began
-        outcome.tested, outcome.false = self._tested(path, model, claims)
+        try:
+            outcome.tested, outcome.false = self._tested(path, model, claims)
+        except (NotImplementedError, subprocess.CalledProcessError) as error:  # the second implementation's own
+            outcome.false = [f"could not be tested: {error}"]
         faulty = sorted(result.faulty, key=lambda op: op.step)
         if not faulty:
             outcome.what = "missed"

@@ -116,9 +116,9 @@ class _C(ast.NodeVisitor):
         self.integers.add(loop.target.id)
         start = {"max": "-INFINITY", "min": "INFINITY"}.get(how, "0")
         head, inner = self.loop(loop.target.id, loop.iter), self.expression(term)
-        then = {"sum": "r_ += v_", "max": "r_ = fmax(r_, v_)", "min": "r_ = fmin(r_, v_)", "last": "r_ = v_",
-                "first": "if (!k_++) r_ = v_"}[how]  # fmt: skip
-        return f"({{ double r_ = {start}; long k_ = 0; (void)k_; {head} {{ double v_ = {inner}; {then}; }} r_; }})"
+        then = {"sum": "RR += VV", "max": "RR = fmax(RR, VV)", "min": "RR = fmin(RR, VV)", "last": "RR = VV",
+                "first": "if (!KK++) RR = VV"}[how]  # fmt: skip
+        return f"({{ double RR = {start}; long KK = 0; (void)KK; {head} {{ double VV = {inner}; {then}; }} RR; }})"
 
     def loop(self, name: str, counted: ast.expr) -> str:
         assert isinstance(counted, ast.Call)

@@ -10,6 +10,7 @@ from tracediff.cli.formats import Formats, report, writing
 from tracediff.cli.options import (
     Allow,
     ArithmeticOption,
+    Explain,
     Require,
     Resolve,
     ShowPlan,
@@ -18,13 +19,14 @@ from tracediff.cli.options import (
     Workers,
     policy_of,
 )
-from tracediff.cli.output import MATCH, progress_bars, show
+from tracediff.cli.output import MATCH, print_listing, progress_bars, show
 from tracediff.errors import TracediffError
 from tracediff.printable import printable
 
 if TYPE_CHECKING:
     from tracediff.judge import Policy
     from tracediff.pipeline import Effort
+    from tracediff.result import Result
 
 
 @writing
@@ -38,6 +40,7 @@ def compare(
     require: Require = None,
     allow: Allow = None,
     resolve: Resolve = None,
+    explain: Explain = None,
     workers: Workers = 1,
     time: Time = 60.0,
     plan: ShowPlan = False,
@@ -58,7 +61,7 @@ def compare(
         result = compare_traces(
             reference, candidate, model=model, policy=policy, arithmetic=arithmetic, effort=effort, progress=progress
         )
-    return report(result, formats)
+    return _explained(result, explain, report(result, formats))
 
 
 def _show_plan(traces: list[tuple[Path, str | None]], model: Path | None, third: Path | None = None) -> int:
@@ -112,6 +115,15 @@ def self_(
     return report(result, formats)
 
 
+def _explained(result: "Result", op: str | None, code: int) -> int:
+    """After the report the numbers of one op, where they are asked for."""
+    if op:
+        from tracediff.findings.evidence import evidence
+
+        print_listing(evidence(result, op))
+    return code
+
+
 @writing
 def check(
     trace: Annotated[Path, typer.Argument(help="The trace to judge.")],
@@ -119,6 +131,7 @@ def check(
     arithmetic: ArithmeticOption = None,
     require: Require = None,
     resolve: Resolve = None,
+    explain: Explain = None,
     workers: Workers = 1,
     time: Time = 60.0,
     plan: ShowPlan = False,
@@ -133,4 +146,4 @@ def check(
     with progress_bars() as progress:
         policy, effort = policy_of(require=require, resolve=resolve), Effort(workers, time)
         result = check_trace(trace, model, policy=policy, arithmetic=arithmetic, effort=effort, progress=progress)
-    return report(result, formats)
+    return _explained(result, explain, report(result, formats))

@@ -24,7 +24,9 @@ CaptureOption = Annotated[
 ]
 Fault = Annotated[
     list[str] | None,
-    typer.Option(help="Plant a mistake in the torch engine: NAME or NAME@LAYER. `tracediff faults` lists them."),
+    typer.Option(
+        help="Plant a mistake in the torch engine: NAME, NAME@LAYER or 'OP: WORDS'. `tracediff faults` lists them."
+    ),
 ]
 ArithmeticOption = Annotated[
     str | None, typer.Option(help="Pin the arithmetic of the candidate, such as 'llama.cpp' or 'exact'.")
@@ -41,6 +43,9 @@ Allow = Annotated[
 ]
 Resolve = Annotated[
     float | None, typer.Option(help="NMSE of a mistake that must show in every op: where it would not, undecided.")
+]
+Explain = Annotated[
+    str | None, typer.Option(help="Show the numbers of a faulty op's explanation, as blk.0.attn_q, at three places.")
 ]
 Workers = Annotated[
     int, typer.Option(min=1, help="Processes that judge, each with the memory of one; the result is the same.")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tracediff.diagnose.budget import Budget, OutOfTime
+from tracediff.diagnose.evidence import places
 from tracediff.diagnose.hypothesis import (
     IN_SOME,
     SOLVED,
@@ -36,7 +37,7 @@ from tracediff.replay.judging import Subject, judge_all, layers, replays_of
 from tracediff.replay.replay import Replay
 from tracediff.replay.shapes import Misshapen, misshapen
 from tracediff.replay.workers import judge_in_processes
-from tracediff.result import Cause, Local, OpResult
+from tracediff.result import Cause, Local, OpResult, Place
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
@@ -191,8 +192,13 @@ class Explainer:
             ops = dict.fromkeys(split(n)[1] for n in segment if other.where.holds(graph[n], graph))
             each[name] += f" (or {other.text}: the same from here; record {' and '.join(ops)} to tell)"
         name, text, under = " + ".join(each), ", and ".join(each.values()), best.local
-        look = {mistake: BANK[mistake].look for mistake in each if mistake in BANK}
-        cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each, look)
+        look = {part.mistake: BANK[part.mistake].look if part.mistake in BANK else part.look for part in best.parts}
+        shown: tuple[Place, ...] = ()
+        if len(segment) == 1:
+            shown = places(
+                graph[one.record.op], self._replay.known(one.record), self._replay.made(one.record, best.ops)
+            )
+        cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each, look, shown)
         return replace(result, cause=cause, shape=None)
 
     def _described(self, result: OpResult, one: _Faulty) -> OpResult:
@@ -243,12 +249,13 @@ class _Search:
         in_some: list[Hypothesis] = []
         for solved, scheme in explanations(self._replay, one.record) if len(one.error.segment) == 1 else ():
             local = self._replay.under(one.record, (solved.op,), one.error.nmse, scheme)
-            hypothesis = Hypothesis((Part(SOLVED, solved.words, solved.words, solved.fitted),), (solved.op,), local)
+            part = Part(SOLVED, solved.words, solved.words, solved.fitted, solved.look)
+            hypothesis = Hypothesis((part,), (solved.op,), local)
             if self._explains(hypothesis, one):
                 found.append(hypothesis)
             elif not solved.fitted and hypothesis.pays(one.error.nmse):
                 words = f"{solved.words}{IN_SOME}"
-                in_some.append(replace(hypothesis, parts=(Part(SOLVED, words, words, fitted=False),)))
+                in_some.append(replace(hypothesis, parts=(replace(part, variant=words, text=words),)))
             if len(found) == _ALIKE:
                 break
         return self._chosen(found) if found else next(iter(in_some), None)

@@ -29,6 +29,7 @@ class Part:
     variant: str
     text: str
     fitted: bool
+    look: str = ""  # where in an engine, of what no known mistake is
 
 
 @dataclass(frozen=True, slots=True)

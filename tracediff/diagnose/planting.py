@@ -1,10 +1,12 @@
-"""Known mistakes planted in a graph."""
+"""Known mistakes planted in a graph, and edits that a report's words tell."""
 
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.mistake import Context
+from tracediff.diagnose.solve.grammar import edited
 from tracediff.errors import TracediffError
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
+from tracediff.model.weights import Weights
 from tracediff.names import layer_of, split
 
 
@@ -18,9 +20,13 @@ def undoes(changed: Op, op: Op) -> bool:
 def plant(graph: Graph, file: GGUFFile, fault: str) -> Graph:
     """The graph with a fault planted, as in "rope_pairing" (every layer), "rope_pairing@3" or "eps@output_norm".
 
+    Or an edit of an op in the words of a report, as in "blk.2.attn_q: heads reversed", or of one name in every layer.
+
     Raises TracediffError when there is no such fault, nothing in this model that it applies to, or another fault that
     it would undo.
     """
+    if ":" in fault:
+        return _edited(graph, file, fault)
     name, _, place = fault.partition("@")
     if name not in BANK:
         raise TracediffError(f"unknown fault {name!r}. `tracediff faults` lists them: {', '.join(BANK)}.")
@@ -42,3 +48,21 @@ def plant(graph: Graph, file: GGUFFile, fault: str) -> Graph:
             f"{graph.hparams.n_layer} layers. It is made for: {mistake.where}."
         )
     return graph.changed(*changed)
+
+
+def _edited(graph: Graph, file: GGUFFile, fault: str) -> Graph:
+    """The graph with an edit that a report's words tell."""
+    place, _, words = (part.strip() for part in fault.partition(":"))
+    ops = [op for op in graph if place in (op.name, split(op.name)[1])]
+    if not ops:
+        raise TracediffError(
+            f"the fault {fault!r}: this model has no op {place!r}. `tracediff inspect MODEL` lists them."
+        )
+    weights = Weights(file)
+    changed = [edited(op, graph, weights, words.rstrip(".")) for op in ops]
+    if not all(changed):
+        raise TracediffError(
+            f"the fault {fault!r}: {place} has no such edit. `tracediff faults` shows what can be said; a number of "
+            "tokens in it is that of a step of 8."
+        )
+    return graph.changed(*(op for op in changed if op))

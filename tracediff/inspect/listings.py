@@ -36,19 +36,25 @@ def of_trace(trace: Trace) -> Listing:
     )
 
 
-def of_faults() -> tuple[Listing, Listing]:
-    """The bank of mistakes, and those that recorded weights alone show."""
+def of_faults() -> tuple[Listing, Listing, Listing]:
+    """The bank of mistakes, what else is solved for, and mistakes that recorded weights alone show."""
     from tracediff.audit.causes import IN_MEMORY
     from tracediff.diagnose.mistakes import BANK
+    from tracediff.diagnose.solve.grammar import EXAMPLES
 
     ops = Listing(
         f"{len(BANK)} mistakes that can be planted (--fault NAME or NAME@LAYER) and recognised",
         ("name", "mistake", "ops", "look at"),
         tuple((m.name, m.text, str(m.where), m.look) for m in BANK.values()),
     )
+    grammar = Listing(
+        "any other edit of one op is solved for, said in words, and planted by the same words (--fault 'OP: WORDS')",
+        ("edit", "as in"),
+        EXAMPLES,
+    )
     weights = Listing(
         f"{len(IN_MEMORY)} more that show in recorded weights, or in a file beside its checkpoint",
         ("name", "mistake", "look at"),
         tuple((name, text, look) for name, (text, look) in IN_MEMORY.items()),
     )
-    return ops, weights
+    return ops, grammar, weights

@@ -286,6 +286,14 @@ class Replay:
             bound = bound.masked_fill(hidden, math.inf)
         return Known(self._recorded.values(record), made.exact, bound, read, arithmetic)
 
+    @torch.inference_mode()
+    def made(self, record: OpRecord, ops: Sequence[Op]) -> Tensor:
+        """What a record would hold if the engine computed these ops as given, float64."""
+        scheme = self.choice(record).schemes[0]
+        other = self._recomputation.changed(ops, n_samples=0)
+        op = self.graph.changed(*ops)[record.op]
+        return other.op(record.step, op, scheme, record.dtype or "f32", record.rows).exact
+
     def held(self, step: int, name: str, past: Past) -> Tensor | None:
         """A value that the trace has of a step or of all so far, flat, or what a buffer would hold of it from earlier
         steps; None where it was not recorded.

@@ -1,7 +1,7 @@
 """What crosses the stages and feeds the reports: frozen, printable, no arrays."""
 
 from tracediff.result.listing import Listing, Remark, Validation
-from tracediff.result.op import Cause, Drift, Judgement, Local, OpResult, Statistics, Status, WeightResult, Worst
+from tracediff.result.op import Cause, Drift, Judgement, Local, OpResult, Place, Statistics, Status, WeightResult, Worst
 from tracediff.result.run import (
     AuditResult,
     Divergence,
@@ -47,6 +47,7 @@ __all__ = [
     "Logits",
     "Normal",
     "OpResult",
+    "Place",
     "Reason",
     "Remark",
     "Result",

@@ -95,6 +95,19 @@ class Local:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """One value of an explained op: where it is, what it is made of, what it should be, what the mistake makes of it,
+    and what was recorded.
+    """
+
+    at: str
+    inputs: str
+    right: float
+    mistaken: float
+    recorded: float
+
+
+@dataclass(frozen=True, slots=True)
 class Cause:
     """Known mistakes that bring the error down to the floor: `floor` and `arithmetic` are those they fit under.
 
@@ -109,6 +122,7 @@ class Cause:
     arithmetic: str
     each: dict[str, str]
     look: dict[str, str] = field(default_factory=dict)
+    places: tuple[Place, ...] = ()  # of an op by itself
 
 
 @dataclass(frozen=True, slots=True)

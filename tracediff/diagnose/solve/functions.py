@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Made
 
 _SAME = 4  # values that are equal to the last digit where a clamp is thought of
+_LOOK = "what is done to its result: a scale, a clamp, a cap"
 _NUMBER = 12.0  # bits of a fitted number
 _CAPS = 60  # Newton steps of a fit
 
@@ -28,6 +30,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "absolute": lambda x: x.abs(),
     "square": lambda x: x * x,
 }
+NUMBERS = {"above": 1, "below": 1, "cap": 1, "linear": 2, "power": 1, "absolute": 0, "square": 0}
 _WORDS = {
     "above": "every value above {0:.6g} is {0:.6g}",
     "below": "every value below {0:.6g} is {0:.6g}",
@@ -45,6 +48,10 @@ class Mapped:
     right: Op
     name: str
     numbers: tuple[float, ...]
+
+    def carried(self, right: Op, other: Op) -> Self:
+        """The same in another layer's op."""
+        return replace(self, right=other)
 
     def compute(self, call: Call) -> Tensor:
         """The output."""
@@ -69,8 +76,12 @@ def variants(problem: Problem) -> Iterator[Found]:
     for name, numbers in _fits(x, y):
         made = FUNCTIONS[name](torch.from_numpy(x), *numbers).numpy()
         if agree(y, made, near).all():
-            op = replace(problem.op, rework=Mapped(problem.op, name, numbers))
-            yield Found(op, words(name, numbers), 4.0 + _NUMBER * len(numbers))
+            yield Found(mapped(problem.op, name, numbers), words(name, numbers), 4.0 + _NUMBER * len(numbers), _LOOK)
+
+
+def mapped(op: Op, name: str, numbers: tuple[float, ...]) -> Op:
+    """The op with a function of each of its values."""
+    return replace(op, rework=Mapped(op, name, numbers))
 
 
 def words(name: str, numbers: tuple[float, ...]) -> str:

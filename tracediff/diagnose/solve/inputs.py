@@ -9,6 +9,8 @@ from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.variant import Priced, Read, Variant
 from tracediff.names import split
 
+_LOOK = "which buffer is passed to it"
+_CACHE = "where each layer's K and V begin in the cache, and what else is written there"
 _CACHED = ("attn_k", "attn_k_norm", "attn_k_rope", "attn_v")  # what engines cache, or may by mistake
 
 
@@ -24,7 +26,7 @@ def variants(problem: Problem) -> Iterator[Priced]:
         for other in others:
             if other != Read(belongs):
                 words = f"{verb} {other.words(op)} where {Read(belongs).words(op)} belongs"
-                yield Priced(Variant(words, problem.loops.source, arrays=((name, other),)), bits)
+                yield Priced(Variant(words, problem.loops.source, arrays=((name, other),)), bits, _LOOK)
 
 
 def cached(problem: Problem) -> Iterator[Priced]:
@@ -38,10 +40,12 @@ def cached(problem: Problem) -> Iterator[Priced]:
     own = op.inputs[1]
     right, place = f"= {name}[c * width + i]", "c * width + i"
     what = f"cached {Read(own).words(op)}, of steps before this,"
-    yield Priced(Variant(f"{what} counts as 0", loops.source.replace(right, f"{right} if c >= past[0] else 0")), 4.0)
+    yield Priced(
+        Variant(f"{what} counts as 0", loops.source.replace(right, f"{right} if c >= past[0] else 0")), 4.0, _CACHE
+    )
     layers = [Read(reader.name, "all") for reader in problem.graph if split(reader.name)[1] in _CACHED]
     others = [read for read in (*layers, *(Read(n, "before") for n in problem.names)) if read.name != own]
     for other in others:
         source = loops.source.replace(right, f"{right} if c >= past[0] else other[{place}]")
         words = f"{what} is {Read(other.name).words(op)}"
-        yield Priced(Variant(words, source, arrays=(("other", other),)), 2.0 + math.log2(len(others)))
+        yield Priced(Variant(words, source, arrays=(("other", other),)), 2.0 + math.log2(len(others)), _CACHE)

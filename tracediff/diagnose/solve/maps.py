@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import torch
@@ -155,6 +156,10 @@ class Moved:
     axis: int
     shape: tuple[int, ...]
 
+    def carried(self, right: Op, other: Op) -> Self:
+        """The same in another layer's op."""
+        return replace(self, right=other)
+
     def compute(self, call: Call) -> Tensor:
         """The output."""
         y = evaluate(self.right, call.inputs, call.weights, call.arithmetic, call.energy, call.rounded)
@@ -182,11 +187,12 @@ class Found:
     op: Op
     words: str
     bits: float
+    look: str = "the strides of its output and of the rows that it is made of"
 
 
 def variants(problem: Problem) -> Iterator[Found]:
     """Maps along each axis of the output that give all of it."""
-    for shape, axes, follows in _views(problem):
+    for shape, axes, follows in views(problem):
         right, there = problem.exact.reshape(shape), problem.recorded.reshape(shape)
         near = problem.near.reshape(shape)
         for axis, noun in enumerate(axes):
@@ -194,12 +200,17 @@ def variants(problem: Problem) -> Iterator[Found]:
                 source = matched(there, right, near, axis)
                 found = named(source) if source is not None else None
                 if found:
-                    open_shape = tuple(-1 if i == follows else n for i, n in enumerate(shape)) if follows >= 0 else ()
-                    op = replace(problem.op, rework=Moved(problem.op, found, axis, open_shape))
+                    op = moved(problem.op, found, axis, shape, follows)
                     yield Found(op, found.words(noun, shape[axis]), found.bits + math.log2(len(axes)))
 
 
-def _views(problem: Problem) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], int]]:
+def moved(op: Op, how: Map, axis: int, shape: tuple[int, ...], follows: int) -> Op:
+    """The op with slices of its output elsewhere, seen in a shape of which one axis may follow the step."""
+    seen = tuple(-1 if i == follows else n for i, n in enumerate(shape)) if follows >= 0 else ()
+    return replace(op, rework=Moved(op, how, axis, seen))
+
+
+def views(problem: Problem) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], int]]:
     """Shapes that the output can be seen in, with nouns for their axes, and which of these follows the step (-1: it is
     seen as it is).
     """

@@ -10,6 +10,7 @@ from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.variant import Bound, Priced, Variant
 
 _DECADES = 8  # on either side of the right number in which the fit may begin
+_LOOK = "the positions of each step: how many are cached before it"
 _POSITIONS = 64  # by which they may be off
 _ROUNDS = 40
 _BITS = 24  # of a fitted number; a usual one takes few
@@ -26,7 +27,12 @@ def variants(problem: Problem, look: Look) -> Iterator[Priced]:
             called = {"theta": "rope's base", "scale": "the scale", "freq_scale": "the frequency scale"}.get(name, name)
             for value, bits in (*((u, 6.0) for u in _near(fitted)), (fitted, _BITS)):
                 words = f"{called} is {value:.6g}; it should be {right:.6g}"
-                yield Priced(Variant(words, problem.loops.source, numbers=((name, value),)), bits, fitted=True)
+                yield Priced(
+                    Variant(words, problem.loops.source, numbers=((name, value),)),
+                    bits,
+                    f"where {called} is read from the file",
+                    fitted=True,
+                )
 
 
 def positions(problem: Problem) -> Iterator[Priced]:
@@ -36,10 +42,10 @@ def positions(problem: Problem) -> Iterator[Priced]:
         return
     for by in (k for k in range(-_POSITIONS, _POSITIONS + 1) if k):
         words = f"positions are {abs(by)} too {'high' if by > 0 else 'low'}"
-        yield Priced(Variant(words, source.replace("positions[t]", f"(positions[t] + {by})")), 8.0)
+        yield Priced(Variant(words, source.replace("positions[t]", f"(positions[t] + {by})")), 8.0, _LOOK)
     for one in range(_POSITIONS):
         words = f"every token is rotated as position {one}"
-        yield Priced(Variant(words, source.replace("positions[t]", str(one))), 8.0)
+        yield Priced(Variant(words, source.replace("positions[t]", str(one))), 8.0, _LOOK)
 
 
 def _near(fitted: float) -> list[float]:

@@ -1,11 +1,13 @@
 """A part only: the right op but in a region, where it is another."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from tracediff.diagnose.solve.regions import Region
+from tracediff.diagnose.solve.variant import relayered
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import evaluate, noise
 from tracediff.numerics.floors import Noise
@@ -24,6 +26,11 @@ class Part:
     region: Region
     outside: Op
     inside: Op
+
+    def carried(self, right: Op, other: Op) -> Self:
+        """The same in another layer's op."""
+        inside = relayered(self.inside, right, other)
+        return replace(self, outside=other, inside=inside or self.inside)
 
     def compute(self, call: Call) -> Tensor:
         """The output."""

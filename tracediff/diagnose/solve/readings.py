@@ -27,6 +27,7 @@ _MIXES = 3  # sums of tokens by which places are looked up
 _NUMBERS = 1 << 25  # of all tensors that are looked through
 _CLOSE = 1e-5  # of the largest, to which two results are the same
 _RUNS = 6  # of rows that are read one after the other
+_LOOK = "how the loader finds and copies this tensor: offsets, sizes, counts of rows"
 _CHUNK = 1 << 18
 _PAGE = 2048  # numbers before a tensor: buffers begin at pages
 _RUN, _ELEMENT = 30.0, 40.0  # bits of a run of rows, and of one element
@@ -83,7 +84,7 @@ def variants(problem: Problem) -> Iterator[Found]:
         runs = _runs(known, info, problem)
         if runs:
             bits = _RUN * len(runs)
-            yield Found(_reading(problem.op, Reading(rows=runs)), _words_of_rows(runs, problem.op), bits)
+            yield Found(reading(problem.op, Reading(rows=runs)), _words_of_rows(runs, problem.op), bits, _LOOK)
             return
 
 
@@ -110,8 +111,9 @@ class _Known:
         return cls(x, y, exact, np.flatnonzero(problem.wrong.reshape(t, n_out).any(0)))
 
 
-def _reading(op: Op, reading: Reading) -> Op:
-    return replace(op, weights=(replace(op.weights[0], read=reading), *op.weights[1:]))
+def reading(op: Op, of: Reading) -> Op:
+    """The op with its weight read so."""
+    return replace(op, weights=(replace(op.weights[0], read=of), *op.weights[1:]))
 
 
 def _tensors(problem: Problem) -> Iterator[TensorInfo]:
@@ -250,5 +252,5 @@ def _elements(problem: Problem, known: _Known) -> Iterator[Found]:
         elements.append((int(row), int(column), value))
         name = Read(problem.op.weights[0].name).words(problem.op)
         said.append(f"row {row} of {name} differs in column {column} alone: {value:.6g} where the file has {right:.6g}")
-    op = _reading(problem.op, Reading(elements=tuple(elements)))
-    yield Found(op, "; ".join(said), _ELEMENT * len(elements))
+    op = reading(problem.op, Reading(elements=tuple(elements)))
+    yield Found(op, "; ".join(said), _ELEMENT * len(elements), _LOOK)

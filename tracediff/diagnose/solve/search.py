@@ -11,11 +11,10 @@ from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.parts import in_region
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.regions import around
-from tracediff.diagnose.solve.variant import Bound, Priced, Rows, Variant
+from tracediff.diagnose.solve.variant import Bound, Priced, Rows, Variant, held_as
 from tracediff.diagnose.solve.words import Speaker, some
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.roundings import rounding_named
 
 _IN_PART = 0.98  # of the wrong values that a hypothesis must give to be tried in a region
 _LARGE = 1 << 22  # values: such outputs are not computed twice more
@@ -29,6 +28,7 @@ class Solved:
     op: Op
     words: str
     bits: float
+    look: str  # where in an engine
     fitted: bool = False  # a number in it was
 
 
@@ -47,7 +47,7 @@ def solve(problem: Problem) -> Iterator[Solved]:
     yield from filter(None, (_solved(problem, one) for one in alike))
     others = [*maps.variants(problem), *functions.variants(problem), *readings.variants(problem)]
     for found in sorted(others, key=lambda one: one.bits):
-        yield Solved(found.op, found.words, found.bits, fitted=isinstance(found.op.rework, functions.Mapped))
+        yield Solved(found.op, found.words, found.bits, found.look, isinstance(found.op.rework, functions.Mapped))
     partial.sort(key=lambda one: one.bits)
     yield from sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)
 
@@ -72,7 +72,7 @@ def _solved(problem: Problem, priced: Priced) -> Solved | None:
     if not np.isfinite(wrong).any():  # many formulas make these: this one does, and needs fewest words
         words = f"{'all' if problem.wrong.all() else len(wrong)} values are NaN or Inf, as if {words}"
     op = priced.variant.op(problem.op, problem.loops.loops, beyond=len(unknown) > 0)
-    return Solved(op, words, priced.bits, priced.fitted)
+    return Solved(op, words, priced.bits, priced.look, priced.fitted)
 
 
 def words_of(problem: Problem, variant: Variant) -> str:
@@ -100,9 +100,8 @@ def bound_of(problem: Problem, variant: Variant) -> Bound | None:
         if values is None:
             return None
         arrays[name] = Flat(values)
-    hold = rounding_named(problem.arithmetic.stored)
     for name, weight in variant.weights:
-        arrays[name] = Rows(weight, problem.weights, hold)
+        arrays[name] = Rows(weight, problem.weights, held_as(problem.op, name, problem.arithmetic))
     return problem.loops.with_(variant.source, arrays, dict(variant.numbers))
 
 
@@ -122,5 +121,5 @@ def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
             if np.all(fits[region.mask(shape).ravel()]):
                 inside = priced.variant.op(problem.op, problem.loops.loops)
                 words = f"{region.words(axes)}: {words_of(problem, priced.variant)}"
-                yield Solved(in_region(problem.op, inside, region), words, priced.bits + region.bits)
+                yield Solved(in_region(problem.op, inside, region), words, priced.bits + region.bits, priced.look)
                 break

@@ -8,6 +8,8 @@ from tracediff.diagnose.solve.variant import Priced, Read, Variant
 from tracediff.model.graph import Weight
 from tracediff.names import layer_of
 
+_LOOK = "the loader's table of tensor names, and which weight is passed to it"
+
 
 def variants(problem: Problem) -> Iterator[Priced]:
     """One weight is another tensor, read as flat numbers with the op's own strides."""
@@ -21,4 +23,4 @@ def variants(problem: Problem) -> Iterator[Priced]:
                 names = [Read(one).words(problem.op) for one in (info.name, weight.name)]
                 words = f"uses {names[0]} where {names[1]} belongs"
                 other = Weight(info.name, info.shape)
-                yield Priced(Variant(words, problem.loops.source, weights=((name, other),)), bits)
+                yield Priced(Variant(words, problem.loops.source, weights=((name, other),)), bits, _LOOK)

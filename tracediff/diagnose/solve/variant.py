@@ -22,7 +22,7 @@ from tracediff.numerics.evaluate import noise
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Made, one_rounding
-from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.roundings import Rounding, rounding_named
 
 Touches = Literal["values", "places", "both"]  # what is stored, or where and in which order
 When = Literal["now", "all", "before"]  # in this step, in all so far, or what a buffer holds from earlier ones
@@ -114,8 +114,14 @@ def relayered(changed: Op, right: Op, other: Op) -> Op | None:
         own if weight == before else replace(weight, name=moved(weight.name))
         for weight, before, own in zip(changed.weights, right.weights, other.weights, strict=True)
     )
+    carried = getattr(changed.rework, "carried", None)  # of what is done to an op's own value
     return replace(
-        changed, name=other.name, inputs=tuple(map(moved, changed.inputs)), weights=tuple(weights), attrs=other.attrs
+        changed,
+        name=other.name,
+        inputs=tuple(map(moved, changed.inputs)),
+        weights=tuple(weights),
+        attrs=other.attrs,
+        rework=carried(right, other) if carried else changed.rework,
     )
 
 
@@ -153,6 +159,7 @@ class Priced:
 
     variant: Variant
     bits: float
+    look: str = "the loops, indices and arithmetic of its kernel"
     fitted: bool = False  # a number in it was
 
 
@@ -287,7 +294,7 @@ def bind(
     loops = loops_of(op, [tuple(x.shape) for x in inputs])
     if loops is None:
         return None
-    hold = rounding_named(arithmetic.stored)
+    hold = rounding_named(arithmetic.stored)  # caches
     roundings = {
         "linear": (rounding_named(arithmetic.operands),),
         "scores": (rounding_named(arithmetic.operands), hold),
@@ -297,8 +304,14 @@ def bind(
     for i, (name, x) in enumerate(zip(loops.inputs, inputs, strict=False)):
         arrays[name] = Flat(flat(roundings[i](x.flatten(1) if op.kind == "linear" else x) if i < len(roundings) else x))
     for name, weight in zip(loops.weights, op.weights, strict=False):
-        arrays[name] = Rows(weight, weights, hold)
+        arrays[name] = Rows(weight, weights, held_as(op, name, arithmetic))
     return Bound(loops.source, loops, loops.numbers, arrays)
+
+
+def held_as(op: Op, name: str, arithmetic: Arithmetic) -> Rounding:
+    """How an engine holds the op's weight of this name: nobody quantises a bias."""
+    hold = rounding_named(arithmetic.stored)
+    return rounding_named("f64") if op.kind == "linear" and name == "b" and hold.in_blocks else hold
 
 
 def flat(x: Tensor) -> np.ndarray:

@@ -1,0 +1,73 @@
+"""Three places of an explained record, so that a reader can do the sum by hand: what goes in, what should come out,
+what the mistake makes of it, and what was recorded.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.solve.variant import Read
+from tracediff.model.graph import Op
+from tracediff.numerics.kinds import KINDS
+from tracediff.replay.replay import Known
+from tracediff.result import Place
+
+_SHOWN = 2  # values of a row that a sum runs over
+
+
+def places(op: Op, known: Known, mistaken: Tensor) -> tuple[Place, ...]:
+    """Where the op is off most, where by a middling amount, and where it is right, if anywhere."""
+    off = (known.recorded - known.exact).abs().nan_to_num(torch.inf, torch.inf).flatten()
+    order = off.argsort(descending=True, stable=True)
+    wrong = int((off > known.bound.expand(known.exact.shape).flatten()).sum())
+    middle, last = order[wrong // 2], order[-1] if wrong < len(order) else order[(3 * wrong) // 4]
+    axes = KINDS[op.kind].axis_names(known.exact.ndim)
+    found = []
+    for flat in dict.fromkeys(int(i) for i in (order[0], middle, last)):
+        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), known.exact.shape))
+        said = ", ".join(f"{name} {i}" for name, i in zip(axes, at, strict=True))
+        values = (float(x.flatten()[flat]) for x in (known.exact, mistaken, known.recorded))
+        found.append(Place(said, "; ".join(_inputs(op, known, at)), *values))
+    return tuple(found)
+
+
+def _inputs(op: Op, known: Known, at: tuple[int, ...]) -> Iterator[str]:
+    """Of each input the value there, or the row that the sum runs over."""
+    for i, (name, x) in enumerate(zip(op.inputs, known.inputs, strict=False)):
+        if name == "positions" and op.kind == "softmax":
+            continue
+        row = _row(op, i, x, at)
+        said = ", ".join(f"{v:.5g}" for v in row[:_SHOWN].tolist())
+        more = f", ... ({len(row)} values)" if len(row) > _SHOWN else ""
+        yield f"{Read(name).words(op)} {said}{more}"
+
+
+def _row(op: Op, i: int, x: Tensor, at: tuple[int, ...]) -> Tensor:
+    match op.kind, i:
+        case "scores", 0:
+            return x[at[1], at[0]]
+        case "scores", 1:
+            return x[at[2], at[0] * x.shape[1] // op_heads(op)]
+        case "weighted_values", 0:
+            return x[at[-1] // (_width(op) // x.shape[0]), at[0]]
+        case "weighted_values", 1:
+            d = x.shape[2]
+            return x[:, at[-1] // d * x.shape[1] * d // _width(op), at[-1] % d]
+    if x.shape == op.shape(len(x)) and op.kind in ("add", "swiglu"):
+        return x[at].reshape(1)
+    leading = at[: max(1, min(x.ndim - 1, len(at) - 1))]
+    return x[leading].flatten() if all(j < n for j, n in zip(leading, x.shape, strict=False)) else x.flatten()
+
+
+def op_heads(op: Op) -> int:
+    """How many query heads the scores have."""
+    heads = op.axes[0]
+    assert isinstance(heads, int)
+    return heads
+
+
+def _width(op: Op) -> int:
+    width = op.axes[-1]
+    assert isinstance(width, int)
+    return width

@@ -1,0 +1,31 @@
+"""An explained op by numbers: what goes in at a few places, what should come out, what the mistake makes, what did."""
+
+from tracediff.errors import TracediffError
+from tracediff.result import Listing, OpResult, Result
+
+
+def evidence(result: Result, op: str) -> Listing:
+    """The places of the first step in which the op is explained. Raises TracediffError where there are none."""
+    records = [one for one in result.ops if one.op == op]
+    if not records:
+        raise TracediffError(f"--explain {op}: the trace has no such record. `tracediff inspect TRACE` lists them.")
+    faulty = [one for one in records if one.status == "faulty"]
+    told = next((one for one in faulty if one.cause and one.cause.places), None)
+    if told is None or told.cause is None:
+        raise TracediffError(f"--explain {op}: {_why_not(faulty)}")
+    rows = tuple(
+        (place.at, place.inputs, *(f"{v:.7g}" for v in (place.right, place.mistaken, place.recorded)))
+        for place in told.cause.places
+    )
+    return Listing(
+        f"{op} in step {told.step}: {told.cause.text}", ("at", "from", "right", "by the mistake", "recorded"), rows
+    )
+
+
+def _why_not(faulty: list[OpResult]) -> str:
+    """What there is instead."""
+    if not faulty:
+        return "nothing is wrong with it by itself, so there is nothing to explain. Ask for one of the faulty ops."
+    if faulty[0].local and len(faulty[0].local.segment) > 1:
+        return "it was judged together with ops before it that were not recorded. Record these, and ask again."
+    return f"no explanation was found ({faulty[0].shape or faulty[0].note})."
