@@ -118,7 +118,7 @@ def self_(
 def _explained(result: "Result", op: str | None, code: int) -> int:
     """After the report the numbers of one op, where they are asked for."""
     if op:
-        from tracediff.findings.evidence import evidence
+        from tracediff.cli.evidence import evidence
 
         print_listing(evidence(result, op))
     return code
