@@ -220,11 +220,11 @@ def views(problem: Problem) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], 
         yield shape, ("head", "query", "key"), -1
         return
     if len(shape) == 3:
-        yield shape, ("token", "head", "channel of each head"), 0
+        yield shape, ("token", "head", "head channel"), 0
     width = math.prod(shape[1:])
     yield (shape[0], width), ("token", "channel"), 0
     if len(shape) == 2 and kind == "weighted_values":
-        yield (shape[0], h.n_head, width // h.n_head), ("token", "head", "channel of each head"), 0
+        yield (shape[0], h.n_head, width // h.n_head), ("token", "head", "head channel"), 0
 
 
 def matched(there: np.ndarray, right: np.ndarray, near: np.ndarray, axis: int) -> np.ndarray | None:
