@@ -97,7 +97,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_else_runs() -> None:
         assert {tag for tag, _ in page.elements} <= {
             "html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "ul", "li", "br", "span", "div", "label",
             "select", "option", "input", "output", "table", "thead", "tbody", "tr", "th", "td", "button", "svg", "line",
-            "text", "polyline", "dl", "dt", "dd", "script",
+            "text", "polyline", "code", "dl", "dt", "dd", "script",
         }  # fmt: skip
         attributes = {name for _, of in page.elements for name in of}
         assert not {name for name in attributes if name.startswith("on")} & {*attributes}

@@ -194,6 +194,8 @@ def _said(result: Result) -> Iterator[str]:
         said = [one for topic in topics for one in result.said if one.about == topic]
         if said:
             yield f"<h2>{title}</h2><dl>{''.join(map(_entry, said))}</dl>"
+    if result.next:
+        yield f"<h2>Next</h2><p><code>{escape(result.next.command)}</code></p><p>{escape(result.next.why)}.</p>"
     if result.notes:
         yield f"<h2>Notes</h2><ul>{''.join(f'<li>{escape(note)}</li>' for note in result.notes)}</ul>"
 

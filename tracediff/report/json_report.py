@@ -22,6 +22,7 @@ def document(result: Result) -> dict[str, object]:
         "details": result.details,
         "findings": result.findings,
         "said": result.said,
+        "next": result.next,
         "first_divergence": first,
         "undecided": result.undecided,
         "resolving": _resolving(result.weakest),

@@ -5,7 +5,7 @@ from rich.console import Group, RenderableType
 from tracediff.report.parts import Trimmed
 from tracediff.report.sections.around import around
 from tracediff.report.sections.next_token import next_token
-from tracediff.report.sections.said import arithmetic, gaps, normal, notes, unmatched
+from tracediff.report.sections.said import arithmetic, gaps, next_step, normal, notes, unmatched
 from tracediff.report.sections.states import states
 from tracediff.report.sections.verdict import findings, sides, verdict
 from tracediff.result import Result
@@ -25,5 +25,6 @@ def render(result: Result, width: int = 100) -> RenderableType:
         gaps(result),
         unmatched(result),
         notes(result),
+        next_step(result),
     )
     return Trimmed(Group(*(part for section in sections for part in section)))

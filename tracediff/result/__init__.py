@@ -14,7 +14,7 @@ from tracediff.result.run import (
     ThreeWay,
     Verdict,
 )
-from tracediff.result.said import Finding, Level, Said
+from tracediff.result.said import Finding, Level, Next, Said
 from tracediff.result.whole import (
     Coverage,
     Growth,
@@ -45,6 +45,7 @@ __all__ = [
     "Listing",
     "Local",
     "Logits",
+    "Next",
     "Normal",
     "OpResult",
     "Place",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tracediff.result.op import Cause, Local, OpResult, Statistics, WeightResult
-from tracediff.result.said import Finding, Said
+from tracediff.result.said import Finding, Next, Said
 from tracediff.result.whole import Coverage, Logits, Normal, Storage
 
 Verdict = Literal["match", "diverged", "undecided"]
@@ -58,6 +58,7 @@ class Result:
     details: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     said: tuple[Said, ...] = ()
+    next: Next | None = None
 
     @property
     def faulty(self) -> list[OpResult]:

@@ -25,6 +25,14 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Next:
+    """What to run next, and why, with what to do before."""
+
+    command: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Said:
     """Anything else that a report says: what it is about and of which side or step, and whether it is an alarm."""
 

@@ -51,6 +51,14 @@ def unmatched(result: Result) -> Iterator[RenderableType]:
         yield from (line(one.text) for one in said)
 
 
+def next_step(result: Result) -> Iterator[RenderableType]:
+    """One command, and why."""
+    if result.next and result.verdict != "match":
+        yield heading("Next")
+        yield line(result.next.command)
+        yield line(f"{result.next.why}.")
+
+
 def notes(result: Result) -> Iterator[RenderableType]:
     """What a reader must know of the traces."""
     if result.notes:

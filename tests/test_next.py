@@ -1,0 +1,73 @@
+"""What to run next: one command that exists, and is the right one for what is open."""
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import TOKENS, Models
+
+from tracediff.findings.next import next_step
+from tracediff.pipeline import compare_traces
+
+TRACES = Path(__file__).parent.parent / "traces"
+
+
+def case(name: str, model: bool = True):
+    folder = TRACES / name
+    return compare_traces(
+        folder / "reference.trace", folder / "candidate.trace", model=folder / "model.gguf" if model else None
+    )
+
+
+def test_a_known_mistake_is_explained() -> None:
+    result = case("rope-pairing")
+    assert result.next == next_step(result)
+    words = shlex.split(result.next.command)
+    assert words[:2] + words[4:] == ["tracediff", "compare", "--model", "model.gguf", "--explain", "blk.0.attn_q_rope"]
+    assert "look at the rope kernel's pairing, and the family's rope type" in result.next.why
+
+
+def test_an_unknown_one_in_a_segment_is_split_and_alone_its_weight_is_audited() -> None:
+    result = case("layers-only")
+    unknown = replace(result, findings=(replace(result.findings[0], mistake=None),))
+    assert next_step(unknown).why.startswith(
+        "record blk.1.attn_v, blk.1.attn_k_rope and blk.1.attn_kqv as well: 19 ops"
+    )
+    result = case("three-faults")
+    first = replace(result.findings[0], mistake=None)
+    audit = next_step(replace(result, findings=(first,)))
+    assert audit.command.startswith("tracediff weights model.gguf --trace ")
+    assert audit.why.startswith("after the engine has recorded blk.0.attn_v.weight as it holds them")
+    act = replace(result.findings[1], mistake=None)
+    assert next_step(replace(result, findings=(act,))).why.startswith(
+        "look at the code of blk.0.ffn_act and blk.1.ffn_act"
+    )
+
+
+def test_drift_asks_for_the_model_and_a_match_for_a_lock() -> None:
+    assert shlex.split(case("rope-pairing", model=False).next.command)[-2:] == ["--model", "model.gguf"]
+    assert case("clean", model=False).next.why.startswith("drift hides what is smaller than its tolerance")
+    assert shlex.split(case("clean").next.command)[-1] == "--update"
+
+
+def test_what_is_undecided_says_so_in_json(
+    models: Models, torch_trace: Callable[..., Path], cli: Callable[..., tuple], tmp_path: Path
+) -> None:
+    trace = torch_trace(models("tiny"), tokens=TOKENS[:5], capture="stats")
+    code, text, _ = cli("check", trace, "--model", models("tiny"), "--json", "-")
+    assert code == 2
+    assert json.loads(text)["next"]["command"].startswith(f"tracediff validate {trace} --model ")
+
+
+@pytest.mark.parametrize("name", ["clean", "rope-pairing", "three-faults", "layers-only"])
+def test_the_command_can_be_run(name: str, cli: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(TRACES / name)
+    result = compare_traces(Path("reference.trace"), Path("candidate.trace"), model=Path("model.gguf"))
+    words = shlex.split(result.next.command)[1:]
+    if "--update" in words:
+        words[words.index("--update")] = "--help"  # which leaves nothing in the folder
+    code, _, error = cli(*words)
+    assert code in (0, 1), error
