@@ -69,7 +69,9 @@ def test_as_a_module() -> None:
     done = process("zebra")
     assert done.returncode == 2
     assert "No such command 'zebra'." in done.stderr
-    assert process("--version").stdout == "0.1.0\n"
+    versions = process("--version").stdout.splitlines()
+    assert versions[0] == "tracediff 0.1.0"
+    assert [line.split()[0] for line in versions[2:5]] == ["torch", "numpy", "llama-cpp-python"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -20,6 +20,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
+from json_schema import valid
 from mutants import write_raw
 
 from tracediff.errors import TraceError
@@ -368,50 +369,6 @@ def test_decoder_is_faulty_exactly_where_its_fault_is(
 SCHEMA = json.loads((ROOT / "docs/trace.schema.json").read_text())
 SPECIFICATION = (ROOT / "docs/trace-format.md").read_text()
 RECORDS = {"trace": Header, "weight": Weight, "step": Step, "op": OpRecord, "end": End}
-TYPES: dict[str, type | tuple[type, ...]] = {
-    "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "null": type(None),
-}  # fmt: skip
-
-
-def valid(schema: dict[str, Any], x: Any) -> bool:
-    """The part of JSON Schema that ours uses; an unknown keyword is an error, not a pass."""
-
-    def check(keyword: str, value: Any) -> bool:
-        is_object, is_number = isinstance(x, dict), isinstance(x, int | float)
-        match keyword:
-            case "$schema" | "$defs" | "title" | "description" | "then":
-                return True
-            case "type":
-                return any(isinstance(x, TYPES[name]) for name in ([value] if isinstance(value, str) else value))
-            case "const":
-                return bool(x == value)
-            case "enum":
-                return x in value
-            case "required":
-                return not is_object or set(value) <= set(x)
-            case "properties":
-                return not is_object or all(valid(value[key], x[key]) for key in value.keys() & x.keys())
-            case "dependentRequired":
-                return not is_object or all(set(value[key]) <= set(x) for key in value.keys() & x.keys())
-            case "items":
-                return not isinstance(x, list) or all(valid(value, item) for item in x)
-            case "minimum":
-                return not is_number or x >= value
-            case "minItems":
-                return not isinstance(x, list) or len(x) >= value
-            case "minLength":
-                return not isinstance(x, str) or len(x) >= value
-            case "allOf":
-                return all(valid(part, x) for part in value)
-            case "anyOf":
-                return any(valid(part, x) for part in value)
-            case "if":
-                return not valid(value, x) or valid(schema["then"], x)
-            case "$ref":
-                return valid(SCHEMA["$defs"][value.removeprefix("#/$defs/")], x)
-        raise NotImplementedError(keyword)
-
-    return all(check(keyword, value) for keyword, value in schema.items())
 
 
 def merged(name: str) -> tuple[dict[str, Any], set[str]]:

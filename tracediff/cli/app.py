@@ -2,8 +2,11 @@
 
 import io
 import os
+import platform
 import sys
 import traceback
+from collections.abc import Iterator
+from importlib import metadata
 from typing import Annotated, Any
 
 import typer
@@ -123,12 +126,23 @@ def _bug(error: BaseException) -> str:
     )
 
 
+def _versions() -> Iterator[str]:
+    """Of what a result may depend on, without importing any of it."""
+    yield f"tracediff {__version__}"
+    yield f"Python {platform.python_version()} ({platform.system()} {platform.machine()})"
+    for name in ("torch", "numpy", "llama-cpp-python", "gguf", "transformers"):
+        try:
+            yield f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            yield f"{name}: not installed"
+
+
 @app.callback(invoke_without_command=True)
 def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the versions that a result may depend on.")] = False,
     debug: Annotated[bool, typer.Option(_DEBUG, help="Show the traceback of a bug; also after a command.")] = False,
 ) -> None:
     """Hold the options that belong to no command."""
     if version:
-        print(__version__)  # noqa: T201
+        print("\n".join(_versions()))  # noqa: T201
         raise typer.Exit
