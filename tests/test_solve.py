@@ -270,9 +270,9 @@ def moved(name: str, how: Map, axis: int, *shape: int) -> Callable[[Graph], Op]:
     return lambda graph: replace(graph[name], rework=Moved(graph[name], how, axis, shape))
 
 
-def mapped(name: str, function: str, *numbers: float) -> Callable[[Graph], Op]:
-    """An op with a function of its values."""
-    return lambda graph: replace(graph[name], rework=Mapped(graph[name], function, numbers))
+def mapped(name: str, function: str, *numbers: float, operand: int | None = None) -> Callable[[Graph], Op]:
+    """An op with a function of its values, or of those of an input."""
+    return lambda graph: replace(graph[name], rework=Mapped(graph[name], function, numbers, operand))
 
 
 def read(name: str, reading: Reading) -> Callable[[Graph], Op]:
@@ -300,6 +300,11 @@ GATE = "blk.0.ffn_gate"
         ),
         (mapped("blk.0.ffn_act", "above", 0.5), "every value above 0.5 is 0.5"),
         (mapped("blk.0.attn_scores", "cap", 5.0), "capped, to 5 * tanh(v / 5)"),
+        (mapped("blk.0.ffn_act", "above", 0.75, operand=1), "every value of ffn_up above 0.75 is 0.75"),
+        (
+            mapped("blk.1.attn_residual", "linear", 0.5, 0.0, operand=1),
+            "every value of ffn_residual of the layer before is 0.5 times",
+        ),
         (mapped(GATE, "linear", 0.5, 0.25), "every value is 0.5 times what it should be, more by 0.25"),
         (
             read(GATE, Reading(rows=(Rows(100, 511, "blk.0.ffn_gate.weight", 0, 256),))),

@@ -196,6 +196,8 @@ def _instead_of(place: _Place, arrays: Sequence[str]) -> Iterator[ast.AST | None
             alike_names = [other for other, kind in names.items() if kind == names[name] and other != name]
             yield from (ast.Name(other, ast.Load()) for other in alike_names)
             yield ast.Constant(0)
+            if names[name] == "i" and not place.is_in("slice", ast.Subscript):
+                yield from (ast.BinOp(node, op(), ast.Constant(1)) for op in (ast.Add, ast.Sub))
         case ast.Name(id=name) if isinstance(parent, ast.Subscript) and node is parent.value and name in arrays:
             kind = name in _INTEGER_ARRAYS
             if isinstance(parent.ctx, ast.Load):

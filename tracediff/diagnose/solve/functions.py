@@ -1,6 +1,6 @@
-"""Another function of the right value: clamped, capped, scaled with an offset, a power, made positive."""
+"""Another function of the right value or of an operand: clamped, capped, scaled with an offset, a power, positive."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -10,13 +10,18 @@ from torch import Tensor
 
 from tracediff.diagnose.solve.maps import Found
 from tracediff.diagnose.solve.problem import Problem, agree
+from tracediff.diagnose.solve.variant import Read
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import evaluate, noise
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Made
 
-_SAME = 4  # values that are equal to the last digit where a clamp is thought of
+_SAME = 4  # values that are equal where a clamp is thought of
+_DIGITS = 3e-6  # within which they are, when they were divided by another value
+_SMALL = 1e-3  # of the largest factor: what is divided by a smaller one says little
+_LINEAR_IN = {"swiglu": (1,), "geglu": (1,), "reglu": (1,), "add": (0, 1)}  # inputs that the output is linear in
 _LOOK = "what is done to its result: a scale, a clamp, a cap"
+_LOOK_BEFORE = "what is done to that value before it is used: a scale, a clamp, a cap"
 _NUMBER = 12.0  # bits of a fitted number
 _CAPS = 60  # Newton steps of a fit
 
@@ -43,11 +48,12 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Computes an op and then a function of each of its values: `Op.rework`."""
+    """Computes an op and then a function of each of its values, or of those of an input before: `Op.rework`."""
 
     right: Op
     name: str
     numbers: tuple[float, ...]
+    operand: int | None = None
 
     def carried(self, right: Op, other: Op) -> Self:
         """The same in another layer's op."""
@@ -55,11 +61,20 @@ class Mapped:
 
     def compute(self, call: Call) -> Tensor:
         """The output."""
-        y = evaluate(self.right, call.inputs, call.weights, call.arithmetic, call.energy, call.rounded)
-        return FUNCTIONS[self.name](y, *self.numbers)
+        inputs = self._inputs(call.inputs)
+        y = evaluate(self.right, inputs, call.weights, call.arithmetic, call.energy, call.rounded)
+        return y if self.operand is not None else FUNCTIONS[self.name](y, *self.numbers)
+
+    def _inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [FUNCTIONS[self.name](x, *self.numbers) if i == self.operand else x for i, x in enumerate(inputs)]
 
     def noise(self, made: Made) -> Noise:
         """That of the right op times the slope of the function there, and one rounding more."""
+        if self.operand is not None:
+            inputs = self._inputs(made.inputs)
+            return noise(
+                self.right, inputs, made.y, made.weights, made.energy, made.arithmetic, made.storage
+            )  # fmt: skip
         x = evaluate(self.right, made.inputs, made.weights, made.arithmetic)
         own = noise(self.right, made.inputs, x, made.weights, made.energy, made.arithmetic, made.storage)
         step = 1e-6 * (x.abs() + 1e-30)
@@ -69,7 +84,7 @@ class Mapped:
 
 
 def variants(problem: Problem) -> Iterator[Found]:
-    """Each function, fitted, that gives all values."""
+    """Each function, fitted, that gives all values: of the output, or of an operand."""
     x, y, near = problem.exact, problem.recorded, problem.near
     if not (np.isfinite(x).all() and np.isfinite(y).all()) or not x.any() or not y.any():
         return
@@ -77,11 +92,30 @@ def variants(problem: Problem) -> Iterator[Found]:
         made = FUNCTIONS[name](torch.from_numpy(x), *numbers).numpy()
         if agree(y, made, near).all():
             yield Found(mapped(problem.op, name, numbers), words(name, numbers), 4.0 + _NUMBER * len(numbers), _LOOK)
+    for operand in _LINEAR_IN.get(problem.op.kind, ()):
+        yield from _of_operand(problem, operand)
 
 
-def mapped(op: Op, name: str, numbers: tuple[float, ...]) -> Op:
-    """The op with a function of each of its values."""
-    return replace(op, rework=Mapped(op, name, numbers))
+def _of_operand(problem: Problem, operand: int) -> Iterator[Found]:
+    """The same of an input of which the output is a multiple, or a sum with: what it must have been, by division."""
+    op = problem.op
+    given = problem.held(Read(op.inputs[operand]))
+    if given is None or not given.any():
+        return
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slope = problem.exact / given if op.kind != "add" else np.ones_like(given)
+        z = given + (problem.recorded - problem.exact) / slope
+    told = np.isfinite(z) & (np.abs(slope) > _SMALL * np.abs(slope[np.isfinite(slope)]).max())
+    for name, numbers in _fits(given[told], z[told]):
+        moved = FUNCTIONS[name](torch.from_numpy(given), *numbers).numpy() - given
+        if agree(problem.recorded, problem.exact + np.where(moved, moved * slope, 0), problem.near).all():
+            said = words(name, numbers).replace("every value", f"every value of {Read(op.inputs[operand]).words(op)}")
+            yield Found(mapped(op, name, numbers, operand), said, 6.0 + _NUMBER * len(numbers), _LOOK_BEFORE)
+
+
+def mapped(op: Op, name: str, numbers: tuple[float, ...], operand: int | None = None) -> Op:
+    """The op with a function of each of its values, or of those of an input."""
+    return replace(op, rework=Mapped(op, name, numbers, operand))
 
 
 def words(name: str, numbers: tuple[float, ...]) -> str:
@@ -97,12 +131,13 @@ def words(name: str, numbers: tuple[float, ...]) -> str:
 
 def _fits(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]]]:
     for name, edge in (("above", y.max()), ("below", y.min())):
-        if (y == edge).sum() >= _SAME:
-            yield name, (float(edge),)
-    a = float(x @ y / (x @ x))
-    yield "linear", (-1.0 if abs(a + 1) < 1e-6 else a, 0.0)
+        there = y[np.abs(y - edge) <= _DIGITS * abs(edge)]
+        if len(there) >= _SAME:
+            yield name, (_rounder(float(np.median(there))),)
+    yield "linear", (_rounder(float(x @ y / (x @ x))), 0.0)
     slope, offset = np.polyfit(x, y, 1) if x.std() else (1.0, 0.0)
-    yield "linear", (1.0 if abs(slope - 1) < 1e-6 else float(slope), float(offset))
+    if abs(offset) > _DIGITS * np.abs(y).max():
+        yield "linear", (_rounder(float(slope)), _rounder(float(offset)))
     yield "absolute", ()
     yield "square", ()
     large = (np.abs(x) > 1e-3 * np.abs(x).max()) & (np.abs(y) > 0)
@@ -111,6 +146,12 @@ def _fits(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]
         yield "power", (float(logs[0] @ logs[1] / (logs[0] @ logs[0])),)
     if cap := _cap(x, y):
         yield "cap", (cap,)
+
+
+def _rounder(number: float) -> float:
+    """The number of fewest digits that float32 cannot tell from it."""
+    short = (float(f"{number:.{digits}g}") for digits in range(1, 7))
+    return next((near for near in short if abs(near - number) <= 1e-7 * abs(number)), number)
 
 
 def _cap(x: np.ndarray, y: np.ndarray) -> float | None:
