@@ -1,5 +1,6 @@
 """Both sides of a comparison are judged together, by any number of processes, in any order, with the same result."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -7,14 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import Models
 
 from tracediff.model import weights as of_weights
 from tracediff.model.gguf_file import TensorInfo
+from tracediff.model.graph import Op
 from tracediff.model.model import Model
+from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import Arithmetic
+from tracediff.numerics.evaluate import evaluate, noise
+from tracediff.numerics.kinds.kind import Energy
 from tracediff.pipeline import Effort, compare_traces
 from tracediff.replay.judging import Subject, judge_all, replays_of
+from tracediff.replay.recompute import Recomputed
 from tracediff.replay.replay import Replay
+from tracediff.replay.residual import measure
 from tracediff.report.json_report import render
 from tracediff.trace.reader import Trace
 
@@ -84,3 +93,18 @@ def test_what_no_time_was_left_for_is_said(sides: tuple[Path, Path, Path]) -> No
     assert result.notes[-1] == f"{n} causes were not sought to the end: --time 0 ended. Give it more seconds."
     assert "the time was over before all known mistakes had been tried" in result.findings[0].text
     assert '"sought": false' in render(result)
+
+
+def test_what_a_table_does_not_hold_leaves_a_floor() -> None:
+    """GELU of -1e6, looked up: float16 has infinity for it, times 0. The floor of all values was NaN."""
+    x = torch.tensor([[-1e6, -1.0, 0.5, 1e8]], dtype=torch.float64)
+    op, weights = Op("act", "gelu_quick", ("x",), ("T", 4)), Weights.__new__(Weights)
+    weights.dtype = torch.float64
+    energy, table = Energy(), Arithmetic("f16")
+    y = evaluate(op, [x], weights, table, energy)
+    own = noise(op, [x], y, weights, energy, table, "f32")
+    right = evaluate(op, [x], weights)
+    residual = measure(right, Recomputed(y, own, own, inputs=(x,)))
+    assert math.isinf(residual.excess)
+    assert math.isfinite(residual.noise)
+    assert 0 < residual.noise < 1e-6

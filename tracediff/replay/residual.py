@@ -82,8 +82,8 @@ def measure(recorded: Tensor, made: Recomputed, hidden: Tensor | None = None) ->
     if not math.isfinite(_energy(error)):
         # NaN and Inf that the inputs' own make are no mistake of this op. Of a masked key's an engine need make none.
         lost = ~exact.isfinite() if made.not_finite else ~(recorded.isfinite() | exact.isfinite())
+        noise = noise.without(lost | ~exact.isfinite())  # of what is no number there is none
         error, exact, bound = error.masked_fill(lost, 0.0), exact.masked_fill(lost, 0.0), bound.masked_fill(lost, 1.0)
-        noise = noise.without(lost)
     if hidden is not None:
         error, exact = error.masked_fill(hidden, 0.0), exact.masked_fill(hidden, 0.0)
     squares = _energy(error)
