@@ -9,6 +9,7 @@ from tracediff.model.graph import Op
 from tracediff.numerics.growing import Growing
 
 _ROOM, _CHANGES = 1 << 28, 256  # bytes of pasts, and changes of the graph, that are kept
+_LOOK_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +80,17 @@ class Kept:
 
     def __init__(self) -> None:
         self._of: dict[tuple[int, ...], tuple[tuple[Op, ...], Pasts]] = {}  # the ops keep their ids from others
+        self._asked = 0  # for new ones since they were measured
 
     def of(self, changes: tuple[Op, ...], n_samples: int) -> Pasts:
         """Those made with so many samples and these very ops in the graph: by name and arithmetic."""
         key = n_samples, *map(id, changes)
+        self._asked += key not in self._of
         self._of[key] = self._of.pop(key, (changes, {}))
-        sizes = (sum(past.nbytes for past in pasts.values()) for _, pasts in reversed(self._of.values()))
-        fitting = sum(total <= _ROOM for total in accumulate(sizes))
-        for old in [*self._of][: -max(1, min(fitting, _CHANGES))]:
-            del self._of[old]
+        if self._asked >= _LOOK_EVERY:  # the pasts grow: to measure all for each of a thousand changes takes longer
+            self._asked = 0
+            sizes = (sum(past.nbytes for past in pasts.values()) for _, pasts in reversed(self._of.values()))
+            fitting = sum(total <= _ROOM for total in accumulate(sizes))
+            for old in [*self._of][: -max(1, min(fitting, _CHANGES))]:
+                del self._of[old]
         return self._of[key][1]
