@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 TOKENS = [256, *((37 * i + 11) % 250 for i in range(127))]
@@ -277,6 +278,88 @@ def whole_run(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     return {"tracediff run, statistics / a plain script of both engines": (ours / theirs, 1.0)}
 
 
+def processor(*arguments: object) -> float:
+    """Seconds of the processor that a tracediff command takes, start and all; of others on the machine it knows none."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tracediff", *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    assert child.stderr
+    said = child.stderr.read()
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode > 1:
+        raise RuntimeError(said.decode())
+    return used.ru_utime + used.ru_stime
+
+
+def in_q4_k_m(model: Path, folder: Path) -> Path:
+    """The model in Q4_K_M."""
+    from tracediff.model.synthetic import quantize
+
+    return quantize(model, folder / "q4.gguf", "Q4_K_M")
+
+
+def both_sides(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """`compare --model` of two full traces over `check` of one, Q4_K_M: seconds of the processor."""
+    q4, tokens = in_q4_k_m(model, folder), ",".join(map(str, TOKENS))
+    a, b = folder / "llama.trace", folder / "torch.trace"
+    processor("trace", q4, "--tokens", tokens, "--engine", "llama.cpp", "-o", a)
+    processor("trace", q4, "--tokens", tokens, "-o", b)
+    one = processor("check", b, "--model", q4)
+    return {"compare --model of two traces / check of one": (processor("compare", a, b, "--model", q4) / one, 1.4)}
+
+
+def hidden_states(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """`check` of hidden states alone over `check` of every op, Q4_K_M: seconds of the processor."""
+    q4, tokens = in_q4_k_m(model, folder), ",".join(map(str, TOKENS))
+    taken = {}
+    for capture in ("all", "layers"):
+        out = folder / f"{capture}.trace"
+        processor("trace", q4, "--tokens", tokens, "--capture", capture, "-o", out)
+        taken[capture] = processor("check", out, "--model", q4)
+    return {"check of hidden states alone / of every op": (taken["layers"] / taken["all"], 1.5)}
+
+
+def unknown_mistake(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """The same of 32 tokens, with a mistake in one layer's hidden states that no known one is, all of its causes sought."""
+    import torch
+
+    from tracediff.engine.recorder import Recorder
+    from tracediff.engine.torch_engine import StepInput, TorchEngine
+    from tracediff.model.model import Model
+    from tracediff.trace.writer import TraceWriter
+
+    q4 = Model(in_q4_k_m(model, folder))
+    tokens, right = tuple(TOKENS[:32]), q4.graph[f"blk.{q4.graph.hparams.n_layer // 2}.ffn_act"]
+
+    def waves(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(gate) * up * (1 + 0.3 * torch.sin(7 * gate))
+
+    taken = []
+    for name, graph, capture in (
+        ("right", q4.graph, "all"), ("wrong", q4.graph.changed(replace(right, function=waves)), "layers")
+    ):  # fmt: skip
+        out = folder / f"{name}.trace"
+        with TraceWriter(out, name, graph.hparams.arch) as writer:
+            engine = TorchEngine(graph, q4.weights(torch.float32))
+            engine.run(0, StepInput(tokens, tuple(range(len(tokens)))), Recorder(writer, capture))
+        taken.append(processor("check", out, "--model", q4.path, "--time", 3600))
+    return {"check of hidden states, one unknown mistake / of every op, sound": (taken[1] / taken[0], 4.0)}
+
+
+def engines(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """`trace` by torch over `trace` by llama.cpp, Q4_K_M, on one thread: seconds of the processor."""
+    q4, tokens = in_q4_k_m(model, folder), ",".join(map(str, TOKENS))
+    theirs = processor(
+        "trace", q4, "--tokens", tokens, "--engine", "llama.cpp", "--threads", 1, "-o", folder / "l.trace"
+    )
+    return {
+        "trace by torch / by llama.cpp, Q4_K_M": (
+            processor("trace", q4, "--tokens", tokens, "-o", folder / "t.trace") / theirs, 1.8
+        )
+    }  # fmt: skip
+
+
 def start_up(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     """`tracediff --help` over importing what it is made of."""
 
@@ -287,7 +370,19 @@ def start_up(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     return {"tracediff --help / python -c 'import typer, rich'": (ours / theirs, 1.5)}
 
 
-MEASURES = {f.__name__: f for f in (llama_cpp, torch_engine, compare, replay, memory, whole_run, start_up)}
+_ALL = (
+    llama_cpp,
+    torch_engine,
+    compare,
+    replay,
+    memory,
+    whole_run,
+    both_sides,
+    hidden_states,
+    unknown_mistake,
+    engines,
+)
+MEASURES = {f.__name__: f for f in (*_ALL, start_up)}
 
 
 def main() -> None:
