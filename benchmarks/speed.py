@@ -279,7 +279,7 @@ def whole_run(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
 
 
 def processor(*arguments: object) -> float:
-    """Seconds of the processor that a tracediff command takes, start and all; of others on the machine it knows none."""
+    """Seconds of the processor that a tracediff command takes, start and all, whoever shares the machine."""
     child = subprocess.Popen(
         [sys.executable, "-m", "tracediff", *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
@@ -321,7 +321,7 @@ def hidden_states(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
 
 
 def unknown_mistake(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
-    """The same of 32 tokens, with a mistake in one layer's hidden states that no known one is, all of its causes sought."""
+    """The same of 32 tokens, with a mistake in one layer that no known one is, all causes sought."""
     import torch
 
     from tracediff.engine.recorder import Recorder

@@ -1,11 +1,12 @@
 """Records judged in several processes: a layer at a time, by the plan that was made in the first."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
-from signal import SIG_IGN, SIGINT, signal
 
 import torch
 
@@ -31,7 +32,9 @@ def judge_in_processes(
     # Not forked: torch's threads would be missing in the copy.
     pool = ProcessPoolExecutor(n, get_context("spawn"), _open, (model, subjects, plans, torch.get_num_threads()))
     try:
-        for judged in pool.map(_judge, layers(replays)):
+        with _not_interrupted():
+            all_judged = pool.map(_judge, layers(replays))
+        for judged in all_judged:
             yield from judged
             done += len(judged)
             progress(done / of)
@@ -44,8 +47,23 @@ def judge_in_processes(
         pool.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def _not_interrupted() -> Iterator[None]:
+    """Processes that are started here do not hear of Ctrl-C, which the terminal sends to all: the first one ends them.
+
+    It hears of it a moment later.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _open(model: Model, subjects: Sequence[Subject], plans: Sequence[Plan], n_threads: int) -> None:
-    signal(SIGINT, SIG_IGN)  # whoever started the workers ends them
     torch.set_num_threads(n_threads)  # as many as in the first process: sums in parts differ in their last digits
     _replays.extend(replays_of(model, subjects, plans))
 
