@@ -20,6 +20,7 @@ from pathlib import Path
 
 TOKENS = [256, *((37 * i + 11) % 250 for i in range(127))]
 REPEATS = 3
+_HEAD = "| measure | `NAME` | target | measured | met |\n|---|---|---|---|---|"
 _MARK = "<!-- table -->"  # around the table in the page
 
 
@@ -392,7 +393,8 @@ def main() -> None:
     parser.add_argument("--only", choices=MEASURES)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    before, _, after = args.out.read_text().split(_MARK) if args.out else ("", "", "")
+    before, table, after = args.out.read_text().split(_MARK) if args.out else ("", "", "")
+    found = rows_of(table)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = args.model
@@ -400,16 +402,25 @@ def main() -> None:
             from tracediff.model.synthetic import QWEN25_05B, write_model
 
             model = write_model(folder / "model.gguf", QWEN25_05B, "F16")
-        rows = ["| measure | `NAME` | target | measured | met |", "|---|---|---|---|---|"]
         for measure in [args.only] if args.only else MEASURES:
+            found[measure] = []
             for what, (ratio, target) in MEASURES[measure](model, folder).items():
                 met = ratio >= -target if target < 0 else ratio <= target
                 sign = ">=" if target < 0 else "<="
-                rows.append(f"| {what} | `{measure}` | {sign} {abs(target)} | {ratio:.2f} | {'yes' if met else 'no'} |")
-                print(rows[-1], flush=True)
+                row = f"| {what} | `{measure}` | {sign} {abs(target)} | {ratio:.2f} | {'yes' if met else 'no'} |"
+                found[measure].append(row)
+                print(row, flush=True)
     if args.out:
-        table = "\n".join(rows)
-        args.out.write_text(f"{before}{_MARK}\n{table}\n{_MARK}{after}")
+        rows = "\n".join(row for measure in MEASURES for row in found.get(measure, ()))
+        args.out.write_text(f"{before}{_MARK}\n{_HEAD}\n{rows}\n{_MARK}{after}")
+
+
+def rows_of(table: str) -> dict[str, list[str]]:
+    """The rows of a page's table by measure: those that are not measured again stay."""
+    found: dict[str, list[str]] = {}
+    for row in table.strip().splitlines()[2:]:
+        found.setdefault(row.split("`")[1], []).append(row)
+    return found
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def replays_of(model: Model, subjects: Sequence[Subject], plans: Iterable[Plan |
     return replays
 
 
-class Judged(NamedTuple):
+class JudgedRecord(NamedTuple):
     """A record of one of several replays, and its local error."""
 
     side: int
@@ -62,7 +62,9 @@ class Judged(NamedTuple):
     local: Local
 
 
-def judge_all(replays: Sequence[Replay], progress: Callable[[float], None] = lambda fraction: None) -> Iterator[Judged]:
+def judge_all(
+    replays: Sequence[Replay], progress: Callable[[float], None] = lambda fraction: None
+) -> Iterator[JudgedRecord]:
     """Every record with data: ops in the graph's order, of each op the replays, of these the steps."""
     n, done = n_records(replays), 0
     for ops in layers(replays):
@@ -86,14 +88,14 @@ def layers(replays: Sequence[Replay]) -> list[tuple[str, ...]]:
 
 
 @torch.inference_mode()
-def judge_ops(replays: Sequence[Replay], ops: Sequence[str]) -> Iterator[Judged]:
+def judge_ops(replays: Sequence[Replay], ops: Sequence[str]) -> Iterator[JudgedRecord]:
     """The records of these ops, which follow one another."""
     for name in ops:
         asked = [(side, record) for side, replay in enumerate(replays) for record in replay.records.get(name, ())]
         for batch in _batches(replays, asked):
             looked = _looked(replays, batch)
             for (side, record), looks in zip(batch, looked, strict=True):
-                yield Judged(side, record, replays[side].judge(record, looks))
+                yield JudgedRecord(side, record, replays[side].judge(record, looks))
         for replay in replays:
             replay.forget()
 

@@ -12,7 +12,7 @@ import torch
 
 from tracediff.errors import EngineError
 from tracediff.model.model import Model
-from tracediff.replay.judging import Judged, Subject, judge_ops, layers, n_records, replays_of
+from tracediff.replay.judging import JudgedRecord, Subject, judge_ops, layers, n_records, replays_of
 from tracediff.replay.plan import Plan
 from tracediff.replay.replay import Replay
 
@@ -21,7 +21,7 @@ _replays: list[Replay] = []  # of a worker: opened once for all that it judges
 
 def judge_in_processes(
     model: Model, subjects: Sequence[Subject], replays: Sequence[Replay], n: int, progress: Callable[[float], None]
-) -> Iterator[Judged]:
+) -> Iterator[JudgedRecord]:
     """What `judge_all` yields for these `replays` of the subjects, by `n` processes, each of which opens the files.
 
     Raises EngineError where one of them is ended from outside.
@@ -68,5 +68,5 @@ def _open(model: Model, subjects: Sequence[Subject], plans: Sequence[Plan], n_th
     _replays.extend(replays_of(model, subjects, plans))
 
 
-def _judge(ops: tuple[str, ...]) -> list[Judged]:
+def _judge(ops: tuple[str, ...]) -> list[JudgedRecord]:
     return [*judge_ops(_replays, ops)]
