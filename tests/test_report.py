@@ -71,7 +71,7 @@ def keys(value: object, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 def documented_keys() -> Iterator[tuple[str, ...]]:
     """Those of docs/result.md, with what they are in: a row begins with a path; ".key" stands beside it."""
-    for row in (TRACES.parent / "docs" / "result.md").read_text().splitlines():
+    for row in (TRACES.parent / "docs" / "result.md").read_text().partition("## A validation")[0].splitlines():
         spans = re.findall(r"`([^`]+)`", row.split("|")[1]) if row.startswith("| `") else []
         for span in spans:
             path = span if span[0] != "." else spans[0].rpartition(".")[0] + span
