@@ -555,6 +555,7 @@ def main() -> None:
     parser.add_argument("--function", default="", help="only mutants of this function")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--jsonl", type=Path, help="each outcome as a line of JSON")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no more are begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     every = [m for m in mutants(SOURCE.read_text()) if args.function in ("", m.function)]
@@ -576,7 +577,7 @@ def main() -> None:
                     _log(o, time.monotonic() - began, args.jsonl)
             if args.out:  # what is done is not lost with the last one
                 args.out.write_text(report(outcomes, command, time.monotonic() - began))
-            if shown >= args.n:
+            if shown >= args.n or time.monotonic() - began > args.seconds:
                 break
     if not args.out:
         print(report(outcomes, command, time.monotonic() - began))

@@ -255,8 +255,11 @@ class Opinion:
         return self._weights.load(Weight(name, self._weights.file.tensors[name].shape)).double().numpy().ravel()
 
     def _value(self, name: str, when: object, step: int) -> np.ndarray:
-        if name in ("tokens", "positions"):
-            return np.array(getattr(self._trace.steps[step], name))
+        if name == "tokens":
+            return np.array(self._trace.steps[step].tokens)
+        if name == "positions":  # those that follow: what the engine says of them may be its mistake
+            first = next(iter(self._trace.steps.values())).positions[0] + self._trace.n_before(step)
+            return first + np.arange(len(self._trace.steps[step].tokens))
         steps = [number for number in self._trace.steps if number <= step]
         if when is False:
             return self._trace.values(self._trace.ops[step, name])

@@ -255,6 +255,9 @@ class _Search:
             hypothesis = Hypothesis((part,), (solved.op,), local)
             if self._explains(hypothesis, one):
                 found.append(hypothesis)
+                others = self._kin.pending[:_COMPARED]
+                if all(self._carried(hypothesis, other) for other in others):
+                    return hypothesis  # none of the others could explain more
             elif not solved.fitted and hypothesis.pays(one.error.nmse):
                 words = f"{solved.words}{IN_SOME}"
                 in_some.append(replace(hypothesis, parts=(replace(part, variant=words, text=words),)))

@@ -7,6 +7,7 @@ another belongs, two arrays exchanged. They are generated from the loops, not li
 import ast
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,12 +46,23 @@ def variants(problem: Problem) -> Iterator[Priced]:
     }  # fmt: skip
     found = edits(problem.loops.source, tuple(sizes))
     bits = math.log2(max(2, len(found)))
+    found = _distinct(found, {**problem.loops.numbers, **sizes})
     memories = [(), *((("before", read),) for read in problem.buffers)]
     for edit in found:
         for memory in memories if edit.touches != "values" or "before[" in edit.source else [()]:
             named = tuple((name, value) for name, value in sizes.items() if name in dict(edit.renamed).values())
             variant = Variant("", edit.source, edit.touches, memory, named, renamed=edit.renamed)
             yield Priced(variant, bits + math.log2(len(memories)))
+
+
+def _distinct(found: Sequence[FormulaEdit], numbers: Mapping[str, float]) -> list[FormulaEdit]:
+    """Of edits that are the same for these sizes the first: n_in where n_out belongs is n_embd, too."""
+    whole = {name: str(value) for name, value in numbers.items() if isinstance(value, int)}
+    named = re.compile(r"\b[A-Za-z_]\w*\b")
+    first: dict[str, FormulaEdit] = {}
+    for edit in found:
+        first.setdefault(named.sub(lambda m: whole.get(m[0], m[0]), edit.source), edit)
+    return [*first.values()]
 
 
 @lru_cache(64)

@@ -59,8 +59,8 @@ def _solved(problem: Problem, priced: Priced) -> Solved | None:
         bound = bound_of(problem, priced.variant)
         assert bound
         try:
-            made = bound.output()
-            unknown = bound.unknown(made)
+            made, beyond = bound.computed()
+            unknown = bound.unknown(made) if beyond else unknown
             untold = unknown[~agree(made.flat[unknown], problem.recorded[unknown], problem.near[unknown])]
         except CannotRunError:
             return None

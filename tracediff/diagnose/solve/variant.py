@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
@@ -230,11 +230,13 @@ class Bound:
 
     def stores(self, only: Mapping[str, np.ndarray], dtype: type = np.float64) -> list[Stored]:
         """What is stored to the output in a part of the loops; raises CannotRunError."""
+        return self._run(only, dtype).stores()
+
+    def _run(self, only: Mapping[str, np.ndarray], dtype: type) -> Run:
         n = int(np.prod(self.loops.shape))
         before = self.untouched() if "before" in self.arrays else None
-        return Run(
-            parsed(self.source), self.numbers, self.arrays, n, dtype, only, before=before, beyond=self.beyond
-        ).stores()
+        known = parsed(self.source), self.numbers, self.arrays, n
+        return Run(*known, dtype, only, before=before, beyond=self.beyond)
 
     def places(self, only: Mapping[str, np.ndarray] = MappingProxyType({})) -> list[Stored]:
         """Where something is stored to, and at which values of the loop variables."""
@@ -251,12 +253,18 @@ class Bound:
 
     def output(self, dtype: type = np.float64) -> np.ndarray:
         """The whole output. What nothing is stored to keeps what the buffer held."""
-        y = self.untouched(dtype)
+        return self.computed(dtype)[0]
+
+    def computed(self, dtype: type = np.float64) -> tuple[np.ndarray, bool]:
+        """The whole output, and whether something was read where an array does not reach."""
+        y, beyond = self.untouched(dtype), False
         for only in self._blocks():
-            for stored in self.stores(only, dtype):
+            run = self._run(only, dtype)
+            for stored in run.stores():
                 inside = (stored.at >= 0) & (stored.at < y.size)
                 y[stored.at[inside]] = stored.values[inside]
-        return y.reshape(self.loops.shape)
+            beyond |= run.went_beyond
+        return y.reshape(self.loops.shape), beyond
 
     def unknown(self, y: np.ndarray) -> np.ndarray:
         """Places of values in the output `y` that follow from what lies beyond the arrays; none if these are many."""
@@ -327,6 +335,8 @@ class Rows:
     weights: Weights
     hold: Callable[[Tensor], Tensor]
     _whole: np.ndarray | None = None
+    _rows: np.ndarray = field(default_factory=lambda: np.zeros(0, int))  # that were read last
+    _table: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @property
     def size(self) -> int:
@@ -342,6 +352,8 @@ class Rows:
         width = self.weight.shape[-1]
         rows = at // width
         needed, place = np.unique(rows, return_inverse=True)
-        ids = torch.from_numpy(needed + self.weight.first)
-        table = self.hold(self.weights.gather(self.weight, ids)).double().cpu().numpy()
-        return table[place.reshape(rows.shape), at % width]
+        if not np.array_equal(needed, self._rows):  # one hypothesis after the other asks for the same
+            ids = torch.from_numpy(needed + self.weight.first)
+            self._table = self.hold(self.weights.gather(self.weight, ids)).double().cpu().numpy()
+            self._rows = needed
+        return self._table[place.reshape(rows.shape), at % width]
