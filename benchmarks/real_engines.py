@@ -213,6 +213,7 @@ def main() -> int:
         sys.path.append(str(args.packages))
     began, rows = time.monotonic(), []
     commands = dict(given.split("=", 1) for given in args.engine)
+    command = " ".join(["python", "benchmarks/real_engines.py", *map(shlex.quote, sys.argv[1:])])
     engines = [name for name in (*ENGINES, *commands) if args.only in name]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -222,10 +223,8 @@ def main() -> int:
                 rows.append(row)
                 figures = f"{time.monotonic() - began:5.0f} s  {row.verdict:9}"
                 print(figures, f"{row.engine}; {row.model}; {row.capture}: {row.reason or row.said}", flush=True)
-    command = " ".join(["python", "benchmarks/real_engines.py", *map(shlex.quote, sys.argv[1:])])
-    text = report(rows, command, time.monotonic() - began)
-    if args.out:
-        args.out.write_text(text)
+            if args.out:  # after every engine: what is done is not lost with the last one
+                args.out.write_text(report(rows, command, time.monotonic() - began))
     return 0 if all(row.passes for row in rows) else 1
 
 
