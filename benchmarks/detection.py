@@ -1,33 +1,37 @@
 """The detection benchmark: every plantable mistake, planted, then looked for in the candidate's trace alone.
 
     python benchmarks/detection.py [--families qwen2] [--weights F32] [--captures all] [--only FAULT]
-                                   [--out docs/detection.md]
+                                   [--processes N] [--minutes N] [--out docs/detection.md]
 
 Each mistake is planted in the first, the middle, the last and all layers of a small torch model that runs a prompt,
 a second chunk of tokens and a decoded one; the trace holds every op, the hidden states, or the logits. Some models run
-in plain float32 arithmetic, some round as llama.cpp does. Then runs that are as they should be though they look odd.
-Two processes share the work. Several mistakes at once are for several.py.
+in plain float32 arithmetic, some round as llama.cpp does. In the middle layer its other variants are planted too, and
+numbers that no list holds. Then runs that are as they should be though they look odd. Cases come in a random order, the
+same in each run: when the minutes are over, those that were run are a sample of all. Several mistakes at once are for
+several.py.
 """
 
 import argparse
 import itertools
-import multiprocessing
+import math
+import random
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from clean_runs import table
+from clean_runs import sampled, table
 
 from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.mistakes import ALIKE, BANK
+from tracediff.diagnose.mistakes.mistake import Context
 from tracediff.diagnose.planting import plant
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
@@ -61,6 +65,9 @@ COARSE_TYPES = ("scores_f16", "ffn_act_f16")
 # Where logits alone are recorded every hypothesis takes a forward pass or part of it, in all layers and in each: one
 # model of each weight type.
 LOGITS_OF = (("qwen2", "F32"), ("llama", "F16"), ("qwen3", "Q8_0"), ("llama", "Q4_K_M"))
+
+
+INNOCENT = "innocent"  # in the place of a mistake
 
 
 def engine_arithmetic(family: str, weights: str) -> str:
@@ -164,15 +171,16 @@ def covered(faulty: list[OpResult]) -> set[str]:
     return {op for result in faulty for op in result.local.segment}
 
 
-def run_one(bench: Bench, fault: str, capture: str) -> str:
-    """Plant, trace, judge: one word for what came of it, and names or ops after a colon."""
-    graph = plant(bench.graph, bench.file, fault)
+def run_one(bench: Bench, name: str, graph: Graph, capture: str, says: str = "") -> str:
+    """Trace the graph with the mistake, judge: one word for what came of it, and names or ops after a colon.
+
+    Where it is named its words must hold what it `says`: the number.
+    """
     changed = {op.name: op for op in graph if op is not bench.graph[op.name]}
     trace = bench.trace(graph, capture)
     finite = all(np.isfinite(trace.values(record)).all() for record in trace.ops.values())
     judged = bench.judged(trace)
     faulty = [op for op in judged if op.status == "faulty"]
-    name = fault.partition("@")[0]
     if not faulty and name in COARSE_TYPES and finite:
         return "innocent"
     if any(not set(op.local.segment) & changed.keys() for op in faulty):
@@ -185,8 +193,39 @@ def run_one(bench: Bench, fault: str, capture: str) -> str:
         return "not visible"
     names = {op.cause.name if op.cause else None for op in faulty}
     if names <= {name, ALIKE.get(name, name) if capture != "all" else name}:
-        return "named"
+        other = next((op.cause.text for op in faulty if says not in op.cause.text), None)
+        return "named" if other is None else f"misnamed: {other}"
     return "unnamed" if names <= {None, name} else "misnamed: " + ", ".join(sorted(filter(None, names - {name})))
+
+
+def off_lists(name: str, op: Op) -> Iterator[tuple[Op, str]]:
+    """The op with a number that no list of the mistake's holds, and the words that tell it."""
+    if name == "eps":
+        for eps in (0.00373, 0.0217):
+            yield op.with_attrs(eps=eps), f"eps is {eps:g} "
+    if name == "rope_theta":
+        for theta in (12_345, 150_000):
+            yield op.with_attrs(rope=replace(op.attrs["rope"], theta=float(theta))), f"base is {theta} "
+    if name == "attention_scale":
+        for factor in (1.37, 0.61):
+            scale = op.attrs["scale"] * factor
+            yield op.with_attrs(scale=scale), f"{scale:.4g}"[:-1]
+
+
+def others(bench: Bench, name: str) -> Iterator[tuple[str, Graph, str]]:
+    """All but the first variant, and numbers off the lists, in the ops of the middle layer: which, the graph, and what
+    the report must say of it.
+    """
+    where, context = BANK[name].where, Context(bench.graph, bench.file)
+    ops = [op for op in bench.graph if where.holds(op, bench.graph) and layer_of(op.name) == N_LAYER // 2]
+    for sort, of in (
+        ("variant", [[*itertools.islice(BANK[name].change(op, context), 1, None)] for op in ops]),
+        ("off the list", [[*off_lists(name, op)] for op in ops]),
+    ):
+        for n in range(max(map(len, of), default=0)):
+            there = [variants[n] for variants in of if n < len(variants)]
+            text = there[0][1]
+            yield f"{sort}, {text}", bench.graph.changed(*(variant[0] for variant in there)), text * (sort != "variant")
 
 
 def innocents(bench: Bench) -> Iterator[tuple[str, str]]:
@@ -213,16 +252,16 @@ def plantable(bench: Bench, fault: str) -> bool:
 
 
 class Case(NamedTuple):
-    """One model and what is recorded; `only` is one fault, or empty."""
+    """One model, what is recorded, and a mistake of the bank or INNOCENT."""
 
     family: str
     weights: str
     capture: str
-    only: str
+    fault: str
 
 
 class Outcome(NamedTuple):
-    """What came of one run: `kind` is single or innocent."""
+    """What came of one run: `kind` is single, other or innocent."""
 
     case: Case
     kind: str
@@ -230,18 +269,28 @@ class Outcome(NamedTuple):
     result: str
 
 
+@cache
+def kept_bench(family: str, weights: str) -> tuple[Bench, tempfile.TemporaryDirectory[str]]:
+    """The bench of a model, for all cases that a process has of it, and its folder."""
+    folder = tempfile.TemporaryDirectory()
+    return bench_of(family, weights, Path(folder.name)), folder
+
+
 def work(case: Case) -> list[Outcome]:
     """All runs of one case."""
     torch.set_num_threads(1)
+    bench, _ = kept_bench(case.family, case.weights)
+    if case.fault == INNOCENT:
+        return [Outcome(case, INNOCENT, *innocent) for innocent in innocents(bench)]
     outcomes = []
-    with tempfile.TemporaryDirectory() as name:
-        bench = bench_of(case.family, case.weights, Path(name))
-        places = ("@0", f"@{N_LAYER // 2}", f"@{N_LAYER - 1}", "")
-        for fault, place in itertools.product([case.only] if case.only else BANK, places):
-            if plantable(bench, fault + place):
-                outcomes.append(Outcome(case, "single", fault + place, run_one(bench, fault + place, case.capture)))
-        if case.capture == "all" and not case.only:
-            outcomes += [Outcome(case, "innocent", *innocent) for innocent in innocents(bench)]
+    for fault in (case.fault + place for place in ("@0", f"@{N_LAYER // 2}", f"@{N_LAYER - 1}", "")):
+        if plantable(bench, fault):
+            graph = plant(bench.graph, bench.file, fault)
+            outcomes.append(Outcome(case, "single", fault, run_one(bench, case.fault, graph, case.capture)))
+    if case.capture != "logits":
+        for text, graph, says in others(bench, case.fault):
+            result = run_one(bench, case.fault, graph, case.capture, says)
+            outcomes.append(Outcome(case, "other", f"{case.fault}: {text}", result))
     return outcomes
 
 
@@ -264,6 +313,8 @@ reference. Written in {minutes} minutes by
 
     {command}
 
+which ran {done:,} of {of:,} cases, a mistake in a model each, in a random order.
+
 *Located*: the faulty ops are the planted ones that show, and nothing else (where only hidden states or logits are
 recorded: the segments that hold them). *Named*: every faulty op has the planted mistake's name; *unnamed*: some have
 none; *misnamed*: some have another's. *Missed*: it passes; *blind*: it passes in a record of which the report says that
@@ -273,12 +324,13 @@ segment are coarser. *Innocent*: a coarse float type where nothing overflows, wh
 visible ones, missed and blind ones among them."""
 
 
-def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
+def report(outcomes: list[Outcome], n_cases: int, command: str, seconds: float) -> str:
     """The document."""
     head = ("planted", *WORDS, "located", "named, share")
     order = {capture: i for i, capture in enumerate(("all", "layers", "logits"))}
     single = sorted((o for o in outcomes if o.kind == "single"), key=lambda o: order[o.case.capture])
-    parts = [_HEAD.format(minutes=f"{seconds / 60:.0f}", command=command)]
+    done = len({o.case for o in outcomes})
+    parts = [_HEAD.format(minutes=f"{seconds / 60:.0f}", command=command, done=done, of=n_cases)]
     for title, key in (
         ("By what is recorded", lambda o: o.case.capture),
         ("By weight type", lambda o: (o.case.capture, o.case.weights)),
@@ -290,7 +342,17 @@ def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
             groups.setdefault(key(outcome), []).append(outcome)
         rows = ((", ".join(k) if isinstance(k, tuple) else k, *row(v)) for k, v in groups.items())
         parts.append(f"## {title}\n\n" + table(("recorded", *head), rows))
-    innocent = [o for o in outcomes if o.kind == "innocent"]
+    other = [o for o in outcomes if o.kind == "other"]
+    if other:
+        groups = {}
+        for o in sorted(other, key=lambda o: order[o.case.capture]):
+            groups.setdefault((o.what.partition(": ")[2].partition(",")[0], o.case.capture), []).append(o)
+        parts.append(
+            "## Other variants, and numbers off the lists\n\nIn the middle layer: all variants of a mistake but the "
+            "first, which the tables above have, and numbers that no list holds: they must be told to three digits.\n\n"
+            + table(("what", "recorded", *head), ((*key, *row(found)) for key, found in groups.items()))
+        )
+    innocent = [o for o in outcomes if o.kind == INNOCENT]
     if innocent:
         by_name: dict[str, Counter[str]] = {}
         for o in innocent:
@@ -323,31 +385,29 @@ def main() -> None:
     parser.add_argument("--weights", default=",".join(WEIGHTS))
     parser.add_argument("--captures", default="all,layers,logits")
     parser.add_argument("--only", default="", help="one fault")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.monotonic()
-    planted = itertools.product(args.captures.split(","), args.families.split(","), args.weights.split(","))
-    cases = [Case(f, w, c, args.only) for c, f, w in planted if c != "logits" or (f, w) in LOGITS_OF]
-    cases.sort(key=lambda case: case.capture != "logits")  # the slow ones first: neither process waits at the end
+    models = itertools.product(args.captures.split(","), args.families.split(","), args.weights.split(","))
+    cases = [
+        Case(family, weights, capture, fault)
+        for capture, family, weights in models
+        for fault in ([args.only] if args.only else [*BANK, INNOCENT])
+        if (capture != "logits" or (family, weights) in LOGITS_OF) and (capture == "all" or fault != INNOCENT)
+    ]
+    random.Random(0).shuffle(cases)
     command = " ".join(["python", "benchmarks/detection.py", *sys.argv[1:]])
     outcomes: list[Outcome] = []
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        for done in pool.map(work, cases):
-            outcomes += done
-            count = Counter(o.result.partition(":")[0] for o in done)
-            print(
-                f"{time.monotonic() - began:4.0f} s {', '.join(done[0].case[:3])}: {dict(count)}",
-                file=sys.stderr,
-                flush=True,
-            )
-            for o in done:
-                if o.result.partition(":")[0] not in ("named", "not visible", "innocent", "passes"):
-                    print(f"      {o.what}: {o.result}", file=sys.stderr, flush=True)
-            text = report(outcomes, command, time.monotonic() - began)
-            if args.out:  # after every case: what is done is not lost with the last one
-                args.out.write_text(text)
+    for outcome in sampled(work, cases, args.processes, 60 * args.minutes):
+        outcomes.append(outcome)
+        seconds = time.monotonic() - began
+        print(f"{seconds:4.0f} s {', '.join(outcome.case[:3])}, {outcome.what}: {outcome.result}", file=sys.stderr)
+        if args.out:  # what is done is not lost with the last one
+            args.out.write_text(report(outcomes, len(cases), command, seconds))
     if not args.out:
-        print(text)
+        print(report(outcomes, len(cases), command, time.monotonic() - began), end="")
 
 
 if __name__ == "__main__":
