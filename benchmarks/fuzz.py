@@ -25,12 +25,7 @@ import numpy as np
 
 from tracediff.errors import TracediffError
 from tracediff.inspect.validate import validate
-from tracediff.model.families import build_graph
-from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.weights import Weights
-from tracediff.pipeline import compare_traces
-from tracediff.replay.judging import judge_all
-from tracediff.replay.replay import Replay
+from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.format import Statistics
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
@@ -168,8 +163,7 @@ def exercise(path: Path, seed: Seed, replay: bool) -> str:
     try:
         verdict = compare_traces(seed.reference, path).verdict
         if replay and seed.model:
-            file = GGUFFile(seed.model)
-            list(judge_all([Replay(trace, build_graph(file), Weights(file))]))
+            check_trace(path, seed.model)
     except TracediffError:
         return "read, and refused by compare or check"
     return f"read, {verdict}"

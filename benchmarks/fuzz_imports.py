@@ -265,16 +265,10 @@ def trace(data: bytes, folder: Path) -> None:
     from rich.console import Console
 
     from tracediff.inspect.validate import validate
-    from tracediff.model.families import build_graph
-    from tracediff.model.gguf_file import GGUFFile
-    from tracediff.model.weights import Weights
-    from tracediff.pipeline import compare_traces
-    from tracediff.replay.judging import judge_all
-    from tracediff.replay.replay import Replay
+    from tracediff.pipeline import check_trace, compare_traces
     from tracediff.report.json_report import render as render_json
     from tracediff.report.terminal import render
     from tracediff.report.validation import render as render_findings
-    from tracediff.trace.reader import Trace
 
     path, model = folder / "in.trace", folder / "m.gguf"
     path.write_bytes(data)
@@ -282,8 +276,7 @@ def trace(data: bytes, folder: Path) -> None:
     result = compare_traces(folder / "reference.trace", path)
     render_json(result)
     Console(file=io.StringIO(), width=80).print(render(result, 80))
-    file = GGUFFile(model)
-    list(judge_all([Replay(Trace(path), build_graph(file), Weights(file))]))
+    check_trace(path, model)
 
 
 TARGETS = {
