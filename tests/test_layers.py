@@ -17,7 +17,7 @@ ROOTS = {"tracediff": Path(tracediff.__file__).parent, "tracediff_reference": Pa
 EVERYTHING = {
     "audit", "ci", "cli", "compare", "demo", "diagnose", "engine", "errors", "files", "findings", "inputs", "inspect",
     "interchange", "judge", "model", "names", "numerics", "pipeline", "printable", "process", "reference", "replay",
-    "report", "result", "threeway", "trace",
+    "report", "reproduce", "result", "threeway", "trace",
 }  # fmt: skip
 MAY = {
     "tracediff.__init__": {"engine"},  # on first use
@@ -47,6 +47,7 @@ MAY = {
         "audit", "compare", "diagnose", "errors", "findings", "judge", "model", "names", "replay", "result", "trace",
     },
     "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
+    "tracediff.reproduce": {"errors", "files", "model", "numerics", "replay", "trace"},
     "tracediff.testing": {"judge", "pipeline", "result"},
     "tracediff.demo": {"files", "model", "result", "diagnose"},
     "tracediff.cli": EVERYTHING,

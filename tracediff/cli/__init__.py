@@ -5,9 +5,25 @@ from tracediff.cli.ci import ci
 from tracediff.cli.interchange import export, import_
 from tracediff.cli.judging import check, compare, self_
 from tracediff.cli.looking import faults, inspect, validate, weights
+from tracediff.cli.reproducing import reproduce
 from tracediff.cli.tracing import demo, run, trace
 
 __all__ = ["app", "main"]
 
-for _command in (demo, run, trace, compare, self_, check, ci, validate, weights, inspect, faults, import_, export):
+for _command in (
+    demo,
+    run,
+    trace,
+    compare,
+    self_,
+    check,
+    ci,
+    reproduce,
+    validate,
+    weights,
+    inspect,
+    faults,
+    import_,
+    export,
+):
     app.command(_command.__name__.rstrip("_"))(_command)

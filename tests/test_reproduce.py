@@ -1,0 +1,55 @@
+"""Reproducers: each exits 1 as it is written, and 0 once the marked function is right."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import TOKENS, Models
+
+CASE = Path(__file__).parent.parent / "traces" / "three-faults"
+RIGHT = {
+    "blk.0.attn_v": "return input0.astype(float) @ weight0.astype(float).T",
+    "blk.1.ffn_act": "x = input0.astype(float); return x / (1 + np.exp(-x)) * input1",
+}
+
+
+def run(folder: Path) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-I", folder / "reproduce.py"], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("op", RIGHT)
+def test_it_fails_until_it_is_repaired(op: str, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
+    command = ("reproduce", CASE / "candidate.trace", "--model", CASE / "model.gguf", "--op", op, "-o", tmp_path)
+    assert cli(*command)[0] == 0
+    code, said = run(tmp_path)
+    assert code == 1
+    assert " values are wrong, NMSE " in said
+    script = (tmp_path / "reproduce.py").read_text()
+    (tmp_path / "reproduce.py").write_text(script.replace('return data["recorded"]', RIGHT[op]))
+    assert run(tmp_path) == (0, f"0 of {said.split()[2]} values are wrong, NMSE {run(tmp_path)[1].split()[-1]}\n")
+    assert cli(*command)[0] == 0  # over its own
+
+
+def test_a_large_one_is_cut(
+    models: Models, torch_trace: Callable[..., Path], tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    trace = torch_trace(models("demo"), tokens=TOKENS, n_decode=0, faults=("weight_transposed@blk.2.ffn_up",))
+    out = tmp_path / "out"
+    assert cli("reproduce", trace, "--model", models("demo"), "--op", "blk.2.ffn_up", "-o", out)[0] == 0
+    assert (out / "data.npz").stat().st_size <= 1_000_000
+    assert run(out)[0] == 1
+    script = (
+        (out / "reproduce.py").read_text().replace('return data["recorded"]', "return input0.astype(float) @ weight0.T")
+    )
+    (out / "reproduce.py").write_text(script)
+    assert run(out)[0] == 0
+
+
+def test_what_is_right_or_not_there_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    command = ("reproduce", CASE / "candidate.trace", "--model", CASE / "model.gguf", "-o", tmp_path / "x", "--op")
+    assert "is as it should be: there is nothing to reproduce" in refused(*command, "blk.0.attn_q")
+    assert "it has no record blk.9.attn_q in step 0" in refused(*command, "blk.9.attn_q")
+    assert not (tmp_path / "x").exists()
