@@ -248,6 +248,32 @@ def test_what_no_mistake_explains_is_described(models, torch_trace) -> None:
     assert faulty["blk.1.ffn_up"] == "every value is 1.25 times what it should be"
 
 
+def test_what_makes_a_nan_of_a_number_explains_nothing(models, tmp_path: Path) -> None:
+    """A token that is NaN says nothing of the others: what computes all rows from that one would be NaN in all."""
+    model = models("qwen2")
+    file = GGUFFile(model)
+    graph, weights = build_graph(file), Weights(file, torch.float32)
+
+    def spoiled(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.silu(gate) * up
+        y[0] = torch.nan
+        return y
+
+    def short(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x[:, :-7], weight[:, :-7], bias)
+
+    changed = graph.changed(
+        replace(graph["blk.1.ffn_act"], function=spoiled), replace(graph["blk.1.ffn_down"], function=short)
+    )
+    with TraceWriter(tmp_path / "nan.trace", "nan", "qwen2") as writer:
+        TorchEngine(changed, weights).run(0, StepInput((1, 2, 3, 4, 5), tuple(range(5))), Recorder(writer))
+    down = next(op for op in check_trace(tmp_path / "nan.trace", model).faulty if op.op == "blk.1.ffn_down")
+    assert not down.cause
+    assert down.shape
+    assert "NaN" not in down.shape
+    assert "wrong in 4 of 5 tokens: 1-4" in down.shape
+
+
 def test_where_values_become_nan_and_not_what_they_make_of_others(models, tmp_path: Path) -> None:
     """One token's NaN spread over all later ops, and over the tokens that see it: one op made them."""
     model = models("qwen2")
@@ -265,7 +291,7 @@ def test_where_values_become_nan_and_not_what_they_make_of_others(models, tmp_pa
             TorchEngine(engine_graph, weights).run(0, StepInput((1, 2, 3, 4, 5), tuple(range(5))), Recorder(writer))
     result = check_trace(tmp_path / "nan.trace", model)
     assert [op.op for op in result.faulty] == ["blk.0.ffn_down"]
-    assert result.faulty[0].shape == "96 of 480 values are NaN or Inf, the first at [3, 0]"
+    assert result.faulty[0].shape == "96 of 480 values are NaN or Inf, all in token 3; the others are right"
     statuses = [op.status for op in result.ops]
     assert set(statuses[statuses.index("faulty") + 1 :]) == {"inherited"}
     compared = compare_traces(tmp_path / "right.trace", tmp_path / "nan.trace", model=model)

@@ -98,6 +98,11 @@ class Recomputation:
         self._pasts = self._kept.of(self._changes, n_samples)  # of what was recomputed
         self._unchanged: tuple[Recomputation, set[str]] | None = None  # whose pasts hold, but of these ops
 
+    @property
+    def is_supposed(self) -> bool:
+        """Whether some ops are not those of the model: a hypothesis."""
+        return bool(self._changes)
+
     def changed(self, ops: Sequence[Op], n_samples: int = _SAMPLES) -> "Recomputation":
         """The same trace with these ops in place of those of the same names. Without samples no noise is computed.
 

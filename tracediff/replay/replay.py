@@ -365,7 +365,7 @@ class Replay:
         if pick := KINDS[op.kind].picks:
             scores = self._recomputation.inputs(record.step, op, scheme, record.rows)[0]
             recorded, made = pick(scores.exact, recorded), picked(made, scores, pick)
-        residual = measure(recorded, made, hidden)
+        residual = measure(recorded, made, hidden, self._recomputation.is_supposed)
         passes = residual.excess <= 1 and residual.error <= made.margin * residual.noise
         if self._recomputation.has_noise and not passes and op.kind == "linear" and len(made.segment) == 1:
             x = self._recomputation.inputs(record.step, op, scheme, record.rows)[0].exact

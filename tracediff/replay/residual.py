@@ -75,13 +75,17 @@ class Residual:
         return self.error * self.own.left
 
 
-def measure(recorded: Tensor, made: Recomputed, hidden: Tensor | None = None) -> Residual:
-    """`recorded` against what was made; `hidden` [T, S] marks scores that do not count."""
+def measure(recorded: Tensor, made: Recomputed, hidden: Tensor | None = None, supposed: bool = False) -> Residual:
+    """`recorded` against what was made; `hidden` [T, S] marks scores that do not count.
+
+    What was made may be `supposed`, by a hypothesis: then it is contradicted where it makes a NaN of a number.
+    """
     exact, bound, noise = made.exact, made.bound(), made.noise
     error = recorded - exact
     if not math.isfinite(_energy(error)):
         # NaN and Inf that the inputs' own make are no mistake of this op. Of a masked key's an engine need make none.
-        lost = ~exact.isfinite() if made.not_finite else ~(recorded.isfinite() | exact.isfinite())
+        forgiven = made.not_finite and not supposed
+        lost = ~exact.isfinite() if forgiven else ~(recorded.isfinite() | exact.isfinite())
         noise = noise.without(lost | ~exact.isfinite())  # of what is no number there is none
         error, exact, bound = error.masked_fill(lost, 0.0), exact.masked_fill(lost, 0.0), bound.masked_fill(lost, 1.0)
     if hidden is not None:
