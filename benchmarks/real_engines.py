@@ -171,6 +171,8 @@ def report(rows: list[Row], command: str, seconds: float) -> str:
     alarms = [row for row in judged if not row.passes]
     versions = []
     for package in ("transformers", "torch", "litgpt", "tinygrad"):
+        if package != "torch" and not any(row.engine.startswith(package) for row in judged):
+            continue
         try:
             versions.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
