@@ -44,7 +44,7 @@ from tracediff.trace.writer import TraceWriter
 
 # Few, small, and together they have every kind that a tiny model of any architecture has.
 ARCHITECTURES = (
-    "nemotron_h_moe", "dots3note", "arwkv7", "mpt", "qwen35", "modern-bert", "apertus", "mistral3", "gpt-oss",
+    "nemotron_h_moe", "deepseek2", "arwkv7", "mpt", "qwen35", "modern-bert", "apertus", "mistral3", "gpt-oss",
     "smallthinker", "maple", "rwkv6", "gemma2", "qwen3moe",
 )  # fmt: skip
 TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12, 13)
@@ -141,11 +141,15 @@ def one_of_each(graph: Graph, found: dict[str, Counter[str]]) -> Iterator[Op]:
 def planted_in(op: Op, model: Model) -> Iterator[tuple[str, Op]]:
     """The op with each mistake that applies to it."""
     for name in BANK:
+        if name.endswith("_f16"):  # of one record that is an arithmetic, and said as one
+            continue
         try:
             yield name, plant(model.graph, model.file, f"{name}@{op.name}")[op.name]
         except TracediffError:
             continue
     for name, change in UNKNOWN.items():
+        if KINDS[op.kind].picks and name == "rolled by one":  # the best of some, in another order
+            continue
         yield name, replace(op, rework=Changed(change))
 
 

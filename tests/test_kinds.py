@@ -1,5 +1,6 @@
 """Each kind of op against ggml's own: the value is right, and the floor holds what ggml errs by, and little more."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +22,9 @@ from tracediff.numerics.arithmetic import Scheme, scheme_named
 from tracediff.numerics.evaluate import arithmetic_of, evaluate, noise
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.kinds.attention import mask, softmax
+from tracediff.numerics.kinds.attention import mask, softmax, temperature
 from tracediff.numerics.kinds.kind import Energy
+from tracediff.numerics.kinds.layout import hadamard, set_rows
 from tracediff.numerics.kinds.reduction import argsort, top_k
 
 T, H, D, N = 7, 3, 16, 40  # tokens, heads, channels of a head, channels
@@ -284,14 +286,35 @@ def test_of_equal_scores_any_may_be_picked(tmp_path: Path) -> None:
     assert ours.tolist() == [[1, 3], [0, 1]]
     assert torch.equal(picks(scores, ours), picks(scores, torch.tensor([[3.0, 1.0], [1.0, 0.0]])))
     assert not torch.equal(picks(scores, ours), picks(scores, torch.tensor([[3.0, 2.0], [1.0, 0.0]])))
-    assert picks(scores, torch.tensor([[3.0, 1e9], [0.5, 0.0]])).isnan().sum() == 2
+    assert picks(scores, torch.tensor([[3.0, 1e9], [0.5, 0.0]])).isfinite().sum() == 2
     theirs = compute("top_k", scores.float().numpy(), 2)[0, 0]
     assert torch.equal(picks(scores, ours), picks(scores, torch.from_numpy(theirs.copy())))
     assert argsort(scores[1:]).tolist() == compute("argsort", scores[1:].float().numpy(), 0)[0, 0].tolist()
 
 
+def test_fewer_scores_than_are_picked_are_all_picked() -> None:
+    """llama.cpp picks of a padded cache: what is picked beyond the tokens so far is hidden, and goes nowhere."""
+    scores = torch.tensor([[0.1, 0.9, -math.inf]], dtype=torch.float64)
+    assert top_k(scores, k=5).tolist() == [[1, 0, 2, 3, 4]]
+    picks = KINDS["top_k"].picks
+    assert picks
+    assert picks(scores, torch.tensor([[0.0, 1.0, 70.0, 2.0, 9.0]])).tolist() == [[0.9, 0.1, *[-math.inf] * 3]]
+    into, rows = torch.full((2, 3, 1), -math.inf), torch.zeros(2, 2, 1)
+    assert set_rows(rows, torch.tensor([[1, 0], [2, 70]]), into).isfinite().tolist() == [
+        [[True], [True], [False]], [[False], [False], [True]]
+    ]  # fmt: skip
+
+
+def test_what_llama_cpp_makes_of_positions() -> None:
+    found = temperature(torch.tensor([0, 3, 4, 8]), scale=0.1, every=4, offset=0.0)
+    assert found.flatten().tolist() == [1.0, 1.0, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(3)]
+    matrix = hadamard(torch.tensor([0]), n=8)
+    assert torch.allclose(matrix @ matrix.T, torch.eye(8, dtype=torch.float64), atol=1e-15)
+    assert (matrix.sign()[:2] == torch.tensor([[1.0] * 8, [1.0, -1.0] * 4])).all()
+
+
 def test_every_kind_is_tested_here_or_runs_in_the_hand_written_families() -> None:
     families = {name.kind for name in NAMES.values()}
-    elsewhere = {"top_k", "argsort", "mask", "state"}
+    elsewhere = {"top_k", "argsort", "mask", "state", "temperature", "hadamard"}
     assert families <= set(KINDS)
     assert set(KINDS) == families | {case.kind for case in CASES} | elsewhere

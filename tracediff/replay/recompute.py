@@ -71,9 +71,17 @@ def picked(made: Recomputed, of: Value, pick: Callable[[Tensor, Tensor], Tensor]
     exact = pick(of.exact, made.exact)
     if not of.samples:
         return replace(made, exact=exact)
-    spread = torch.stack([(pick(sample, made.exact) - exact).square() for sample in of.samples]).mean(0)
-    sigma = torch.sqrt(made.own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread))
-    return replace(made, exact=exact, noise=replace(made.own, sigma=sigma))
+    return replace(made, exact=exact, noise=_sampled(made.own, exact, [pick(x, made.exact) for x in of.samples]))
+
+
+def _sampled(own: Noise, y: Tensor, samples: Sequence[Tensor]) -> Noise:
+    """The noise of an op and of what is before it: the spread of each row, for two samples say little of one element.
+
+    Where a mask makes both infinite there is none.
+    """
+    apart = [torch.where(sample == y, 0.0, sample - y) for sample in samples]
+    spread = torch.stack([x.square() for x in apart]).mean(0)
+    return replace(own, sigma=torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread)))
 
 
 class Recomputation:
@@ -140,10 +148,8 @@ class Recomputation:
         requantised = error / signal if signal else None
         if not samples:
             return Recomputed(y, own, own, (), (), tuple(exact.inputs), requantised)
-        # The spread of each row, for two samples say little of one element.
-        spread = torch.stack([(sample - y).square() for sample in samples]).mean(0)
-        sigma = torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread))
-        return Recomputed(y, own, replace(own, sigma=sigma), (), tuple(samples), tuple(exact.inputs), requantised)
+        sampled = _sampled(own, y, samples)
+        return Recomputed(y, own, sampled, (), tuple(samples), tuple(exact.inputs), requantised)
 
     def _making(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> "_Making":
         """The calls that make an op's output for these tokens: of the inputs as they are, and of their samples."""
@@ -358,7 +364,8 @@ def made_together(op: Op, asked: Sequence[tuple[Recomputation, int, Scheme, str,
 
 
 def _perturbed(x: Tensor, noise: Noise, random: torch.Generator) -> Tensor:
-    return x + _gauss(x, random) * noise.sigma + _flat(x, random) * noise.hard
+    moved = x + _gauss(x, random) * noise.sigma + _flat(x, random) * noise.hard
+    return torch.where(x.isinf(), x, moved)  # what a mask hides stays hidden
 
 
 def _seed(step: int, name: str) -> int:

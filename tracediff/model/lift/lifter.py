@@ -129,6 +129,8 @@ class Lifter:
             elif node.name == "inp_attn_scale":
                 attrs = patterns.temperature(self._file.metadata)
                 self._add(i, "attn_temperature", "temperature", [Input("positions")], attrs=attrs)
+            elif node.name.endswith(("_k_rot", "_v_rot")):
+                self._add(i, "attn_rot", "hadamard", [Input("positions")], attrs={"n": node.shape[-1]})
             else:
                 self._add(i, naming.of_value(node.name) or "input", "input", ())
         return self._value[i]
@@ -501,6 +503,16 @@ class Lifter:
             return False
         return self._nodes[_operands(user[1])[1].of].op == "SOFT_MAX"
 
+    def _fill(self, i: int, node: Node) -> None:
+        """FILL: of memory that nobody has written the shape alone counts."""
+        (read,) = _operands(node)
+        if not self._is_cache(read) or layout.TOKENS not in node.shape:
+            self._plain(i, node)
+            return
+        shape = View(layout.axes(node.shape), tuple(int(size == layout.TOKENS) for size in node.shape))
+        inputs = [Input("positions", view=shape)]
+        self._add(i, self._name(node, "fill", inputs), "fill", inputs, attrs=patterns.attrs(node))
+
     def _state(self, cache: int) -> str:
         """What the step before left in a cache of states."""
         if cache not in self._states:
@@ -525,5 +537,5 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
     "GET_ROWS": Lifter._rows, "RMS_NORM": Lifter._norm, "NORM": Lifter._norm,
     "MUL_MAT": Lifter._matmul, "MUL_MAT_ID": Lifter._matmul, "ROPE": Lifter._rotation, "SET_ROWS": Lifter._keep,
     "SOFT_MAX": Lifter._softmax, "FLASH_ATTN_EXT": Lifter._flash, "ARGSORT": Lifter._sort, "SCALE": Lifter._scale,
-    "CONT": Lifter._copy, "CPY": Lifter._copy, "DUP": Lifter._copy,
+    "FILL": Lifter._fill, "CONT": Lifter._copy, "CPY": Lifter._copy, "DUP": Lifter._copy,
 })  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tracediff.numerics.floors import UNIT, Noise
-from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, kept, none
+from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, kept, none, one_rounding
 from tracediff.numerics.roundings import rounding_named
 
 
@@ -43,11 +43,11 @@ def get_rows(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def set_rows(rows: Tensor, ids: Tensor, into: Tensor) -> Tensor:
-    """`into` [n, m] with its rows `ids` [r] replaced by `rows` [r, m]."""
-    at = ids.long()
-    last = torch.zeros(into.shape[-2], dtype=torch.long, device=at.device).scatter(0, at, torch.arange(len(at)) + 1)
-    replaced = torch.cat((rows[..., :1, :], rows), -2)[..., last, :]
-    return torch.where((last > 0)[:, None], replaced, into)
+    """`into` [..., n, m] with its rows `ids` [..., r] replaced by `rows` [..., r, m]; those beyond it by none."""
+    n = into.shape[-2]
+    at = ids.long().clamp(max=n)[..., None].expand(rows.shape)
+    room = torch.cat((into, torch.zeros_like(into[..., :1, :])), -2).expand(*rows.shape[:-2], n + 1, rows.shape[-1])
+    return room.scatter(-2, at, rows.to(into.dtype))[..., :n, :]
 
 
 def _of_rows(made: Made) -> Noise:
@@ -56,7 +56,7 @@ def _of_rows(made: Made) -> Noise:
 
 def fill(x: Tensor, *, value: float) -> Tensor:
     """One value in the shape of x."""
-    return torch.full_like(x, value)
+    return torch.full_like(x, value, dtype=x.dtype if x.is_floating_point() else torch.float64)
 
 
 def pad(x: Tensor, *, before_after: tuple[int, ...]) -> Tensor:
@@ -79,6 +79,17 @@ def tri(x: Tensor, *, part: int) -> Tensor:
 def diag(x: Tensor) -> Tensor:
     """[..., 1, n] -> [..., n, n] with x on the diagonal."""
     return torch.diag_embed(x.squeeze(-2) if x.ndim > 1 else x)
+
+
+def hadamard(positions: Tensor, *, n: int) -> Tensor:
+    """[n, n] orthonormal, n a power of two: what llama.cpp multiplies Q and K with before they are quantised.
+
+    (llama-kv-cache.cpp, ggml_gen_hadamard; https://arxiv.org/abs/2404.00456). It follows no position.
+    """
+    made = torch.full((1, 1), 1 / math.sqrt(n), dtype=torch.float64, device=positions.device)
+    while len(made) < n:
+        made = torch.cat((torch.cat((made, made), 1), torch.cat((made, -made), 1)))
+    return made
 
 
 def identity(x: Tensor) -> Tensor:
@@ -112,5 +123,6 @@ KINDS = (
     Kind("tri", tri, ("x",), noise=none),
     Kind("diag", diag, ("x",), noise=none),
     Kind("fill", fill, ("x",), noise=none),
+    Kind("hadamard", hadamard, ("positions",), noise=one_rounding),
     Kind("state", identity, ("before",), noise=none),
 )

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tracediff.numerics.floors import Noise
+from tracediff.numerics.floors import TINY, Noise
 from tracediff.numerics.kinds.elementwise import repeated
 from tracediff.numerics.kinds.kind import Kind, Made, none
 from tracediff.numerics.kinds.layout import as_places
@@ -31,10 +31,15 @@ def cumsum(x: Tensor) -> Tensor:
     return x.cumsum(-1)
 
 
-def soft_max(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-    """[..., n] -> [..., n]: softmax of x * scale + mask, which repeats over the axes before its own."""
-    scaled = x * scale
-    return torch.softmax(scaled if mask is None else scaled + repeated(mask, x), -1)
+def soft_max(x: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+    """[..., n] -> [..., n]: softmax of x * scale + mask, which repeats over the axes before its own.
+
+    Of each head [H] of x [H, T, n] a sink is one more value, which is left out of the result.
+    """
+    scaled = x * scale if mask is None else x * scale + repeated(mask, x)
+    if sinks is None:
+        return torch.softmax(scaled, -1)
+    return torch.softmax(torch.cat((scaled, sinks[:, None, None].expand(*x.shape[:-1], 1)), -1), -1)[..., :-1]
 
 
 def argsort(x: Tensor, *, descending: bool = False) -> Tensor:
@@ -43,8 +48,10 @@ def argsort(x: Tensor, *, descending: bool = False) -> Tensor:
 
 
 def top_k(x: Tensor, *, k: int) -> Tensor:
-    """[..., n] -> [..., k]: the places of the largest, these first."""
-    return argsort(x, descending=True)[..., :k]
+    """[..., n] -> [..., k]: the places of the largest, these first; where there are too few, places beyond them."""
+    places = argsort(x, descending=True)[..., :k]
+    beyond = torch.arange(x.shape[-1], max(k, x.shape[-1]), device=x.device).expand(*x.shape[:-1], -1)
+    return torch.cat((places, beyond), -1)
 
 
 def argmax(x: Tensor) -> Tensor:
@@ -53,9 +60,10 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def at_places(x: Tensor, places: Tensor) -> Tensor:
-    """The values of x [..., n] at these places; NaN for what is no place in it."""
+    """The values of x [..., n] at these places: of those beyond it minus infinity, NaN of what is no place at all."""
     at, is_place = as_places(places, x.shape[-1])
-    return x.gather(-1, at).masked_fill(~is_place, math.nan)
+    beyond = (places >= x.shape[-1]) & (places == places.floor())
+    return x.gather(-1, at).masked_fill(~is_place, math.nan).masked_fill(beyond, -math.inf)
 
 
 def in_order(x: Tensor, places: Tensor) -> Tensor:
@@ -66,7 +74,7 @@ def in_order(x: Tensor, places: Tensor) -> Tensor:
 def _of_picks(made: Made) -> Noise:
     """An engine may pick before it stores what it picked from: what both are rounded by."""
     size = at_places(made.inputs[0], made.y).abs()
-    return Noise(torch.zeros_like(size), 2 * made.kept * size)
+    return Noise(torch.zeros_like(size), 2 * made.kept * size + TINY[made.storage])
 
 
 KINDS = (
