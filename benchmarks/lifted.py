@@ -124,7 +124,7 @@ def of_kinds(folder: Path) -> str:
     others = ", ".join(sorted({*KINDS} - {*found}))
     said = [
         f"## Kinds of op\n\n{n} mistakes in {len(rows)} kinds of op, each planted in one op: **{n_located} located**. "
-        f"No tiny model has an op of the other kinds ({others}).",
+        f"These models have no op of the other kinds ({others}).",
         table(("kind", "mistakes", "located"), rows),
     ]
     return "\n\n".join([*said, *([f"Missed: {'; '.join(missed)}."] if missed else [])])
