@@ -29,6 +29,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.names import NAMES
+from tracediff.pipeline import check_trace
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import STORAGE, End, Header, OpRecord, Step, Values, Weight, decode, to_float
@@ -369,6 +370,36 @@ def test_decoder_is_faulty_exactly_where_its_fault_is(
 SCHEMA = json.loads((ROOT / "docs/trace.schema.json").read_text())
 SPECIFICATION = (ROOT / "docs/trace-format.md").read_text()
 RECORDS = {"trace": Header, "weight": Weight, "step": Step, "op": OpRecord, "end": End}
+
+
+def test_several_mistakes_that_no_list_has_are_each_put_into_words(
+    raw_model: Callable[[str], Path], tmp_path: Path
+) -> None:  # fmt: skip
+    """Five at once, each an edit of one line of an engine; the README shows what is said of them."""
+    source, edits = (EMITTERS / "c/example_decoder.c").read_text(), (
+        ("for (int i = 0; i < n; i++) squares += x[i] * x[i];", "for (int i = 1; i < n; i++) squares += x[i] * x[i];"),
+        ("-2.0 * pair / D", "-2.0 * (pair + 1) / D"),
+        ("* v[(s * n.n_head_kv + h / group) * D + d]", "* v[(s * n.n_head_kv + h / group) * D + (d < 12 ? d : d - 4)]"),
+        ("silu(gate[i]) * up[i];", "silu(gate[i]) * fminf(up[i], 0.5f);"),
+        ("add(s->attn_residual, s->attn_output, s->x,", "add(s->attn_residual, s->attn_output, s->attn_norm,"),
+    )  # fmt: skip
+    for old, new in edits:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (tmp_path / "engine.c").write_text(source)
+    run(tool("cc"), "-std=c99", "-O2", "-I", EMITTERS / "c", tmp_path / "engine.c", "-lm", "-o", tmp_path / "engine")
+    raw = raw_model("qwen2")
+    run(tmp_path / "engine", raw, tmp_path / "out.trace", *map(str, PROMPT))
+    result = check_trace(tmp_path / "out.trace", raw / "model.gguf")
+    assert [finding.text for finding in result.findings] == [
+        "all 5 norms: the sum of squares takes only channels 1 to 95: the first is left out.",
+        "attn_q_rope and attn_k_rope in both layers: the angle is computed with -2 * (i + 1), where -2 * i belongs "
+        "(i: pair).",
+        "attn_kqv in both layers: head channels 12 to 15 have the values of head channels 8 to 11.",
+        "attn_residual in layer 0: blk.0.attn_norm is added where token_embd belongs.",
+        "ffn_act in both layers: every value of ffn_up above 0.5 is 0.5.",
+        "attn_residual in layer 1: blk.1.attn_norm is added where blk.0.ffn_residual belongs.",
+    ]
 
 
 def merged(name: str) -> tuple[dict[str, Any], set[str]]:
