@@ -9,9 +9,10 @@ is not counted.
 """
 
 import argparse
+import os
 import re
-import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -254,18 +255,25 @@ def of_cost(folder: Path) -> str:
     )
 
 
+_LIFTING = """
+import resource, sys, time
+from pathlib import Path
+from tracediff.model.lift.described import describe
+from tracediff.model.lift.lift import lift
+from tracediff.model.model import Model
+model, before = Model(Path(sys.argv[1])), time.process_time()
+lift(describe(model.file), model.file)
+child = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(time.process_time() - before + child.ru_utime + child.ru_stime, child.ru_maxrss / 1024)
+"""
+
+
 def lifting(path: Path) -> tuple[float, float]:
-    """Processor seconds and the child's peak in MB; nothing of it is kept."""
-    import os
-
-    from tracediff.model.lift.described import describe
-    from tracediff.model.lift.lift import lift
-
-    os.environ["TRACEDIFF_CACHE"] = ""
-    model, before = Model(path), time.process_time()
-    lift(describe(model.file), model.file)
-    child = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() - before + child.ru_utime + child.ru_stime, child.ru_maxrss / 1024
+    """Processor seconds and the child's peak in MB, of a small process: a fork has its parent's peak."""
+    command = [sys.executable, "-c", _LIFTING, str(path)]
+    out = subprocess.run(command, env={**os.environ, "TRACEDIFF_CACHE": ""}, capture_output=True, check=True).stdout
+    seconds, megabytes = map(float, out.split())
+    return seconds, megabytes
 
 
 def watching(path: Path) -> float:
