@@ -243,8 +243,8 @@ def page(rows: Mapping[str, Row]) -> str:
         "Every architecture that llama.cpp knows by name: a tiny model of it, whose graph is lifted from llama.cpp's "
         f"own, traced in llama.cpp with a prompt of {len(TOKENS)} tokens and {N_DECODE} decode steps, and every record "
         f"judged by replay. Written by\n\n    python benchmarks/architectures.py\n\n"
-        f"{len(there)} of {len(ARCHITECTURES)} architectures, for {len(with_graph)} of which llama.cpp builds a graph "
-        "from metadata alone; "
+        f"{len(there)} of {len(ARCHITECTURES)} architectures, {len(with_graph)} of which were traced, "
+        "their graph built by llama.cpp from metadata alone; "
         f"**{len(clean)} are clean** in all of {', '.join(WEIGHTS)}, with and without flash attention, in prefill and "
         f"decode: {records:,} records. The torch engine has llama.cpp's logits in {len(same)} (NMSE of "
         f"{SAME_LOGITS:.0e} or less in float32 at every step; {SAME_BUT_FOR_TABLES:.0e} where GELU is looked up by "
@@ -256,7 +256,7 @@ def page(rows: Mapping[str, Row]) -> str:
     ]
     without = [(arch, row.error or "") for arch, row in there.items() if row.error]
     if without:
-        parts += ["## Without a graph", table(("architecture", "llama.cpp says"), without)]
+        parts += ["## Not traced", table(("architecture", "why"), without)]
     why = [
         (arch, name, said)
         for arch, row in with_graph.items()
