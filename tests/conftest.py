@@ -14,6 +14,7 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core: threads of several would fight over them
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.pop("COLUMNS", None)  # the width of the terminal that the tests were begun in
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import tiny_models

@@ -248,7 +248,7 @@ def test_cut_in_the_middle_of_a_line(pair: Pair, cli: Callable[..., tuple[int, s
     pair.path.write_bytes(b"\n".join(pair.lines[:20])[:-5])
     code, output, error = cli("compare", pair.reference, pair.path)
     assert the_message(code, error).startswith(f"{pair.path} breaks off in its first step: it ends in the middle of")
-    assert output.startswith(f"UNDECIDED: {pair.path} breaks off")
+    assert "".join(output.split()).startswith(f"UNDECIDED:{pair.path}breaksoff")  # a long path is broken
     assert "Otherwise nothing diverges in the 12 ops that both hold" in " ".join(output.split())
     assert "12 ops" in output
     assert "it ends in the middle of line 20 without an 'end' record" in " ".join(output.split())

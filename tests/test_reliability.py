@@ -112,9 +112,10 @@ def read_cut(path: Path) -> None:
 def test_the_tables_name_tests() -> None:
     """Every row of docs/reliability.md names what holds it, and that is there."""
     tests = Path(__file__).parent
+    what_happens, _, _ = (tests.parent / "docs/reliability.md").read_text().partition("## Fuzzing")
     rows = [
         line
-        for line in (tests.parent / "docs/reliability.md").read_text().splitlines()
+        for line in what_happens.splitlines()
         if line.startswith("| ") and " exit | " not in line and line.count(" | ") > 2
     ]
     assert len(rows) > 25

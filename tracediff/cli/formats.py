@@ -41,8 +41,9 @@ class Formats:
 
     def check(self, *inputs: Path | None) -> None:
         """Whether they may be written, before the work of which they are the result; raises OutputError."""
-        read = [file for path in inputs if path for file in files_of(path)]
-        for name, path in self._files():
+        files = list(self._files())
+        read = [file for path in inputs if path for file in files_of(path)] if files else []
+        for name, path in files:
             check(path, read, _ours(name))
 
     def _files(self) -> Iterator[tuple[str, Path]]:

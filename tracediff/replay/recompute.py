@@ -102,6 +102,7 @@ class Recomputation:
         self._exact: dict[str, Growing] = {}  # of what every step recorded
         self._held: dict[tuple[str, int], Past] = {}  # the same by number of samples
         self._kept = Kept()
+        self._n_kept = 0  # values that were kept when it was last looked what can go
         self._changes: tuple[Op, ...] = ()
         self._pasts = self._kept.of(self._changes, n_samples)  # of what was recomputed
         self._unchanged: tuple[Recomputation, set[str]] | None = None  # whose pasts hold, but of these ops
@@ -212,11 +213,14 @@ class Recomputation:
         """Drop values of ops that are done. The trace has what was recorded, and pasts what later steps read; what
         a state hands on stays for the next step.
         """
+        if not all_of_it and len(self._values) < self._n_kept + self._n_kept // 4:
+            return  # of many small values each would be looked at for each record
         recent = () if all_of_it else [*self._values][-self._n_recent() :]
         handed = [key for key in self._values if key[1] and key[0][1] in self._states]
         last = max((self._recorded.n_until(step) for (step, _, _), _ in handed), default=0)
         handed = [key for key in handed if self._recorded.n_until(key[0][0]) >= last - 1]
         self._values = {key: self._values[key] for key in (*handed, *recent)}
+        self._n_kept = len(self._values)
 
     def _n_recent(self) -> int:
         """How many values stay: those of a layer in one step, and as many more as are small."""
