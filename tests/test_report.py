@@ -96,20 +96,22 @@ def test_weights_that_are_wrong_come_before_what_drifts() -> None:
 
 
 def test_each_of_several_mistakes_is_said_once(models: Models, torch_trace: Callable[..., Path]) -> None:
-    """Three of them behind one hidden state; what is in all layers is said of all."""
+    """Three of them behind one hidden state; what is in all layers is said of all, and a mask only of the step in which
+    it shows.
+    """
     model = models("k-quants", "F16")
     faults = ("act_relu", "no_mask", "norm_weight_minus_one@0", "bias_missing@2")
     result = check_trace(torch_trace(model, capture="layers", faults=faults), model)
     inside = "the trace holds no values between"
     assert words(result).startswith(
-        "DIVERGED: all 3 layers (seen in ffn_residual): attn_probs: no causal mask: every query sees every key. "
+        "DIVERGED: all 3 layers (seen in ffn_residual): ffn_act: ReLU is used for SiLU. "
         "3 other mistakes are listed below. first at blk.0.ffn_residual in step 0: "
     )
     said = words(result).partition("whatever came before ")[2].partition(" Hidden states")[0]
     assert re.sub(r" \(NMSE up to [\d.]+\)| look at .*?(?= - |$)", "", said) == (
-        "- all 3 layers (seen in ffn_residual): attn_probs: no causal mask: every query sees every key. "
-        f"covers 17 ops, blk.0.attn_norm to blk.0.ffn_residual: {inside} "
         "- all 3 layers (seen in ffn_residual): ffn_act: ReLU is used for SiLU. "
+        f"covers 17 ops, blk.0.attn_norm to blk.0.ffn_residual: {inside} "
+        "- all 3 layers (seen in ffn_residual), in step 0: attn_probs: no causal mask: every query sees every key. "
         f"covers 17 ops, blk.0.attn_norm to blk.0.ffn_residual: {inside} "
         "- attn_norm.weight and ffn_norm.weight in layer 0: wrong in memory: 1 was taken from every value (seen in "
         "blk.0.ffn_residual). "

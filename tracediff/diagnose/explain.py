@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations
 
 from tracediff.diagnose.budget import Budget, OutOfTime
 from tracediff.diagnose.evidence import places
@@ -240,8 +241,8 @@ class _Search:
             if found := self._single(one, way, tried, within(progress, done, len(ways))):
                 return self._chosen(found)
         if len(vain) >= _SEARCHES:
-            return self.one_more(one)
-        return self._solved(one) or self.one_more(one) or self._several(one, tried)
+            return self._fewest(self.one_more(one), one)
+        return self._solved(one) or self._fewest(self.one_more(one) or self._several(one, tried), one)
 
     def _solved(self, one: _Faulty) -> Hypothesis | None:
         """What the solver makes of an op by itself. What would show in steps that are right is taken last, and where
@@ -274,7 +275,20 @@ class _Search:
 
     def _carried(self, found: Hypothesis, one: _Faulty) -> Hypothesis | None:
         tried = self._trials.carried(found, one.record, one.error)
-        return next((same for same in tried if self._explains(same, one)), None)
+        return self._fewest(next((same for same in tried if self._explains(same, one)), None), one)
+
+    def _fewest(self, found: Hypothesis | None, one: _Faulty) -> Hypothesis | None:
+        """Without the mistakes that this record does not need: two that cancel, or one that shows nothing beside
+        another, as a mask where all values are zero.
+        """
+        if found is None or SOLVED in found.mistakes:
+            return found
+        for n in range(1, len(found.parts)):
+            for parts in combinations(found.parts, n):
+                for fewer in self._trials.together(parts, one.record, one.error):
+                    if self._explains(fewer, one) and fewer.score >= found.score:
+                        return fewer
+        return found
 
     def _single(self, one: _Faulty, way: Way, tried: Least, progress: Progress) -> list[Hypothesis]:
         """Mistakes that explain the record, best first; those that do not are added to `tried`."""
