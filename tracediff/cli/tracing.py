@@ -114,12 +114,10 @@ def run(
     """Trace a model in llama.cpp and in torch, compare the two, and report."""
     from tracediff.model.model import Model
     from tracediff.pipeline import Effort
-    from tracediff_reference.protocol import Options
 
-    options = Options(
-        threads=threads, n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, gpu_layers=gpu_layers,
-        flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
-        library=str(llama_lib.absolute()) if llama_lib else None,
+    options = _llama_cpp(
+        ctx, batch, ubatch, llama_lib, threads=threads, gpu_layers=gpu_layers, flash_attn=flash_attn, kv_type=kv_type,
+        extra_bufts=extra_bufts,
     )  # fmt: skip
     formats.check(model)
     opened = Model(model)
@@ -233,7 +231,6 @@ def trace(
     """Trace one engine."""
     from tracediff.engine.llama_cpp import LlamaCpp, tokenize
     from tracediff.model.model import Model
-    from tracediff_reference.protocol import Options
 
     _refuse_options_of_others(context, engine)
     opened = Model(model)
@@ -241,10 +238,9 @@ def trace(
     notes: list[str] = []
     with progress_bars() as progress, staged(out, [model]) as path:
         if engine == "llama.cpp":
-            options = Options(
-                threads=threads, n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, gpu_layers=gpu_layers,
-                flash_attn=flash_attn, kv_type=kv_type, extra_bufts=extra_bufts,
-        library=str(llama_lib.absolute()) if llama_lib else None,
+            options = _llama_cpp(
+                ctx, batch, ubatch, llama_lib, threads=threads, gpu_layers=gpu_layers, flash_attn=flash_attn,
+                kv_type=kv_type, extra_bufts=extra_bufts,
             )  # fmt: skip
             child = LlamaCpp(opened, given, path, capture=capture, n_decode=decode, options=options)
             ids = child.wait(lambda fraction: progress("llama.cpp", fraction))
@@ -267,6 +263,14 @@ def trace(
     _show_tokens(given, ids)
     say(f"wrote {out}")
     return MATCH
+
+
+def _llama_cpp(ctx: int, batch: int, ubatch: int, llama_lib: Path | None, **same: Any) -> "Options":
+    """The reference's options from the command line's; those of `same` bear one name in both."""
+    from tracediff_reference.protocol import Options
+
+    library = str(llama_lib.absolute()) if llama_lib else None
+    return Options(n_ctx=ctx, n_batch=batch, n_ubatch=ubatch, library=library, **same)
 
 
 def _prompt(text: str | None, tokens: str | None, graph: "Graph") -> "Prompt":

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from torch import Tensor, nn
 
 from tracediff.errors import EngineError
+from tracediff.model.checkpoint import tensor_names
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of, split
@@ -85,13 +85,10 @@ def as_held(module: nn.Module, op: Op, weights: Weights) -> Tensor:
 
 def _names(graph: Graph) -> Any:
     """The op that the module at a path computes by gguf-py's table, whatever the model is wrapped in."""
-    known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
-    if graph.hparams.arch not in known:
-        return lambda path: None
-    table = get_tensor_name_map(known[graph.hparams.arch], graph.hparams.n_layer)
+    table = tensor_names(graph.hparams.arch, graph.hparams.n_layer)
 
     def name(path: str) -> str | None:
-        while path:
+        while path and table:
             if found := table.get_name(f"{path}.weight", try_suffixes=(".weight",)):
                 return found.removesuffix(".weight")
             path = path.partition(".")[2]

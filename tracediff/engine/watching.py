@@ -41,6 +41,7 @@ class Watch:
         self._recorder = recorder
         self._progress = progress
         self._attention = {layer_of(op.name): _Attention(graph, op) for op in graph if op.kind == "scores"}
+        self._sources = {one.source for one in self._attention.values() if one.turned.kind == "rope"}
         self._step = -1
         self._running = False
         self._n_tokens = 0
@@ -49,7 +50,7 @@ class Watch:
         self._hidden = torch.empty(0)  # which scores of this step the mask hides, [T, S]
         self._done: set[str] = set()  # in this step
         self._layer: int | None = None  # in which the pass is
-        self._sizes: dict[str, float] = {}  # the norms of what rope turns
+        self._sizes: dict[str, float] = {}  # the norms of what rope makes Q of
 
     def begin(self, tokens: Sequence[int], positions: Sequence[int] | None = None) -> None:
         """A forward pass begins, of one sequence; without positions, those after the last."""
@@ -192,7 +193,7 @@ class Watch:
                 f"{name} has the shape {list(values.shape)} in this model, {list(shape)} in the GGUF file: it is "
                 "another model, or several sequences at once. Check the file; record one sequence at a time."
             )
-        if "rope" in {reader.kind for reader, _ in self._graph.readers(name)}:
+        if name in self._sources:
             self._sizes[name] = float(values.detach().double().norm())
         hidden = self._hidden.to(values.device) if op.kind == "scores" else None
         self._recorder.op(self._step, name, values.reshape(shape), hidden, rows)

@@ -121,7 +121,13 @@ def _n_layer(file: GGUFFile) -> int:
 
 
 def _name_map(file: GGUFFile) -> Any:
-    known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
-    if _arch(file) not in known:
+    names = tensor_names(_arch(file), _n_layer(file))
+    if names is None:
         raise ModelError(f"{file.path}: gguf-py knows no tensor names of the architecture {_arch(file)!r}.")
-    return get_tensor_name_map(known[_arch(file)], _n_layer(file))
+    return names
+
+
+def tensor_names(arch: str, n_layer: int) -> Any:
+    """gguf-py's table of what checkpoints call the tensors of an architecture; None of one that it does not know."""
+    known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    return get_tensor_name_map(known[arch], n_layer) if arch in known else None
