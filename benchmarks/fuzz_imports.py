@@ -1,12 +1,13 @@
 """Broken files of others, found by coverage: each must be refused with a TracediffError, or read; nothing else.
 
     pip install atheris
-    python benchmarks/fuzz_imports.py [--minutes 60] [--only npz] [--folder FOLDER]
+    python benchmarks/fuzz_imports.py [--minutes 60] [--jobs 2] [--only npz] [--folder FOLDER]
     python benchmarks/fuzz_imports.py --only npz --input FOLDER/npz/wrong/...
 
 libFuzzer, by way of atheris, changes valid files of every format that is imported, maps of names, GGUF headers,
 checkpoints and traces, and keeps what reaches code that nothing reached before. What is imported must be a trace that
-can be read and breaks no rule. Every target has its share of the time. What ended as none may is kept in FOLDER, once
+can be read and breaks no rule. Every target has its share of the time, `--jobs` of them at once; the CPU time says
+how much of it they had on a busy machine. What ended as none may is kept in FOLDER, once
 for each place in the code; a hang of 10 s and memory beyond 2 GB count too. `--input` runs one again.
 """
 
@@ -21,6 +22,7 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -373,11 +375,15 @@ def fuzz(name: str, seconds: int, folder: Path) -> None:
         atheris.Fuzz()
 
 
-def share(name: str, seconds: int, folder: Path) -> tuple[int, int, list[str]]:
-    """Run one target in a child: how many inputs it ran, how many edges of the code they covered, what was wrong."""
+def share(name: str, seconds: int, folder: Path) -> tuple[float, int, int, list[str]]:
+    """Run one target in a child: its CPU seconds, how many inputs it ran, how many edges of the code they covered,
+    what was wrong.
+    """
     command = [sys.executable, __file__, "--target", name, "--seconds", str(seconds), "--folder", str(folder / name)]
     with (folder / f"{name}.log").open("w+") as log:
-        code = subprocess.run(command, stderr=log, stdout=log, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        child = subprocess.Popen(command, stderr=log, stdout=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        _, status, used = os.wait4(child.pid, 0)
+        code = child.returncode = os.waitstatus_to_exitcode(status)
         log.seek(0)
         said = log.read()
     inputs = int(re.search(r"number_of_executed_units: (\d+)", said)[1]) if "executed_units" in said else 0
@@ -385,13 +391,14 @@ def share(name: str, seconds: int, folder: Path) -> tuple[int, int, list[str]]:
     wrong = [line.removeprefix("WRONG ") for line in said.splitlines() if line.startswith("WRONG ")]
     if code:
         wrong += [f"libFuzzer ended with {code}: the end of {folder / name}.log says why"]
-    return inputs, edges, wrong
+    return used.ru_utime + used.ru_stime, inputs, edges, wrong
 
 
 def main() -> None:
     """Give every target its share of the time, and print what came of it; exit code 1 where something was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--jobs", type=int, default=1, help="targets run at once, for --minutes in all")
     parser.add_argument("--only", choices=TARGETS)
     parser.add_argument("--folder", type=Path, default=Path("fuzz"), help="corpora, logs, and what was wrong")
     parser.add_argument("--input", type=Path, help="run one input of --only again")
@@ -407,13 +414,14 @@ def main() -> None:
             TARGETS[names[0]].run(arguments.input.read_bytes(), work)
         return
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    seconds = max(1, int(60 * arguments.minutes / len(names)))
+    seconds = max(1, int(60 * arguments.minutes * arguments.jobs / len(names)))
     all_wrong = []
-    print("| target | inputs | edges covered | wrong |\n|---|---|---|---|")
-    for name in names:
-        inputs, edges, wrong = share(name, seconds, arguments.folder)
-        print(f"| {name} | {inputs:,} | {edges:,} | {len(wrong)} |", flush=True)
-        all_wrong += [f"{name}: {how}" for how in wrong]
+    print("| target | CPU minutes | inputs | edges covered | wrong |\n|---|---|---|---|---|")
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        shares = pool.map(lambda name: share(name, seconds, arguments.folder), names)
+        for name, (used, inputs, edges, wrong) in zip(names, shares, strict=True):
+            print(f"| {name} | {used / 60:.1f} | {inputs:,} | {edges:,} | {len(wrong)} |", flush=True)
+            all_wrong += [f"{name}: {how}" for how in wrong]
     print(*all_wrong, sep="\n")
     sys.exit(bool(all_wrong))
 
