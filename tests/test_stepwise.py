@@ -1,0 +1,89 @@
+"""An engine without modules, recorded by its own calls."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Models
+
+import tracediff
+from tracediff.errors import TraceError
+from tracediff.pipeline import check_trace
+from tracediff.trace.reader import Trace
+
+Traced = Callable[..., Path]
+
+AS_HELD: dict[str, Callable[[np.ndarray], object]] = {
+    "rows apart": lambda x: np.repeat(x, 2, axis=0)[::2],
+    "backwards": lambda x: x[..., ::-1].copy()[..., ::-1],
+    "transposed": lambda x: np.asfortranarray(x),
+    "float64": lambda x: x.astype(np.float64),
+    "torch": lambda x: torch.from_numpy(x.copy()).requires_grad_(),
+    "torch, transposed": lambda x: torch.from_numpy(x.T.copy()).permute(*reversed(range(x.ndim))),
+}
+
+
+@pytest.mark.parametrize("held", AS_HELD)
+def test_values_come_out_as_they_went_in(
+    held: str, models: Models, torch_trace: Traced, tmp_path: Path
+) -> None:  # fmt: skip
+    """Of any layout, over a prefill and decode steps whose positions nobody gave."""
+    model = models("qwen3", "F16")
+    given = Trace(torch_trace(model))
+    with tracediff.Recorder(tmp_path / "mine.trace", gguf=model) as r:
+        for name, weight in given.weights.items():
+            r.weight(name, given.values(weight))
+        for number, step in given.steps.items():
+            r.step(np.array(step.tokens))
+            for record in given.step_ops(number):
+                r(record.op, AS_HELD[held](given.values(record)))
+    again = Trace(tmp_path / "mine.trace")
+    assert again.steps == given.steps
+    assert again.ops.keys() == given.ops.keys()
+    for key, record in given.ops.items():
+        np.testing.assert_array_equal(again.values(again.ops[key]), given.values(record))
+    assert check_trace(again.path, model).verdict == "match"
+
+
+def test_types_that_a_trace_has_are_kept_and_others_widened(tmp_path: Path) -> None:
+    values = torch.tensor([[1.5, -2.0]])
+    with tracediff.Recorder(tmp_path / "mine.trace") as r:
+        r.step([1], [7])
+        r("f16", values.half().numpy())
+        r("bf16", values.bfloat16())
+        r("fp8", values.to(torch.float8_e4m3fn))
+        r("last", values, rows=[0])
+    trace = Trace(tmp_path / "mine.trace")
+    assert {op: (record.dtype, trace.values(record).tolist()) for (_, op), record in trace.ops.items()} == {
+        "f16": ("f16", [[1.5, -2.0]]), "bf16": ("bf16", [[1.5, -2.0]]), "fp8": ("f32", [[1.5, -2.0]]),
+        "last": ("f32", [[1.5, -2.0]]),
+    }  # fmt: skip
+    assert trace.steps[0].positions == (7,)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda r: r("blk.0.attn_qq", np.zeros((2, 96), "f4")), r"no op of this qwen2 model\. Near it: blk"),
+        (lambda r: r("token_embd", np.zeros((3, 96), "f4")), r"shape \[3, 96\] in step 0; this model's is \[2, 96\]"),
+        (lambda r: r("token_embd", np.zeros((2, 96), int)), "values of type int64. A trace holds float64"),
+        (lambda r: [r("token_embd", np.zeros((2, 96), "f4")) for _ in range(2)], "recorded in step 0 already"),
+        (lambda r: r("token_embd", np.zeros((2, 96), "f4"), rows=[1, 0]), r"rows \[1, 0\] of a step of 2 tokens"),
+        (lambda r: r.step([1, 2], [0]), r"tokens \[1, 2\] at \[0\]: give as many positions as tokens"),
+        (lambda r: r.step([]), "give as many positions as tokens"),
+    ],
+)  # fmt: skip
+def test_what_no_trace_can_hold_is_refused_as_it_comes(
+    call: Callable[[tracediff.Recorder], object], said: str, models: Models, tmp_path: Path
+) -> None:
+    with tracediff.Recorder(tmp_path / "mine.trace", gguf=models("qwen2", "F32")) as r:
+        r.step([1, 2])
+        with pytest.raises(TraceError, match=said):
+            call(r)
+
+
+def test_an_op_before_its_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no step has begun"), tracediff.Recorder(tmp_path / "mine.trace") as r:
+        r("output", np.zeros((1, 2), "f4"))

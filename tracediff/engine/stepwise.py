@@ -1,0 +1,135 @@
+"""An engine without modules, recorded by its own calls: numpy or torch arrays, one call for each value.
+
+with tracediff.Recorder("mine.trace", gguf="model.gguf") as r:
+    r.step(ids)
+    r("blk.0.attn_q", q)
+"""
+
+from contextlib import ExitStack
+from difflib import get_close_matches
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracediff.engine import recorder
+from tracediff.errors import TraceError
+from tracediff.model.model import Model
+from tracediff.names import Capture
+from tracediff.trace.format import Rows, same_shape
+from tracediff.trace.staging import staged
+from tracediff.trace.writer import TraceWriter
+
+_TYPES = "A trace holds float64, float32, float16 and bfloat16."
+
+
+class Recorder:
+    """A trace that is written call by call, and is there when the `with` block ends.
+
+    With `gguf`, the file of the model, names and shapes are checked as they come. Values are numpy arrays, torch
+    tensors or what numpy makes arrays of, of any layout and device; each is written before the call returns, so its
+    buffer may be reused. `capture` is "all", "layers" (hidden states and logits alone) or "stats".
+
+    Raises TraceError for what no trace can hold, ModelError for the file.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        *,
+        gguf: str | Path | None = None,
+        engine: str = "an engine in Python",
+        capture: Capture = "all",
+    ) -> None:
+        self._out = Path(out)
+        self._engine = engine
+        self._capture = capture
+        self._model = Model(Path(gguf)) if gguf is not None else None
+        self._graph = self._model.graph if self._model else None
+        self._step = -1
+        self._n_tokens = self._n_before = 0  # of the step, and before it
+        self._done: set[str] = set()  # in this step
+        self._files = ExitStack()
+
+    def __enter__(self) -> Self:
+        model, graph = self._model, self._graph
+        path = self._files.enter_context(staged(self._out, [model.path] if model else []))
+        about = (graph.hparams.arch, model.path.name, graph.matmul_type) if model and graph else ()
+        self._to = recorder.Recorder(self._files.enter_context(TraceWriter(path, self._engine, *about)), self._capture)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.__exit__(kind, error, trace)
+
+    def step(self, tokens: Any, positions: Any = None) -> None:
+        """A forward pass over these token ids begins; without positions, at those that follow the last step's."""
+        ids, before = _integers(tokens), self._n_before + self._n_tokens
+        at = _integers(range(before, before + len(ids)) if positions is None else positions)
+        if not ids or len(at) != len(ids) or min(*ids, *at) < 0:
+            raise TraceError(
+                f"a step of the tokens {ids[:8]} at {at[:8]}: give as many positions as tokens, none negative."
+            )
+        self._step, self._n_before, self._n_tokens, self._done = self._step + 1, before, len(ids), set()
+        self._to.step(self._step, ids, at)
+
+    def __call__(self, op: str, values: Any, rows: Rows = None) -> None:
+        """What an op of the step put out: for all its tokens, or for those at the indices `rows`, ascending."""
+        tensor = _tensor(op, values)
+        if self._step < 0:
+            raise TraceError(f"{op}: no step has begun. Call step(tokens) before the pass.")
+        if op in self._done:
+            raise TraceError(f"{op} was recorded in step {self._step} already. Call step(tokens) before each pass.")
+        rows = None if rows is None else tuple(rows)
+        if rows is not None and (list(rows) != sorted({*rows}) or not {*rows} <= {*range(self._n_tokens)}):
+            raise TraceError(f"{op}: rows {list(rows)} of a step of {self._n_tokens} tokens: they ascend from 0.")
+        self._check(op, tuple(tensor.shape), self._n_tokens if rows is None else len(rows))
+        self._to.op(self._step, op, tensor, rows=rows)
+        self._done.add(op)
+
+    def weight(self, name: str, values: Any) -> None:
+        """A tensor of the file as the engine holds it, by the file's name of it: norm weights are expected."""
+        self._to.weight(name, _tensor(name, values))
+
+    def _check(self, op: str, shape: tuple[int, ...], n_rows: int) -> None:
+        """Raises TraceError where the model has no such op, or one of another shape."""
+        graph = self._graph
+        if graph is None or op.endswith("attn_scores_scaled"):
+            return
+        if op not in graph:
+            near = get_close_matches(op, graph.ops, 3) or [*graph.ops][:3]
+            raise TraceError(
+                f"{op}: no op of this {graph.hparams.arch} model. Near it: {', '.join(near)}. `tracediff inspect "
+                "MODEL` lists all."
+            )
+        expected = graph[op].shape(n_rows, self._n_before + self._n_tokens - n_rows)
+        if not same_shape(shape, expected, may_be_flat=graph[op].axes[0] == "T"):
+            raise TraceError(
+                f"{op}: shape {list(shape)} in step {self._step}; this model's is {list(expected)} for "
+                f"{n_rows} tokens after {self._n_before}. For some tokens of the step alone give rows=[...]."
+            )
+
+
+def _integers(values: Any) -> list[int]:
+    on_host = values.cpu() if isinstance(values, Tensor) else values
+    return [int(value) for value in np.asarray(on_host).flat]
+
+
+def _tensor(name: str, values: Any) -> Tensor:
+    """Values as a torch tensor of a type that a trace has; shorter floats become float32, exactly."""
+    if not isinstance(values, Tensor):
+        array = np.ascontiguousarray(values)  # which has no negative strides
+        if array.dtype.name == "bfloat16":  # of ml_dtypes, as jax has it
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        if array.dtype.name not in ("float64", "float32", "float16"):
+            raise TraceError(f"{name}: values of type {array.dtype}. {_TYPES}")
+        return torch.from_numpy(array)
+    if values.dtype in recorder.DTYPES.values():
+        return values
+    if not values.is_floating_point():
+        raise TraceError(f"{name}: values of type {values.dtype}. {_TYPES}")
+    return values.float()
