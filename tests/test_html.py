@@ -4,14 +4,13 @@ import base64
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, dom
 
 from tracediff.printable import printable
 from tracediff.report import html
@@ -25,7 +24,6 @@ import make  # noqa: E402
 HOSTILE = (
     """"><script>document.title='taken'</script></script><img src=x onerror="document.title='taken'">'&<!--\u2028"""
 )
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _VOID = {"meta", "br", "input", "line", "polyline"}
 
 
@@ -117,15 +115,6 @@ def test_a_page_of_24_layers_is_small() -> None:
     ops = [replace(op, op=op.op.replace("blk.0.", f"blk.{n}."), layer=n) for n in range(24) for op in layer]
     page = html.render({"case": replace(result, ops=tuple(ops), findings=())})
     assert len(page.encode()) < 300_000
-
-
-def dom(page: str, folder: Path) -> str:
-    """The page as Chromium leaves it when its script has run."""
-    (folder / "page.html").write_text(page, encoding="utf-8")
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
-    url = (folder / "page.html").as_uri()
-    done = subprocess.run([*command, "--dump-dom", url], capture_output=True, text=True, timeout=100, check=True)
-    return done.stdout
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page in")

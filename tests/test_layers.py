@@ -15,9 +15,9 @@ ROOTS = {"tracediff": Path(tracediff.__file__).parent, "tracediff_reference": Pa
 
 # Module or package -> what it may import of this project. A package may always import itself.
 EVERYTHING = {
-    "audit", "ci", "cli", "compare", "demo", "diagnose", "engine", "errors", "files", "findings", "inputs", "inspect",
-    "interchange", "judge", "model", "names", "numerics", "pipeline", "printable", "process", "reference", "replay",
-    "report", "reproduce", "result", "threeway", "trace",
+    "audit", "bundle", "ci", "cli", "compare", "demo", "diagnose", "engine", "errors", "files", "findings", "inputs",
+    "inspect", "interchange", "judge", "model", "names", "numerics", "pipeline", "printable", "process", "reference",
+    "replay", "report", "reproduce", "result", "threeway", "trace", "versions",
 }  # fmt: skip
 MAY = {
     "tracediff.__init__": {"engine"},  # on first use
@@ -48,6 +48,10 @@ MAY = {
     },
     "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.reproduce": {"errors", "files", "model", "numerics", "replay", "trace"},
+    "tracediff.bundle": {
+        "compare", "files", "findings", "model", "printable", "report", "result", "trace", "versions",
+    },
+    "tracediff.versions": set(),
     "tracediff.testing": {"judge", "pipeline", "result"},
     "tracediff.demo": {"files", "model", "result", "diagnose"},
     "tracediff.cli": EVERYTHING,

@@ -5,7 +5,7 @@ from tracediff.cli.ci import ci
 from tracediff.cli.interchange import export, import_
 from tracediff.cli.judging import check, compare, self_
 from tracediff.cli.looking import faults, inspect, validate, weights
-from tracediff.cli.reproducing import reproduce
+from tracediff.cli.reproducing import bundle, reproduce
 from tracediff.cli.tracing import demo, run, trace
 
 __all__ = ["app", "main"]
@@ -19,6 +19,7 @@ for _command in (
     check,
     ci,
     reproduce,
+    bundle,
     validate,
     weights,
     inspect,

@@ -2,17 +2,14 @@
 
 import io
 import os
-import platform
 import sys
 import traceback
-from collections.abc import Iterator
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from tracediff import __version__
+from tracediff import __version__, versions
 from tracediff.cli.output import DIVERGED, INTERRUPTED
 from tracediff.errors import TracediffError
 from tracediff.printable import printable
@@ -126,17 +123,6 @@ def _bug(error: BaseException) -> str:
     )
 
 
-def _versions() -> Iterator[str]:
-    """Of what a result may depend on, without importing any of it."""
-    yield f"tracediff {__version__}"
-    yield f"Python {platform.python_version()} ({platform.system()} {platform.machine()})"
-    for name in ("torch", "numpy", "llama-cpp-python", "gguf", "transformers"):
-        try:
-            yield f"{name} {metadata.version(name)}"
-        except metadata.PackageNotFoundError:
-            yield f"{name}: not installed"
-
-
 @app.callback(invoke_without_command=True)
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the versions that a result may depend on.")] = False,
@@ -144,5 +130,5 @@ def root(
 ) -> None:
     """Hold the options that belong to no command."""
     if version:
-        print("\n".join(_versions()))  # noqa: T201
+        print("\n".join(versions.lines()))  # noqa: T201
         raise typer.Exit

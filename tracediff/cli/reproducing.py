@@ -1,11 +1,14 @@
-"""The command `reproduce`: one op to attach to a report of a bug."""
+"""The commands `reproduce` and `bundle`: what to attach to a report of a bug."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tracediff.cli.output import MATCH, say
+from tracediff.cli.options import ArithmeticOption, Time, Workers
+from tracediff.cli.output import MATCH, progress_bars, say
+from tracediff.files import check
+from tracediff.trace.staging import files_of
 
 
 def reproduce(
@@ -20,4 +23,39 @@ def reproduce(
     from tracediff.reproduce import reproduce as write
 
     say(f"wrote {write(trace, Model(model), op, step, out)}")
+    return MATCH
+
+
+def bundle(
+    trace: Annotated[Path, typer.Argument(help="The trace to judge.")],
+    model: Annotated[Path, typer.Option(help="The GGUF file that it was made with.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The archive to write: OUT.zip.")],
+    reference: Annotated[Path | None, typer.Option(help="A trace that is right, to compare with.")] = None,
+    arithmetic: ArithmeticOption = None,
+    workers: Workers = 1,
+    time: Time = 60.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would contain, and write nothing.")] = False,
+) -> int:
+    """Pack page, JSON, a reduced trace and versions for an issue tracker, and say first what can be read from them."""
+    from tracediff.bundle import bundle as packed
+    from tracediff.bundle import is_bundle
+    from tracediff.model.model import Model
+    from tracediff.pipeline import Effort, check_trace, compare_traces
+
+    check(out, [file for path in (trace, reference, model) if path for file in files_of(path)], is_bundle)
+    opened, effort = Model(model), Effort(workers, time)
+    with progress_bars() as progress:
+        if reference:
+            result = compare_traces(
+                reference, trace, model=opened, arithmetic=arithmetic, effort=effort, progress=progress
+            )
+        else:
+            result = check_trace(trace, opened, arithmetic=arithmetic, effort=effort, progress=progress)
+    made = packed(result, trace, opened)
+    say(f"{out}: {len(made.archive):,} bytes. Whoever opens it can read")
+    for line in made.contents:
+        say(f"  {line}")
+    if not dry_run:
+        made.write(out)
+        say(f"wrote {out}")
     return MATCH

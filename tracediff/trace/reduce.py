@@ -1,0 +1,23 @@
+"""A trace with the data of a few records: of all others it keeps what can be said in one line."""
+
+from collections.abc import Callable, Container
+from pathlib import Path
+
+from tracediff.trace.format import OpRecord, Statistics
+from tracediff.trace.reader import Trace
+from tracediff.trace.writer import TraceWriter
+
+
+def reduce(
+    trace: Trace, out: Path, kept: Container[tuple[int, str]], statistics: Callable[[OpRecord], Statistics]
+) -> None:
+    """Write to `out` the data of the records that are `kept` (step, name), the statistics of the others, no weights."""
+    header = trace.header
+    with TraceWriter(out, header.engine, header.arch, header.model, header.weights) as writer:
+        for step in trace.steps.values():
+            writer.step(step.step, step.tokens, step.positions)
+            for record in trace.step_ops(step.step):
+                if record.dtype and (record.step, record.op) in kept:
+                    writer.op(record.step, record.op, trace.stored(record), record.dtype, record.rows)
+                elif record.size:
+                    writer.op_statistics(record.step, record.op, record.shape, statistics(record), record.rows)
