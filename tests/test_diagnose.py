@@ -14,7 +14,7 @@ from tracediff.diagnose.planting import plant
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError
-from tracediff.model.families import build_graph
+from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.weights import Weights
 from tracediff.numerics.kinds import KINDS
@@ -233,6 +233,36 @@ def test_scores_that_are_scaled_are_told_how_to_be_called(models, torch_trace) -
     faulty = check_trace(torch_trace(model, faults=("scores_scaled@1",)), model).faulty
     assert {(op.op, op.cause.name) for op in faulty} == {("blk.1.attn_scores", "scores_scaled")}
     assert "if they are only recorded so, call them blk.1.attn_scores_scaled" in faulty[0].cause.text
+
+
+def scaled_in(path: Path, model: Path, scale: float, out: Path) -> Path:
+    """A trace of an engine that shows its scores when they are scaled, and perhaps wrongly."""
+    trace = Trace(path)
+    with TraceWriter(out, "mine", trace.header.arch, model.name, trace.header.weights) as writer:
+        for step, given in trace.steps.items():
+            writer.step(step, given.tokens, given.positions)
+            for record in (record for (of, _), record in trace.ops.items() if of == step):
+                values, name = trace.values(record).astype(np.float32), record.op
+                if name.endswith("attn_scores"):
+                    values, name = values * np.float32(scale), f"{name}_scaled"
+                writer.op(step, name, values, "f32")
+    return out
+
+
+def test_an_engine_may_show_its_scores_when_they_are_scaled(models, torch_trace, tmp_path) -> None:
+    """Of such a trace every op is judged, against a reference that has them unscaled too."""
+    model = models("k-quants", "F32")
+    path, right = torch_trace(model), load_graph(model)["blk.0.attn_probs"].attrs["scale"]
+    mine = scaled_in(path, model, right, tmp_path / "mine.trace")
+    for result in (check_trace(mine, model), compare_traces(path, mine, model=model)):
+        assert result.verdict == "match"
+        assert [op.op for op in result.ops if not op.local and op.candidate] == []
+    assert "attn_scores_scaled" not in load_graph(model).ops
+    twice = scaled_in(path, model, right * 1.01, tmp_path / "twice.trace")
+    faulty = check_trace(twice, model).faulty
+    assert {op.op for op in faulty} == {
+        f"blk.{n}.{op}" for n in (0, 1, 2) for op in ("attn_scores_scaled", "attn_probs")
+    }
 
 
 def test_what_no_mistake_explains_is_described(models, torch_trace) -> None:

@@ -153,9 +153,9 @@ def matches(op: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(op, pattern) or fnmatch.fnmatchcase(split(op)[1], pattern)
 
 
-def axes_of(op: str, n: int) -> tuple[str, ...]:
-    """What the indices of an op's `n` axes count; none for a shape that no op has."""
-    if kind_of(op) in ("scores", "softmax") and n == 3:
+def axes_of(op: str, n: int, kind: str = "unknown") -> tuple[str, ...]:
+    """What the indices of an op's `n` axes count; none for a shape that no op has. A name may not say the kind."""
+    if {kind, kind_of(op)} & {"scores", "softmax"} and n == 3:
         return "head", "token", "key"
     return {1: ("token",), 2: ("token", "channel"), 3: ("token", "head", "channel")}.get(n, ())
 

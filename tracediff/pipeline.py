@@ -58,7 +58,7 @@ def compare_traces(
     """The candidate's trace against the reference's; with the model, every op of both is replayed too."""
     policy = policy or Policy()
     r, c = Trace(reference), Trace(candidate)
-    model = opened(model) if model else None
+    model = opened(model, r, c) if model else None
     same_input(r, c, lambda: model.vocabulary if model else Vocabulary())
     pairs = plan(r, c)
     policy.check([*(pair.op for pair in pairs), *_required_of(model, policy)])
@@ -133,7 +133,8 @@ def check_trace(
     progress: Progress = lambda stage, fraction: None,
 ) -> Result:
     """One trace judged by replay alone."""
-    c, model, policy = Trace(trace), opened(model), policy or Policy()
+    c, policy = Trace(trace), policy or Policy()
+    model = opened(model, c)
     policy.check([*(op for _, op in c.ops), *_required_of(model, policy)])
     refuse_another_model(c, model)
     weights = list(compare_weights(None, c, model))
@@ -163,6 +164,7 @@ def plan_traces(
     model = opened(model)
     for done, (path, arithmetic) in enumerate(traces):
         trace = Trace(path)
+        model = opened(model, trace)
         refuse_another_model(trace, model)
         held = rounded_weights(compare_weights(None, trace, model), trace)
         (replay,) = replays_of(model, [Subject(trace, held, arithmetic)])
@@ -189,11 +191,13 @@ def _with_replay(op: OpResult, model: "Model", ours: "Judged", theirs: "Judged |
     return replace(op, local=local, reference_local=reference_local)
 
 
-def opened(model: "Path | Model") -> "Model":
-    """Opening one needs gguf, which `compare` without a model does without."""
+def opened(model: "Path | Model", *traces: Trace) -> "Model":
+    """The model, with what these traces show of it. Opening one needs gguf, which `compare` does without."""
     from tracediff.model.model import Model
 
-    return Model.opened(model)
+    model = Model.opened(model)
+    model.show(name for trace in traces for _, name in trace.ops)
+    return model
 
 
 def _required_of(model: "Model | None", policy: Policy) -> list[str]:

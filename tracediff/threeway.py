@@ -37,8 +37,9 @@ def compare_three(
     Raises MismatchError where two traces cannot be compared, TracediffError for a pattern that matches nothing.
     """
     policy = policy or Policy()
-    model = opened(model) if model else None
-    names = [{op for _, op in Trace(trace).ops} for trace in traces]
+    read = [Trace(trace) for trace in traces]
+    model = opened(model, *read) if model else None
+    names = [{op for _, op in trace.ops} for trace in read]
     policy.check(set().union(*names))
     by_drift = replace(policy, resolve=None) if model else policy
     pairs = [

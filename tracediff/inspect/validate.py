@@ -46,6 +46,8 @@ def validate(path: Path, model: Path | None = None) -> Validation:
 
         graph = load_graph(model)
     trace, problems = Trace.lenient(path)
+    if graph:
+        graph = graph.with_scaled_scores(op for _, op in trace.ops)
     found = _Found()
     found.add(Remark(p.line, "violation", p.what, p.then) for p in problems)
     found.add(chain(_steps(trace), _values(trace), _shared_bytes(trace), _recorded_late(trace)))
@@ -225,8 +227,6 @@ def _weights_against_graph(trace: Trace, graph: "Graph") -> Iterator[Remark]:
 def _against_graph(trace: Trace, step: int, op: str, record: OpRecord, graph: "Graph") -> Iterator[Remark]:
     line = trace.lines[step, op]
     if op not in graph:
-        if op.endswith("attn_scores_scaled") and op.removesuffix("_scaled") in graph:
-            return
         close = get_close_matches(op, graph.ops, 1)
         then = f"Did you mean {close[0]}?" if close else _INSPECT
         yield Remark(line, "violation", f"{op}: no op of this model", then)

@@ -158,6 +158,20 @@ class Graph:
         """The graph with these ops in place of those of the same names."""
         return replace(self, ops={**self.ops, **{op.name: op for op in ops}})
 
+    def with_scaled_scores(self, names: Iterable[str]) -> "Graph":
+        """The graph of an engine that shows scores when they are scaled: softmax reads `NAME_scaled` of those here."""
+        names = {*names}
+        ops: dict[str, Op] = {}
+        for op in self:
+            scaled = f"{op.inputs[0]}_scaled" if op.kind == "softmax" else ""
+            if scaled in names and scaled not in ops:
+                scores = ops[op.inputs[0]]
+                attrs = {"scale": op.attrs["scale"]}
+                ops[scaled] = Op(scaled, "scale", (scores.name,), scores.axes, attrs=attrs)
+                op = replace(op, inputs=(scaled, *op.inputs[1:])).with_attrs(scale=1.0)
+            ops[op.name] = op
+        return replace(self, ops=ops)
+
     def written(self) -> list[Op]:
         """What an engine writes of a step: all but states, which the step before wrote as what it hands on."""
         return [op for op in self if op.kind != "state"]

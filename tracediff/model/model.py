@@ -1,5 +1,6 @@
 """A model as a command has it: its file is opened once, and what is made of it is made once."""
 
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,13 +23,14 @@ class Model:
     Raises ModelError when the file is missing, is not GGUF, or ends before what it announces.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, shown: frozenset[str] = frozenset()) -> None:
         self.path = path
         self.file = GGUFFile(path)
+        self._shown = shown
 
-    def __reduce__(self) -> "tuple[type[Model], tuple[Path]]":
+    def __reduce__(self) -> "tuple[type[Model], tuple[Path, frozenset[str]]]":
         """In another process it is opened again."""
-        return type(self), (self.path,)
+        return type(self), (self.path, self._shown)
 
     @classmethod
     def opened(cls, model: "Path | Model") -> "Model":
@@ -38,7 +40,12 @@ class Model:
     @cached_property
     def graph(self) -> Graph:
         """Its ops; raises ModelError and EngineError as `build_graph` does."""
-        return build_graph(self.file)
+        return build_graph(self.file).with_scaled_scores(self._shown)
+
+    def show(self, ops: Iterable[str]) -> None:
+        """Give the graph those of these ops that only some engines have: scores that are scaled before softmax is."""
+        self._shown |= {op for op in ops if op.endswith("attn_scores_scaled")}
+        self.graph = self.graph.with_scaled_scores(self._shown)
 
     @cached_property
     def tensors(self) -> FileTensors:

@@ -216,7 +216,7 @@ def views(problem: Problem) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], 
     """
     shape = problem.loops.loops.shape
     h, kind = problem.graph.hparams, problem.op.kind
-    if kind in ("scores", "softmax"):
+    if problem.op.axes[1:] == ("T", "S"):
         yield shape, ("head", "query", "key"), -1
         return
     if len(shape) == 3:

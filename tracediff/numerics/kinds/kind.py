@@ -194,8 +194,11 @@ class Kind:
         """Its noise, or that of the function in its place: formulas hold for their own."""
         return (analysed if made.op.function and self.compute is applied else self.noise)(made)
 
-    def axis_names(self, n: int) -> tuple[str, ...]:
-        """Names of the axes of a value that has `n`; heads may lie side by side."""
+    def axis_names(self, op: Op) -> tuple[str, ...]:
+        """Names of the axes of an op of this kind; heads may lie side by side, and any kind may be of scores."""
+        n = len(op.axes)
+        if n == 3 and op.axes[1:] == ("T", "S"):
+            return "head", "token", "key"
         if n == len(self.axes):
             return self.axes
         known = {1: self.axes[:1], 2: (self.axes[0], self.axes[-1])}

@@ -7,6 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tracediff.findings.words import number
+from tracediff.names import axes_of
 from tracediff.report.parts import STYLES, fitting, heading, line
 from tracediff.result import OpResult, Result
 
@@ -46,16 +47,10 @@ def _worst(op: OpResult) -> Iterator[RenderableType]:
         worst, right, ours = op.drift.worst, "reference", "candidate"
     else:
         return
-    where = ", ".join(f"{axis} {i}" for axis, i in zip(_axes(op, len(worst.at)), worst.at, strict=True))
+    n = len(worst.at)
+    axes = axes_of(op.op, n, op.kind) or tuple(f"axis {i}:" for i in range(n))
+    where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, worst.at, strict=True))
     yield line(f"at {where} of {op.op}: {ours} {worst.candidate:.9g}, {right} {worst.reference:.9g}")
-
-
-def _axes(op: OpResult, n: int) -> tuple[str, ...]:
-    """What the indices of an element count."""
-    if op.kind in ("scores", "softmax") and n == 3:
-        return "head", "token", "key"
-    known = {1: ("token",), 2: ("token", "channel"), 3: ("token", "head", "channel")}
-    return known.get(n, tuple(f"axis {i}:" for i in range(n)))
 
 
 def _row(op: OpResult) -> dict[str, str | Text]:
