@@ -39,7 +39,7 @@ MAY = {
     "tracediff.diagnose": {"errors", "names", "model", "numerics", "trace", "result", "replay"},
     "tracediff.audit": {"errors", "findings", "names", "model", "trace", "result", "compare", "diagnose"},
     "tracediff.inspect": {"audit", "errors", "names", "model", "trace", "result", "compare", "diagnose"},
-    "tracediff.interchange": {"errors", "files", "inputs", "names", "trace", "model"},
+    "tracediff.interchange": {"errors", "files", "inputs", "names", "trace", "model", "numerics"},
     "tracediff.ci": {"errors", "files", "findings", "inputs", "judge", "result"},
     "tracediff.report": {"findings", "names", "result"},
     "tracediff.findings": {"judge", "names", "result", "trace"},

@@ -25,6 +25,13 @@ def import_(
         Path | None, typer.Option(help="The GGUF file: for shapes, the weights' type, and the order of Q and K.")
     ] = None,
     engine: Annotated[str | None, typer.Option(help="Name of what made the values.")] = None,
+    match: Annotated[
+        Path | None,
+        typer.Option(
+            help="A trace of another engine on the same tokens: unknown names are found by their values, and what is "
+            "not proved stays unnamed. With --model also behind a mistake."
+        ),
+    ] = None,
     skip_unknown: Annotated[bool, typer.Option(help="Leave out names that nobody knows, and say which.")] = False,
 ) -> int:
     """Make a trace of what another tool dumped or printed."""
@@ -34,7 +41,7 @@ def import_(
 
     ids = parse_tokens(tokens) if tokens is not None else ()
     graph = load_graph(model) if model else None
-    options = Options(name_map, ids, engine, skip_unknown)
+    options = Options(name_map, ids, engine, skip_unknown, match)
     said: list[str] = []  # shown where it went well: else there is one message, the error's
     import_trace(form, path, out, options, graph=graph, model=model, say=said.append)
     said.append(f"wrote {out}")

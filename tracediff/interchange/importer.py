@@ -17,6 +17,7 @@ from tracediff.interchange.naming import NameMap, execution_order, is_op, meanin
 from tracediff.interchange.steps import Named, steps_of
 from tracediff.interchange.writing import write
 from tracediff.model.hparams import check_tokens
+from tracediff.trace.reader import Trace
 from tracediff.trace.staging import check, staged
 from tracediff.trace.writer import TraceWriter
 
@@ -43,6 +44,7 @@ class Options:
     tokens: tuple[int, ...] = ()
     engine: str | None = None
     skip_unknown: bool = False
+    match: Path | None = None  # a trace of another engine on the same tokens: unknown names are found by value
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class _Sorted:
     positions: dict[int, Entry] = field(default_factory=dict)
     rows: dict[tuple[int, str], Entry] = field(default_factory=dict)  # by step and name of the value
     no_ops: dict[str, list[str]] = field(default_factory=dict)  # what they are instead -> names
-    unknown: list[str] = field(default_factory=list)
+    unknown: list[Entry] = field(default_factory=list)
 
 
 def import_trace(
@@ -73,12 +75,22 @@ def import_trace(
     Raises InterchangeError for a broken file, unknown names, missing tokens or shapes, and what `staging.check` raises;
     then what was at `out` before is there still.
     """
-    inputs = [file for file in (path, options.name_map, model) if file]
+    inputs = [file for file in (path, options.name_map, options.match, model) if file]
     check(out, inputs)
     found = _sorted([*READERS[form](path, say)], NameMap(options.name_map), path)
-    _report(found, path, options.skip_unknown, say)
+    tokens = options.tokens
+    if options.match:
+        from tracediff.interchange.recognised import recognise
+
+        reference = Trace(options.match)
+        ops, found.unknown[:] = recognise(found.ops, found.unknown, reference, model, say)
+        found.ops.extend(ops)
+        if not tokens and not found.tokens:  # values that are equal were made of equal tokens
+            fed = sorted({named.entry.step for named in found.ops} & reference.steps.keys())
+            tokens = tuple(token for step in fed for token in reference.steps[step].tokens)
+    _report(found, path, options.skip_unknown or options.match is not None, say)
     found.ops.sort(key=lambda named: (named.entry.step, execution_order(named.op)))
-    steps = steps_of(found.ops, found.tokens, found.positions, options.tokens, path, say)
+    steps = steps_of(found.ops, found.tokens, found.positions, tokens, path, say)
     if graph:
         check_tokens([token for tokens, _ in steps.values() for token in tokens], graph.hparams.n_vocab)
     arch, weights = (graph.hparams.arch, graph.matmul_type) if graph else (None, None)
@@ -96,7 +108,7 @@ def _sorted(entries: list[Entry], names: NameMap, path: Path) -> _Sorted:
     for entry in entries:
         _sort(entry, names(entry.name), found)
     found.ops[:] = [replace(o, rows=found.rows.pop((o.entry.step, o.entry.name), None)) for o in found.ops]
-    found.unknown.extend(entry.name for entry in found.rows.values())
+    found.unknown.extend(found.rows.values())
     if names.unused:
         raise InterchangeError(
             f"{names.path}: nothing in {path} is called {', '.join(sorted(names.unused))}. It holds "
@@ -128,19 +140,21 @@ def _sort(entry: Entry, mapped: str | None, found: _Sorted) -> None:
         elif known.no_op:
             found.no_ops.setdefault(known.no_op, []).append(entry.name)
         else:
-            found.unknown.append(entry.name)
+            found.unknown.append(entry)
 
 
 def _report(found: _Sorted, path: Path, skip_unknown: bool, say: Say) -> None:
     """Says what is left out; raises InterchangeError for unknown names, unless they may be skipped, or no op at all."""
-    if found.unknown and not skip_unknown:
+    unknown = [entry.name for entry in found.unknown]
+    if unknown and not skip_unknown:
         raise InterchangeError(
-            f"{path}: {len(found.unknown)} unknown names: {some(found.unknown)}. Say what they are with --map FILE "
-            "(lines of FOREIGN=CANONICAL, {N} for a layer's number), or leave them out with --skip-unknown."
+            f"{path}: {len(unknown)} unknown names: {some(unknown)}. Say what they are with --map FILE "
+            "(lines of FOREIGN=CANONICAL, {N} for a layer's number), have them found by their values with "
+            "--match REFERENCE.trace, or leave them out with --skip-unknown."
         )
     left_out = [f"left out {len(names)}, {what}: {some(names)}" for what, names in found.no_ops.items()]
-    if found.unknown:
-        left_out.append(f"left out {len(found.unknown)} of unknown name: {some(found.unknown)}")
+    if unknown:
+        left_out.append(f"left out {len(unknown)} of unknown name: {some(unknown)}")
     if not found.ops:
         raise InterchangeError(
             f"{path}: no op's output is in it{''.join(f'; {line}' for line in left_out)}. `tracediff inspect MODEL` "
