@@ -16,8 +16,8 @@ ROOTS = {"tracediff": Path(tracediff.__file__).parent, "tracediff_reference": Pa
 # Module or package -> what it may import of this project. A package may always import itself.
 EVERYTHING = {
     "audit", "bundle", "ci", "cli", "compare", "demo", "diagnose", "engine", "errors", "files", "findings", "inputs",
-    "inspect", "interchange", "judge", "model", "names", "numerics", "pipeline", "printable", "process", "reference",
-    "replay", "report", "reproduce", "result", "threeway", "trace", "versions",
+    "inspect", "interchange", "judge", "mismatch", "model", "names", "numerics", "pipeline", "printable", "process",
+    "reference", "replay", "report", "reproduce", "result", "threeway", "trace", "versions",
 }  # fmt: skip
 MAY = {
     "tracediff.__init__": {"engine"},  # on first use
@@ -53,6 +53,9 @@ MAY = {
     },
     "tracediff.versions": set(),
     "tracediff.testing": {"judge", "pipeline", "result"},
+    "tracediff.mismatch": {
+        "audit", "compare", "errors", "findings", "judge", "model", "names", "numerics", "replay", "result", "trace",
+    },
     "tracediff.demo": {"files", "model", "result", "diagnose"},
     "tracediff.cli": EVERYTHING,
     "tracediff_reference": {"errors", "names", "trace"},

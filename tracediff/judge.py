@@ -17,7 +17,7 @@ from tracediff.result import Divergence, Local, OpResult, Statistics, Verdict, W
 # in float16, 2e-6 in bfloat16 and 2e-5 to 4e-5 in q8 blocks; float32 sums by 1e-14 to 2e-13.
 _ONE_ROUNDING = MappingProxyType({"f64": 1e-28, "f32": 1e-13, "f16": 1e-7, "bf16": 4e-6, "q8": 1e-4})
 # What decoders make of it on the way to the logits: in the demo model of 8 layers 4e-14 became 2e-11.
-_GROWTH = 1000.0
+GROWTH = 1000.0
 _WORST = 0.3  # beyond it two signals have little in common, whatever made them differ
 # A tolerance beyond this hides as much as replay does where it is blind.
 USEFUL = 0.05
@@ -77,7 +77,7 @@ class Policy:
         set_by_user = [value for pattern, value in self.tolerances.items() if matches(op, pattern)]
         if set_by_user:
             return set_by_user[-1]
-        return min(_WORST, _ONE_ROUNDING[coarsest] * _GROWTH * _SENSITIVE.get(kind_of(op), 1.0))
+        return min(_WORST, _ONE_ROUNDING[coarsest] * GROWTH * _SENSITIVE.get(kind_of(op), 1.0))
 
 
 def coarsest(storages: Iterable[str | None], weight_types: Iterable[str | None]) -> str:

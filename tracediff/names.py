@@ -68,6 +68,7 @@ NAMES = {
              "norm", None, "norm"),
         Name("output", "linear", "logits", "result_output",
              "lm_head"),
+        Name("token_logprobs", "logprobs", "log-probability of each token given those before it"),
     )
 }
 # fmt: on
@@ -123,6 +124,7 @@ NOT_OPS = {
     },
 }
 
+TOKEN_LOGPROBS = "token_logprobs"  # [T], in nats, of each token of the step; no op, but all that some engines tell
 Capture = Literal["all", "layers", "stats"]
 _DIGITS = 10  # of a layer's number, below it
 _HIDDEN_STATES = ("token_embd", "ffn_residual", "output_norm", "output")

@@ -3,7 +3,7 @@
 from tracediff.cli.app import app, main
 from tracediff.cli.ci import ci
 from tracediff.cli.interchange import export, import_
-from tracediff.cli.judging import check, compare, self_
+from tracediff.cli.judging import check, compare, mismatch, self_
 from tracediff.cli.looking import faults, inspect, validate, weights
 from tracediff.cli.reproducing import bundle, reproduce
 from tracediff.cli.tracing import demo, run, trace
@@ -16,6 +16,7 @@ for _command in (
     trace,
     compare,
     self_,
+    mismatch,
     check,
     ci,
     reproduce,

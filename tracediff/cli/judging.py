@@ -1,4 +1,4 @@
-"""The commands that judge traces: `compare`, `self`, `check`."""
+"""The commands that judge traces: `compare`, `self`, `mismatch`, `check`."""
 
 import sys
 from pathlib import Path
@@ -11,6 +11,7 @@ from tracediff.cli.options import (
     Allow,
     ArithmeticOption,
     Explain,
+    Json,
     Require,
     Resolve,
     ShowPlan,
@@ -19,7 +20,7 @@ from tracediff.cli.options import (
     Workers,
     policy_of,
 )
-from tracediff.cli.output import MATCH, print_listing, progress_bars, show
+from tracediff.cli.output import MATCH, check_json, print_listing, progress_bars, show
 from tracediff.errors import TracediffError
 from tracediff.printable import printable
 
@@ -113,6 +114,32 @@ def self_(
         policy, effort = policy_of(tolerance), Effort(workers, time)
         result = compare_with_itself(a, b, model=model, policy=policy, effort=effort, progress=progress)
     return report(result, formats)
+
+
+def mismatch(
+    a: Annotated[Path, typer.Argument(help="A trace of the trainer.")],
+    b: Annotated[Path, typer.Argument(help="One of the rollout, of the same tokens.")],
+    model: Annotated[Path | None, typer.Option(help="The GGUF file: which op makes how much of the gap.")] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0, help="Mean |gap| in nats that is no mismatch, whatever roundings explain."),
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Leave out so many tokens, which nobody sampled.")] = 1,
+    json: Json = None,
+) -> int:
+    """Hold a trainer against its rollout: the gap of the log-probabilities of the same tokens, and what makes it.
+
+    Traces need hold no more than `output`, or log-probabilities (`tracediff import logprobs`). Exit code 1: the mean
+    |gap| is more than the roundings of both sides explain, one side's are processed, or it holds other weights. 2: the
+    tokens or positions do not line up, or it cannot be told without --model.
+    """
+    from tracediff.mismatch.mismatch import mismatch_traces
+    from tracediff.report.mismatch import render, render_json
+
+    check_json(json, a, b, model)
+    with progress_bars() as progress:
+        result = mismatch_traces(a, b, model=model, tolerance=tolerance, prompt=prompt, progress=progress)
+    return show(result, render, render_json, json)
 
 
 def _explained(result: "Result", op: str | None, code: int) -> int:

@@ -15,9 +15,9 @@ from tracediff.trace.staging import files_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tracediff.result import AuditResult, Gate, Listing, Result, ThreeWay
+    from tracediff.result import AuditResult, Gate, Listing, Mismatch, Result, ThreeWay
 
-R = TypeVar("R", "Result", "ThreeWay", "AuditResult", "Gate")
+R = TypeVar("R", "Result", "ThreeWay", "AuditResult", "Gate", "Mismatch")
 MATCH, DIVERGED, INTERRUPTED = 0, 1, 130
 
 

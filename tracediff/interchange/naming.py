@@ -9,7 +9,7 @@ from tracediff.inputs import require_file
 from tracediff.interchange.entry import from_json
 from tracediff.names import ALIASES, NAMES, NOT_OPS, split
 
-OUTSIDE = ("token_embd", "output_norm", "output")  # the ops that belong to no layer
+OUTSIDE = ("token_embd", "output_norm", "output", "token_logprobs")  # the ops that belong to no layer
 FOREIGN = ("transformers", "transformer_lens", "llama_cpp")
 _STEP = re.compile(r"step[ _-]?(\d{1,9})[./_-](?=.)")
 _LAYER = re.compile(r"(?<=\.)\d{1,9}(?=\.|$)|(?<=-)\d{1,9}$")

@@ -1,6 +1,7 @@
 """What crosses the stages and feeds the reports: frozen, printable, no arrays."""
 
 from tracediff.result.listing import Listing, Remark, Validation
+from tracediff.result.mismatch import Gap, Mismatch, Processed, Share, TokenGap
 from tracediff.result.op import Cause, Drift, Judgement, Local, OpResult, Place, Statistics, Status, WeightResult, Worst
 from tracediff.result.run import (
     AuditResult,
@@ -36,6 +37,7 @@ __all__ = [
     "Divergence",
     "Drift",
     "Finding",
+    "Gap",
     "Gate",
     "Growth",
     "Judgement",
@@ -45,15 +47,18 @@ __all__ = [
     "Listing",
     "Local",
     "Logits",
+    "Mismatch",
     "Next",
     "Normal",
     "OpResult",
     "Place",
+    "Processed",
     "Reason",
     "Remark",
     "Result",
     "Said",
     "Segment",
+    "Share",
     "Side",
     "Statistics",
     "Status",
@@ -63,6 +68,7 @@ __all__ = [
     "ThreeOp",
     "ThreeWay",
     "Token",
+    "TokenGap",
     "Tokens",
     "Validation",
     "Verdict",

@@ -1,0 +1,167 @@
+"""Trainer against rollout: pairs whose gap has a known cause, each named; and what cannot be lined up, in words."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import TOKENS, Models, logits_of
+
+from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.mismatch.logprobs import Told, log_softmax
+from tracediff.mismatch.mismatch import mismatch_traces
+from tracediff.trace.format import Step
+from tracediff.trace.reader import Trace
+from tracediff.trace.writer import TraceWriter
+
+Cli = Callable[..., tuple[int, str, str]]
+IDS = (*TOKENS, *range(60, 70))  # enough positions that no rule fits them by chance
+
+
+def traced(model: Path, out: Path, **options: object) -> Path:
+    """A trace of all tokens at once by the torch engine."""
+    return trace_torch(model, out, TorchOptions(**options), IDS)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def trainer(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return traced(models("llama", "F32"), tmp_path_factory.mktemp("trainer") / "a.trace")
+
+
+def logits(trace: Path) -> np.ndarray:
+    told = Trace(trace)
+    return told.values(told.ops[0, "output"])
+
+
+def written(out: Path, values: np.ndarray, op: str = "output", tokens: tuple[int, ...] = IDS, at: int = 0) -> Path:
+    """A trace of one op."""
+    with TraceWriter(out, "an engine") as writer:
+        writer.step(0, tokens, tuple(range(at, at + len(tokens))))
+        writer.op(0, op, values.astype(np.float32), "f32")
+    return out
+
+
+def processed(rows: np.ndarray, t: float = 1.0, k: int = 0, p: float = 1.0, first: bool = True) -> np.ndarray:
+    """What a sampler makes of logits, row by row, written out plainly: what it drops becomes minus infinity."""
+    made = np.full(rows.shape, -np.inf)
+    for row, out in zip(rows.astype(np.float64), made, strict=True):
+        order = np.argsort(-row)
+        if k:
+            order = order[:k]
+        heat = row[order] / (t if first else 1)
+        shares = np.exp(heat - heat.max())
+        shares /= shares.sum()
+        kept = order[: 1 + int((shares.cumsum() < p).sum())]
+        out[kept] = log_softmax(row[kept] / t)
+    return made
+
+
+def test_the_same_engine_twice(trainer: Path, models: Models, tmp_path: Path, cli: Cli) -> None:
+    """In other passes: the gap is of the order of float32, which is said to explain it."""
+    steps = [Step(0, IDS[:9], tuple(range(9))), *(Step(n - 8, IDS[n : n + 1], (n,)) for n in range(9, len(IDS)))]
+    rollout = trace_torch(models("llama", "F32"), tmp_path / "b.trace", TorchOptions(), steps=steps)
+    code, out, _ = cli("mismatch", trainer, rollout)
+    assert (code, "MATCH" in out) == (0, True)
+    result = mismatch_traces(trainer, rollout)
+    assert result.gap.n == len(IDS) - 1
+    assert result.gap.mean_abs < result.floor
+
+
+def test_figures_are_those_of_the_definitions(trainer: Path, tmp_path: Path) -> None:
+    noise = np.random.default_rng(1).standard_normal((len(IDS), logits(trainer).shape[1])) * 0.3
+    rollout = written(tmp_path / "b.trace", logits(trainer) + noise)
+    p, q = log_softmax(logits(trainer)), log_softmax(logits(rollout))
+    gap = np.array([p[i, token] - q[i, token] for i, token in enumerate(IDS[1:])])
+    found = mismatch_traces(trainer, rollout).gap
+    assert (found.mean, found.mean_abs) == pytest.approx((gap.mean(), np.abs(gap).mean()))
+    assert found.k3 == pytest.approx((np.exp(gap) - 1 - gap).mean())
+    assert found.kl == pytest.approx((np.exp(q) * (q - p)).sum(1)[:-1].mean())
+    later = mismatch_traces(trainer, rollout, prompt=10).gap
+    assert (later.n, later.mean) == pytest.approx((len(IDS) - 10, gap[9:].mean()))
+
+
+SAMPLERS = {
+    "temperature 0.7": {"t": 0.7},
+    "top-p 0.9 renormalised": {"p": 0.9},
+    "temperature 0.6, then top-k 20 and top-p 0.95 renormalised": {"t": 0.6, "k": 20, "p": 0.95},
+    "top-p 0.8 renormalised, then temperature 0.6": {"t": 0.6, "p": 0.8, "first": False},
+}
+
+
+@pytest.mark.parametrize("words", SAMPLERS)
+@pytest.mark.parametrize("alone", [False, True], ids=["logits", "log-probabilities alone"])
+def test_processed_log_probabilities(words: str, alone: bool, trainer: Path, tmp_path: Path) -> None:
+    """Named with their numbers on either side; of tokens that the sampler could have chosen."""
+    raw = written(tmp_path / "a.trace", 3 * logits(trainer))  # sharper, as a trained model is
+    made = processed(logits(raw), **SAMPLERS[words])  # type: ignore[arg-type]
+    rng = np.random.default_rng(3)
+    tokens = (IDS[0], *(int(rng.choice(made.shape[1], p=np.exp(row))) for row in made[:-1]))
+    a = written(tmp_path / "a.trace", logits(raw), tokens=tokens)
+    if alone:
+        said = np.array([0.0, *(made[i, token] for i, token in enumerate(tokens[1:]))])
+        b = written(tmp_path / "b.trace", said, "token_logprobs", tokens)
+    else:
+        b = written(tmp_path / "b.trace", made, tokens=tokens)
+    for sides, which in (((a, b), "B"), ((b, a), "A")):
+        result = mismatch_traces(*sides)
+        assert (result.verdict, result.processed and result.processed.side) == ("diverged", which)
+        assert result.findings[0].text.startswith(f"{which}'s log-probabilities are processed")
+        assert f"raw: {words} of " in result.findings[0].text
+    assert result.processed
+    assert result.processed.left < 1e-5
+
+
+def test_raw_ones_are_not_called_processed(trainer: Path, tmp_path: Path) -> None:
+    """Another engine's noise takes no temperature, however large."""
+    noise = np.random.default_rng(2).standard_normal((len(IDS), logits(trainer).shape[1])) * 0.2
+    result = mismatch_traces(trainer, written(tmp_path / "b.trace", logits(trainer) + noise))
+    assert (result.verdict, result.processed, result.findings) == ("diverged", None, ())
+
+
+@pytest.mark.parametrize("by", [1, -1])
+@pytest.mark.parametrize("alone", [False, True], ids=["logits", "log-probabilities alone"])
+def test_off_by_one(by: int, alone: bool, trainer: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    if alone:
+        said = np.nan_to_num(Told(Trace(trainer)).logprobs)
+        b = written(tmp_path / "b.trace", np.roll(said, by), "token_logprobs")
+    else:
+        b = written(tmp_path / "b.trace", np.roll(logits(trainer), by, 0))
+    assert f"off by 1: what {b} says of a token stands one token {'late' if by > 0 else 'early'}" in refused(
+        "mismatch", trainer, b
+    )
+    shifted = written(tmp_path / "c.trace", logits(trainer), at=1)
+    assert "the positions are shifted: token 0 is at 0 in" in refused("mismatch", trainer, shifted)
+
+
+def test_another_tokenisation(trainer: Path, models: Models, tmp_path: Path, refused: Callable[..., str]) -> None:
+    """`th` as one token in place of two: the same text, other ids."""
+    from tracediff.model.model import Model
+
+    words = Model(models("llama", "F32")).vocabulary
+    pair = next(t for t in range(257, 300) if not words.is_special(t) and len(words.decode([t])) == 2)
+    pieces = tuple(words.decode([pair]).encode())
+    apart, together = (IDS[0], *pieces, *IDS[1:]), (IDS[0], pair, *IDS[1:])
+    a = trace_torch(models("llama", "F32"), tmp_path / "a.trace", TorchOptions(), apart)
+    b = trace_torch(models("llama", "F32"), tmp_path / "b.trace", TorchOptions(), together)
+    said = refused("mismatch", a, b, "--model", models("llama", "F32"))
+    assert "the token ids differ, first at index 1" in said
+    assert "Both are the same text: it was tokenised anew." in said
+    assert "hand the rollout's ids to the trainer" in refused("mismatch", a, b)
+
+
+def test_what_tells_nothing(trainer: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    rows = np.zeros((len(IDS), 64))
+    assert "it holds no logits" in refused("mismatch", trainer, written(tmp_path / "n.trace", rows, "output_norm"))
+    zeros = written(tmp_path / "z.trace", rows[:, 0], "token_logprobs")
+    assert "these are no log-probabilities" in refused("mismatch", trainer, zeros)
+    assert "the vocabularies differ" in refused("mismatch", trainer, written(tmp_path / "v.trace", rows))
+
+
+def test_half_precision_is_undecided_from_types_alone(trainer: Path, models: Models, tmp_path: Path, cli: Cli) -> None:
+    rollout = traced(models("llama", "F32"), tmp_path / "b.trace", dtype="bf16")
+    code, out, error = cli("mismatch", trainer, rollout, "--json", "-")
+    assert (code, json.loads(out)["verdict"]) == (2, "undecided")
+    assert "Give --model, or --tolerance NATS" in error
+    assert cli("mismatch", trainer, rollout, "--tolerance", 1)[0] == 0
+    assert cli("mismatch", logits_of(trainer), logits_of(rollout), "--tolerance", 1e-6)[0] == 1

@@ -1,0 +1,1 @@
+"""Trainer against rollout: how far apart the log-probabilities of the same tokens are, and what makes them so."""

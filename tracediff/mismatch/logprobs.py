@@ -1,0 +1,93 @@
+"""What a trace says of each token given those before it: from its logits, or from log-probabilities alone."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tracediff.errors import MismatchError
+from tracediff.names import TOKEN_LOGPROBS
+from tracediff.trace.format import OpRecord
+from tracediff.trace.reader import Trace
+
+_CERTAIN = 1e-3  # a log-probability above 0 by no more is one of 0 that was rounded
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    """Over the last axis, in float64; -inf stays -inf."""
+    x = x.astype(np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@dataclass(frozen=True)
+class Told:
+    """The log-probabilities that one side gives its tokens. Indices count all tokens of the sequence, from 0.
+
+    Raises MismatchError for a trace that holds neither logits nor log-probabilities.
+    """
+
+    trace: Trace
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """All tokens fed, in order."""
+        return self.trace.tokens
+
+    @cached_property
+    def logprobs(self) -> np.ndarray:
+        """[T], float64: NaN where the trace says nothing of a token, as of the first."""
+        said = np.full(len(self.tokens), np.nan)
+        for index in self._rows:
+            if index + 1 < len(said):
+                said[index + 1] = log_softmax(self.logits(index))[self.tokens[index + 1]]
+        for step, at in self._begins.items():
+            record = self.trace.ops.get((step, TOKEN_LOGPROBS))
+            if record is None or not record.has_data:
+                continue
+            rows = range(record.shape[0]) if record.rows is None else record.rows
+            values = self.trace.values(record).reshape(-1).astype(np.float64)
+            for row, value in zip(rows, values, strict=True):
+                said[at + row] = value
+        if np.isnan(said[1:]).all():
+            raise MismatchError(
+                f"{self.trace.path}: it holds no logits of all tokens (op `output`, with data) and no "
+                f"log-probabilities (op `{TOKEN_LOGPROBS}`), or they are NaN. Record the logits of every position, or "
+                "import what the engine returned: `tracediff import logprobs`."
+            )
+        if not said[np.isfinite(said)].any() or (said > _CERTAIN).any():
+            raise MismatchError(
+                f"{self.trace.path}: these are no log-probabilities: they are all 0 or infinite, or above 0 (natural "
+                f"logarithms are expected, one a token). Record them again."
+            )
+        return said
+
+    def has_logits(self, index: int) -> bool:
+        """Whether there are logits after the token at this index."""
+        return index in self._rows
+
+    def logits(self, index: int) -> np.ndarray:
+        """Those after the token at this index, [n_vocab]."""
+        record, row = self._rows[index]
+        return self.trace.values(record, (row,))[0]
+
+    @cached_property
+    def storage(self) -> str:
+        """The type of the logits; float32 where there are none."""
+        return next((record.dtype or "f32" for record, _ in self._rows.values()), "f32")
+
+    @cached_property
+    def _begins(self) -> dict[int, int]:
+        return {step: self.trace.n_before(step) for step in self.trace.steps}
+
+    @cached_property
+    def _rows(self) -> dict[int, tuple[OpRecord, int]]:
+        """Of each index the record of the logits after it, and the token's row in the step."""
+        found = {}
+        for step, at in self._begins.items():
+            record = self.trace.ops.get((step, "output"))
+            if record is None or not record.has_data or len(record.shape) != 2:
+                continue
+            if record.whole_shape(n := len(self.trace.steps[step].tokens))[0] == n:
+                found.update({at + row: (record, row) for row in record.rows or range(n)})
+        return found
