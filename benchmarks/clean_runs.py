@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -303,13 +303,15 @@ def sampled(
     """What comes of the cases, in so many processes; those that have not begun when the time is over are left out."""
     end = time.monotonic() + seconds
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        waiting, running = iter(cases), []
+        waiting, running = iter(cases), set()
         while True:
             while len(running) < processes and time.monotonic() < end and (case := next(waiting, None)) is not None:
-                running.append(pool.submit(work, case))
+                running.add(pool.submit(work, case))
             if not running:
                 return
-            yield from running.pop(0).result()
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield from future.result()
 
 
 def main() -> int:

@@ -1,26 +1,24 @@
 """Several mistakes at once, planted in one model, then looked for in the candidate's trace alone.
 
-    python benchmarks/several.py [--families qwen2] [--weights F32] [--processes N] [--out docs/several.md]
+    python benchmarks/several.py [--families qwen2] [--weights F32] [--captures layers] [--only N] [--processes N]
+                                 [--minutes N] [--out docs/several.md]
 
 With every op recorded three to five, each in an op of its own. With hidden states alone two to four, each in one layer
 or in all, so that some layers have several. The models, their engines' arithmetic and the words are detection.py's.
-The page is written anew after each model.
+Sets come in a random order, the same in each run: when the minutes are over, those that were run are a sample of all.
 """
 
 import argparse
 import itertools
-import multiprocessing
+import math
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from clean_runs import table
-from detection import COARSE_TYPES, N_LAYER, SHAPES, WEIGHTS, WORDS, Bench, Case, Outcome, bench_of, row
+from clean_runs import sampled, table
+from detection import COARSE_TYPES, N_LAYER, SHAPES, WEIGHTS, WORDS, Bench, Case, Outcome, kept_bench, row
 
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.planting import plant
@@ -53,20 +51,19 @@ class Set:
             self.owner |= changed
 
 
-def sets_of(bench: Bench, capture: str, seed: str) -> Iterator[Set]:
-    """Random sets, the same ones in each run."""
+def set_of(bench: Bench, capture: str, seed: str) -> Set:
+    """A random set, the same one in each run."""
     rng = random.Random(seed)
-    for _ in range(N_SETS):
-        chosen, size = Set(bench.graph), rng.randint(*SIZES[capture])
-        while len(chosen.faults) < size:
-            name = rng.choice(MISTAKES)
-            if capture == "all":
-                ops = [op.name for op in bench.graph if BANK[name].where.holds(op, bench.graph)]
-                place = f"@{rng.choice(ops)}" if ops else ""
-            else:
-                place = rng.choice(["", f"@{rng.randrange(N_LAYER)}"])
-            chosen.plant(bench, name + place)
-        yield chosen
+    chosen, size = Set(bench.graph), rng.randint(*SIZES[capture])
+    while len(chosen.faults) < size:
+        name = rng.choice(MISTAKES)
+        if capture == "all":
+            ops = [op.name for op in bench.graph if BANK[name].where.holds(op, bench.graph)]
+            place = f"@{rng.choice(ops)}" if ops else ""
+        else:
+            place = rng.choice(["", f"@{rng.randrange(N_LAYER)}"])
+        chosen.plant(bench, name + place)
+    return chosen
 
 
 def run_one(bench: Bench, chosen: Set, capture: str) -> str:
@@ -96,14 +93,13 @@ def run_one(bench: Bench, chosen: Set, capture: str) -> str:
 
 
 def work(case: Case) -> list[Outcome]:
-    """All sets of one case."""
+    """One set: the number of it stands for the fault."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = bench_of(case.family, case.weights, Path(folder))
-        return [
-            Outcome(case, "set", " + ".join(chosen.faults), run_one(bench, chosen, case.capture))
-            for chosen in sets_of(bench, case.capture, case.family + case.weights + case.capture)
-        ]
+    bench, _ = kept_bench(case.family, case.weights)
+    chosen = set_of(bench, case.capture, " ".join(case))
+    began = time.process_time()
+    result = run_one(bench, chosen, case.capture)
+    return [Outcome(case, f"{time.process_time() - began:.0f} s", " + ".join(chosen.faults), result)]
 
 
 _HEAD = """# Several mistakes at once
@@ -113,22 +109,24 @@ by
 
     {command}
 
+which ran {done} of {of} sets, in a random order.
+
 With every op recorded three to five, each in an op of its own; with hidden states alone two to four, each in one layer
 or in all, so that a layer has up to four. *Located*: the faulty records are those that hold planted ops which show, and
 no other. *Named*: each has a cause made of mistakes that are planted in it, and the residual under that cause is at the
 floor; *unnamed*: some have no cause; *misnamed*: some have another's."""
 
 
-def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
+def report(outcomes: list[Outcome], of: int, command: str, seconds: float) -> str:
     """The document."""
-    captures = dict.fromkeys(o.case.capture for o in outcomes)
+    captures = [capture for capture in SIZES if any(o.case.capture == capture for o in outcomes)]
     rows = ((capture, *row([o for o in outcomes if o.case.capture == capture])) for capture in captures)
     rest = [o for o in outcomes if o.result not in ("named", "not visible")]
     listed = table(
         ("family", "weights", "recorded", "planted", "outcome"), ((*o.case[:3], o.what, o.result) for o in rest)
     )
     parts = (
-        _HEAD.format(minutes=f"{seconds / 60:.0f}", command=command),
+        _HEAD.format(minutes=f"{seconds / 60:.0f}", command=command, done=len(outcomes), of=of),
         table(("recorded", "sets", *WORDS, "located", "named, share"), rows),
         "## All that were not named\n\n" + (listed if rest else "None."),
     )
@@ -140,24 +138,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(SHAPES))
     parser.add_argument("--weights", default=",".join(WEIGHTS))
+    parser.add_argument("--captures", default=",".join(SIZES))
+    parser.add_argument("--only", type=int, help="the set of this number, of each model")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.monotonic()
-    models = itertools.product(args.weights.split(","), args.families.split(","), SIZES)
-    cases = [Case(family, weights, capture, "") for weights, family, capture in models]
+    models = itertools.product(args.weights.split(","), args.families.split(","), args.captures.split(","))
+    numbers = range(N_SETS) if args.only is None else [args.only]
+    cases = [Case(family, weights, capture, str(n)) for weights, family, capture in models for n in numbers]
+    random.Random(0).shuffle(cases)
     outcomes: list[Outcome] = []
     command = " ".join(["python", "benchmarks/several.py", *sys.argv[1:]])
-    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
-        for done in pool.map(work, cases):
-            outcomes += done
-            words = [o.result.partition(":")[0] for o in done]
-            seconds = time.monotonic() - began
-            print(f"{seconds:4.0f} s {', '.join(done[0].case[:3])}: {words}", file=sys.stderr, flush=True)
-            if args.out:
-                args.out.write_text(report(outcomes, command, seconds))
+    for outcome in sampled(work, cases, args.processes, 60 * args.minutes):
+        outcomes.append(outcome)
+        seconds = time.monotonic() - began
+        print(
+            f"{seconds:4.0f} s {', '.join(outcome.case)} ({outcome.kind}), {outcome.what}: {outcome.result}",
+            file=sys.stderr,
+        )
+        if args.out:  # what is done is not lost with the last one
+            args.out.write_text(report(outcomes, len(cases), command, seconds))
     if not args.out:
-        print(report(outcomes, command, time.monotonic() - began), end="")
+        print(report(outcomes, len(cases), command, time.monotonic() - began), end="")
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ class Explainer:
 
         After so many `seconds` no further cause is sought.
         """
-        trials = Trials(self._replay, Budget(seconds))
+        budget = Budget(seconds)
         sound = {(op.step, op.op) for op in ops if op.local and op.status != "faulty"}
         records = self._replay.trace.ops
         faulty = [
@@ -147,7 +147,7 @@ class Explainer:
         kins = self._kin(faulty)
         for done, kin in enumerate(kins):
             left = {one.at: one for one in kin.pending}
-            search = _Search(self._replay, trials, sound, kin)
+            search = _Search(self._replay, budget, sound, kin)
             with suppress(OutOfTime):
                 for one, best in self._explained(search, kin, within(progress, done, len(kins))):
                     del left[one.at]
@@ -179,8 +179,10 @@ class Explainer:
                 kin.in_vain.append(first)
                 continue
             kin.found.append(best)
-            yield first, best
-            yield from search.carry(best, kin.pending)
+            carried = [(first, best), *search.carry(best, kin.pending)]
+            yield from carried
+            for one, same in carried:
+                search = search.knowing(one, same)
         for best in kin.found:  # what was found in later layers may be one of several mistakes in an earlier one
             yield from search.carry(best, kin.in_vain)
         for one in kin.in_vain:
@@ -222,11 +224,16 @@ def _ends_soon(replay: Replay, one: _Faulty) -> bool:
 class _Search:
     """Looks for mistakes in the records of one kin."""
 
-    def __init__(self, replay: Replay, trials: Trials, sound: set[tuple[int, str]], kin: _Kin) -> None:
+    def __init__(self, replay: Replay, budget: Budget, sound: set[tuple[int, str]], kin: _Kin) -> None:
         self._replay = replay
-        self._trials = trials
+        self._budget = budget
+        self._trials = Trials(replay, budget)
         self._sound = sound
         self._kin = kin
+
+    def knowing(self, one: _Faulty, best: Hypothesis) -> "_Search":
+        """The search with the arithmetic that shows where this is explained."""
+        return _Search(self._replay.knowing(one.record, best.ops), self._budget, self._sound, self._kin)
 
     def of(self, one: _Faulty, progress: Progress) -> Hypothesis | None:
         """What explains the record best, its kin asked where several do.

@@ -199,7 +199,7 @@ def _said(mistake: Mistake, variant: str, changed: Sequence[Variant], way: Way, 
     ops = [one.op for one in changed]
     where = ", ".join(dict.fromkeys(split(op.name)[1] if way.layer is None else op.name for op in ops))
     first = changed[0]
-    said = first.text.replace(f"{first.op.name}.", "their ") if len(ops) > 1 else first.text
+    said = (first.name or first.text.replace(f"{first.op.name}.", "their ")) if len(ops) > 1 else first.text
     return Part(mistake.name, variant, (f"{where}: " if in_segment else "") + said, first.fitted)
 
 

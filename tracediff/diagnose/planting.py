@@ -1,7 +1,7 @@
 """Known mistakes planted in a graph, and edits that a report's words tell."""
 
 from tracediff.diagnose.mistakes import BANK
-from tracediff.diagnose.mistakes.mistake import Context
+from tracediff.diagnose.mistakes.mistake import Context, Variant
 from tracediff.diagnose.solve.grammar import edited
 from tracediff.errors import TracediffError
 from tracediff.model.gguf_file import GGUFFile
@@ -20,6 +20,8 @@ def undoes(changed: Op, op: Op) -> bool:
 def plant(graph: Graph, file: GGUFFile, fault: str) -> Graph:
     """The graph with a fault planted, as in "rope_pairing" (every layer), "rope_pairing@3" or "eps@output_norm".
 
+    It is the first variant of the fault; where that is not the same for all ops, the one that most of them have.
+
     Or an edit of an op in the words of a report, as in "blk.2.attn_q: heads reversed", or of one name in every layer.
 
     Raises TracediffError when there is no such fault, nothing in this model that it applies to, or another fault that
@@ -31,23 +33,23 @@ def plant(graph: Graph, file: GGUFFile, fault: str) -> Graph:
     if name not in BANK:
         raise TracediffError(f"unknown fault {name!r}. `tracediff faults` lists them: {', '.join(BANK)}.")
     mistake = BANK[name]
-    changed = []
+    changed: dict[str, list[Op]] = {}  # by variant: an engine has one of them
     for op in graph:
         local = split(op.name)[1]
         if mistake.where.holds(op, graph) and (not place or place in (local, op.name, str(layer_of(op.name)))):
-            variant = next(mistake.change(op, Context(graph, file)), None)
-            if variant and undoes(variant[0], op):
+            variant = next((Variant(*one) for one in mistake.change(op, Context(graph, file))), None)
+            if variant and undoes(variant.op, op):
                 raise TracediffError(
                     f"the fault {fault!r} would undo the one that is in {op.name} already: plant them in different ops."
                 )
             if variant:
-                changed.append(variant[0])
+                changed.setdefault(variant.same_as(op), []).append(variant.op)
     if not changed:
         raise TracediffError(
             f"the fault {fault!r} applies to nothing in this {graph.hparams.arch} model of "
             f"{graph.hparams.n_layer} layers. It is made for: {mistake.where}."
         )
-    return graph.changed(*changed)
+    return graph.changed(*max(changed.values(), key=len))
 
 
 def _edited(graph: Graph, file: GGUFFile, fault: str) -> Graph:

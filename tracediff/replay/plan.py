@@ -93,6 +93,7 @@ class Planner:
         self._graph = graph
         self._weights = weights
         self._schemes = schemes
+        self._found: dict[tuple[object, ...], Sequence[Scheme]] = {}  # candidates
 
     def sort(self, record: OpRecord) -> Sort:
         """The record's sort, by names and types alone."""
@@ -124,14 +125,21 @@ class Planner:
         rounds = zip_longest(*map(_spread, by_name.values()))
         return [record for each in rounds for record in each if record is not None]
 
-    def candidates(self, *records: OpRecord) -> list[Scheme]:
+    def candidates(self, *records: OpRecord) -> Sequence[Scheme]:
         """The schemes that differ for these records of a sort, and that suit the rows of all of them.
 
         Raises EngineError where the op's rows cannot be rounded as the only scheme says.
         """
         record = records[0]
-        alike = dict.fromkeys(record.op for record in records)
-        covered = self._all if self.is_segment(record) else self._unlike(self._graph[name] for name in alike)
+        alike = () if self.is_segment(record) else tuple(dict.fromkeys(record.op for record in records))
+        key = *alike, self._lengths(record)
+        if key not in self._found:
+            self._found[key] = self._candidates(record, alike)
+        return self._found[key]
+
+    def _candidates(self, record: OpRecord, alike: Sequence[str]) -> Sequence[Scheme]:
+        """The same, of the ops `alike` or, for a segment, of all."""
+        covered = self._unlike(self._graph[name] for name in alike) if alike else self._all
         found: dict[tuple[Arithmetic, ...], Scheme] = {}
         for scheme in self._schemes:
             if len(self._schemes) > 1 and not self._sums_so(record, scheme.values):
@@ -144,7 +152,7 @@ class Planner:
                 f"{record.op} cannot be recomputed in the arithmetic {self._schemes[0].name!r}: this model has rows "
                 "that are no multiples of its blocks. Leave --arithmetic out, or name another."
             )
-        return [*found.values()]
+        return tuple(found.values())
 
     @cached_property
     def _all(self) -> tuple[Op, ...]:
@@ -194,8 +202,10 @@ def settle(schemes: Sequence[Scheme], records: Sequence[OpRecord], look: "Look")
         return Choice(tuple(schemes), True, math.nan)
     table: dict[Scheme, list[float]] = {scheme: [] for scheme in schemes}
     for record in records:
-        for scheme in _promising(table):
-            table[scheme].append(look.left(record, scheme))
+        first, *others = _promising(table)
+        for scheme in (first, *others):
+            within = scheme is first or scheme in PLAIN or look.reaches(record, scheme, first, table[first][-1])
+            table[scheme].append(look.left(record, scheme) if within else table[first][-1])  # about as much
             if table[scheme][-1] <= NOTHING and look.judged(record, scheme).judgement == "sound":
                 return Choice((scheme,), True, table[scheme][-1])
     scores = {
@@ -235,6 +245,9 @@ class Look(Protocol):
 
     def judged(self, record: OpRecord, scheme: Scheme) -> Local:
         """The same beside its floor."""
+
+    def reaches(self, record: OpRecord, scheme: Scheme, first: Scheme, left: float) -> bool:
+        """Whether the record may be sound under the scheme, where `left` is left under the first."""
 
     def fits(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
         """Whether the record is sound under the scheme."""

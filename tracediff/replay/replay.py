@@ -102,6 +102,7 @@ class Replay:
         self._common: tuple[OpRecord, Recomputation] | None = None
         self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
         self._planned = planned
+        self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
 
     @cached_property
     def plan(self) -> Plan:
@@ -200,12 +201,39 @@ class Replay:
         look = self._first_look(record, ops, scheme)
         if not look.nmse <= (_HALF if plain else _LITTLE) * before:
             return look
+        schemes = self._in_reach(record, plain, look.nmse, before) if plain else self.choice(record).schemes
+        if not schemes:
+            return look
         other = self._with(ops, self._recomputation.changed(ops))
-        schemes: Sequence[Scheme] = self.choice(record).schemes
-        if plain:
-            candidates = self._planner.candidates(record)
-            schemes = settle(candidates, [record], other).schemes
-        return other._best_of(record, schemes)
+        return other._best_of(record, settle(schemes, [record], other).schemes if plain else schemes)
+
+    def _in_reach(self, record: OpRecord, plain: Scheme, left: float, before: float) -> Sequence[Scheme]:
+        """The schemes that may leave a tenth of what was left `before`, where the `plain` one leaves so much.
+
+        What a scheme rounds takes it only so far from the plain values (triangle inequality of the RMS).
+        """
+        short = math.sqrt(left) - math.sqrt(_LITTLE * before)
+        candidates = self._planner.candidates(record)
+        if short <= 0:
+            return candidates
+        return [s for s in candidates if short <= math.sqrt(_AS_FAR * self._apart(record, plain, s))]
+
+    def knowing(self, record: OpRecord, ops: Sequence[Op]) -> "Replay":
+        """With the arithmetic of the record's sort as it shows under what explains the record, where none was settled.
+
+        A mistake in every record of a sort hides in which arithmetic they were computed, until it is undone.
+        """
+        choice = self.choice(record)
+        if choice.settled:
+            return self
+        found = settle(self._planner.candidates(record), [record], self._with(ops, self._recomputation.changed(ops)))
+        if not found.settled:
+            return self
+        said = self._planner.said(found.schemes, [record])
+        known = copy(self)
+        sort = self._planner.sort(record)
+        known.plan = Plan({**self.plan.choices, sort: replace(found, said=said, n_records=choice.n_records)})
+        return known
 
     def plain_ones(self, record: OpRecord) -> Sequence[Scheme | None]:
         """What to look under first, one after the other; None where the arithmetic is settled."""
@@ -240,6 +268,16 @@ class Replay:
         """The record under a scheme, beside its floor."""
         return self._closely(record, scheme).local
 
+    def reaches(self, record: OpRecord, scheme: Scheme, first: Scheme, left: float) -> bool:
+        """Whether the record may be sound under the scheme, where `left` is left under the first.
+
+        What fits leaves at most `_AS_FAR` times the distance between the two, so the first leaves no more than both
+        together (triangle inequality of the RMS).
+        """
+        if not self._planner.is_segment(record):
+            return True
+        return math.sqrt(left) <= (1 + math.sqrt(_AS_FAR)) * math.sqrt(self._apart(record, first, scheme))
+
     def fits(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
         """Whether the record is sound under the scheme.
 
@@ -254,6 +292,11 @@ class Replay:
 
     def _apart(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
         """NMSE of the op under scheme `b` against the op under `a`."""
+        if (record, a, b) not in self._distances:
+            self._distances[record, a, b] = self._distance(record, a, b)
+        return self._distances[record, a, b]
+
+    def _distance(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
         op, unchanged = self.graph[record.op], self._without_noise(record)
         x, y = (unchanged.op(record.step, op, scheme, "f64", record.rows).exact for scheme in (a, b))
         unchanged.keep_waists()
@@ -265,7 +308,7 @@ class Replay:
         other = copy(self)
         other.graph = self.graph.changed(*ops)
         other._recomputation = recomputation
-        other._common = None
+        other._common, other._distances = None, {}
         return other
 
     def _without_noise(self, record: OpRecord) -> Recomputation:

@@ -34,7 +34,8 @@ class Context:
 class Variant(NamedTuple):
     """The op as a mistaken engine has it, and what is wrong in words. `fitted`: a number in it was fitted.
 
-    Variants of one `name` are made in several ops at once; without one their words tell, the op's own name apart.
+    Variants of one `name`, which says it of all of them, are made in several ops at once; without one their words tell,
+    the op's own name apart.
     """
 
     op: Op

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tracediff.diagnose.mistakes.mistake import NORM, Area, Context, Variants, Where, computing
+from tracediff.diagnose.mistakes.mistake import NORM, Area, Context, Variant, Variants, Where, computing
 from tracediff.model.graph import Graph, Op
 
 AREA = Area()
@@ -14,14 +14,23 @@ def _is_residual(op: Op, graph: Graph) -> bool:
     return len(op.inputs) == 2 and not op.views and any(len(graph.readers(name)) > 1 for name in op.inputs)
 
 
+def _terms(op: Op, graph: Graph) -> tuple[str, str]:
+    """What the two terms are in every layer: the stream is what others read as well."""
+    first, second = (len(graph.readers(name)) > 1 for name in op.inputs)
+    if first == second:
+        return "the first term", "the second term"
+    return ("the stream", "the new term") if first else ("the new term", "the stream")
+
+
 @AREA.mistake(
     "residual_dropped", "the residual is not added", "the residual connection",
     SUM,
 )  # fmt: skip
 def _no_residual(op: Op, context: Context) -> Variants:
     if _is_residual(op, context.graph):
-        yield computing(op, lambda a, b: a), f"{op.inputs[1]} is not added"
-        yield computing(op, lambda a, b: b), f"{op.inputs[0]} is not added"
+        first, second = (f"{term} is not added" for term in _terms(op, context.graph))
+        yield Variant(computing(op, lambda a, b: a), f"{op.inputs[1]} is not added", name=second)
+        yield Variant(computing(op, lambda a, b: b), f"{op.inputs[0]} is not added", name=first)
 
 
 @AREA.mistake(
@@ -43,10 +52,11 @@ def _no_term(op: Op, context: Context) -> Variants:
     "residual_twice", "the residual is added twice", "a residual both fused and added after",
     SUM,
 )  # fmt: skip
-def _twice(op: Op, _: Context) -> Variants:
+def _twice(op: Op, context: Context) -> Variants:
     if len(op.inputs) == 2:
-        yield computing(op, lambda a, b: a + 2 * b), f"{op.inputs[1]} is added twice"
-        yield computing(op, lambda a, b: 2 * a + b), f"{op.inputs[0]} is added twice"
+        first, second = (f"{term} is added twice" for term in _terms(op, context.graph))
+        yield Variant(computing(op, lambda a, b: a + 2 * b), f"{op.inputs[1]} is added twice", name=second)
+        yield Variant(computing(op, lambda a, b: 2 * a + b), f"{op.inputs[0]} is added twice", name=first)
 
 
 @AREA.mistake(
@@ -59,4 +69,6 @@ def _normed(op: Op, context: Context) -> Variants:
     stream = op.inputs[1]
     norm = next((reader for reader, _ in context.graph.readers(stream) if reader.kind in NORM.kinds), None)
     if norm:
-        yield replace(op, inputs=(op.inputs[0], norm.name)), f"{norm.name} is added where {stream} belongs"
+        words = f"{norm.name} is added where {stream} belongs"
+        name = "the normed value is added where the stream belongs"
+        yield Variant(replace(op, inputs=(op.inputs[0], norm.name)), words, name=name)

@@ -146,8 +146,8 @@ def _swapped(op: Op, context: Context) -> Variants:
         def read(file: GGUFFile, info: TensorInfo) -> Tensor:
             return values_of(file, info).roll(info.shape[-2] // 2, -2)
 
-        yield Variant(reading(op, read), f"the halves of {op.weights[0].name} are swapped", name="swapped")
+        yield reading(op, read), f"the halves of {op.weights[0].name} are swapped"
     elif other.kind == op.kind:
         names = (split(o.name)[1] for o in (op, other))
         words = "{} multiplies with {}.weight".format(*names)
-        yield Variant(replace(op, weights=other.weights), words, name="swapped")
+        yield Variant(replace(op, weights=other.weights), words, name="each multiplies with the other's weight")
