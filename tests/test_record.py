@@ -11,6 +11,7 @@ from conftest import Models
 from torch import Tensor, nn
 
 import tracediff
+from tracediff.engine.taps import find_taps
 from tracediff.errors import EngineError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -160,6 +161,32 @@ def test_an_engine_with_fused_projections(
     result = check_trace(out, model)
     assert (result.verdict, result.faulty) == ("match", [])
     assert {weight.status for weight in result.weights} == {"identical"}
+
+
+class Scale(nn.Module):
+    """A norm that calls its weight something else."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(weight)
+
+
+def test_modules_of_unknown_names_are_told_by_what_they_hold_and_are(models: Models) -> None:
+    """A head may hold what the embedding does, and a norm's weight have another name."""
+    file = GGUFFile(models("qwen2", "F32"))
+    graph, load = build_graph(file), loader(file)
+    engine = nn.ModuleDict(
+        {
+            "head": fused([load("token_embd.weight")]),
+            "last": Scale(load("output_norm.weight")),
+            "rows": nn.Embedding.from_pretrained(load("token_embd.weight")),
+        }
+    )
+    taps, notes = find_taps(engine, graph, Weights(file, torch.float32))
+    assert [(tap.path, tap.op.name) for tap in taps] == [
+        ("rows", "token_embd"), ("last", "output_norm"), ("head", "output"),
+    ]  # fmt: skip
+    assert notes == []
 
 
 def test_k_and_v_of_a_split_exchanged_is_named(models: Models, tmp_path: Path) -> None:

@@ -65,7 +65,11 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
         taps.append(Tap(path, op, rows))
         by_weight.pop(op.name)
     for path, weight in unnamed:
-        held = list(_held(weight, [op for op in by_weight.values() if _layer(op.name) == _layer(path)], weights))
+        embeds = isinstance(model.get_submodule(path), nn.Embedding)  # a head may hold the same
+        ops = [
+            op for op in by_weight.values() if _layer(op.name) == _layer(path) and (op.kind == "embedding") == embeds
+        ]
+        held = list(_held(weight, ops, weights))
         taps += [Tap(path, op, rows) for op, rows in held]
         for op, _ in held:
             by_weight.pop(op.name)
@@ -78,7 +82,7 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
 
 def as_held(module: nn.Module, op: Op, weights: Weights) -> Tensor:
     """A norm's weight as the file has it: what it multiplies with, where a module holds that less 1 (Gemma)."""
-    weight = cast(Tensor, module.weight).detach()
+    weight = cast(Tensor, weight_of(module)).detach()
     file = weights.load(op.weights[0]).to(weight)
     return weight + 1 if (weight + 1 - file).norm() < (weight - file).norm() / 2 else weight
 
@@ -103,9 +107,15 @@ def _layer(path: str) -> int | None:
     return int(found[0]) if found else None
 
 
+def weight_of(module: nn.Module) -> Any:
+    """A module's weight, or its only parameter where it calls that something else (a norm its "scale")."""
+    own = [*module.parameters(recurse=False)]
+    return getattr(module, "weight", own[0] if len(own) == 1 else None)
+
+
 def _matrix(module: nn.Module) -> Tensor | None:
     """A module's weight, rows being what comes out; transformers' Conv1D holds it the other way round."""
-    weight = getattr(module, "weight", None)
+    weight = weight_of(module)
     if not isinstance(weight, Tensor) or weight.ndim not in (1, 2) or not weight.is_floating_point():
         return None
     return weight.detach().T if type(module).__name__ == "Conv1D" else weight.detach()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tracediff.engine.recorder import Recorder
-from tracediff.engine.taps import Tap
+from tracediff.engine.taps import Tap, weight_of
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of
@@ -118,7 +118,7 @@ class Watch:
     def _embedded(self, op: Op, module: nn.Module, ids: Tensor, values: Tensor) -> str:
         """The op that an embedding's output is: its rows, or already what they are scaled to."""
         scaled = next((reader for reader, _ in self._graph.readers(op.name) if reader.kind == "scale"), None)
-        rows = float(cast(Tensor, module.weight).detach()[ids].double().norm())
+        rows = float(cast(Tensor, weight_of(module)).detach()[ids].double().norm())
         if scaled is None or not rows:
             return op.name
         ratio = float(values.detach().double().norm()) / rows

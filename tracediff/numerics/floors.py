@@ -25,8 +25,11 @@ from torch import Tensor
 # Half a unit in the last place of 1.0, and the smallest positive number (IEEE 754; bfloat16 as float32).
 UNIT = {"f64": 2.0**-53, "f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
 TINY = {"f64": 2.0**-1022, "f32": 2.0**-126, "f16": 2.0**-24, "bf16": 2.0**-126}
-# The chance that the largest of all elements of an op passes its bound by luck: one false alarm in a million ops.
+# The chance that the largest of all elements of an op passes its bound by luck, and that the whole of them passes
+# its own: one false alarm in a million ops.
 _LUCK = 1e-6
+# The whole op's squared error may exceed its expectation by what the model of the noise neglects, too.
+_MARGIN = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,14 @@ class Noise:
     """Of each element of an output: the standard deviation of its error, and a bound on what is not random.
 
     `turned` is what an element may err by besides because a rounding went the other way: that is rare, so `sigma`
-    tells how often, and the whole is not allowed it.
+    tells how often, and the whole is not allowed it. `alike` elements err by one factor: a norm divides a row by one
+    sum.
     """
 
     sigma: Tensor
     hard: Tensor
     turned: Tensor | None = None
+    alike: int = 1
 
     def bound(self) -> Tensor:
         """What no element's error exceeds, but for one op in a million (Gaussian tail over all elements)."""
@@ -54,7 +59,18 @@ class Noise:
     def reshaped(self, shape: Sequence[int]) -> "Noise":
         """The same elements in another shape."""
         turned = None if self.turned is None else self.turned.reshape(shape)
-        return Noise(self.sigma.reshape(shape), self.hard.reshape(shape), turned)
+        return Noise(self.sigma.reshape(shape), self.hard.reshape(shape), turned, self.alike)
+
+    @property
+    def margin(self) -> float:
+        """How many times `energy` the squared error may be: the tail of chi squared with as many degrees of freedom as
+        errors are independent (https://doi.org/10.1214/aos/1015957395, lemma 1).
+
+        Of many that is near 1. The sum of squares of a single token is one: a right float32 engine that added it up
+        in sequence was off by 1.5 times 4 times its expectation, in one token of ten.
+        """
+        rare = -math.log(_LUCK) / max(self.sigma.numel() // self.alike, 1)
+        return max(_MARGIN, 1 + 2 * math.sqrt(rare) + 2 * rare)
 
     def energy(self) -> float:
         """The sum over all elements of the mean square of their errors."""

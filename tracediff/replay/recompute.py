@@ -30,8 +30,6 @@ from tracediff.replay.recorded import Place, Recorded
 from tracediff.replay.segments import Patterns, Segments
 from tracediff.trace.format import OpRecord, Rows
 
-# The whole op's NMSE may exceed its expectation by chance and by what the model of the noise neglects.
-_MARGIN = 4.0
 # Noise through a segment is known from samples of it, not from a formula: its spread is that uncertain.
 _SAMPLES, _SEGMENT_MARGIN = 2, 16.0
 _TURNED = 0.5  # values of a row that are rounded the other way; the margin of a segment allows 8
@@ -59,7 +57,7 @@ class Recomputed:
     @property
     def margin(self) -> float:
         """How many times its expectation the squared error may be."""
-        return _SEGMENT_MARGIN if self.samples else _MARGIN
+        return max(_SEGMENT_MARGIN, self.noise.margin) if self.samples else self.noise.margin
 
     def bound(self) -> Tensor:
         """Of each element. A sampled spread is that of its row: two samples say little of one element."""

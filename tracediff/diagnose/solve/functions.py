@@ -80,7 +80,8 @@ class Mapped:
         step = 1e-6 * (x.abs() + 1e-30)
         slope = (FUNCTIONS[self.name](x + step, *self.numbers) - made.y).abs() / step
         slope = slope.nan_to_num(0.0, 0.0, 0.0)
-        return Noise(own.sigma * slope, own.hard * slope + 4 * made.unit * made.size + made.stored)
+        hard = own.hard * slope + 4 * made.unit * made.size + made.stored
+        return Noise(own.sigma * slope, hard, alike=own.alike)
 
 
 def variants(problem: Problem) -> Iterator[Found]:

@@ -170,7 +170,8 @@ class Moved:
         known = made.weights, made.energy, made.arithmetic, made.storage
         y = evaluate(self.right, made.inputs, made.weights, made.arithmetic)
         own = noise(self.right, made.inputs, y, *known)
-        return Noise(self._moved(own.sigma.expand(y.shape)), self._moved(own.hard.expand(y.shape)) + made.stored)
+        sigma, hard = (self._moved(noise.expand(y.shape)) for noise in (own.sigma, own.hard))
+        return Noise(sigma, hard + made.stored, alike=own.alike)
 
     def _moved(self, x: Tensor) -> Tensor:
         seen = x.reshape(self.shape) if self.shape else x

@@ -50,7 +50,8 @@ class Part:
         outside = noise(self.outside, made.inputs[:n], made.y, *rest)
         inside = noise(self.inside, made.inputs, made.y, made.weights, made.energy.inside, *rest[2:])
         mask = self._mask(made.y)
-        return Noise(torch.where(mask, inside.sigma, outside.sigma), torch.where(mask, inside.hard, outside.hard))
+        sigma, hard = torch.where(mask, inside.sigma, outside.sigma), torch.where(mask, inside.hard, outside.hard)
+        return Noise(sigma, hard, alike=max(inside.alike, outside.alike))
 
     def _mask(self, y: Tensor) -> Tensor:
         return torch.from_numpy(self.region.mask(y.shape)).to(y.device)

@@ -79,7 +79,11 @@ class Region:
 
 
 def around(mask: np.ndarray) -> list[Region]:
-    """The smallest regions that hold what is true in a mask: by its axes, and in memory."""
+    """The smallest regions that hold what is true in a mask: by its axes, and in memory. None where nothing is: all
+    may be off together, and no value beyond its own bound.
+    """
+    if not mask.any():
+        return []
     by_axes = []
     for axis, size in enumerate(mask.shape):
         there = np.flatnonzero(mask.any(tuple(a for a in range(mask.ndim) if a != axis)))

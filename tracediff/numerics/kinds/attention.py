@@ -198,7 +198,8 @@ def _softmax_noise(made: Made) -> Noise:
     largest = scaled.amax(-1, keepdim=True)
     sizes = (scaled.abs() + largest.abs() + (largest - scaled)).masked_fill(unseen, 0.0)
     magnified = y * ((unit + made.between) * sizes + 4 * unit)
-    return Noise(unit * made.size * math.sqrt(y.shape[-1]) / 3, made.stored + magnified)
+    sigma = unit * made.size * math.sqrt(y.shape[-1]) / 3
+    return Noise(sigma, made.stored + magnified, alike=y.shape[-1])
 
 
 def lightning_indexer(q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Tensor:

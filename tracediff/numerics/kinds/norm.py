@@ -1,10 +1,14 @@
 """Norms over the channels."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Kind, Made, analysed
+
+_ROWS = 8  # that are looked at for equal values
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float) -> Tensor:
@@ -38,12 +42,12 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _noise(made: Made) -> Noise:
-    if len(made.op.weights) != 1:
-        return analysed(made)
+    if len(made.op.weights) > 1:
+        return _of_rows(made)
     unit, size = made.unit, made.size
     # In half precision a third rounding, of the weight: transformers holds it in half precision as well.
     stored = made.stored + made.between * size
-    return Noise(unit * size * _mean_square(made.inputs[0]), stored + 2 * unit * size)
+    return Noise(unit * size * _mean_square(made.inputs[0]), stored + 2 * unit * size, alike=size.shape[-1])
 
 
 def _mean_square(x: Tensor) -> Tensor:
@@ -51,12 +55,27 @@ def _mean_square(x: Tensor) -> Tensor:
     x2 = x.square()
     n, total = x.shape[-1], x2.sum(-1, keepdim=True)
     spread = x2.square().sum(-1, keepdim=True) / total.square().clamp(min=1e-300)
-    return torch.sqrt((n * spread / 2 + n / 3) / 3) / 2 + 1
+    return torch.sqrt((n * spread / 2 + n * _equal(x2) / 3) / 3) / 2 + 1
+
+
+def _equal(x: Tensor) -> float:
+    """How many values of a row are equal to a value of it on average; the most of a few rows.
+
+    Equal terms err alike when a sum of one size adds them up, so they do not cancel: rows of a 4-bit embedding have
+    100 values in 256 channels, and twice the error of others.
+    """
+    rows = x.flatten(0, -2)
+    counts = (torch.unique(row[row > 0], return_counts=True)[1] for row in rows[:: -(-len(rows) // _ROWS)])
+    return max((float(n.double().square().sum() / n.sum()) for n in counts if len(n)), default=1.0)
+
+
+def _of_rows(made: Made) -> Noise:
+    return replace(analysed(made), alike=made.y.shape[-1])
 
 
 KINDS = (
     Kind("rms_norm", rms_norm, ("x",), noise=_noise, scheme="rms_norm", keeps_part=True),
-    Kind("layer_norm", layer_norm, ("x",), scheme="rms_norm", keeps_part=True),
-    Kind("l2_norm", l2_norm, ("x",), keeps_part=True),
-    Kind("group_norm", group_norm, ("x",), scheme="rms_norm", keeps_part=True),
+    Kind("layer_norm", layer_norm, ("x",), noise=_of_rows, scheme="rms_norm", keeps_part=True),
+    Kind("l2_norm", l2_norm, ("x",), noise=_of_rows, keeps_part=True),
+    Kind("group_norm", group_norm, ("x",), noise=_of_rows, scheme="rms_norm", keeps_part=True),
 )
