@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from tracediff.audit.held import compare_weights, refuse_another_model, rounded_
 from tracediff.compare.align import Pair, plan, same_input
 from tracediff.compare.logits import compare_logits
 from tracediff.compare.measure import measure_pairs, record_statistics
+from tracediff.compare.sides import gathered, weights_of
 from tracediff.compare.storage import measure_storage
 from tracediff.compare.vital_signs import measure_normal
 from tracediff.findings.doubts import doubts
@@ -23,6 +25,7 @@ from tracediff.model.vocabulary import Vocabulary
 from tracediff.names import kind_of, layer_of
 from tracediff.replay.coverage import measure_coverage
 from tracediff.result import Cause, OpResult, Result, Side, WeightResult
+from tracediff.trace.ranks import Ranks, open_trace
 from tracediff.trace.reader import Trace
 from tracediff.trace.restep import passes, restep
 
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
     from tracediff.model.model import Model
 
 Progress = Callable[[str, float], None]
-Explain = Callable[[list[OpResult]], list[OpResult]]
+Paths = Path | Sequence[Path]  # of a trace, or of those of all ranks of a run
+Explain = Callable[[list[list[OpResult]]], list[OpResult]]  # the ops of each side of a run, as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +47,12 @@ class Effort:
 
 
 NO_LIMIT = Effort()
+_TERMS = "a sum over ranks whose copies of what it is made of differ: terms of different sums, which are not judged"
 
 
 def compare_traces(
-    reference: Path,
-    candidate: Path,
+    reference: Paths,
+    candidate: Paths,
     *,
     model: "Path | Model | None" = None,
     policy: Policy | None = None,
@@ -57,29 +62,33 @@ def compare_traces(
 ) -> Result:
     """The candidate's trace against the reference's; with the model, every op of both is replayed too."""
     policy = policy or Policy()
-    r, c = Trace(reference), Trace(candidate)
+    r, sides = open_trace(reference).sides[0], open_trace(candidate).sides
+    c = sides[0]
     model = opened(model, r, c) if model else None
     same_input(r, c, lambda: model.vocabulary if model else Vocabulary())
     pairs = plan(r, c)
     policy.check([*(pair.op for pair in pairs), *_required_of(model, policy)])
     tolerance = partial(policy.tolerance, coarsest=_coarsest(pairs, r, c))
-    measured = []
-    for op in measure_pairs(pairs, r, c, tolerance):
-        measured.append(op)
-        progress("compare", len(measured) / len(pairs))
+    measured: list[list[OpResult]] = [[] for _ in sides]
+    for done, (ops, side) in enumerate(zip(measured, sides, strict=True)):
+        for op in measure_pairs(plan(r, side), r, side, tolerance):
+            ops.append(op)
+            progress("compare", (done + len(ops) / len(pairs)) / len(sides))
     notes = [*_notes(r), *_notes(c)]
-    weights = list(compare_weights(r, c, model))
-    explain: Explain = list
+    weights = weights_of(sides, [list(compare_weights(r, side, model)) for side in sides])
+    explain: Explain = partial(_gathered, sides)
     if model:
         refuse_another_model(c, model)
         refuse_another_model(r, model)
-        held, theirs_held = rounded_weights(weights, c), rounded_weights(compare_weights(None, r, model), r)
-        sides = (c, held, arithmetic), (r, theirs_held, None)
-        ours, theirs = _replayed(model, sides, effort.workers, progress)
-        measured = [_with_replay(op, model, ours, theirs) for op in measured]
-        notes += [*theirs.notes, *ours.notes, *ours.ties(r)]
+        subjects = [(side, _held(side, model), arithmetic) for side in sides], [(r, _held(r, model), None)]
+        *ours, theirs = _replayed(model, [*chain(*subjects)], effort.workers, progress)
+        measured = [
+            [_with_replay(op, model, one, theirs) for op in ops] for ops, one in zip(measured, ours, strict=True)
+        ]
+        notes += [*theirs.notes, *ours[0].notes, *ours[0].ties(r)]
         explain = _explain(ours, effort.seconds, progress)
-    measured += _required(measured, c, model, policy)
+    for ops in measured:
+        ops += _required(ops, c, model, policy)
     return _result(measured, weights, r, c, model, policy, explain, notes, effort.seconds)
 
 
@@ -124,7 +133,7 @@ def _in_steps_of(
 
 
 def check_trace(
-    trace: Path,
+    trace: Paths,
     model: "Path | Model",
     *,
     policy: Policy | None = None,
@@ -132,43 +141,56 @@ def check_trace(
     effort: Effort = NO_LIMIT,
     progress: Progress = lambda stage, fraction: None,
 ) -> Result:
-    """One trace judged by replay alone."""
-    c, policy = Trace(trace), policy or Policy()
+    """One trace, or those of all ranks of a run, judged by replay alone."""
+    sides, policy = open_trace(trace).sides, policy or Policy()
+    c = sides[0]
     model = opened(model, c)
     policy.check([*(op for _, op in c.ops), *_required_of(model, policy)])
     refuse_another_model(c, model)
-    weights = list(compare_weights(None, c, model))
-    (judged,) = _replayed(model, [(c, rounded_weights(weights, c), arithmetic)], effort.workers, progress)
+    weights = weights_of(sides, [list(compare_weights(None, side, model)) for side in sides])
+    subjects = [(side, _held(side, model), arithmetic) for side in sides]
+    judged = _replayed(model, subjects, effort.workers, progress)
+    checked = [_checked(side, model, one) for side, one in zip(sides, judged, strict=True)]
+    for ops in checked:
+        ops += _required(ops, c, model, policy)
+    notes = [*_notes(c), *judged[0].notes, *judged[0].ties(None)]
+    return _result(
+        checked, weights, None, c, model, policy, _explain(judged, effort.seconds, progress), notes, effort.seconds
+    )
+
+
+def _checked(trace: Trace, model: "Model", judged: "Judged") -> list[OpResult]:
+    """What replay says of each op of a trace."""
     ops = []
-    for (step, name), record in c.ops.items():
-        statistics = record_statistics(record, c)
+    for (step, name), record in trace.ops.items():
+        statistics = record_statistics(record, trace)
         op = OpResult(name, step, layer_of(name), kind_of(name), "ok", None, statistics)
         op = _with_replay(op, model, judged)
         if not op.local and op.status == "ok":
             why = "no op of this model" if record.has_data else "statistics only: there is nothing to replay"
+            why = _TERMS if name in model.graph and trace.own(record) == [] else why
             op = replace(op, status="unmatched", note=UNCOVERED if name in judged.uncovered else why)
         ops.append(op)
-    ops += _required(ops, c, model, policy)
-    notes = [*_notes(c), *judged.notes, *judged.ties(None)]
-    return _result(
-        ops, weights, None, c, model, policy, _explain(judged, effort.seconds, progress), notes, effort.seconds
-    )
+    return ops
+
+
+def _held(trace: Trace, model: "Model") -> Mapping[str, np.ndarray]:
+    return rounded_weights(compare_weights(None, trace, model), trace)
 
 
 def plan_traces(
-    traces: Sequence[tuple[Path, str | None]], model: "Path | Model", progress: Callable[[float], None]
+    traces: Sequence[tuple[Paths, str | None]], model: "Path | Model", progress: Callable[[float], None]
 ) -> Iterator[str]:
     """How the records of each trace would be recomputed, given its arithmetic or None, in lines for a reader."""
     from tracediff.replay.judging import Subject, replays_of
 
     model = opened(model)
     for done, (path, arithmetic) in enumerate(traces):
-        trace = Trace(path)
+        trace = open_trace(path).sides[0]
         model = opened(model, trace)
         refuse_another_model(trace, model)
-        held = rounded_weights(compare_weights(None, trace, model), trace)
-        (replay,) = replays_of(model, [Subject(trace, held, arithmetic)])
-        yield f"{path}: how each sort of record is recomputed from what was recorded of its inputs"
+        (replay,) = replays_of(model, [Subject(trace, _held(trace, model), arithmetic)])
+        yield f"{trace.path}: how each sort of record is recomputed from what was recorded of its inputs"
         yield from (f"  {line}" for line in replay.plan.lines())
         progress((done + 1) / len(traces))
 
@@ -217,7 +239,7 @@ def _required(ops: Iterable[OpResult], trace: Trace, model: "Model | None", poli
 
 
 def _result(
-    measured: list[OpResult],
+    measured: list[list[OpResult]],
     weights: list[WeightResult],
     reference: Trace | None,
     candidate: Trace,
@@ -227,7 +249,7 @@ def _result(
     notes: Iterable[str],
     seconds: float,
 ) -> Result:
-    ops = explain(judge(measured, policy))
+    ops = explain([judge(ops, policy) for ops in measured])
     coverage = measure_coverage(candidate, model.graph, ops) if model else None
     undecided = tuple(doubts(reference, candidate, ops, coverage))
     outcome, first = verdict(ops, weights, policy, undecided)
@@ -285,15 +307,24 @@ def _replayed(
     return replay_and_explain(model, [Subject(*side) for side in sides], workers, lambda f: progress("replay", f))
 
 
-def _explain(judged: "Judged", seconds: float, progress: Progress) -> Explain:
+def _explain(judged: "Sequence[Judged]", seconds: float, progress: Progress) -> Explain:
     """Where it diverges is known when causes are sought, which may take longer: so the stage says it."""
 
-    def explain(ops: list[OpResult]) -> list[OpResult]:
-        first = next((op for op in ops if op.status == "faulty"), None)
+    def explain(measured: list[list[OpResult]]) -> list[OpResult]:
+        found = gathered([one.replay.trace for one in judged], measured)
+        first = next((op for _, op in found if op.status == "faulty"), None)
         stage = f"DIVERGED at {first.op} in step {first.step}: why" if first else ""
-        return judged.explain(ops, lambda fraction: progress(stage, fraction), seconds)
+        if isinstance(judged[0].replay.trace, Ranks):
+            from tracediff.diagnose.ranks import explain_ranks
+
+            return explain_ranks(judged, measured, found, lambda fraction: progress(stage, fraction), seconds)
+        return judged[0].explain(measured[0], lambda fraction: progress(stage, fraction), seconds)
 
     return explain
+
+
+def _gathered(sides: Sequence[Trace], measured: list[list[OpResult]]) -> list[OpResult]:
+    return [op for _, op in gathered(sides, measured)]
 
 
 def _unsought(ops: Iterable[OpResult], seconds: float) -> list[str]:

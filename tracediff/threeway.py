@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from tracediff.judge import USEFUL, Policy
 from tracediff.names import layer_of
-from tracediff.pipeline import NO_LIMIT, Effort, Progress, check_trace, compare_traces, opened
+from tracediff.pipeline import NO_LIMIT, Effort, Paths, Progress, check_trace, compare_traces, opened
 from tracediff.result import Finding, OpResult, Result, Side, ThreeOp, ThreeWay
-from tracediff.trace.reader import Trace
+from tracediff.trace.ranks import open_trace
 
 if TYPE_CHECKING:
     from tracediff.model.model import Model
@@ -25,7 +25,7 @@ _Ops = dict[_Key, OpResult]
 
 
 def compare_three(
-    traces: Sequence[Path],
+    traces: Sequence[Paths],
     *,
     model: "Path | Model | None" = None,
     policy: Policy | None = None,
@@ -37,7 +37,7 @@ def compare_three(
     Raises MismatchError where two traces cannot be compared, TracediffError for a pattern that matches nothing.
     """
     policy = policy or Policy()
-    read = [Trace(trace) for trace in traces]
+    read = [open_trace(trace) for trace in traces]
     model = opened(model, *read) if model else None
     names = [{op for _, op in trace.ops} for trace in read]
     policy.check(set().union(*names))

@@ -26,7 +26,7 @@ from tracediff.printable import printable
 
 if TYPE_CHECKING:
     from tracediff.judge import Policy
-    from tracediff.pipeline import Effort
+    from tracediff.pipeline import Effort, Paths
     from tracediff.result import Result
 
 
@@ -34,7 +34,13 @@ if TYPE_CHECKING:
 def compare(
     reference: Annotated[Path, typer.Argument(help="The trace that is right.")],
     candidate: Annotated[Path, typer.Argument(help="The trace to judge.")],
-    third: Annotated[Path | None, typer.Argument(help="A third engine's: which of the three is the outlier?")] = None,
+    others: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[THIRD]",
+            help="A third engine's: which of the three is the outlier? Of engines of several ranks those of all.",
+        ),
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="The GGUF file: replay, floors and causes.")] = None,
     arithmetic: ArithmeticOption = None,
     tolerance: Tolerance = None,
@@ -49,26 +55,30 @@ def compare(
 ) -> int:
     """Compare two traces, or three: op by op with the model, by drift alone without."""
     from tracediff.pipeline import Effort, compare_traces
+    from tracediff.trace.ranks import runs_of
 
-    formats.check(reference, candidate, third, model)
+    formats.check(reference, candidate, *(others or ()), model)
     effort, policy = Effort(workers, time), policy_of(tolerance, allow, require, resolve)
+    runs = runs_of([reference, candidate, *(others or ())])
+    if not 2 <= len(runs) <= 3:
+        raise TracediffError(f"{len(runs)} runs to compare: give two, or three. The traces of a run's ranks are one.")
     if plan:
-        return _show_plan([(reference, None), (candidate, arithmetic)], model, third)
-    if third:
-        return _compare_three((reference, candidate, third), model, policy, effort, arithmetic, formats)
+        return _show_plan([*zip(runs, (None, arithmetic, None), strict=False)], model)
+    if runs[2:]:
+        return _compare_three((runs[0], runs[1], runs[2]), model, policy, effort, arithmetic, formats)
     if arithmetic and not model:
         raise TracediffError("--arithmetic is that of the replay, which needs the GGUF file: give --model as well.")
     with progress_bars() as progress:
         result = compare_traces(
-            reference, candidate, model=model, policy=policy, arithmetic=arithmetic, effort=effort, progress=progress
+            *runs, model=model, policy=policy, arithmetic=arithmetic, effort=effort, progress=progress
         )
     return _explained(result, explain, report(result, formats))
 
 
-def _show_plan(traces: list[tuple[Path, str | None]], model: Path | None, third: Path | None = None) -> int:
+def _show_plan(traces: "list[tuple[list[Path], str | None]]", model: Path | None) -> int:
     from tracediff.pipeline import plan_traces
 
-    if model is None or third:
+    if model is None or traces[2:]:
         raise TracediffError("--plan is that of the replay of one or two traces, which needs the GGUF file (--model).")
     with progress_bars() as progress:
         lines = [*plan_traces(traces, model, lambda fraction: progress("plan", fraction))]
@@ -77,7 +87,7 @@ def _show_plan(traces: list[tuple[Path, str | None]], model: Path | None, third:
 
 
 def _compare_three(
-    traces: tuple[Path, Path, Path],
+    traces: "tuple[Paths, Paths, Paths]",
     model: Path | None,
     policy: "Policy",
     effort: "Effort",
@@ -153,7 +163,9 @@ def _explained(result: "Result", op: str | None, code: int) -> int:
 
 @writing
 def check(
-    trace: Annotated[Path, typer.Argument(help="The trace to judge.")],
+    trace: Annotated[
+        list[Path], typer.Argument(help="The trace to judge; of an engine of several ranks those of all.")
+    ],
     model: Annotated[Path, typer.Option(help="The GGUF file that it was made with.")],
     arithmetic: ArithmeticOption = None,
     require: Require = None,
@@ -167,7 +179,7 @@ def check(
     """Judge one trace by replay alone: no reference needed."""
     from tracediff.pipeline import Effort, check_trace
 
-    formats.check(trace, model)
+    formats.check(*trace, model)
     if plan:
         return _show_plan([(trace, arithmetic)], model)
     with progress_bars() as progress:

@@ -14,7 +14,7 @@ from tracediff.printable import escape_json, printable
 
 
 def validate(
-    trace: Annotated[Path, typer.Argument(help="The trace to look through.")],
+    trace: Annotated[list[Path], typer.Argument(help="The trace to look through; of several ranks those of all.")],
     model: Annotated[Path | None, typer.Option(help="The GGUF file: names, shapes and what is missing.")] = None,
     json: Json = None,
 ) -> int:
@@ -22,7 +22,7 @@ def validate(
     from tracediff.inspect.validate import validate as find
     from tracediff.report.validation import render, render_json
 
-    check_json(json, trace, model)
+    check_json(json, *trace, model)
     found = find(trace, model)
     if str(json) != "-":
         sys.stdout.write(render(printable(found)))
@@ -53,7 +53,9 @@ def weights(
 
 
 def inspect(
-    what: Annotated[Path, typer.Argument(metavar="MODEL_OR_TRACE")],
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="MODEL_OR_TRACE", help="A trace may be those of all ranks of a run.")
+    ],
     skeleton: Annotated[bool, typer.Option("--skeleton", help="A model: as comments to paste into an engine.")] = False,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="With --skeleton: as a trace of so many tokens that lacks only values.")
@@ -62,6 +64,7 @@ def inspect(
     """List the ops that an engine should write for a model, or the records of a trace."""
     from tracediff.inspect.listings import of_model, of_trace
 
+    what = paths[0]
     is_model = _is_gguf(what)
     if (tokens and not skeleton) or (skeleton and not is_model):
         raise TracediffError(
@@ -80,9 +83,10 @@ def inspect(
         else:
             print_listing(of_model(graph))
     else:
+        from tracediff.trace.ranks import open_trace
         from tracediff.trace.reader import Trace
 
-        print_listing(of_trace(Trace(what)))
+        print_listing(of_trace(open_trace(paths) if paths[1:] else Trace(what)))
     return MATCH
 
 

@@ -72,6 +72,7 @@ class Judged:
     explain: Callable[[list[OpResult], Progress, float], list[OpResult]]
     notes: tuple[str, ...]  # what replay found out about the trace itself
     ties: Callable[[Trace | None], Iterable[str]]  # what is to be said of choices other than a reference's
+    replay: Replay
 
 
 def replay_and_explain(
@@ -99,6 +100,7 @@ def replay_and_explain(
             Explainer(replay).explain,
             tuple(replay.notes()),
             partial(ties, replay, found),
+            replay,
         )
         for subject, replay, found in zip(subjects, replays, locals_, strict=True)
     ]

@@ -5,7 +5,9 @@ like a mistake of whoever wrote it. Judging the numbers themselves is the work o
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tracediff.compare.metrics import compare_values
+from tracediff.errors import TraceError
 from tracediff.names import NAMES, kind_of, layer_of, split
 from tracediff.result import Remark, Statistics, Validation
 from tracediff.trace.format import OpRecord, Values, same_shape
+from tracediff.trace.ranks import Ranks, files_of_run
 from tracediff.trace.reader import Trace
 
 if TYPE_CHECKING:
@@ -38,24 +42,53 @@ _IN_PLACE = {
 _INSPECT = "`tracediff inspect MODEL --skeleton` lists names, shapes and order."
 
 
-def validate(path: Path, model: Path | None = None) -> Validation:
-    """Everything found in the trace, by line. Raises TraceError if it cannot be opened, ModelError for the model."""
+def validate(paths: Path | Sequence[Path], model: Path | None = None) -> Validation:
+    """Everything found in a trace, or in those of all ranks of a run, by line.
+
+    Raises TraceError if one cannot be opened, ModelError for the model.
+    """
     graph = None
     if model:
         from tracediff.model.families import load_graph
 
         graph = load_graph(model)
-    trace, problems = Trace.lenient(path)
-    if graph:
-        graph = graph.with_scaled_scores(op for _, op in trace.ops)
-    found = _Found()
-    found.add(Remark(p.line, "violation", p.what, p.then) for p in problems)
-    found.add(chain(_steps(trace), _values(trace), _shared_bytes(trace), _recorded_late(trace)))
-    if trace.ops or trace.weights:
-        found.add(_against_model(trace, graph) if graph else _names(trace))
+    found, traces = _Found(), []
+    for path in files_of_run(paths):
+        trace, problems = Trace.lenient(path)
+        remarks = chain((Remark(p.line, "violation", p.what, p.then) for p in problems), _of_file(trace))
+        found.add(map(partial(_on_rank, trace), remarks))
+        traces.append(trace)
+    whole = traces[0] if len(traces) == 1 else _together(traces, found)
+    if whole and whole.is_one_of_several:
+        what = f"rank {whole.header.rank} of {whole.header.ranks}: parts are held to no model, nor to one another"
+        found.add([Remark(1, "warning", what, "Give the traces of all ranks.")])
+    elif whole and (whole.ops or whole.weights):
+        graph = graph.with_scaled_scores(op for _, op in whole.ops) if graph else None
+        found.add(_against_model(whole, graph) if graph else _names(whole))
     listed = tuple(sorted(found.listed, key=lambda f: f.line))
     counts = found.counts["violation"], found.counts["warning"]
-    return Validation(str(path), len(trace.steps), len(trace.ops), *counts, listed)
+    last = whole or traces[0]
+    return Validation(str(last.path), len(last.steps), len(last.ops), *counts, listed)
+
+
+def _of_file(trace: Trace) -> Iterator[Remark]:
+    """What a trace by itself shows, when its records have been read."""
+    yield from chain(_steps(trace), _values(trace), _shared_bytes(trace), _recorded_late(trace))
+
+
+def _on_rank(trace: Trace, remark: Remark) -> Remark:
+    """With its rank, where the trace is one of several; its header is there when its lines are read."""
+    rank = trace.header.rank
+    return remark if rank is None else replace(remark, what=f"rank {rank}: {remark.what}")
+
+
+def _together(traces: Sequence[Trace], found: "_Found") -> Trace | None:
+    """The ranks' traces as one; None where they do not fit together, which is found."""
+    try:
+        return Ranks.opened(traces)
+    except TraceError as error:
+        found.add([Remark(1, "violation", str(error), "")])
+        return None
 
 
 class _Found:
@@ -102,7 +135,7 @@ def _values(trace: Trace) -> Iterator[Remark]:
             yield from _data(line, name, record, trace.values(record))
         elif record.nan or record.inf:
             yield Remark(line, "violation", f"{name}: {record.nan} NaN, {record.inf} Inf", _NOT_FINITE)
-        elif record.rms == 0 and not name.endswith(".bias"):
+        elif record.rms == 0 and not name.endswith(".bias") and not (record.shard and record.shard.sum):
             yield Remark(line, "violation", f"{name}: all values are 0", _ZERO)
 
 
@@ -114,7 +147,7 @@ def _data(line: int, name: str, record: Values, values: np.ndarray) -> Iterator[
         masked = scores and not found.nan
         then = "Scores are recorded before the mask." if masked else _NOT_FINITE
         yield Remark(line, "warning" if masked else "violation", what, then)
-    elif found.rms == 0 and not name.endswith(".bias"):
+    elif found.rms == 0 and not name.endswith(".bias") and not (record.shard and record.shard.sum):
         yield Remark(line, "violation", f"{name}: all {record.size:,} values are 0", _ZERO)
     half = _half_read_as_float(values) if record.dtype == "f32" else None
     if half:

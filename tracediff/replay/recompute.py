@@ -20,7 +20,7 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of, call_of, evaluate_together, noise, rounding
-from tracediff.numerics.floors import Noise
+from tracediff.numerics.floors import UNIT, Noise
 from tracediff.numerics.growing import Growing
 from tracediff.numerics.kinds.kind import Call, Energy, Rounded
 from tracediff.numerics.roundings import rounding_named
@@ -142,7 +142,10 @@ class Recomputation:
         if exact.energy is None:
             none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
             return Recomputed(y, Noise(none, none), Noise(none, none), inputs=tuple(exact.inputs))
+        terms = self._terms_of_ranks(making, exact.energy.value)  # before it is used up
         own = noise(op, exact.inputs, y, self._weights, exact.energy, exact.arithmetic, making.storage)
+        if terms is not None:
+            own = replace(own, sigma=torch.sqrt(own.sigma.square() + terms.reshape(own.sigma.shape)))
         error, signal = exact.energy.requantised
         requantised = error / signal if signal else None
         if not samples:
@@ -150,19 +153,36 @@ class Recomputation:
         sampled = _sampled(own, y, samples)
         return Recomputed(y, own, sampled, (), tuple(samples), tuple(exact.inputs), requantised)
 
+    def _terms_of_ranks(self, making: "_Making", energy: Tensor | None) -> Tensor | None:
+        """The variance of what ranks round besides where they add up: each its term, and every sum on the way.
+
+        With Q the sum of squares of all terms, u^2 / 3 n Q for n ranks, as of any sum (`numerics.floors`). Terms of a
+        matmul are not recorded; their squares add up to its energy, but for chance.
+        """
+        op, step = making.op, making.step
+        n, dtype = self._recorded.summed(step, op)
+        if not n:
+            return None
+        if op.kind == "linear":
+            return energy * (UNIT[dtype] ** 2 * n / 3) if dtype in ("f16", "bf16") and energy is not None else None
+        sizes, unit = self._recorded.sizes(step, making.rows), UNIT[dtype]
+        each = [self._recorded.squares(step, name, making.rows) for name in op.inputs]
+        squares = [seen(v, *sizes, x) if v else x for v, x in zip(op.seen, each, strict=True) if x is not None]
+        return torch.stack(squares).sum(0) * (unit**2 * n / 3) if squares else None
+
     def _making(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> "_Making":
         """The calls that make an op's output for these tokens: of the inputs as they are, and of their samples."""
         inputs, arithmetic = self.inputs(step, op, scheme, rows), arithmetic_of(op, scheme, self._weights)
         exact = [value.exact for value in inputs]
         random = torch.Generator()
         if not self.has_noise:
-            return _Making(op, storage, random, [call_of(op, exact, self._weights, arithmetic)])
+            return _Making(step, rows, op, storage, random, [call_of(op, exact, self._weights, arithmetic)])
         random.manual_seed(_seed(step, op.name))
         calls = [call_of(op, exact, self._weights, arithmetic, Energy())]
         for i in range(self._n_samples if any(value.samples for value in inputs) else 0):
             sampled, rounded = [value.sample(i) for value in inputs], self._rounded(inputs, random)
             calls.append(call_of(op, sampled, self._weights, arithmetic, rounded=rounded))
-        return _Making(op, storage, random, calls)
+        return _Making(step, rows, op, storage, random, calls)
 
     def _rounded(self, inputs: list[Value], random: torch.Generator) -> Rounded:
         """Rounds samples of the inputs, with the noise of some values of each row that are rounded the other way.
@@ -348,6 +368,8 @@ class _Making:
     The first call is of the inputs as they are, the others of samples.
     """
 
+    step: int
+    rows: Rows
     op: Op
     storage: str
     random: torch.Generator

@@ -13,6 +13,7 @@ from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds.attention import causal
 from tracediff.replay.storage import rounded_on_the_way, stored_as
 from tracediff.trace.format import OpRecord, Rows
+from tracediff.trace.ranks import Part, Ranks
 from tracediff.trace.reader import Trace
 
 Place = tuple[int, str, Rows]  # step, name and tokens of a value
@@ -85,6 +86,30 @@ class Recorded:
             values = values.reshape(self.shape(record, rows or record.rows))
         stored = torch.from_numpy(values).to(self._device)
         return stored.to(torch.float64, memory_format=torch.contiguous_format).contiguous()
+
+    def summed(self, step: int, op: Op) -> tuple[int, str]:
+        """Of how many ranks' terms an op's output is the sum, and what these are stored as; 0 where it is none."""
+        parts = self._parts(step, op.name)
+        if not parts or (parts[0].shard and parts[0].shard.axis is not None):
+            return 0, ""
+        shards = [part.shard for name in op.inputs for part in self._parts(step, name)[:1] if part.shard]
+        if op.kind == "linear":
+            summed = any(shard.axis for shard in shards)
+        else:
+            summed = op.kind == "add" and any(shard.sum for shard in shards)
+        return (len(parts), parts[0].record.dtype or "f32") if summed else (0, "")
+
+    def squares(self, step: int, name: str, rows: Rows) -> Tensor | None:
+        """The sum over ranks of the squares of their terms; None of what is no sum."""
+        parts = self._parts(step, name)
+        if not parts or not parts[0].shard or not parts[0].shard.sum or not self.holds((step, name, rows)):
+            return None
+        total = sum(part.trace.values(part.record, rows).astype("f8") ** 2 for part in parts)
+        return torch.as_tensor(total, device=self._device).reshape(self.shape(self.trace.ops[step, name], rows))
+
+    def _parts(self, step: int, name: str) -> Sequence[Part]:
+        record = self.trace.ops.get((step, name))
+        return self.trace.parts(record) if record and isinstance(self.trace, Ranks) else ()
 
     def until(self, step: int, first: int = 0) -> list[int]:
         """The steps until this one, itself included, without the `first` of them."""

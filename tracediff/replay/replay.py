@@ -133,7 +133,9 @@ class Replay:
         for step in self.trace.steps:
             for op in self.graph:
                 record = self.trace.ops.get((step, op.name))
-                if record is not None and record.has_data and self._recorded.can_be_made(record):
+                if record is None or not record.has_data or self.trace.own(record) == []:
+                    continue
+                if self._recorded.can_be_made(record):
                     yield record
 
     @cached_property
@@ -323,11 +325,13 @@ class Replay:
         inputs = self._recomputation.inputs(record.step, op, scheme, record.rows)
         made = self._recomputation.op(record.step, op, scheme, record.dtype or "f32", record.rows)
         read, arithmetic = tuple(value.exact for value in inputs), arithmetic_of(op, scheme, self.weights)
-        bound = made.bound()
+        recorded, bound = self._recorded.values(record), made.bound()
         hidden = self._hidden(record, op)
         if hidden is not None:
             bound = bound.masked_fill(hidden, math.inf)
-        return Known(self._recorded.values(record), made.exact, bound, read, arithmetic)
+        if (others := self._others(record, recorded)) is not None:
+            recorded = torch.where(others, made.exact, recorded)
+        return Known(recorded, made.exact, bound, read, arithmetic)
 
     @torch.inference_mode()
     def made(self, record: OpRecord, ops: Sequence[Op]) -> Tensor:
@@ -403,12 +407,26 @@ class Replay:
         masked = op.kind == "scores" and any(op.past)
         return self._recorded.hidden(record.step, record.rows) if masked else None
 
+    def _others(self, record: OpRecord, values: Tensor, first: int = 0) -> Tensor | None:
+        """Which of a record's values, or of its channels from `first` on, other ranks answer for; None for none."""
+        own = self.trace.own(record)
+        if own is None:
+            return None
+        others = torch.ones(record.shape, dtype=torch.bool, device=values.device)
+        for at in own:
+            others[at] = False
+        if others.numel() != values.numel():
+            others = others.flatten(1)[:, first : first + values.shape[-1]]
+        return others.reshape(values.shape)
+
     def _residual(self, record: OpRecord, op: Op, recorded: Tensor, made: Recomputed, scheme: Scheme) -> Residual:
         hidden = self._hidden(record, op)
         if pick := KINDS[op.kind].picks:
             scores = self._recomputation.inputs(record.step, op, scheme, record.rows)[0]
             recorded, made = pick(scores.exact, recorded), picked(made, scores, pick)
-        residual = measure(recorded, made, hidden, self._recomputation.is_supposed)
+        first = op.weights[0].first - self.graph[op.name].weights[0].first if op.kind == "linear" else 0
+        others = self._others(record, recorded, first)
+        residual = measure(recorded, made, hidden, self._recomputation.is_supposed, others)
         passes = residual.excess <= 1 and residual.error <= made.margin * residual.noise
         if self._recomputation.has_noise and not passes and op.kind == "linear" and len(made.segment) == 1:
             x = self._recomputation.inputs(record.step, op, scheme, record.rows)[0].exact

@@ -75,8 +75,15 @@ class Residual:
         return self.error * self.own.left
 
 
-def measure(recorded: Tensor, made: Recomputed, hidden: Tensor | None = None, supposed: bool = False) -> Residual:
-    """`recorded` against what was made; `hidden` [T, S] marks scores that do not count.
+def measure(
+    recorded: Tensor,
+    made: Recomputed,
+    hidden: Tensor | None = None,
+    supposed: bool = False,
+    others: Tensor | None = None,
+) -> Residual:
+    """`recorded` against what was made; `hidden` [T, S] marks scores that do not count, `others` what is not this
+    side's to answer for, of the shape of the values.
 
     What was made may be `supposed`, by a hypothesis: then it is contradicted where it makes a NaN of a number.
     """
@@ -88,6 +95,8 @@ def measure(recorded: Tensor, made: Recomputed, hidden: Tensor | None = None, su
         lost = ~exact.isfinite() if forgiven else ~(recorded.isfinite() | exact.isfinite())
         noise = noise.without(lost | ~exact.isfinite())  # of what is no number there is none
         error, exact, bound = error.masked_fill(lost, 0.0), exact.masked_fill(lost, 0.0), bound.masked_fill(lost, 1.0)
+    if others is not None:
+        hidden, noise = others if hidden is None else hidden | others, noise.without(others)
     if hidden is not None:
         error, exact = error.masked_fill(hidden, 0.0), exact.masked_fill(hidden, 0.0)
     squares = _energy(error)

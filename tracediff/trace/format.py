@@ -50,6 +50,17 @@ class Header(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="tra
     model: str | None = None
     data: str | None = None
     weights: str | None = None  # the matmul weights' ggml type, the coarsest where they are mixed
+    rank: Size | None = None  # of an engine that runs as several processes, each of which writes a trace: which one,
+    ranks: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None  # and of how many
+
+
+class Shard(Struct, frozen=True, omit_defaults=True):
+    """The part of an output that one rank holds: the `rank`-th `of` so many along `axis`, or a term of their `sum`."""
+
+    rank: Size
+    of: Annotated[int, Meta(ge=1, le=1 << 20)]
+    axis: Annotated[int, Meta(ge=0, lt=8)] | None = None
+    sum: bool = False
 
 
 class Values(Struct, frozen=True, omit_defaults=True):
@@ -70,6 +81,7 @@ class Values(Struct, frozen=True, omit_defaults=True):
     rms: Annotated[float, Meta(ge=0)] | None = None
     nan: Size = 0
     inf: Size = 0
+    shard: Shard | None = None  # without it all of the output, of which every rank may hold a copy
 
     @property
     def has_data(self) -> bool:

@@ -19,6 +19,7 @@ from tracediff.trace.format import (
     Header,
     OpRecord,
     Rows,
+    Shard,
     Step,
     Values,
     Weight,
@@ -26,6 +27,7 @@ from tracediff.trace.format import (
     possible,
 )
 
+Index = tuple[slice, ...]
 Record = Header | Weight | Step | OpRecord | End
 _FORMAT = "The format is described in docs/trace-format.md."
 _COPY = "It must lie beside the trace: copy it there too."
@@ -73,6 +75,20 @@ class Trace:
         trace = cls.__new__(cls)
         content = trace._open(path)
         return trace, trace._read(content)
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether it holds what one of several ranks computed."""
+        return (self.header.ranks or 1) > 1
+
+    @property
+    def sides(self) -> "list[Trace]":
+        """Traces to be judged by themselves: of several ranks those that hold other copies (`trace.ranks`)."""
+        return [self]
+
+    def own(self, record: Values) -> Sequence[Index] | None:
+        """Which of a record's values this trace answers for: indices that hold them, none or several; None for all."""
+        return None
 
     @property
     def tokens(self) -> list[int]:
@@ -269,6 +285,10 @@ class Trace:
             yield "data is announced, but the first line names no data file"
         if record.strides is not None:
             yield from _wrong_strides(record, record.strides)
+        if record.shard is not None:
+            yield from _wrong_shard(record, record.shard)
+            if self.header.rank is None:
+                yield "a shard, but the first line does not say of which of how many ranks the trace is (rank, ranks)"
 
     def _fits(self, record: Values) -> bool:
         return record.offset is None or record.offset + record.nbytes <= self._data.size
@@ -292,6 +312,8 @@ def _header(line: bytes) -> Header | str:
         return f'not a trace: {found}, and a trace with {{"type":"trace","version":{VERSION},...}}'
     if header.version != VERSION:
         return f"trace version {header.version} is not supported; this is version {VERSION}"
+    if (header.rank is None) != (header.ranks is None) or (header.rank or 0) >= (header.ranks or 1):
+        return f"rank {header.rank} of {header.ranks} ranks: both are given, and ranks count from 0"
     return header
 
 
@@ -322,6 +344,15 @@ def _wrong_strides(record: Values, strides: tuple[int, ...]) -> Iterator[str]:
         yield f"{len(strides)} strides for the shape {list(record.shape)}: one for each axis, in elements"
     elif record.size > record.extent:  # nobody may claim more values than the file can hold
         yield f"strides {list(strides)} place {record.size:,} values in {record.extent:,}: they overlap"
+
+
+def _wrong_shard(record: Values, shard: Shard) -> Iterator[str]:
+    if (shard.axis is None) != shard.sum:
+        yield "a 'shard' is along an 'axis', or the term of a 'sum'"
+    elif shard.rank >= shard.of:
+        yield f"shard {shard.rank} of {shard.of}: they count from 0"
+    elif shard.axis is not None and shard.axis >= len(record.shape):
+        yield f"a shard along axis {shard.axis} of the shape {list(record.shape)}"
 
 
 def _excerpt(rows: tuple[int, ...]) -> str:

@@ -17,6 +17,7 @@ from tracediff.trace.format import (
     Header,
     OpRecord,
     Rows,
+    Shard,
     Statistics,
     Step,
     Weight,
@@ -40,7 +41,9 @@ class TraceWriter:
         arch: str | None = None,
         model: str | None = None,
         weights: str | None = None,
+        rank: tuple[int, int] | None = None,
     ) -> None:
+        """`rank` is that of the process and how many there are, where several ranks write a trace each."""
         self.path = path
         check(path)
         data_path = path.with_suffix(".bin")
@@ -50,7 +53,7 @@ class TraceWriter:
             with ExitStack() as files:
                 self._text: BinaryIO = files.enter_context(path.open("wb"))
                 self._data: BinaryIO = files.enter_context(data_path.open("wb"))
-                self._line(Header(VERSION, engine, arch, model, data_path.name, weights))
+                self._line(Header(VERSION, engine, arch, model, data_path.name, weights, *(rank or ())))
                 self._files = files.pop_all()
         except OSError as error:
             raise cannot_write(self.path, error) from None
@@ -78,9 +81,14 @@ class TraceWriter:
         """Begin a step."""
         self._line(Step(step, tuple(tokens), tuple(positions)))
 
-    def op(self, step: int, op: str, values: np.ndarray, dtype: DType, rows: Rows = None) -> None:
-        """An op's output with its data, for all tokens of the step or for those at the indices `rows`."""
-        self.op_at(step, op, values.shape, dtype, self._append(values, dtype), rows)
+    def op(
+        self, step: int, op: str, values: np.ndarray, dtype: DType, rows: Rows = None, shard: Shard | None = None
+    ) -> None:
+        """An op's output with its data, for all tokens of the step or for those at the indices `rows`.
+
+        A `shard` says which part of it a rank holds.
+        """
+        self.op_at(step, op, values.shape, dtype, self._append(values, dtype), rows, shard=shard)
 
     def op_statistics(
         self, step: int, op: str, shape: tuple[int, ...], statistics: Statistics, rows: Rows = None
@@ -110,9 +118,12 @@ class TraceWriter:
         offset: int,
         rows: Rows = None,
         strides: tuple[int, ...] | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """An op whose data was written in pieces; `strides`, in elements, where it is not in C order."""
-        self._line(OpRecord(step=step, op=op, shape=shape, dtype=dtype, offset=offset, rows=rows, strides=strides))
+        self._line(
+            OpRecord(step=step, op=op, shape=shape, dtype=dtype, offset=offset, rows=rows, strides=strides, shard=shard)
+        )
 
     def _append(self, values: np.ndarray, dtype: DType) -> int:
         if values.dtype != STORAGE[dtype]:

@@ -1,0 +1,189 @@
+"""An engine of several ranks: its traces opened as one, and what goes wrong on one rank or between them."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sharded
+import torch
+from conftest import Models
+
+from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.errors import TraceError
+from tracediff.model.model import Model
+from tracediff.pipeline import check_trace, compare_traces
+from tracediff.result import Result
+from tracediff.trace.ranks import Ranks, open_trace
+from tracediff.trace.reader import Trace
+
+# What is said of each mistake, ranks included.
+SAID = {
+    "an all-reduce left out": "attn_output in layer 1: the all-reduce is left out: every rank holds its own term",
+    "an all-reduce left out on one rank": "attn_output in layer 1: rank 2 holds its own term of the sum",
+    "an all-reduce done twice": "in layer 1: it is all-reduced twice: 4 times what it should be",
+    "a rank missing in an all-reduce": "attn_output in layer 1: the term of rank 3 is missing in the all-reduce",
+    "the residual added on every rank": "blk.0.ffn_residual is added on every rank before the all-reduce, 4 times",
+    "a norm over the local part": "attn_norm in layer 1: every rank norms its part by that part's own mean of squares",
+    "shards in another order": "rank 1 holds part 3 where part 1 of 4 belongs; rank 3 holds part 1 where part 3",
+    "KV heads duplicated wrongly": "rank 1 holds part 1 where part 0 of 2 belongs",
+    "a vocabulary shard shifted": "output: rank 2 has its part begin 1 late: at 161 of axis 1, where 160 belongs",
+    "an embedding shard shifted": "token_embd: the vocabulary of rank 0 begins 2 rows late",
+    "an expert on two ranks": "ranks 1 and 3 both compute expert 1, so that it counts twice",
+    "a rank's rope pairs otherwise": "(on rank 3)",
+    "another norm weight on a rank": "blk.1.attn_norm.weight: wrong in memory: every value was multiplied by 1.25",
+}
+
+
+@pytest.fixture(scope="module")
+def of(models: Models, tiny: Callable[[str], Path]) -> Callable[[str], Model]:
+    opened = {"llama": Model(models(sharded.SHAPE)), "qwen3moe": Model(tiny("qwen3moe"))}
+    return opened.__getitem__
+
+
+def ranks(model: Model, folder: Path, mistake: str = "", dtype: torch.dtype = torch.float32) -> list[Path]:
+    return sharded.Engine(model, sharded.N, dtype, mistake).trace(folder, sharded.TOKENS)
+
+
+def said(result: Result) -> str:
+    return " ".join(finding.text for finding in result.findings)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3moe"])
+def test_ranks_are_judged_as_one_engine(arch: str, of: Callable[[str], Model], tmp_path: Path) -> None:
+    model, paths = of(arch), ranks(of(arch), tmp_path)
+    whole = trace_torch(model, tmp_path / "whole.trace", TorchOptions(), sharded.TOKENS, 1)
+    merged = open_trace(paths)
+    assert {key: r.shape for key, r in merged.ops.items()} == {k: r.shape for k, r in Trace(whole).ops.items()}
+    alone, several = check_trace(whole, model), check_trace(paths, model)
+    assert alone.verdict == several.verdict == "match"
+    assert [(op.op, op.status) for op in alone.ops] == [(op.op, op.status) for op in several.ops]
+    both = compare_traces(whole, paths, model=model)
+    assert both.verdict == "match"
+    assert all(op.drift and op.drift.nmse < 1e-10 for op in both.ops)
+
+
+def test_rounding_each_term_of_a_sum_is_no_mistake(of: Callable[[str], Model], tmp_path: Path) -> None:
+    assert check_trace(ranks(of("llama"), tmp_path, dtype=torch.bfloat16), of("llama")).verdict == "match"
+
+
+@pytest.mark.parametrize("mistake", SAID)
+def test_what_goes_wrong_between_ranks_is_named(mistake: str, of: Callable[[str], Model], tmp_path: Path) -> None:
+    model = of("qwen3moe" if "expert" in mistake else "llama")
+    result = check_trace(ranks(model, tmp_path, mistake), model)
+    assert result.verdict == "diverged"
+    assert SAID[mistake] in said(result)
+    if "expert" not in mistake:
+        assert len({op.op for op in result.faulty}) == 1, "what follows from it is judged by what each rank was fed"
+    if mistake == "another norm weight on a rank":
+        assert "on rank 2" in said(result)
+
+
+def test_a_mistake_of_all_ranks_is_named_as_unsharded(of: Callable[[str], Model], tmp_path: Path) -> None:
+    from tracediff.diagnose.planting import plant
+
+    model = of("llama")
+    engine = sharded.Engine(model, sharded.N)
+    engine.graph = plant(model.graph, model.file, "eps@1")
+    whole = trace_torch(model, tmp_path / "whole.trace", TorchOptions(faults=("eps@1",)), sharded.TOKENS, 1)
+    result = check_trace(engine.trace(tmp_path, sharded.TOKENS), model)
+    assert said(result) == said(check_trace(whole, model)) != ""
+
+
+def test_a_side_is_the_same_in_another_process(of: Callable[[str], Model], tmp_path: Path) -> None:
+    sides = open_trace(ranks(of("llama"), tmp_path, "an all-reduce left out on one rank")).sides
+    for side in sides:
+        again = pickle.loads(pickle.dumps(side))
+        assert again.ops == side.ops
+        for record in side.ops.values():
+            assert again.own(record) == side.own(record)
+            np.testing.assert_array_equal(again.values(record), side.values(record))
+
+
+def test_values_are_merged_row_by_row_and_channel_by_channel(of: Callable[[str], Model], tmp_path: Path) -> None:
+    merged = open_trace(ranks(of("llama"), tmp_path))
+    record = merged.ops[0, "blk.0.attn_kqv"]
+    whole = merged.values(record)
+    np.testing.assert_array_equal(merged.values(record, (1, 4)), whole[[1, 4]])
+    np.testing.assert_array_equal(merged.values(record, channels=slice(5, 40)), whole[:, 5:40])
+    scores = merged.ops[0, "blk.0.attn_scores"]
+    np.testing.assert_array_equal(merged.values(scores, (2,)), merged.values(scores)[:, [2]])
+
+
+def changed(path: Path, change: Callable[[dict], dict]) -> None:
+    lines = [json.dumps(change(json.loads(line))) for line in path.read_text().splitlines()]
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def first_line(**keys: object) -> Callable[[dict], dict]:
+    return lambda line: {**line, **keys} if line["type"] == "trace" else line
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda paths: paths.pop(1), "of 4 ranks 1 is missing"),
+        (lambda paths: changed(paths[1], first_line(rank=2)), "are both of rank 2"),
+        (lambda paths: changed(paths[1], first_line(ranks=8)), "is of rank 1 of 8"),
+        (lambda paths: changed(paths[3], lambda line: {**line, "tokens": [7] * 8} if line.get("step") == 0
+                               and line["type"] == "step" else line), "were not fed the same: step 0 differs"),
+        (lambda paths: changed(paths[2], lambda line: {k: v for k, v in line.items() if k != "shard"}),
+         "ranks disagree in how it is sharded"),
+        (lambda paths: changed(paths[2], lambda line: {**line, "op": "x"} if line.get("op") == "output"
+                               and line["step"] == 1 else line), "no rank holds part 2 of 4"),
+        (lambda paths: changed(paths[0], lambda line: {k: v for k, v in line.items() if k not in ("rank", "ranks")}),
+         "does not say of which of how many ranks"),
+    ],
+)  # fmt: skip
+def test_what_is_no_run_is_refused_in_words(
+    spoil: Callable[[list[Path]], object],
+    words: str,
+    of: Callable[[str], Model],
+    tmp_path: Path,
+    cli: Callable[..., tuple[int, str, str]],
+) -> None:
+    paths = ranks(of("llama"), tmp_path)
+    spoil(paths)
+    code, _, error = cli("check", *paths, "--model", of("llama").path)
+    assert code == 2
+    assert words in " ".join(error.split())
+
+
+def test_a_rank_that_was_killed_leaves_what_all_have(of: Callable[[str], Model], tmp_path: Path) -> None:
+    paths = ranks(of("llama"), tmp_path)
+    lines = paths[2].read_text().splitlines(keepends=True)
+    paths[2].write_text("".join(lines[: len(lines) // 3]))
+    merged = open_trace(paths)
+    assert merged.cut
+    assert merged.cut.startswith("rank 2: it ends")
+    assert [*merged.steps] == [0]
+    assert 0 < len(merged.ops) < 54
+
+
+def test_one_rank_alone_is_refused_and_listed(
+    of: Callable[[str], Model], tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    paths = ranks(of("llama"), tmp_path)
+    with pytest.raises(TraceError, match="0, 2, 3 are missing"):
+        open_trace(paths[1])
+    assert cli("inspect", paths[1])[0] == 0
+
+
+def test_validate_names_the_rank(
+    of: Callable[[str], Model], tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    paths = ranks(of("llama"), tmp_path)
+    given = ["validate", *paths, "--model", of("llama").path]
+    assert cli(*given)[0] == 0
+    changed(paths[2], lambda line: {**line, "rms": 9.0} if line.get("op") == "blk.0.attn_norm" else line)
+    code, out, _ = cli(*given)
+    assert code == 1
+    assert "rank 2:" in " ".join(out.split())
+
+
+def test_ranks_that_agree_are_one_side(of: Callable[[str], Model], tmp_path: Path) -> None:
+    assert len(open_trace(ranks(of("llama"), tmp_path)).sides) == 1
+    sides = open_trace(ranks(of("llama"), tmp_path, "another norm weight on a rank")).sides
+    assert [side.members for side in sides if isinstance(side, Ranks)] == [(0, 1, 3), (2,)]
