@@ -18,6 +18,7 @@ from tracediff.diagnose.solve.interpret import CannotRunError, Flat, Run, parse
 from tracediff.diagnose.solve.loops import loops_of
 from tracediff.diagnose.solve.maps import Map, Moved
 from tracediff.diagnose.solve.readings import Reading, Rows
+from tracediff.diagnose.solve.regions import around
 from tracediff.diagnose.solve.variant import bind
 from tracediff.diagnose.solve.words import Speaker
 from tracediff.engine.recorder import Recorder
@@ -165,6 +166,16 @@ def test_edits_of_the_same_words_come_to_the_same(models: Models) -> None:
             if not np.allclose(made, right.output(), rtol=1e-9, atol=1e-12, equal_nan=True):
                 before = said.setdefault(words, made)
                 assert np.allclose(made, before, rtol=1e-9, atol=1e-12, equal_nan=True), f"{op.name}: {words}"
+
+
+def test_regions_of_what_is_wrong() -> None:
+    """Nothing may be: the whole of an op can be off though no value of it is beyond its own bound."""
+    wrong = np.zeros((4, 6), bool)
+    assert around(wrong) == []
+    wrong[1::2, 2:] = True
+    assert [region.words(("token", "channel")) for region in around(wrong)] == [
+        "every 2nd token from 1 on, channels from 2 on"
+    ]
 
 
 def test_a_sum_of_products_is_not_spelled_out() -> None:
