@@ -2,15 +2,21 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TOKENS, Models, logits_of
+import torch
+from conftest import TOKENS, Models, logits_of, some_of
 
+from tracediff.engine.recorder import Recorder
+from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.mismatch.logprobs import Told, log_softmax
 from tracediff.mismatch.mismatch import mismatch_traces
+from tracediff.model.graph import Op
+from tracediff.model.model import Model
 from tracediff.trace.format import Step
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
@@ -136,8 +142,6 @@ def test_off_by_one(by: int, alone: bool, trainer: Path, tmp_path: Path, refused
 
 def test_another_tokenisation(trainer: Path, models: Models, tmp_path: Path, refused: Callable[..., str]) -> None:
     """`th` as one token in place of two: the same text, other ids."""
-    from tracediff.model.model import Model
-
     words = Model(models("llama", "F32")).vocabulary
     pair = next(t for t in range(257, 300) if not words.is_special(t) and len(words.decode([t])) == 2)
     pieces = tuple(words.decode([pair]).encode())
@@ -165,3 +169,144 @@ def test_half_precision_is_undecided_from_types_alone(trainer: Path, models: Mod
     assert "Give --model, or --tolerance NATS" in error
     assert cli("mismatch", trainer, rollout, "--tolerance", 1)[0] == 0
     assert cli("mismatch", logits_of(trainer), logits_of(rollout), "--tolerance", 1e-6)[0] == 1
+
+
+# --- shares of ops ---------------------------------------------------------------------------------------------------
+
+
+def changed(model: Path, out: Path, change: Callable[[Op], Op]) -> Path:
+    """A trace of the model in float32 with ops computed in another way."""
+    opened = Model(model)
+    graph = opened.graph.changed(*map(change, opened.graph))
+    engine = TorchEngine(graph, opened.weights(torch.float32))
+    with TraceWriter(out, "another engine", "llama", model.name, "F32") as writer:
+        engine.run(0, StepInput(IDS, tuple(range(len(IDS)))), Recorder(writer))
+    return out
+
+
+def cast_first(op: Op) -> Op:
+    """A norm that rounds its values to bfloat16 before it multiplies with the weight, as transformers does."""
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).bfloat16().float() * weight
+
+    return replace(op, function=norm) if op.kind == "rms_norm" else op
+
+
+def stale(model: Path, out: Path, tensor: str = "blk.1.ffn_down.weight") -> Path:
+    """The model a step of training earlier, in one tensor."""
+    content = bytearray(model.read_bytes())
+    info = Model(model).file.tensors[tensor]
+    values = np.frombuffer(Model(model).file.raw(info), np.float32)
+    other = values + 2e-3 * np.random.default_rng(5).standard_normal(values.size).astype(np.float32) * values.std()
+    at = bytes(content).index(values.tobytes())
+    content[at : at + values.nbytes] = other.tobytes()
+    out.write_bytes(content)
+    return out
+
+
+PAIRS = {
+    "norm cast order": ("norms", "normalised_values_in_bfloat16_before_the_weight"),
+    "bf16 rope": ("rope", "rope_tables_in_bfloat16"),
+    "f16 sums": ("attention", "sums_in_float16"),
+    "one stale tensor": ("ffn_down alone (blk.1.ffn_down)", "stale_weights"),
+}
+
+
+def rollout_of(pair: str, model: Path, folder: Path) -> Path:
+    out = folder / "b.trace"
+    if pair == "norm cast order":
+        return changed(model, out, cast_first)
+    if pair == "one stale tensor":
+        return traced(stale(model, folder / model.name), out)
+    ways = {"bf16 rope": "rope tables in bfloat16", "f16 sums": "exact, flash attention"}
+    return traced(model, out, arithmetic=ways[pair])
+
+
+@pytest.mark.parametrize(("pair", "swapped"), [*((pair, False) for pair in PAIRS), ("norm cast order", True)])
+def test_known_pairs(pair: str, swapped: bool, trainer: Path, models: Models, tmp_path: Path) -> None:
+    """One thing differs: it is named, and makes all of the gap but for roundings that it turned elsewhere."""
+    model = models("llama", "F32")
+    sides = trainer, rollout_of(pair, model, tmp_path)
+    result = mismatch_traces(*(reversed(sides) if swapped else sides), model=model)
+    what, name = PAIRS[pair]
+    share, *others = result.shares
+    assert (result.verdict, share.what, share.name, result.findings[0].mistake) == ("diverged", what, name, name)
+    assert [other.what for other in others if abs(other.alone) > 0.1] == []
+    assert [share.alone, share.last, share.added] == pytest.approx([1, 1, 1], abs=0.1)
+    assert result.rest == pytest.approx(0, abs=1e-3)
+
+
+def test_two_causes_at_once(trainer: Path, models: Models, tmp_path: Path) -> None:
+    """Shares are what each makes in an engine that has it alone, measured by running that engine."""
+    model = models("llama", "F32")
+    other = stale(model, tmp_path / model.name)
+    both = traced(other, tmp_path / "both.trace", arithmetic="rope tables in bfloat16")
+    result = mismatch_traces(trainer, both, model=model)
+    one = {
+        "rope": traced(model, tmp_path / "rope.trace", arithmetic="rope tables in bfloat16"),
+        "ffn_down alone (blk.1.ffn_down)": traced(other, tmp_path / "stale.trace"),
+    }
+    said = {name: Told(Trace(path)).logprobs[1:] for name, path in {"": trainer, "both": both, **one}.items()}
+    whole = said[""] - said["both"]
+    expected = {name: float((said[""] - said[name]) @ whole / (whole @ whole)) for name in one}
+    assert min(expected.values()) > 0.1
+    found = {share.what: share.alone for share in result.shares}
+    assert found == pytest.approx(expected, abs=0.02)
+    assert sum(share.added for share in result.shares) == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("kept", ["ffn_residual", "output"])
+def test_little_recorded(kept: str, trainer: Path, models: Models, tmp_path: Path) -> None:
+    """What an engine does in known arithmetic is told from hidden states, or the logits alone."""
+    rollout = rollout_of("bf16 rope", models("llama", "F32"), tmp_path)
+    few = [
+        some_of(trace, trace.with_name(f"{kept}-{trace.name}"), lambda op: op.endswith((kept, "output")))
+        for trace in (trainer, rollout)
+    ]
+    result = mismatch_traces(*few, model=models("llama", "F32"))
+    assert [(share.what, share.name) for share in result.shares] == [("rope", "rope_tables_in_bfloat16")]
+    assert result.shares[0].alone == pytest.approx(1, abs=0.1)
+
+
+def test_log_probabilities_alone_have_no_shares(trainer: Path, models: Models, tmp_path: Path, cli: Cli) -> None:
+    """And the report says what to record."""
+    model = models("llama", "F32")
+    rollout = rollout_of("bf16 rope", model, tmp_path)
+    said = written(tmp_path / "said.trace", np.nan_to_num(Told(Trace(rollout)).logprobs), "token_logprobs")
+    code, out, _ = cli("mismatch", trainer, said, "--model", model, "--json", tmp_path / "r.json")
+    assert (code, "record all ops on both sides" in " ".join(out.split())) == (1, True)
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["schema"], result["shares"]) == ("tracediff/mismatch/1", [])
+    assert result["rest"] == pytest.approx(1, abs=0.01)
+
+
+def test_weights_in_memory_come_first(trainer: Path, models: Models, tmp_path: Path, cli: Cli) -> None:
+    """A norm's weight that was recorded and is not the file's."""
+    model = models("llama", "F32")
+    rollout = traced(stale(model, tmp_path / model.name, "blk.2.attn_norm.weight"), tmp_path / "b.trace")
+    for options in (("--model", model), ()):
+        code, out, _ = cli("mismatch", trainer, rollout, *options)
+        assert code == 1
+        assert "B holds other weights: blk.2.attn_norm.weight is not" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_honest_ways_match(dtype: str, models: Models, tmp_path: Path) -> None:
+    """Prefill and decode of one engine: noise, of which no shares are told."""
+    model = models("qwen3", "F32")
+    steps = [Step(0, IDS[:20], tuple(range(20))), *(Step(n - 19, IDS[n : n + 1], (n,)) for n in range(20, len(IDS)))]
+    a = traced(model, tmp_path / "a.trace", dtype=dtype)
+    b = trace_torch(model, tmp_path / "b.trace", TorchOptions(dtype=dtype), steps=steps)
+    result = mismatch_traces(a, b, model=model)
+    assert (result.verdict, result.shares, result.findings) == ("match", (), ())
+    assert result.gap.mean_abs < result.beyond < {"f32": 1e-4, "bf16": 0.2}[dtype]
+
+
+def test_another_arithmetic_is_a_mismatch(models: Models, tmp_path: Path, llama_cpp_trace: Callable[..., Path]) -> None:
+    """llama.cpp rounds activations to blocks of 8 bits: sound by itself, and no trainer does it."""
+    model = models("k-quants", "Q4_K_M")
+    rollout = llama_cpp_trace(model, IDS, 0)
+    result = mismatch_traces(traced(model, tmp_path / "a.trace"), rollout, model=model)
+    assert (result.verdict, result.shares[0].name) == ("diverged", "activations_in_q8_K_blocks")
+    assert result.shares[0].alone == pytest.approx(1, abs=0.1)

@@ -20,6 +20,7 @@ from tracediff.result import Gap, Mismatch, Processed, Side, TokenGap, Verdict, 
 from tracediff.trace.reader import Trace
 
 if TYPE_CHECKING:
+    from tracediff.mismatch.shares import Explained
     from tracediff.model.model import Model
 
 Progress = Callable[[str, float], None]
@@ -27,6 +28,7 @@ _WORST = 8
 _VALUES, _ROWS = 1 << 20, 8  # logits that sampling is solved from: rows enough to tell a rule, few enough for seconds
 _USELESS = 1e-3  # nats: what changes the ratio of two probabilities by less is of no consequence
 _SHIFTED = 0.1  # of the gap: a shift that leaves less is one
+_BY_CHANCE = 0.3  # of the gap
 _EXPLAINED = 0.05  # of the gap: what sampling leaves where it explains it
 
 
@@ -64,11 +66,20 @@ def mismatch_traces(
         )
     weights = _wrong_weights(one.trace, other.trace, opened)
     gap, floors = _gap(x, y, one, other), _floors(one, other, tolerance)
-    processed = (
-        _processed(one, other, prompt, gap.mean_abs, floors) if gap.mean_abs > floors.match or gap.impossible else None
-    )
+    differs = gap.mean_abs > floors.match or gap.impossible > 0
+    processed = _processed(one, other, prompt, gap.mean_abs, floors) if differs else None
+    notes = [f"{side.path}: cut off: {side.cut}." for side in (one.trace, other.trace) if side.cut]
+    explained = None
+    if opened and not processed:  # of the same logits, processed in two ways, no op makes the gap
+        explained = _explained(opened, one.trace, other.trace, x - y, progress)
+        notes += _chance(explained.chance, gap)
+        if tolerance is None:
+            floors = Floors(explained.floor, explained.floor, "noise, were both computed as the finer one is")
+    verdict = _verdict(gap, floors, weights, processed)
+    if verdict == "match":
+        explained = None  # shares of noise
     result = Mismatch(
-        verdict=_verdict(gap, floors, weights, processed),
+        verdict=verdict,
         a=_side(one.trace),
         b=_side(other.trace),
         gap=gap,
@@ -77,10 +88,27 @@ def mismatch_traces(
         noise=floors.noise,
         worst=tuple(_worst(x, y, one.tokens, vocabulary)),
         processed=processed,
+        shares=explained.shares if explained else (),
+        rest=explained.rest if explained else None,
         weights=weights,
-        notes=tuple(f"{side.path}: cut off: {side.cut}." for side in (one.trace, other.trace) if side.cut),
+        notes=tuple(notes),
     )
     return with_words(result)
+
+
+def _explained(model: "Model", a: Trace, b: Trace, gap: np.ndarray, progress: Progress) -> "Explained":
+    """Replay needs torch, which the gap alone does without."""
+    from tracediff.mismatch.shares import explain
+
+    return explain(model, a, b, gap, lambda fraction: progress("replay", fraction))
+
+
+def _chance(chance: float, gap: Gap) -> Iterator[str]:
+    if chance > _BY_CHANCE * gap.mean_abs:
+        yield (
+            f"Roundings of the coarser side alone make a mean |gap| of {chance:.2g} nats by chance: shares of that "
+            "size say little, and another run has others."
+        )
 
 
 def _opened(model: "Path | Model | None") -> "Model | None":

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import msgspec
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from tracediff.findings.words import number
-from tracediff.report.parts import Rows, Trimmed, fitting, heading, headline, line
-from tracediff.report.sections.verdict import findings
+from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, headline, line
 from tracediff.result import Mismatch
 
 SCHEMA = "tracediff/mismatch/1"
@@ -17,7 +17,7 @@ def render(result: Mismatch, width: int = 100) -> RenderableType:
     """The whole report for a terminal `width` columns wide."""
     sections = (
         _verdict(result),
-        findings(result.findings),
+        _causes(result),
         _figures(result),
         _shares(result, width),
         _worst(result, width),
@@ -35,6 +35,12 @@ def _verdict(result: Mismatch) -> Iterator[RenderableType]:
     yield headline(result.verdict, result.summary)
     for name, side in (("A", result.a), ("B", result.b)):
         yield line(f"{name}: {side.engine} ({side.path})", style="dim")
+
+
+def _causes(result: Mismatch) -> Iterator[RenderableType]:
+    if result.findings:
+        yield heading("What makes it")
+        yield from (hanging("  -", Text(finding.text)) for finding in result.findings)
 
 
 def _figures(result: Mismatch) -> Iterator[RenderableType]:

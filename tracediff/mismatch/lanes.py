@@ -1,0 +1,190 @@
+"""Two engines replayed side by side from the embedding on, each op as one of them computes it, or the other.
+
+What a side recorded of an op less what replay makes of the inputs that it had is that op's own error. Put back where it
+was made, every record comes out again to the last digit, whether or not anybody knows where the error is from. So one
+side's ops can be put into the other one kind at a time, and what the logits become of it is what that kind makes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tracediff.errors import MismatchError
+from tracediff.model.graph import SOURCES, Graph, Op
+from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import Arithmetic
+from tracediff.numerics.buffers import in_buffer
+from tracediff.numerics.evaluate import call_of, evaluate_together, noise, rounding
+from tracediff.numerics.floors import UNIT, Noise
+from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.attention import causal
+from tracediff.numerics.kinds.kind import Energy
+from tracediff.numerics.views import seen, state
+from tracediff.trace.format import Step
+from tracediff.trace.reader import Trace
+
+STORAGE = "storage"  # the group of what values are kept in, which is no op's
+_ROUNDINGS = 2  # of a result in half precision, on the way to it and to the trace
+
+
+class Way(NamedTuple):
+    """How a side computes an op, and in which type it keeps the result."""
+
+    op: Op
+    arithmetic: Arithmetic
+    storage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One engine: its trace, in one pass, the weights that it holds, and its way of each op."""
+
+    trace: Trace
+    weights: Weights
+    ways: Mapping[str, Way]
+
+    def error(self, op: str, y: Tensor, kept: Tensor, hidden: Tensor | None) -> Tensor | None:
+        """What it recorded less `y`, what replay makes; 0 where `y` as it is `kept` is what was recorded."""
+        recorded = self.recorded(op, y)
+        if recorded is None:
+            return None
+        error = torch.where(kept == recorded, 0.0, recorded - y)
+        if hidden is not None:
+            error = error.masked_fill(hidden, 0.0)
+        if not bool(error.isfinite().all()):
+            raise MismatchError(
+                f"{self.trace.path}: {op} holds NaN or Inf, so no share of the gap can be told. `tracediff check` says "
+                "which op makes them; without --model the gap alone is told."
+            )
+        return error
+
+    def recorded(self, op: str, like: Tensor) -> Tensor | None:
+        """Its values of the op, shaped as replay's; those of tokens that were not recorded are replay's."""
+        (step,) = self.trace.steps
+        record = self.trace.ops.get((step, op))
+        if record is None or not record.has_data:
+            return None
+        values = torch.from_numpy(self.trace.values(record)).to(like.dtype)
+        if record.rows is None:
+            return values.reshape(like.shape)
+        whole, rows = like.clone(), torch.tensor(record.rows)
+        whole[rows] = values.reshape(len(rows), *like.shape[1:])
+        return whole
+
+
+@dataclass(slots=True)
+class Lane:
+    """A pass in which the ops of some groups are B's, and A's else; a `noisy` one errs as honest arithmetic may."""
+
+    of_b: frozenset[str]
+    noisy: bool = False
+    values: dict[str, Tensor] = field(default_factory=dict)
+    random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
+
+
+class Lanes:
+    """The model's graph with two sides of it; `group` tells the kind of each op."""
+
+    def __init__(self, graph: Graph, sides: tuple[Side, Side], group: Callable[[str], str]) -> None:
+        self._graph = graph
+        self._sides = sides
+        self.group = group
+        (self._step,) = sides[0].trace.steps.values()
+        self.erring: dict[tuple[int, str], float] = {}  # by side and op: `_excess`, of the last pass with noise
+        last_use = {name: op.name for op in graph for name in op.inputs}
+        self._dead_after: dict[str, list[str]] = {}
+        for name, user in last_use.items():
+            self._dead_after.setdefault(user, []).append(name)
+
+    def groups(self) -> list[str]:
+        """All, in the order of the graph; that of what values are kept in last, where the sides differ in it."""
+        found = list(dict.fromkeys(self.group(op.name) for op in self._graph))
+        a, b = (side.ways for side in self._sides)
+        return [*found, STORAGE] if any(a[name].storage != b[name].storage for name in a) else found
+
+    @torch.inference_mode()
+    def run(
+        self, of_b: Sequence[Iterable[str]], noisy: bool = False, progress: Callable[[float], None] = lambda f: None
+    ) -> list[Tensor]:
+        """Logits [T, n_vocab] of A, of B, and of each mixture; with noise besides those of A and of B with noise."""
+        everything = frozenset(self.groups())
+        lanes = [Lane(frozenset()), Lane(everything), *(Lane(frozenset(names)) for names in of_b)]
+        lanes += [Lane(lane.of_b, True) for lane in lanes[:2]] * noisy
+        for lane in lanes:
+            lane.values = self._sources(self._step)
+        results: list[Tensor] = []
+        for done, op in enumerate(self._graph, start=1):
+            results = self._op(op, lanes)
+            for lane, result in zip(lanes, results, strict=True):
+                lane.values[op.name] = result
+                for name in self._dead_after.get(op.name, ()):
+                    lane.values.pop(name, None)
+            progress(done / len(self._graph.ops))
+        return results
+
+    def _sources(self, step: Step) -> dict[str, Tensor]:
+        given = step.tokens, step.positions, (0,) * len(step.tokens)
+        return {name: torch.tensor(ids) for name, ids in zip(SOURCES, given, strict=True)}
+
+    def _op(self, op: Op, lanes: Sequence[Lane]) -> list[Tensor]:
+        of_b = [self.group(op.name) in lane.of_b for lane in lanes]
+        ways = [self._sides[side].ways[op.name] for side in of_b]
+        energies = [Energy() if lane.noisy else None for lane in lanes]
+        inputs = [[*self._inputs(op, lane)] for lane in lanes]
+        if op.kind == "state":
+            return [state(op, [], "cpu") for _ in lanes]
+        calls = [
+            call_of(way.op, given, self._sides[side].weights, way.arithmetic, energy)
+            for way, given, side, energy in zip(ways, inputs, of_b, energies, strict=True)
+        ]
+        ys: dict[int, Tensor] = {}
+        for alike in {id(call.op): call.op for call in calls}.values():
+            places = [i for i, call in enumerate(calls) if call.op is alike]
+            ys |= zip(places, evaluate_together([calls[i] for i in places]), strict=True)
+        storages = [self._sides[STORAGE in lane.of_b].ways[op.name].storage for lane in lanes]
+        hidden = causal(self._positions, self._positions) if op.kind == "scores" else None
+        if KINDS[op.kind].picks:  # of what was chosen, the choice
+            chosen = [side.recorded(op.name, ys[i]) for i, side in enumerate(self._sides)]
+            return [ys[i] if (c := chosen[side]) is None else c for i, side in enumerate(of_b)]
+        errors = [
+            side.error(op.name, ys[i], rounding(ys[i], storages[i]), hidden) for i, side in enumerate(self._sides)
+        ]
+        made = []
+        for i, lane in enumerate(lanes):
+            error = errors[of_b[i]]
+            y = ys[i] if error is None else ys[i] + error
+            if lane.noisy and (energy := energies[i]) is not None:
+                storage = "f64" if storages[i] == "f64" else "f32"
+                found = noise(op, inputs[i], ys[i], calls[i].weights, energy, ways[i].arithmetic, storage)
+                self.erring[int(of_b[i]), op.name] = _excess(error, found, ys[i], storages[i])
+                spread = torch.sqrt(found.sigma**2 + found.hard**2 / 3)
+                y = y + spread * torch.randn(y.shape, generator=lane.random, dtype=y.dtype)
+            made.append(rounding(y, storages[i]))
+        return made
+
+    @property
+    def _positions(self) -> Tensor:
+        return torch.tensor(self._step.positions)
+
+    def _inputs(self, op: Op, lane: Lane) -> Iterable[Tensor]:
+        n = len(self._step.tokens)
+        for (name, past), view in zip(op.reads, op.seen, strict=True):
+            if past == "before":
+                yield in_buffer(()).to(torch.float64)
+                continue
+            yield seen(view, n, n, lane.values[name]) if view else lane.values[name]
+
+
+def _excess(error: Tensor | None, honest: Noise, y: Tensor, storage: str) -> float:
+    """The squared error of a side's op in units of the noise of honest arithmetic, in the median row: a rounding that
+    went the other way is in a few rows, another weight in all.
+    """
+    if error is None:
+        return 0.0
+    kept = UNIT[storage] * _ROUNDINGS if storage in ("f16", "bf16") else 0.0
+    noise = honest.sigma**2 + honest.hard**2 / 3 + (kept * y) ** 2
+    rows = (x.reshape(len(y), -1).sum(1) for x in (error.square(), noise + torch.zeros_like(y)))
+    return float(torch.div(*rows).nan_to_num(0.0).median())

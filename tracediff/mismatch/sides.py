@@ -1,0 +1,152 @@
+"""How each side computes each op: its arithmetic as its own trace tells it, the order of casts, and what it stores."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracediff.mismatch.lanes import Side, Way
+from tracediff.model.graph import Op
+from tracediff.model.model import Model
+from tracediff.names import split
+from tracediff.numerics.arithmetic import EXACT, PLAIN, Scheme, in_words
+from tracediff.numerics.evaluate import arithmetic_of, is_covered, rounding
+from tracediff.numerics.kinds.norm import rms_norm
+from tracediff.numerics.roundings import rounding_named
+from tracediff.replay.judging import Subject, replays_of
+from tracediff.replay.replay import Replay
+from tracediff.replay.storage import stored_as
+from tracediff.trace.reader import Trace
+from tracediff.trace.restep import restep
+from tracediff.trace.writer import TraceWriter
+
+_BETTER = 0.1  # of what plain order leaves: an order of casts that leaves less is the side's
+_LOOKED_AT = 3  # norms that choose it
+_UNKNOWN = "in no arithmetic known here"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A side, and what is said of its ops; `weights` are those that it holds in place of the file's."""
+
+    side: Side
+    unsettled: frozenset[str]  # ops of which no arithmetic fits a record
+    cast: str | None  # what norms round their values to before the weight
+
+    def how(self, ops: Iterable[Op]) -> str:
+        """How the side computes these ops, which are of one group."""
+        ops = list(ops)
+        if any(op.name in self.unsettled and not (self.cast and op.kind == "rms_norm") for op in ops):
+            return _UNKNOWN
+        said = in_words((op.kind, self.side.ways[op.name].arithmetic) for op in ops)
+        if self.cast and any(op.kind == "rms_norm" for op in ops):
+            cast = f"normalised values in {rounding_named(self.cast).words} before the weight"
+            return cast if said == "exact" else f"{cast}, {said}"
+        return said
+
+
+def in_one_pass(trace: Trace, folder: Path, name: str) -> Trace:
+    """The trace as if all tokens had been fed at once."""
+    if len(trace.steps) == 1:
+        return trace
+    positions = [position for step in trace.steps.values() for position in step.positions]
+    like, out = folder / f"{name}-like.trace", folder / f"{name}.trace"
+    with TraceWriter(like, "") as writer:
+        writer.step(0, trace.tokens, positions)
+    restep(trace, Trace(like), out)
+    return Trace(out)
+
+
+def sides_of(model: Model, traces: tuple[Trace, Trace]) -> tuple[Known, Known]:
+    """What each trace tells of how its engine computes. Weights that it recorded are those that it is replayed with.
+
+    Raises TraceError for a trace of another model.
+    """
+    subjects = [Subject(trace, _held(trace, model)) for trace in traces]
+    a, b = (_known(replay, model) for replay in replays_of(model, subjects))
+    return a, b
+
+
+def _held(trace: Trace, model: Model) -> dict[str, np.ndarray]:
+    tensors = model.tensors
+    return {
+        name: trace.values(weight).astype(np.float32)
+        for name, weight in trace.weights.items()
+        if weight.has_data and name in tensors and weight.size == np.prod(tensors.shape(name))
+    }
+
+
+def _known(replay: Replay, model: Model) -> Known:
+    graph, (step,) = model.graph, replay.trace.steps
+    schemes: dict[str, Scheme] = {}
+    unsettled = set()
+    scheme = next(s for s in PLAIN if s.name == "exact")
+    for op in reversed([*graph]):  # what was not recorded is computed as what was, after it
+        record = replay.trace.ops.get((step, op.name))
+        if record is not None and op.name in replay.records:
+            choice = replay.choice(record)
+            scheme = choice.schemes[0]
+            if not choice.settled:
+                unsettled.add(op.name)
+        schemes[op.name] = scheme
+    cast = _cast(replay, step)
+    ways = {op.name: _way(replay, op, schemes[op.name], cast, step) for op in graph}
+    return Known(Side(replay.trace, replay.weights, ways), frozenset(unsettled), cast)
+
+
+def _way(replay: Replay, op: Op, scheme: Scheme, cast: str | None, step: int) -> Way:
+    arithmetic = arithmetic_of(op, scheme, replay.weights) if is_covered(op) else EXACT
+    record = replay.trace.ops.get((step, op.name))
+    storage = "f64"
+    if record is not None and record.has_data:
+        storage = stored_as(torch.from_numpy(replay.trace.values(record)).double(), record.dtype or "f32")
+    if cast and op.kind == "rms_norm" and len(op.weights) == 1:
+        op = replace(op, function=partial(cast_before_weight, cast=cast))
+    return Way(op, arithmetic, storage)
+
+
+def cast_before_weight(x: Tensor, weight: Tensor, *, eps: float, cast: str) -> Tensor:
+    """The norm with its values rounded before the weight, as transformers' LlamaRMSNorm has it in half precision."""
+    return rounding(rms_norm(x, eps=eps), cast) * weight
+
+
+def _cast(replay: Replay, step: int) -> str | None:
+    """What this side's norms round their values to before the weight, where that leaves a tenth of them or less."""
+    left: dict[str | None, float] = dict.fromkeys((None, "bf16", "f16"), 0.0)
+    for op in [*_norms(replay, step)][:_LOOKED_AT]:
+        known = replay.known(replay.trace.ops[step, op.name])
+        weight = replay.weights.load(op.weights[0])
+        storage = stored_as(known.recorded, replay.trace.ops[step, op.name].dtype or "f32")
+        for cast in left:
+            function = partial(cast_before_weight, cast=cast) if cast else rms_norm
+            made = rounding(function(known.inputs[0], weight, **op.attrs), storage)
+            left[cast] += float((made.reshape(known.recorded.shape) - known.recorded).square().sum())
+    best = min(left, key=lambda cast: left[cast])
+    return best if best and left[best] <= _BETTER * left[None] else None
+
+
+def _norms(replay: Replay, step: int) -> Iterator[Op]:
+    """Those of which input and output were recorded."""
+    for op in replay.graph:
+        read = replay.trace.ops.get((step, op.inputs[0]))
+        if op.kind == "rms_norm" and len(op.weights) == 1 and op.name in replay.records and read and read.has_data:
+            yield op
+
+
+def label(op: Op) -> str:
+    """What kind of op it is, in words."""
+    words = {
+        "rms_norm": "norms", "layer_norm": "norms", "linear": "matmuls", "scores": "attention", "softmax": "attention",
+        "weighted_values": "attention", "soft_max": "attention", "add": "sums", "swiglu": "activations",
+        "linear_id": "experts", "top_k": "routes", "argsort": "routes",
+    }  # fmt: skip
+    return words.get(op.kind, op.kind.replace("_", " "))
+
+
+def alone(op: Op) -> str:
+    """The name of a group of one op."""
+    return f"{split(op.name)[1]} alone ({op.name})"
