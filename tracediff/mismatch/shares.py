@@ -104,8 +104,8 @@ class _Explainer:
         for side, name in (("A", 0), ("B", 1)):
             of_side = {op: excess for (which, op), excess in erring.items() if which == name}
             for op in self._graph:
-                kin = [of_side[o] for o, group in self._groups.items() if group == label(op) and o != op.name]
-                if op.weights and kin and of_side[op.name] > _FAR and median(kin) < _KIN:
+                kin = [of_side.get(o, 0.0) for o, group in self._groups.items() if group == label(op) and o != op.name]
+                if op.weights and kin and of_side.get(op.name, 0.0) > _FAR and median(kin) < _KIN:
                     found[op.name] = side
         for op_name in found:
             self._groups[op_name] = alone(self._graph[op_name])

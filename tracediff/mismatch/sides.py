@@ -142,7 +142,7 @@ def label(op: Op) -> str:
     words = {
         "rms_norm": "norms", "layer_norm": "norms", "linear": "matmuls", "scores": "attention", "softmax": "attention",
         "weighted_values": "attention", "soft_max": "attention", "add": "sums", "swiglu": "activations",
-        "linear_id": "experts", "top_k": "routes", "argsort": "routes",
+        "linear_id": "experts", "mul_mat": "products", "top_k": "routes", "argsort": "routes",
     }  # fmt: skip
     return words.get(op.kind, op.kind.replace("_", " "))
 
