@@ -97,7 +97,11 @@ WIDE_ROWS: Metadata = {
     "embedding_length": 256, "feed_forward_length": 512, "expert_feed_forward_length": 256, "ssm.inner_size": 768,
     "features_length": 256, "posnet.embedding_length": 256, "convnext.embedding_length": 256,
 }  # fmt: skip
-WIDE_OF = {"granitehybrid": {"ssm.inner_size": 512, "ssm.time_step_rank": 16}}  # twice as wide as an embedding
+WIDE_OF = {  # twice as wide as an embedding
+    "granitehybrid": {"ssm.inner_size": 512, "ssm.time_step_rank": 16},
+    "mamba": {"ssm.inner_size": 512},
+    "jamba": {"ssm.inner_size": 512},
+}
 EVERY_OTHER_LAYER: Metadata = {"attention.head_count_kv": [N_HEAD_KV, 0], "attention.head_count": [N_HEAD, 0]}
 ONE_OF_THREE: Metadata = {  # a layer each of attention, of states and of experts
     "block_count": 3, "attention.head_count": [N_HEAD, 0, 0], "attention.head_count_kv": [N_HEAD_KV, 0, 0],

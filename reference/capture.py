@@ -223,11 +223,15 @@ def _minus(a: Size, b: Size) -> Size:
     return _size([i - j for i, j in zip(x, y, strict=True)])
 
 
-def _params(of: list[np.ndarray]) -> tuple[int, ...] | None:
-    """An op's parameters up to the last that is not 0; None where they follow the step."""
-    if any(not np.array_equal(params, of[0]) for params in of[1:]):
-        return None
-    params = of[0].tolist()
-    while params and not params[-1]:
-        params.pop()
-    return tuple(params)
+def _params(of: list[np.ndarray]) -> tuple[int | float | None, ...]:
+    """An op's parameters up to the last that is not 0: bits; a float that is so much for each token; else None."""
+    bits = np.stack(of)
+    tokens = np.array([t for t, _ in (*_GRID, _CHECK)])[:, None]
+    each = bits.view(np.float32).astype(np.float64) / tokens
+    found = [
+        int(same[0]) if (same == same[0]).all() else float(per[0]) if (per == per[0]).all() else None
+        for same, per in zip(bits.T, each.T, strict=True)
+    ]
+    while found and found[-1] == 0:
+        found.pop()
+    return tuple(found)

@@ -6,7 +6,7 @@ This is what crosses from the child to the parent and what is kept on disk: no p
 import msgspec
 from msgspec import Struct
 
-VERSION = 2  # of this description: one of another version is made again
+VERSION = 3  # of this description: one of another version is made again
 
 # A whole number, or [a, b, c, d, e] for a + b T + c S + d T S + e T T: T tokens of the step, S positions visible.
 # None where neither fits: the size follows something else.
@@ -33,7 +33,8 @@ class Node(Struct, frozen=True, array_like=True):
     type: str
     shape: tuple[Size, ...]  # outermost first
     reads: tuple[Read | None, ...] = ()
-    params: tuple[int, ...] | None = ()  # op_params up to the last that is not 0; None where they follow the step
+    # op_params up to the last that is not 0; those that follow the step: so much for each token, else None
+    params: tuple[int | float | None, ...] = ()
     is_input: bool = False  # set by llama.cpp at each step: tokens, positions, masks
     is_windowed: bool = False  # as wide as the cache of the layers with a sliding window
     into: Read | None = None

@@ -27,6 +27,17 @@ ARCHITECTURES = {
 }
 
 
+@pytest.mark.parametrize("arch", ["t5encoder", "minimax-01", "chameleon"])
+def test_what_llama_cpp_makes_of_the_step_by_itself(arch: str, tiny: Tiny, cli: Cli, tmp_path: Path) -> None:
+    """Buckets of distances, decays and a parameter by tokens, a part set: in both engines, and every op is judged."""
+    page = tmp_path / "result.json"
+    code, output, error = cli("run", tiny(arch), *TOKENS, "--decode", 1, "--json", page)
+    assert code == 0, output + error
+    others = [op for op in json.loads(page.read_text())["ops"] if op["status"] != "ok"]
+    assert all(op["status"] == "unmatched" and op["reference"] is None for op in others)  # it computes none of them
+    assert {op["op"] for op in others} <= {"pos_bucket_enc", "slopes", "q_decay_exp", "k_decay_exp", "diag_decay_exp"}
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_from_model_to_report(arch: str, tiny: Tiny, cli: Cli, tmp_path: Path) -> None:
     model, folder, page = tiny(arch), tmp_path / "traces", tmp_path / "result.json"

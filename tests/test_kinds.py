@@ -25,6 +25,7 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import mask, softmax, temperature
 from tracediff.numerics.kinds.kind import Energy
 from tracediff.numerics.kinds.layout import hadamard, set_rows
+from tracediff.numerics.kinds.positional import decays, relative_buckets, scale_by_tokens
 from tracediff.numerics.kinds.reduction import argsort, top_k
 
 T, H, D, N = 7, 3, 16, 40  # tokens, heads, channels of a head, channels
@@ -144,6 +145,7 @@ CASES = [
     one("pad", X, attrs={"before_after": (1, 2, 0, 3, 0, 0, 0, 0)}, ggml="pad_ext", numbers=(1, 2, 0, 3, 0, 0, 0, 0)),
     one("roll", X, attrs={"shifts": (3, -2, 0, 0)}, numbers=(3, -2, 0, 0)),
     one("diag", normal(1, N)),
+    one("set", X, normal(5), attrs={"first": 9}, ggml="set_1d", numbers=(36,)),
     one("fill", X, attrs={"value": 0.25}, numbers=(0.25,)),
     one("copy", X, ggml="cont"),
     one("add_id", normal(T, 2, N), CHOSEN, weights=(normal(5, N),), ggml=lambda x, at, w: compute("add_id", x, w, at)),
@@ -313,9 +315,29 @@ def test_what_llama_cpp_makes_of_positions() -> None:
     assert (matrix.sign()[:2] == torch.tensor([[1.0] * 8, [1.0, -1.0] * 4])).all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_buckets_of_distances_are_those_of_transformers(causal: bool) -> None:
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    at = torch.arange(300)
+    theirs = t5.T5Attention._relative_position_bucket(at[None] - at[:, None], not causal, 32, 128)
+    assert torch.equal(relative_buckets(at, at, n=32, causal=causal), theirs)
+
+
+def test_decays_of_lightning_attention() -> None:
+    """Of two heads (slopes 1/16 and 1/256) and three tokens after five others."""
+    at = torch.tensor([5, 6, 7])
+    q, k, diag = (decays(at, heads=2, of=of) for of in ("q", "k", "diag"))
+    assert decays(at, heads=2, of="slopes").tolist() == [1 / 16, 1 / 256]
+    assert (q[..., 0] * -256).tolist() == [[16, 1], [32, 2], [48, 3]]
+    assert (k[..., 0] * -256).tolist() == [[32, 2], [16, 1], [0, 0]]
+    assert (diag[1] * -256).tolist() == [[0, math.inf, math.inf], [1, 0, math.inf], [2, 1, 0]]
+    assert scale_by_tokens(torch.ones(1), at, each=-0.5).tolist() == [-1.5]
+
+
 def test_every_kind_is_tested_here_or_runs_in_the_hand_written_families() -> None:
-    families = {name.kind for name in NAMES.values()}
+    families = {name.kind for name in NAMES.values()} - {"logprobs"}  # which no op of a graph makes
     elsewhere = {"top_k", "argsort", "mask", "state", "temperature", "hadamard"}
+    elsewhere |= {"relative_buckets", "decays", "scale_by_tokens"}
     assert families <= set(KINDS)
     assert set(KINDS) == families | {case.kind for case in CASES} | elsewhere
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Axis, Op, View, Weight
 from tracediff.model.lift import layout, naming, patterns
+from tracediff.model.lift.inputs import made_of_positions
 from tracediff.names import layer_of
 from tracediff_reference.description import Description, Node, Read
 
@@ -123,16 +124,13 @@ class Lifter:
         if node.type == "i32" and node.shape == (layout.TOKENS,):  # a second use of the tokens, without a name
             return "tokens"
         if i not in self._value:
-            if node.name.endswith("kq_mask"):
-                keys = Input("positions", node.shape[-1] == layout.POSITIONS)
-                self._add(i, "attn_mask", "mask", [Input("positions"), keys], attrs=self._visible(node))
-            elif node.name == "inp_attn_scale":
-                attrs = patterns.temperature(self._file.metadata)
-                self._add(i, "attn_temperature", "temperature", [Input("positions")], attrs=attrs)
-            elif node.name.endswith(("_k_rot", "_v_rot")):
-                self._add(i, "attn_rot", "hadamard", [Input("positions")], attrs={"n": node.shape[-1]})
-            else:
+            made = made_of_positions(node, self._file.metadata)
+            if made is None:
                 self._add(i, naming.of_value(node.name) or "input", "input", ())
+            else:
+                keys = [Input("positions", node.shape[-1] == layout.POSITIONS)] * made.of_keys
+                attrs = self._visible(node) if made.kind == "mask" else made.attrs
+                self._add(i, made.name, made.kind, [Input("positions"), *keys], attrs=attrs)
         return self._value[i]
 
     def _from_cache(self, read: Read) -> Input:
@@ -184,7 +182,7 @@ class Lifter:
             inputs = self._halves(node, inputs)
         if node.op == "REPEAT" and "times" not in patterns.attrs(node):
             inputs = [Input(one.name, one.past, layout.stretched(reads[0], node)) for one in inputs]
-        kind = patterns.kind(node) if node.params is not None else f"{patterns.kind(node)} by step"
+        kind = f"{patterns.kind(node)} by step" if patterns.follows_step(node) else patterns.kind(node)
         axes = self._own_axes(node, kind)
         self._add(i, self._name(node, kind, inputs, weights), kind, inputs, weights, axes, patterns.attrs(node))
 
@@ -478,8 +476,12 @@ class Lifter:
         self._parts[i] = chosen
 
     def _scale(self, i: int, node: Node) -> None:
-        """By 0, of a cache of states that is new: no op."""
-        if not (node.into and self._is_cache(node.into)):
+        """By 0, of a cache of states that is new: no op. By the number of tokens, one that reads the step."""
+        each = node.params[0] if node.params else 0
+        if isinstance(each, float) and len(node.params) == 1:
+            inputs = [self._input(_operands(node)[0]), Input("positions")]
+            self._add(i, self._name(node, "scale", inputs), "scale_by_tokens", inputs, attrs={"each": each})
+        elif not (node.into and self._is_cache(node.into)):
             self._plain(i, node)
 
     def _copy(self, i: int, node: Node) -> None:

@@ -26,6 +26,20 @@ def kind(node: Node) -> str:
     return _KINDS.get(node.op, node.op.lower())
 
 
+def follows_step(node: Node) -> bool:
+    """Whether it has parameters that are others at each step, and that nobody knows."""
+    read = node.params[_SET_AT : _SET_AT + 1] if is_run(node) else node.params
+    return not all(isinstance(param, int) for param in read)
+
+
+def is_run(node: Node) -> bool:
+    """Whether a SET puts one run of elements; then how far apart rows lie is of no account."""
+    return node.op == "SET" and len(node.reads) > 1 and node.reads[1] is not None and len(node.reads[1].shape) == 1
+
+
+_SET_AT = 3  # of nb1, nb2, nb3, offset
+
+
 def attrs(node: Node) -> Attrs:
     """Its parameters by name."""
     return _ATTRS[node.op](node) if node.op in _ATTRS else {}
@@ -38,21 +52,8 @@ def number(node: Node, i: int) -> float:
 
 def integer(node: Node, i: int) -> int:
     """Parameter i."""
-    params = node.params or ()
-    return params[i] if i < len(params) else 0
-
-
-def temperature(metadata: Mapping[str, Any]) -> Attrs:
-    """How queries grow with their position, which llama.cpp computes outside of the graph (src/models/*.cpp)."""
-    arch = metadata["general.architecture"]
-    if arch == "llama4":
-        return {"scale": 0.1, "every": 8192, "offset": 1.0}
-    key = "attention.temperature_length" if f"{arch}.attention.temperature_length" in metadata else _TRAINED
-    every = metadata.get(f"{arch}.{key}", metadata.get(f"{arch}.context_length"))
-    return {"scale": metadata[f"{arch}.attention.temperature_scale"], "every": every, "offset": 0.0}
-
-
-_TRAINED = "rope.scaling.original_context_length"
+    found = node.params[i] if i < len(node.params) else 0
+    return found if isinstance(found, int) else 0
 
 
 def rope(node: Node) -> Rope:
@@ -100,6 +101,7 @@ def _dtype(node: Node) -> Attrs:
     return {} if node.type in ("f32", "i32") else {"dtype": node.type}
 
 
+_FLOAT = 4  # bytes
 _EPS = _named(eps=(number, 0))
 _GATED = _named(alpha=(number, 2), limit=(number, 3))
 _ATTRS: Mapping[str, Callable[[Node], Attrs]] = MappingProxyType({
@@ -112,6 +114,7 @@ _ATTRS: Mapping[str, Callable[[Node], Attrs]] = MappingProxyType({
     "TOP_K": lambda node: {"k": node.shape[-1]},
     "CONCAT": _named(axis=(_axis, 0)),
     "REPEAT": _times,
+    "SET": lambda node: {"first": integer(node, _SET_AT) // _FLOAT},
     "FILL": _named(value=(number, 0)),
     "CONT": _dtype, "CPY": _dtype, "DUP": _dtype,
     "SWIGLU_OAI": _GATED, "SWIGLU_CLAMP": _named(limit=(number, 3)),

@@ -16,6 +16,7 @@ from tracediff.numerics.kinds import (
     layout,
     linear,
     norm,
+    positional,
     recurrent,
     reduction,
     rope,
@@ -23,6 +24,6 @@ from tracediff.numerics.kinds import (
 
 _FAMILIES = (
     embedding, norm, linear, rope, attention, elementwise, activation, reduction, layout, experts, recurrent,
-    hyper_connections,
+    hyper_connections, positional,
 )  # fmt: skip
 KINDS = MappingProxyType({kind.name: kind for family in _FAMILIES for kind in family.KINDS})

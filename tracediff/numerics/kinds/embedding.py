@@ -14,7 +14,7 @@ def embedding(rows: Tensor) -> Tensor:
 
 
 def _gathered(call: Call) -> Tensor:
-    rows = call.weights.gather(call.op.weights[0], call.inputs[0])
+    rows = call.weights.gather(call.op.weights[0], call.inputs[0].flatten().long())
     return call.function(rounding_named(call.arithmetic.stored)(rows), **call.op.attrs)
 
 

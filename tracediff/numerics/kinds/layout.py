@@ -54,6 +54,12 @@ def _of_rows(made: Made) -> Noise:
     return analysed(made) if made.op.function else none(made)
 
 
+def set_(x: Tensor, part: Tensor, *, first: int) -> Tensor:
+    """X with a part of its elements, in C order from `first` on, replaced."""
+    flat = x.flatten()
+    return torch.cat((flat[:first], part.flatten().to(x.dtype), flat[first + part.numel() :])).reshape(x.shape)
+
+
 def fill(x: Tensor, *, value: float) -> Tensor:
     """One value in the shape of x."""
     return torch.full_like(x, value, dtype=x.dtype if x.is_floating_point() else torch.float64)
@@ -118,6 +124,7 @@ KINDS = (
     Kind("repeat", repeat, ("x",), noise=none, keeps_part=True),
     Kind("get_rows", get_rows, ("table", "ids"), compute=_rows, noise=_of_rows),
     Kind("set_rows", set_rows, ("rows", "ids", "into"), noise=none),
+    Kind("set", set_, ("x", "part"), noise=none),
     Kind("pad", pad, ("x",), noise=none),
     Kind("roll", roll, ("x",), noise=none),
     Kind("tri", tri, ("x",), noise=none),
