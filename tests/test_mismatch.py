@@ -310,3 +310,14 @@ def test_another_arithmetic_is_a_mismatch(models: Models, tmp_path: Path, llama_
     result = mismatch_traces(traced(model, tmp_path / "a.trace"), rollout, model=model)
     assert (result.verdict, result.shares[0].name) == ("diverged", "activations_in_q8_K_blocks")
     assert result.shares[0].alone == pytest.approx(1, abs=0.1)
+
+
+def test_routes_that_flip(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """A mixture of experts in half precision: other experts make more of it than all arithmetic."""
+    model, ids = tiny("olmoe"), tuple(range(3, 27))
+    a = trace_torch(model, tmp_path / "a.trace", TorchOptions(), ids)
+    b = trace_torch(model, tmp_path / "b.trace", TorchOptions(arithmetic="activations and weights in bfloat16"), ids)
+    result = mismatch_traces(a, b, model=model)
+    assert (result.verdict, result.shares[0].name) == ("diverged", "routes_flipped")
+    assert result.shares[0].alone == pytest.approx(1, abs=0.1)
+    assert "tokens go to other experts" in result.findings[0].text

@@ -130,12 +130,12 @@ class Lanes:
         return {name: torch.tensor(ids) for name, ids in zip(SOURCES, given, strict=True)}
 
     def _op(self, op: Op, lanes: Sequence[Lane]) -> list[Tensor]:
+        if op.kind == "state":  # before the first step
+            return [state(op, [], "cpu") for _ in lanes]
         of_b = [self.group(op.name) in lane.of_b for lane in lanes]
         ways = [self._sides[side].ways[op.name] for side in of_b]
         energies = [Energy() if lane.noisy else None for lane in lanes]
         inputs = [[*self._inputs(op, lane)] for lane in lanes]
-        if op.kind == "state":
-            return [state(op, [], "cpu") for _ in lanes]
         calls = [
             call_of(way.op, given, self._sides[side].weights, way.arithmetic, energy)
             for way, given, side, energy in zip(ways, inputs, of_b, energies, strict=True)

@@ -6,7 +6,7 @@ up to 1; where contributions interact, or routes flip, what a kind makes alone d
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tracediff.mismatch.lanes import STORAGE, Lanes
 from tracediff.mismatch.logprobs import log_softmax
-from tracediff.mismatch.sides import Known, alone, in_one_pass, label, sides_of
+from tracediff.mismatch.sides import ROUTES, Known, alone, in_one_pass, label, sides_of
 from tracediff.model.model import Model
 from tracediff.result import Share
 from tracediff.trace.reader import Trace
@@ -111,6 +111,14 @@ class _Explainer:
             self._groups[op_name] = alone(self._graph[op_name])
         return found
 
+    def _flips(self, ops: Iterable[str]) -> set[int]:
+        """The tokens for which the sides chose other experts anywhere."""
+        found: set[int] = set()
+        for op in ops:
+            chosen = (_chosen(known, op) for known in self._known)
+            found |= {token for token, (x, y) in enumerate(zip(*chosen, strict=False)) if x != y}
+        return found
+
     def _worded(self, group: str, alone_: float, last: float, added: float, other: dict[str, str]) -> Share:
         if group == STORAGE:
             stored = [_storages(known) for known in self._known]
@@ -121,8 +129,20 @@ class _Explainer:
             said = {"A": "with the file's weight", "B": "with the file's weight"}
             said[other[names[0]]] = f"not with the file's {ops[0].weights[0].name}: stale, or loaded wrongly"
             return Share(group, "stale_weights", names, alone_, last, added, said["A"], said["B"])
+        if group == ROUTES and (flips := self._flips(names)):
+            flipped = f"{len(flips)} of {len(self._tokens)} tokens go to other experts"
+            return Share(group, "routes_flipped", names, alone_, last, added, flipped, flipped)
         a, b = (known.how(ops) for known in self._known)
         return Share(group, _slug(a, b), names, alone_, last, added, a, b)
+
+
+def _chosen(known: Known, op: str) -> list[set[int]]:
+    """Of each token what was chosen for it; nothing where that was not recorded."""
+    trace = known.side.trace
+    record = trace.ops.get((next(iter(trace.steps)), op))
+    if record is None or not record.has_data or record.rows is not None:
+        return []
+    return [set(row) for row in trace.values(record).reshape(len(trace.tokens), -1).astype(int).tolist()]
 
 
 def _storages(known: Known) -> str:

@@ -24,6 +24,7 @@ from tracediff.trace.reader import Trace
 from tracediff.trace.restep import restep
 from tracediff.trace.writer import TraceWriter
 
+ROUTES = "routes"  # the group of which experts were chosen
 _BETTER = 0.1  # of what plain order leaves: an order of casts that leaves less is the side's
 _LOOKED_AT = 3  # norms that choose it
 _UNKNOWN = "in no arithmetic known here"
@@ -142,7 +143,7 @@ def label(op: Op) -> str:
     words = {
         "rms_norm": "norms", "layer_norm": "norms", "linear": "matmuls", "scores": "attention", "softmax": "attention",
         "weighted_values": "attention", "soft_max": "attention", "add": "sums", "swiglu": "activations",
-        "linear_id": "experts", "mul_mat": "products", "top_k": "routes", "argsort": "routes",
+        "linear_id": "experts", "mul_mat": "products", "top_k": ROUTES, "argsort": ROUTES,
     }  # fmt: skip
     return words.get(op.kind, op.kind.replace("_", " "))
 

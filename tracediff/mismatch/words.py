@@ -67,6 +67,8 @@ def makes(share: Share) -> str:
 
 def _how(share: Share) -> str:
     ops = listed(by_name(share.ops), 3)
+    if share.name == "routes_flipped":
+        return f"{share.a} ({ops}); replay the rollout's routes in the trainer, and it is gone"
     if share.a == share.b:
         return f"{ops}, {share.a} on both sides" if share.a else ops
     return f"in A {share.a}, in B {share.b} ({ops})"
