@@ -3,7 +3,7 @@
 import fnmatch
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +166,44 @@ def kind_of(op: str) -> str:
     """The kind of an op by its name: "unknown" for names that are not in the table."""
     name = NAMES.get(split(op)[1])
     return name.kind if name else "unknown"
+
+
+class StepOf(int):
+    """A step of one of several sequences: a number unlike those of other sequences, in whose order it comes.
+
+    It reads as "3 of sequence 1", behind the word step. Of sequence 0 it equals the plain number, so that such a trace
+    goes together with one of that sequence alone.
+    """
+
+    _SHIFT = 32  # sequences are below 2^20, and a double, which JSON has in browsers, holds 53 bits
+
+    def __new__(cls, step: int, sequence: int) -> Self:
+        """Of a step's number in the file and its sequence's."""
+        return super().__new__(cls, sequence << cls._SHIFT | step)
+
+    def __reduce__(self) -> tuple[type[Self], tuple[int, int]]:
+        """In another process it is made again."""
+        return type(self), (self.step, self.sequence)
+
+    @property
+    def step(self) -> int:
+        """The number in the file."""
+        return self & ((1 << self._SHIFT) - 1)
+
+    @property
+    def sequence(self) -> int:
+        """Whose step it is."""
+        return self >> self._SHIFT
+
+    def __str__(self) -> str:
+        return f"{self.step} of sequence {self.sequence}"
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+
+def plain_step(step: int) -> int:
+    """A step's number in the file."""
+    return step.step if isinstance(step, StepOf) else step

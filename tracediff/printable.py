@@ -35,7 +35,7 @@ def _is_printable(what: object) -> bool:
     import msgspec
 
     try:
-        text = msgspec.json.encode(what).decode()
+        text = msgspec.json.encode(what, enc_hook=str).decode()
     except UnicodeError:
         return False
     return text.isprintable() and "\\" not in text

@@ -101,7 +101,8 @@ def _lean(part: _Part) -> float:
 
 def _ends(reference: Trace | None, candidate: Trace) -> Iterator[StepEnds]:
     """The final hidden states, of the last token, of each step and the next."""
-    for steps in pairwise(sorted(candidate.steps)):
+    of = candidate.steps
+    for steps in (pair for pair in pairwise(sorted(of)) if of[pair[0]].sequence == of[pair[1]].sequence):
         op = _final(candidate, *steps)
         if op:
             theirs = _likeness(reference, op, steps) if reference else None

@@ -1,11 +1,11 @@
 """What an engine's outputs become in a trace: everything, the hidden states only, or statistics."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from tracediff.names import Capture, wanted
+from tracediff.names import Capture, kind_of, wanted
 from tracediff.trace.format import DType, Rows, Statistics
 from tracediff.trace.statistics import Moments
 from tracediff.trace.writer import TraceWriter
@@ -23,21 +23,42 @@ class Recorder:
         self._writer = writer
         self._capture = capture
 
-    def step(self, step: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Begin a step."""
-        self._writer.step(step, tokens, positions)
+    def step(
+        self, step: int, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int] | None = None
+    ) -> None:
+        """Begin a step, of one sequence or of one for each token."""
+        self._writer.step(step, tokens, positions, sequences)
 
     def weight(self, name: str, values: Tensor) -> None:
         """A weight as the engine holds it."""
         self._writer.weight(name, _bits(values), _NAMES[values.dtype])
 
-    def op(self, step: int, op: str, values: Tensor, hidden: Tensor | None = None, rows: Rows = None) -> None:
+    def op(
+        self,
+        step: int,
+        op: str,
+        values: Tensor,
+        hidden: Tensor | None = None,
+        rows: Rows = None,
+        sequence: int | None = None,
+    ) -> None:
         """An op's output; statistics leave out what `hidden` [T, S] marks: scores that the mask will hide."""
         if self._capture == "stats":
             visible = values if hidden is None else values[..., ~hidden]
-            self._writer.op_statistics(step, op, tuple(values.shape), statistics(visible), rows)
+            self._writer.op_statistics(step, op, tuple(values.shape), statistics(visible), rows, sequence)
         elif wanted(op, self._capture):
-            self._writer.op(step, op, _bits(values), _NAMES[values.dtype], rows)
+            self._writer.op(step, op, _bits(values), _NAMES[values.dtype], rows, sequence)
+
+    def parts(self, step: int, op: str, values: Mapping[int, Tensor], hidden: Mapping[int, Tensor | None]) -> None:
+        """An op's output for the tokens of each sequence of the step: together where its rows are the tokens'."""
+        if len(values) == 1:
+            (sequence,) = values
+            self.op(step, op, values[sequence], hidden[sequence])
+        elif self._capture == "stats" or kind_of(op) in ("scores", "softmax"):
+            for sequence, part in values.items():
+                self.op(step, op, part, hidden[sequence], sequence=sequence)
+        else:
+            self.op(step, op, torch.cat([*values.values()]))
 
 
 def _bits(x: Tensor):  # type: ignore[no-untyped-def]

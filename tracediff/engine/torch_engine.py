@@ -1,6 +1,6 @@
 """The torch engine: runs a graph op by op, one slice of weights in memory at a time, and records each output."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,11 @@ from tracediff.numerics.growing import Growing
 from tracediff.numerics.kinds.attention import causal
 from tracediff.numerics.views import seen, state
 
+# Kinds that make each token's row of that token's rows.
+_BY_ROWS = frozenset({
+    "embedding", "linear", "linear_id", "rms_norm", "layer_norm", "rope", "scale", "add", "mul", "swiglu",
+})  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
@@ -23,10 +28,33 @@ class StepInput:
 
     tokens: tuple[int, ...]
     positions: tuple[int, ...]
+    sequences: tuple[int, ...] | None = None  # of each token, those of one side by side; None where there is one
+
+    def parts(self) -> dict[int, slice]:
+        """Where the tokens of each sequence are."""
+        found: dict[int, slice] = {}
+        for at, sequence in enumerate(self.sequences or (0,) * len(self.tokens)):
+            found[sequence] = slice(found[sequence].start if sequence in found else at, at + 1)
+        return found
+
+
+class Cache:
+    """What is kept of one sequence from step to step."""
+
+    def __init__(self, graph: Graph, cached: Iterable[str], dtype: torch.dtype) -> None:
+        self.past = {name: Growing() for name in cached}
+        self.handed: dict[str, Tensor] = {}  # by the step before
+        # What a mistaken op reads of earlier steps, as it lies in a buffer.
+        self.buffers = {name: in_buffer(()).to(dtype) for op in graph for name, past in op.reads if past == "before"}
+        self.n_positions = 0  # so far
 
 
 class TorchEngine:
-    """A graph with its weights and a KV cache. One object runs one sequence."""
+    """A graph with its weights and a KV cache for each sequence.
+
+    Of a step of several sequences each op is computed at once for the rows of all, but those that look at other tokens
+    or at the cache: these are computed for one sequence after the other, as serving engines batch.
+    """
 
     def __init__(
         self,
@@ -38,56 +66,47 @@ class TorchEngine:
         self.graph = graph
         self.weights = weights
         self.logits = torch.empty(0)
+        self.caches: dict[int, Cache] = {}
         self._scheme = scheme
         self._progress = progress
         self._states = graph.states()
         self._cached = graph.cached() - self._states
-        self._past = {name: Growing() for name in self._cached}
-        self._handed: dict[str, Tensor] = {}  # by the step before
-        # What a mistaken op reads of earlier steps, as it lies in a buffer.
-        self._buffers = {
-            name: in_buffer(()).to(weights.dtype) for op in graph for name, past in op.reads if past == "before"
-        }
-        self._n_positions = 0  # so far
         last_use = {name: op.name for op in graph for name in op.inputs}
         self._dead_after: dict[str, list[str]] = {}
         for name, op in last_use.items():
             self._dead_after.setdefault(op, []).append(name)
 
     @torch.inference_mode()
-    def run(self, step: int, given: StepInput, recorder: Recorder) -> Tensor:
+    def run(self, step: int, given: StepInput, recorder: Recorder | None = None) -> Tensor:
         """One forward pass: records every op of the step and returns the logits, [T, n_vocab]."""
-        recorder.step(step, given.tokens, given.positions)
-        past = (self._n_positions,) * len(given.tokens)
-        values = {
-            name: torch.tensor(ids, device=self.weights.device)
-            for name, ids in zip(SOURCES, (given.tokens, given.positions, past), strict=True)
-        }
-        for name in self._cached & set(SOURCES):
-            self._past[name].append(values[name])
-        hidden = causal(values["positions"], self._past["positions"].rows) if "positions" in self._past else None
-        self._n_positions += len(given.tokens)
-        handed: dict[str, Tensor] = {}
-        result, buffers = torch.empty(0), dict(self._buffers)
+        if recorder:
+            recorder.step(step, given.tokens, given.positions, given.sequences)
+        parts = given.parts()
+        values = {name: dict[int, Tensor]() for name in SOURCES}
+        for sequence, at in parts.items():
+            self._begin(sequence, given.tokens[at], given.positions[at], values)
+        hidden = {sequence: self._hidden(sequence, values) for sequence in parts}
+        handed: dict[int, dict[str, Tensor]] = {sequence: {} for sequence in parts}
+        buffers = {sequence: dict(self.caches[sequence].buffers) for sequence in parts}
         for done, op in enumerate(self.graph, start=1):
-            arithmetic = arithmetic_of(op, self._scheme, self.weights) if self._scheme else EXACT
-            inputs = self._inputs(op, values, len(given.tokens))
-            result = evaluate(op, [*inputs], self.weights, arithmetic)
-            if op.kind != "state":  # the step before recorded it
-                recorder.op(step, op.name, result, hidden if op.kind == "scores" else None)
+            result = self._evaluated(op, values, parts)
+            if recorder and op.kind != "state":  # the step before recorded it
+                recorder.parts(step, op.name, result, hidden if op.kind == "scores" else dict.fromkeys(parts))
             values[op.name] = result
-            if op.name in self._cached:
-                self._past[op.name].append(result)
-            if op.name in buffers:
-                buffers[op.name] = in_buffer((buffers[op.name], result))
-            if op.name in self._states:
-                handed[op.name] = result
+            for sequence, part in result.items():
+                if op.name in self._cached:
+                    self.caches[sequence].past[op.name].append(part)
+                if op.name in buffers[sequence]:
+                    buffers[sequence][op.name] = in_buffer((buffers[sequence][op.name], part))
+                if op.name in self._states:
+                    handed[sequence][op.name] = part
             for name in self._dead_after.get(op.name, ()):
                 values.pop(name, None)
             self._progress(done / len(self.graph.ops))
-        self._handed, self._buffers = handed, buffers
-        self.logits = result
-        return result
+        for sequence in parts:
+            self.caches[sequence].handed, self.caches[sequence].buffers = handed[sequence], buffers[sequence]
+        self.logits = torch.cat([*result.values()])
+        return self.logits
 
     def record_weights(self, recorder: Recorder) -> None:
         """The norm weights as this engine holds them."""
@@ -95,14 +114,52 @@ class TorchEngine:
         for weight in by_name.values():
             recorder.weight(weight.name, self.weights.load(weight))
 
-    def _inputs(self, op: Op, values: dict[str, Tensor], n_tokens: int) -> Iterator[Tensor]:
+    def _begin(
+        self, sequence: int, tokens: tuple[int, ...], positions: tuple[int, ...], values: dict[str, dict[int, Tensor]]
+    ) -> None:
+        """A sequence's tokens of this step, and room for what is kept of it."""
+        if sequence not in self.caches:
+            self.caches[sequence] = Cache(self.graph, self._cached, self.weights.dtype)
+        cache = self.caches[sequence]
+        given = tokens, positions, (cache.n_positions,) * len(tokens)
+        for name, ids in zip(SOURCES, given, strict=True):
+            values[name][sequence] = torch.tensor(ids, device=self.weights.device)
+            if name in self._cached:
+                cache.past[name].append(values[name][sequence])
+        cache.n_positions += len(tokens)
+
+    def _hidden(self, sequence: int, values: dict[str, dict[int, Tensor]]) -> Tensor | None:
+        past = self.caches[sequence].past
+        return causal(values["positions"][sequence], past["positions"].rows) if "positions" in past else None
+
+    def _evaluated(self, op: Op, values: dict[str, dict[int, Tensor]], parts: Mapping[int, slice]) -> dict[int, Tensor]:
+        """The op's output for the tokens of each sequence."""
+        arithmetic = arithmetic_of(op, self._scheme, self.weights) if self._scheme else EXACT
+        if len(parts) > 1 and self._by_rows(op):
+            inputs = [torch.cat([*values[name].values()]) for name in op.inputs]
+            whole = evaluate(op, inputs, self.weights, arithmetic)
+            return {sequence: whole[at] for sequence, at in parts.items()}
+        return {
+            sequence: evaluate(op, [*self._inputs(op, values, sequence, at.stop - at.start)], self.weights, arithmetic)
+            for sequence, at in parts.items()
+        }
+
+    def _by_rows(self, op: Op) -> bool:
+        """Whether each token's row of it is made of that token's rows alone."""
+        of = [*op.inputs, op.name]
+        rows = all(name in SOURCES or self.graph[name].axes[0] == "T" for name in of)
+        changed = op.function or op.rework  # by a mistake, which may look anywhere
+        return rows and op.kind in _BY_ROWS and not (any(op.past) or any(op.views) or changed)
+
+    def _inputs(self, op: Op, values: dict[str, dict[int, Tensor]], sequence: int, n_tokens: int) -> Iterator[Tensor]:
+        cache = self.caches[sequence]
         if op.kind == "state":
-            parts = [self._handed[name] for name in op.inputs if name in self._handed]
+            parts = [cache.handed[name] for name in op.inputs if name in cache.handed]
             yield state(op, parts, self.weights.device, self.weights.dtype)
             return
         for (name, past), view in zip(op.reads, op.seen, strict=True):
             if past == "before":
-                yield self._buffers[name]
+                yield cache.buffers[name]
                 continue
-            whole = self._past[name].rows if past else values[name]
-            yield seen(view, n_tokens, self._n_positions, whole) if view else whole
+            whole = cache.past[name].rows if past else values[name][sequence]
+            yield seen(view, n_tokens, cache.n_positions, whole) if view else whole

@@ -15,7 +15,7 @@ from tracediff.errors import EngineError
 from tracediff.model.graph import Graph
 from tracediff.model.model import Model
 from tracediff.model.weights import Weights
-from tracediff.names import Capture
+from tracediff.names import Capture, plain_step
 from tracediff.numerics.arithmetic import Scheme, scheme_named
 from tracediff.numerics.evaluate import arithmetic_of, is_covered, rows_fit
 from tracediff.trace.format import Step
@@ -117,8 +117,14 @@ def check_device(device: str) -> None:
 
 
 def _given(steps: Sequence[Step]) -> Iterator[tuple[int, StepInput]]:
+    """These steps, or those of a trace in which each sequence has its own, as they were fed: together."""
+    together: dict[int, list[Step]] = {}
     for step in steps:
-        yield step.step, StepInput(step.tokens, step.positions)
+        together.setdefault(plain_step(step.step), []).append(step)
+    for number, alike in sorted(together.items()):
+        tokens, positions = ([x for step in alike for x in getattr(step, what)] for what in ("tokens", "positions"))
+        of = [sequence for step in alike for sequence in step.sequences or (step.sequence,) * len(step.tokens)]
+        yield number, StepInput(tuple(tokens), tuple(positions), tuple(of) if any(of) else None)
 
 
 class HasLogits(Protocol):

@@ -66,9 +66,9 @@ def _cut(
 
 def _positions(reference: Trace | None, candidate: Trace) -> Iterator[str]:
     """Positions that are not one after the other, or not the reference's: which ones hold, the values do not tell."""
-    following: int | None = None
+    following: dict[int, int] = {}  # of each sequence
     for number, step in candidate.steps.items():
-        first = step.positions[0] if following is None else following
+        first = following.get(step.sequence, step.positions[0])
         expected = tuple(range(first, first + len(step.positions)))
         if step.positions != expected:
             yield (
@@ -76,7 +76,7 @@ def _positions(reference: Trace | None, candidate: Trace) -> Iterator[str]:
                 f"{_few(expected)} follow. Record those that the engine computes with"
             )
             return
-        following = first + len(step.positions)
+        following[step.sequence] = first + len(step.positions)
     for number in reference.steps.keys() & candidate.steps.keys() if reference else ():
         assert reference
         theirs, ours = reference.steps[number].positions, candidate.steps[number].positions

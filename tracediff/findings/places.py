@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from tracediff.findings.words import listed, local_name
-from tracediff.names import layer_of
+from tracediff.names import layer_of, plain_step
 from tracediff.result import OpResult
 
 # What all ops of a kind are called together.
@@ -76,5 +76,8 @@ def runs(numbers: Iterable[int]) -> str:
     starts = [ordered[0], *(b for a, b in pairwise(ordered) if b != a + 1)]
     ends = [*(a for a, b in pairwise(ordered) if b != a + 1), ordered[-1]]
     joined = {0: "{a}", 1: "{a}, {b}"}
-    said = [joined.get(b - a, "{a} to {b}").format(a=a, b=b) for a, b in zip(starts, ends, strict=True)]
+    said = [
+        joined.get(b - a, "{a} to {b}").format(a=plain_step(a) if a != b else a, b=b)
+        for a, b in zip(starts, ends, strict=True)
+    ]
     return ", ".join(said[:_LAYERS]) + (", ..." if len(said) > _LAYERS else "")

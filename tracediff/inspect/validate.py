@@ -109,18 +109,18 @@ class _Found:
 
 
 def _steps(trace: Trace) -> Iterator[Remark]:
-    following: int | None = None
+    following: dict[int, int] = {}  # of each sequence
     for number, step in trace.steps.items():
         if len(step.tokens) > 1 and not any(step.tokens):
             then = "Write the ids that the engine was fed: replay begins with them."
             yield Remark(trace.lines[number], "violation", f"all token ids of step {number} are 0", then)
-        first = following if following is not None else next(iter(step.positions), 0)
+        first = following.get(step.sequence, next(iter(step.positions), 0))
         expected = range(first, first + len(step.positions))
         if step.positions != tuple(expected):
             what = f"step {number} has positions {_few(step.positions)}, where {_few(expected)} follow"
             then = "Every step goes on where the last ended, unless that is the engine's mistake."
             yield Remark(trace.lines[number], "warning", what, then)
-        following = expected.stop
+        following[step.sequence] = expected.stop
 
 
 def _records(trace: Trace) -> Iterator[tuple[int, str, Values]]:

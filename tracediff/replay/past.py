@@ -1,4 +1,4 @@
-"""Values as replay holds them: of one step, and of all steps so far, as a KV cache does."""
+"""Values as replay holds them: of one step, and of all steps of a sequence so far, as a KV cache does."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -70,7 +70,7 @@ class Past:
         return Value(self._exact.first(n_rows), tuple(sample.first(n_rows) for sample in samples))
 
 
-Pasts = dict[tuple[str, str], Past]  # by name of the value and of the arithmetic
+Pasts = dict[tuple[str, int, str], Past]  # by name of the value, sequence, and name of the arithmetic
 
 
 class Kept:

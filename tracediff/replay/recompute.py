@@ -97,8 +97,8 @@ class Recomputation:
         self._states = graph.states()
         self._cached = graph.cached() - self._states
         self._values: dict[tuple[Place, str], Value] = {}
-        self._exact: dict[str, Growing] = {}  # of what every step recorded
-        self._held: dict[tuple[str, int], Past] = {}  # the same by number of samples
+        self._exact: dict[tuple[str, int], Growing] = {}  # of what every step recorded, of each sequence
+        self._held: dict[tuple[str, int, int], Past] = {}  # the same by number of samples
         self._kept = Kept()
         self._n_kept = 0  # values that were kept when it was last looked what can go
         self._changes: tuple[Op, ...] = ()
@@ -235,8 +235,13 @@ class Recomputation:
             return  # of many small values each would be looked at for each record
         recent = () if all_of_it else [*self._values][-self._n_recent() :]
         handed = [key for key in self._values if key[1] and key[0][1] in self._states]
-        last = max((self._recorded.n_until(step) for (step, _, _), _ in handed), default=0)
-        handed = [key for key in handed if self._recorded.n_until(key[0][0]) >= last - 1]
+        last: dict[int, int] = {}  # of each sequence
+        for (step, _, _), _ in handed:
+            of = self._recorded.sequence(step)
+            last[of] = max(last.get(of, 0), self._recorded.n_until(step))
+        handed = [
+            key for key in handed if self._recorded.n_until(s := key[0][0]) >= last[self._recorded.sequence(s)] - 1
+        ]
         self._values = {key: self._values[key] for key in (*handed, *recent)}
         self._n_kept = len(self._values)
 
@@ -254,18 +259,21 @@ class Recomputation:
                 if not key[1] or key[0][1] in self._states or self._graph[key[0][1]].kind == "add"
             }
 
-    def _past(self, name: str, scheme: Scheme) -> Past:
-        """Where the value of all steps so far is kept: under every scheme and change the same where nothing lacks."""
+    def _past(self, step: int, name: str, scheme: Scheme) -> Past:
+        """Where the value of all steps of the step's sequence is kept: where nothing lacks the same under every scheme
+        and change.
+        """
+        sequence = self._recorded.sequence(step)
         if self._recorded.always_holds(name):
-            exact = self._exact.setdefault(name, Growing())
-            return self._held.setdefault((name, self._n_samples), Past(exact))
+            exact = self._exact.setdefault((name, sequence), Growing())
+            return self._held.setdefault((name, sequence, self._n_samples), Past(exact))
         if self._unchanged and name not in self._unchanged[1]:
-            return self._unchanged[0]._past(name, scheme)
-        return self._pasts.setdefault((name, scheme.name), Past())
+            return self._unchanged[0]._past(step, name, scheme)
+        return self._pasts.setdefault((name, sequence, scheme.name), Past())
 
     def _so_far(self, step: int, name: str, scheme: Scheme) -> Value:
         """The value of all tokens so far."""
-        past = self._past(name, scheme)
+        past = self._past(step, name, scheme)
         for number in self._recorded.until(step, len(past)):
             past.append(self._value((number, name, None), scheme))
         return past.until(self._recorded.n_until(step))
@@ -285,7 +293,7 @@ class Recomputation:
         """Recompute what the value reads of the steps before it: one by one, as the engine ran them."""
         step, name, rows = place
         segment = self._segments.of(step, self._graph[name], rows)
-        pasts = {name: self._past(name, scheme) for name in segment if name in self._cached}
+        pasts = {name: self._past(step, name, scheme) for name in segment if name in self._cached}
         states = [name for name in segment if name in self._states]
         n_before = self._recorded.n_until(step) - 1
         done = min([n_before, *map(len, pasts.values()), *(self._handed(name, scheme, step) for name in states)])
@@ -302,8 +310,9 @@ class Recomputation:
         before = self._recorded.before(step)
         if before is not None and self._recorded.holds((before, name, None)):
             return self._recorded.n_until(before)
+        sequence = self._recorded.sequence(step)
         steps = (at for (at, held, _), of in self._values if held == name and of == scheme.name and at < step)
-        return max(map(self._recorded.n_until, steps), default=0)
+        return max((self._recorded.n_until(at) for at in steps if self._recorded.sequence(at) == sequence), default=0)
 
     def _in_step(self, place: Place, scheme: Scheme) -> Value:
         """The value, when all that it reads of the steps before is there."""
@@ -345,7 +354,7 @@ class Recomputation:
             elif past == "before":
                 continue
             elif past:
-                missing = self._recorded.until(step, len(self._past(read, scheme)))
+                missing = self._recorded.until(step, len(self._past(step, read, scheme)))
                 yield from ((number, read, None) for number in missing)
             else:
                 yield step, read, rows

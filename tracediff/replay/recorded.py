@@ -29,10 +29,17 @@ class Recorded:
         self._graph = graph
         self._device = device
         self._positions = _positions(trace)
-        self._steps = [*trace.steps]
-        self._n_until = {number: i for i, number in enumerate(trace.steps, start=1)}
-        self._all_positions = torch.tensor([p for step in self._positions.values() for p in step], device=device)
-        self._first_lacking: dict[str, float] = {}
+        # Of each sequence: a step reads what went before in its own.
+        self._steps: dict[int, list[int]] = {}
+        self._n_until: dict[int, int] = {}
+        for number, step in trace.steps.items():
+            self._steps.setdefault(step.sequence, []).append(number)
+            self._n_until[number] = len(self._steps[step.sequence])
+        self._all_positions = {
+            sequence: torch.tensor([p for number in steps for p in self._positions[number]], device=device)
+            for sequence, steps in self._steps.items()
+        }
+        self._first_lacking: dict[tuple[str, int], float] = {}
         self._uncovered = {op.name for op in graph if not is_covered(op)}
 
     def holds(self, place: Place) -> bool:
@@ -43,14 +50,19 @@ class Recorded:
 
     def always_holds(self, name: str) -> bool:
         """Whether every step has the value, of all its tokens: of what is read over all steps so far."""
-        return self.first_lacking(name) == math.inf
+        return all(self.first_lacking(name, sequence) == math.inf for sequence in self._steps)
 
-    def first_lacking(self, name: str) -> float:
-        """The first step that does not hold the value of all its tokens; infinite where every step does."""
-        if name not in self._first_lacking:
-            lacking = (step for step in self._steps if not self.holds((step, name, None)))
-            self._first_lacking[name] = next(lacking, math.inf)
-        return self._first_lacking[name]
+    def first_lacking(self, name: str, sequence: int) -> float:
+        """The sequence's first step that does not hold the value of all its tokens; infinite where every step does."""
+        key = name, sequence
+        if key not in self._first_lacking:
+            lacking = (step for step in self._steps[sequence] if not self.holds((step, name, None)))
+            self._first_lacking[key] = next(lacking, math.inf)
+        return self._first_lacking[key]
+
+    def sequence(self, step: int) -> int:
+        """Whose step it is."""
+        return self.trace.steps[step].sequence
 
     def value(self, place: Place) -> Tensor:
         """The value that is held there: float64 of the op's shape, or int64 [T] of a source."""
@@ -112,19 +124,19 @@ class Recorded:
         return self.trace.parts(record) if record and isinstance(self.trace, Ranks) else ()
 
     def until(self, step: int, first: int = 0) -> list[int]:
-        """The steps until this one, itself included, without the `first` of them."""
-        return self._steps[first : self._n_until[step]]
+        """The steps of its sequence until this one, itself included, without the `first` of them."""
+        return self._steps[self.sequence(step)][first : self._n_until[step]]
 
     def before(self, step: int) -> int | None:
-        """The step before this one; None of the first."""
-        return self._steps[self._n_until[step] - 2] if self._n_until[step] > 1 else None
+        """The step of its sequence before this one; None of the first."""
+        return self._steps[self.sequence(step)][self._n_until[step] - 2] if self._n_until[step] > 1 else None
 
     def n_until(self, step: int) -> int:
-        """How many steps there are until this one, itself included."""
+        """How many steps of its sequence there are until this one, itself included."""
         return self._n_until[step]
 
     def n_tokens(self, step: int) -> int:
-        """How many tokens were fed until the end of this step."""
+        """How many tokens of its sequence were fed until the end of this step."""
         return self.trace.n_before(step) + len(self._positions[step])
 
     def holds_inputs(self, op: Op, record: OpRecord) -> list[bool]:
@@ -133,7 +145,9 @@ class Recorded:
             before = self.before(record.step)
             return [before is None or self.holds((before, name, None)) for name in op.inputs]
         return [
-            record.step < self.first_lacking(name) if past is True else self.holds((record.step, name, record.rows))
+            record.step < self.first_lacking(name, self.sequence(record.step))
+            if past is True
+            else self.holds((record.step, name, record.rows))
             for name, past in op.reads
         ]
 
@@ -153,7 +167,9 @@ class Recorded:
 
     def hidden(self, step: int, rows: Rows) -> Tensor:
         """Which scores the causal mask hides, bool [T, S]."""
-        return causal(self.value((step, "positions", rows)), self._all_positions[: self.n_tokens(step)])
+        return causal(
+            self.value((step, "positions", rows)), self._all_positions[self.sequence(step)][: self.n_tokens(step)]
+        )
 
     def storage(self, step: int) -> str:
         """What the engine stores values in, by what it recorded in this step."""
@@ -170,16 +186,16 @@ class Recorded:
 
 
 def _positions(trace: Trace) -> dict[int, tuple[int, ...]]:
-    """The positions that each step should have: they go on where the last ended. Raises TraceError for a gap."""
+    """The positions that each step should have: they go on where its sequence ended. Raises TraceError for a gap."""
     positions: dict[int, tuple[int, ...]] = {}
-    following: int | None = None
+    following: dict[int, int] = {}  # of each sequence
     for number, step in trace.steps.items():
-        first = step.positions[0] if following is None else following
-        if step.positions[0] > first and following is not None:
+        first = following.get(step.sequence, step.positions[0])
+        if step.positions[0] > first:
             raise TraceError(
                 f"{trace.path}: step {number} begins at position {step.positions[0]}, but the steps before end at "
                 f"{first - 1}: the keys and values between are missing. Record every step from the first."
             )
         positions[number] = tuple(range(first, first + len(step.positions)))
-        following = first + len(step.positions)
+        following[step.sequence] = first + len(step.positions)
     return positions

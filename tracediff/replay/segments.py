@@ -8,26 +8,26 @@ from tracediff.trace.format import Rows
 from tracediff.trace.reader import Trace
 
 Held = frozenset[tuple[str, Rows]]  # what a step recorded values of, and of which tokens
+Numbers = tuple[int, ...]
 Place = tuple[str, Rows, int]  # a value of these tokens, in steps of this pattern
 
 
 class Patterns:
-    """What the steps of a trace recorded. Those that recorded alike share a number: a thousand decode steps are one.
-
-    Numbers count up in the order in which the patterns appear.
-    """
+    """What the steps of a trace recorded. Those that recorded alike share a number: a thousand decode steps are one."""
 
     def __init__(self, trace: Trace) -> None:
         numbers: dict[Held, int] = {}
         self.of: dict[int, int] = {}  # of each step
-        self.before: dict[int, range] = {}  # of the step before each, where there is one
-        self.until: dict[int, range] = {}  # of the steps until each, itself included
-        before = range(0)
-        for step in trace.steps:
+        self.before: dict[int, Numbers] = {}  # of the step before each in its sequence, where there is one
+        self.until: dict[int, Numbers] = {}  # of the steps of its sequence until each, itself included
+        last: dict[int, tuple[Numbers, Numbers]] = {}  # the two of the step before, by sequence
+        for step, fed in trace.steps.items():
             held = frozenset((record.op, record.rows) for record in trace.step_ops(step) if record.has_data)
             self.of[step] = numbers.setdefault(held, len(numbers))
-            self.before[step], before = before, range(self.of[step], self.of[step] + 1)
-            self.until[step] = range(len(numbers))
+            here = (self.of[step],)
+            self.before[step], until = last.get(fed.sequence, ((), ()))
+            self.until[step] = until if {*here} <= {*until} else until + here
+            last[fed.sequence] = here, self.until[step]
         self._rows = [dict(held) for held in numbers]
 
     def holds(self, pattern: int, name: str, rows: Rows) -> bool:
@@ -60,7 +60,7 @@ class Segments:
             self._found[key] = (*sorted(before, key=self._order.__getitem__), op.name)
         return self._found[key]
 
-    def _lacking(self, op: Op, rows: Rows, here: int, before: range, so_far: range) -> Iterable[str]:
+    def _lacking(self, op: Op, rows: Rows, here: int, before: Numbers, so_far: Numbers) -> Iterable[str]:
         """Names of what is not held, of all that the op is made of."""
         found: set[Place] = set()
         stack = [*_read(op, rows, here, before, so_far)]
@@ -72,7 +72,7 @@ class Segments:
         return (name for name, _, _ in found)
 
 
-def _read(op: Op, rows: Rows, here: int, before: range, so_far: range) -> Iterator[Place]:
+def _read(op: Op, rows: Rows, here: int, before: Numbers, so_far: Numbers) -> Iterator[Place]:
     """What the op reads: a state of the step before, others of this one or of all so far."""
     for name, past in op.reads:
         if past or op.kind == "state":

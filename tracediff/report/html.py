@@ -13,7 +13,7 @@ from html import escape
 from importlib.resources import files
 
 from tracediff.findings.words import count, number
-from tracediff.names import layer_of, split
+from tracediff.names import StepOf, layer_of, split
 from tracediff.report.chart import drift_by_depth
 from tracediff.result import Logits, OpResult, Result, Said, Side, Statistics
 
@@ -113,6 +113,10 @@ def _steps(result: Result) -> list[int]:
     return sorted({op.step for op in result.ops})
 
 
+def _named(step: int) -> int | str:
+    return str(step) if isinstance(step, StepOf) else step
+
+
 def _data(result: Result) -> str:
     """What the script shows of each op; "<" is escaped, so that nothing in it ends the element."""
     of: dict[str, list[int]] = {}
@@ -120,14 +124,18 @@ def _data(result: Result) -> str:
         for op in one.ops:
             of.setdefault(op, []).append(n)
     ops = [_op(op, of.get(op.op, []) if op.status == "faulty" else []) for op in result.ops]
-    data = {"steps": _steps(result), "ops": ops, "findings": [one.text for one in result.findings]}
+    data = {
+        "steps": [_named(step) for step in _steps(result)],
+        "ops": ops,
+        "findings": [one.text for one in result.findings],
+    }
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _op(op: OpResult, findings: list[int]) -> dict[str, object]:
     drift, local = op.drift, op.local
     shown: dict[str, object] = {
-        "op": op.op, "step": op.step, "status": op.status,
+        "op": op.op, "step": _named(op.step), "status": op.status,
         "excess": _short(local.excess if local else None), "nmse": _short(drift.nmse if drift else None),
         "tolerance": _short(op.tolerance), "cosine": _short(drift.cosine if drift else None, 7),
         "max_abs": _short(drift.max_abs if drift else None),

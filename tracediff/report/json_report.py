@@ -1,15 +1,21 @@
 """The result as JSON, schema tracediff/1. Not json.py: that name is the standard library's."""
 
+from typing import Any
+
 import msgspec
 
+from tracediff.names import StepOf
 from tracediff.result import OpResult, Result
 
 SCHEMA = "tracediff/1"
 
 
 def render(result: Result) -> str:
-    """One JSON object; what is not finite becomes null."""
-    return msgspec.json.format(msgspec.json.encode(document(result)), indent=1).decode() + "\n"
+    """One JSON object; what is not finite becomes null. Of several sequences a "step" has its "sequence" beside it."""
+    whole: Any = document(result)
+    if any(isinstance(step, StepOf) for step in result.steps):
+        whole = _flat(msgspec.to_builtins(whole, enc_hook=_parts))
+    return msgspec.json.format(msgspec.json.encode(whole), indent=1).decode() + "\n"
 
 
 def document(result: Result) -> dict[str, object]:
@@ -38,6 +44,24 @@ def document(result: Result) -> dict[str, object]:
         "tokens": result.tokens,
         "notes": result.notes,
     }
+
+
+def _parts(step: StepOf) -> dict[str, int]:
+    return {"step": step.step, "sequence": step.sequence}
+
+
+def _flat(value: Any) -> Any:
+    """Steps as numbers again, and whose they are under a key of its own."""
+    if isinstance(value, (list, tuple)):
+        return [_flat(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: _flat(item) for key, item in value.items()}
+    if isinstance(step := found.get("step"), dict):
+        found |= step
+    if isinstance(steps := found.get("steps"), list) and all(isinstance(step, dict) for step in steps):
+        found |= {"steps": [step["step"] for step in steps], "sequences": [step["sequence"] for step in steps]}
+    return found
 
 
 def _resolving(op: OpResult | None) -> dict[str, object] | None:

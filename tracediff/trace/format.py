@@ -17,6 +17,7 @@ VERSION = 1
 DType = Literal["f64", "f32", "f16", "bf16"]
 STATISTICS = ("min", "max", "mean", "rms")
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Sequence = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Rows = tuple[int, ...] | None  # indices of tokens of a step, ascending; None for all of them
 # What holds a value's bits in numpy, which has no bfloat16.
 STORAGE: dict[str, np.dtype[Any]] = {
@@ -123,20 +124,28 @@ class Weight(Values, frozen=True, omit_defaults=True, kw_only=True, tag_field="t
 
 
 class Step(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="step"):
-    """Tokens fed in one forward pass and their positions: 0 is the prefill, then one per decode step."""
+    """Tokens fed in one forward pass and their positions: 0 is the prefill, then one per decode step.
+
+    All are of one `sequence`, or each of its own of `sequences`.
+    """
 
     step: Size
     tokens: tuple[Size, ...]
     positions: tuple[Size, ...]
-    sequence: int = 0
+    sequence: Sequence = 0
+    sequences: tuple[Sequence, ...] | None = None
 
 
 class OpRecord(Values, frozen=True, omit_defaults=True, kw_only=True, tag_field="type", tag="op"):
-    """The output of one op in one step: for all of its tokens, or for those that `rows` lists."""
+    """The output of one op in one step: for all of its tokens, or for those that `rows` lists.
+
+    With `sequence` it is as if the step had the tokens of that sequence alone.
+    """
 
     step: Size
     op: str
     rows: tuple[Size, ...] | None = None
+    sequence: Sequence | None = None
 
     @property
     def token_axis(self) -> int:

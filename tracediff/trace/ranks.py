@@ -90,7 +90,7 @@ class Ranks(Trace):
         fewest = min(traces.values(), key=lambda trace: len(trace.steps))
         self.steps, self._n_before = fewest.steps, fewest._n_before
         self.lines = {key: line for trace in reversed(traces.values()) for key, line in trace.lines.items()}
-        self._positions = None
+        self._positions = {}
         self._parted: int | None = None  # where in the order of `_all` copies begin to differ
         self._all: dict[Key, list[Part]] = {}
         for rank, trace in traces.items():

@@ -1,9 +1,10 @@
 """Reads a trace: every line and every byte range is checked before anything is believed or allocated."""
 
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Self
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from tracediff.errors import TraceError
 from tracediff.inputs import require_file
+from tracediff.names import StepOf, plain_step
 from tracediff.trace.data import DataFile, Stored
 from tracediff.trace.format import (
     VERSION,
@@ -26,6 +28,7 @@ from tracediff.trace.format import (
     decode,
     possible,
 )
+from tracediff.trace.sequences import Part, parts_of, split
 
 Index = tuple[slice, ...]
 Record = Header | Weight | Step | OpRecord | End
@@ -47,12 +50,12 @@ class Problem:
 class Trace:
     """A trace file, its records read, their data to be read when it is asked for.
 
+    Each of several sequences has steps and records of its own: a step's number, of type StepOf, says whose it is.
     `cut` says where and how a trace without its `end` record breaks off; None for a whole one.
     Raises TraceError, naming file and line, for anything that breaks the format.
     """
 
     cut: str | None
-    _positions: np.ndarray | None
 
     def __init__(self, path: Path) -> None:
         content = self._open(path)
@@ -61,6 +64,7 @@ class Trace:
                 raise TraceError(f"{path}:{problem.line}: {problem.what}. {problem.then}")
             self.cut = problem.cut
             break
+        self._settle()
 
     def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
         """In another process it is opened again, whole."""
@@ -74,7 +78,7 @@ class Trace:
         """
         trace = cls.__new__(cls)
         content = trace._open(path)
-        return trace, trace._read(content)
+        return trace, trace._read_all(content)
 
     @property
     def is_one_of_several(self) -> bool:
@@ -92,8 +96,13 @@ class Trace:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens fed, in order."""
+        """All tokens fed, in order; of several sequences one after the other."""
         return [token for step in self.steps.values() for token in step.tokens]
+
+    @property
+    def sequences(self) -> list[int]:
+        """The numbers of the sequences, ascending."""
+        return sorted({step.sequence for step in self.steps.values()})
 
     def without(self, keys: Container[tuple[int, str]]) -> Self:
         """The trace as if these ops (step, name) had not been recorded."""
@@ -110,14 +119,16 @@ class Trace:
         return self._of_step.get(step, ())
 
     def n_before(self, step: int) -> int:
-        """How many tokens were fed before the step."""
+        """How many tokens of its sequence were fed before the step."""
         return self._n_before[step]
 
     def positions_until(self, step: int) -> np.ndarray:
-        """The positions of all tokens fed until the end of the step, int64."""
-        if self._positions is None:
-            self._positions = np.array([p for fed in self.steps.values() for p in fed.positions], np.int64)
-        return self._positions[: self._n_before[step] + len(self.steps[step].tokens)]
+        """The positions of all tokens of its sequence fed until the end of the step, int64."""
+        of = self.steps[step].sequence
+        if of not in self._positions:
+            fed = (other.positions for other in self.steps.values() if other.sequence == of)
+            self._positions[of] = np.array([*chain.from_iterable(fed)], np.int64)
+        return self._positions[of][: self._n_before[step] + len(self.steps[step].tokens)]
 
     def values(self, record: Values, rows: Rows = None, channels: slice | None = None) -> np.ndarray:
         """The record's values, shaped, in memory of their own; bfloat16 becomes float32.
@@ -155,9 +166,12 @@ class Trace:
         self.ops: dict[tuple[int, str], OpRecord] = {}
         self._of_step: dict[int, list[OpRecord]] = {}
         self._n_before: dict[int, int] = {}
-        self._n_tokens = 0
-        self._positions = None
-        self._last_step = -1
+        self._positions: dict[int, np.ndarray] = {}
+        # Of each sequence so far: how many tokens, and the last step's number; and of the step begun last its parts.
+        self._n_tokens: Counter[int] = Counter()
+        self._last: dict[int, int] = {}
+        self._parts: list[Part] = []
+        self._begun: dict[int, None] = {}  # numbers of the steps, as the file has them
         # Of each op (step, name), weight (name) and step in the text file.
         self.lines: dict[tuple[int, str] | str | int, int] = {}
         self._data = DataFile(path)
@@ -165,6 +179,10 @@ class Trace:
             return require_file(path).read_bytes()
         except OSError as error:
             raise TraceError(f"{path}: cannot open the trace: {error.strerror}. Check the path.") from None
+
+    def _read_all(self, content: bytes) -> Iterator[Problem]:
+        yield from self._read(content)
+        self._settle()
 
     def _read(self, content: bytes) -> Iterator[Problem]:
         """Add every record that is right; yield what is wrong with the others."""
@@ -211,7 +229,7 @@ class Trace:
         """Add the record of a line if nothing is wrong with it; yield what is."""
         wrong = [record] if isinstance(record, str) else [*self._wrong(record)]
         yield from (Problem(number, what) for what in wrong)
-        begins = isinstance(record, Step) and record.step not in self.steps
+        begins = isinstance(record, Step) and not any(step.step in self.steps for step, _ in parts_of(record))
         if isinstance(record, str) or (wrong and not begins):  # without a step that is wrong all its ops would be too
             return
         if isinstance(record, Values) and not self._fits(record):
@@ -220,26 +238,59 @@ class Trace:
             if not missing:
                 yield Problem(number, short, then, None if whole else f"line {number}: {short}")
             return
-        self._add(number, record)
+        try:
+            self._add(number, record)
+        except ValueError as error:
+            yield Problem(number, str(error))
 
     def _add(self, number: int, record: Record | None) -> None:
+        """Raises ValueError for a record that cannot be split into those of its sequences."""
         match record:
             case Weight():
                 self.weights[record.weight] = record
                 self.lines[record.weight] = number
             case Step():
-                self.steps[record.step] = record
-                self.lines[record.step] = number
-                self._of_step[record.step] = []
-                self._n_before[record.step] = self._n_tokens
-                self._n_tokens += len(record.tokens)
-                self._last_step = max(self._last_step, record.step)
+                self._parts = parts_of(record)
+                self._begun.pop(record.step, None)
+                self._begun[record.step] = None
+                for step, _ in self._parts:
+                    self.steps[step.step] = step
+                    self.lines[step.step] = number
+                    self._of_step[step.step] = []
+                    self._n_before[step.step] = self._n_tokens[step.sequence]
+                    self._n_tokens[step.sequence] += len(step.tokens)
+                    self._last[step.sequence] = record.step
             case OpRecord():
-                if record.rows is not None and len(record.rows) == len(self.steps[record.step].tokens):
-                    record = msgspec.structs.replace(record, rows=None)  # all of them
-                self.ops[record.step, record.op] = record
-                self._of_step[record.step].append(record)
-                self.lines[record.step, record.op] = number
+                for part in split(record, self._parts):
+                    if part.rows is not None and len(part.rows) == len(self.steps[part.step].tokens):
+                        part = msgspec.structs.replace(part, rows=None)  # all of them
+                    self.ops[part.step, part.op] = part
+                    self._of_step[part.step].append(part)
+                    self.lines[part.step, part.op] = number
+
+    def _settle(self) -> None:
+        """Where there are several sequences each step's number says whose it is; of one it is the number alone."""
+        of = self.sequences
+        if not any(of):
+            return
+        named = {
+            at: StepOf(plain_step(at), step.sequence) if of[1:] else plain_step(at) for at, step in self.steps.items()
+        }
+        self.steps = {named[at]: msgspec.structs.replace(self.steps[at], step=named[at]) for at in sorted(named)}
+        self._n_before = {named[at]: n for at, n in self._n_before.items()}
+        self._of_step = {named[at]: [] for at in sorted(named)}
+        self.lines = {
+            (named[key[0]], key[1])
+            if isinstance(key, tuple)
+            else named.get(key, key)
+            if isinstance(key, int)
+            else key: n
+            for key, n in self.lines.items()
+        }
+        ops = [msgspec.structs.replace(record, step=named[record.step]) for record in self.ops.values()]
+        self.ops = {(record.step, record.op): record for record in ops}
+        for record in ops:
+            self._of_step[record.step].append(record)
 
     def _wrong(self, record: Record | None) -> Iterator[str]:
         if isinstance(record, Values):
@@ -255,21 +306,26 @@ class Trace:
                 yield from self._wrong_op(record)
 
     def _wrong_step(self, record: Step) -> Iterator[str]:
-        if record.sequence:
-            yield "several sequences in one trace are not supported; trace them one by one"
         if len(record.tokens) != len(record.positions) or not record.tokens:
             yield f"step {record.step} has {len(record.tokens)} tokens and {len(record.positions)} positions"
-        if record.step <= self._last_step:
-            yield f"step {record.step} after step {self._last_step}: steps must ascend"
+        if record.sequences is not None and len(record.sequences) != len(record.tokens):
+            n = len(record.sequences)
+            yield f"step {record.step} has {len(record.tokens)} tokens and says the sequences of {n}"
+        if (record.sequence or record.sequences) and record.step >= 1 << 32:
+            yield f"step {record.step}: of several sequences steps are numbered below 2^32"
+        last = max((self._last.get(step.sequence, -1) for step, _ in parts_of(record)), default=-1)
+        if record.step <= last:
+            yield f"step {record.step} after step {last}: steps must ascend"
 
     def _wrong_op(self, record: OpRecord) -> Iterator[str]:
-        if record.step not in self.steps:
+        mine = [step for step, _ in self._parts if record.sequence is None or step.sequence == record.sequence]
+        if record.step not in self._begun:
             yield f"op {record.op!r} of step {record.step}, which no 'step' record began"
-        elif record.step != next(reversed(self.steps)):
-            yield f"op {record.op!r} of step {record.step} after step {self._last_step} began: out of order"
+        elif record.step != (last := next(reversed(self._begun))):
+            yield f"op {record.op!r} of step {record.step} after step {last} began: out of order"
         elif record.rows is not None:
-            yield from _wrong_rows(record, record.rows, len(self.steps[record.step].tokens))
-        if (record.step, record.op) in self.ops:
+            yield from _wrong_rows(record, record.rows, sum(len(step.tokens) for step in mine))
+        if any((step.step, record.op) in self.ops for step in mine):
             yield f"op {record.op!r} is recorded twice in step {record.step}"
 
     def _wrong_values(self, record: Values) -> Iterator[str]:

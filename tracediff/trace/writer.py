@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, Self
 import msgspec
 import numpy as np
 
+from tracediff.names import plain_step
 from tracediff.trace.format import (
     STORAGE,
     VERSION,
@@ -77,24 +78,43 @@ class TraceWriter:
         offset = self._append(values, dtype)
         self._line(Weight(weight=name, shape=values.shape, dtype=dtype, offset=offset))
 
-    def step(self, step: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Begin a step."""
-        self._line(Step(step, tuple(tokens), tuple(positions)))
+    def step(
+        self, step: int, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int] | None = None
+    ) -> None:
+        """Begin a step, of sequence 0 or of these `sequences`, one for each token."""
+        of = {*sequences} if sequences is not None else {0}
+        several = tuple(sequences) if sequences is not None and len(of) > 1 else None
+        self._line(Step(plain_step(step), tuple(tokens), tuple(positions), 0 if several else of.pop(), several))
 
     def op(
-        self, step: int, op: str, values: np.ndarray, dtype: DType, rows: Rows = None, shard: Shard | None = None
+        self,
+        step: int,
+        op: str,
+        values: np.ndarray,
+        dtype: DType,
+        rows: Rows = None,
+        sequence: int | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """An op's output with its data, for all tokens of the step or for those at the indices `rows`.
 
-        A `shard` says which part of it a rank holds.
+        With `sequence` all of this is as if the step had the tokens of that sequence alone. A `shard` says which part
+        of it a rank holds.
         """
-        self.op_at(step, op, values.shape, dtype, self._append(values, dtype), rows, shard=shard)
+        offset = self._append(values, dtype)
+        self._op(step, op, values.shape, rows, sequence, dtype=dtype, offset=offset, shard=shard)
 
     def op_statistics(
-        self, step: int, op: str, shape: tuple[int, ...], statistics: Statistics, rows: Rows = None
+        self,
+        step: int,
+        op: str,
+        shape: tuple[int, ...],
+        statistics: Statistics,
+        rows: Rows = None,
+        sequence: int | None = None,
     ) -> None:
         """An op's output as statistics only."""
-        self._line(OpRecord(step=step, op=op, shape=shape, rows=rows, **msgspec.structs.asdict(statistics)))
+        self._op(step, op, shape, rows, sequence, **msgspec.structs.asdict(statistics))
 
     def reserve(self, size: int) -> int:
         """Room for `size` bytes in the data file that come in pieces: the offset where they begin."""
@@ -121,9 +141,10 @@ class TraceWriter:
         shard: Shard | None = None,
     ) -> None:
         """An op whose data was written in pieces; `strides`, in elements, where it is not in C order."""
-        self._line(
-            OpRecord(step=step, op=op, shape=shape, dtype=dtype, offset=offset, rows=rows, strides=strides, shard=shard)
-        )
+        self._op(step, op, shape, rows, None, dtype=dtype, offset=offset, strides=strides, shard=shard)
+
+    def _op(self, step: int, op: str, shape: tuple[int, ...], rows: Rows, sequence: int | None, **values: Any) -> None:
+        self._line(OpRecord(step=plain_step(step), op=op, shape=shape, rows=rows, sequence=sequence, **values))
 
     def _append(self, values: np.ndarray, dtype: DType) -> int:
         if values.dtype != STORAGE[dtype]:

@@ -1,0 +1,141 @@
+"""Several sequences in one trace: each is read, judged and named as if it had been traced alone."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Models
+from json_schema import valid
+
+from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.names import StepOf
+from tracediff.pipeline import check_trace
+from tracediff.trace.format import Step
+from tracediff.trace.reader import Trace
+
+ROOT = Path(__file__).parent.parent
+A, B = (256, 84, 104, 101, 32, 113), (7, 9, 11)
+# Sequence 4 joins when sequence 0 decodes, and goes on when that has ended.
+BATCHES = [
+    Step(0, A, tuple(range(6))),
+    Step(1, (5, *B), (6, 0, 1, 2), sequences=(0, 4, 4, 4)),
+    Step(2, (6, 5), (7, 3), sequences=(0, 4)),
+    Step(3, (8,), (4,), sequence=4),
+]
+ALONE = {
+    0: [Step(0, A, tuple(range(6))), Step(1, (5,), (6,)), Step(2, (6,), (7,))],
+    4: [Step(1, B, (0, 1, 2)), Step(2, (5,), (3,)), Step(3, (8,), (4,))],
+}
+Cli = Callable[..., tuple[int, str, str]]
+Traced = Callable[..., Path]
+
+
+@pytest.fixture
+def traced(models: Models, tmp_path: Path) -> Traced:
+    def trace(steps: list[Step], name: str = "batch", **options: object) -> Path:
+        return trace_torch(models("qwen3", "F16"), tmp_path / f"{name}.trace", TorchOptions(**options), steps=steps)
+
+    return trace
+
+
+def test_each_sequence_is_read_as_if_traced_alone(traced: Traced) -> None:
+    """In float64 nothing but the batch differs."""
+    batch = Trace(traced(BATCHES, dtype="f64"))
+    assert batch.sequences == [0, 4]
+    for sequence, steps in ALONE.items():
+        alone = Trace(traced(steps, "alone", dtype="f64"))
+        for step in steps:
+            at = StepOf(step.step, sequence)
+            assert (batch.steps[at].tokens, batch.n_before(at)) == (step.tokens, alone.n_before(step.step))
+            np.testing.assert_array_equal(batch.positions_until(at), alone.positions_until(step.step))
+            for record in alone.step_ops(step.step):
+                expected, got = alone.values(record), batch.values(batch.ops[at, record.op])
+                np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_clean_batch_is_a_match(dtype: str, traced: Traced, models: Models) -> None:
+    result = check_trace(traced(BATCHES, dtype=dtype), models("qwen3", "F16"))
+    assert result.verdict == "match"
+    assert [op.op for op in result.ops if op.status != "ok"] == []
+
+
+def test_a_mistake_of_one_sequence_is_named_with_it(traced: Traced, models: Models, cli: Cli, tmp_path: Path) -> None:
+    """Sequence 4 has sequence 0's keys of layer 1 in the cache, from the first decode step on."""
+    right, wrong = Trace(traced(BATCHES)), traced(BATCHES, "wrong")
+    trace = Trace(wrong)
+    data = bytearray(wrong.with_suffix(".bin").read_bytes())
+    for name in ("attn_scores", "attn_probs"):
+        record = trace.ops[StepOf(2, 4), f"blk.1.{name}"]
+        values = right.values(right.ops[StepOf(2, 0), f"blk.1.{name}"])[..., : record.shape[-1]].astype("<f4")
+        assert record.offset is not None
+        data[record.offset : record.offset + values.nbytes] = values.tobytes()
+    wrong.with_suffix(".bin").write_bytes(data)
+    page = tmp_path / "page.html"
+    code, text, error = cli("check", wrong, "--model", models("qwen3", "F16"), "--json", "-", "--html", page)
+    assert code == 1, error
+    result = json.loads(text)
+    assert valid(json.loads((ROOT / "docs/result.schema.json").read_text()), result, closed=True)
+    first = result["first_divergence"]
+    assert (first["op"], first["step"], first["sequence"]) == ("blk.1.attn_scores", 2, 4)
+    assert {(op["step"], op["sequence"]) for op in result["faulty"]} == {(2, 4)}
+    assert '"step":"2 of sequence 4"' in page.read_text()
+    assert "in step 2 of sequence 4" in cli("check", wrong, "--model", models("qwen3", "F16"))[1]
+
+
+def test_what_a_step_of_one_sequence_is_called(traced: Traced) -> None:
+    """By its number alone, whatever the sequence's."""
+    trace = Trace(traced(ALONE[4]))
+    assert [*trace.steps] == [1, 2, 3]
+    assert [type(step) for step in trace.steps] == [int] * 3
+
+
+HEAD = '{"type":"trace","version":1,"engine":"x","data":"t.bin"}'
+STEP = '{"type":"step","step":0,"tokens":[1,2,3,4],"positions":[0,0,1,1],"sequences":[0,1,0,1]}'
+
+
+def written(folder: Path, *lines: str) -> Path:
+    (folder / "t.trace").write_text("\n".join([HEAD, *lines, f'{{"type":"end","records":{len(lines) + 1}}}\n']))
+    (folder / "t.bin").write_bytes(np.arange(64, dtype="<f4").tobytes())
+    return folder / "t.trace"
+
+
+@pytest.mark.parametrize(
+    ("op", "zero", "one"),
+    [
+        ('"dtype":"f32","shape":[4,2],"offset":0', [[0, 1], [4, 5]], [[2, 3], [6, 7]]),
+        ('"dtype":"f32","shape":[4,2],"offset":0,"strides":[1,4]', [[0, 4], [2, 6]], [[1, 5], [3, 7]]),
+        ('"dtype":"f32","shape":[2,2],"offset":0,"rows":[1,2]', [[2, 3]], [[0, 1]]),
+        ('"dtype":"f32","shape":[1,2],"offset":8,"rows":[3]', None, [[2, 3]]),
+        ('"dtype":"f32","shape":[1,2],"offset":8,"rows":[1],"sequence":0', [[2, 3]], None),
+    ],
+)
+def test_rows_of_a_step_are_told_apart(op: str, zero: object, one: object, tmp_path: Path) -> None:
+    trace = Trace(written(tmp_path, STEP, f'{{"type":"op","step":0,"op":"token_embd",{op}}}'))
+    for sequence, expected in enumerate((zero, one)):
+        record = trace.ops.get((StepOf(0, sequence), "token_embd"))
+        assert (trace.values(record).tolist() if record else None) == expected
+    held = {key[0].sequence: record.rows for key, record in trace.ops.items()}  # type: ignore[attr-defined]
+    if '"rows":[1,2]' in op:
+        assert held == {0: (1,), 1: (0,)}
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([STEP, '{"type":"op","step":0,"op":"attn_scores","dtype":"f32","shape":[1,4,4],"offset":0}'], "has no row"),
+        ([STEP, '{"type":"op","step":0,"op":"x","shape":[4,2],"min":0,"max":1}'], "statistics over the tokens of sev"),
+        ([STEP, '{"type":"op","step":0,"op":"x","shape":[4],"nan":1,"sequence":2}'], "of which the step has no token"),
+        ([STEP.replace("[0,1,0,1]", "[0,0,1,0]"),
+          '{"type":"op","step":0,"op":"x","dtype":"f32","shape":[4],"offset":0}'],
+         "neither side by side nor evenly spaced"),
+        ([STEP, STEP.replace('"step":0', '"step":1'), STEP], "step 0 after step 1: steps must ascend"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_split_is_refused(lines: list[str], said: str, tmp_path: Path, cli: Cli) -> None:
+    code, _, error = cli("inspect", written(tmp_path, *lines))
+    assert code == 2
+    assert said in " ".join(error.split())
+    assert '"sequence":K' in error or "ascend" in error or "no token" in error

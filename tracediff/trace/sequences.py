@@ -1,0 +1,93 @@
+"""Several sequences in one trace: a step of several is split into one of each, so that all else sees one at a time.
+
+No value is moved: the rows of a sequence, which lie side by side or evenly spaced, are a record of their own with
+another offset and other strides.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import mul
+
+import msgspec
+
+from tracediff.names import StepOf
+from tracediff.trace.format import STORAGE, OpRecord, Step
+
+Part = tuple[Step, tuple[int, ...]]  # a step of one sequence, and its tokens' indices in the step of the file
+
+
+def parts_of(step: Step) -> list[Part]:
+    """The step of each sequence that it has tokens of, in the order of their numbers."""
+    if step.sequences is None:
+        number = StepOf(step.step, step.sequence) if step.sequence else step.step
+        return [(msgspec.structs.replace(step, step=number), tuple(range(len(step.tokens))))]
+    return [(_step_of(step, sequence), _rows_of(step, sequence)) for sequence in sorted({*step.sequences})]
+
+
+def _rows_of(step: Step, sequence: int) -> tuple[int, ...]:
+    return tuple(row for row, of in enumerate(step.sequences or ()) if of == sequence)
+
+
+def _step_of(step: Step, sequence: int) -> Step:
+    rows = _rows_of(step, sequence)
+    tokens, positions = (tuple(x[row] for row in rows if row < len(x)) for x in (step.tokens, step.positions))
+    return Step(StepOf(step.step, sequence), tokens, positions, sequence)
+
+
+def split(record: OpRecord, parts: Sequence[Part]) -> Iterator[OpRecord]:
+    """The record of each sequence; raises ValueError, which says why, for one that cannot be split."""
+    if record.sequence is not None:
+        mine = [step for step, _ in parts if step.sequence == record.sequence]
+        if not mine:
+            raise ValueError(f"op {record.op!r} is of sequence {record.sequence}, of which the step has no token")
+        yield msgspec.structs.replace(record, step=mine[0].step)
+        return
+    if len(parts) == 1:
+        yield msgspec.structs.replace(record, step=parts[0][0].step)
+        return
+    n_tokens = sum(len(rows) for _, rows in parts)
+    held = record.rows or range(n_tokens)
+    if record.token_axis or record.shape[:1] != (len(held),):
+        raise ValueError(
+            f"op {record.op!r} has no row for each of the {len(held)} tokens of several sequences. {_APART}"
+        )
+    if not record.has_data:
+        raise ValueError(f"op {record.op!r} has statistics over the tokens of several sequences. {_APART}")
+    for step, rows in parts:
+        places = [place for place, row in enumerate(held) if row in {*rows}]
+        if places:
+            among = tuple(rows.index(held[place]) for place in places)
+            yield _cut(record, step, places, None if len(among) == len(rows) else among)
+
+
+_APART = 'Write one record of each: "sequence":K'
+
+
+def _cut(record: OpRecord, step: Step, places: Sequence[int], rows: tuple[int, ...] | None) -> OpRecord:
+    """The rows at these places of a record as one of a step, of which they are the tokens `rows`."""
+    gap = places[1] - places[0] if len(places) > 1 else 1
+    if [*places] != [*range(places[0], places[-1] + 1, gap)]:
+        raise ValueError(
+            f"op {record.op!r}: the tokens of sequence {step.sequence} lie neither side by side nor evenly spaced. "
+            f"{_APART}"
+        )
+    assert record.dtype
+    assert record.offset is not None
+    inner = _c_order(record.shape)
+    first, *others = record.strides or inner
+    shape = (len(places), *record.shape[1:])
+    return OpRecord(
+        step=step.step,
+        op=record.op,
+        rows=rows,
+        shape=shape,
+        shard=record.shard,
+        dtype=record.dtype,
+        offset=record.offset + places[0] * first * STORAGE[record.dtype].itemsize,
+        strides=None if record.strides is None and gap == 1 else (first * gap, *others),
+    )
+
+
+def _c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*accumulate(shape[:0:-1], mul, initial=1),)[::-1] if math.prod(shape) else (1,) * len(shape)
