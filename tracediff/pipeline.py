@@ -27,7 +27,8 @@ from tracediff.replay.coverage import measure_coverage
 from tracediff.result import Cause, OpResult, Result, Side, WeightResult
 from tracediff.trace.ranks import Ranks, open_trace
 from tracediff.trace.reader import Trace
-from tracediff.trace.restep import passes, restep
+from tracediff.trace.restep import matched, restep
+from tracediff.trace.ways import RUN_TWICE, match, mode, passes
 
 if TYPE_CHECKING:
     from tracediff.diagnose.explain import Judged
@@ -104,32 +105,58 @@ def compare_with_itself(
     """One engine's two ways over the same tokens, position by position.
 
     The candidate is `b`, in its own steps; with the model it is `a`, where replay finds that one wrong and `b` right.
+    The same way run twice must give the same bits, unless the policy has tolerances. Raises MismatchError where tokens
+    or embeddings do not line up.
     """
-    result = _in_steps_of(b, a, model, policy, effort, progress)
+    policy = policy or Policy()
+    alike = not policy.tolerances and mode(Trace(b), Trace(a)) == RUN_TWICE  # to the bit
+    strict = replace(policy, tolerances={"*": 0.0})
+    result = _in_steps_of(b, a, model, strict if alike and not model else policy, effort, progress)
     if model and result.verdict == "diverged" and not result.faulty:
         other = _in_steps_of(a, b, model, policy, effort, progress)
         return other if other.faulty else result
+    if model and result.verdict == "match" and alike:
+        apart = _in_steps_of(b, a, None, strict, effort, progress)
+        return replace(apart, notes=(*apart.notes, _HONEST)) if apart.verdict == "diverged" else result
     return result
+
+
+_HONEST = "By the model both ways are right, within what honest arithmetic makes of it, and differ in their bits."
+
+_CACHED = (
+    "Judged by how far the two drift apart, not by replay: that would need what the cache held, and no trace has it."
+)
 
 
 def _in_steps_of(
     candidate: Path,
     reference: Path,
     model: "Path | Model | None",
-    policy: Policy | None,
+    policy: Policy,
     effort: Effort,
     progress: Progress,
 ) -> Result:
     """The candidate against a reference that was fed the same tokens in other passes."""
     c, r = Trace(candidate), Trace(reference)
+    matches = match(c, r)
+    cached = any(one.cached for one in matches)
     with TemporaryDirectory(prefix="tracediff-") as folder:
-        path = Path(folder) / reference.name
-        dropped = restep(r, c, path)
-        result = compare_traces(path, candidate, model=model, policy=policy, effort=effort, progress=progress)
+        theirs, ours = Path(folder) / f"reference-{reference.name}", Path(folder) / f"candidate-{candidate.name}"
+        dropped = restep(r, c, matches, theirs)
+        whole = ours if matched(c, matches, ours) else candidate
+        steps = Trace(theirs).steps
+        model = None if cached else model
+        result = compare_traces(theirs, whole, model=model, policy=policy, effort=effort, progress=progress)
     assert result.reference
-    ways = f"{reference}: {passes(r)}; {candidate}: {passes(c)}, compared position by position."
-    side = replace(result.reference, path=str(reference))
-    return replace(result, reference=side, notes=(ways, *dropped, *result.notes))
+    said = f"{mode(c, r)}. {reference}: {passes(r)}; {candidate}: {passes(c)}, compared position by position."
+    return replace(
+        result,
+        reference=replace(result.reference, path=str(reference)),
+        candidate=replace(result.candidate, path=str(candidate)),
+        # What the other way was not fed at all is no gap.
+        ops=tuple(op for op in result.ops if op.status != "unmatched" or op.step in steps),
+        notes=(said, *dropped, *[_CACHED] * cached, *result.notes),
+    )
 
 
 def check_trace(

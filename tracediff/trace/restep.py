@@ -1,11 +1,12 @@
 """A trace cut into other steps: what an engine computed token by token, as one that took them at once would record it.
 
-A value belongs to a position of the sequence, not to the pass that computed it. So a prefill and a decode, or two ways
-to cut a prompt into chunks, become comparable op by op: the rows of each op are put together, or apart, as the steps of
-another trace want them.
+A value belongs to a position of a sequence, not to the pass that computed it. So a prefill and a decode, chunks, or a
+sequence alone and in a batch become comparable op by op: the rows of each op are put together, or apart, as the steps
+of another trace want them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -14,45 +15,56 @@ import numpy as np
 from tracediff.errors import MismatchError
 from tracediff.trace.format import OpRecord, Step
 from tracediff.trace.reader import Trace
+from tracediff.trace.ways import Fed, Match, fed_to
 from tracediff.trace.writer import TraceWriter
 
-_Places = list[tuple[int, int]]  # of each position: the step, and the token's index in it
+_Place = tuple[int, int]  # a token: its step, and index in that
+# A step to be written, where the values of its tokens are, and how many positions are visible in it.
+_Planned = tuple[Step, list[_Place | None], int]
 
 
-def passes(trace: Trace) -> str:
-    """How the sequence was fed, in words."""
-    sizes = [len(step.tokens) for step in trace.steps.values()]
-    if len(sizes) == 1:
-        return f"one pass of {sizes[0]} tokens"
-    if len(set(sizes)) == 1:
-        return f"{len(sizes)} passes of {sizes[0]} token{'s' * (sizes[0] > 1)} each"
-    if len(set(sizes[1:])) == 1 and len(sizes) > 2:
-        return f"one pass of {sizes[0]} tokens and {len(sizes) - 1} of {sizes[1]}"
-    few = [*map(str, sizes)] if len(sizes) < 6 else [*map(str, sizes[:4]), "..."]
-    return f"passes of {', '.join(few)} tokens"
-
-
-def restep(trace: Trace, like: Trace, out: Path) -> list[str]:
+def restep(trace: Trace, like: Trace, matches: Sequence[Match], out: Path) -> list[str]:
     """Write to `out` what `trace` holds, in the steps of `like`; returns what could not be taken along, in words.
 
     Positions are those of `like`. Keys that a pass did not see are zeros in its scores and probabilities: the mask
-    hides them. Raises MismatchError where the two were not fed the same tokens.
+    hides them. Raises MismatchError where nothing of it can be cut so.
     """
-    _same_tokens(like, trace)
-    places = [(step.step, row) for step in trace.steps.values() for row in range(len(step.tokens))]
+    theirs, ours = fed_to(trace), fed_to(like)
+    return _write(out, trace, [*_plan(like, [(ours[m.ours], theirs[m.theirs], m) for m in matches])])
+
+
+def matched(trace: Trace, matches: Sequence[Match], out: Path) -> bool:
+    """Write to `out` the sequences of `trace` that the other has too. False where these are all: nothing is written."""
+    if {match.ours for match in matches} == {*trace.sequences}:
+        return False
+    own = fed_to(trace)
+    all_of_it = [(own[m.ours], own[m.ours], replace(m, alike=own[m.ours].positions)) for m in matches]
+    _write(out, trace, [*_plan(trace, all_of_it)])
+    return True
+
+
+def _plan(like: Trace, pairs: Iterable[tuple[Fed, Fed, Match]]) -> Iterator[_Planned]:
+    """The steps of `like`, and the places in the other of what it was fed too."""
+    for mine, other, match in pairs:
+        for number, begin in mine.begins.items():
+            step = like.steps[number]
+            positions = range(begin, begin + len(step.tokens))
+            places = [other.at(position) if position in match.alike else None for position in positions]
+            if any(places):
+                yield step, places, positions.stop - min(mine.first, other.first)
+
+
+def _write(out: Path, trace: Trace, planned: Sequence[_Planned]) -> list[str]:
     first = next(iter(trace.steps))
     names = dict.fromkeys(chain((r.op for r in trace.step_ops(first)), (op for _, op in trace.ops)))
-    header, dropped, at = trace.header, set(), 0
+    header, dropped = trace.header, set()
     with TraceWriter(out, header.engine, header.arch, header.model, header.weights) as writer:
         for weight in trace.weights.values():
             if weight.dtype:
                 writer.weight(weight.weight, trace.stored(weight), weight.dtype)
-        for step in like.steps.values():
-            writer.step(step.step, step.tokens, step.positions)
-            here, at = places[at : at + len(step.tokens)], at + len(step.tokens)
-            for name in names:
-                if not _gather(trace, name, step, here, at, writer):
-                    dropped.add(name)
+        for step, places, n_keys in planned:
+            writer.step(step.step, step.tokens, step.positions, (step.sequence,) * len(step.tokens))
+            dropped |= {name for name in names if not _gather(trace, name, step, places, n_keys, writer)}
     if dropped.issuperset(names):
         raise MismatchError(
             f"{trace.path}: no op of it has data by rows of tokens: statistics cannot be cut into other steps. Record "
@@ -63,20 +75,11 @@ def restep(trace: Trace, like: Trace, out: Path) -> list[str]:
     )
 
 
-def _same_tokens(a: Trace, b: Trace) -> None:
-    if a.tokens == b.tokens:
-        return
-    unequal = (i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
-    at = next(unequal, min(len(a.tokens), len(b.tokens)))
-    raise MismatchError(
-        f"{a.path} was fed {len(a.tokens)} tokens and {b.path} {len(b.tokens)}; from index {at} on they differ. One "
-        "engine can be held against itself on the same tokens alone: feed both runs the ids of one."
-    )
-
-
-def _gather(trace: Trace, name: str, step: Step, places: _Places, n_keys: int, writer: TraceWriter) -> bool:
+def _gather(
+    trace: Trace, name: str, step: Step, places: Sequence[_Place | None], n_keys: int, writer: TraceWriter
+) -> bool:
     """Write the op's rows at these places; False where they cannot be told apart."""
-    records = {number: trace.ops.get((number, name)) for number, _ in places}
+    records = {at: trace.ops.get((at, name)) for at, _ in filter(None, places)}
     pieces = list(_pieces(trace, records, places, n_keys))
     if not pieces:
         return all(record is None for record in records.values())  # of this step nothing was recorded
@@ -89,11 +92,14 @@ def _gather(trace: Trace, name: str, step: Step, places: _Places, n_keys: int, w
 
 
 def _pieces(
-    trace: Trace, records: dict[int, OpRecord | None], places: _Places, n_keys: int
+    trace: Trace, records: dict[int, OpRecord | None], places: Sequence[_Place | None], n_keys: int
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Each row that was recorded: its index among the places, and its values without the token's axis."""
     stored: dict[int, np.ndarray] = {}
-    for index, (number, row) in enumerate(places):
+    for index, place in enumerate(places):
+        if place is None:
+            continue
+        number, row = place
         record = records[number]
         if record is None or not record.has_data or not record.holds((row,)):
             continue
