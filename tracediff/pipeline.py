@@ -138,12 +138,11 @@ def _in_steps_of(
 ) -> Result:
     """The candidate against a reference that was fed the same tokens in other passes."""
     c, r = Trace(candidate), Trace(reference)
-    matches = match(c, r)
-    cached = any(one.cached for one in matches)
+    cached = any(one.cached for one in match(c, r))
     with TemporaryDirectory(prefix="tracediff-") as folder:
         theirs, ours = Path(folder) / f"reference-{reference.name}", Path(folder) / f"candidate-{candidate.name}"
-        dropped = restep(r, c, matches, theirs)
-        whole = ours if matched(c, matches, ours) else candidate
+        dropped = restep(r, c, theirs)
+        whole = ours if matched(c, r, ours) else candidate
         steps = Trace(theirs).steps
         model = None if cached else model
         result = compare_traces(theirs, whole, model=model, policy=policy, effort=effort, progress=progress)

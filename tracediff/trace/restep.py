@@ -15,7 +15,7 @@ import numpy as np
 from tracediff.errors import MismatchError
 from tracediff.trace.format import OpRecord, Step
 from tracediff.trace.reader import Trace
-from tracediff.trace.ways import Fed, Match, fed_to
+from tracediff.trace.ways import Fed, Match, fed_to, match
 from tracediff.trace.writer import TraceWriter
 
 _Place = tuple[int, int]  # a token: its step, and index in that
@@ -23,19 +23,20 @@ _Place = tuple[int, int]  # a token: its step, and index in that
 _Planned = tuple[Step, list[_Place | None], int]
 
 
-def restep(trace: Trace, like: Trace, matches: Sequence[Match], out: Path) -> list[str]:
+def restep(trace: Trace, like: Trace, out: Path) -> list[str]:
     """Write to `out` what `trace` holds, in the steps of `like`; returns what could not be taken along, in words.
 
     Positions are those of `like`. Keys that a pass did not see are zeros in its scores and probabilities: the mask
-    hides them. Raises MismatchError where nothing of it can be cut so.
+    hides them. Raises MismatchError where nothing of it can be cut so, and as `ways.match` does.
     """
     theirs, ours = fed_to(trace), fed_to(like)
-    return _write(out, trace, [*_plan(like, [(ours[m.ours], theirs[m.theirs], m) for m in matches])])
+    return _write(out, trace, [*_plan(like, [(ours[m.ours], theirs[m.theirs], m) for m in match(like, trace)])])
 
 
-def matched(trace: Trace, matches: Sequence[Match], out: Path) -> bool:
+def matched(trace: Trace, other: Trace, out: Path) -> bool:
     """Write to `out` the sequences of `trace` that the other has too. False where these are all: nothing is written."""
-    if {match.ours for match in matches} == {*trace.sequences}:
+    matches = match(trace, other)
+    if {one.ours for one in matches} == {*trace.sequences}:
         return False
     own = fed_to(trace)
     all_of_it = [(own[m.ours], own[m.ours], replace(m, alike=own[m.ours].positions)) for m in matches]
@@ -45,11 +46,11 @@ def matched(trace: Trace, matches: Sequence[Match], out: Path) -> bool:
 
 def _plan(like: Trace, pairs: Iterable[tuple[Fed, Fed, Match]]) -> Iterator[_Planned]:
     """The steps of `like`, and the places in the other of what it was fed too."""
-    for mine, other, match in pairs:
+    for mine, other, one in pairs:
         for number, begin in mine.begins.items():
             step = like.steps[number]
             positions = range(begin, begin + len(step.tokens))
-            places = [other.at(position) if position in match.alike else None for position in positions]
+            places = [other.at(position) if position in one.alike else None for position in positions]
             if any(places):
                 yield step, places, positions.stop - min(mine.first, other.first)
 
