@@ -9,8 +9,11 @@ import torch
 from conftest import Models
 
 import tracediff
+from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import TraceError
+from tracediff.names import StepOf
 from tracediff.pipeline import check_trace
+from tracediff.trace.format import Step
 from tracediff.trace.reader import Trace
 
 Traced = Callable[..., Path]
@@ -45,6 +48,28 @@ def test_values_come_out_as_they_went_in(
     for key, record in given.ops.items():
         np.testing.assert_array_equal(again.values(again.ops[key]), given.values(record))
     assert check_trace(again.path, model).verdict == "match"
+
+
+def test_a_batch(models: Models, tmp_path: Path) -> None:
+    """Rows of all sequences at once, scores of each; a torch engine's own values."""
+    model = models("qwen3", "F16")
+    steps = [Step(0, (5, 6, 7, 8), (0, 1, 0, 1), sequences=(0, 0, 3, 3)), Step(1, (9, 4), (2, 2), sequences=(0, 3))]
+    given = Trace(trace_torch(model, tmp_path / "given.trace", TorchOptions(), steps=steps))
+    with tracediff.Recorder(tmp_path / "mine.trace", gguf=model) as r:
+        for step in steps:
+            r.step(step.tokens, sequences=step.sequences)
+            for record in given.step_ops(StepOf(step.step, 0)):
+                parts = {k: given.ops[StepOf(step.step, k), record.op] for k in (0, 3)}
+                values = {k: given.values(part) for k, part in parts.items()}
+                if "attn_scores" in record.op or "attn_probs" in record.op:
+                    for k in (3, 0):
+                        r(record.op, values[k], sequence=k)
+                else:
+                    r(record.op, np.concatenate([*values.values()]))
+        with pytest.raises(TraceError, match="step 1 has no token of sequence 2"):
+            r("output", np.zeros((1, 2), "f4"), sequence=2)
+    assert Trace(tmp_path / "mine.trace").steps == given.steps
+    assert check_trace(tmp_path / "mine.trace", model).verdict == "match"
 
 
 def test_types_that_a_trace_has_are_kept_and_others_widened(tmp_path: Path) -> None:

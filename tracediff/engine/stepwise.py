@@ -5,6 +5,7 @@ with tracediff.Recorder("mine.trace", gguf="model.gguf") as r:
     r("blk.0.attn_q", q)
 """
 
+from collections import Counter
 from contextlib import ExitStack
 from difflib import get_close_matches
 from pathlib import Path
@@ -50,8 +51,10 @@ class Recorder:
         self._model = Model(Path(gguf)) if gguf is not None else None
         self._graph = self._model.graph if self._model else None
         self._step = -1
-        self._n_tokens = self._n_before = 0  # of the step, and before it
-        self._done: set[str] = set()  # in this step
+        # Of each sequence: its tokens before the step, and in it; and what was recorded of it in this step.
+        self._before: Counter[int] = Counter()
+        self._tokens: Counter[int] = Counter()
+        self._done: set[tuple[str, int]] = set()
         self._files = ExitStack()
 
     def __enter__(self) -> Self:
@@ -66,36 +69,51 @@ class Recorder:
     ) -> None:
         self._files.__exit__(kind, error, trace)
 
-    def step(self, tokens: Any, positions: Any = None) -> None:
-        """A forward pass over these token ids begins; without positions, at those that follow the last step's."""
-        ids, before = _integers(tokens), self._n_before + self._n_tokens
-        at = _integers(range(before, before + len(ids)) if positions is None else positions)
-        if not ids or len(at) != len(ids) or min(*ids, *at) < 0:
-            raise TraceError(
-                f"a step of the tokens {ids[:8]} at {at[:8]}: give as many positions as tokens, none negative."
-            )
-        self._step, self._n_before, self._n_tokens, self._done = self._step + 1, before, len(ids), set()
-        self._to.step(self._step, ids, at)
+    def step(self, tokens: Any, positions: Any = None, sequences: Any = None) -> None:
+        """A forward pass over these token ids begins; without positions, at those that follow the last step's.
 
-    def __call__(self, op: str, values: Any, rows: Rows = None) -> None:
-        """What an op of the step put out: for all its tokens, or for those at the indices `rows`, ascending."""
+        Of a batch `sequences` are the numbers of the sequences that the tokens are of, without padding.
+        """
+        ids = _integers(tokens)
+        of = [0] * len(ids) if sequences is None else _integers(sequences)
+        before = self._before + self._tokens
+        following = [before[one] + of[:i].count(one) for i, one in enumerate(of)]
+        at = following if positions is None else _integers(positions)
+        if not ids or not len(at) == len(of) == len(ids) or min(*ids, *at, *of) < 0:
+            raise TraceError(
+                f"a step of the tokens {ids[:8]} at {at[:8]}: give as many positions as tokens (and sequences), none "
+                "negative."
+            )
+        self._step, self._before, self._tokens, self._done = self._step + 1, before, Counter(of), set()
+        self._to.step(self._step, ids, at, of)
+
+    def __call__(self, op: str, values: Any, rows: Rows = None, sequence: int | None = None) -> None:
+        """What an op of the step put out: for all its tokens, or for those at the indices `rows`, ascending.
+
+        With `sequence` as if the step had the tokens of that one alone: so scores and probabilities of a batch.
+        """
         tensor = _tensor(op, values)
         if self._step < 0:
             raise TraceError(f"{op}: no step has begun. Call step(tokens) before the pass.")
-        if op in self._done:
+        of = {*self._tokens} if sequence is None else {sequence}
+        if not of <= {*self._tokens}:
+            raise TraceError(f"{op}: step {self._step} has no token of sequence {sequence}.")
+        if self._done & {(op, one) for one in of}:
             raise TraceError(f"{op} was recorded in step {self._step} already. Call step(tokens) before each pass.")
         rows = None if rows is None else tuple(rows)
-        if rows is not None and (list(rows) != sorted({*rows}) or not {*rows} <= {*range(self._n_tokens)}):
-            raise TraceError(f"{op}: rows {list(rows)} of a step of {self._n_tokens} tokens: they ascend from 0.")
-        self._check(op, tuple(tensor.shape), self._n_tokens if rows is None else len(rows))
-        self._to.op(self._step, op, tensor, rows=rows)
-        self._done.add(op)
+        n_tokens = sum(self._tokens[one] for one in of)
+        if rows is not None and (list(rows) != sorted({*rows}) or not {*rows} <= {*range(n_tokens)}):
+            raise TraceError(f"{op}: rows {list(rows)} of a step of {n_tokens} tokens: they ascend from 0.")
+        n_before = sum(self._before[one] for one in of)
+        self._check(op, tuple(tensor.shape), n_tokens if rows is None else len(rows), n_before + n_tokens)
+        self._to.op(self._step, op, tensor, rows=rows, sequence=sequence)
+        self._done |= {(op, one) for one in of}
 
     def weight(self, name: str, values: Any) -> None:
         """A tensor of the file as the engine holds it, by the file's name of it: norm weights are expected."""
         self._to.weight(name, _tensor(name, values))
 
-    def _check(self, op: str, shape: tuple[int, ...], n_rows: int) -> None:
+    def _check(self, op: str, shape: tuple[int, ...], n_rows: int, n_positions: int) -> None:
         """Raises TraceError where the model has no such op, or one of another shape."""
         graph = self._graph
         if graph is None or op.endswith("attn_scores_scaled"):
@@ -106,11 +124,12 @@ class Recorder:
                 f"{op}: no op of this {graph.hparams.arch} model. Near it: {', '.join(near)}. `tracediff inspect "
                 "MODEL` lists all."
             )
-        expected = graph[op].shape(n_rows, self._n_before + self._n_tokens - n_rows)
+        expected = graph[op].shape(n_rows, n_positions - n_rows)
         if not same_shape(shape, expected, may_be_flat=graph[op].axes[0] == "T"):
             raise TraceError(
                 f"{op}: shape {list(shape)} in step {self._step}; this model's is {list(expected)} for "
-                f"{n_rows} tokens after {self._n_before}. For some tokens of the step alone give rows=[...]."
+                f"{n_rows} tokens of {n_positions} so far. For some tokens of the step alone give rows=[...]; of a "
+                "batch give scores and probabilities with sequence=K."
             )
 
 
