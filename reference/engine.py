@@ -45,14 +45,18 @@ def _log(level: int, text: bytes, _: object) -> None:
 
 
 def _trace(request: Request, model: llama.llama_model_p, tokens: list[int], progress: Callable[[float], None]) -> None:
-    _check_length(request, len(tokens))
+    fed = [tokens, *map(list, request.passes)]
+    n_fed = sum(map(len, fed))
+    _check_length(request, n_fed)
     engine = f"llama.cpp (llama-cpp-python {ggml.llama_version()})"
     model_name = Path(request.model).name
     with TraceWriter(Path(request.out or ""), engine, request.arch, model_name, request.weights) as writer:
         observer = Observer(request, writer, progress)
-        context, _callback = _context(request.options, model, len(tokens) + request.n_decode, len(tokens), observer)
+        longest = max(map(len, fed))
+        context, _callback = _context(request.options, model, n_fed + request.n_decode, longest, observer)
         position = 0
-        for step in range(request.n_decode + 1):
+        for step in range(len(fed) + request.n_decode):
+            tokens = fed[step] if step < len(fed) else tokens
             writer.step(step, tokens, range(position, position + len(tokens)))
             logits = _decode(context, observer, step, position, tokens, request)
             position += len(tokens)
@@ -111,11 +115,11 @@ def context_params(options: Options) -> llama.llama_context_params:
 
 
 def _context(
-    options: Options, model: llama.llama_model_p, need: int, n_prompt: int, observer: Observer
+    options: Options, model: llama.llama_model_p, need: int, longest: int, observer: Observer
 ) -> tuple[llama.llama_context_p, object]:
     params = context_params(options)
     params.n_ctx = options.n_ctx or -(-need // _PAD) * _PAD
-    params.n_batch = options.n_batch or n_prompt
+    params.n_batch = options.n_batch or longest
     params.n_ubatch = min(options.n_ubatch, params.n_batch)
     callback = llama.ggml_backend_sched_eval_callback(observer)
     params.cb_eval = callback

@@ -81,6 +81,7 @@ class Request(Struct, frozen=True, kw_only=True, tag="trace"):
     weights: str | None = None
     prompt: str | None = None
     tokens: tuple[int, ...] | None = None
+    passes: tuple[tuple[int, ...], ...] = ()  # tokens to be fed after the prompt, before any that llama.cpp chooses
     n_decode: int = 0
     options: Options = Options()
 

@@ -136,7 +136,7 @@ def torch_trace(tmp_path: Path) -> Callable[..., Path]:
     ) -> Path:
         steps = [*Trace(like).steps.values()] if like else []
         out = tmp_path / f"torch{len(list(tmp_path.iterdir()))}.trace"
-        return trace_torch(model, out, TorchOptions(**options), tokens, n_decode, steps)
+        return trace_torch(model, out, TorchOptions(**options), tokens, 0 if like else n_decode, steps)
 
     return trace
 

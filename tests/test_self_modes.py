@@ -93,6 +93,15 @@ def fed(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fed:
     return trace
 
 
+def test_steps_after_the_last_of_both_are_no_gap(fed: Fed, models: Models) -> None:
+    """Sequence 1 of the batch goes on when the other trace has ended."""
+    alone = trace_torch(models("qwen2", "F32"), fed("row 1", "b").with_name("a.trace"), TorchOptions(), OTHER[:4])
+    result = compare_with_itself(alone, alone.with_name("b.trace"))
+    assert result.verdict == "match"
+    assert result.steps == (0,)
+    assert {op.status for op in result.ops} == {"ok"}
+
+
 @pytest.mark.parametrize("ways", MODES)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_honest_ways_agree(ways: tuple[str, str], dtype: str, fed: Fed) -> None:

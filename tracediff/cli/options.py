@@ -16,6 +16,16 @@ ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.",
 PromptText = Annotated[str | None, typer.Option("-p", "--prompt", help="Text, tokenised by llama.cpp.")]
 Tokens = Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")]
 Decode = Annotated[int, typer.Option(min=0, help="Greedy decode steps after the prompt.")]
+DecodeTokens = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--decode-tokens",
+        help="Tokens to feed after the prompt, one a step: 5,6,7, or a trace that has them; repeat for each prompt.",
+    ),
+]
+Prompts = Annotated[
+    list[str] | None, typer.Option("--tokens", help="Token ids instead of text: 1,2,3; repeat for a batch of prompts.")
+]
 DType = Annotated[Literal["f64", "f32", "bf16", "f16"], typer.Option(help="What torch or transformers computes in.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda, for torch and transformers.")]
 CaptureOption = Annotated[

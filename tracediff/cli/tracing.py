@@ -15,6 +15,7 @@ from tracediff.cli.options import (
     CaptureOption,
     Ctx,
     Decode,
+    DecodeTokens,
     Device,
     DType,
     ExtraBufts,
@@ -24,6 +25,7 @@ from tracediff.cli.options import (
     KvType,
     LlamaLib,
     ModelPath,
+    Prompts,
     PromptText,
     Require,
     Resolve,
@@ -211,8 +213,9 @@ def trace(
         Path | None, typer.Option(help="transformers: load this model folder, not the weights of MODEL.")
     ] = None,
     prompt: PromptText = None,
-    tokens: Tokens = None,
+    tokens: Prompts = None,
     decode: Decode = 0,
+    decode_tokens: DecodeTokens = None,
     dtype: DType = "f32",
     device: Device = "cpu",
     capture: CaptureOption = "all",
@@ -234,7 +237,11 @@ def trace(
 
     _refuse_options_of_others(context, engine)
     opened = Model(model)
-    given = _prompt(prompt, tokens, opened.graph)
+    given = _prompt(prompt, tokens[0] if tokens else None, opened.graph)
+    others = [_ids(text, opened.graph) for text in (tokens or [])[1:]]
+    after = _after(decode_tokens or [], 1 + len(others), opened.graph)
+    if others and engine == "llama.cpp":
+        raise EngineError("several prompts at once are for --engine torch and transformers. Trace llama.cpp on each.")
     notes: list[str] = []
     with progress_bars() as progress, staged(out, [model]) as path:
         if engine == "llama.cpp":
@@ -242,22 +249,24 @@ def trace(
                 ctx, batch, ubatch, llama_lib, threads=threads, gpu_layers=gpu_layers, flash_attn=flash_attn,
                 kv_type=kv_type, extra_bufts=extra_bufts,
             )  # fmt: skip
-            child = LlamaCpp(opened, given, path, capture=capture, n_decode=decode, options=options)
+            forced = after[0] if after else ()
+            child = LlamaCpp(opened, given, path, capture=capture, passes=forced, n_decode=decode, options=options)
             ids = child.wait(lambda fraction: progress("llama.cpp", fraction))
         else:
-            from tracediff.engine.torch_run import TorchOptions, trace_torch
+            from tracediff.engine.torch_run import TorchOptions, passes, trace_torch
 
             ids = given.tokens or tokenize(opened, given.text or "")
             torch_options = TorchOptions(
                 dtype=dtype, device=device, capture=capture, arithmetic=arithmetic, faults=tuple(fault or ())
             )
+            steps = passes([ids, *others], after)
             if engine == "torch":
-                trace_torch(opened, path, torch_options, ids, decode, progress=lambda f: progress("torch", f))
+                trace_torch(opened, path, torch_options, ids, decode, steps, lambda f: progress("torch", f))
             else:
                 from tracediff.engine.transformers_run import trace_transformers
 
                 show = lambda f: progress("transformers", f)  # noqa: E731
-                notes = trace_transformers(opened, path, torch_options, ids, decode, hf, show)
+                notes = trace_transformers(opened, path, torch_options, ids, decode, hf, steps, show)
     for note in notes:
         say(note)
     _show_tokens(given, ids)
@@ -275,7 +284,6 @@ def _llama_cpp(ctx: int, batch: int, ubatch: int, llama_lib: Path | None, **same
 
 def _prompt(text: str | None, tokens: str | None, graph: "Graph") -> "Prompt":
     from tracediff.engine.llama_cpp import Prompt
-    from tracediff.model.hparams import check_tokens, parse_tokens
 
     if (text is None) == (tokens is None):
         raise EngineError("give the prompt either as text with -p or as ids with --tokens 1,2,3.")
@@ -283,9 +291,32 @@ def _prompt(text: str | None, tokens: str | None, graph: "Graph") -> "Prompt":
         if not text:
             raise EngineError("the prompt is empty. Give some text with -p, or ids with --tokens 1,2,3.")
         return Prompt(text=text)
-    ids = parse_tokens(tokens)
-    check_tokens(ids, graph.hparams.n_vocab)  # before anything is loaded
-    return Prompt(tokens=ids)
+    return Prompt(tokens=_ids(tokens, graph))
+
+
+def _ids(text: str, graph: "Graph") -> tuple[int, ...]:
+    """Token ids, checked before anything is loaded."""
+    from tracediff.model.hparams import check_tokens, parse_tokens
+
+    ids = parse_tokens(text)
+    check_tokens(ids, graph.hparams.n_vocab)
+    return ids
+
+
+def _after(given: list[str], n_prompts: int, graph: "Graph") -> list[list[tuple[int, ...]]]:
+    """For each prompt the passes after it, of a token each: those given, or those of a trace after its first step."""
+    from tracediff.trace.reader import Trace
+    from tracediff.trace.ways import fed_to
+
+    each: list[list[int]] = []
+    for text in given:
+        if text.endswith(".trace"):
+            each += [fed.tokens[fed.sizes[0] :] for fed in fed_to(Trace(Path(text))).values()]
+        else:
+            each.append([*_ids(text, graph)])
+    if each and len(each) != n_prompts:
+        raise EngineError(f"--decode-tokens for {len(each)} prompts, where there are {n_prompts}. Give as many.")
+    return [[(token,) for token in tokens] for tokens in each]
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """The llama.cpp engine, from outside: what to look for in ggml's graph, and the child process that looks."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def _to_recognise(model: Model, options: Options) -> dict[str, Any]:
 
 
 class LlamaCpp(Child):
-    """A running child that writes one trace.
+    """A running child that writes one trace: of the prompt, of `passes` after it, then of so many tokens of its choice.
 
     Raises EngineError at once for a token id outside the vocabulary.
     """
@@ -106,19 +107,20 @@ class LlamaCpp(Child):
         out: Path | None,
         *,
         capture: Capture = "all",
+        passes: Sequence[tuple[int, ...]] = (),
         n_decode: int = 0,
         options: Options | None = None,
     ) -> None:
         model = Model.opened(model)
         graph, h = model.graph, model.graph.hparams
-        check_tokens(prompt.tokens or (), h.n_vocab)
+        check_tokens([*(prompt.tokens or ()), *chain(*passes)], h.n_vocab)
         options = options or Options()
         recognised = _to_recognise(model, options) if out else {}
         request = Request(
             model=str(model.path), arch=h.arch, out=str(out) if out else None, capture=capture,
             norm_weights=tuple(weight.name for weight in graph.norm_weights()),
             n_vocab=h.n_vocab, n_ctx_train=h.n_ctx, prompt=prompt.text, tokens=prompt.tokens,
-            n_decode=n_decode, options=options, weights=graph.matmul_type, **recognised,
+            passes=tuple(passes), n_decode=n_decode, options=options, weights=graph.matmul_type, **recognised,
         )  # fmt: skip
         super().__init__(request)
 

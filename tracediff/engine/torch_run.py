@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
@@ -42,13 +43,13 @@ def trace_torch(
     steps: Sequence[Step] = (),
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> Path:
-    """Write a trace of the prompt `tokens` and `n_decode` greedy steps, or of exactly the given `steps`.
+    """Write a trace of the prompt `tokens`, or of the given `steps`, and of `n_decode` greedy steps after it.
 
     Raises EngineError for a device that is absent or tokens that do not fit, ModelError for the file.
     """
     model = Model.opened(model)
     graph, scheme = _prepare(model, options)
-    check_length(len(tokens), n_decode, graph.hparams.n_ctx)
+    check_length([*steps] or passes([tokens]), n_decode, graph.hparams.n_ctx)
     weights = model.weights(DTYPES[options.dtype], options.device)
     engine = TorchEngine(graph, weights, scheme, progress)
     name = f"tracediff torch {__version__} ({options.dtype}, {options.device})"
@@ -56,7 +57,7 @@ def trace_torch(
     with TraceWriter(out, name, graph.hparams.arch, model.path.name, graph.matmul_type) as writer:
         recorder = Recorder(writer, options.capture)
         engine.record_weights(recorder)
-        for step, given in _given(steps) if steps else greedy(engine, tokens, n_decode):
+        for step, given in greedy(engine, tokens, n_decode, steps):
             try:
                 engine.run(step, given, recorder)
             except torch.OutOfMemoryError as error:
@@ -116,7 +117,21 @@ def check_device(device: str) -> None:
         )
 
 
-def _given(steps: Sequence[Step]) -> Iterator[tuple[int, StepInput]]:
+def passes(prompts: Sequence[Sequence[int]], after: Sequence[Sequence[Sequence[int]]] = ()) -> list[Step]:
+    """Steps that feed these prompts side by side, one sequence each; then, of each, the passes `after` it."""
+    fed = [[prompt, *(after[i] if after else ())] for i, prompt in enumerate(prompts)]
+    at, steps = [0] * len(fed), list[Step]()
+    for number, each in enumerate(zip_longest(*fed, fillvalue=())):
+        tokens = [token for part in each for token in part]
+        positions = [at[i] + p for i, part in enumerate(each) for p in range(len(part))]
+        of = [i for i, part in enumerate(each) for _ in part]
+        at = [n + len(part) for n, part in zip(at, each, strict=True)]
+        several = tuple(of) if len(fed) > 1 else None
+        steps.append(Step(number, tuple(tokens), tuple(positions), sequences=several))
+    return steps
+
+
+def inputs(steps: Sequence[Step]) -> Iterator[tuple[int, StepInput]]:
     """These steps, or those of a trace in which each sequence has its own, as they were fed: together."""
     together: dict[int, list[Step]] = {}
     for step in steps:
@@ -133,19 +148,37 @@ class HasLogits(Protocol):
     logits: torch.Tensor
 
 
-def greedy(engine: HasLogits, tokens: Sequence[int], n_decode: int) -> Iterator[tuple[int, StepInput]]:
-    """The prompt, then one step for each token that the engine itself likes best; raises EngineError without tokens."""
-    if not tokens:
+def greedy(
+    engine: HasLogits, tokens: Sequence[int], n_decode: int, steps: Sequence[Step] = ()
+) -> Iterator[tuple[int, StepInput]]:
+    """The prompt, or these steps, then as many of the tokens that the engine itself likes best, one of each sequence.
+
+    Raises EngineError without tokens.
+    """
+    steps = steps or passes([tokens])
+    if not steps[0].tokens:
         raise EngineError("the prompt is empty: no tokens. Give some text with -p or ids with --tokens 1,2,3.")
-    yield 0, StepInput(tuple(tokens), tuple(range(len(tokens))))
-    for step in range(1, n_decode + 1):
-        yield step, StepInput((int(engine.logits[-1].argmax()),), (len(tokens) + step - 1,))
+    number, last = 0, dict[int, tuple[int, int]]()  # of each sequence: the token after its last, and where that will be
+    for number, given in inputs(steps):
+        yield number, given
+        last |= _next(engine, given)
+    for step in range(number + 1, number + 1 + n_decode):
+        ids, positions = zip(*last.values(), strict=True)
+        given = StepInput(ids, positions, tuple(last) if len(last) > 1 else None)
+        yield step, given
+        last |= _next(engine, given)
 
 
-def check_length(n_prompt: int, n_decode: int, n_ctx: int) -> None:
+def _next(engine: HasLogits, given: StepInput) -> dict[int, tuple[int, int]]:
+    ends = {sequence: at.stop - 1 for sequence, at in given.parts().items()}
+    return {sequence: (int(engine.logits[end].argmax()), given.positions[end] + 1) for sequence, end in ends.items()}
+
+
+def check_length(steps: Sequence[Step], n_decode: int, n_ctx: int) -> None:
     """Raises EngineError for what the model's context does not hold."""
-    if n_prompt + n_decode > n_ctx:
+    n_fed = max((position + 1 for step in steps for position in step.positions), default=0)
+    if n_fed + n_decode > n_ctx:
         raise EngineError(
-            f"the prompt of {n_prompt} tokens and {n_decode} decode steps do not fit the context of {n_ctx}. "
+            f"the prompt of {n_fed} tokens and {n_decode} decode steps do not fit the context of {n_ctx}. "
             "Shorten the prompt."
         )

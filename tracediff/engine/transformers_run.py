@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 from tracediff.engine.record import recorded
 from tracediff.engine.recorder import DTYPES
 from tracediff.engine.torch_engine import StepInput
-from tracediff.engine.torch_run import TorchOptions, check_device, check_length, greedy
+from tracediff.engine.torch_run import TorchOptions, check_device, check_length, greedy, passes
 from tracediff.errors import EngineError
 from tracediff.model.model import Model
+from tracediff.trace.format import Step
 
 _INSTALL = 'Install it with: pip install "tracediff[transformers]".'
 
@@ -26,9 +27,10 @@ def trace_transformers(
     tokens: Sequence[int],
     n_decode: int = 0,
     hf: Path | None = None,
+    steps: Sequence[Step] = (),
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> list[str]:
-    """Write a trace of the prompt and `n_decode` greedy steps; returns what a reader must know that is not in it.
+    """Write a trace of the prompt, or of `steps`, and `n_decode` greedy steps; returns what a reader must know.
 
     The weights are those of `model` as transformers' own GGUF loader reads them, or of the model folder `hf`.
     Raises EngineError where transformers is missing, cannot load the model, or another model is in the folder.
@@ -39,7 +41,7 @@ def trace_transformers(
     model = Model.opened(model)
     loaded, ignored = load(model.path, hf, DTYPES[options.dtype], options.device)
     notes = [f"transformers ignores {_some(ignored)} of {hf or model.path}"] if ignored else []
-    return notes + trace_model(loaded, model, out, options, tokens, n_decode, progress)
+    return notes + trace_model(loaded, model, out, options, tokens, n_decode, progress, steps=steps)
 
 
 def trace_model(
@@ -51,10 +53,11 @@ def trace_model(
     n_decode: int = 0,
     progress: Callable[[float], None] = lambda fraction: None,
     attention: str = "eager",
+    steps: Sequence[Step] = (),
 ) -> list[str]:
     """The same for a transformers model that is loaded already, of the GGUF file `model`, in any of its attentions."""
     model = Model.opened(model)
-    check_length(len(tokens), n_decode, model.graph.hparams.n_ctx)
+    check_length([*steps] or passes([tokens]), n_decode, model.graph.hparams.n_ctx)
     name = f"transformers {_transformers().__version__} {type(loaded).__name__} ({options.dtype}, {options.device})"
     loaded.set_attn_implementation(attention)
     decoder = _Decoder(loaded)
@@ -62,7 +65,7 @@ def trace_model(
         recorded(loaded, out, model, name, options.capture, progress=progress) as notes,
         _double(loaded) if options.dtype == "f64" else nullcontext(),
     ):
-        for _, given in greedy(decoder, tokens, n_decode):
+        for _, given in greedy(decoder, tokens, n_decode, steps):
             decoder.run(given)
     return notes
 

@@ -34,13 +34,17 @@ def restep(trace: Trace, like: Trace, out: Path) -> list[str]:
 
 
 def matched(trace: Trace, other: Trace, out: Path) -> bool:
-    """Write to `out` the sequences of `trace` that the other has too. False where these are all: nothing is written."""
-    matches = match(trace, other)
-    if {one.ours for one in matches} == {*trace.sequences}:
+    """Write to `out` the sequences of `trace` that the other has too, without the steps after the last of both.
+
+    False where that is all of it: nothing is written.
+    """
+    own, matches = fed_to(trace), match(trace, other)
+    ends = {one.ours: trace.steps[own[one.ours].at(one.alike[-1])[0]] for one in matches}
+    if all(step.sequence in ends and at <= ends[step.sequence].step for at, step in trace.steps.items()):
         return False
-    own = fed_to(trace)
-    all_of_it = [(own[m.ours], own[m.ours], replace(m, alike=own[m.ours].positions)) for m in matches]
-    _write(out, trace, [*_plan(trace, all_of_it)])
+    stops = {sequence: own[sequence].begins[step.step] + len(step.tokens) for sequence, step in ends.items()}
+    kept = [(own[m.ours], own[m.ours], replace(m, alike=range(own[m.ours].first, stops[m.ours]))) for m in matches]
+    _write(out, trace, [*_plan(trace, kept)])
     return True
 
 
