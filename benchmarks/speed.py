@@ -348,6 +348,20 @@ def unknown_mistake(model: Path, folder: Path) -> dict[str, tuple[float, float]]
     return {"check of hidden states, one unknown mistake / of every op, sound": (taken[1] / taken[0], 4.0)}
 
 
+def formats(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """`check --html`, and `ci` of an engine that its lock was made of, over `check`: seconds of the processor.
+
+    The least of several that alternate, of 64 tokens and 8 decode steps, Q4_K_M: the fewer values, the dearer a page.
+    """
+    q4, trace, lock = in_q4_k_m(model, folder), folder / "decode.trace", folder / "a.lock"
+    processor("trace", q4, "--tokens", ",".join(map(str, TOKENS[:64])), "--decode", 8, "-o", trace)
+    judged = (trace, "--model", q4)
+    processor("ci", *judged, "--lock", lock, "--update")
+    commands = (("check", *judged), ("check", *judged, "--html", folder / "page.html"), ("ci", *judged, "--lock", lock))
+    plain, page, gate = map(min, zip(*([processor(*one) for one in commands] for _ in range(REPEATS)), strict=True))
+    return {"check --html / check": (page / plain, 1.1), "ci / check": (gate / plain, 1.05)}
+
+
 def engines(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     """`trace` by torch over `trace` by llama.cpp, Q4_K_M, on one thread: seconds of the processor."""
     q4, tokens = in_q4_k_m(model, folder), ",".join(map(str, TOKENS))
@@ -381,6 +395,7 @@ _ALL = (
     both_sides,
     hidden_states,
     unknown_mistake,
+    formats,
     engines,
 )
 MEASURES = {f.__name__: f for f in (*_ALL, start_up)}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, dom
+from browser import CHROMIUM, Browser
 from conftest import TOKENS, Models
 from json_schema import valid
 
@@ -73,8 +73,11 @@ def test_it_opens_without_the_model(cli: Cli, tmp_path: Path, monkeypatch: pytes
         assert (reduced.values(reduced.ops[key]) == whole.values(whole.ops[key])).all()
     assert versions_in(folder)["tracediff"] == "0.1.0"
     if CHROMIUM:
-        shown = dom(Path("page.html").read_text(), tmp_path)
-        assert 'class="h5" title="blk.0.attn_v: faulty, ' in shown
+        with Browser(tmp_path) as browser:
+            browser.open(folder / "page.html")
+            assert browser.run("document.querySelector('[data-op=\"blk.0.attn_v\"]').title").startswith(
+                "blk.0.attn_v: faulty"
+            )
 
 
 def versions_in(folder: Path) -> dict[str, str]:

@@ -3,18 +3,20 @@
 import base64
 import hashlib
 import json
+import random
 import re
 import sys
+import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, dom
+from browser import CHROMIUM, Browser
 
 from tracediff.printable import printable
 from tracediff.report import html
-from tracediff.result import Finding, Result, Said
+from tracediff.result import Finding, OpResult, Result, Said
 
 TRACES = Path(__file__).parent.parent / "traces"
 sys.path.insert(0, str(TRACES))
@@ -82,8 +84,8 @@ def test_the_page_is_whole_and_says_what_the_terminal_says(case: str) -> None:
     said = " ".join(" ".join(page.text.values()).split())
     for sentence in (*(one.text for one in result.findings), *(one.text for one in result.said), *result.details):
         assert " ".join(sentence.split()) in said
-    data = json.loads(page.text["script"].partition('"use strict"')[0])
-    assert [(op["op"], op["step"], op["status"]) for op in data["ops"]] == [
+    ops = json.loads(zlib.decompress(base64.b64decode(page.text["script"].partition('"use strict"')[0])))["ops"]
+    assert [*zip(ops["op"], ops["step"], ops["status"], strict=True)] == [
         (op.op, op.step, op.status) for op in result.ops
     ]
 
@@ -95,12 +97,12 @@ def test_nothing_comes_from_elsewhere_and_nothing_else_runs() -> None:
         assert {tag for tag, _ in page.elements} <= {
             "html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "ul", "li", "br", "span", "div", "label",
             "select", "option", "input", "output", "table", "thead", "tbody", "tr", "th", "td", "button", "svg", "line",
-            "text", "polyline", "code", "dl", "dt", "dd", "script",
+            "text", "polyline", "code", "dl", "dt", "dd", "script", "section",
         }  # fmt: skip
         attributes = {name for _, of in page.elements for name in of}
         assert not {name for name in attributes if name.startswith("on")} & {*attributes}
         assert not attributes & {"src", "href", "style", "action"}
-        assert [script.get("type") for script in page.of("script")] == ["application/json", None]
+        assert [script.get("type") for script in page.of("script")] == ["application/octet-stream", None]
         policy = next(meta["content"] for meta in page.of("meta") if "http-equiv" in meta) or ""
         for kind, element in (("style", "style"), ("script", "script")):
             (inline,) = re.findall(rf"<{element}>(.*?)</{element}>", text, flags=re.S)
@@ -109,30 +111,71 @@ def test_nothing_comes_from_elsewhere_and_nothing_else_runs() -> None:
         assert policy.startswith("default-src 'none';")
 
 
-def test_a_page_of_24_layers_is_small() -> None:
-    result = make.compare("three-faults")
+def test_a_page_of_24_layers_and_8_decode_steps_is_small() -> None:
+    """As of both sides, with figures that differ from record to record as real ones do."""
+    result, rng = make.compare("three-faults"), random.Random(0)
     layer = [op for op in result.ops if op.op.startswith("blk.0.") and op.step == 0]
-    ops = [replace(op, op=op.op.replace("blk.0.", f"blk.{n}."), layer=n) for n in range(24) for op in layer]
-    page = html.render({"case": replace(result, ops=tuple(ops), findings=())})
-    assert len(page.encode()) < 300_000
+
+    def other(op: OpResult, layer: int, step: int) -> OpResult:
+        def vary(of: object) -> object:
+            numbers = {key: value * rng.uniform(0.5, 2) for key, value in figures_of(of).items()}
+            return replace(of, **numbers)  # type: ignore[type-var]
+
+        kept = {key: vary(getattr(op, key)) for key in ("reference", "candidate", "drift", "local") if getattr(op, key)}
+        for error in ("drift", "local"):
+            if error in kept:
+                kept[error] = replace(kept[error], worst=vary(kept[error].worst))
+        return replace(op, op=op.op.replace("blk.0.", f"blk.{layer}."), layer=layer, step=step, **kept)
+
+    ops = tuple(other(op, n, step) for step in range(9) for n in range(24) for op in layer)
+    page = html.render({"case": replace(result, ops=ops, findings=())})
+    assert len(ops) == 24 * 17 * 9
+    assert 200_000 < len(page.encode()) < 300_000
+
+
+def figures_of(record: object) -> dict[str, float]:
+    return {name: value for name in record.__slots__ if isinstance(value := getattr(record, name), float)}
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page in")
 def test_in_a_browser(tmp_path: Path) -> None:
-    """The script paints and opens an op; a hostile trace stays text."""
+    """A mouse opens an op, arrows and Enter the next; the slider changes the step; a hostile trace stays text."""
     result = make.compare("three-faults")
-    page = html.render({"case": result})
-    shown = dom(page, tmp_path)
-    assert 'class="h5" title="blk.0.attn_v: faulty, ' in shown
-    assert 'class="h1" title="blk.0.attn_norm: ok, ' in shown
-    # A test's own click needs a policy that lets it run.
-    click = "<script>document.querySelector('[data-op=\"blk.0.attn_v\"]').click()</script></body>"
-    open_page = re.sub(r"script-src '[^']*'", "script-src 'unsafe-inline'", page).replace("</body>", click)
-    opened = dom(open_page, tmp_path)
-    assert "<h3>blk.0.attn_v in step 0: faulty</h3>" in opened
-    assert f"<dt>what is wrong</dt><dd>{result.findings[0].text}</dd>" in opened
-    assert "<dt>reference</dt><dd>min " in opened
-    attacked = dom(html.render({"case": printable(hostile())}), tmp_path)
-    assert "<title>tracediff: diverged</title>" in attacked
-    assert "<img" not in attacked
-    assert 'class="h5"' in attacked  # its own script has run
+    attention = next(op for op in result.faulty if op.op == "blk.1.attn_probs")
+    pages = {"page": result, "hostile": printable(hostile())}
+    for name, of in pages.items():
+        (tmp_path / f"{name}.html").write_text(html.render({"case": of}), encoding="utf-8")
+    with Browser(tmp_path) as browser:
+        browser.open(tmp_path / "page.html")
+        assert browser.run("document.querySelector('[data-op=\"blk.0.attn_norm\"]').className") == "h1"
+        browser.click('[data-op="blk.1.attn_probs"]')
+        assert browser.text("#op h3") == "blk.1.attn_probs in step 0: faulty"
+        opened = browser.text("#op")
+        assert result.findings[2].text in opened
+        assert "candidate\nmin " in opened
+        strips = browser.run("[...document.querySelectorAll('.strip')].map((s) => s.childNodes.length)")
+        assert attention.local
+        assert strips == [len(strip.excess) for strip in attention.local.strips] == [4, 6, 6]
+        assert browser.run("document.querySelectorAll('.strip')[1].firstChild.title") == "token 0: within its bound"
+        assert attention.cause
+        for place in attention.cause.places:
+            assert f"{place.at}\t{place.inputs}\t{place.right:.7g}\t" in opened
+        browser.press("ArrowLeft")
+        browser.press("Enter")
+        assert browser.text("#op h3") == "blk.1.attn_scores in step 0: inherited"
+        browser.run("document.getElementById('step').focus()")
+        browser.press("ArrowRight")
+        assert browser.text("#op h3") == "blk.1.attn_scores in step 1: inherited"
+        assert browser.run("[...document.querySelectorAll('section')].map((s) => s.hidden)") == [True, False]
+        for width, dark in ((390, True), (800, False), (1400, True)):
+            browser.open(tmp_path / "page.html", width, dark)
+            browser.click('[data-op="blk.1.attn_probs"]')
+            assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+            paper = browser.run("getComputedStyle(document.body).backgroundColor")
+            assert paper == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
+        browser.open(tmp_path / "hostile.html")
+        assert browser.run("document.title") == "tracediff: diverged"
+        assert browser.run("document.images.length") == 0
+        browser.run("document.querySelector('.h5').click()")
+        assert "<script>" in browser.text("#op h3")
+        assert browser.complaints() == []

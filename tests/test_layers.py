@@ -49,7 +49,7 @@ MAY = {
     "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.reproduce": {"errors", "files", "model", "numerics", "replay", "trace"},
     "tracediff.bundle": {
-        "compare", "files", "findings", "model", "printable", "report", "result", "trace", "versions",
+        "compare", "errors", "files", "findings", "model", "printable", "report", "result", "trace", "versions",
     },
     "tracediff.versions": set(),
     "tracediff.testing": {"judge", "pipeline", "result"},

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import reproducers
 from conftest import TOKENS, Models
 
 CASE = Path(__file__).parent.parent / "traces" / "three-faults"
@@ -31,6 +32,21 @@ def test_it_fails_until_it_is_repaired(op: str, tmp_path: Path, cli: Callable[..
     (tmp_path / "reproduce.py").write_text(script.replace('return data["recorded"]', RIGHT[op]))
     assert run(tmp_path) == (0, f"0 of {said.split()[2]} values are wrong, NMSE {run(tmp_path)[1].split()[-1]}\n")
     assert cli(*command)[0] == 0  # over its own
+
+
+@pytest.mark.parametrize(
+    "case", ["norm, another epsilon", "rope of a decode step", "values, groups of heads", "router"]
+)
+def test_mistakes_of_many_kinds(case: str, tmp_path: Path, models_folder: Path) -> None:
+    """All of them: `python benchmarks/reproducers.py`."""
+    size, before, after, said = reproducers.reproduced(reproducers.CASES[case], tmp_path, models_folder)
+    assert size <= 1_000_000
+    assert (before, after) == (1, 0), said
+
+
+@pytest.fixture(scope="module")
+def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
 
 
 def test_a_large_one_is_cut(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tracediff import versions
 from tracediff.compare.measure import record_statistics
+from tracediff.errors import TraceError
 from tracediff.files import replacing, temporary_folder
 from tracediff.findings.words import count, listed
 from tracediff.model.model import Model
@@ -51,8 +52,13 @@ def is_bundle(head: bytes) -> bool:
 
 
 def bundle(result: Result, path: Path, model: Model) -> Bundle:
-    """Pack the result of judging the trace at `path`; the same bytes for the same result."""
+    """Pack the result of judging the trace at `path`; the same bytes for the same result.
+
+    Raises TraceError for a trace of one of several ranks.
+    """
     trace = Trace(path)
+    if trace.is_one_of_several:
+        raise TraceError(f"{path}: of several ranks there is no bundle. Attach what `check --html` writes.")
     kept, left = _kept(result, trace, model)
     files = {
         "page.html": html.render({path.stem: printable(result)}).encode(),
@@ -99,7 +105,8 @@ def _first_of(finding: Finding, faulty: Sequence[OpResult]) -> OpResult | None:
 def _read(op: OpResult, trace: Trace, model: Model) -> Iterator[tuple[int, str]]:
     """What the ops that it was replayed from read of others, in this step and, of caches and states, before it."""
     segment = op.local.segment if op.local else ()
-    before = [step for step in trace.steps if step <= op.step]
+    mine = trace.steps[op.step].sequence
+    before = [number for number, step in trace.steps.items() if number <= op.step and step.sequence == mine]
     for name in segment:
         for source, past in model.graph[name].reads:
             if source in model.graph and model.graph[source].kind == "state":

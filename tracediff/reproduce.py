@@ -3,7 +3,9 @@
 import inspect
 import io
 from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,9 +40,11 @@ def reproduce(path: Path, model: Model, name: str, step: int, folder: Path) -> s
     local = judged[step, name]
     if not local.faulty:
         raise TracediffError(f"{name} in step {step} is as it should be: there is nothing to reproduce.")
-    if len(local.segment) > 1:
+    # A state computes nothing: it is what the step before handed on.
+    unrecorded = [other for other in local.segment[:-1] if replay.graph[other].kind != "state"]
+    if unrecorded:
         raise TracediffError(
-            f"{name} in step {step} was judged as one with {local.segment[0]} and what follows: record what it reads, "
+            f"{name} in step {step} was judged as one with {unrecorded[0]} and what follows: record what it reads, "
             "then there is one op to reproduce."
         )
     known = replay.known(record)
@@ -96,7 +100,7 @@ def _cut(whole: Arrays, off: np.ndarray, n_tokens: int, n_out: int | None) -> Ar
 def _script(op: Op, step: int, engine: str, data: Mapping[str, np.ndarray]) -> str:
     names = [key for key in data if key.startswith(("input", "weight"))]
     what = inspect.getdoc(KINDS[op.kind].function) or op.kind
-    attributes = {key: value for key, value in op.attrs.items() if isinstance(value, int | float | str | bool)}
+    attributes = _stated(op.attrs)
     inputs = [f"input{n}: {name}" for n, name in enumerate(op.inputs)]
     weights = [f"weight{n}: {weight.name}" for n, weight in enumerate(op.weights)]
     facts = [f"{op.name} in step {step} of {engine}", f"{op.kind}: {what}", *inputs, *weights]
@@ -104,6 +108,13 @@ def _script(op: Op, step: int, engine: str, data: Mapping[str, np.ndarray]) -> s
     lines = (line for fact in facts for line in fact.encode("ascii", "replace").decode().splitlines())
     comments = "\n".join(f"# {line}" for line in lines)
     return _TEMPLATE.format(comments=comments, arguments=", ".join(names), names=names)
+
+
+def _stated(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a reader can type; of what has fields, such as a rope, these."""
+    fields = (asdict(value) for value in attributes.values() if is_dataclass(value) and not isinstance(value, type))
+    plain = (int, float, str, bool)
+    return {key: v for of in (attributes, *fields) for key, v in of.items() if isinstance(v, plain)}
 
 
 _TEMPLATE = '''"""A reproducer by tracediff, of numpy alone: exits 1 while the function below is wrong, else 0."""

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracediff.cli.formats import Formats, writing
-from tracediff.cli.options import Require, Resolve, Tolerance, policy_of
+from tracediff.cli.options import Require, Resolve, Time, Tolerance, Workers, policy_of
 from tracediff.cli.output import ended, print_report, progress_bars, say
 from tracediff.errors import TracediffError
 
 if TYPE_CHECKING:
     from tracediff.ci.config import Case, Project
+    from tracediff.pipeline import Effort
     from tracediff.result import Result
 
 _DAYS = 90  # that a known cause is accepted for
@@ -38,12 +39,15 @@ def ci(
     tolerance: Tolerance = None,
     require: Require = None,
     resolve: Resolve = None,
+    workers: Workers = 1,
+    time: Time = 60.0,
     formats: Formats = Formats(),
 ) -> int:
     """Fail where anything got worse than its lock: an op, its arithmetic, what would be seen, what is recorded."""
     from tracediff.ci.config import Case, project
     from tracediff.ci.gate import joined
     from tracediff.ci.lock import read, write
+    from tracediff.pipeline import Effort
     from tracediff.report.ci import render, render_json
 
     found = project(config)
@@ -57,7 +61,7 @@ def ci(
     locked = read(found.lock) if found.lock.exists() else {}
     if not locked and not update and accept is None:
         raise TracediffError(f"{found.lock}: there is no lock yet. --update writes one, from traces that are right.")
-    results = {case.name: _judged(case) for case in found.cases}
+    results = {case.name: _judged(case, Effort(workers, time)) for case in found.cases}
     if update or accept is not None:
         write(found.lock, {**locked, **_changed(results, locked, accept, _date(until))})
         say(f"wrote {found.lock}")
@@ -69,7 +73,7 @@ def ci(
     return ended(gate)
 
 
-def _judged(case: "Case") -> "Result":
+def _judged(case: "Case", effort: "Effort") -> "Result":
     from tracediff.pipeline import check_trace, compare_traces
 
     case.make()
@@ -78,11 +82,13 @@ def _judged(case: "Case") -> "Result":
         if case.reference:
             return compare_traces(
                 case.reference, case.trace,
-                model=case.model, policy=policy, arithmetic=case.arithmetic, progress=progress,
+                model=case.model, policy=policy, arithmetic=case.arithmetic, effort=effort, progress=progress,
             )  # fmt: skip
         if case.model is None:
             raise TracediffError(f"{case.trace}: give --model, or --reference and --tolerance, to judge it by.")
-        return check_trace(case.trace, case.model, policy=policy, arithmetic=case.arithmetic, progress=progress)
+        return check_trace(
+            case.trace, case.model, policy=policy, arithmetic=case.arithmetic, effort=effort, progress=progress
+        )
 
 
 def _changed(results: dict[str, "Result"], locked: dict, accept: str | None, until: date) -> dict:  # type: ignore[type-arg]

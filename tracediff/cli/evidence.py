@@ -10,7 +10,7 @@ def evidence(result: Result, op: str) -> Listing:
     if not records:
         raise TracediffError(f"--explain {op}: the trace has no such record. `tracediff inspect TRACE` lists them.")
     faulty = [one for one in records if one.status == "faulty"]
-    told = next((one for one in faulty if one.cause and one.cause.places), None)
+    told = result.explained(op)
     if told is None or told.cause is None:
         raise TracediffError(f"--explain {op}: {_why_not(faulty)}")
     rows = tuple(

@@ -28,7 +28,8 @@ from tracediff.replay.recorded import Recorded
 from tracediff.replay.residual import Residual, measure, turned
 from tracediff.replay.score import BLIND, NOTHING, SHAPE, UNKNOWN, Explanation, judge, lead
 from tracediff.replay.storage import stored_as
-from tracediff.result import Judgement, Local, Worst
+from tracediff.replay.strips import strips
+from tracediff.result import Judgement, Local, Strip, Worst
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
@@ -384,8 +385,17 @@ class Replay:
             told=self._recorded.on_the_way.get(storage) is False,
             weights_nmse=made.weights_nmse,
             one_token=len(self.trace.steps[record.step].tokens) == 1,
+            strips=self._strips(op, whole),
         )
         return _Look(local, noise, _ratio(whole.shaped, whole.signal))
+
+    def _strips(self, op: Op, whole: Residual) -> tuple[Strip, ...]:
+        """Where it is off; of values that attention weighted, whose heads lie side by side, by head as well."""
+        names = KINDS[op.kind].axis_names(op)
+        if whole.excess <= 1 or self._recomputation.is_supposed or len(names) != len(whole.along):
+            return ()
+        heads = self.graph[op.inputs[0]].axes[0] if op.kind == "weighted_values" else None
+        return strips(whole.along, names, heads if isinstance(heads, int) else None)
 
     def _rounding(self, segment: Sequence[str], storage: str) -> list[Op]:
         """The ops of a segment that may have rounded what they read.

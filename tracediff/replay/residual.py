@@ -12,6 +12,7 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.kinds.linear import columns
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.recompute import Recomputed
+from tracediff.replay.strips import Along, along, joined, nothing
 from tracediff.result import Worst
 
 # A value within 2^-15 of a boundary is one in 16,000; more rows than this with such an event are no accident.
@@ -54,6 +55,7 @@ class Residual:
     excess: float
     worst: Worst
     sharpness: float
+    along: Along  # zeros where nothing exceeds its bound
     flips: int = 0
 
     def __add__(self, other: "Residual") -> "Residual":
@@ -66,6 +68,7 @@ class Residual:
             larger.excess,
             larger.worst,
             min(self.sharpness, other.sharpness),
+            joined(self.along, other.along),
             max(self.flips, other.flips),  # the same activations turn in every part
         )
 
@@ -105,6 +108,7 @@ def measure(
     excess, bounds_in_largest = excess.abs_(), float(torch.stack(torch.aminmax(right)).abs().max())
     at = int(excess.argmax())  # a NaN before all numbers
     place = tuple(int(i) for i in np.unravel_index(at, error.shape))  # torch's own takes a second to load
+    is_off = not supposed and not excess[at] <= 1
     return Residual(
         error=squares,
         signal=_energy(exact),
@@ -113,6 +117,7 @@ def measure(
         excess=math.inf if bool(excess[at].isnan()) else float(excess[at]),
         worst=Worst(place, float(exact.flatten()[at]), float(recorded.flatten()[at])),
         sharpness=1 / bounds_in_largest if bounds_in_largest else math.inf,
+        along=along(excess.view(error.shape)) if is_off else nothing(error.shape),
     )
 
 

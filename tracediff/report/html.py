@@ -6,16 +6,15 @@ no script run but its own, and load nothing.
 
 import base64
 import hashlib
-import json
-import math
 from collections.abc import Iterator, Mapping
 from html import escape
 from importlib.resources import files
 
 from tracediff.findings.words import count, number
-from tracediff.names import StepOf, layer_of, split
+from tracediff.names import layer_of, split
 from tracediff.report.chart import drift_by_depth
-from tracediff.result import Logits, OpResult, Result, Said, Side, Statistics
+from tracediff.report.figures import packed, steps
+from tracediff.result import Logits, Result, Said, Side
 
 _METRICS = {
     "excess": "error over floor", "nmse": "drift", "rms": "RMS", "mean": "mean", "min": "least", "max": "largest",
@@ -36,7 +35,8 @@ def render(cases: Mapping[str, Result]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'<meta name="viewport" content="width=device-width">\n<title>tracediff: {escape(result.verdict)}</title>\n'
         f"<style>{css}</style>\n</head>\n<body>\n{body}\n"
-        f'<script type="application/json" id="data">{_data(result)}</script>\n<script>{js}</script>\n</body>\n</html>\n'
+        f'<script type="application/octet-stream" id="data">{packed(result)}</script>\n<script>{js}</script>\n'
+        "</body>\n</html>\n"
     )
 
 
@@ -101,66 +101,11 @@ def _controls(result: Result) -> Iterator[str]:
     absent = {"excess": not replayed, "nmse": not result.reference}
     shown = {key: what for key, what in _METRICS.items() if not absent.get(key)}
     options = "".join(f'<option value="{key}">{what}</option>' for key, what in shown.items())
-    steps = ""
-    if len(_steps(result)) > 1:
-        last = len(_steps(result)) - 1
-        slider = f'<input id="step" type="range" min="0" max="{last}" value="0">'
-        steps = f'<label>step {slider} <output id="at"></output></label>'
-    yield f'<div class="controls"><label>show <select id="metric">{options}</select></label>{steps}</div>'
-
-
-def _steps(result: Result) -> list[int]:
-    return sorted({op.step for op in result.ops})
-
-
-def _named(step: int) -> int | str:
-    return str(step) if isinstance(step, StepOf) else step
-
-
-def _data(result: Result) -> str:
-    """What the script shows of each op; "<" is escaped, so that nothing in it ends the element."""
-    of: dict[str, list[int]] = {}
-    for n, one in enumerate(result.findings):
-        for op in one.ops:
-            of.setdefault(op, []).append(n)
-    ops = [_op(op, of.get(op.op, []) if op.status == "faulty" else []) for op in result.ops]
-    data = {
-        "steps": [_named(step) for step in _steps(result)],
-        "ops": ops,
-        "findings": [one.text for one in result.findings],
-    }
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def _op(op: OpResult, findings: list[int]) -> dict[str, object]:
-    drift, local = op.drift, op.local
-    shown: dict[str, object] = {
-        "op": op.op, "step": _named(op.step), "status": op.status,
-        "excess": _short(local.excess if local else None), "nmse": _short(drift.nmse if drift else None),
-        "tolerance": _short(op.tolerance), "cosine": _short(drift.cosine if drift else None, 7),
-        "max_abs": _short(drift.max_abs if drift else None),
-        "local_nmse": _short(local.nmse if local else None), "floor": _short(op.floor),
-        "arithmetic": op.arithmetic, "reference": _statistics(op.reference), "candidate": _statistics(op.candidate),
-    }  # fmt: skip
-    worst = local.worst if local else drift.worst if drift else None
-    if worst and worst.at:
-        shown |= {"at": worst.at, "worst": [_short(worst.candidate, 9), _short(worst.reference, 9)]}
-    more = {"findings": findings, "note": op.note, "segment": len(local.segment) if local else 0}
-    shown |= {key: value for key, value in more.items() if value}
-    return {key: value for key, value in shown.items() if value is not None}
-
-
-def _statistics(side: Statistics | None) -> dict[str, object] | None:
-    if side is None:
-        return None
-    lost: dict[str, object] = {"nan": side.nan, "inf": side.inf} if side.nan or side.inf else {}
-    return {name: _short(getattr(side, name)) for name in ("min", "max", "mean", "rms")} | lost
-
-
-def _short(value: float | None, digits: int = 4) -> float | str | None:
-    if value is None or math.isfinite(value):
-        return None if value is None else float(f"{value:.{digits}g}")
-    return str(value)
+    slider, last = "", len(steps(result)) - 1
+    if last > 0:
+        control = f'<input id="step" type="range" min="0" max="{last}" value="0">'
+        slider = f'<label>step {control} <output id="at"></output></label>'
+    yield f'<div class="controls"><label>show <select id="metric">{options}</select></label>{slider}</div>'
 
 
 # --- below it -------------------------------------------------------------------------------------------------------
@@ -173,10 +118,13 @@ def _depth(result: Result) -> Iterator[str]:
 
 
 def _tokens(result: Result) -> Iterator[str]:
-    for logits in dict.fromkeys((*result.logits[:1], *result.logits[-1:])):
-        yield f"<h2>Next token after step {logits.step}</h2>{_table(logits)}"
+    """Of each step; the script shows those of the step that is chosen."""
+    for logits in result.logits:
         about = "next token", f"step {logits.step}"
-        yield from (f"<p>{escape(said.text)}</p>" for said in result.said if (said.about, said.of) == about)
+        said = "".join(f"<p>{escape(said.text)}</p>" for said in result.said if (said.about, said.of) == about)
+        hidden = "" if logits is result.logits[0] else " hidden"
+        title = f"Next token after step {logits.step}"
+        yield f'<section data-step="{logits.step}"{hidden}><h2>{title}</h2>{_table(logits)}{said}</section>'
 
 
 def _table(logits: Logits) -> str:

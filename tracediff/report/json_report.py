@@ -76,6 +76,7 @@ def _faulty(op: OpResult) -> dict[str, object]:
         "local_nmse": local.nmse if local else None,
         "floor": op.floor,
         "segment": local.segment if local else (),
+        "strips": local.strips if local else (),
         "cause": op.cause,
         "shape": op.shape,
         "sought": op.sought,

@@ -1,23 +1,33 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const map = document.querySelector(".map"), shown = document.getElementById("op");
-const step = document.getElementById("step"), metric = document.getElementById("metric");
+const byId = (id) => document.getElementById(id);
+const map = document.querySelector(".map"), shown = byId("op"), step = byId("step"), metric = byId("metric");
 const buttons = [...map.querySelectorAll("button")];
-const ops = new Map(data.ops.map((op) => [op.step + " " + op.op, op]));
-let chosen = null;
+const WITHIN = "-", BEYOND = "z"; // in a strip, whose other characters are decades
+let data = null, chosen = null;
+const places = new Map(); // step and op -> the record's place in each column
 
-const figure = (x) => (x == null ? "-" : typeof x === "number" ? String(Number(x.toPrecision(4))) : x);
-const numberOf = (op, what) => what.split(".").reduce((value, key) => (value ? value[key] : null), op);
+async function unpacked() {
+  const bytes = Uint8Array.from(atob(byId("data").textContent), (c) => c.charCodeAt(0));
+  const text = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return JSON.parse(await new Response(text).text());
+}
 
-function level(op, what) {
-  if (!op) return 0;
-  if (what === "excess") return op.excess == null ? 0 : op.status === "faulty" ? 5 : op.excess > 0.5 ? 2 : 1;
+const of = (i, what) => (i == null || !data.ops[what] ? null : data.ops[what][i]);
+const at = (name) => places.get(data.steps[step ? step.value : 0] + " " + name);
+const brief = (x) => String(Math.abs(x) < 1e6 ? Number(x.toPrecision(4)) : x.toExponential(2));
+const figure = (x) => (x == null ? "-" : typeof x === "number" ? brief(x) : x);
+
+function level(i, what) {
+  if (i == null) return 0;
+  const status = of(i, "status"), value = of(i, what);
+  if (what === "excess") return value == null ? 0 : status === "faulty" ? 5 : value > 0.5 ? 2 : 1;
   if (what === "nmse") {
-    if (op.nmse == null) return op.status === "drift" ? 5 : 0;
-    if (op.tolerance != null && op.nmse > op.tolerance) return op.nmse > 100 * op.tolerance ? 5 : 4;
-    return op.nmse > op.tolerance / 100 ? 2 : 1;
+    const tolerance = of(i, "tolerance");
+    if (value == null) return status === "drift" ? 5 : 0;
+    if (tolerance != null && value > tolerance) return value > 100 * tolerance ? 5 : 4;
+    return value > tolerance / 100 ? 2 : 1;
   }
-  const theirs = numberOf(op, "reference." + what), ours = numberOf(op, "candidate." + what);
+  const theirs = of(i, "reference." + what), ours = of(i, "candidate." + what);
   if (ours == null) return 0;
   if (theirs == null) return 1;
   const apart = Math.abs(ours - theirs) / (Math.abs(theirs) || 1e-30);
@@ -25,54 +35,94 @@ function level(op, what) {
 }
 
 function paint() {
-  const at = data.steps[step ? step.value : 0];
-  if (step) document.getElementById("at").textContent = at;
+  const now = data.steps[step ? step.value : 0], what = metric.value;
+  if (step) byId("at").textContent = now;
   for (const button of buttons) {
-    const op = ops.get(at + " " + button.dataset.op);
-    const what = metric.value, value = what === "excess" || what === "nmse" ? op && op[what] : op && numberOf(op, "candidate." + what);
-    button.className = "h" + level(op, what) + (button.dataset.op === chosen ? " chosen" : "");
-    button.textContent = op && op.status === "faulty" ? "\u00d7" : op && op.status === "drift" ? "~" : "";
-    button.title = button.dataset.op + ": " + (op ? op.status + ", " + figure(value) : "not recorded");
+    const name = button.dataset.op, i = at(name), status = of(i, "status");
+    const value = of(i, what === "excess" || what === "nmse" ? what : "candidate." + what);
+    button.className = "h" + level(i, what) + (name === chosen ? " chosen" : "");
+    button.textContent = status === "faulty" ? "\u00d7" : status === "drift" ? "~" : "";
+    button.title = name + ": " + (i == null ? "not recorded" : status + ", " + figure(value));
     button.setAttribute("aria-label", button.title);
   }
-  if (chosen) show(ops.get(at + " " + chosen));
+  for (const section of document.querySelectorAll("section")) section.hidden = section.dataset.step !== String(now);
+  if (chosen) show(at(chosen));
 }
 
-function add(list, term, text) {
-  if (text == null || text === "") return;
-  const name = document.createElement("dt"), value = document.createElement("dd");
-  name.textContent = term;
-  value.textContent = text;
-  list.append(name, value);
+function made(tag, text, parent) {
+  const element = document.createElement(tag);
+  if (text != null) element.textContent = text;
+  if (parent) parent.append(element);
+  return element;
 }
 
-function side(s) {
-  return s && ["min", "max", "mean", "rms"].map((key) => key + " " + figure(s[key])).join(", ") +
-    (s.nan || s.inf ? `, ${s.nan} NaN, ${s.inf} Inf` : "");
+function add(list, term, what) {
+  if (what == null || what === "") return;
+  made("dt", term, list);
+  const value = made("dd", typeof what === "string" ? what : null, list);
+  if (typeof what !== "string") value.append(what);
 }
 
-function show(op) {
+function side(i, name) {
+  const told = ["min", "max", "mean", "rms"].map((key) => key + " " + figure(of(i, name + "." + key))).join(", ");
+  const lost = ["nan", "inf"].filter((key) => of(i, name + "." + key)).map((key) => `, ${of(i, name + "." + key)} ${key}`);
+  return lost.length || of(i, name + ".min") != null || of(i, name + ".mean") != null ? told + lost.join("") : null;
+}
+
+function strip([axis, width, decades]) {
+  const row = made("div"), off = [...decades].filter((c) => c !== WITHIN).length;
+  row.className = "strip";
+  row.setAttribute("role", "img");
+  row.setAttribute("aria-label", `${off} of ${decades.length} are off`);
+  [...decades].forEach((c, n) => {
+    const cell = made("span", null, row), decade = parseInt(c, 36);
+    const where = width > 1 ? `${axis}s ${n * width} to ${(n + 1) * width - 1}` : `${axis} ${n}`;
+    const much = c === WITHIN ? "within its bound" : c === BEYOND ? "beyond all bounds" : `1e${decade} times its bound`;
+    cell.className = c === WITHIN ? "h1" : decade < 1 ? "h3" : decade < 3 ? "h4" : "h5";
+    cell.title = `${where}: ${much}`;
+  });
+  return row;
+}
+
+function evidence(told) {
+  const wide = made("div"), table = made("table", null, wide);
+  wide.className = "wide";
+  for (const cells of [["at", "from", "right", "by the mistake", "recorded"], ...told.places]) {
+    const row = made("tr", null, table);
+    cells.forEach((cell) => made(told.places.includes(cells) ? "td" : "th", cell, row));
+  }
+  return wide;
+}
+
+function show(i) {
   shown.replaceChildren();
-  if (!op) return;
-  const title = document.createElement("h3"), list = document.createElement("dl");
-  title.textContent = `${op.op} in step ${op.step}: ${op.status}`;
-  add(list, "what is wrong", (op.findings || []).map((n) => data.findings[n]).join(" "));
-  add(list, "local error", op.local_nmse == null ? null :
-    `NMSE ${figure(op.local_nmse)}, floor ${figure(op.floor)}; the largest error of one value is ${figure(op.excess)} of its bound`);
-  add(list, "arithmetic", op.arithmetic);
-  add(list, "drift", op.nmse == null ? null :
-    `NMSE ${figure(op.nmse)}, tolerance ${figure(op.tolerance)}, cosine ${figure(op.cosine)}, max |diff| ${figure(op.max_abs)}`);
-  add(list, "reference", side(op.reference));
-  add(list, "candidate", side(op.candidate));
-  add(list, "worst value", op.at && `[${op.at.join(", ")}]: ${op.worst[0]} where ${op.worst[1]} belongs`);
-  add(list, "judged together", op.segment > 1 ? `${op.segment} ops: the trace holds no values between` : null);
-  add(list, "note", op.note);
-  shown.append(title, list);
+  if (i == null) return;
+  const name = of(i, "op"), status = of(i, "status"), told = status === "faulty" ? data.explained[name] : null;
+  made("h3", `${name} in step ${of(i, "step")}: ${status}`, shown);
+  const list = made("dl", null, shown), undone = of(i, "undone");
+  add(list, "what is wrong", (of(i, "findings") || []).map((n) => data.findings[n]).join(" "));
+  add(list, "its error", of(i, "shape"));
+  add(list, "local error", of(i, "local_nmse") == null ? null :
+    `NMSE ${figure(of(i, "local_nmse"))}, floor ${figure(of(i, "floor"))}; the largest error of one value is ` +
+    `${figure(of(i, "excess"))} times its bound` + (undone == null ? "" : `; with the cause undone ${figure(undone)} is left`));
+  for (const one of of(i, "strips") || []) add(list, "by " + one[0], strip(one));
+  add(list, "worst value", of(i, "at") && `[${of(i, "at").join(", ")}]: ${of(i, "found")} where ${of(i, "belongs")} belongs`);
+  add(list, "arithmetic", of(i, "arithmetic"));
+  add(list, "drift", of(i, "nmse") == null ? null :
+    `NMSE ${figure(of(i, "nmse"))}, tolerance ${figure(of(i, "tolerance"))}, cosine ${figure(of(i, "cosine"))}, ` +
+    `max |diff| ${figure(of(i, "max_abs"))}`);
+  add(list, "reference", side(i, "reference"));
+  add(list, "candidate", side(i, "candidate"));
+  add(list, "judged together", of(i, "segment") && `${of(i, "segment")} ops: the trace holds no values between`);
+  add(list, "note", of(i, "note"));
+  if (!told) return;
+  made("p", `By numbers, in step ${told.step}: ${told.text}`, shown);
+  shown.append(evidence(told));
 }
 
 map.addEventListener("click", (event) => {
   const button = event.target.closest("button");
-  if (!button) return;
+  if (!button || !data) return;
   chosen = button.dataset.op;
   paint();
 });
@@ -81,9 +131,9 @@ map.addEventListener("keydown", (event) => {
   const cell = event.target.closest("td");
   if (!move || !cell) return;
   event.preventDefault();
-  const rows = [...map.tBodies[0].rows], at = [rows.indexOf(cell.parentElement), cell.cellIndex];
+  const rows = [...map.tBodies[0].rows], from = [rows.indexOf(cell.parentElement), cell.cellIndex];
   for (let n = 1; ; n++) {
-    const row = rows[at[0] + n * move[0]], next = row && row.cells[at[1] + n * move[1]];
+    const row = rows[from[0] + n * move[0]], next = row && row.cells[from[1] + n * move[1]];
     if (!next || next.tagName === "TH") return;
     const button = next.querySelector("button");
     if (!button) continue;
@@ -92,6 +142,10 @@ map.addEventListener("keydown", (event) => {
     return button.focus();
   }
 });
-metric.addEventListener("change", paint);
-if (step) step.addEventListener("input", paint);
-paint();
+unpacked().then((read) => {
+  data = read;
+  data.ops.op.forEach((name, i) => places.set(data.ops.step[i] + " " + name, i));
+  metric.addEventListener("change", paint);
+  if (step) step.addEventListener("input", paint);
+  paint();
+}).catch((error) => made("p", "The figures cannot be shown here: " + error.message, shown));

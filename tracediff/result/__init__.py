@@ -2,7 +2,19 @@
 
 from tracediff.result.listing import Listing, Remark, Validation
 from tracediff.result.mismatch import Gap, Mismatch, Processed, Share, TokenGap
-from tracediff.result.op import Cause, Drift, Judgement, Local, OpResult, Place, Statistics, Status, WeightResult, Worst
+from tracediff.result.op import (
+    Cause,
+    Drift,
+    Judgement,
+    Local,
+    OpResult,
+    Place,
+    Statistics,
+    Status,
+    Strip,
+    WeightResult,
+    Worst,
+)
 from tracediff.result.run import (
     AuditResult,
     Divergence,
@@ -64,6 +76,7 @@ __all__ = [
     "Status",
     "StepEnds",
     "Storage",
+    "Strip",
     "TensorResult",
     "ThreeOp",
     "ThreeWay",

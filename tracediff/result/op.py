@@ -30,6 +30,15 @@ class Worst:
 
 
 @dataclass(frozen=True, slots=True)
+class Strip:
+    """Along one axis the largest error for its bound of each place, or of each `width` neighbours."""
+
+    axis: str
+    width: int
+    excess: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Drift:
     """Candidate against reference. `nmse` is sum((c - r)^2) / sum(r^2); the first token apart from the rest.
 
@@ -71,6 +80,7 @@ class Local:
     told: bool = False  # and whether it is sure that the engine holds them so, and not who wrote the trace
     weights_nmse: float | None = None  # of a matmul whose weights the engine requantised: against the file's
     one_token: bool = False  # engines multiply a row by a matrix in another kernel than several
+    strips: tuple[Strip, ...] = ()  # where a value exceeds its bound
     lead: float = -math.inf  # nats by which the best explanation that finds a mistake beats the best without one
 
     @property

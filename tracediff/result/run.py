@@ -65,6 +65,10 @@ class Result:
         """The ops that are wrong by themselves."""
         return [op for op in self.ops if op.status == "faulty"]
 
+    def explained(self, op: str) -> OpResult | None:
+        """The op in the first step in which it is faulty by itself and three places show why."""
+        return next((one for one in self.faulty if one.op == op and one.cause and one.cause.places), None)
+
     @property
     def weakest(self) -> OpResult | None:
         """Of the ops that are as they should be the one in which the largest mistake may hide; None where none is."""

@@ -15,7 +15,7 @@ def reduce(
     header = trace.header
     with TraceWriter(out, header.engine, header.arch, header.model, header.weights) as writer:
         for step in trace.steps.values():
-            writer.step(step.step, step.tokens, step.positions)
+            writer.step(step.step, step.tokens, step.positions, (step.sequence,) * len(step.tokens))
             for record in trace.step_ops(step.step):
                 if record.dtype and (record.step, record.op) in kept:
                     writer.op(record.step, record.op, trace.stored(record), record.dtype, record.rows)
