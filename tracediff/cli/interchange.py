@@ -1,7 +1,7 @@
 """The commands `import` and `export`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -10,9 +10,7 @@ from tracediff.interchange import Format
 
 
 def import_(
-    form: Annotated[
-        Format, typer.Argument(metavar="FORMAT", help="npy, npz, safetensors, llama-text, table or sglang.")
-    ],
+    form: Annotated[Format, typer.Argument(metavar="FORMAT", help=f"One of {', '.join(get_args(Format))}.")],
     path: Annotated[Path, typer.Argument(help="The file, or the folder of npy and sglang.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The trace to write: OUT.trace, and OUT.bin beside it.")],
     name_map: Annotated[

@@ -2,4 +2,7 @@
 
 from typing import Literal
 
-Format = Literal["npy", "npz", "safetensors", "llama-text", "table", "sglang"]
+Format = Literal[
+    "npy", "npz", "safetensors", "llama-text", "table", "sglang", "logprobs", "vllm-hidden-states", "routed-experts",
+    "debug-tree", "llama-logits",
+]  # fmt: skip

@@ -95,6 +95,16 @@ def reading(path: Path, what: str) -> Iterator[None]:
         ) from None
 
 
+@contextmanager
+def in_form(path: Path, what: str) -> Iterator[None]:
+    """Around taking JSON apart that should be `what`: of other JSON whatever comes up is one InterchangeError."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise InterchangeError(f"{path}: it is JSON, but not {what} ({said}). Name the right FORMAT.") from None
+
+
 def _said(error: Exception) -> str:
     """The first line of what a library says, but none of its advice to load what may run code, or to lift a limit."""
     if isinstance(error, OSError) and error.strerror:

@@ -7,11 +7,25 @@ Nothing is dropped silently: a name that nobody knows is an error, or said with 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracediff.errors import InterchangeError
-from tracediff.interchange import Format, llama_text, npy, npz, safetensors_file, sglang, table
+from tracediff.interchange import (
+    Format,
+    debug_tree,
+    hidden_states,
+    llama_logits,
+    llama_text,
+    logprobs,
+    npy,
+    npz,
+    routed,
+    safetensors_file,
+    sglang,
+    table,
+)
 from tracediff.interchange.entry import ROWS, Entry, Say, some
 from tracediff.interchange.naming import NameMap, execution_order, is_op, meaning
 from tracediff.interchange.steps import Named, steps_of
@@ -31,6 +45,11 @@ READERS: dict[Format, Callable[[Path, Say], Iterator[Entry]]] = {
     "llama-text": llama_text.entries,
     "table": table.entries,
     "sglang": sglang.entries,
+    "logprobs": logprobs.entries,
+    "vllm-hidden-states": hidden_states.entries,
+    "routed-experts": routed.entries,
+    "debug-tree": debug_tree.entries,
+    "llama-logits": llama_logits.entries,
 }
 WEIGHTS = "weights/"  # in front of the name of a weight record
 TOKENS, POSITIONS = ("tokens", "input_ids", "token_ids"), ("positions", "position_ids")
@@ -77,7 +96,7 @@ def import_trace(
     """
     inputs = [file for file in (path, options.name_map, options.match, model) if file]
     check(out, inputs)
-    found = _sorted([*READERS[form](path, say)], NameMap(options.name_map), path)
+    found = _sorted([*_reader(form, options, graph)(path, say)], NameMap(options.name_map), path)
     tokens = options.tokens
     if options.match:
         from tracediff.interchange.recognised import recognise
@@ -101,6 +120,13 @@ def import_trace(
     ):
         n = write(writer, found.weights, found.ops, steps, graph, say)
     say(f"imported {n} records in {len(steps)} step{'s' * (len(steps) > 1)}")
+
+
+def _reader(form: Format, options: Options, graph: "Graph | None") -> Callable[[Path, Say], Iterator[Entry]]:
+    """The format's reader, told what its files leave open."""
+    if form == "logprobs":
+        return partial(logprobs.entries, given=options.tokens)
+    return partial(routed.entries, graph=graph) if form == "routed-experts" else READERS[form]
 
 
 def _sorted(entries: list[Entry], names: NameMap, path: Path) -> _Sorted:
