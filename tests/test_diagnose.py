@@ -86,6 +86,20 @@ def test_layers_beside_mistaken_ones_pass_in_the_engines_arithmetic(
     assert {op.cause and op.cause.name for op in result.faulty} == {"rope_theta"}
 
 
+@pytest.mark.parametrize(("fault", "n_faulty"), [("residual_normed@0", 1), ("attention_scale", 3)])
+def test_an_unusual_arithmetic_is_known_beside_a_mistake_and_under_it(
+    fault: str, n_faulty: int, models, torch_trace
+) -> None:
+    """Neither most arithmetics' being out of reach of a mistaken record nor the first guess may rule it out."""
+    model = models("k-quants")
+    path = torch_trace(model, capture="layers", faults=(fault,), arithmetic="activations in bfloat16", n_decode=0)
+    result = check_trace(path, model)
+    assert [op.op for op in result.faulty] == [f"blk.{layer}.ffn_residual" for layer in range(n_faulty)]
+    assert {op.cause and op.cause.name for op in result.faulty} == {fault.partition("@")[0]}
+    layers = [op for op in result.ops if op.op.endswith("ffn_residual")]
+    assert {(op.cause or op.local).arithmetic for op in layers} == {"activations in bfloat16"}
+
+
 def test_several_mistakes_in_a_layer_are_named_from_hidden_states(models, torch_trace) -> None:
     """Three in the first layer, two in the next: what explains one of several is known from another layer."""
     everywhere, more = ("attention_scale", "act_relu"), ("norm_weight_minus_one@0", "rope_pairing@2")

@@ -192,8 +192,8 @@ def _spread(records: Sequence[OpRecord]) -> list[OpRecord]:
     return [records[i] for i in dict.fromkeys(n * (2 * i + 1) // (2 * _SAMPLES) for i in (1, 0, 2))]
 
 
-def settle(schemes: Sequence[Scheme], records: Sequence[OpRecord], look: "Look") -> Choice:
-    """The arithmetic of these records, which share it.
+def settle(schemes: Sequence[Scheme], records: Sequence[OpRecord], look: "Look", enough: float = math.inf) -> Choice:
+    """The arithmetic of these records, which share it. Where none leaves little `enough`, it is not asked what fits.
 
     What leaves next to nothing of one of them needs no rival. Else those that leave least of all of them are in
     contention: what an engine does not do adds an error, which the others have no part in, so it leaves more.
@@ -215,8 +215,10 @@ def settle(schemes: Sequence[Scheme], records: Sequence[OpRecord], look: "Look")
     }
     best = max(scores.values())
     close = sorted((s for s in scores if scores[s] >= best - UNKNOWN - MARGIN), key=lambda s: -scores[s])
-    sound = {s: {r.op for r, left in zip(records, table[s], strict=True) if look.fits(r, s, left)} for s in close}
     least = min(min(figures) for figures in table.values())
+    if least > enough:
+        return Choice(tuple(close[:1]), False, least)
+    sound = {s: {r.op for r, left in zip(records, table[s], strict=True) if look.fits(r, s, left)} for s in close}
     if not any(sound.values()):
         return Choice(tuple(close[:1]), False, least)
     # What fits, be it in other records than what leaves less; and what leaves less still, though it does not fit:

@@ -103,7 +103,10 @@ class Replay:
         self._common: tuple[OpRecord, Recomputation] | None = None
         self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
         self._planned = planned
+        self._right: Replay | None = None  # of a hypothesis: the same without it
         self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
+        self._amplifications: dict[tuple[OpRecord, Scheme], float] = {}
+        self._looks: dict[tuple[OpRecord, Scheme], _Look] = {}
 
     @cached_property
     def plan(self) -> Plan:
@@ -208,7 +211,12 @@ class Replay:
         if not schemes:
             return look
         other = self._with(ops, self._recomputation.changed(ops))
-        return other._best_of(record, settle(schemes, [record], other).schemes if plain else schemes)
+        if plain:
+            found = settle(schemes, [record], other, _LITTLE * before)
+            schemes = [scheme for scheme in found.schemes if other._near(record, scheme, found.nmse)]
+            if found.nmse > _LITTLE * before or not schemes:
+                return look
+        return other._best_of(record, schemes)
 
     def _in_reach(self, record: OpRecord, plain: Scheme, left: float, before: float) -> Sequence[Scheme]:
         """The schemes that may leave a tenth of what was left `before`, where the `plain` one leaves so much.
@@ -291,13 +299,36 @@ class Replay:
             plain = next(s for s in self._planner.candidates(record) if s not in (scheme,))
             if left > _AS_FAR * self._apart(record, plain, scheme):
                 return False
-        return self.judged(record, scheme).judgement == "sound"
+        return self._near(record, scheme, left) and self.judged(record, scheme).judgement == "sound"
+
+    def _near(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
+        """Whether what is left under a hypothesis may be within its floor, by that of the record without it."""
+        if self._right is None or not self._planner.is_segment(record):
+            return True
+        floor = self._right.judged(record, scheme).floor
+        return left <= _AS_FAR * floor * self._amplified(record, self._planner.candidates(record)[0])
 
     def _apart(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
-        """NMSE of the op under scheme `b` against the op under `a`."""
-        if (record, a, b) not in self._distances:
-            self._distances[record, a, b] = self._distance(record, a, b)
-        return self._distances[record, a, b]
+        """NMSE of the op under scheme `b` against the op under `a`.
+
+        Under a hypothesis it is estimated: a mistake makes all roundings before it count more, or less.
+        """
+        key = record, a, b
+        if key not in self._distances:
+            right = self._right
+            self._distances[key] = right._apart(*key) * self._amplified(record, a) if right else self._distance(*key)
+        return self._distances[key]
+
+    def _amplified(self, record: OpRecord, a: Scheme) -> float:
+        """How many times further than without the hypothesis the coarsest scheme takes the op from scheme `a`."""
+        right = self._right
+        assert right is not None
+        if (record, a) not in self._amplifications:
+            apart = {b: right._apart(record, a, b) for b in self._planner.candidates(record)}
+            coarsest = max(apart, key=lambda b: apart[b])
+            measured = self._distance(record, a, coarsest) if apart[coarsest] else 0.0
+            self._amplifications[record, a] = _ratio(measured, apart[coarsest])
+        return self._amplifications[record, a]
 
     def _distance(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
         op, unchanged = self.graph[record.op], self._without_noise(record)
@@ -311,7 +342,9 @@ class Replay:
         other = copy(self)
         other.graph = self.graph.changed(*ops)
         other._recomputation = recomputation
-        other._common, other._distances = None, {}
+        other._common, other._looks = None, {}
+        if ops:
+            other._right, other._distances, other._amplifications = self, {}, {}
         return other
 
     def _without_noise(self, record: OpRecord) -> Recomputation:
@@ -355,6 +388,11 @@ class Replay:
 
     def _closely(self, record: OpRecord, scheme: Scheme) -> _Look:
         """The record under a scheme, with noise from more samples where a few do not cover it."""
+        if (record, scheme) not in self._looks:
+            self._looks[record, scheme] = self._with_noise(record, scheme)
+        return self._looks[record, scheme]
+
+    def _with_noise(self, record: OpRecord, scheme: Scheme) -> _Look:
         look = self._look(record, scheme)
         if len(look.local.segment) == 1 or not look.local.faulty or look.local.excess > _FAR:
             return look
