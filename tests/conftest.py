@@ -61,6 +61,17 @@ def logits_of(trace: Path) -> Path:
     return some_of(trace, trace.with_name(f"{trace.stem}-logits.trace"), lambda op: op == "output")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a device is skipped where torch sees none."""
+    if any(item.get_closest_marker("cuda") for item in items):
+        import torch
+
+        none = pytest.mark.skip(reason=f"torch {torch.__version__} sees no CUDA device here")
+        for item in items if not torch.cuda.is_available() else ():
+            if item.get_closest_marker("cuda"):
+                item.add_marker(none)
+
+
 class Models:
     """Makes a model of a shape and weight type on first use."""
 

@@ -41,10 +41,13 @@ Explain = Callable[[list[list[OpResult]]], list[OpResult]]  # the ops of each si
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What may be spent: processes that judge, and then seconds in which the causes of what is faulty are sought."""
+    """What may be spent: processes that judge, and then seconds in which the causes of what is faulty are sought; and
+    the device on which all that is recomputed.
+    """
 
     workers: int = 1
     seconds: float = math.inf
+    device: str = "cpu"
 
 
 NO_LIMIT = Effort()
@@ -82,7 +85,7 @@ def compare_traces(
         refuse_another_model(c, model)
         refuse_another_model(r, model)
         subjects = [(side, _held(side, model), arithmetic) for side in sides], [(r, _held(r, model), None)]
-        *ours, theirs = _replayed(model, [*chain(*subjects)], effort.workers, progress)
+        *ours, theirs = _replayed(model, [*chain(*subjects)], effort, progress)
         measured = [
             [_with_replay(op, model, one, theirs) for op in ops] for ops, one in zip(measured, ours, strict=True)
         ]
@@ -175,7 +178,7 @@ def check_trace(
     refuse_another_model(c, model)
     weights = weights_of(sides, [list(compare_weights(None, side, model)) for side in sides])
     subjects = [(side, _held(side, model), arithmetic) for side in sides]
-    judged = _replayed(model, subjects, effort.workers, progress)
+    judged = _replayed(model, subjects, effort, progress)
     checked = [_checked(side, model, one) for side, one in zip(sides, judged, strict=True)]
     for ops in checked:
         ops += _required(ops, c, model, policy)
@@ -323,14 +326,15 @@ def _side(trace: Trace) -> Side:
 def _replayed(
     model: "Model",
     sides: Iterable[tuple[Trace, Mapping[str, np.ndarray], str | None]],
-    workers: int,
+    effort: Effort,
     progress: Progress,
 ) -> "list[Judged]":
     """Replay needs torch, which `compare` without a model does without."""
     from tracediff.diagnose.explain import replay_and_explain
     from tracediff.replay.judging import Subject
 
-    return replay_and_explain(model, [Subject(*side) for side in sides], workers, lambda f: progress("replay", f))
+    subjects = [Subject(*side) for side in sides]
+    return replay_and_explain(model, subjects, effort.workers, lambda f: progress("replay", f), effort.device)
 
 
 def _explain(judged: "Sequence[Judged]", seconds: float, progress: Progress) -> Explain:

@@ -10,6 +10,7 @@ from tracediff.cli.formats import Formats, report, writing
 from tracediff.cli.options import (
     Allow,
     ArithmeticOption,
+    Device,
     Explain,
     Json,
     Require,
@@ -50,6 +51,7 @@ def compare(
     explain: Explain = None,
     workers: Workers = 1,
     time: Time = 60.0,
+    device: Device = "cpu",
     plan: ShowPlan = False,
     formats: Formats = Formats(),
 ) -> int:
@@ -58,7 +60,7 @@ def compare(
     from tracediff.trace.ranks import runs_of
 
     formats.check(reference, candidate, *(others or ()), model)
-    effort, policy = Effort(workers, time), policy_of(tolerance, allow, require, resolve)
+    effort, policy = Effort(workers, time, device), policy_of(tolerance, allow, require, resolve)
     runs = runs_of([reference, candidate, *(others or ())])
     if not 2 <= len(runs) <= 3:
         raise TracediffError(f"{len(runs)} runs to compare: give two, or three. The traces of a run's ranks are one.")
@@ -114,6 +116,7 @@ def self_(
     tolerance: Tolerance = None,
     workers: Workers = 1,
     time: Time = 60.0,
+    device: Device = "cpu",
     formats: Formats = Formats(),
 ) -> int:
     """Hold an engine against itself: decode against prefill, chunks against the whole, one run against another."""
@@ -121,7 +124,7 @@ def self_(
 
     formats.check(a, b, model)
     with progress_bars() as progress:
-        policy, effort = policy_of(tolerance), Effort(workers, time)
+        policy, effort = policy_of(tolerance), Effort(workers, time, device)
         result = compare_with_itself(a, b, model=model, policy=policy, effort=effort, progress=progress)
     return report(result, formats)
 
@@ -173,6 +176,7 @@ def check(
     explain: Explain = None,
     workers: Workers = 1,
     time: Time = 60.0,
+    device: Device = "cpu",
     plan: ShowPlan = False,
     formats: Formats = Formats(),
 ) -> int:
@@ -183,6 +187,6 @@ def check(
     if plan:
         return _show_plan([(trace, arithmetic)], model)
     with progress_bars() as progress:
-        policy, effort = policy_of(require=require, resolve=resolve), Effort(workers, time)
+        policy, effort = policy_of(require=require, resolve=resolve), Effort(workers, time, device)
         result = check_trace(trace, model, policy=policy, arithmetic=arithmetic, effort=effort, progress=progress)
     return _explained(result, explain, report(result, formats))

@@ -27,7 +27,7 @@ Prompts = Annotated[
     list[str] | None, typer.Option("--tokens", help="Token ids instead of text: 1,2,3; repeat for a batch of prompts.")
 ]
 DType = Annotated[Literal["f64", "f32", "bf16", "f16"], typer.Option(help="What torch or transformers computes in.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda, for torch and transformers.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where torch computes, replay too.")]
 CaptureOption = Annotated[
     Literal["all", "layers", "stats"],
     typer.Option(help="Every op, the hidden states only, or statistics of every op."),

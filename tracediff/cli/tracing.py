@@ -129,7 +129,7 @@ def run(
         torch: dict[str, Any] = {"dtype": dtype, "device": device, "capture": capture, "arithmetic": arithmetic}
         torch["faults"] = tuple(fault or ())
         result = _trace_both(
-            opened, given, folder, _written(save), decode, options, policy, Effort(workers, time), **torch
+            opened, given, folder, _written(save), decode, options, policy, Effort(workers, time, device), **torch
         )
     return report(result, formats)
 

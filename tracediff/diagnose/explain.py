@@ -30,6 +30,7 @@ from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.shapes import describe
 from tracediff.diagnose.solve.solver import explanations
 from tracediff.model.model import Model
+from tracediff.model.weights import check_device
 from tracediff.names import split
 from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
@@ -76,16 +77,22 @@ class Judged:
 
 
 def replay_and_explain(
-    model: Model, subjects: Sequence[Subject], n_workers: int = 1, progress: Progress = lambda fraction: None
+    model: Model,
+    subjects: Sequence[Subject],
+    n_workers: int = 1,
+    progress: Progress = lambda fraction: None,
+    device: str = "cpu",
 ) -> list[Judged]:
-    """Judge every record of these traces by replay against the model, in so many processes.
+    """Judge every record of these traces by replay against the model, in so many processes, on this device.
 
-    Raises TraceError for a trace of another model, one whose positions leave a gap, or whose choices are none.
+    Raises TraceError for a trace of another model, one whose positions leave a gap, or whose choices are none, and
+    EngineError for a device that is not there.
     """
+    check_device(device)
     graph = model.graph
     for subject in subjects:
         refuse_no_choice(subject.trace, graph)
-    replays = replays_of(model, subjects)
+    replays = replays_of(model, subjects, device=device)
     locals_: list[dict[tuple[int, str], Local]] = [{} for _ in replays]
     n = min(n_workers, len(layers(replays)))
     records = judge_in_processes(model, subjects, replays, n, progress) if n > 1 else judge_all(replays, progress)

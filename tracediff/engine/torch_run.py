@@ -1,6 +1,5 @@
 """One trace by the torch engine: from a GGUF file and tokens to a trace file."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -15,7 +14,7 @@ from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph
 from tracediff.model.model import Model
-from tracediff.model.weights import Weights
+from tracediff.model.weights import Weights, check_device
 from tracediff.names import Capture, plain_step
 from tracediff.numerics.arithmetic import Scheme, scheme_named
 from tracediff.numerics.evaluate import arithmetic_of, is_covered, rows_fit
@@ -104,17 +103,6 @@ def _check_blocks(graph: Graph, scheme: Scheme, weights: Weights) -> None:
                 f"--arithmetic {scheme.name!r}: the rows that {op.name} multiplies are no multiples of its blocks in "
                 "this model. Name another."
             )
-
-
-def check_device(device: str) -> None:
-    """Raises EngineError for a device that torch cannot use here."""
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise EngineError(f"--device {device}: not a device of this engine. Use cpu, cuda or cuda:N.")
-    if device != "cpu" and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
-        raise EngineError(
-            f"--device {device}: CUDA devices that this torch sees: {torch.cuda.device_count()}. Use "
-            f"--device cpu, or check nvidia-smi and that torch is a CUDA build (this one is {torch.__version__})."
-        )
 
 
 def passes(prompts: Sequence[Sequence[int]], after: Sequence[Sequence[Sequence[int]]] = ()) -> list[Step]:

@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 from tracediff.engine.record import recorded
 from tracediff.engine.recorder import DTYPES
 from tracediff.engine.torch_engine import StepInput
-from tracediff.engine.torch_run import TorchOptions, check_device, check_length, greedy, passes
+from tracediff.engine.torch_run import TorchOptions, check_length, greedy, passes
 from tracediff.errors import EngineError
 from tracediff.model.model import Model
+from tracediff.model.weights import check_device
 from tracediff.trace.format import Step
 
 _INSTALL = 'Install it with: pip install "tracediff[transformers]".'

@@ -1,6 +1,7 @@
 """Weights as tensors: memory-mapped, dequantised when an op needs them, a slice of rows at a time."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -10,6 +11,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from tracediff.errors import EngineError
 from tracediff.model.dequantise import dequantise
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Weight
@@ -169,3 +171,14 @@ def dequantize(info: TensorInfo, raw: np.ndarray) -> Tensor:
         stored, dtype = _FLOATS[info.type]
         return torch.from_numpy(raw.view(stored)).view(dtype)
     return torch.from_numpy(dequantise(raw, info.type, info.name))
+
+
+def check_device(device: str) -> None:
+    """Raises EngineError for a device that torch cannot use here."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise EngineError(f"--device {device}: not a device that is known here. Use cpu, cuda or cuda:N.")
+    if device != "cpu" and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
+        raise EngineError(
+            f"--device {device}: CUDA devices that this torch sees: {torch.cuda.device_count()}. Use "
+            f"--device cpu, or check nvidia-smi and that torch is a CUDA build (this one is {torch.__version__})."
+        )

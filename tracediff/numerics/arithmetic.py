@@ -29,7 +29,7 @@ class Arithmetic:
 
     `operands`: what activations are rounded to (of attention: Q and the probabilities).
     `stored`: what the other operand is held in: weights, requantised ones too, or K and V in the cache.
-    `accumulate`: the type that sums run in.
+    `accumulate`: the type that sums run in; "tensor cores" cut off what float32 cannot hold, and round nothing.
     `parts`: of attention's sums in f16, which can be followed term by term: how many threads share the keys of a
     decoded token, each adding up its own (see `split_keys`). 0: in an order that is not known.
     `ubatch`: tokens that come in so many at a time have neither `operands` nor `accumulate`: only the last ones of a
@@ -41,6 +41,16 @@ class Arithmetic:
     accumulate: str = "f32"
     parts: int = 1
     ubatch: int = 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether sums run on tensor cores."""
+        return self.accumulate.endswith("tensor cores")
+
+    def on_tensor_cores(self) -> "Arithmetic | None":
+        """The same there, where these multiply such operands; None where they do not."""
+        short = {self.operands, self.stored} <= {"f64", "f16", "bf16", "tf32"} and self.accumulate == "f32"
+        return replace(self, accumulate="tensor cores") if short else None
 
     def whole_ubatches(self, n_tokens: int) -> int:
         """How many of the first tokens are in ubatches that are full."""
@@ -55,7 +65,9 @@ class Arithmetic:
             said.append(_phrase(operands, self.operands) + after)
         if self.stored != "f64":
             said.append(_phrase(stored, self.stored))
-        if self.accumulate != "f32":
+        if self.truncates:
+            said.append(f"sums on {self.accumulate}")
+        elif self.accumulate != "f32":
             threads = f" on {self.parts} threads" if self.parts > 1 else "" if self.parts else " in an unknown order"
             said.append(_phrase("sums", self.accumulate) + threads + after)
         return said
@@ -163,7 +175,17 @@ class Scheme:
                 return Arithmetic(stored=self.held)
         return EXACT
 
+    def on_tensor_cores(self) -> "Scheme":
+        """The same with every matmul there that they could do."""
+        linear, scores, values = ((of and of.on_tensor_cores()) or of for of in (self.linear, self.scores, self.values))
+        assert scores
+        assert values
+        name = f"{self.name}{_ON_TENSOR_CORES}"
+        return replace(self, name=name, linear=linear, scores=scores, values=values)
 
+
+_ASKED = ("activations in int8/N", "activations and weights in fp8/N")  # with any N
+_ON_TENSOR_CORES = " on tensor cores"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
 _GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
@@ -189,7 +211,8 @@ def _matmul(what: str, rounding: str) -> Scheme:
     """`what` of activations and weights is rounded so; raises EngineError for a rounding that is not known."""
     operands, stored = (rounding if role in what else "f64" for role in ("activations", "weights"))
     held = stored if stored != operands or stored in _GROUPS else "f64"
-    return Scheme(_phrase(what, rounding), Arithmetic(operands, stored), held=held)
+    sums = "fp8 tensor cores" if "fp8" in operands else "f32"
+    return Scheme(_phrase(what, rounding), Arithmetic(operands, stored, sums), held=held)
 
 
 def _attentions() -> Iterator[Scheme]:
@@ -246,18 +269,21 @@ _UNORDERED = Scheme(
 def scheme_named(name: str) -> Scheme:
     """A way to round in matmuls with weights, one in attention, or both with a comma between; `llama.cpp` is ggml's.
 
-    Any rounding may stand in `activations in ROUNDING` and the like. Raises EngineError with all names.
+    With ` on tensor cores` at the end sums run there. Any rounding may stand in `activations in ROUNDING` and the like.
+    Raises EngineError with all names.
     """
+    if name.endswith(_ON_TENSOR_CORES):
+        return scheme_named(name.removesuffix(_ON_TENSOR_CORES)).on_tensor_cores()
     matmuls = {"llama.cpp": SCHEMES[0]} | {scheme.name: scheme for scheme in _matmuls()}
     attentions = {scheme.name: scheme for scheme in (*_attentions(), _UNORDERED)}
     first, _, second = name.partition(", ")
     if not second and first in attentions:
         return _with(SCHEMES[0], attentions[first])
-    asked = re.fullmatch(r"(activations and weights|activations|weights) in (u?int8/\w+)", first)
+    asked = re.fullmatch(r"(activations and weights|activations|weights) in ((?:u?int8|fp8)/\w+)", first)
     matmul = _matmul(asked[1], asked[2]) if asked else matmuls.get(first)
     if matmul is None or second not in ("", *attentions):
         raise EngineError(
-            f"unknown arithmetic {name!r}. Known: {'; '.join((*matmuls, 'activations in int8/N'))}; and of attention, "
-            f"alone or after one of these and a comma: {'; '.join(attentions)}."
+            f"unknown arithmetic {name!r}. Known: {'; '.join((*matmuls, *_ASKED))}; and of attention, alone or after "
+            f"one of these and a comma: {'; '.join(attentions)}. At the end may stand{_ON_TENSOR_CORES!r}."
         )
     return _with(matmul, attentions[second]) if second else matmul

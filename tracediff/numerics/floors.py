@@ -24,6 +24,9 @@ from torch import Tensor
 
 # Half a unit in the last place of 1.0, and the smallest positive number (IEEE 754; bfloat16 as float32).
 UNIT = {"f64": 2.0**-53, "f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
+# What a tensor core cuts off below: a whole unit of float32; of fp8 products on Hopper one of 14 bits, as measured by
+# DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 3.3.2).
+UNIT |= {"tensor cores": 2.0**-23, "fp8 tensor cores": 2.0**-13}
 TINY = {"f64": 2.0**-1022, "f32": 2.0**-126, "f16": 2.0**-24, "bf16": 2.0**-126}
 # The chance that the largest of all elements of an op passes its bound by luck, and that the whole of them passes
 # its own: one false alarm in a million ops.
@@ -81,3 +84,19 @@ class Noise:
 def variance_of_sums(terms: int, squares: Tensor, y: Tensor) -> Tensor:
     """In units u^2, in the place of `squares`: of sums `y` of so many terms whose squares add up to `squares`."""
     return squares.mul_(terms / 3).addcmul_(y, y, value=terms / 9)
+
+
+def variance_of_truncated_sums(terms: int, squares: Tensor, y: Tensor) -> Tensor:
+    """The same of sums on tensor cores, in units u^2 of what they cut off below.
+
+    Products are exact. A few at a time are aligned with the sum so far to the largest of them, cut off, and added
+    (Fasi, Higham, Mikaitis, Pranesh 2021, "Numerical behavior of NVIDIA tensor cores"; later chips keep a few guard
+    bits, which only lessens it). So each loses up to a unit of the sum so far, as in a sequence of roundings, but
+    always towards zero: where they have one sign that adds up. Of n terms of one size sqrt(n / Q) |y| more have the
+    sign of the sum than the other, and lose half a unit of what the sum is on the way, |y| / 2 + 2 / 3 sqrt(Q):
+
+        loss = u / 2 sqrt(n / Q) |y| (|y| / 2 + 2 / 3 sqrt(Q)).
+    """
+    size, root = y.abs(), squares.sqrt()
+    loss = size.mul(math.sqrt(terms) / 2).mul_(size.div(2).div_(root.clamp(min=1e-300)).add_(2 / 3))
+    return variance_of_sums(terms, squares, y).addcmul_(loss, loss)

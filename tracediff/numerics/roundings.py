@@ -168,6 +168,40 @@ class UInt8(Blocks):
         return (_quotients(blocks, scale) + zero).clamp_(0.0, 255.0), scale, zero
 
 
+@dataclass(frozen=True, slots=True)
+class FP8(Blocks):
+    """Scaled E4M3 (https://arxiv.org/abs/2209.05433): scale amax / 448, the quotient to nearest, ties to even."""
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Up to 448 on both sides of 0, three bits of mantissa: not evenly spaced."""
+        blocks = self.of(x)
+        scale = blocks.abs().amax(-1, keepdim=True) / 448.0
+        return _quotients(blocks, scale), scale, torch.zeros_like(scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the eight bits stand for."""
+        quotients, scale, _ = self.grid(x)
+        return (quotients.to(torch.float8_e4m3fn).to(x.dtype) * scale.to(x.dtype)).flatten(-2)
+
+    def step(self, x: Tensor) -> Tensor:
+        """A unit in the last place, times the scale."""
+        quotients, scale, _ = self.grid(x)
+        return (_e4m3_unit(quotients) * scale).to(x.dtype).flatten(-2)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """A unit up or down where the quotient is all but halfway between two values."""
+        quotients, scale, _ = self.grid(x)
+        unit, past = _e4m3_unit(quotients), quotients - quotients.to(torch.float8_e4m3fn).to(quotients.dtype)
+        other = (torch.sign(past) * unit * scale).to(x.dtype)
+        return torch.where(past.abs() > (0.5 - _NEAR) * unit, other, 0.0).flatten(-2)
+
+
+def _e4m3_unit(x: Tensor) -> Tensor:
+    """How far apart E4M3's values lie at x; below 2^-6 as there."""
+    place = torch.frexp(x.abs().clamp(min=2.0**-6)).exponent - 4
+    return torch.ldexp(torch.ones_like(x), place)
+
+
 def _over(number: float, x: Tensor) -> Tensor:
     """The quotient number / x, 0 where x is: torch takes number / x as number * (1 / x), one unit off in 25%.
 
@@ -199,19 +233,21 @@ _KNOWN = {
         Q8K("q8_K", "q8_K blocks", 256),
     )
 }
-_GROUPS: dict[str, Callable[[str, str, int], Blocks]] = {"int8": Int8, "uint8": UInt8}
+_GROUPS: dict[str, Callable[[str, str, int], Blocks]] = {"int8": Int8, "uint8": UInt8, "fp8": FP8}
 
 
 @cache
 def rounding_named(name: str) -> Rounding:
-    """A rounding by its name: f64 f32 tf32 f16 bf16 q8_0 q8_1 q8_K, or int8/N and uint8/N in groups of N values.
+    """A rounding by its name: f64 f32 tf32 f16 bf16 q8_0 q8_1 q8_K, or int8/N, uint8/N and fp8/N in groups of N values.
 
     N may be `row`: one scale for each row. Scales of these are float32. Raises EngineError for any other name.
     """
     if name in _KNOWN:
         return _KNOWN[name]
-    if found := re.fullmatch(r"(int8|uint8)/(row|[1-9]\d{0,5})", name):
+    if found := re.fullmatch(r"(int8|uint8|fp8)/(row|[1-9]\d{0,5})", name):
         kind, size = found[1], 0 if found[2] == "row" else int(found[2])
         of = f"{kind} groups of {size}" if size else f"{kind} rows"
         return _GROUPS[kind](name, of + " with float32 scales" + (" and zeros" if kind == "uint8" else ""), size)
-    raise EngineError(f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, int8/N and uint8/N (N values or row).")
+    raise EngineError(
+        f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, int8/N, uint8/N and fp8/N (N values or row)."
+    )

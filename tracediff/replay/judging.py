@@ -38,13 +38,15 @@ class Subject:
     arithmetic: str | None = None
 
 
-def replays_of(model: Model, subjects: Sequence[Subject], plans: Iterable[Plan | None] = repeat(None)) -> list[Replay]:
+def replays_of(
+    model: Model, subjects: Sequence[Subject], plans: Iterable[Plan | None] = repeat(None), device: str = "cpu"
+) -> list[Replay]:
     """Replays of traces of one model, which read its weights together. Records of other shapes than the model's ops are
-    left out of them.
+    left out of them. Values are computed on this device.
 
     Raises TraceError for a trace of another model, or one whose positions leave a gap.
     """
-    weights = model.weights(keep_bytes=_KEEP)
+    weights = model.weights(device=device, keep_bytes=_KEEP)
     replays = []
     for subject, plan in zip(subjects, plans, strict=False):
         wrong = misshapen(subject.trace, model.graph)

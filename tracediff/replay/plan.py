@@ -71,12 +71,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The arithmetic of every sort of record."""
+    """The arithmetic of every sort of record, and the `device` that they are recomputed on."""
 
     choices: Mapping[Sort, Choice] = field(default_factory=dict)
+    device: str = "cpu"
 
     def lines(self) -> Iterator[str]:
-        """For a reader: a line a sort."""
+        """For a reader: the device, and a line a sort."""
+        yield f"in float64 on {self.device}"
         for sort, choice in self.choices.items():
             how = " or ".join(dict.fromkeys(choice.said))
             left = "" if math.isnan(choice.nmse) else f"; leaves {choice.nmse:.1e}"

@@ -117,7 +117,8 @@ class Replay:
             by_sort: defaultdict[Sort, list[OpRecord]] = defaultdict(list)
             for record in self._judged_records():
                 by_sort[self._planner.sort(record)].append(record)
-            return Plan({sort: self._settled(records) for sort, records in by_sort.items()})
+            choices = {sort: self._settled(records) for sort, records in by_sort.items()}
+            return Plan(choices, self.weights.device)
 
     def _settled(self, records: list[OpRecord]) -> Choice:
         candidates, samples = self._planner.candidates(*records), self._planner.samples(records)
@@ -425,7 +426,9 @@ class Replay:
             one_token=len(self.trace.steps[record.step].tokens) == 1,
             strips=self._strips(op, whole),
         )
-        return _Look(local, noise, _ratio(whole.shaped, whole.signal))
+        # What tensor cores cut off of sums of one sign is a factor as well.
+        shaped = whole.error if arithmetic_of(op, scheme, self.weights).truncates else whole.shaped
+        return _Look(local, noise, _ratio(shaped, whole.signal))
 
     def _strips(self, op: Op, whole: Residual) -> tuple[Strip, ...]:
         """Where it is off; of values that attention weighted, whose heads lie side by side, by head as well."""

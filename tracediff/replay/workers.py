@@ -65,7 +65,7 @@ def _not_interrupted() -> Iterator[None]:
 
 def _open(model: Model, subjects: Sequence[Subject], plans: Sequence[Plan], n_threads: int) -> None:
     torch.set_num_threads(n_threads)  # as many as in the first process: sums in parts differ in their last digits
-    _replays.extend(replays_of(model, subjects, plans))
+    _replays.extend(replays_of(model, subjects, plans, plans[0].device))
 
 
 def _judge(ops: tuple[str, ...]) -> list[JudgedRecord]:
