@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tracediff.printable import printable
-from tracediff.report import junit, markdown, sarif
+from tracediff.report import junit, markdown, node_data, sarif
 from tracediff.result import Finding, Result, Said
 
 TRACES = Path(__file__).parent.parent / "traces"
@@ -201,6 +201,24 @@ def test_annotations_are_one_line_each() -> None:
         assert len(line.split("::")) >= 3
     (line,) = markdown.annotations(undecided(), {})
     assert line == "::warning title=tracediff x::why."
+
+
+def test_node_data_find_their_nodes_and_colour_what_is_wrong(cli: Callable[..., tuple]) -> None:
+    result = make.compare("three-faults")
+    ((graph, data),) = json.loads(node_data.render({"case": result})).items()
+    code, written, _ = cli("inspect", TRACES / "three-faults" / "model.gguf", "--graph")
+    assert code == 0
+    (shown,) = json.loads(written)["graphs"]
+    assert shown["id"] == graph
+    nodes = {node["id"]: node for node in shown["nodes"]}
+    assert {edge["sourceNodeId"] for node in nodes.values() for edge in node["incomingEdges"]} <= {*nodes}
+    assert nodes["blk.0.attn_q"]["namespace"] == "blk/0"
+    assert {*data["results"]} == {op.op for op in result.ops if op.local} <= {*nodes}
+    limits = [one["value"] for one in data["thresholds"]]
+    assert limits == sorted(limits)
+    wrong = {name for name, one in data["results"].items() if one["value"] > 1}
+    assert wrong == {op.op for op in result.faulty}
+    assert max(one["value"] for one in data["results"].values()) <= limits[-1]
 
 
 def test_the_command_writes_them(tmp_path: Path, cli: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,7 @@ MAY = {
         "compare", "errors", "files", "findings", "model", "printable", "report", "result", "trace", "versions",
     },
     "tracediff.versions": set(),
+    "tracediff.pytest_plugin": set(),
     "tracediff.testing": {"judge", "pipeline", "result"},
     "tracediff.mismatch": {
         "audit", "compare", "errors", "findings", "judge", "model", "names", "numerics", "replay", "result", "trace",

@@ -84,7 +84,6 @@ def _first_line(error: BaseException) -> str:
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Find the first op at which an LLM engine goes wrong, and what the mistake is. llama.cpp is the reference.",

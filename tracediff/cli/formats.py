@@ -25,6 +25,7 @@ _MARKS = {
     "sarif": b"sarif-schema-2.1.0.json",
     "markdown": b"### tracediff ",
     "html": b"<title>tracediff: ",
+    "node_data": b'"name": "tracediff: ',
 }
 
 
@@ -34,6 +35,7 @@ class Formats:
 
     json: Json = None
     html: Annotated[Path | None, typer.Option("--html", help="Write one page to look at in a browser.")] = None
+    node_data: Annotated[Path | None, typer.Option("--node-data", help="Write node data for Model Explorer.")] = None
     junit: Annotated[Path | None, typer.Option("--junit", help="Write JUnit XML: a test case for each layer.")] = None
     sarif: Annotated[Path | None, typer.Option("--sarif", help="Write SARIF 2.1.0, for code scanning.")] = None
     markdown: Annotated[Path | None, typer.Option("--markdown", help="Write a summary, for a pull request.")] = None
@@ -61,6 +63,10 @@ class Formats:
             from tracediff.report import html
 
             write_text(self.html, html.render(shown), _ours("html"))
+        if self.node_data:
+            from tracediff.report import node_data
+
+            write_text(self.node_data, node_data.render(shown), _ours("node_data"))
         if self.junit:
             from tracediff.report.junit import render
 

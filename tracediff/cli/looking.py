@@ -1,6 +1,7 @@
 """The commands that look at models, traces and weights: `inspect`, `validate`, `weights`, `faults`."""
 
 import sys
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -57,6 +58,7 @@ def inspect(
         list[Path], typer.Argument(metavar="MODEL_OR_TRACE", help="A trace may be those of all ranks of a run.")
     ],
     skeleton: Annotated[bool, typer.Option("--skeleton", help="A model: as comments to paste into an engine.")] = False,
+    graph: Annotated[bool, typer.Option("--graph", help="A model: as JSON for Google's Model Explorer.")] = False,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="With --skeleton: as a trace of so many tokens that lacks only values.")
     ] = None,
@@ -71,17 +73,23 @@ def inspect(
             f"{'--tokens N belongs to --skeleton: give that as well' if is_model else '--skeleton is of a model'}. "
             "tracediff inspect MODEL --skeleton --tokens N"
         )
+    if graph and not is_model:
+        raise TracediffError("--graph is of a model. tracediff inspect MODEL --graph")
     if is_model:
         from tracediff.model.families import load_graph
 
-        graph = load_graph(what)
-        if skeleton:
+        ops = load_graph(what)
+        if graph:
+            from tracediff.inspect.explorer import collection
+
+            sys.stdout.write(escape_json(dumps(collection(ops, what.stem), indent=1)) + "\n")
+        elif skeleton:
             from tracediff.inspect.skeleton import comments, trace
 
-            lines = map(escape_json, trace(graph, what.name, tokens)) if tokens else map(printable, comments(graph))
+            lines = map(escape_json, trace(ops, what.name, tokens)) if tokens else map(printable, comments(ops))
             sys.stdout.writelines(f"{line}\n" for line in lines)
         else:
-            print_listing(of_model(graph))
+            print_listing(of_model(ops))
     else:
         from tracediff.trace.ranks import open_trace
         from tracediff.trace.reader import Trace

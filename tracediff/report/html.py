@@ -14,7 +14,7 @@ from tracediff.findings.words import count, number
 from tracediff.names import layer_of, split
 from tracediff.report.chart import drift_by_depth
 from tracediff.report.figures import packed, steps
-from tracediff.result import Logits, Result, Said, Side
+from tracediff.result import Logits, Result, Said, Side, worst_case
 
 _METRICS = {
     "excess": "error over floor", "nmse": "drift", "rms": "RMS", "mean": "mean", "min": "least", "max": "largest",
@@ -25,7 +25,7 @@ _OUTSIDE = "outside"
 
 def render(cases: Mapping[str, Result]) -> str:
     """The page of the first case; the others, where there are several, by their summaries."""
-    name, result = next(((n, r) for n, r in cases.items() if r.verdict != "match"), next(iter(cases.items())))
+    name, result = worst_case(cases)
     css, js = (files("tracediff.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     policy = f"default-src 'none'; style-src {_hash(css)}; script-src {_hash(js)}; base-uri 'none'; form-action 'none'"
     parts = (*_verdict(cases, name, result), *_map(result), *_depth(result), *_tokens(result), *_said(result))

@@ -26,6 +26,7 @@ from tracediff.result.run import (
     ThreeOp,
     ThreeWay,
     Verdict,
+    worst_case,
 )
 from tracediff.result.said import Finding, Level, Next, Said
 from tracediff.result.whole import (
@@ -87,4 +88,5 @@ __all__ = [
     "Verdict",
     "WeightResult",
     "Worst",
+    "worst_case",
 ]

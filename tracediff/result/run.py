@@ -1,5 +1,6 @@
 """The outcome of a command, with all that reports say of it in words."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,6 +74,11 @@ class Result:
     def weakest(self) -> OpResult | None:
         """Of the ops that are as they should be the one in which the largest mistake may hide; None where none is."""
         return max((op for op in self.ops if op.told), key=lambda op: op.resolving, default=None)
+
+
+def worst_case(cases: Mapping[str, Result]) -> tuple[str, Result]:
+    """The first that is no match, by its name; the first of all where each is one."""
+    return next(((name, one) for name, one in cases.items() if one.verdict != "match"), next(iter(cases.items())))
 
 
 @dataclass(frozen=True, slots=True)
