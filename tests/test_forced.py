@@ -24,6 +24,17 @@ def test_every_engine_takes_them(engine: str, models: Models, tmp_path: Path, cl
     assert cli("check", out, "--model", model)[0] == 0
 
 
+def test_transformers_pads_a_batch(models: Models, tmp_path: Path, cli: Cli) -> None:
+    """One sequence ends before the other. Each computes what it does in the torch engine's batch."""
+    model, ours, theirs = models("qwen2", "F16"), tmp_path / "ours.trace", tmp_path / "theirs.trace"
+    fed = ("--tokens", "5,6,7", "--tokens", "9,8", "--decode-tokens", "1,2", "--decode-tokens", "3")
+    assert cli("trace", model, *fed, "-o", ours)[0] == 0
+    code, _, error = cli("trace", model, *fed, "--engine", "transformers", "-o", theirs)
+    assert code == 0, error
+    assert Trace(theirs).steps == Trace(ours).steps
+    assert cli("compare", ours, theirs, "--model", model)[0] == 0
+
+
 def test_a_batch_and_those_of_another_trace(models: Models, tmp_path: Path, cli: Cli) -> None:
     model, out, again = models("qwen2", "F16"), tmp_path / "a.trace", tmp_path / "b.trace"
     assert cli("trace", model, "--tokens", "5,6,7", "--tokens", "9,8", "--decode", 2, "-o", out)[0] == 0

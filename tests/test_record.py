@@ -1,6 +1,7 @@
 """Any torch model in two lines: an engine laid out in another way than the file, recorded and judged by replay."""
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import pytest
 import torch
 from conftest import Models
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import tracediff
 from tracediff.engine.taps import find_taps
+from tracediff.engine.transformers_run import load
 from tracediff.errors import EngineError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -203,15 +206,68 @@ def test_k_and_v_of_a_split_exchanged_is_named(models: Models, tmp_path: Path) -
     assert "attn_v" in result.faulty[0].cause.text
 
 
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+SHORT = TOKENS[2:5]
+
+
+def padded(side: str) -> list[dict[str, Tensor]]:
+    """Two prompts in a batch, the shorter one padded, and two tokens more of each: what transformers is called with."""
+    pad = [0] * (len(TOKENS) - len(SHORT))
+    rows = [TOKENS, pad + SHORT if side == "left" else SHORT + pad]
+    mask = torch.tensor([[1] * len(TOKENS), [int(row > 0) for row in rows[1]]])
+    passes = []
+    for ids in (torch.tensor(rows), torch.tensor([[5], [6]]), torch.tensor([[7], [8]])):
+        mask = mask if not passes else torch.cat((mask, torch.ones(2, 1, dtype=mask.dtype)), 1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        passes.append({"input_ids": ids, "attention_mask": mask, "position_ids": positions})
+    return passes
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch(side: str, attention: str, models: Models, tmp_path: Path) -> None:
+    """Each row is a sequence; padding is in none, wherever it is."""
+    gguf, out = models("llama", "F16"), tmp_path / "mine.trace"
+    model, _ = load(gguf, None, torch.float32, "cpu")
+    model.set_attn_implementation(attention)
+    cache = DynamicCache()
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")
+        with tracediff.record(model, out, gguf=gguf):
+            for given in padded(side):
+                model(**given, past_key_values=cache, use_cache=True)
+    trace = Trace(out)
+    fed = {k: [(step.tokens, step.positions[0]) for step in trace.steps.values() if step.sequence == k] for k in (0, 1)}
+    assert fed == {
+        0: [(tuple(TOKENS), 0), ((5,), 7), ((7,), 8)], 1: [(tuple(SHORT), 0), ((6,), 3), ((8,), 4)],
+    }  # fmt: skip
+    shown = {
+        op.name for op in build_graph(GGUFFile(gguf)) if attention == "eager" or op.kind not in ("scores", "softmax")
+    }
+    assert {op for _, op in trace.ops} == shown
+    result = check_trace(out, gguf)
+    assert (result.verdict, result.faulty) == ("match", [])
+
+
+def test_sequences_packed_in_one_row(models: Models, tmp_path: Path) -> None:
+    """Positions that begin again tell them apart, as the model does."""
+    gguf, out = models("llama", "F16"), tmp_path / "mine.trace"
+    model, _ = load(gguf, None, torch.float32, "cpu")
+    ids, positions = TOKENS + SHORT, [*range(len(TOKENS)), *range(len(SHORT))]
+    with torch.inference_mode(), tracediff.record(model, out, gguf=gguf):
+        model(torch.tensor([ids]), position_ids=torch.tensor([positions]), use_cache=False)
+    trace = Trace(out)
+    assert {step.sequence: step.tokens for step in trace.steps.values()} == {0: tuple(TOKENS), 1: tuple(SHORT)}
+    result = check_trace(out, gguf)
+    assert (result.verdict, result.faulty) == ("match", [])
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
 def by_forward(engine: Engine) -> None:
     engine.forward(torch.tensor(TOKENS), torch.arange(7))
-
-
-def batch(engine: Engine) -> None:
-    engine(torch.tensor([TOKENS, TOKENS]), torch.arange(7))
 
 
 def no_ids(engine: Engine) -> None:
@@ -228,7 +284,6 @@ def no_cache(engine: Engine) -> None:
     ("call", "said"),
     [
         (by_forward, "nothing was recorded: no call of this module was seen. Call it as model(ids), not by .forward()"),
-        (batch, "a batch of 2 sequences. A trace is one sequence: record them one by one."),
         (no_ids, "the call shows no token ids. Give them: record(..., tokens=ids)."),
         (no_cache, "step 1: attention sees the 2 keys of this pass alone, at position 6: without a cache"),
     ],

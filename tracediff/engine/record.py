@@ -39,8 +39,11 @@ def record(
     (their first integer tensor, [T] or [1, T]). With `tokens`, passes over others are left out: an engine's warm-up.
     What the model shows nowhere, and modules that hold other weights than the file, are said as warnings.
 
-    Raises EngineError where nothing of the model is recognised, for a compiled one, for several sequences at once or a
-    pass that does not go on where the last ended; TraceError and ModelError for the files.
+    Each row of a batch is a sequence of its own, and so is what begins at position 0 in a packed row; padding, which an
+    `attention_mask` of two dimensions hides, is left out.
+
+    Raises EngineError where nothing of the model is recognised, for a compiled one or a pass that does not go on where
+    the last ended; TraceError and ModelError for the files.
     """
     file = Model(Path(gguf))
     expected = None if tokens is None else [int(token) for token in torch.as_tensor(tokens).flatten()]
@@ -115,11 +118,11 @@ class _Calls:
         given = [*args, *kwargs.values()]
         ids = next((x for x in given if isinstance(x, Tensor) and not x.is_floating_point() and x.ndim in (1, 2)), None)
         ids = kwargs.get("input_ids", ids)
-        if ids is not None and ids.ndim == 2 and len(ids) > 1:
-            raise EngineError(f"a batch of {len(ids)} sequences. A trace is one sequence: record them one by one.")
-        tokens = self._expected if ids is None else [int(token) for token in ids.flatten()]
-        if not tokens:
+        if ids is None and not self._expected:
             raise EngineError("the call shows no token ids. Give them: record(..., tokens=ids).")
+        rows = torch.tensor([self._expected]) if ids is None else ids.detach().cpu().reshape(-1, ids.shape[-1])
+        kept = _not_padding(kwargs.get("attention_mask"), rows)
+        tokens = [int(token) for token in rows[kept]]
         if self._expected is not None:
             if tokens != self._expected[: len(tokens)]:
                 self._other += 1
@@ -127,7 +130,9 @@ class _Calls:
                 return
             self._expected = self._expected[len(tokens) :]
         positions = kwargs.get("position_ids", kwargs.get("positions"))
-        self._watch.begin(tokens, None if positions is None else positions.flatten().tolist())
+        self._watch.begin(
+            rows, kept, None if positions is None else positions.detach().cpu().reshape(-1, rows.shape[1])
+        )
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._watch.result(output)
@@ -136,6 +141,13 @@ class _Calls:
     def notes(self) -> list[str]:
         """Passes that were left out."""
         return [f"{self._other} passes over other tokens than those given were left out"] * (self._other > 0)
+
+
+def _not_padding(mask: Any, rows: Tensor) -> Tensor:
+    """Which tokens [rows, columns] an attention mask [rows, keys], as transformers has it, does not hide."""
+    if not isinstance(mask, Tensor) or mask.shape[:1] != rows.shape[:1] or mask.ndim != 2:
+        return torch.ones_like(rows, dtype=torch.bool)
+    return mask[:, -rows.shape[1] :].detach().cpu() != 0
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -124,10 +124,11 @@ def inputs(steps: Sequence[Step]) -> Iterator[tuple[int, StepInput]]:
     together: dict[int, list[Step]] = {}
     for step in steps:
         together.setdefault(plain_step(step.step), []).append(step)
+    batched = any(step.sequence or step.sequences for step in steps)
     for number, alike in sorted(together.items()):
         tokens, positions = ([x for step in alike for x in getattr(step, what)] for what in ("tokens", "positions"))
         of = [sequence for step in alike for sequence in step.sequences or (step.sequence,) * len(step.tokens)]
-        yield number, StepInput(tuple(tokens), tuple(positions), tuple(of) if any(of) else None)
+        yield number, StepInput(tuple(tokens), tuple(positions), tuple(of) if batched else None)
 
 
 class HasLogits(Protocol):

@@ -72,18 +72,36 @@ def trace_model(
 
 
 class _Decoder:
-    """Forward passes of one sequence, positions and cache being transformers' own."""
+    """Forward passes of one sequence, or of several as a batch padded on the left; the cache is transformers' own."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._cache: Any = None
+        self._mask = torch.empty(0, 0, dtype=torch.int64)  # of a batch: which columns of each row are no padding
         self.logits = torch.empty(0)
 
     @torch.inference_mode()
     def run(self, given: StepInput) -> None:
-        ids = torch.tensor([given.tokens], device=self._model.device)
-        result = self._model(ids, past_key_values=self._cache, use_cache=True)
-        self._cache, self.logits = result.past_key_values, result.logits[0]
+        batch = {} if given.sequences is None else self._masked(given)
+        rows = batch.pop("input_ids", torch.tensor([given.tokens]))
+        batch = {name: values.to(self._model.device) for name, values in batch.items()}
+        result = self._model(rows.to(self._model.device), past_key_values=self._cache, use_cache=True, **batch)
+        self._cache, ends = result.past_key_values, {0: len(given.tokens)}
+        if given.sequences is not None:
+            ends = {sequence: at.stop - at.start for sequence, at in given.parts().items()}
+        self.logits = torch.cat([result.logits[row, -n:] for row, n in ends.items()])
+
+    def _masked(self, given: StepInput) -> dict[str, torch.Tensor]:
+        """What the model is called with; a sequence that has no token in this pass has padding."""
+        parts = given.parts()
+        n_rows, n = len(self._mask) or len(parts), max(at.stop - at.start for at in parts.values())
+        ids, kept, positions = (torch.zeros(n_rows, n, dtype=torch.int64) for _ in range(3))
+        for row, at in parts.items():
+            own = slice(n - (at.stop - at.start), n)
+            ids[row, own], positions[row, own] = torch.tensor(given.tokens[at]), torch.tensor(given.positions[at])
+            kept[row, own] = 1
+        self._mask = torch.cat((self._mask if len(self._mask) else kept[:, :0], kept), 1)
+        return {"input_ids": ids, "position_ids": positions, "attention_mask": self._mask}
 
 
 def load(model: Path, hf: Path | None, dtype: torch.dtype, device: str) -> tuple[Any, list[str]]:

@@ -13,19 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tracediff.engine.lanes import Pass, Passes
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.taps import Tap, weight_of
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of
-from tracediff.numerics.growing import Growing
-from tracediff.numerics.kinds.attention import causal
 
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
 
 
 class Watch:
-    """Records each op of `graph` that a forward pass shows. One object watches one sequence."""
+    """Records each op of `graph` that forward passes show, of one sequence or of several side by side."""
 
     def __init__(
         self,
@@ -44,23 +43,27 @@ class Watch:
         self._sources = {one.source for one in self._attention.values() if one.turned.kind == "rope"}
         self._step = -1
         self._running = False
-        self._n_tokens = 0
+        self._passes = Passes()
+        self._pass = Pass(0, 0, 0, {})
+        self._n_tokens = 0  # of each row
         self._n_positions = 0  # so far
-        self._positions = Growing()
-        self._hidden = torch.empty(0)  # which scores of this step the mask hides, [T, S]
         self._done: set[str] = set()  # in this step
         self._layer: int | None = None  # in which the pass is
         self._sizes: dict[str, float] = {}  # the norms of what rope makes Q of
 
-    def begin(self, tokens: Sequence[int], positions: Sequence[int] | None = None) -> None:
-        """A forward pass begins, of one sequence; without positions, those after the last."""
-        positions = tuple(positions or range(self._n_positions, self._n_positions + len(tokens)))
-        self._step, self._n_tokens, self._done, self._layer = self._step + 1, len(tokens), set(), None
-        self._n_positions += len(tokens)
-        self._positions.append(torch.tensor(positions))
-        self._hidden = causal(torch.tensor(positions), self._positions.rows)
+    def begin(self, tokens: Tensor, kept: Tensor, positions: Tensor | None = None) -> None:
+        """A forward pass over `tokens` [rows, columns] begins, those `kept` being no padding; without positions, at
+        those after the last.
+        """
+        self._pass = self._passes.next(tokens.shape[1], kept, positions)
+        self._step, self._n_tokens, self._done, self._layer = self._step + 1, tokens.shape[1], set(), None
+        self._n_positions = self._passes.n_keys
         self._running = True
-        self._recorder.step(self._step, tuple(tokens), positions)
+        lanes = self._pass.lanes
+        ids = [token for lane in lanes.values() for token in tokens[lane.row, lane.columns].tolist()]
+        at = [position for lane in lanes.values() for position in lane.positions.tolist()]
+        of = [sequence for sequence, lane in lanes.items() for _ in lane.columns]
+        self._recorder.step(self._step, ids, at, of)
 
     def end(self) -> None:
         """The pass is over: what is computed until the next is none of it."""
@@ -138,25 +141,26 @@ class Watch:
         if attention is None or not self._running:
             return
         n, s = self._n_tokens, self._n_positions
-        if attention.k.name not in self._done and attention.is_qk(left, right, n):
+        if attention.k.name not in self._done and attention.is_qk(left, right, n, self._pass.n_rows):
             self._refuse_no_cache(right.shape[-1], s)
             self._queries_and_keys(attention, left, right, result if right.shape[-1] == s else None)
-        elif result is not None and attention.probs and attention.is_pv(left, right, n, s):
-            self._record(attention.probs.name, left.reshape(attention.probs.shape(n, s - n)))
+        elif result is not None and attention.probs and attention.is_pv(left, right, n, s, self._pass.n_rows):
+            self._record(attention.probs.name, left)
 
     def _queries_and_keys(self, attention: "_Attention", left: Tensor, right: Tensor, scores: Tensor | None) -> None:
         heads, groups, dim = attention.sizes
-        q = self._like_rows(attention.source, left.reshape(heads, -1, dim).transpose(0, 1))
-        op = attention.op_of(float(q.double().norm()), self._sizes.get(attention.source))
+        n_rows = self._pass.n_rows
+        q = left.reshape(n_rows, heads, -1, dim).transpose(1, 2).reshape(-1, heads, dim)
+        op = attention.op_of(_size(q), self._sizes.get(attention.source))
+        q = self._like_rows(attention.source, q)
         if op:
             self._record(op.name, q)
         if right.shape[-1] <= self._n_positions:  # else a buffer with room for more, who knows where
-            keys = right.transpose(-1, -2).reshape(-1, right.shape[-1], dim)
-            keys = keys[:: len(keys) // groups, -self._n_tokens :].transpose(0, 1)
+            keys = right.transpose(-1, -2).reshape(n_rows, -1, right.shape[-1], dim)
+            keys = keys[:, :: keys.shape[1] // groups, -self._n_tokens :].transpose(1, 2).reshape(-1, groups, dim)
             self._record(attention.k.name, self._like_rows(attention.key_source, keys))
         if op is attention.q and scores is not None:
-            n = self._n_tokens
-            self._record(attention.scores.name, scores.reshape(attention.scores.shape(n, self._n_positions - n)))
+            self._record(attention.scores.name, scores)
 
     def _like_rows(self, name: str, values: Tensor) -> Tensor:
         """Values that follow a projection's channels, in the order of the file's."""
@@ -183,23 +187,54 @@ class Watch:
     def _record(self, name: str, values: Tensor) -> None:
         if name in self._done or name not in self._graph:
             return
-        op, n = self._graph[name], self._n_tokens
-        shape = op.shape(n, self._n_positions - n)
-        rows = None
-        if op.axes[0] == "T" and values.numel() * n == math.prod(shape) and n > 1:
-            rows, shape = (n - 1,), (1, *shape[1:])  # engines that want one token need the last one's logits alone
-        if values.numel() != math.prod(shape):
+        op, here = self._graph[name], self._pass
+        by_keys = op.axes[1:] == ("T", "S") and len(op.axes) == 3
+        shape = op.shape(here.n_columns, self._n_positions - here.n_columns)
+        last = (
+            op.axes[0] == "T"
+            and here.n_columns > 1
+            and values.numel() * here.n_columns == math.prod(shape) * here.n_rows
+        )
+        if not last and values.numel() != math.prod(shape) * here.n_rows:
             raise EngineError(
                 f"{name} has the shape {list(values.shape)} in this model, {list(shape)} in the GGUF file: it is "
-                "another model, or several sequences at once. Check the file; record one sequence at a time."
+                "another model, or several sequences at once that nothing tells apart. Check the file; record one "
+                "sequence at a time."
             )
         if name in self._sources:
-            self._sizes[name] = float(values.detach().double().norm())
-        hidden = self._hidden.to(values.device) if op.kind == "scores" else None
-        self._recorder.op(self._step, name, values.reshape(shape), hidden, rows)
+            self._sizes[name] = _size(values)
+        if last:  # engines that want one token need the last one's logits alone
+            self._record_last(name, values.reshape(here.n_rows, 1, *shape[1:]))
+        elif op.axes[0] == "T":
+            parts = here.parts(values.reshape(here.n_values, *shape[1:]))
+            self._recorder.parts(self._step, name, parts, dict.fromkeys(parts))
+        elif by_keys:
+            parts = here.blocks(values.reshape(here.n_rows, *shape))
+            hidden = {
+                k: lane.hidden.to(values.device) if op.kind == "scores" else None for k, lane in here.lanes.items()
+            }
+            self._recorder.parts(self._step, name, parts, hidden)
+        elif len(here.lanes) == 1 and here.n_rows == 1:
+            self._recorder.op(self._step, name, values.reshape(shape))
+        else:
+            return  # of a batch, and nothing says which rows are whose
         self._done.add(name)
         self.seen.add(name)
         self._progress(len(self._done) / len(self._graph.ops))
+
+    def _record_last(self, name: str, values: Tensor) -> None:
+        """The value of the last column, [rows, 1, ...], of the sequences whose last token is there."""
+        lanes = self._pass.lanes
+        for sequence, lane in lanes.items():
+            if int(lane.columns[-1]) == self._pass.n_columns - 1:
+                of, rows = sequence if len(lanes) > 1 else None, (len(lane.columns) - 1,)
+                self._recorder.op(self._step, name, values[lane.row], None, None if rows == (0,) else rows, of)
+
+
+def _size(values: Tensor) -> float:
+    """Its norm, to the few digits that tell a scale."""
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    return float(torch.linalg.vector_norm(values.detach(), dtype=wide))
 
 
 class _Attention:
@@ -219,16 +254,16 @@ class _Attention:
         """Heads of Q, heads of K, channels."""
         return self.q.axes[1], self.k.axes[1], self.q.axes[2]  # type: ignore[return-value]
 
-    def is_qk(self, left: Tensor, right: Tensor, n: int) -> bool:
-        """Whether this is Q K^T; `right` is [..., D, S], its heads repeated or not."""
+    def is_qk(self, left: Tensor, right: Tensor, n: int, n_rows: int) -> bool:
+        """Whether this is Q K^T; `right` is [..., D, S], its heads repeated or not. Of so many rows of `n` tokens."""
         heads, groups, dim = self.sizes
-        if left.ndim < 3 or right.ndim < 3 or left.shape[-2:] != (n, dim) or left.numel() != heads * n * dim:
+        if left.ndim < 3 or right.ndim < 3 or left.shape[-2:] != (n, dim) or left.numel() != n_rows * heads * n * dim:
             return False
-        return right.shape[-2] == dim and right.numel() // (dim * right.shape[-1]) in (heads, groups)
+        return right.shape[-2] == dim and right.numel() // (dim * right.shape[-1]) in (n_rows * heads, n_rows * groups)
 
-    def is_pv(self, left: Tensor, right: Tensor, n: int, n_keys: int) -> bool:
+    def is_pv(self, left: Tensor, right: Tensor, n: int, n_keys: int, n_rows: int) -> bool:
         """Whether this is the product of the probabilities with V."""
-        return left.shape[-2:] == (n, n_keys) and left.numel() == self.sizes[0] * n * n_keys and right.ndim > 2
+        return left.shape[-2:] == (n, n_keys) and left.numel() == n_rows * self.sizes[0] * n * n_keys and right.ndim > 2
 
     def op_of(self, size: float, before: float | None) -> Op | None:
         """The op that Q is: rope keeps its norm, so one that is smaller by the scale was multiplied with it."""
