@@ -321,3 +321,25 @@ def test_routes_that_flip(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     assert (result.verdict, result.shares[0].name) == ("diverged", "routes_flipped")
     assert result.shares[0].alone == pytest.approx(1, abs=0.1)
     assert "tokens go to other experts" in result.findings[0].text
+
+
+def test_several_sequences(models: Models, tmp_path: Path) -> None:
+    """Prompts of a batch: the first token of each has no log-probability, and shares are those of all."""
+    model, parts = models("llama", "F32"), (IDS[:12], IDS[12:], (9, *IDS[5:14]))
+    steps = [Step(n, part, tuple(range(len(part))), n) for n, part in enumerate(parts)]
+    a, b = (
+        trace_torch(model, tmp_path / f"{name}.trace", TorchOptions(arithmetic=how), steps=steps)
+        for name, how in (("a", None), ("b", "rope tables in bfloat16"))
+    )
+    result = mismatch_traces(a, b, model=model)
+    alone = []
+    for n, part in enumerate(parts):
+        one = [
+            trace_torch(model, tmp_path / f"{name}{n}.trace", TorchOptions(arithmetic=how), part)
+            for name, how in (("a", None), ("b", "rope tables in bfloat16"))
+        ]
+        alone.append(mismatch_traces(*one).gap)
+    assert result.gap.n == sum(gap.n for gap in alone) == sum(map(len, parts)) - 3
+    assert result.gap.mean == pytest.approx(sum(gap.mean * gap.n for gap in alone) / result.gap.n)
+    assert [share.what for share in result.shares] == ["rope"]
+    assert result.shares[0].alone == pytest.approx(1, abs=0.1)

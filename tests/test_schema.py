@@ -23,6 +23,7 @@ COMMANDS = {
     "segments": (1, "check layers-only/candidate.trace --model layers-only/model.gguf"),
     "undecided": (2, "check statistics/reference.trace --model statistics/model.gguf"),
     "self": (0, "self clean/candidate.trace clean/candidate.trace --model clean/model.gguf"),
+    "mismatch": (1, "mismatch clean/reference.trace rope-pairing/candidate.trace --model clean/model.gguf"),
     "three": (1, "compare clean/reference.trace clean/candidate.trace rope-pairing/candidate.trace"),
     "weights": (1, "weights statistics/model.gguf --trace statistics/candidate.trace"),
     "validate": (0, "validate clean/candidate.trace --model clean/model.gguf"),

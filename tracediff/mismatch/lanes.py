@@ -5,7 +5,8 @@ was made, every record comes out again to the last digit, whether or not anybody
 side's ops can be put into the other one kind at a time, and what the logits become of it is what that kind makes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from tracediff.numerics.evaluate import call_of, evaluate_together, noise, round
 from tracediff.numerics.floors import UNIT, Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import causal
-from tracediff.numerics.kinds.kind import Energy
+from tracediff.numerics.kinds.kind import Call, Energy
 from tracediff.numerics.views import seen, state
 from tracediff.trace.format import Step
 from tracediff.trace.reader import Trace
@@ -40,15 +41,15 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One engine: its trace, in one pass, the weights that it holds, and its way of each op."""
+    """One engine: its trace, each sequence in one pass, the weights that it holds, and its way of each op."""
 
     trace: Trace
     weights: Weights
     ways: Mapping[str, Way]
 
-    def error(self, op: str, y: Tensor, kept: Tensor, hidden: Tensor | None) -> Tensor | None:
+    def error(self, step: int, op: str, y: Tensor, kept: Tensor, hidden: Tensor | None) -> Tensor | None:
         """What it recorded less `y`, what replay makes; 0 where `y` as it is `kept` is what was recorded."""
-        recorded = self.recorded(op, y)
+        recorded = self.recorded(step, op, y)
         if recorded is None:
             return None
         error = torch.where(kept == recorded, 0.0, recorded - y)
@@ -61,9 +62,8 @@ class Side:
             )
         return error
 
-    def recorded(self, op: str, like: Tensor) -> Tensor | None:
+    def recorded(self, step: int, op: str, like: Tensor) -> Tensor | None:
         """Its values of the op, shaped as replay's; those of tokens that were not recorded are replay's."""
-        (step,) = self.trace.steps
         record = self.trace.ops.get((step, op))
         if record is None or not record.has_data:
             return None
@@ -92,9 +92,11 @@ class Lanes:
         self._graph = graph
         self._sides = sides
         self.group = group
-        (self._step,) = sides[0].trace.steps.values()
-        self.erring: dict[tuple[int, str], float] = {}  # by side and op: `_excess`, of the last pass with noise
-        last_use = {name: op.name for op in graph for name in op.inputs}
+        # Of each pass the steps of A and of B.
+        self._passes = [*zip(*(side.trace.steps.values() for side in sides), strict=True)]
+        # By side and op: `_excess` of the last run with noise, in the pass that shows least.
+        self.erring: dict[tuple[int, str], float] = {}
+        last_use = {name: op.name for op in graph for name in op.inputs if name not in SOURCES}
         self._dead_after: dict[str, list[str]] = {}
         for name, user in last_use.items():
             self._dead_after.setdefault(user, []).append(name)
@@ -113,11 +115,20 @@ class Lanes:
         everything = frozenset(self.groups())
         lanes = [Lane(frozenset()), Lane(everything), *(Lane(frozenset(names)) for names in of_b)]
         lanes += [Lane(lane.of_b, True) for lane in lanes[:2]] * noisy
+        self.erring = {} if noisy else self.erring
+        parts = []
+        for done, steps in enumerate(self._passes):
+            show = lambda fraction, done=done: progress((done + fraction) / len(self._passes))  # noqa: E731
+            parts.append(self._pass(lanes, steps, show))
+        return [torch.cat(of_lane) for of_lane in zip(*parts, strict=True)]
+
+    def _pass(self, lanes: Sequence[Lane], steps: tuple[Step, Step], progress: Callable[[float], None]) -> list[Tensor]:
+        given = steps[0].tokens, steps[0].positions, (0,) * len(steps[0].tokens)
         for lane in lanes:
-            lane.values = self._sources(self._step)
+            lane.values = {name: torch.tensor(ids) for name, ids in zip(SOURCES, given, strict=True)}
         results: list[Tensor] = []
         for done, op in enumerate(self._graph, start=1):
-            results = self._op(op, lanes)
+            results = self._op(op, lanes, (steps[0].step, steps[1].step))
             for lane, result in zip(lanes, results, strict=True):
                 lane.values[op.name] = result
                 for name in self._dead_after.get(op.name, ()):
@@ -125,56 +136,56 @@ class Lanes:
             progress(done / len(self._graph.ops))
         return results
 
-    def _sources(self, step: Step) -> dict[str, Tensor]:
-        given = step.tokens, step.positions, (0,) * len(step.tokens)
-        return {name: torch.tensor(ids) for name, ids in zip(SOURCES, given, strict=True)}
-
-    def _op(self, op: Op, lanes: Sequence[Lane]) -> list[Tensor]:
+    def _op(self, op: Op, lanes: Sequence[Lane], steps: tuple[int, int]) -> list[Tensor]:
+        """The op's value in each lane; that of what was chosen is the choice of the lane's side."""
         if op.kind == "state":  # before the first step
             return [state(op, [], "cpu") for _ in lanes]
         of_b = [self.group(op.name) in lane.of_b for lane in lanes]
-        ways = [self._sides[side].ways[op.name] for side in of_b]
-        energies = [Energy() if lane.noisy else None for lane in lanes]
-        inputs = [[*self._inputs(op, lane)] for lane in lanes]
-        calls = [
-            call_of(way.op, given, self._sides[side].weights, way.arithmetic, energy)
-            for way, given, side, energy in zip(ways, inputs, of_b, energies, strict=True)
-        ]
+        calls = [self._call(op, lane, side) for lane, side in zip(lanes, of_b, strict=True)]
         ys: dict[int, Tensor] = {}
         for alike in {id(call.op): call.op for call in calls}.values():
             places = [i for i, call in enumerate(calls) if call.op is alike]
             ys |= zip(places, evaluate_together([calls[i] for i in places]), strict=True)
-        storages = [self._sides[STORAGE in lane.of_b].ways[op.name].storage for lane in lanes]
-        hidden = causal(self._positions, self._positions) if op.kind == "scores" else None
-        if KINDS[op.kind].picks:  # of what was chosen, the choice
-            chosen = [side.recorded(op.name, ys[i]) for i, side in enumerate(self._sides)]
+        if KINDS[op.kind].picks:
+            chosen = [side.recorded(steps[i], op.name, ys[i]) for i, side in enumerate(self._sides)]
             return [ys[i] if (c := chosen[side]) is None else c for i, side in enumerate(of_b)]
+        storages = [self._sides[STORAGE in lane.of_b].ways[op.name].storage for lane in lanes]
+        positions = lanes[0].values["positions"]
+        hidden = causal(positions, positions) if op.kind == "scores" else None
         errors = [
-            side.error(op.name, ys[i], rounding(ys[i], storages[i]), hidden) for i, side in enumerate(self._sides)
+            side.error(steps[i], op.name, ys[i], rounding(ys[i], storages[i]), hidden)
+            for i, side in enumerate(self._sides)
         ]
         made = []
-        for i, lane in enumerate(lanes):
-            error = errors[of_b[i]]
+        for i, (lane, side, storage) in enumerate(zip(lanes, of_b, storages, strict=True)):
+            error = errors[side]
             y = ys[i] if error is None else ys[i] + error
-            if lane.noisy and (energy := energies[i]) is not None:
-                storage = "f64" if storages[i] == "f64" else "f32"
-                found = noise(op, inputs[i], ys[i], calls[i].weights, energy, ways[i].arithmetic, storage)
-                self.erring[int(of_b[i]), op.name] = _excess(error, found, ys[i], storages[i])
-                spread = torch.sqrt(found.sigma**2 + found.hard**2 / 3)
-                y = y + spread * torch.randn(y.shape, generator=lane.random, dtype=y.dtype)
-            made.append(rounding(y, storages[i]))
+            made.append(rounding(y + self._noise(op, lane, calls[i], ys[i], error, storage), storage))
         return made
 
-    @property
-    def _positions(self) -> Tensor:
-        return torch.tensor(self._step.positions)
+    def _call(self, op: Op, lane: Lane, side: bool) -> Call:
+        way = self._sides[side].ways[op.name]
+        energy = Energy() if lane.noisy else None
+        return call_of(way.op, [*_inputs(op, lane)], self._sides[side].weights, way.arithmetic, energy)
 
-    def _inputs(self, op: Op, lane: Lane) -> Iterable[Tensor]:
-        n = len(self._step.tokens)
-        for (name, past), view in zip(op.reads, op.seen, strict=True):
-            if past == "before":
-                yield in_buffer(()).to(torch.float64)
-                continue
+    def _noise(self, op: Op, lane: Lane, call: Call, y: Tensor, error: Tensor | None, storage: str) -> Tensor | float:
+        """What honest arithmetic adds in a noisy lane."""
+        if call.energy is None:
+            return 0.0
+        wide = "f64" if storage == "f64" else "f32"
+        honest = noise(op, call.inputs, y, call.weights, call.energy, call.arithmetic, wide)
+        key = int(bool(lane.of_b)), op.name
+        self.erring[key] = min(self.erring.get(key, math.inf), _excess(error, honest, y, storage))
+        spread = torch.sqrt(honest.sigma**2 + honest.hard**2 / 3)
+        return spread * torch.randn(y.shape, generator=lane.random, dtype=y.dtype)
+
+
+def _inputs(op: Op, lane: Lane) -> Iterator[Tensor]:
+    n = len(lane.values["tokens"])
+    for (name, past), view in zip(op.reads, op.seen, strict=True):
+        if past == "before":
+            yield in_buffer(()).to(torch.float64)
+        else:
             yield seen(view, n, n, lane.values[name]) if view else lane.values[name]
 
 

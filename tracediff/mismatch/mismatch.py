@@ -17,6 +17,7 @@ from tracediff.mismatch.processed import Sampled, Sampling
 from tracediff.mismatch.words import with_words
 from tracediff.model.vocabulary import Vocabulary
 from tracediff.result import Gap, Mismatch, Processed, Side, TokenGap, Verdict, WeightResult
+from tracediff.trace.ranks import open_trace
 from tracediff.trace.reader import Trace
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ def mismatch_traces(
     """
     opened = _opened(model)
     vocabulary = opened.vocabulary if opened else Vocabulary()
-    one, other = Told(Trace(a)), Told(Trace(b))
+    one, other = Told(open_trace(a)), Told(open_trace(b))
     _same_tokens(one, other, vocabulary)
     _refuse_shifted(one, other)
-    x, y = (_from(told.logprobs, prompt) for told in (one, other))
+    x, y = (_from(told, prompt) for told in (one, other))
     if not (np.isfinite(x) & np.isfinite(y)).any():
         raise MismatchError(
             f"no token from index {prompt} on has a log-probability on both sides. Record the same ones."
@@ -127,7 +128,7 @@ def _side(trace: Trace) -> Side:
 
 
 def _same_tokens(a: Told, b: Told, vocabulary: Vocabulary) -> None:
-    if a.tokens != b.tokens:
+    if not np.array_equal(a.places, b.places) or a.tokens != b.tokens:
         lines = [
             *describe_difference(0, (*a.tokens,), (*b.tokens,), (str(a.trace.path), str(b.trace.path)), vocabulary)
         ]
@@ -135,7 +136,7 @@ def _same_tokens(a: Told, b: Told, vocabulary: Vocabulary) -> None:
             lines.append("Both are the same text: it was tokenised anew.")
         lines.append("Log-probabilities are of tokens: hand the rollout's ids to the trainer, and never its text.")
         raise MismatchError("\n".join(lines).replace(" in step 0, first", ", first"))
-    positions = [[p for step in told.trace.steps.values() for p in step.positions] for told in (a, b)]
+    positions = a.positions, b.positions
     if positions[0] != positions[1]:
         at = next(i for i, (p, q) in enumerate(zip(*positions, strict=True)) if p != q)
         raise MismatchError(
@@ -183,10 +184,9 @@ def _apart(x: np.ndarray, y: np.ndarray) -> float:
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
-def _from(logprobs: np.ndarray, prompt: int) -> np.ndarray:
-    said = logprobs.copy()
-    said[:prompt] = np.nan
-    return said
+def _from(told: Told, prompt: int) -> np.ndarray:
+    """The log-probabilities without those of the first tokens of each sequence."""
+    return np.where(told.places < prompt, np.nan, told.logprobs)
 
 
 def _gap(x: np.ndarray, y: np.ndarray, a: Told, b: Told) -> Gap:
@@ -273,7 +273,7 @@ def _processed(a: Told, b: Told, prompt: int, gap: float, floors: Floors) -> Pro
 
 def _sampling(raw: Told, said: Told, prompt: int) -> Sampling | None:
     """What makes the one of the other, on all tokens; None where there are no raw logits, or too few tokens."""
-    told = [i for i in range(prompt, len(said.tokens)) if np.isfinite(said.logprobs[i]) and raw.has_logits(i - 1)]
+    told = [int(i) for i in np.flatnonzero(np.isfinite(_from(said, prompt))) if raw.has_logits(int(i) - 1)]
     if len(told) < 2 or not all(np.isfinite(raw.logits(i - 1)).all() for i in told[:_ROWS]):
         return None
     rows = max(_ROWS, _VALUES // raw.logits(told[0] - 1).size)

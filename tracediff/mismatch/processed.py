@@ -20,6 +20,7 @@ _TEMPERATURES = np.round(np.arange(0.05, 2.0001, 0.05), 2).tolist()  # that peop
 _TOP_KS = (10, 20, 30, 40, 50, 64, 100)
 _TRIED = 3  # temperatures that rules of truncation are sought for
 _WHOLE, _LEAST = 1e-3, 1e-5  # a kept mass nearer to 1, or a last token of less, does not tell how many were kept
+_WITHOUT_CHANCE = np.errstate(divide="ignore", invalid="ignore", over="ignore")  # tokens whose probability is 0
 _ALIKE = 1.5  # what leaves so many times the least leaves about as little
 
 
@@ -51,6 +52,7 @@ class Sampled:
         self._ranks = (logits > np.take_along_axis(logits, tokens[:, None], 1)).sum(1)  # how many are likelier
         self._sorted = -np.sort(-logits.astype(np.float64), 1)
 
+    @_WITHOUT_CHANCE
     def solved(self) -> Sampling:
         """What leaves least of the gap; of what leaves about the same, that of fewest numbers."""
         tried = [*self._candidates()]
@@ -58,11 +60,13 @@ class Sampled:
         near = [one for one in tried if one.mean_abs <= _ALIKE * least + 1e-12]
         return min(near, key=lambda one: (one.n_set, not one.temperature_first, one.mean_abs))
 
+    @_WITHOUT_CHANCE
     def under(self, sampling: Sampling) -> Sampling:
         """The same with what it leaves."""
         p = self._log_p(sampling.temperature)
         told = _at(p, self._ranks) - np.log(_at(np.exp(p).cumsum(1), self._n_kept(sampling) - 1))
-        return replace(sampling, mean_abs=float(np.abs(self._said - told).mean()))
+        left = float(np.abs(self._said - told).mean())
+        return replace(sampling, mean_abs=math.inf if math.isnan(left) else left)
 
     def _candidates(self) -> Iterator[Sampling]:
         alone = [self.under(Sampling(t)) for t in _TEMPERATURES]
@@ -80,7 +84,7 @@ class Sampled:
         """
         kept, mass, n = self._kept(t)
         off = np.abs(np.log(kept / _at(mass, n - 1)))
-        return float(np.median(off)) if (kept < 1 + _WHOLE).all() else math.inf
+        return float(np.median(off)) if (kept < 1 + _WHOLE).all() else math.inf  # of NaN too
 
     def _kept(self, t: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The masses [N] that must have been kept at a temperature, sums of the largest, and how many are nearest."""

@@ -58,7 +58,7 @@ class _Explainer:
     ) -> None:
         self._graph = model.graph
         self._known = known
-        self._tokens = known[0].side.trace.tokens
+        self._tokens = known[0].side.trace.tokens  # of one sequence after another
         self._at = np.flatnonzero(np.isfinite(gap))
         self._gap = gap[self._at]
         self._groups = {op.name: label(op) for op in self._graph}
@@ -138,11 +138,13 @@ class _Explainer:
 
 def _chosen(known: Known, op: str) -> list[set[int]]:
     """Of each token what was chosen for it; nothing where that was not recorded."""
-    trace = known.side.trace
-    record = trace.ops.get((next(iter(trace.steps)), op))
-    if record is None or not record.has_data or record.rows is not None:
-        return []
-    return [set(row) for row in trace.values(record).reshape(len(trace.tokens), -1).astype(int).tolist()]
+    trace, found = known.side.trace, []
+    for number, step in trace.steps.items():
+        record = trace.ops.get((number, op))
+        if record is None or not record.has_data or record.rows is not None:
+            return []
+        found += [set(row) for row in trace.values(record).reshape(len(step.tokens), -1).astype(int).tolist()]
+    return found
 
 
 def _storages(known: Known) -> str:

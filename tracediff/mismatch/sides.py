@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tracediff.mismatch.lanes import Side, Way
+from tracediff.mismatch.words import UNKNOWN
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
 from tracediff.names import split
@@ -27,7 +28,6 @@ from tracediff.trace.writer import TraceWriter
 ROUTES = "routes"  # the group of which experts were chosen
 _BETTER = 0.1  # of what plain order leaves: an order of casts that leaves less is the side's
 _LOOKED_AT = 3  # norms that choose it
-_UNKNOWN = "in no arithmetic known here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Known:
         """How the side computes these ops, which are of one group."""
         ops = list(ops)
         if any(op.name in self.unsettled and not (self.cast and op.kind == "rms_norm") for op in ops):
-            return _UNKNOWN
+            return UNKNOWN
         said = in_words((op.kind, self.side.ways[op.name].arithmetic) for op in ops)
         if self.cast and any(op.kind == "rms_norm" for op in ops):
             cast = f"normalised values in {rounding_named(self.cast).words} before the weight"
@@ -51,13 +51,15 @@ class Known:
 
 
 def in_one_pass(trace: Trace, folder: Path, name: str) -> Trace:
-    """The trace as if all tokens had been fed at once."""
-    if len(trace.steps) == 1:
+    """The trace as if all tokens of each sequence had been fed at once, one sequence after another."""
+    if len(trace.steps) == len(trace.sequences):
         return trace
-    positions = [position for step in trace.steps.values() for position in step.positions]
     like, out = folder / f"{name}-like.trace", folder / f"{name}.trace"
     with TraceWriter(like, "") as writer:
-        writer.step(0, trace.tokens, positions)
+        for number, sequence in enumerate(trace.sequences):
+            fed = [step for step in trace.steps.values() if step.sequence == sequence]
+            tokens, positions = ([x for step in fed for x in getattr(step, of)] for of in ("tokens", "positions"))
+            writer.step(number, tokens, positions, (sequence,) * len(tokens))
     restep(trace, Trace(like), out)
     return Trace(out)
 
@@ -82,7 +84,7 @@ def _held(trace: Trace, model: Model) -> dict[str, np.ndarray]:
 
 
 def _known(replay: Replay, model: Model) -> Known:
-    graph, (step,) = model.graph, replay.trace.steps
+    graph, step = model.graph, next(iter(replay.trace.steps))  # what an engine does in one pass it does in all
     schemes: dict[str, Scheme] = {}
     unsettled = set()
     scheme = next(s for s in PLAIN if s.name == "exact")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from tracediff.findings.words import by_name, count, listed, number
 from tracediff.result import Finding, Mismatch, Processed, Share
 
+UNKNOWN = "in no arithmetic known here"
 _NAMED = 0.02  # of the gap: a smaller share is in the table alone
 
 
@@ -55,7 +56,14 @@ def sampling_in_words(p: Processed) -> str:
 def _shares(result: Mismatch) -> Iterator[Finding]:
     for share in result.shares:
         if max(abs(share.alone), abs(share.last)) >= _NAMED:
-            yield Finding(f"{share.what} {makes(share)} of the gap: {_how(share)}.", share.name, ops=share.ops)
+            text = f"{share.what} {makes(share)} of the gap: {_how(share)}.{_unknown(result, share)}"
+            yield Finding(text, share.name, ops=share.ops)
+
+
+def _unknown(result: Mismatch, share: Share) -> str:
+    """Where to ask what nobody has a name for."""
+    paths = [side.path for side, how in ((result.a, share.a), (result.b, share.b)) if how == UNKNOWN]
+    return "".join(f" What it is: `tracediff check {path} --model MODEL`." for path in paths)
 
 
 def makes(share: Share) -> str:
