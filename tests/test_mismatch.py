@@ -278,7 +278,7 @@ def test_log_probabilities_alone_have_no_shares(trainer: Path, models: Models, t
     assert (code, "record all ops on both sides" in " ".join(out.split())) == (1, True)
     result = json.loads((tmp_path / "r.json").read_text())
     assert (result["schema"], result["shares"]) == ("tracediff/mismatch/1", [])
-    assert result["rest"] == pytest.approx(1, abs=0.01)
+    assert result["gap"]["unexplained"] == pytest.approx(1, abs=0.01)
 
 
 def test_weights_in_memory_come_first(trainer: Path, models: Models, tmp_path: Path, cli: Cli) -> None:

@@ -98,8 +98,8 @@ class Told:
         row = self.logits(index)
         if np.isnan(row).any() or not np.isfinite(row).any():
             raise MismatchError(
-                f"{self.trace.path}: the logits after token {index} hold NaN, or nothing finite. `tracediff check` says "
-                "which op makes them."
+                f"{self.trace.path}: the logits after token {index} hold NaN, or nothing finite. `tracediff check` "
+                "says which op makes them."
             )
         return row
 

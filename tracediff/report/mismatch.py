@@ -28,6 +28,8 @@ def render(result: Mismatch, width: int = 100) -> RenderableType:
 def render_json(result: Mismatch) -> str:
     """One JSON object; what is not finite becomes null."""
     document = {"schema": SCHEMA, **msgspec.to_builtins(result)}
+    document["gap"]["unexplained"] = document.pop("rest")
+    document["floor"] = {key: document.pop(key) for key in ("floor", "beyond", "noise")}
     return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
 
 
