@@ -23,7 +23,7 @@ from tracediff.replay.judging import Subject, judge_all, replays_of
 from tracediff.reproduce import reproduce
 from tracediff.trace.reader import Trace
 
-TOKENS = "256,84,104,101,32,113,117,105,99,107"
+TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 107)
 MOST = 1_000_000
 SMALL = Shape("qwen2", n_layer=2, n_embd=48, n_ff=64, n_ctx=64)
 WIDE = Shape("qwen2", n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_layer=1)
@@ -110,10 +110,9 @@ def model_of(case: Case, folder: Path) -> Path:
     return plain if case.weights == "F32" else quantize(plain, out, case.weights)
 
 
-def reproduced(case: Case, folder: Path, models: Path) -> tuple[int, int, int, str]:
+def reproduced(case: Case, folder: Path, models: Path, tokens: tuple[int, ...] = TOKENS) -> tuple[int, int, int, str]:
     """The size of what was made, the exit codes before and after the repair, and what it said before."""
     model = Model(model_of(case, models))
-    tokens = tuple(map(int, TOKENS.split(",")))
     trace = trace_torch(model, folder / "a.trace", TorchOptions(faults=(case.fault,)), tokens, case.decode)
     out = folder / "reproducer"
     step = min(step for step, op in faulty_in(trace, model) if op == case.op)

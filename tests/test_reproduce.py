@@ -3,11 +3,14 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import reproducers
 from conftest import TOKENS, Models
+
+from tracediff.model.synthetic import Shape
 
 CASE = Path(__file__).parent.parent / "traces" / "three-faults"
 RIGHT = {
@@ -42,6 +45,21 @@ def test_mistakes_of_many_kinds(case: str, tmp_path: Path, models_folder: Path) 
     size, before, after, said = reproducers.reproduced(reproducers.CASES[case], tmp_path, models_folder)
     assert size <= 1_000_000
     assert (before, after) == (1, 0), said
+
+
+LONG = Shape("qwen2", n_layer=1, n_embd=128, n_head=8, n_head_kv=2, n_ff=128, n_ctx=512)
+
+
+@pytest.mark.parametrize("case", ["scores, groups of heads", "softmax, no scale", "values, groups of heads"])
+def test_of_attention_one_head_and_some_queries_are_kept(case: str, tmp_path: Path, models_folder: Path) -> None:
+    one = reproducers.CASES[case]
+    local = one.op.partition(".attn_")[2]
+    long = replace(one, model=LONG, fault=f"{one.fault.partition('@')[0]}@blk.0.attn_{local}")
+    tokens = tuple((37 * i + 11) % 250 for i in range(300))
+    size, before, after, said = reproducers.reproduced(long, tmp_path, models_folder, tokens)
+    assert 100_000 < size <= 1_000_000
+    assert (before, after) == (1, 0), said
+    assert "# cut to what is off most: [" in (tmp_path / "reproducer/reproduce.py").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import inspect
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,20 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.replay.judging import Subject, judge_all, replays_of
 from tracediff.trace.reader import Trace
 
-_MOST = 1_000_000  # bytes of data.npz
+_MOST = 990_000  # bytes of data.npz: with the script less than 1 MB
+_DENSEST = 10  # times that values may be compressed: those of 4-bit weights were 5 to 6 times
 # Kinds each of whose rows, the first axis of all that they read and make, follows from the same row of its inputs.
 _BY_ROWS = (
     "linear", "rms_norm", "layer_norm", "l2_norm", "add", "mul", "swiglu", "geglu", "silu", "gelu", "relu", "sigmoid",
+    "rope", "embedding", "soft_max",
 )  # fmt: skip
+# Attention's axes of the step's tokens.
+_QUERIES = {
+    "scores": {"recorded": 1, "input0": 0},
+    "softmax": {"recorded": 1, "input0": 1, "input1": 0},
+    "weighted_values": {"recorded": 0, "input0": 1},
+}
+_OUT = ("recorded", "right", "bound")
 _MARK = b'"""A reproducer by tracediff'
 Arrays = dict[str, np.ndarray]
 
@@ -50,9 +59,13 @@ def reproduce(path: Path, model: Model, name: str, step: int, folder: Path) -> s
     known = replay.known(record)
     whole: Arrays = {"recorded": known.recorded.numpy(), "right": known.exact.numpy(), "bound": known.bound.numpy()}
     whole |= {f"input{n}": values.numpy().astype(np.float32) for n, values in enumerate(known.inputs)}
-    whole |= {f"weight{n}": model.tensors.get(w.name).astype(np.float32) for n, w in enumerate(op.weights)}
+    table = np.unique(whole["input0"], return_inverse=True) if op.kind == "embedding" else None
+    if table:  # of a table the rows that are read, under numbers of their own
+        whole["input0"] = table[1].reshape(whole["input0"].shape).astype(np.float32)
+    weights = _weights(op, model, table[0] if table else None)
+    whole |= {f"weight{n}": values.astype(np.float32) for n, values in enumerate(weights)}
     data = _small(whole, op)
-    script = _script(op, step, trace.header.engine, data)
+    script = _script(op, step, trace.header.engine, data, whole)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "reproduce.py", script, lambda head: head.startswith(_MARK))
     (folder / "data.npz").write_bytes(_packed(data))
@@ -65,39 +78,84 @@ def _packed(data: Arrays) -> bytes:
     return file.getvalue()
 
 
-def _small(whole: Arrays, op: Op) -> Arrays:
-    """All of it where that is small; else of ops by rows fewer tokens, of a matmul fewer outputs: the worst."""
-    data, off = whole, np.nan_to_num(np.abs(whole["recorded"] - whole["right"]) / whole["bound"], nan=np.inf)
-    n_tokens, n_out = len(off), off[0].size
-    while len(_packed(data)) > _MOST:
-        if op.kind not in _BY_ROWS or n_tokens == n_out == 1:
-            raise TracediffError(
-                f"{op.name} of this trace is {len(_packed(data)):,} bytes, and cannot be cut: trace fewer tokens."
-            )
+def _weights(op: Op, model: Model, tokens: np.ndarray | None) -> Iterator[np.ndarray]:
+    """What the op reads of each tensor: of stacked matrices its own, of a table the rows of these `tokens`."""
+    for weight in op.weights:
+        if tokens is not None:
+            yield model.tensors.rows(weight.name, [int(token) for token in tokens])
+            continue
+        values = model.tensors.get(weight.name).reshape(-1, *weight.shape[1:])
+        yield values[weight.first : weight.first + weight.shape[0]]
+
+
+def _is_small(data: Arrays) -> bool:
+    """As it will be written; what is far too large is not compressed to see it."""
+    return sum(values.nbytes for values in data.values()) < _DENSEST * _MOST and len(_packed(data)) <= _MOST
+
+
+def _small(data: Arrays, op: Op) -> Arrays:
+    """All of it where that is small; else the worst head, and of tokens, and of a matmul's outputs, the worst."""
+    if not _is_small(data) and op.kind in _QUERIES and not op.attrs.get("max_bias"):
+        data = _one_head(data, op.kind)
+    axes = _QUERIES.get(op.kind, {} if op.kind in _BY_ROWS else None)
+    while not _is_small(data):
+        off = _off(data)
+        n_tokens, n_out = off.shape[axes.get("recorded", 0)] if axes is not None else 1, off[0].size
         if op.kind == "linear" and n_out > 4 * n_tokens:
-            n_out = max(1, n_out // 2)
+            data = _fewer_outputs(data, off, n_out // 2)
+        elif axes is not None and n_tokens > 1:
+            data = _fewer_tokens(data, off, axes, n_tokens // 2)
         else:
-            n_tokens = max(1, n_tokens // 2)
-        data = _cut(whole, off, n_tokens, n_out if op.kind == "linear" else None)
+            raise TracediffError(f"{op.name} of this trace cannot be cut to {_MOST:,} bytes: trace fewer tokens.")
     return data
 
 
-def _cut(whole: Arrays, off: np.ndarray, n_tokens: int, n_out: int | None) -> Arrays:
-    flat = off.reshape(len(off), -1)
-    tokens = np.sort(np.argsort(-flat.max(1), kind="stable")[:n_tokens])
-    data = dict(whole)
-    for key, values in whole.items():
-        if "weight" not in key and len(values) == len(off):
-            data[key] = values[tokens]
-    if n_out is not None:
-        rows = np.sort(np.argsort(-flat[tokens].max(0), kind="stable")[:n_out])
-        for key in ("recorded", "right", "bound"):
-            data[key] = data[key].reshape(len(tokens), -1)[:, rows]
-        data |= {key: values[rows] for key, values in whole.items() if "weight" in key}
-    return data
+def _off(data: Arrays) -> np.ndarray:
+    """By how many of its bounds each value is off."""
+    return np.nan_to_num(np.abs(data["recorded"] - data["right"]) / data["bound"], nan=np.inf)
 
 
-def _script(op: Op, step: int, engine: str, data: Mapping[str, np.ndarray]) -> str:
+def _worst(off: np.ndarray, axis: int, n: int) -> np.ndarray:
+    """The places along an axis that are off most, in order."""
+    along = np.moveaxis(off, axis, 0).reshape(off.shape[axis], -1).max(1)
+    return np.sort(np.argsort(-along, kind="stable")[:n])
+
+
+def _one_head(data: Arrays, kind: str) -> Arrays:
+    """Attention's worst head, with the keys or values that it reads."""
+    if kind == "weighted_values":  # heads lie side by side
+        n_head = len(data["input0"])
+        data |= {key: data[key].reshape(len(data[key]), n_head, -1).swapaxes(0, 1) for key in _OUT}
+    head = _worst(_off(data), 0, 1)
+    cut = {key: values[head] for key, values in data.items() if key in _OUT or key.startswith("weight")}
+    queries = 1 if kind == "scores" else 0
+    cut["input0"] = data["input0"].take(head, queries)
+    if kind != "softmax":
+        group = head * data["input1"].shape[1] // data["input0"].shape[queries]
+        cut["input1"] = data["input1"][:, group]
+    if kind == "weighted_values":
+        cut |= {key: cut[key][0] for key in _OUT}
+    return data | cut
+
+
+def _fewer_tokens(data: Arrays, off: np.ndarray, axes: Mapping[str, int], n: int) -> Arrays:
+    """Those that are off most; `axes` are those of tokens, else the first of all that have as many rows."""
+    token = axes.get("recorded", 0)
+    kept, cut = _worst(off, token, n), {}
+    for key, values in data.items():
+        axis = token if key in _OUT else axes.get(key) if axes else 0
+        if not key.startswith("weight") and axis is not None and values.shape[axis] == off.shape[token]:
+            cut[key] = values.take(kept, axis)
+    return data | cut
+
+
+def _fewer_outputs(data: Arrays, off: np.ndarray, n: int) -> Arrays:
+    rows = _worst(off.reshape(len(off), -1), 1, n)
+    cut = {key: data[key].reshape(len(off), -1)[:, rows] for key in _OUT}
+    return data | cut | {key: values[rows] for key, values in data.items() if key.startswith("weight")}
+
+
+def _script(op: Op, step: int, engine: str, data: Arrays, whole: Arrays) -> str:
     names = [key for key in data if key.startswith(("input", "weight"))]
     what = inspect.getdoc(KINDS[op.kind].function) or op.kind
     attributes = _stated(op.attrs)
@@ -105,6 +163,8 @@ def _script(op: Op, step: int, engine: str, data: Mapping[str, np.ndarray]) -> s
     weights = [f"weight{n}: {weight.name}" for n, weight in enumerate(op.weights)]
     facts = [f"{op.name} in step {step} of {engine}", f"{op.kind}: {what}", *inputs, *weights]
     facts += [f"{key} = {value!r}" for key, value in attributes.items()]
+    kept, of = ([*arrays["recorded"].shape] for arrays in (data, whole))
+    facts += [f"cut to what is off most: {kept} of {of}"] if kept != of else []
     lines = (line for fact in facts for line in fact.encode("ascii", "replace").decode().splitlines())
     comments = "\n".join(f"# {line}" for line in lines)
     return _TEMPLATE.format(comments=comments, arguments=", ".join(names), names=names)
