@@ -214,8 +214,9 @@ def test_refused_text_and_shards(tmp_path: Path, refused: Callable[..., str]) ->
     for folder in "def":
         (tmp_path / folder).mkdir()
     for rank in (0, 1):
-        torch.save(torch.ones(1, 2), tmp_path / "d" / f"step=0___rank={rank}___dump_index=1___name=lm_head.pt")
-    assert "dumps of 2 ranks: each holds a shard" in no_traceback(refused, "sglang", tmp_path / "d")
+        for name in ("lm_head", "model.norm.output.0")[rank:]:
+            torch.save(torch.ones(1, 2), tmp_path / "d" / f"step=0___rank={rank}___dump_index=1___name={name}.pt")
+    assert "rank 1 has no 'lm_head'" in no_traceback(refused, "sglang", tmp_path / "d")
     torch.save(torch.ones(1), tmp_path / "e" / "weights.pt")
     assert "the name of a file by sglang's dumper is" in no_traceback(refused, "sglang", tmp_path / "e")
     torch.save({"value": [1, 2]}, tmp_path / "f" / "step=0___rank=0___dump_index=1___name=lm_head.pt")

@@ -573,6 +573,63 @@ def test_sglang_dump(tmp_path: Path, cli: Cli) -> None:
         np.testing.assert_array_equal(trace.values(trace.ops[1, op]), right.numpy())
 
 
+def sglang_values(x: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+    """What two ranks hold of a layer: whole values, heads, and terms of a sum."""
+    return {
+        "model.layers.0.input_layernorm.output.0": [x[0], x[0]],
+        "model.layers.0.self_attn.q_proj": [x[1, :, :4], x[1, :, 4:]],
+        "model.layers.0.self_attn.o_proj": [x[2], x[3]],
+        "model.norm.output.0": [x[4], x[4]],
+    }
+
+
+def right_of(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"blk.0.attn_norm": x[0], "blk.0.attn_q": x[1], "output_norm": x[4]}
+
+
+def test_sglang_ranks(tmp_path: Path, cli: Cli, refused: Callable[..., str]) -> None:
+    """Put together where it is known how; a sum's terms are left out, and said. One rank of several is refused."""
+    folder, x = tmp_path / "dump", torch.randn(5, 3, 8)
+    values = {"input_ids": [torch.tensor([4, 5, 6])] * 2, **sglang_values(x)}
+    for index, (name, parts) in enumerate(values.items()):
+        for rank, value in enumerate(parts):
+            dump(folder, 0, index, name, value, rank=rank)
+    said = imported(cli, "sglang", folder, tmp_path / "out.trace")
+    assert "left out 1, unequal on the ranks" in said
+    assert "self_attn.o_proj" in said
+    trace = Trace(tmp_path / "out.trace")
+    assert [op for _, op in trace.ops] == [*right_of(x)]
+    for op, right in right_of(x).items():
+        np.testing.assert_array_equal(trace.values(trace.ops[0, op]), right.numpy())
+    one, path = tmp_path / "one", next(folder.glob("*rank=0*lm_head*"), None) or next(folder.glob("*rank=1*"))
+    one.mkdir()
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "meta": {"world_size": 2}}, one / path.name)
+    assert "dumps of 1 of 2 ranks" in refused("import", "sglang", one, "-o", tmp_path / "x.trace")
+
+
+def test_sglang_passes(tmp_path: Path, cli: Cli) -> None:
+    """What --debug-tensor-dump-output-folder writes: one file a pass and rank, logits of the last token."""
+    x, logits = torch.randn(5, 3, 8), torch.randn(1, 9)
+    for rank in (0, 1):
+        content = {name: parts[rank] for name, parts in sglang_values(x).items() if "output" not in name}
+        content |= {"model.layers.1.input_layernorm": [x[0], x[2]], "logits_processor": logits}
+        content |= {"model.forward_batch_info.input_ids": torch.tensor([4, 5, 6])}
+        content |= {"model.forward_batch_info.positions": torch.arange(3)}
+        content |= {"model.forward_batch_info.seq_lens": torch.tensor([3])}
+        folder = tmp_path / "dump" / f"TP{rank}_PP0_Rank{rank}_pid77"
+        folder.mkdir(parents=True)
+        torch.save(content, folder / "Pass00003.pt")
+    said = imported(cli, "sglang", tmp_path / "dump", tmp_path / "out.trace")
+    assert "sglang's steps 3 are numbered from 0 here" in said
+    trace = Trace(tmp_path / "out.trace")
+    assert [(step.tokens, step.positions) for step in trace.steps.values()] == [((4, 5, 6), (0, 1, 2))]
+    assert {op for _, op in trace.ops} >= {"blk.1.attn_norm", "blk.0.attn_q", "blk.0.ffn_residual", "output"}
+    np.testing.assert_array_equal(trace.values(trace.ops[0, "blk.0.attn_q"]), x[1].numpy())
+    np.testing.assert_array_equal(trace.last_row(0, "output"), logits[0].numpy())
+    assert trace.ops[0, "output"].rows == (2,)
+
+
 # ---- Some of the statistics
 
 
