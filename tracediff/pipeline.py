@@ -48,6 +48,7 @@ class Effort:
     workers: int = 1
     seconds: float = math.inf
     device: str = "cpu"
+    ray: str | None = None  # the address of a Ray cluster that judges, so many tasks at once
 
 
 NO_LIMIT = Effort()
@@ -332,9 +333,11 @@ def _replayed(
     """Replay needs torch, which `compare` without a model does without."""
     from tracediff.diagnose.explain import replay_and_explain
     from tracediff.replay.judging import Subject
+    from tracediff.replay.workers import Workers
 
     subjects = [Subject(*side) for side in sides]
-    return replay_and_explain(model, subjects, effort.workers, lambda f: progress("replay", f), effort.device)
+    workers = Workers(effort.workers, effort.ray)
+    return replay_and_explain(model, subjects, workers, lambda f: progress("replay", f), effort.device)
 
 
 def _explain(judged: "Sequence[Judged]", seconds: float, progress: Progress) -> Explain:

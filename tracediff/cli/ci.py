@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracediff.cli.formats import Formats, writing
-from tracediff.cli.options import Require, Resolve, Time, Tolerance, Workers, policy_of
+from tracediff.cli.options import Ray, Require, Resolve, Time, Tolerance, Workers, policy_of
 from tracediff.cli.output import ended, print_report, progress_bars, say
 from tracediff.errors import TracediffError
 
@@ -40,6 +40,7 @@ def ci(
     require: Require = None,
     resolve: Resolve = None,
     workers: Workers = 1,
+    ray: Ray = None,
     time: Time = 60.0,
     formats: Formats = Formats(),
 ) -> int:
@@ -61,7 +62,7 @@ def ci(
     locked = read(found.lock) if found.lock.exists() else {}
     if not locked and not update and accept is None:
         raise TracediffError(f"{found.lock}: there is no lock yet. --update writes one, from traces that are right.")
-    results = {case.name: _judged(case, Effort(workers, time)) for case in found.cases}
+    results = {case.name: _judged(case, Effort(workers, time, ray=ray)) for case in found.cases}
     if update or accept is not None:
         write(found.lock, {**locked, **_changed(results, locked, accept, _date(until))})
         say(f"wrote {found.lock}")

@@ -13,6 +13,7 @@ from tracediff.cli.options import (
     Device,
     Explain,
     Json,
+    Ray,
     Require,
     Resolve,
     ShowPlan,
@@ -50,6 +51,7 @@ def compare(
     resolve: Resolve = None,
     explain: Explain = None,
     workers: Workers = 1,
+    ray: Ray = None,
     time: Time = 60.0,
     device: Device = "cpu",
     plan: ShowPlan = False,
@@ -60,7 +62,7 @@ def compare(
     from tracediff.trace.ranks import runs_of
 
     formats.check(reference, candidate, *(others or ()), model)
-    effort, policy = Effort(workers, time, device), policy_of(tolerance, allow, require, resolve)
+    effort, policy = Effort(workers, time, device, ray), policy_of(tolerance, allow, require, resolve)
     runs = runs_of([reference, candidate, *(others or ())])
     if not 2 <= len(runs) <= 3:
         raise TracediffError(f"{len(runs)} runs to compare: give two, or three. The traces of a run's ranks are one.")
@@ -115,6 +117,7 @@ def self_(
     model: Annotated[Path | None, typer.Option(help="The GGUF file: which of the two is wrong, and why.")] = None,
     tolerance: Tolerance = None,
     workers: Workers = 1,
+    ray: Ray = None,
     time: Time = 60.0,
     device: Device = "cpu",
     formats: Formats = Formats(),
@@ -124,7 +127,7 @@ def self_(
 
     formats.check(a, b, model)
     with progress_bars() as progress:
-        policy, effort = policy_of(tolerance), Effort(workers, time, device)
+        policy, effort = policy_of(tolerance), Effort(workers, time, device, ray)
         result = compare_with_itself(a, b, model=model, policy=policy, effort=effort, progress=progress)
     return report(result, formats)
 
@@ -175,6 +178,7 @@ def check(
     resolve: Resolve = None,
     explain: Explain = None,
     workers: Workers = 1,
+    ray: Ray = None,
     time: Time = 60.0,
     device: Device = "cpu",
     plan: ShowPlan = False,
@@ -187,6 +191,6 @@ def check(
     if plan:
         return _show_plan([(trace, arithmetic)], model)
     with progress_bars() as progress:
-        policy, effort = policy_of(require=require, resolve=resolve), Effort(workers, time, device)
+        policy, effort = policy_of(require=require, resolve=resolve), Effort(workers, time, device, ray)
         result = check_trace(trace, model, policy=policy, arithmetic=arithmetic, effort=effort, progress=progress)
     return _explained(result, explain, report(result, formats))

@@ -60,6 +60,10 @@ Explain = Annotated[
 Workers = Annotated[
     int, typer.Option(min=1, help="Processes that judge, each with the memory of one; the result is the same.")
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Judge on a Ray cluster: auto, ray://HOST:PORT, or local to start one."),
+]
 Time = Annotated[float, typer.Option(min=0, help="Seconds in which causes are sought, once it is known where.")]
 ShowPlan = Annotated[
     bool, typer.Option("--plan", help="Say how each sort of record would be recomputed, and judge nothing.")

@@ -35,10 +35,10 @@ from tracediff.names import split
 from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.choices import refuse_no_choice, ties
-from tracediff.replay.judging import Subject, judge_all, layers, replays_of
+from tracediff.replay.judging import Subject, replays_of
 from tracediff.replay.replay import Replay
 from tracediff.replay.shapes import Misshapen, misshapen
-from tracediff.replay.workers import judge_in_processes
+from tracediff.replay.workers import ALONE, Workers, judged_by
 from tracediff.result import Cause, Local, OpResult, Place
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
@@ -79,11 +79,11 @@ class Judged:
 def replay_and_explain(
     model: Model,
     subjects: Sequence[Subject],
-    n_workers: int = 1,
+    workers: Workers = ALONE,
     progress: Progress = lambda fraction: None,
     device: str = "cpu",
 ) -> list[Judged]:
-    """Judge every record of these traces by replay against the model, in so many processes, on this device.
+    """Judge every record of these traces by replay against the model, by these workers, on this device.
 
     Raises TraceError for a trace of another model, one whose positions leave a gap, or whose choices are none, and
     EngineError for a device that is not there.
@@ -94,9 +94,7 @@ def replay_and_explain(
         refuse_no_choice(subject.trace, graph)
     replays = replays_of(model, subjects, device=device)
     locals_: list[dict[tuple[int, str], Local]] = [{} for _ in replays]
-    n = min(n_workers, len(layers(replays)))
-    records = judge_in_processes(model, subjects, replays, n, progress) if n > 1 else judge_all(replays, progress)
-    for side, record, local in records:
+    for side, record, local in judged_by(workers, model, subjects, replays, progress):
         locals_[side][record.step, record.op] = local
     uncovered = graph.after(op.name for op in graph if not is_covered(op))
     return [
