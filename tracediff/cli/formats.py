@@ -12,13 +12,13 @@ import typer
 
 from tracediff import __version__
 from tracediff.cli.options import Json
-from tracediff.cli.output import ended, is_json, print_report, write_json
+from tracediff.cli.output import ended, is_json, print_listing, print_report, write_json
 from tracediff.files import check, write_text
 from tracediff.printable import printable
 from tracediff.trace.staging import files_of
 
 if TYPE_CHECKING:
-    from tracediff.result import Result
+    from tracediff.result import Listing, Result
 
 _MARKS = {
     "junit": b'<testsuites name="tracediff"',
@@ -123,3 +123,17 @@ def report(result: "Result", formats: Formats) -> int:
         print_report(result, render)
     formats.write({Path(result.candidate.path).stem: result}, lambda: render_json(result))
     return ended(result)
+
+
+def report_all(results: "Mapping[str, Result]", listing: "Listing", formats: Formats) -> int:
+    """Several results with a table of them, and the report of the worst: the exit code that its verdict asks for."""
+    from tracediff.report.json_report import render_all
+    from tracediff.report.terminal import render
+
+    worst = min(results.values(), key=lambda result: ("diverged", "undecided", "match").index(result.verdict))
+    if str(formats.json) != "-":
+        print_listing(listing)
+        if worst.verdict != "match":
+            print_report(worst, render)
+    formats.write(results, lambda: render_all(results))
+    return ended(worst)

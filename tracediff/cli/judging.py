@@ -2,16 +2,18 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tracediff.cli.formats import Formats, report, writing
+from tracediff.cli.formats import Formats, report, report_all, writing
 from tracediff.cli.options import (
     Allow,
     ArithmeticOption,
     Device,
+    DType,
     Explain,
+    Fault,
     Json,
     Ray,
     Require,
@@ -24,6 +26,7 @@ from tracediff.cli.options import (
 )
 from tracediff.cli.output import MATCH, check_json, print_listing, progress_bars, show
 from tracediff.errors import TracediffError
+from tracediff.files import temporary_folder
 from tracediff.printable import printable
 
 if TYPE_CHECKING:
@@ -112,9 +115,18 @@ def _compare_three(
 
 @writing
 def self_(
-    a: Annotated[Path, typer.Argument(help="A trace of the engine.")],
-    b: Annotated[Path, typer.Argument(help="Another, of the same tokens fed in another way.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A trace of the engine; with --engine a GGUF file.")],
+    b: Annotated[
+        Path | None, typer.Argument(metavar="[B]", help="Another, of the same tokens fed in another way.")
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="The GGUF file: which of the two is wrong, and why.")] = None,
+    engine: Annotated[
+        Literal["torch", "llama.cpp", "transformers"] | None,
+        typer.Option(help="Run this engine in each way that must make no difference."),
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="What --engine is fed: 1,2,3.")] = "1,2,3,4,5,6,7,8,9",
+    dtype: DType = "f32",
+    fault: Fault = None,
     tolerance: Tolerance = None,
     workers: Workers = 1,
     ray: Ray = None,
@@ -122,14 +134,48 @@ def self_(
     device: Device = "cpu",
     formats: Formats = Formats(),
 ) -> int:
-    """Hold an engine against itself: decode against prefill, chunks against the whole, one run against another."""
+    """Hold an engine against itself: decode against prefill, chunks against the whole, in a batch against alone."""
     from tracediff.pipeline import Effort, compare_with_itself
 
+    policy, effort = policy_of(tolerance), Effort(workers, time, device, ray)
+    if engine:
+        from tracediff.model.hparams import parse_tokens
+
+        formats.check(a)
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "faults": tuple(fault or ())}
+        return _each_way(a, engine, parse_tokens(tokens), options, policy, effort, formats)
+    if b is None:
+        raise TracediffError(f"self {a}: of what? Give a second trace, or a GGUF file with --engine.")
     formats.check(a, b, model)
     with progress_bars() as progress:
-        policy, effort = policy_of(tolerance), Effort(workers, time, device, ray)
         result = compare_with_itself(a, b, model=model, policy=policy, effort=effort, progress=progress)
     return report(result, formats)
+
+
+def _each_way(
+    path: Path,
+    engine: str,
+    tokens: tuple[int, ...],
+    options: dict[str, Any],
+    policy: "Policy",
+    effort: "Effort",
+    formats: Formats,
+) -> int:
+    """A table of all ways; then the report of the first that is no match."""
+    from tracediff.engine.torch_run import TorchOptions
+    from tracediff.model.hparams import check_tokens
+    from tracediff.model.model import Model
+    from tracediff.modes import engine_of, hold, table, ways
+
+    model = Model(path)
+    check_tokens(tokens, model.graph.hparams.n_vocab)
+    given = ways(tokens)
+    with progress_bars() as progress, temporary_folder() as folder:
+        run, several = engine_of(engine, model, TorchOptions(**options))
+        given = [way for way in given if several or not way.several]
+        held = hold(run, given, tokens, folder, model=model, policy=policy, effort=effort, progress=progress)
+        results = dict(held)
+    return report_all(results, table(results), formats)
 
 
 def mismatch(

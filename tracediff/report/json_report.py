@@ -1,5 +1,6 @@
 """The result as JSON, schema tracediff/1. Not json.py: that name is the standard library's."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,10 +13,22 @@ SCHEMA = "tracediff/1"
 
 def render(result: Result) -> str:
     """One JSON object; what is not finite becomes null. Of several sequences a "step" has its "sequence" beside it."""
-    whole: Any = document(result)
-    if any(isinstance(step, StepOf) for step in result.steps):
-        whole = _flat(msgspec.to_builtins(whole, enc_hook=_parts))
+    return _written(_plain(result))
+
+
+def render_all(results: Mapping[str, Result]) -> str:
+    """Several results under their names."""
+    return _written({"schema": SCHEMA, "ways": {name: _plain(result) for name, result in results.items()}})
+
+
+def _written(whole: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(whole), indent=1).decode() + "\n"
+
+
+def _plain(result: Result) -> Any:
+    whole = document(result)
+    several = any(isinstance(step, StepOf) for step in result.steps)
+    return _flat(msgspec.to_builtins(whole, enc_hook=_parts)) if several else whole
 
 
 def document(result: Result) -> dict[str, object]:
