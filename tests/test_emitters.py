@@ -28,7 +28,7 @@ from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
-from tracediff.names import NAMES
+from tracediff.names import NAMES, StepOf
 from tracediff.pipeline import check_trace
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
@@ -174,7 +174,13 @@ def test_example_is_read_back_whole(example: list[str], tmp_path: Path) -> None:
     trace = Trace(tmp_path / "out.trace")
     assert trace.cut is None
     assert trace.header == Header(1, ENGINE, "llama", None, "out.bin", "F32")
-    assert trace.steps == {0: Step(0, (3, 1, 4), (0, 1, 2)), 1: Step(1, (1,), (3,))}
+    second = StepOf(2, 1)
+    assert trace.steps == {
+        0: Step(0, (3, 1, 4), (0, 1, 2)),
+        1: Step(1, (1,), (3,)),
+        2: Step(2, (3,), (4,)),
+        second: Step(second, (1,), (0,), 1),
+    }
     assert list(trace.weights) == ["output_norm.weight"]
     norm = (1 + np.arange(4) / 4).astype(np.float32)
     check_record(trace, trace.weights["output_norm.weight"], "f32", norm, data=True, stats=False)
@@ -185,6 +191,9 @@ def test_example_is_read_back_whole(example: list[str], tmp_path: Path) -> None:
     expected += [(1, *values, True, True) for values in extremes()]
     expected += [(1, "extremes.nan", "f32", np.full(2, np.nan, np.float32), False, True)]
     expected += [(1, "extremes.empty", "f32", np.empty((0, 3), np.float32), True, True)]
+    expected += [(2, "batch.rows", "f32", np.array([[1]], np.float32), True, False)]
+    expected += [(second, "batch.rows", "f32", np.array([[-2]], np.float32), True, False)]
+    expected += [(second, "batch.scores", "f32", np.array([[[1]]], np.float32), True, False)]
     assert list(trace.ops) == [(step, op) for step, op, *_ in expected]  # execution order
     for step, op, dtype, bits, data, stats in expected:
         check_record(trace, trace.ops[step, op], dtype, bits, data, stats)
@@ -423,7 +432,7 @@ def test_schema_has_the_fields_of_the_format(name: str) -> None:
 def test_schema_holds_for_every_line_of_a_trace(example: list[str], tmp_path: Path) -> None:
     run(*example, tmp_path / "out.trace", ENGINE)
     lines = (tmp_path / "out.trace").read_bytes().splitlines()
-    assert len(lines) == 19
+    assert len(lines) == 22
     for line in lines:
         assert valid(SCHEMA, json.loads(line)), line
 

@@ -94,6 +94,21 @@ static void layouts(tracediff *t, int step)
     tracediff_op(t, step, "layouts.strides", TRACEDIFF_F32, of_columns, 2, x);
 }
 
+/* A batch: a token of each of two sequences, one value of both and one of the second alone. */
+static void batch(tracediff *t, int step)
+{
+    static const int32_t tokens[] = {3, 1}, positions[] = {4, 0}, sequences[] = {0, 1};
+    static const int64_t rows[] = {2, 1}, scores[] = {1, 1, 1};
+    const float x[] = {1, -2};
+
+    t->record = TRACEDIFF_DATA;
+    t->sequences = sequences;
+    tracediff_step(t, step, tokens, positions, 2);
+    tracediff_op(t, step, "batch.rows", TRACEDIFF_F32, rows, 2, x);
+    t->sequence = 1;
+    tracediff_op(t, step, "batch.scores", TRACEDIFF_F32, scores, 3, x);
+}
+
 int main(int argc, char **argv)
 {
     const int32_t prompt[] = {3, 1, 4}, prompt_positions[] = {0, 1, 2}, next[] = {1}, next_position[] = {3};
@@ -109,6 +124,7 @@ int main(int argc, char **argv)
     t.record = TRACEDIFF_STATISTICS;
     forward(&t, 1, next, next_position, 1);
     extremes(&t, 1);
+    batch(&t, 2);
     if (tracediff_close(&t) != 0) {
         fprintf(stderr, "%s\n", tracediff_error(&t));
         return 1;

@@ -40,6 +40,10 @@ typedef struct {
     const int32_t *rows;
     int n_rows;
     const int64_t *strides;
+    /* Of a batch: for the next step alone whose each token is; for the next op alone the sequence that it is of, as if
+     * the step had that one's tokens alone (scores and probabilities are written so), else -1. */
+    const int32_t *sequences;
+    int sequence;
     FILE *text, *data;
     uint64_t lines, offset;
     int64_t step;
@@ -369,6 +373,7 @@ int tracediff_open_as(tracediff *t, const char *path, const char *engine, const 
     int result;
     memset(t, 0, sizeof *t);
     t->record = TRACEDIFF_DATA;
+    t->sequence = -1;
     t->step = -1;
     if (*(const unsigned char *)&one != 1)
         return tracediff__fail(t, "data is little-endian, and this machine is not");
@@ -402,6 +407,8 @@ int tracediff_step(tracediff *t, int step, const int32_t *tokens, const int32_t 
     fprintf(t->text, "{\"type\":\"step\",\"step\":%d", step);
     tracediff__integers(t, "tokens", tokens, n);
     tracediff__integers(t, "positions", positions, n);
+    if (t->sequences) tracediff__integers(t, "sequences", t->sequences, n);
+    t->sequences = NULL;
     return tracediff__line(t);
 }
 
@@ -412,6 +419,8 @@ int tracediff_op(tracediff *t, int step, const char *name, tracediff_dtype dtype
     if (step != t->step)
         return tracediff__fail(t, "%s of step %d, but the step begun last is %d", name, step, (int)t->step);
     fprintf(t->text, "{\"type\":\"op\",\"step\":%d", step);
+    if (t->sequence >= 0) fprintf(t->text, ",\"sequence\":%d", t->sequence);
+    t->sequence = -1;
     tracediff__field(t, "op", name);
     return tracediff__values(t, dtype, shape, ndim, data);
 }

@@ -35,9 +35,13 @@ const (
 
 // Trace is a trace being written. After an error it reads as cut off at that place.
 type Trace struct {
-	Record     Record // Data at first; Statistics or Data | Statistics at any time
-	Rows       []int  // of the next op alone: indices of the step's tokens that it holds, if not all
-	Strides    []int  // of the next record alone, if transposed or padded: elements to each axis's next value
+	Record  Record // Data at first; Statistics or Data | Statistics at any time
+	Rows    []int  // of the next op alone: indices of the step's tokens that it holds, if not all
+	Strides []int  // of the next record alone, if transposed or padded: elements to each axis's next value
+	// Of a batch: for the next step alone whose each token is, for the next op alone the sequence that it is of, as if
+	// the step had that one's tokens alone. Scores and probabilities are written so.
+	Sequences  []int32
+	Sequence   *int
 	text, data *os.File
 	buffer     *bufio.Writer // of data
 	lines      int
@@ -57,21 +61,22 @@ type header struct {
 }
 
 type values struct {
-	Type    string   `json:"type"`
-	Weight  string   `json:"weight,omitempty"`
-	Step    *int     `json:"step,omitempty"`
-	Op      string   `json:"op,omitempty"`
-	Shape   []int    `json:"shape"`
-	Rows    []int    `json:"rows,omitempty"`
-	Strides []int    `json:"strides,omitempty"`
-	DType   string   `json:"dtype,omitempty"`
-	Offset  *int64   `json:"offset,omitempty"`
-	Min     *float64 `json:"min,omitempty"`
-	Max     *float64 `json:"max,omitempty"`
-	Mean    *float64 `json:"mean,omitempty"`
-	RMS     *float64 `json:"rms,omitempty"`
-	NaN     int      `json:"nan,omitempty"`
-	Inf     int      `json:"inf,omitempty"`
+	Type     string   `json:"type"`
+	Weight   string   `json:"weight,omitempty"`
+	Step     *int     `json:"step,omitempty"`
+	Op       string   `json:"op,omitempty"`
+	Sequence *int     `json:"sequence,omitempty"`
+	Shape    []int    `json:"shape"`
+	Rows     []int    `json:"rows,omitempty"`
+	Strides  []int    `json:"strides,omitempty"`
+	DType    string   `json:"dtype,omitempty"`
+	Offset   *int64   `json:"offset,omitempty"`
+	Min      *float64 `json:"min,omitempty"`
+	Max      *float64 `json:"max,omitempty"`
+	Mean     *float64 `json:"mean,omitempty"`
+	RMS      *float64 `json:"rms,omitempty"`
+	NaN      int      `json:"nan,omitempty"`
+	Inf      int      `json:"inf,omitempty"`
 }
 
 type step struct {
@@ -79,6 +84,7 @@ type step struct {
 	Step      int     `json:"step"`
 	Tokens    []int32 `json:"tokens"`
 	Positions []int32 `json:"positions"`
+	Sequences []int32 `json:"sequences,omitempty"`
 }
 
 type end struct {
@@ -123,7 +129,9 @@ func (t *Trace) Step(number int, tokens, positions []int32) error {
 		return t.fail(fmt.Errorf("step %d: steps ascend, and each token has a position", number))
 	}
 	t.step = number
-	return t.line(step{"step", number, tokens, positions})
+	sequences := t.Sequences
+	t.Sequences = nil
+	return t.line(step{"step", number, tokens, positions, sequences})
 }
 
 // Op records the output of one op of the step, shape outermost first; data is []float64, []float32, F16 or BF16.
@@ -131,7 +139,9 @@ func (t *Trace) Op(number int, name string, shape []int, data any) error {
 	if number != t.step {
 		return t.fail(fmt.Errorf("%s of step %d, but the step begun last is %d", name, number, t.step))
 	}
-	return t.values(values{Type: "op", Step: &number, Op: name, Shape: shape}, name, data)
+	sequence := t.Sequence
+	t.Sequence = nil
+	return t.values(values{Type: "op", Step: &number, Op: name, Sequence: sequence, Shape: shape}, name, data)
 }
 
 // Close writes the end record, without which a trace counts as cut off, and closes both files.

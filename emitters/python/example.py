@@ -57,6 +57,14 @@ def layouts(trace: Trace, step: int) -> None:
     trace.op(step, "layouts.strides", np.stack((x[:3], x[5:]), 1))
 
 
+def batch(trace: Trace, step: int) -> None:
+    """A token of each of two sequences, one value of both and one of the second alone."""
+    trace.record = "data"
+    trace.step(step, [3, 1], [4, 0], sequences=[0, 1])
+    trace.op(step, "batch.rows", np.array([[1], [-2]], np.float32))
+    trace.op(step, "batch.scores", np.ones((1, 1, 1), np.float32), sequence=1)
+
+
 def main() -> None:
     """Write the trace that the first argument names; the second names the engine."""
     if len(sys.argv) < 2:
@@ -69,6 +77,7 @@ def main() -> None:
             trace.record = "statistics"
             forward(trace, 1, [1], [3])
             extremes(trace, 1)
+            batch(trace, 2)
     except (OSError, ValueError) as error:
         sys.exit(f"{error}")
 

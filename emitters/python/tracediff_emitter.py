@@ -65,23 +65,38 @@ class Trace:
         """A weight as the engine holds it in memory, by its name in the GGUF file: "output_norm.weight"."""
         self._values({"type": "weight", "weight": name}, name, values, dtype)
 
-    def step(self, step: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Begin a forward pass: 0 is the prefill, then one step for each token decoded."""
+    def step(
+        self, step: int, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int] | None = None
+    ) -> None:
+        """Begin a forward pass: 0 is the prefill, then one step for each token decoded.
+
+        Of a batch `sequences` says whose each token is.
+        """
         if step <= self._step or len(tokens) == 0 or len(tokens) != len(positions):
             raise ValueError(f"step {step}: steps ascend, and each token has a position")
         self._step = step
-        self._line(type="step", step=step, tokens=list(map(int, tokens)), positions=list(map(int, positions)))
+        of = {} if sequences is None else {"sequences": list(map(int, sequences))}
+        self._line(type="step", step=step, tokens=list(map(int, tokens)), positions=list(map(int, positions)), **of)
 
     def op(
-        self, step: int, name: str, values: np.ndarray, dtype: str | None = None, rows: Sequence[int] | None = None
+        self,
+        step: int,
+        name: str,
+        values: np.ndarray,
+        dtype: str | None = None,
+        rows: Sequence[int] | None = None,
+        sequence: int | None = None,
     ) -> None:
         """The output of one op of the step, for all of its tokens or for those at the indices `rows`.
 
-        `dtype` is "bf16" for the bits of bfloat16, a uint16 array. Arrays of any strides are written in C order.
+        With `sequence` it is as if the step had that one's tokens alone: scores and probabilities of a batch are
+        written so. `dtype` is "bf16" for the bits of bfloat16, a uint16 array. Arrays of any strides are written in C
+        order.
         """
         if step != self._step:
             raise ValueError(f"{name} of step {step}, but the step begun last is {self._step}")
-        some = {} if rows is None else {"rows": list(map(int, rows))}
+        some: dict[str, Any] = {} if rows is None else {"rows": list(map(int, rows))}
+        some |= {} if sequence is None else {"sequence": sequence}
         self._values({"type": "op", "step": step, "op": name, **some}, name, values, dtype)
 
     def _values(self, record: dict[str, Any], name: str, values: np.ndarray, dtype: str | None) -> None:

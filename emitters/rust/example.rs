@@ -85,6 +85,16 @@ fn layouts(trace: &mut Trace, step: u32) -> std::io::Result<()> {
     trace.op(step, "layouts.strides", &[3, 2], Values::F32(&x))
 }
 
+/// A batch: a token of each of two sequences, one value of both and one of the second alone.
+fn batch(trace: &mut Trace, step: u32) -> std::io::Result<()> {
+    trace.record = Record::Data;
+    trace.sequences = Some(vec![0, 1]);
+    trace.step(step, &[3, 1], &[4, 0])?;
+    trace.op(step, "batch.rows", &[2, 1], Values::F32(&[1.0, -2.0]))?;
+    trace.sequence = Some(1);
+    trace.op(step, "batch.scores", &[1, 1, 1], Values::F32(&[1.0]))
+}
+
 fn run(path: &str, engine: &str) -> std::io::Result<()> {
     let model = Model::new();
     let mut trace = Trace::create_as(path, engine, Some("llama"), None, Some("F32"))?;
@@ -98,6 +108,7 @@ fn run(path: &str, engine: &str) -> std::io::Result<()> {
     trace.record = Record::Statistics;
     model.forward(&mut trace, 1, &[1], &[3])?;
     extremes(&mut trace, 1)?;
+    batch(&mut trace, 2)?;
     trace.close()
 }
 

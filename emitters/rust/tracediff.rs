@@ -37,6 +37,11 @@ pub struct Trace {
     pub record: Record,
     /// Of the next op alone: indices of the step's tokens that it holds, where it does not hold all.
     pub rows: Option<Vec<usize>>,
+    /// Of a batch, for the next step alone: whose each of its tokens is.
+    pub sequences: Option<Vec<u32>>,
+    /// Of a batch, for the next op alone: the sequence that it is of, as if the step had that one's tokens alone. Scores
+    /// and probabilities are written so.
+    pub sequence: Option<u32>,
     /// Of the next record alone, where its values are transposed or padded: for each axis how many elements further
     /// its next value is.
     pub strides: Option<Vec<usize>>,
@@ -81,6 +86,8 @@ impl Trace {
         let mut trace = Trace {
             record: Record::Data,
             rows: None,
+            sequences: None,
+            sequence: None,
             strides: None,
             text: open(path)?,
             data: open(&data_path)?,
@@ -128,9 +135,13 @@ impl Trace {
             )));
         }
         self.step = Some(step);
-        self.line(format!(
+        let mut line = format!(
             r#"{{"type":"step","step":{step},"tokens":{tokens:?},"positions":{positions:?}"#
-        ))
+        );
+        if let Some(sequences) = self.sequences.take() {
+            let _ = write!(line, r#","sequences":{sequences:?}"#);
+        }
+        self.line(line)
     }
 
     /// The output of one op of the step, `shape` outermost first.
@@ -140,12 +151,11 @@ impl Trace {
                 "{name} of step {step}, which is not the step begun last"
             )));
         }
-        self.values(
-            format!(r#"{{"type":"op","step":{step},"op":{}"#, quoted(name)),
-            name,
-            shape,
-            values,
-        )
+        let mut line = format!(r#"{{"type":"op","step":{step},"op":{}"#, quoted(name));
+        if let Some(sequence) = self.sequence.take() {
+            let _ = write!(line, r#","sequence":{sequence}"#);
+        }
+        self.values(line, name, shape, values)
     }
 
     /// Writes the `end` record, without which a trace counts as cut off.

@@ -97,6 +97,17 @@ func layouts(t *tracediff.Trace, step int) {
 	t.Op(step, "layouts.strides", []int{3, 2}, x)
 }
 
+// batch is a token of each of two sequences, one value of both and one of the second alone.
+func batch(t *tracediff.Trace, step int) {
+	second := 1
+	t.Record = tracediff.Data
+	t.Sequences = []int32{0, 1}
+	t.Step(step, []int32{3, 1}, []int32{4, 0})
+	t.Op(step, "batch.rows", []int{2, 1}, []float32{1, -2})
+	t.Sequence = &second
+	t.Op(step, "batch.scores", []int{1, 1, 1}, []float32{1})
+}
+
 func run(path, engine string) error {
 	t, err := tracediff.CreateAs(path, engine, "llama", "", "F32")
 	if err != nil {
@@ -108,6 +119,7 @@ func run(path, engine string) error {
 	t.Record = tracediff.Statistics
 	forward(t, 1, []int32{1}, []int32{3})
 	extremes(t, 1)
+	batch(t, 2)
 	return t.Close()
 }
 
