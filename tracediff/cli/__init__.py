@@ -4,7 +4,7 @@ from tracediff.cli.app import app, main
 from tracediff.cli.ci import ci
 from tracediff.cli.interchange import export, import_
 from tracediff.cli.judging import check, compare, mismatch, self_
-from tracediff.cli.looking import faults, inspect, validate, weights
+from tracediff.cli.looking import faults, imatrix, inspect, validate, weights
 from tracediff.cli.reproducing import bundle, reproduce
 from tracediff.cli.tracing import demo, run, trace
 
@@ -23,6 +23,7 @@ for _command in (
     bundle,
     validate,
     weights,
+    imatrix,
     inspect,
     faults,
     import_,

@@ -53,6 +53,30 @@ def weights(
     return show(result, render, render_json, json)
 
 
+def imatrix(
+    a: Annotated[Path, typer.Argument(help="An importance matrix by llama-imatrix, as GGUF, or a trace.")],
+    b: Annotated[Path, typer.Argument(help="Another, or a trace, of the same tokens.")],
+    model: Annotated[Path | None, typer.Option(help="The GGUF file: which op reads what of a trace.")] = None,
+    tolerance: Annotated[float, typer.Option(min=0, help="NMSE of the channels' RMS that is no difference.")] = 1e-3,
+) -> int:
+    """Compare what each matmul reads by sums of squares of its channels, which see a permutation. 1: some differ."""
+    from tracediff.audit.imatrix import compare, profiles
+    from tracediff.model.model import Model
+    from tracediff.result import Listing
+
+    opened = Model(model) if model else None
+    sides = [profiles(require_file(path), opened) for path in (a, b)]
+    found = compare(sides[0], sides[1], tolerance)
+    wrong = [one for one in found if one.status not in ("ok", "unmatched")]
+    lacking = sum(one.status == "unmatched" for one in found)
+    title = f"{len(found) - lacking} inputs compared, {len(wrong)} differ; {lacking} on one side alone"
+    rows = tuple((one.weight, one.status, f"{one.nmse or 0:.2e}", one.why) for one in wrong)
+    sys.stdout.write(f"{title}\n")
+    if rows:
+        print_listing(Listing("", ("weight", "input", "NMSE", "how"), rows))
+    return DIVERGED if wrong else MATCH
+
+
 def inspect(
     paths: Annotated[
         list[Path], typer.Argument(metavar="MODEL_OR_TRACE", help="A trace may be those of all ranks of a run.")
