@@ -127,6 +127,7 @@ NOT_ABSORBED: Metadata = {  # latent attention whose heads are made before they 
 }  # fmt: skip
 # What an architecture wants beside BASE.
 OF: dict[str, Metadata] = {
+    "phi3": {"rope.scaling.original_context_length": 1024},  # beyond, rope has other factors
     "apertus": {"xielu.alpha_n": 0.8, "xielu.alpha_p": 0.7, "xielu.beta": 0.5, "xielu.eps": 1e-7},
     "arwkv7": {**RWKV, "token_shift_count": 1},
     "bailingmoe3": {

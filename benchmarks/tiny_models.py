@@ -65,7 +65,7 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     spread = rng.uniform(0.4, 1.6, shape).astype(np.float32)
     layer = int(found[1]) if (found := re.match(r"blk\.(\d+)\.", name)) else 0
     if re.search(r"rope_freqs|rope_factors", name):
-        return np.geomspace(1.0, 8.0, shape[-1]).astype(np.float32)
+        return np.geomspace(1.0, 2.0 if "short" in name else 8.0, shape[-1]).astype(np.float32)
     if re.search(r"ssm_a(\.|$)", name):  # the decay of a state is negative
         return -spread
     if name.endswith(".bias") and "norm" not in name:

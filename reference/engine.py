@@ -50,7 +50,8 @@ def _trace(request: Request, model: llama.llama_model_p, tokens: list[int], prog
     _check_length(request, n_fed)
     engine = f"llama.cpp (llama-cpp-python {ggml.llama_version()})"
     model_name = Path(request.model).name
-    with TraceWriter(Path(request.out or ""), engine, request.arch, model_name, request.weights) as writer:
+    of, context = Path(request.out or ""), request.options.n_ctx or None
+    with TraceWriter(of, engine, request.arch, model_name, request.weights, context) as writer:
         observer = Observer(request, writer, progress)
         longest = max(map(len, fed))
         context, _callback = _context(request.options, model, n_fed + request.n_decode, longest, observer)

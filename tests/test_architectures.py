@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tracediff.trace.reader import Trace
+
 Tiny = Callable[[str], Path]
 Cli = Callable[..., tuple[int, str, str]]
 TOKENS = ("--tokens", "256,84,104,101,32,113,117,105,99")
@@ -25,6 +27,23 @@ ARCHITECTURES = {
     "lfm2": ("conv_reversed@1", "blk.1.shortconv.conv"),
     "neo-bert": ("gate_up_swapped@1", "blk.1.ffn_up"),  # no cache, and tokens see all others
 }
+
+
+def test_rope_of_a_long_context(tiny: Tiny, cli: Cli, tmp_path: Path) -> None:
+    """llama.cpp takes the factors of long contexts where the context is long, however short the prompt is."""
+    trace, page = tmp_path / "a.trace", tmp_path / "result.json"
+    assert cli("trace", tiny("phi3"), "--engine", "llama.cpp", *TOKENS, "--ctx", 2048, "-o", trace)[0] == 0
+    assert Trace(trace).header.context == 2048
+    code, output, error = cli("check", trace, "--model", tiny("phi3"))
+    assert code == 0, output + error
+
+    trace.write_text(trace.read_text().replace(',"context":2048', ""))
+    code, output, _ = cli("check", trace, "--model", tiny("phi3"), "--time", 5, "--json", page)
+    assert code == 1, output
+    found = {faulty["op"]: faulty["cause"]["name"] for faulty in json.loads(page.read_text())["faulty"]}
+    assert found == {
+        f"blk.{n}.attn_{x}_rope": "rope_factors_of_another_length" for n in range(2) for x in "qk"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", ["t5encoder", "minimax-01", "chameleon"])

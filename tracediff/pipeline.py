@@ -248,7 +248,7 @@ def opened(model: "Path | Model", *traces: Trace) -> "Model":
     from tracediff.model.model import Model
 
     model = Model.opened(model)
-    model.show(name for trace in traces for _, name in trace.ops)
+    model.show((name for trace in traces for _, name in trace.ops), max((trace.length for trace in traces), default=0))
     return model
 
 

@@ -47,6 +47,7 @@ def trace_torch(
     Raises EngineError for a device that is absent or tokens that do not fit, ModelError for the file.
     """
     model = Model.opened(model)
+    model.show((), sum(len(step.tokens) for step in steps) or len(tokens) + n_decode)
     graph, scheme = _prepare(model, options)
     check_length([*steps] or passes([tokens]), n_decode, graph.hparams.n_ctx)
     weights = model.weights(DTYPES[options.dtype], options.device)

@@ -136,6 +136,9 @@ class Op:
         return replace(self, axes=("T", cut.stop - cut.start), weights=tuple(w.rows(cut) for w in self.weights))
 
 
+_SHORT, _LONG = "rope_factors_short", "rope_factors_long"
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """The ops of a model by name, in execution order."""
@@ -171,6 +174,16 @@ class Graph:
                 op = replace(op, inputs=(scaled, *op.inputs[1:])).with_attrs(scale=1.0)
             ops[op.name] = op
         return replace(self, ops=ops)
+
+    def at_length(self, n: int) -> "Graph":
+        """The graph of a context of so many positions: beyond those of the training, rope has other factors (LongRoPE,
+        https://arxiv.org/abs/2402.13753; src/llama-model.cpp, get_rope_factors).
+        """
+        return self.changed(*(
+            replace(op, weights=tuple(replace(w, name=w.name.replace(_SHORT, _LONG)) for w in op.weights))
+            for op in self
+            if op.kind == "rope" and op.weights and op.attrs["rope"].n_ctx_orig < n
+        ))  # fmt: skip
 
     def written(self) -> list[Op]:
         """What an engine writes of a step: all but states, which the step before wrote as what it hands on."""

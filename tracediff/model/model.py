@@ -23,14 +23,14 @@ class Model:
     Raises ModelError when the file is missing, is not GGUF, or ends before what it announces.
     """
 
-    def __init__(self, path: Path, shown: frozenset[str] = frozenset()) -> None:
+    def __init__(self, path: Path, shown: frozenset[str] = frozenset(), length: int = 0) -> None:
         self.path = path
         self.file = GGUFFile(path)
-        self._shown = shown
+        self._shown, self._length = shown, length
 
-    def __reduce__(self) -> "tuple[type[Model], tuple[Path, frozenset[str]]]":
+    def __reduce__(self) -> "tuple[type[Model], tuple[Path, frozenset[str], int]]":
         """In another process it is opened again."""
-        return type(self), (self.path, self._shown)
+        return type(self), (self.path, self._shown, self._length)
 
     @classmethod
     def opened(cls, model: "Path | Model") -> "Model":
@@ -40,12 +40,15 @@ class Model:
     @cached_property
     def graph(self) -> Graph:
         """Its ops; raises ModelError and EngineError as `build_graph` does."""
-        return build_graph(self.file).with_scaled_scores(self._shown)
+        return build_graph(self.file).with_scaled_scores(self._shown).at_length(self._length)
 
-    def show(self, ops: Iterable[str]) -> None:
-        """Give the graph those of these ops that only some engines have: scores that are scaled before softmax is."""
+    def show(self, ops: Iterable[str], length: int = 0) -> None:
+        """Give the graph those of these ops that only some engines have: scores that are scaled before softmax is. And
+        the rope of a context of so many positions.
+        """
         self._shown |= {op for op in ops if op.endswith("attn_scores_scaled")}
-        self.graph = self.graph.with_scaled_scores(self._shown)
+        self._length = max(self._length, length)
+        self.graph = self.graph.with_scaled_scores(self._shown).at_length(self._length)
 
     @cached_property
     def tensors(self) -> FileTensors:

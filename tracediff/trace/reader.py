@@ -104,6 +104,12 @@ class Trace:
         """The numbers of the sequences, ascending."""
         return sorted({step.sequence for step in self.steps.values()})
 
+    @property
+    def length(self) -> int:
+        """For how many positions the engine was set up: what it was fed, or what it says."""
+        last = max((position for step in self.steps.values() for position in step.positions), default=-1)
+        return max(last + 1, self.header.context or 0)
+
     def without(self, keys: Container[tuple[int, str]]) -> Self:
         """The trace as if these ops (step, name) had not been recorded."""
         other = copy(self)

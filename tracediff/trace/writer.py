@@ -42,6 +42,7 @@ class TraceWriter:
         arch: str | None = None,
         model: str | None = None,
         weights: str | None = None,
+        context: int | None = None,
         rank: tuple[int, int] | None = None,
     ) -> None:
         """`rank` is that of the process and how many there are, where several ranks write a trace each."""
@@ -54,7 +55,7 @@ class TraceWriter:
             with ExitStack() as files:
                 self._text: BinaryIO = files.enter_context(path.open("wb"))
                 self._data: BinaryIO = files.enter_context(data_path.open("wb"))
-                self._line(Header(VERSION, engine, arch, model, data_path.name, weights, *(rank or ())))
+                self._line(Header(VERSION, engine, arch, model, data_path.name, weights, context, *(rank or ())))
                 self._files = files.pop_all()
         except OSError as error:
             raise cannot_write(self.path, error) from None
