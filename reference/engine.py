@@ -66,8 +66,14 @@ def _trace(request: Request, model: llama.llama_model_p, tokens: list[int], prog
 
 
 def _load(request: Request) -> llama.llama_model_p:
+    layers = request.options.gpu_layers
+    if layers and not llama.llama_supports_gpu_offload():
+        raise EngineError(
+            f"--gpu-layers {layers}: this build of llama.cpp has no GPU back end. Leave the option out, name the "
+            "folder of another build with --llama-lib, or install llama-cpp-python for your GPU."
+        )
     params = llama.llama_model_default_params()
-    params.n_gpu_layers = request.options.gpu_layers
+    params.n_gpu_layers = layers
     params.use_extra_bufts = request.options.extra_bufts
     params.vocab_only = request.out is None
     model = llama.llama_model_load_from_file(str(request.model).encode(), params)

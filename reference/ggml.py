@@ -5,6 +5,7 @@ Layout: ggml/include/ggml.h, `struct ggml_tensor`, as of llama.cpp commit 0c1e57
 
 import ctypes
 import os
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -87,6 +88,17 @@ def library() -> ctypes.CDLL:
 def at(address: int) -> Tensor:
     """The tensor at an address."""
     return Tensor.from_address(address)
+
+
+# What the scheduler calls the copy of a tensor for another back end (ggml_backend_sched_split_graph): CUDA0#NAME#0.
+_COPY = re.compile(r"[^#]+#(.+)#\d+")
+
+
+def name_of(tensor: Tensor) -> str:
+    """What a tensor is called, or what it is a copy of for another back end."""
+    name = tensor.name.decode(errors="replace")
+    copy = _COPY.fullmatch(name) if tensor.op == 0 else None
+    return copy[1] if copy else name
 
 
 def check_layout() -> None:

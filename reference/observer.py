@@ -56,16 +56,16 @@ class Observer:
     def _norms_of(self, tensor: ggml.Tensor) -> list[ggml.Tensor]:
         """The norm weights among the sources that are not written yet."""
         sources = [ggml.at(source) for source in tensor.src if source] if self._norm_weights else []
-        return [source for source in sources if source.op == 0 and source.name.decode() in self._norm_weights]
+        return [source for source in sources if source.op == 0 and ggml.name_of(source) in self._norm_weights]
 
     def _record(self, address: int) -> bool:
         if self.error:
             return False
         tensor = ggml.at(address)
         for weight in self._norms_of(tensor):
-            self._norm_weights.discard(weight.name.decode())
+            self._norm_weights.discard(ggml.name_of(weight))
             held = ggml.values(weight).reshape(-1).astype(np.float32)
-            self._writer.weight(weight.name.decode(), held)
+            self._writer.weight(ggml.name_of(weight), held)
         for role in self._roles:
             done = wanted(role, self._capture) and self._add(role, ggml.values(tensor))
             if done and time.monotonic() > self._showed + 0.1:

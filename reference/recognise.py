@@ -43,6 +43,7 @@ class BySources:
         self._nodes = {(node.op, frozenset(node.sources)): node for node in nodes}
         self._leaves = {source for node in self._nodes.values() for source in node.sources}
         self._roles: dict[int, str] = {}
+        self._by_name: dict[str, str] = {}  # roles, for the copies of values that another back end reads
         self._ops = _Names()
 
     def look(self, address: int) -> tuple[str, ...]:
@@ -61,7 +62,7 @@ class BySources:
                 # The last layer is narrowed to the rows whose logits were asked for: here, all of them.
                 (self._roles[address],) = sources
             return ()
-        self._roles[address] = node.role
+        self._roles[address] = self._by_name[ggml.name_of(tensor)] = node.role
         return (node.role,) if node.axes is not None else ()
 
     def _role(self, address: int) -> str | None:
@@ -72,8 +73,8 @@ class BySources:
                 return role
             tensor = ggml.at(address)
             if tensor.op == 0:  # GGML_OP_NONE: a leaf
-                name = tensor.name.decode(errors="replace")
-                return name if name in self._leaves else None
+                name = ggml.name_of(tensor)
+                return name if name in self._leaves else self._by_name.get(name)
             if self._ops.of(address, tensor) not in _VIEWS:
                 return None
             address = tensor.src[0]

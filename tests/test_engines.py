@@ -243,3 +243,20 @@ def test_another_build_of_llama_cpp(models: Models, cli: Callable[..., tuple[int
     assert (code, error.partition(": no libllama")[0]) == (2, f"tracediff: --llama-lib {tmp_path}")
     code, _, error = cli("trace", models("tiny"), "--tokens", "1", "--llama-lib", other, "-o", tmp_path / "b.trace")
     assert (code, "--llama-lib is for --engine llama.cpp" in error) == (2, True)
+
+
+def test_layers_on_a_gpu_that_is_none(models: Models, cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    """A build for the CPU alone would run on it and say nothing: figures would be taken for the GPU's."""
+    import llama_cpp
+
+    if llama_cpp.llama_supports_gpu_offload():
+        pytest.skip("this build of llama.cpp has a GPU back end")
+    out, tokens = tmp_path / "a.trace", ("--tokens", "1,2,3")
+    arguments = ("trace", models("tiny"), "--engine", "llama.cpp", *tokens, "-o", out)
+    assert cli(*arguments, "--gpu-layers", 0)[0] == 0
+    for command in (arguments, ("run", models("tiny"), *tokens)):
+        code, _, error = cli(*command, "--gpu-layers", 3)
+        assert code == 2
+        assert "--gpu-layers 3: this build of llama.cpp has no GPU back end. Leave the option out" in error
+    code, _, error = cli("trace", models("tiny"), *tokens, "-o", out, "--gpu-layers", 3)
+    assert (code, "--gpu-layers is for --engine llama.cpp" in error) == (2, True)

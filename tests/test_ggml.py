@@ -6,6 +6,8 @@ import pytest
 
 from tracediff.errors import EngineError
 from tracediff_reference import ggml
+from tracediff_reference.protocol import Node
+from tracediff_reference.recognise import BySources
 
 FIELDS = [name for name, _ in ggml.Tensor._fields_]
 CHECKED = ["type", "ne", "nb", "op", "op_params", "src", "view_src", "data", "name"]
@@ -45,3 +47,22 @@ def test_another_length_is_noticed(field: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ggml, "at", layout(fields).from_address)
     with pytest.raises(EngineError, match="lays out ggml_tensor differently"):
         ggml.check_layout()
+
+
+def test_copies_for_another_back_end_are_what_they_are_copies_of() -> None:
+    """Where a model lies on two, the scheduler gives a node of the one a leaf of another name for its source."""
+    lib = ggml.library()
+    context = lib.ggml_init(ggml._InitParams(1 << 16, None, False))
+    looked = BySources([Node("RMS_NORM", ("w",), "one", ("T", 3)), Node("RMS_NORM", ("one",), "two", ("T", 3))])
+
+    def leaf(name: bytes) -> int:
+        tensor = lib.ggml_new_tensor_3d(context, ggml.F32, 3, 5, 7)
+        lib.ggml_set_name(tensor, name)
+        return int(tensor)
+
+    one = lib.ggml_rms_norm(context, leaf(b"CUDA0#w#0"), 0.5)
+    lib.ggml_set_name(one, b"l_out-0")
+    assert looked.look(one) == ("one",)
+    assert looked.look(lib.ggml_rms_norm(context, leaf(b"CPU#l_out-0#1"), 0.5)) == ("two",)
+    assert looked.look(lib.ggml_rms_norm(context, leaf(b"CPU#l_out-1#1"), 0.5)) == ()
+    lib.ggml_free(context)

@@ -73,7 +73,7 @@ Threads = Annotated[int, typer.Option(min=1, help="llama.cpp: threads.")]
 Ctx = Annotated[int, typer.Option(min=0, help="llama.cpp: context size; 0 for what is needed.")]
 Batch = Annotated[int, typer.Option(min=0, help="llama.cpp: batch size; 0 for the whole prompt.")]
 UBatch = Annotated[int, typer.Option(min=1, help="llama.cpp: micro-batch size.")]
-GpuLayers = Annotated[int, typer.Option(help="llama.cpp: layers on the GPU.")]
+GpuLayers = Annotated[int, typer.Option(help="llama.cpp: layers on the GPU, -1 for all.")]
 FlashAttn = Annotated[bool, typer.Option(help="llama.cpp: flash attention, one op instead of three.")]
 KvType = Annotated[Literal["f32", "f16", "q8_0"], typer.Option(help="llama.cpp: type of the KV cache.")]
 LlamaLib = Annotated[
