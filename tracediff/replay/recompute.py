@@ -22,6 +22,7 @@ from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of, call_of, evaluate_together, noise, rounding
 from tracediff.numerics.floors import UNIT, Noise
 from tracediff.numerics.growing import Growing
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Energy, Rounded
 from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.views import seen, state
@@ -367,6 +368,8 @@ class Recomputation:
         making = self._making(step, self._graph[name], scheme, self._recorded.storage(step), rows)
         made = self._made(making, evaluate_together(making.calls))
         before = made.samples or (made.exact,) * self._n_samples
+        if KINDS[making.op.kind].picks:  # what is chosen has no noise: its scores have it
+            return Value(made.exact, before)
         return Value(made.exact, tuple(_perturbed(x, made.own, making.random) for x in before))
 
 
