@@ -125,7 +125,7 @@ NOT_OPS = {
 }
 
 TOKEN_LOGPROBS = "token_logprobs"  # [T], in nats, of each token of the step; no op, but all that some engines tell
-Capture = Literal["all", "layers", "stats"]
+Capture = Literal["all", "layers", "stats", "sketch"]
 _DIGITS = 10  # of a layer's number, below it
 _HIDDEN_STATES = ("token_embd", "ffn_residual", "output_norm", "output")
 

@@ -29,8 +29,8 @@ Prompts = Annotated[
 DType = Annotated[Literal["f64", "f32", "bf16", "f16"], typer.Option(help="What torch or transformers computes in.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where torch computes, replay too.")]
 CaptureOption = Annotated[
-    Literal["all", "layers", "stats"],
-    typer.Option(help="Every op, the hidden states only, or statistics of every op."),
+    Literal["all", "layers", "stats", "sketch"],
+    typer.Option(help="Every op, the hidden states only, or statistics of every op, or sketches, of 2 KB."),
 ]
 Fault = Annotated[
     list[str] | None,

@@ -169,7 +169,7 @@ def _trace_both(
         steps = [*Trace(reference).steps.values()]
         with written(candidate) as path:
             trace_torch(model, path, torch_options, steps=steps, progress=lambda f: progress("torch", f))
-        replayed = None if capture == "stats" else model
+        replayed = None if capture in ("stats", "sketch") else model
         return compare_traces(reference, candidate, model=replayed, policy=policy, effort=effort, progress=progress)
 
 

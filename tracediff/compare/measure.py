@@ -1,5 +1,6 @@
 """What is measured of each pair of records: the statistics of both sides, and their drift. One pair at a time."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -8,9 +9,10 @@ import numpy as np
 from tracediff.compare.align import Pair
 from tracediff.compare.metrics import compare_values, drift_of_statistics
 from tracediff.names import kind_of, layer_of
-from tracediff.result import Drift, OpResult, Statistics
+from tracediff.result import Drift, OpResult, Statistics, Worst
 from tracediff.trace.format import OpRecord, Rows
 from tracediff.trace.reader import Trace
+from tracediff.trace.sketch import apart, sketch
 
 
 def measure_pairs(pairs: Iterable[Pair], r: Trace, c: Trace, tolerance: Callable[[str], float]) -> Iterator[OpResult]:
@@ -39,7 +41,26 @@ def _drift(a: OpRecord, b: OpRecord, r: Trace, c: Trace, rows: Rows) -> tuple[St
         return reference, candidate, replace(drift, worst=worst)
     reference, candidate = record_statistics(a, r, rows), record_statistics(b, c, rows)
     size = (a if a.rows == rows else b).size
-    return reference, candidate, drift_of_statistics(reference, candidate, size)
+    sketched = _drift_of_sketches(a, b, r, c, rows)
+    return reference, candidate, sketched or drift_of_statistics(reference, candidate, size)
+
+
+def _drift_of_sketches(a: OpRecord, b: OpRecord, r: Trace, c: Trace, rows: Rows) -> Drift | None:
+    """What two sketches tell, one of them made of values where it is not recorded; None where there are none."""
+    if not (a.sketch or b.sketch) or not all(x.size and (x.has_data or x.sketch) for x in (a, b)):
+        return None
+    axis, hidden = a.token_axis, _hidden(a, r, rows)
+    x, y = (record.sketch or sketch(trace.values(record, rows), axis, hidden) for record, trace in ((a, r), (b, c)))
+    n_rows = a.shape[axis] if rows is None else len(rows)
+    found = apart(x, y, n_rows)
+    if found is None:
+        return None
+    nmse, cosine, first, others = found
+    has_first = axis == 0 and n_rows > 1 and (rows is None or rows[0] == 0)
+    of = (record_statistics(a, r, rows), record_statistics(b, c, rows))
+    lost = len({(one.nan, one.inf) for one in of}) > 1
+    apart_by = Drift(math.inf if lost else nmse, cosine, math.nan, Worst((), math.nan, math.nan), of_sketch=True)
+    return replace(apart_by, first_token_nmse=first, other_tokens_nmse=others) if has_first else apart_by
 
 
 def record_statistics(record: OpRecord, trace: Trace, rows: Rows = None) -> Statistics:

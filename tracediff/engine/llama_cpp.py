@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from tracediff.errors import EngineError
 from tracediff.model.families import has_family
 from tracediff.model.graph import Extent, Graph, Op
 from tracediff.model.hparams import check_tokens
@@ -114,6 +115,11 @@ class LlamaCpp(Child):
         model = Model.opened(model)
         graph, h = model.graph, model.graph.hparams
         check_tokens([*(prompt.tokens or ()), *chain(*passes)], h.n_vocab)
+        if capture == "sketch":
+            raise EngineError(
+                "--capture sketch is of torch and transformers. Capture all of llama.cpp: a trace with values is "
+                "compared with one of sketches as it is."
+            )
         options = options or Options()
         recognised = _to_recognise(model, options) if out else {}
         request = Request(

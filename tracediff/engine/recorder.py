@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tracediff.names import Capture, kind_of, wanted
 from tracediff.trace.format import DType, Rows, Statistics
+from tracediff.trace.sketch import sketch
 from tracediff.trace.statistics import Moments
 from tracediff.trace.writer import TraceWriter
 
@@ -43,9 +44,10 @@ class Recorder:
         sequence: int | None = None,
     ) -> None:
         """An op's output; statistics leave out what `hidden` [T, S] marks: scores that the mask will hide."""
-        if self._capture == "stats":
+        if self._capture in ("stats", "sketch"):
             visible = values if hidden is None else values[..., ~hidden]
-            self._writer.op_statistics(step, op, tuple(values.shape), statistics(visible), rows, sequence)
+            sketched = _sketch(op, values, hidden) if self._capture == "sketch" else None
+            self._writer.op_statistics(step, op, tuple(values.shape), statistics(visible), rows, sequence, sketched)
         elif wanted(op, self._capture):
             self._writer.op(step, op, _bits(values), _NAMES[values.dtype], rows, sequence)
 
@@ -54,11 +56,17 @@ class Recorder:
         if len(values) == 1:
             (sequence,) = values
             self.op(step, op, values[sequence], hidden[sequence])
-        elif self._capture == "stats" or kind_of(op) in ("scores", "softmax"):
+        elif self._capture in ("stats", "sketch") or kind_of(op) in ("scores", "softmax"):
             for sequence, part in values.items():
                 self.op(step, op, part, hidden[sequence], sequence=sequence)
         else:
             self.op(step, op, torch.cat([*values.values()]))
+
+
+def _sketch(op: str, values: Tensor, hidden: Tensor | None) -> bytes:
+    wide = values.detach().to("cpu", torch.float64).numpy()
+    axis = 1 if kind_of(op) in ("scores", "softmax") else 0
+    return sketch(wide, axis, None if hidden is None else hidden.cpu().numpy())
 
 
 def _bits(x: Tensor):  # type: ignore[no-untyped-def]

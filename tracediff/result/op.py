@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Status = Literal["ok", "faulty", "inherited", "drift", "unmatched", "undecided"]
+_UNSEEN = 100.0  # times what a sketch shows may be there, but in one of a million cases (trace/sketch.py)
 Judgement = Literal["sound", "faulty", "undecided"]  # of one record by itself
 
 
@@ -43,7 +44,7 @@ class Drift:
     """Candidate against reference. `nmse` is sum((c - r)^2) / sum(r^2); the first token apart from the rest.
 
     Infinite where elements are infinitely `apart`: one is NaN or Inf and the other is not the same, say.
-    `of_statistics` alone it is the least that they prove, and a permutation proves nothing.
+    `of_statistics` alone it is the least that they prove, and a permutation proves nothing; `of_sketch` an estimate.
     """
 
     nmse: float
@@ -54,6 +55,7 @@ class Drift:
     other_tokens_nmse: float | None = None
     apart: int = 0
     of_statistics: bool = False
+    of_sketch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +172,9 @@ class OpResult:
         """The NMSE of a mistake that would have been seen, by replay, else by drift; infinite where none would."""
         if self.local and not self.local.blind:
             return self.local.resolving
-        by_drift = self.drift is not None and not self.drift.of_statistics and self.tolerance is not None
-        return self.tolerance if by_drift else math.inf  # type: ignore[return-value]
+        if self.drift is None or self.drift.of_statistics or self.tolerance is None:
+            return math.inf
+        return self.tolerance * (_UNSEEN if self.drift.of_sketch else 1.0)
 
     @property
     def told(self) -> bool:

@@ -147,6 +147,7 @@ class OpRecord(Values, frozen=True, omit_defaults=True, kw_only=True, tag_field=
     op: str
     rows: tuple[Size, ...] | None = None
     sequence: Sequence | None = None
+    sketch: bytes | None = None  # as trace/sketch.py has it, in base64
 
     @property
     def token_axis(self) -> int:

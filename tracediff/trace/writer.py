@@ -113,9 +113,10 @@ class TraceWriter:
         statistics: Statistics,
         rows: Rows = None,
         sequence: int | None = None,
+        sketch: bytes | None = None,
     ) -> None:
-        """An op's output as statistics only."""
-        self._op(step, op, shape, rows, sequence, **msgspec.structs.asdict(statistics))
+        """An op's output as statistics, and a sketch of it where there is one."""
+        self._op(step, op, shape, rows, sequence, sketch=sketch, **msgspec.structs.asdict(statistics))
 
     def reserve(self, size: int) -> int:
         """Room for `size` bytes in the data file that come in pieces: the offset where they begin."""
