@@ -1,5 +1,6 @@
 """docs/result.schema.json: what every command writes with --json is as it says, and holds no key that it lacks."""
 
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from json_schema import valid
 
+from tracediff.cli import app
 from tracediff.pipeline import check_trace
 from tracediff.report.json_report import document
 from tracediff.result import Storage
@@ -27,6 +29,7 @@ COMMANDS = {
     "three": (1, "compare clean/reference.trace clean/candidate.trace rope-pairing/candidate.trace"),
     "weights": (1, "weights statistics/model.gguf --trace statistics/candidate.trace"),
     "validate": (0, "validate clean/candidate.trace --model clean/model.gguf"),
+    "run": (1, "run clean/model.gguf --tokens 1,2,3 --decode 1 --fault rope_pairing"),
     "ci": (0, "ci clean/candidate.trace --model clean/model.gguf --update --lock LOCK"),
 }
 
@@ -44,6 +47,16 @@ def test_every_command(
     assert valid(SCHEMA, written, closed=True)
     for key in written:  # a schema that lets everything pass is none
         assert not valid(SCHEMA, written | {key: 1.5})
+
+
+def test_no_command_is_left_out() -> None:
+    """Each that takes --json; the demo's is that of `run`."""
+    takes = {
+        str(command.name)
+        for command in app.registered_commands
+        if command.callback and "json" in inspect.signature(command.callback).parameters
+    }
+    assert takes - {"demo"} == {command.split()[0] for _, command in COMMANDS.values()}
 
 
 def test_what_the_commands_above_did_not_show() -> None:

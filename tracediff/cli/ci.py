@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracediff.cli.formats import Formats, writing
-from tracediff.cli.options import Ray, Require, Resolve, Time, Tolerance, Workers, policy_of
+from tracediff.cli.options import Device, Ray, Require, Resolve, Time, Tolerance, Workers, policy_of
 from tracediff.cli.output import ended, print_report, progress_bars, say
 from tracediff.errors import TracediffError
 
@@ -39,6 +39,7 @@ def ci(
     tolerance: Tolerance = None,
     require: Require = None,
     resolve: Resolve = None,
+    device: Device = "cpu",
     workers: Workers = 1,
     ray: Ray = None,
     time: Time = 60.0,
@@ -62,7 +63,7 @@ def ci(
     locked = read(found.lock) if found.lock.exists() else {}
     if not locked and not update and accept is None:
         raise TracediffError(f"{found.lock}: there is no lock yet. --update writes one, from traces that are right.")
-    results = {case.name: _judged(case, Effort(workers, time, ray=ray)) for case in found.cases}
+    results = {case.name: _judged(case, Effort(workers, time, device, ray)) for case in found.cases}
     if update or accept is not None:
         write(found.lock, {**locked, **_changed(results, locked, accept, _date(until))})
         say(f"wrote {found.lock}")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tracediff.cli.options import ArithmeticOption, Time, Workers
+from tracediff.cli.options import ArithmeticOption, Device, Time, Workers
 from tracediff.cli.output import MATCH, progress_bars, say
 from tracediff.files import check
 from tracediff.trace.staging import files_of
@@ -32,6 +32,7 @@ def bundle(
     out: Annotated[Path, typer.Option("-o", "--out", help="The archive to write: OUT.zip.")],
     reference: Annotated[Path | None, typer.Option(help="A trace that is right, to compare with.")] = None,
     arithmetic: ArithmeticOption = None,
+    device: Device = "cpu",
     workers: Workers = 1,
     time: Time = 60.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would contain, and write nothing.")] = False,
@@ -43,7 +44,7 @@ def bundle(
     from tracediff.pipeline import Effort, check_trace, compare_traces
 
     check(out, [file for path in (trace, reference, model) if path for file in files_of(path)], is_bundle)
-    opened, effort = Model(model), Effort(workers, time)
+    opened, effort = Model(model), Effort(workers, time, device)
     with progress_bars() as progress:
         if reference:
             result = compare_traces(
