@@ -136,7 +136,7 @@ def _told(result: Result, trace: Trace, kept: Mapping[tuple[int, str], None], le
     if left:
         yield f"too large, so by their statistics alone: {listed(left, len(left))}; tracediff reproduce cuts them"
     side = result.candidate
-    given = [result.reference.path if result.reference else "", side.path, side.model or "", side.engine]
+    given = [result.reference.path if result.reference else "", side.path, result.model or "", side.engine]
     yield f"names and paths as they were given: {', '.join(filter(None, given))}"
 
 

@@ -300,6 +300,7 @@ def _result(
         coverage=coverage,
         notes=(*notes, *_unsought(ops, seconds)),
         undecided=undecided,
+        model=str(model.path) if model else None,
     )
     return told(result)
 

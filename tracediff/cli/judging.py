@@ -209,7 +209,9 @@ def _explained(result: "Result", op: str | None, code: int) -> int:
     if op:
         from tracediff.cli.evidence import evidence
 
-        print_listing(evidence(result, op))
+        told = evidence(result, op)
+        sys.stdout.write("\n")
+        print_listing(told)
     return code
 
 

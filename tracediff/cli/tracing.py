@@ -1,7 +1,10 @@
 """The commands that trace: `demo`, `run`, `trace`."""
 
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -51,6 +54,8 @@ if TYPE_CHECKING:
     from tracediff.result import Result
     from tracediff_reference.protocol import Options
 
+_TRACES = Path("traces")  # where they are said to be kept
+
 
 @writing
 def demo(
@@ -78,7 +83,7 @@ def demo(
             model, given, folder, _written(save), 1, Options(), Policy(), Effort(), faults=tuple(planted)
         )
         wrong = not_found(result, model, planted)
-    report(result, formats)
+    report(_kept_next(result, save, _TRACES / model.path.name), formats)
     for sentence in wrong:
         say(f"The demo did not find what it planted: {sentence}.")
     return DIVERGED if wrong else MATCH
@@ -131,7 +136,24 @@ def run(
         result = _trace_both(
             opened, given, folder, _written(save), decode, options, policy, Effort(workers, time, device), **torch
         )
-    return report(result, formats)
+    return report(_kept_next(result, save, model), formats)
+
+
+def _kept_next(result: "Result", save: Path | None, model: Path) -> "Result":
+    """What to run next cannot be with traces that are deleted: then it is the same command that keeps them.
+
+    `model` is where the GGUF file lies then.
+    """
+    if save or not result.next:
+        return result
+    command = shlex.join(("tracediff", *sys.argv[1:], "--save", str(_TRACES)))
+    name = next((op for op in (result.findings[0].ops if result.findings else ()) if result.explained(op)), None)
+    if name is None:
+        return replace(result, next=replace(result.next, command=command, why=f"to keep the traces; {result.next.why}"))
+    traces = (str(_TRACES / f"{side}.trace") for side in ("reference", "candidate"))
+    explain = shlex.join(("tracediff", "compare", *traces, "--model", str(model), "--explain", name))
+    why = f"then `{explain}`: {result.next.why}"
+    return replace(result, next=replace(result.next, command=command, why=why))
 
 
 def _trace_both(

@@ -79,5 +79,5 @@ def _command(result: Result, name: str, *options: str) -> str:
 
 
 def _model(result: Result) -> str:
-    """As the trace names it: where it lies the trace does not know."""
-    return result.candidate.model or "MODEL"
+    """As it was given; else as the trace names it, which does not know where it lies."""
+    return result.model or result.candidate.model or "MODEL"

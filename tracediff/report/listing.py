@@ -6,7 +6,7 @@ from rich.table import Table
 from tracediff.report.parts import Trimmed, kept_in
 from tracediff.result import Listing
 
-_WORDS = ("mistake", "look at", "weights", "ops")  # columns that may break
+_WORDS = ("mistake", "look at", "weights", "ops", "at", "from")  # columns that may break
 _WORD = 22  # columns of the terminal for each of them, at least
 _SPARE = (("nan", "inf"), ("dtype",), ("min", "max"), ("mean",), ("shape",))  # what goes first
 

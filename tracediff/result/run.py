@@ -60,6 +60,7 @@ class Result:
     findings: tuple[Finding, ...] = ()
     said: tuple[Said, ...] = ()
     next: Next | None = None
+    model: str | None = None  # the GGUF file as it was given: a trace knows its name alone
 
     @property
     def faulty(self) -> list[OpResult]:
