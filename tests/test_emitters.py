@@ -460,7 +460,7 @@ LINES = {
         '{"type":"weight","weight":"w","shape":[1],"offset":0}',
         '{"type":"weight","shape":[1],"dtype":"f32","offset":0}',
         '{"type":"step","step":1,"tokens":[],"positions":[]}',
-        '{"type":"step","step":1,"tokens":[1],"positions":[1],"sequence":1}',
+        '{"type":"step","step":1,"tokens":[1],"positions":[1],"sequence":-1}',
         '{"type":"step","step":-1,"tokens":[1],"positions":[1]}',
         '{"type":"step","step":1,"tokens":["a"],"positions":[1]}',
         OP + '"dtype":"i8","offset":0}',
