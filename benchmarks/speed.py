@@ -144,6 +144,34 @@ def torch_engine(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     return {"torch engine, statistics of every op / transformers forward": (mine / theirs, 1.3)}
 
 
+def recording(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
+    """A transformers forward with statistics of every op recorded over the plain one: seconds of the processor.
+
+    Its own eager attention; what record() does once, to find which module computes what, is not counted.
+    """
+    import torch
+
+    import tracediff
+    from tracediff.engine.transformers_run import load
+
+    loaded, _ = load(model, None, torch.float32, "cpu")
+    ids, times = torch.tensor([TOKENS]), ([], [])
+
+    @torch.inference_mode()
+    def forward(taken: list[float]) -> None:
+        began = time.process_time()
+        loaded(ids)
+        taken.append(time.process_time() - began)
+
+    forward([])
+    for _ in range(REPEATS):
+        forward(times[0])
+        with tracediff.record(loaded, folder / "recorded.trace", gguf=model, capture="stats"):
+            forward(times[1])
+    plain, recorded = map(min, times)
+    return {"record() of transformers, statistics of every op / plain forward": (recorded / plain, 1.3)}
+
+
 def compare(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     """Bytes per second of comparing two full traces over those of copying them."""
     import numpy as np
@@ -388,6 +416,7 @@ def start_up(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
 _ALL = (
     llama_cpp,
     torch_engine,
+    recording,
     compare,
     replay,
     memory,
