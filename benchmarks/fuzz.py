@@ -62,7 +62,8 @@ def seeds(folder: Path) -> list[Seed]:
         for path in sorted(GOLDEN.glob("*/candidate.trace"))
     ]
     every = every_sort(folder / "every.trace")
-    return [*golden, Seed(every, every), Seed(every, every)]
+    batch = of_several(folder / "batch.trace")
+    return [*golden, Seed(every, every), Seed(batch, batch)]
 
 
 def every_sort(path: Path) -> Path:
@@ -81,6 +82,26 @@ def every_sort(path: Path) -> Path:
             writer.op_at(step, "blk.0.attn_v", (n, 2, 4), "f32", at, strides=(8, 1, 2))
             writer.op_at(step, "blk.0.attn_scores", (2, 1, positions[-1] + 1), "f32", at, (n - 1,), (5, 0, 1))
             writer.op_statistics(step, "output", (1, 4), Statistics(-1.5, 2.5, 0.0, 1.5, 1, 2), rows=(n - 1,))
+    return path
+
+
+def of_several(path: Path) -> Path:
+    """A trace of three sequences: batched, one decoding beside another's prompt, and one alone."""
+    x = np.random.default_rng(0).standard_normal((5, 4, 2)).astype(np.float32)
+    with TraceWriter(path, "e", "qwen2", "m.gguf", "F16") as writer:
+        for step, (positions, sequences) in enumerate(
+            (((0, 1, 0, 1, 2), (0, 0, 4, 4, 4)), ((2, 3), (0, 4)), ((0,), (9,)))
+        ):
+            writer.step(step, [7 + p for p in positions], positions, sequences)
+            n = len(positions)
+            writer.op(step, "token_embd", x[:n].astype(np.float16), "f16")
+            writer.op(step, "blk.0.attn_q", x[:1], "f32", rows=(n - 1,))
+            for sequence in dict.fromkeys(sequences):
+                own = [p for p, of in zip(positions, sequences, strict=True) if of == sequence]
+                scores = x.reshape(-1)[: len(own) * (own[-1] + 1)].reshape(1, len(own), own[-1] + 1)
+                writer.op(step, "blk.0.attn_scores", scores, "f32", sequence=sequence)
+                statistics = Statistics(-1.5, 2.5, 0.0, 1.5, 1, 2)
+                writer.op_statistics(step, "output", (len(own), 4), statistics, sequence=sequence)
     return path
 
 
