@@ -28,10 +28,11 @@ import numpy as np
 import tiny_models
 import torch
 from msgspec import Struct, field
-from tiny_metadata import ARCHITECTURES
+from tiny_metadata import ARCHITECTURES, TRANSFORMERS
 
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.engine.transformers_run import trace_transformers
 from tracediff.errors import TracediffError
 from tracediff.model.families import has_family
 from tracediff.model.model import Model
@@ -79,6 +80,8 @@ class Row(Struct, omit_defaults=True):
     logits: float | None = None  # of the torch engine against llama.cpp: NMSE, the worst step's
     has_tables: bool = False
     torch_error: str | None = None
+    transformers: Cell | None = None  # its trace, judged; of a model as its GGUF loader takes it
+    transformers_logits: float | None = None
     error: str | None = None  # why there is no more
 
     @property
@@ -114,7 +117,27 @@ def make_row(arch: str, folder: Path) -> Row:
             out = folder / f"{weights}{flash}.trace"
             row.cells[f"{weights}, flash" if flash else weights] = cell_of(path, out, flash)
     with_torch(row, model, folder)
+    with_transformers(row, arch, folder)
     return row
+
+
+def with_transformers(row: Row, arch: str, folder: Path) -> None:
+    """Run the architecture in transformers, judge that by llama.cpp's graph, and compare the logits with its own."""
+    if arch not in TRANSFORMERS:
+        return
+    others, without = TRANSFORMERS[arch]
+    try:
+        path = tiny_models.write(arch, folder / "transformers.gguf", others=others, without=without)
+        model, reference, out = Model(path), folder / "reference.trace", folder / "transformers.trace"
+        LlamaCpp(model, Prompt(tokens=TOKENS), reference, n_decode=N_DECODE, options=Options(threads=1)).wait()
+        r = Trace(reference)
+        trace_transformers(model, out, TorchOptions(), (), steps=[*r.steps.values()])
+        c = Trace(out)
+        row.transformers, row.transformers_logits = judged(c, model), logits_nmse(model, r, c)
+    except (RuntimeError, TracediffError) as error:
+        row.transformers = Cell(error=first_reason(str(error).replace(f"{folder}/", "")))
+    except BUGS as error:
+        row.transformers = Cell(error=f"{type(error).__name__}: {first_reason(str(error))}")
 
 
 def quantised(arch: str, base: Path, weights: str) -> Path:
@@ -174,8 +197,13 @@ def with_torch(row: Row, model: Model, folder: Path) -> None:
     except BUGS as error:
         row.torch_error = f"{type(error).__name__}: {first_reason(str(error))}"
         return
+    row.logits = logits_nmse(model, r, c)
+
+
+def logits_nmse(model: Model, reference: Trace, candidate: Trace) -> float:
+    """NMSE of the logits of two engines, the worst step's."""
     last = [*model.graph.ops][-1]
-    row.logits = max(nmse(*(t.values(t.ops[step, last]) for t in (r, c))) for step in r.steps)
+    return max(nmse(*(t.values(t.ops[step, last]) for t in (reference, candidate))) for step in reference.steps)
 
 
 def nmse(reference: np.ndarray, candidate: np.ndarray) -> float:
@@ -218,6 +246,14 @@ def _work(arch: str, folder: Path, out: Path, seconds: float) -> None:
     out.write_bytes(msgspec.json.encode(make_row(arch, folder)))
 
 
+def with_column(arch: str, row: Row) -> Row:
+    """The row with its column of transformers made again."""
+    with tempfile.TemporaryDirectory() as folder:
+        row.transformers, row.transformers_logits = None, None
+        with_transformers(row, arch, Path(folder))
+    return row
+
+
 def kept() -> dict[str, Row]:
     """The rows that are there."""
     return msgspec.json.decode(KEPT.read_bytes(), type=dict[str, Row]) if KEPT.exists() else {}
@@ -241,7 +277,9 @@ def page(rows: Mapping[str, Row]) -> str:
     clean = [arch for arch, row in with_graph.items() if row.is_clean]
     same = [arch for arch, row in with_graph.items() if row.has_same_logits]
     records = sum(cell.records for row in with_graph.values() for cell in row.cells.values())
-    head = ("architecture", "ops", "not judged", "records", *WEIGHTS, "with flash attention", "torch")
+    judged_there = [row.transformers for row in with_graph.values() if row.transformers]
+    in_transformers = [cell for cell in judged_there if cell.is_clean]
+    head = ("architecture", "ops", "not judged", "records", *WEIGHTS, "with flash attention", "torch", "transformers")
     parts = [
         "# Architectures",
         "Every architecture that llama.cpp knows by name: a tiny model of it, whose graph is lifted from llama.cpp's "
@@ -255,7 +293,10 @@ def page(rows: Mapping[str, Row]) -> str:
         "float16, for a value on a boundary goes either way).",
         "*clean*: every record is sound. Otherwise the kinds of op of which some are not. *not judged*: kinds of op "
         "that have no definition here. *torch*: NMSE of its logits in float32, the worst step's. *by hand*: one of "
-        "the hand-written families.",
+        "the hand-written families. *transformers*: its class, with the GGUF file as its loader reads it, judged by "
+        "llama.cpp's graph, and the NMSE of its logits in float32; where it knows the architecture. Sizes that its "
+        f"loader takes for granted are those that it takes, and {len(in_transformers)} of these {len(judged_there)} "
+        "are clean.",
         table(head, (line(arch, row) for arch, row in with_graph.items())),
     ]
     without = [(arch, row.error or "") for arch, row in there.items() if row.error]
@@ -264,7 +305,11 @@ def page(rows: Mapping[str, Row]) -> str:
     why = [
         (arch, name, said)
         for arch, row in with_graph.items()
-        for name, said in (*((name, reason(cell)) for name, cell in row.cells.items()), ("torch", reason_of_torch(row)))
+        for name, said in (
+            *((name, reason(cell)) for name, cell in row.cells.items()),
+            ("torch", reason_of_torch(row)),
+            ("transformers", reason(row.transformers) if row.transformers else ""),
+        )
         if said
     ]
     if why:
@@ -280,7 +325,11 @@ def line(arch: str, row: Row) -> list[object]:
     torch_ = "no" if row.logits is None else f"{row.logits:.0e}"
     records = sum(cell.records for cell in row.cells.values())
     name = f"{arch} (by hand)" if row.by_hand else arch
-    return [name, row.ops, ", ".join(row.uncovered), f"{records:,}", *plain, flash, torch_]
+    cell = row.transformers
+    of_transformers = (
+        "" if cell is None else f"{short(cell)}, {row.transformers_logits:.0e}" if not cell.error else "no"
+    )
+    return [name, row.ops, ", ".join(row.uncovered), f"{records:,}", *plain, flash, torch_, of_transformers]
 
 
 def short(cell: Cell | None) -> str:
@@ -315,10 +364,13 @@ def main() -> int:
     """Make the rows that are lacking; 1 where one that has a graph is not clean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="make these rows again, with commas between")
+    parser.add_argument("--transformers", action="store_true", help="of the rows that are kept, make that column alone")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=300.0, help="of CPU time, for one architecture")
     args = parser.parse_args()
     rows, began = kept(), time.monotonic()
+    for arch in (TRANSFORMERS.keys() & rows.keys()) if args.transformers else ():
+        keep({**rows, arch: with_column(arch, rows[arch])})
     todo = args.only.split(",") if args.only else [arch for arch in ARCHITECTURES if arch not in rows]
     with ThreadPoolExecutor(args.jobs) as pool:
         for arch, row in zip(todo, pool.map(lambda arch: in_a_process(arch, args.seconds), todo), strict=True):

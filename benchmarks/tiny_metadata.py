@@ -5,6 +5,7 @@ asks for (src/models/*.cpp; tests/test-llama-archs.cpp lists them).
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 # Of every architecture: keys without the architecture's name before them. None leaves a key out.
@@ -288,18 +289,59 @@ smallthinker llada llada-moe seed_oss grovemoe apertus minimax-01 hrm_text minim
 pangu-embedded mistral3 eagle3 dflash mistral4 paddleocr mimo2 step35 spark2_5 llama-embed maincoder kimi-linear
 kimi-k3 glm5-next talkie mellum nanbeige qwen3tts pockettts
 """.split()  # noqa: SIM905 - to be read
+
+
+def _heads_of(size: int) -> Metadata:
+    return {"attention.key_length": size, "attention.value_length": size, "rope.dimension_count": size}
+
+
+# What transformers takes for granted of an architecture, for its GGUF loader reads no key for it: other metadata, and
+# the tensors (a regular expression) that llama.cpp reads where they are there and its class has no place for.
+_FFN_BIAS = r"ffn_(gate|up|down)(_exps|_inp|_shexp)?\.bias$"
+_BIASES = rf"(attn_(q|k|v|qkv|output)|output)\.bias$|{_FFN_BIAS}"
+_BUT_QKV_BIASES = rf"(attn_output|output)\.bias$|{_FFN_BIAS}"
+_SPLIT = r"attn_(q|k|v)\.weight"  # its class has them in one
+TRANSFORMERS: Mapping[str, tuple[Metadata, str]] = {
+    "llama": ({}, rf"rope_freqs|{_BIASES}"),
+    "qwen2": ({}, _BUT_QKV_BIASES),
+    "qwen2moe": ({"expert_feed_forward_length": 1408, "expert_shared_feed_forward_length": 5632}, _BUT_QKV_BIASES),
+    "qwen3": (_heads_of(128), _BIASES),
+    "qwen3moe": ({**_heads_of(128), "expert_feed_forward_length": 768}, _BIASES),
+    "gemma2": (
+        {
+            **_heads_of(256),
+            "attention.sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        _BIASES,
+    ),
+    "gemma3": (_heads_of(256), _BIASES),
+    "stablelm": ({"rope.dimension_count": 4}, rf"attn_._norm|{_BUT_QKV_BIASES}"),
+    "starcoder2": ({}, "$^"),
+    "nemotron": ({"rope.dimension_count": 8, "attention.layer_norm_rms_epsilon": None}, _BIASES),
+    "gpt2": ({**ALL_HEADS, "feed_forward_length": 384, "context_length": 1024}, _SPLIT),
+    "bloom": ({**ALL_HEADS, "feed_forward_length": 384}, _SPLIT),
+    "falcon": ({"attention.head_count_kv": 1, "feed_forward_length": 384}, rf"attn_norm_2|{_SPLIT}|{_BIASES}"),
+    "mamba": ({}, "$^"),
+    "lfm2": ({"attention.head_count": N_HEAD, "attention.sliding_window": None}, rf"dense_2|{_BIASES}"),
+    "minimax-m2": ({**_heads_of(128), "rope.dimension_count": 64}, _BIASES),
+    "phi3": ({"tokenizer.ggml.padding_token_id": 0}, _BIASES),
+    "gpt-oss": (_heads_of(64), "$^"),
+    "gemma4": ({}, "$^"),
+}
 # Of 64 bits, where whole numbers of 32 are usual.
 WIDE = ("ple.layer_multipliers", "ple.head_offsets", "ple.head_vocab_sizes")
 
 
-def metadata(arch: str, wide: bool = False) -> dict[str, Any]:
+def metadata(arch: str, wide: bool = False, others: Metadata = MappingProxyType({})) -> dict[str, Any]:
     """All keys of a tiny model of the architecture, with its name before those that are its own.
 
-    The rows of a `wide` one are those of K-quants.
+    The rows of a `wide` one are those of K-quants. `others` are in the place of the usual ones.
     """
     experts = EXPERTS if arch in WITH_EXPERTS else {}
     merged = {**BASE, **experts, **(WIDE_ROWS if wide else {}), **OF.get(arch, {})}
-    merged |= WIDE_OF.get(arch, {}) if wide else {}
+    merged |= {**(WIDE_OF.get(arch, {}) if wide else {}), **others}
     for key in ("attention.head_count", "attention.head_count_kv") if wide else ():  # some want heads as wide as rows
         merged[key] = _more_heads(merged[key])
     general = ("xielu", "tokenizer")

@@ -16,11 +16,12 @@ import sys
 import tempfile
 import zlib
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from gguf import GGUFValueType, GGUFWriter
-from tiny_metadata import WIDE, metadata
+from tiny_metadata import WIDE, Metadata, metadata
 
 from tracediff.model.synthetic import add_tokenizer
 
@@ -28,17 +29,25 @@ from tracediff.model.synthetic import add_tokenizer
 _NEVER = {"": r"\.(scale|input_scale)$", "qwen3next": r"ssm_in\.weight$"}
 
 
-def write(arch: str, out: Path, seed: int = 0, wide: bool = False) -> Path:
-    """Write a model of the architecture in float32, `wide` as K-quants need.
+def write(
+    arch: str,
+    out: Path,
+    seed: int = 0,
+    wide: bool = False,
+    others: Metadata = MappingProxyType({}),
+    without: str = "",
+) -> Path:
+    """Write a model of the architecture in float32, `wide` as K-quants need, with `others` of its metadata, and
+    `without` the tensors of this expression.
 
     Raises RuntimeError with what llama.cpp says where it refuses.
     """
     with tempfile.TemporaryDirectory() as folder:
         header = Path(folder) / "header.gguf"
-        _finish(_begin(arch, header, wide))
+        _finish(_begin(arch, header, wide, others))
         shapes = tensors(header)
-    unwanted = re.compile("|".join(_NEVER[key] for key in ("", arch) if key in _NEVER))
-    writer = _begin(arch, out, wide)
+    unwanted = re.compile("|".join(filter(None, (_NEVER[""], _NEVER.get(arch), without))))
+    writer = _begin(arch, out, wide, others)
     for name, shape in shapes.items():
         if not unwanted.search(name):
             writer.add_tensor(name, values(name, shape, seed))
@@ -88,9 +97,9 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return matrix
 
 
-def _begin(arch: str, path: Path, wide: bool) -> GGUFWriter:
+def _begin(arch: str, path: Path, wide: bool, others: Metadata) -> GGUFWriter:
     writer = GGUFWriter(path, arch)
-    keys = metadata(arch, wide)
+    keys = metadata(arch, wide, others)
     add_tokenizer(writer, keys[f"{arch}.vocab_size"])
     for key, value in keys.items():
         match value:

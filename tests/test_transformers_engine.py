@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from conftest import Models
+from tiny_metadata import TRANSFORMERS
 
 from tracediff.engine.torch_run import TorchOptions
 from tracediff.engine.transformers_run import load, trace_model, trace_transformers
@@ -102,6 +104,21 @@ def test_the_gguf_file_itself(arch: str, weights: str, models: Models, tmp_path:
         0,
         f"MATCH: nothing diverges in {len(Trace(out).ops)} ops, replayed.",
     )
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "mamba", "qwen3moe"])
+def test_other_architectures(arch: str, tmp_path: Path, cli: Cli) -> None:
+    """Of a fused projection, of states, and of experts it shows the ends alone: what lies between is recomputed."""
+    pytest.importorskip("accelerate", reason="transformers loads no GGUF file without accelerate")
+    others, without = TRANSFORMERS[arch]
+    model, out = tiny_models.write(arch, tmp_path / "model.gguf", others=others, without=without), tmp_path / "a.trace"
+    options = ("--engine", "transformers", "--tokens", "256,84,104,101,32", "--decode", 2, "-o", out)
+    code, _, error = cli("trace", model, *options)
+    assert code == 0, error
+    hidden = {"gpt2": "attn_scores", "mamba": "ssm_scan", "qwen3moe": "ffn_moe_topk"}[arch]
+    assert hidden in error
+    code, report, _ = cli("check", out, "--model", model)
+    assert (code, report[:5]) == (0, "MATCH"), report
 
 
 # --- mistakes ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """One trace by Hugging Face transformers: from a GGUF file, or a model folder of its own, and tokens to a trace."""
 
+import inspect
 import io
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
@@ -77,6 +78,8 @@ class _Decoder:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._cache: Any = None
+        known = inspect.signature(model.forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in known else "cache_params"  # of state space models
         self._mask = torch.empty(0, 0, dtype=torch.int64)  # of a batch: which columns of each row are no padding
         self.logits = torch.empty(0)
 
@@ -85,8 +88,9 @@ class _Decoder:
         batch = {} if given.sequences is None else self._masked(given)
         rows = batch.pop("input_ids", torch.tensor([given.tokens]))
         batch = {name: values.to(self._model.device) for name, values in batch.items()}
-        result = self._model(rows.to(self._model.device), past_key_values=self._cache, use_cache=True, **batch)
-        self._cache, ends = result.past_key_values, {0: len(given.tokens)}
+        cache = {self._cache_name: self._cache}
+        result = self._model(rows.to(self._model.device), use_cache=True, **cache, **batch)
+        self._cache, ends = getattr(result, self._cache_name), {0: len(given.tokens)}
         if given.sequences is not None:
             ends = {sequence: at.stop - at.start for sequence, at in given.parts().items()}
         self.logits = torch.cat([result.logits[row, -n:] for row, n in ends.items()])

@@ -39,7 +39,9 @@ class Watch:
         self._tapped = {tap.op.name: tap for tap in taps}
         self._recorder = recorder
         self._progress = progress
-        self._attention = {layer_of(op.name): _Attention(graph, op) for op in graph if op.kind == "scores"}
+        # Q and K that are parts of one value (a fused projection, without rope) are no ops that a product could show.
+        of_heads = (op for op in graph if op.kind == "scores" and all(len(graph[x].axes) == 3 for x in op.inputs))
+        self._attention = {layer_of(op.name): _Attention(graph, op) for op in of_heads}
         self._sources = {one.source for one in self._attention.values() if one.turned.kind == "rope"}
         self._step = -1
         self._running = False
