@@ -400,3 +400,21 @@ def test_every_mistake_says_what_and_where_to_look() -> None:
         assert mistake.text, name
         assert mistake.look, name
         assert set(mistake.where.kinds) <= set(KINDS), name
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("rope_over_heads@1", "the frequency's exponent counts the channels of all 8 heads, to 256, not those of each"),
+        ("cache_wraps@blk.1.attn_kqv", "position p is cached in slot p % 4, where slots beyond are read too: zeros"),
+        ("values_window@1", "of the cached values only the last 4 are added up"),
+    ],
+)
+def test_mistakes_in_what_is_cached_and_how_it_turns(fault: str, words: str, models, torch_trace) -> None:
+    """In a prompt and two decode steps each is one finding, in its own numbers."""
+    model = models("k-quants", "Q4_K_M")
+    faulty = check_trace(torch_trace(model, faults=(fault,)), model).faulty
+    assert faulty
+    for op in faulty:
+        assert op.cause.name == fault.partition("@")[0]
+        assert op.cause.text.startswith(words)

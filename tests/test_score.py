@@ -96,7 +96,8 @@ def test_the_plan_is_printed_and_judging_needs_no_order(models: Any, torch_trace
     assert {key: local.arithmetic for key, local in forwards.items()} == {
         key: local.arithmetic for key, local in backwards.items()
     }
-    assert [line.partition(" (")[0] for line in replays[0].plan.lines()][:3] == [
+    assert [line.partition(" (")[0] for line in replays[0].plan.lines()][:4] == [
+        "in float64 on cpu",
         "embedding",
         "rms_norm",
         "linear with Q4_K weights and biases",

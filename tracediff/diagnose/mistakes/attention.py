@@ -1,19 +1,23 @@
 """Mistakes in attention and its cache."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.fit import fitted
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where, axes_of, computing
+from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variant, Variants, Where, axes_of, computing
 from tracediff.model.graph import Op
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import causal, scores, softmax, weighted_values
 from tracediff.numerics.kinds.rope import rope
 
 AREA = Area()
+_WRONG = 1e-3  # of a token's output: far more than rounding, far less than a value that is left out
 SCORES, SOFTMAX = Where(("scores",)), Where(("softmax",))
 
 
@@ -65,14 +69,15 @@ def _cache_ignored(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
-    "attention_scale", "another attention scale", "the scale: 1/sqrt(head_dim), applied once", SOFTMAX,
-    "llama.cpp#8444",
+    "attention_scale", "another attention scale", "the scale: 1/sqrt(head_dim), applied once",
+    Where(("softmax", "scale"), ("probs", "scores")), "llama.cpp#8444",
 )  # fmt: skip
 def _scale(op: Op, context: Context) -> Variants:
     h, right = context.graph.hparams, op.attrs["scale"]
     named = {
         1.0: "missing", right**2: "applied twice", 1 / math.sqrt(h.n_embd / h.n_head): "1/sqrt(n_embd/n_head)",
         1 / math.sqrt(h.n_embd): "1/sqrt(n_embd)", 1 / h.head_dim: "1/head_dim",
+        1 / math.sqrt(h.n_head_kv * h.head_dim): "1/sqrt(n_head_kv * head_dim)",
     }  # fmt: skip
     for scale, word in named.items():
         if not math.isclose(scale, right):
@@ -83,7 +88,7 @@ def _scale(op: Op, context: Context) -> Variants:
     if context.seen:
         (x, *positions), target = context.seen.inputs, context.seen.output
         starts = (right * 2.0**i for i in range(-8, 9))
-        if number := fitted(lambda scale: softmax(x, *positions, scale=scale), target, starts):
+        if number := fitted(lambda scale: KINDS[op.kind].function(x, *positions, scale=scale), target, starts):
             words = f"the attention scale is {number:.6g} instead of {right:.6g}"
             yield Variant(op.with_attrs(scale=number), words, fitted=True)
 
@@ -193,6 +198,57 @@ def _cache_zeros(op: Op, context: Context) -> Variants:
         return scores(q, k)
 
     yield computing(op, function), f"the keys at positions {zero.tolist()} are zero"
+
+
+@AREA.mistake(
+    "cache_wraps", "the cache is a ring that is shorter than what is read of it",
+    "the slot that a position is written to, and its size", Where(("scores", "weighted_values")),
+)  # fmt: skip
+def _ring(op: Op, context: Context) -> Variants:
+    sizes = [4]
+    if context.seen:
+        n = len(context.seen.inputs[1])
+        sizes = [_first_wrong(op, context.seen), *(1 << i for i in range(n.bit_length()) if 1 << i < n)]
+    for size in filter(None, dict.fromkeys(sizes)):
+        words = f"position p is cached in slot p % {size}, where"
+        for read, then in ((False, "slots beyond are read too: zeros"), (True, "it is read: what was there is gone")):
+            ring = computing(op, partial(_wrapped, KINDS[op.kind].function, size, read))
+            yield Variant(ring, f"{words} {then}", fitted=context.seen is not None)
+
+
+def _wrapped(function: Callable[..., Tensor], size: int, read: bool, left: Tensor, cached: Tensor) -> Tensor:
+    """With what a ring of `size` slots holds after all positions were written; without `read` its end is zeros."""
+    slots = torch.arange(len(cached), device=cached.device)
+    latest = slots % size + (len(cached) - 1 - slots % size) // size * size
+    held = cached[latest]
+    if not read:
+        held = torch.where((slots < size).reshape(-1, *[1] * (cached.ndim - 1)), held, torch.zeros_like(held))
+    return function(left, held)
+
+
+def _first_wrong(op: Op, seen: Seen) -> int:
+    """The position of the first token whose output is wrong: so many before it were cached, or added up, rightly."""
+    tokens = 1 if op.kind == "scores" else 0
+    apart = (KINDS[op.kind].function(*seen.inputs) - seen.output).transpose(0, tokens).flatten(1).norm(dim=1)
+    size = seen.output.transpose(0, tokens).flatten(1).norm(dim=1)
+    wrong = torch.nonzero(apart > _WRONG * size).flatten()
+    return len(seen.inputs[1]) - len(apart) + (int(wrong[0]) if len(wrong) else 0)
+
+
+@AREA.mistake(
+    "values_window", "the sum of values leaves out the oldest", "the bounds of the sum over positions",
+    Where(("weighted_values",)),
+)  # fmt: skip
+def _recent(op: Op, context: Context) -> Variants:
+    if size := _first_wrong(op, context.seen) if context.seen else 4:
+        words = f"of the cached values only the last {size} are added up, whatever the probabilities of those before"
+        yield Variant(computing(op, partial(_of_the_last, size)), words, fitted=context.seen is not None)
+
+
+def _of_the_last(size: int, probs: Tensor, v: Tensor) -> Tensor:
+    n_tokens, n = probs.shape[1:]
+    at, key = torch.arange(n - n_tokens, n)[:, None], torch.arange(n)[None, :]
+    return weighted_values(torch.where((key > at - size).to(probs.device), probs, 0.0), v)
 
 
 # --- windows, sinks, caps -----------------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variant, Variants, Where, computing, values_of
 from tracediff.model.graph import Op
-from tracediff.numerics.kinds.rope import rope
+from tracediff.model.hparams import Rope
+from tracediff.numerics.kinds.rope import rope as turned
 
 AREA = Area()
 _ROWS = 64  # tokens that a base is fitted to
@@ -56,7 +59,7 @@ def _fitted_theta(op: Op, seen: Seen, context: Context) -> float | None:
     right = op.attrs["rope"]
 
     def made(theta: float) -> Tensor:
-        return rope(x[first], positions[first], *factors, rope=replace(right, theta=theta))
+        return turned(x[first], positions[first], *factors, rope=replace(right, theta=theta))
 
     return fitted(made, seen.output[first], (right.theta * 2.0**i for i in _OCTAVES))
 
@@ -112,17 +115,40 @@ def _rope_dim(op: Op, context: Context) -> Variants:
         )
 
 
+@AREA.mistake(
+    "rope_over_heads", "frequencies go on from head to head instead of anew in each",
+    "the channel in the frequency's exponent, which is one of a head", ROPE,
+)  # fmt: skip
+def _over_heads(op: Op, context: Context) -> Variants:
+    h = context.graph.hparams
+    for n in {h.n_head: None, h.n_head_kv: None}:
+        all_heads = n * h.head_dim
+        words = f"the frequency's exponent counts the channels of all {n} heads, to {all_heads}, not those of each"
+        yield computing(op, partial(_on_and_on, all_heads=all_heads)), words
+
+
+def _on_and_on(x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope, all_heads: int) -> Tensor:
+    """Channel i of head h turns as i + h * head_dim of `all_heads` would."""
+    of_all = replace(rope, theta=rope.theta ** (rope.n_rot / all_heads))
+    slower = (rope.theta ** (-head * x.shape[-1] / all_heads) for head in range(x.shape[1]))
+    heads = [
+        turned(x[:, head : head + 1], positions.double() * slow, factors, rope=of_all)
+        for head, slow in enumerate(slower)
+    ]
+    return torch.cat(heads, 1)
+
+
 @AREA.mistake("rope_reversed", "rope turns the wrong way", "the sign of the sine", ROPE)
 def _reversed(op: Op, _: Context) -> Variants:
     def function(x: Tensor, positions: Tensor, factors: Tensor | None = None, **attrs: Any) -> Tensor:
-        return rope(x, -positions, factors, **attrs)
+        return turned(x, -positions, factors, **attrs)
 
     yield computing(op, function), "rope turns the wrong way: the sine's sign is flipped"
 
 
 def _repositioned(op: Op, move: Callable[[Tensor], Tensor]) -> Op:
     def function(x: Tensor, positions: Tensor, factors: Tensor | None = None, **attrs: Any) -> Tensor:
-        return rope(x, move(positions), factors, **attrs)
+        return turned(x, move(positions), factors, **attrs)
 
     return replace(op, function=function)
 
@@ -153,7 +179,7 @@ def _chunk(op: Op, _: Context) -> Variants:
 def _decode_shifted(op: Op, _: Context) -> Variants:
     for by in (1, -1):
         yield (
-            _repositioned(op, lambda p, by=by: p + by if len(p) == 1 else p),  # type: ignore[misc]
+            _repositioned(op, lambda p, by=by: p + by if len(p) == 1 and p[0] else p),  # type: ignore[misc]
             f"decode positions are shifted by {by:+d}",
         )
 
