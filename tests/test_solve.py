@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +20,20 @@ from tracediff.diagnose.solve.loops import loops_of
 from tracediff.diagnose.solve.maps import Map, Moved
 from tracediff.diagnose.solve.readings import Reading, Rows
 from tracediff.diagnose.solve.regions import around
+from tracediff.diagnose.solve.solver import explanations
 from tracediff.diagnose.solve.variant import bind
 from tracediff.diagnose.solve.words import Speaker
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.judge import Policy, judge
 from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
-from tracediff.names import kind_of, layer_of
-from tracediff.numerics.arithmetic import EXACT
+from tracediff.names import Capture, kind_of, layer_of
+from tracediff.numerics.arithmetic import EXACT, scheme_named
 from tracediff.numerics.evaluate import evaluate
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
@@ -191,14 +194,16 @@ def test_a_sum_of_products_is_not_spelled_out() -> None:
 # ---- found again
 
 
-def explained(path: Path, folder: Path, changed: Callable[[Graph], Op]) -> list[OpResult]:
-    """The faulty ops of the torch engine that computes one op in another way, in a prompt and a decoded token."""
+def explained(
+    path: Path, folder: Path, changed: Callable[[Graph], Op], *more: Callable[[Graph], Op], capture: Capture = "all"
+) -> list[OpResult]:
+    """The faulty ops of the torch engine that computes some ops in another way, in a prompt and a decoded token."""
     file = GGUFFile(path)
     graph, weights = build_graph(file), Weights(file, torch.float32)
     with TraceWriter(folder / "t.trace", "solve", graph.hparams.arch) as writer:
-        engine = TorchEngine(graph.changed(changed(graph)), weights)
-        engine.run(0, StepInput(PROMPT, tuple(range(len(PROMPT)))), Recorder(writer, "all"))
-        engine.run(1, StepInput((DECODED,), (len(PROMPT),)), Recorder(writer, "all"))
+        engine = TorchEngine(graph.changed(*(change(graph) for change in (changed, *more))), weights)
+        engine.run(0, StepInput(PROMPT, tuple(range(len(PROMPT)))), Recorder(writer, capture))
+        engine.run(1, StepInput((DECODED,), (len(PROMPT),)), Recorder(writer, capture))
     replay = Replay(Trace(folder / "t.trace"), graph, Weights(file))
     ops = [
         OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for _, r, local in judge_all([replay])
@@ -258,6 +263,24 @@ def rewritten(name: str, old: str, new: str) -> Callable[[Graph], Op]:
             "silu is computed with 2 + exp(-ffn_gate), where 1 + exp(-ffn_gate) belongs",
         ),
         (
+            "blk.1.ffn_gate",
+            "for i in range(n_in)",
+            "for i in range(n_in - 7)",
+            "the sum takes only input channels 0 to 248: the last 7 are left out",
+        ),
+        (
+            "blk.0.attn_probs",
+            "total = sum(y[there + s] for s in range(n))",
+            "total = sum(y[there + s] for s in range(n - 2))",
+            "the sum takes only keys 0 to 2: the last 2 are left out",
+        ),
+        (
+            "blk.0.ffn_act",
+            "(1 + exp",
+            "(1.25 + exp",
+            "silu is computed with 1.25 + exp(-ffn_gate), where 1 + exp(-ffn_gate) belongs",
+        ),
+        (
             "blk.1.attn_q",
             "o * n_in + i",
             "o + i",
@@ -274,6 +297,17 @@ def test_an_edit_that_nobody_listed_is_found(
         assert op.cause, op.shape
         assert said in op.cause.text
         assert op.cause.nmse <= op.cause.floor < 1e-10
+
+
+def test_an_edit_of_a_kernel_is_found_behind_hidden_states(models: Models, tmp_path: Path) -> None:
+    """Nothing between two layers was recorded: what follows the edited ops is recomputed."""
+    names = [f"blk.{n}.{name}" for n in (0, 1) for name in ("attn_norm", "ffn_norm")]
+    norms = [rewritten(name, "squares / n", "squares / T") for name in names]
+    faulty = explained(models("k-quants"), tmp_path, *norms, capture="layers")
+    assert {op.op for op in faulty} == {"blk.0.ffn_residual", "blk.1.ffn_residual"}
+    for op in faulty:
+        assert op.cause, op.shape
+        assert "attn_norm, ffn_norm: the scale is computed with squares / " in op.cause.text
 
 
 def moved(name: str, how: Map, axis: int, *shape: int) -> Callable[[Graph], Op]:
@@ -341,3 +375,24 @@ def test_values_elsewhere_functions_and_readings_are_found(
     for op in faulty:
         assert op.cause, op.shape
         assert said in op.cause.text
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "name"),
+    [
+        ("activations in bfloat16", "blk.0.attn_q"),
+        ("activations in q8_0 blocks", "output"),
+        ("activations as ggml rounds them, KV cache in float16", "blk.0.attn_scores"),
+    ],
+)
+def test_roundings_are_no_edit(models: Models, tmp_path: Path, arithmetic: str, name: str) -> None:
+    """An honest engine in an arithmetic that is denied to it: all is off, and nothing is said to give it."""
+    path = models("k-quants")
+    trace_torch(path, tmp_path / "t.trace", TorchOptions(arithmetic=arithmetic), PROMPT)
+    file = GGUFFile(path)
+    replay = Replay(Trace(tmp_path / "t.trace"), build_graph(file), Weights(file), pinned=scheme_named("exact"))
+    record = replay.trace.ops[0, name]
+    before = replay.judge(record)
+    assert before.faulty
+    for solved, scheme in islice(explanations(replay, record, lambda: None), 8):
+        assert replay.under(record, solved.ops, before.nmse, scheme).faulty, solved.words

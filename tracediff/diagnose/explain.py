@@ -28,6 +28,7 @@ from tracediff.diagnose.hypothesis import (
 )
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.shapes import describe
+from tracediff.diagnose.solve.segments import explanations as in_segment
 from tracediff.diagnose.solve.solver import explanations
 from tracediff.model.model import Model
 from tracediff.model.weights import check_device
@@ -260,15 +261,24 @@ class _Search:
         return self._solved(one) or self._fewest(self.one_more(one) or self._several(one, tried), one)
 
     def _solved(self, one: _Faulty) -> Hypothesis | None:
-        """What the solver makes of an op by itself. What would show in steps that are right is taken last, and where
-        no number was fitted: it is made in some steps alone.
+        """What the solver makes of an op by itself, or of one in a segment. What would show in steps that are right is
+        taken last, and where no number was fitted: it is made in some steps alone.
         """
         found: list[Hypothesis] = []
         in_some: list[Hypothesis] = []
-        for solved, scheme in explanations(self._replay, one.record) if len(one.error.segment) == 1 else ():
-            local = self._replay.under(one.record, (solved.op,), one.error.nmse, scheme)
+        segment, check = one.error.segment, self._trials.budget.check
+        alone = len(segment) == 1
+        vain = any(split(other.record.op)[1] == split(one.record.op)[1] for other in self._kin.in_vain)
+        if not alone and (vain or len(segment) > _A_LAYER):
+            return None
+        for solved, scheme in (
+            explanations(self._replay, one.record, check)
+            if alone
+            else in_segment(self._replay, one.record, segment, one.error.nmse, check)
+        ):
+            local = self._replay.under(one.record, solved.ops, one.error.nmse, scheme)
             part = Part(SOLVED, solved.words, solved.words, solved.fitted, solved.look)
-            hypothesis = Hypothesis((part,), (solved.op,), local)
+            hypothesis = Hypothesis((part,), solved.ops, local)
             if self._explains(hypothesis, one):
                 found.append(hypothesis)
                 others = self._kin.pending[:_COMPARED]

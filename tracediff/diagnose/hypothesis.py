@@ -13,7 +13,7 @@ from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.replay import Replay
-from tracediff.replay.score import FITTED, KNOWN, KNOWN_BLINDLY, KNOWN_IN_SEGMENT, score
+from tracediff.replay.score import EDITED_IN_SEGMENT, FITTED, KNOWN, KNOWN_BLINDLY, KNOWN_IN_SEGMENT, score
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 
@@ -59,6 +59,7 @@ class Hypothesis:
     def price(self) -> float:
         """Of all that it assumes, in nats of squared error."""
         blindly = KNOWN_BLINDLY if self.local.blind else KNOWN_IN_SEGMENT
+        blindly = EDITED_IN_SEGMENT if SOLVED in self.mistakes else blindly
         each = KNOWN if len(self.local.segment) == 1 else blindly
         return sum(each + (FITTED if part.fitted else 0.0) for part in self.parts)
 
@@ -102,7 +103,7 @@ class Trials:
 
     def __init__(self, replay: Replay, budget: Budget) -> None:
         self._replay = replay
-        self._budget = budget
+        self.budget = budget
 
     def applicable(self, segment: Sequence[str]) -> list[Mistake]:
         """Mistakes that can be made in some op of the segment."""
@@ -136,7 +137,7 @@ class Trials:
             alike = [op for op in targets if split(op.name)[1] in chosen]
             for variant, changed in _by_variant(mistake, alike, context).items():
                 if only in (None, variant):
-                    self._budget.check()
+                    self.budget.check()
                     part = _said(mistake, variant, changed, way, len(error.segment) > 1)
                     ops = tuple({op.name: op for op in (*before, *(one.op for one in changed))}.values())
                     local = self._replay.under(record, ops, left, way.plain)
@@ -153,9 +154,7 @@ class Trials:
         if any(op.name in error.segment for op in found.ops):
             ops = found.ops
         elif SOLVED in found.mistakes:
-            right = self._replay.graph[found.ops[0].name]
-            alike = relayered(found.ops[0], right, self._replay.graph[record.op]) if len(error.segment) == 1 else None
-            ops = (alike,) if alike else ()
+            ops = tuple(self._relayered(found.ops, error.segment))
         elif len(found.ops) == 1 and len(error.segment) == 1 and found.parts[-1].fitted:
             name = found.ops[0].name
             like = transferred(found.ops[0], self._replay.graph[name], self._replay.graph[record.op])
@@ -165,6 +164,14 @@ class Trials:
             return
         if ops:
             yield replace(found, ops=ops, local=self._replay.under(record, ops, error.nmse))
+
+    def _relayered(self, ops: Sequence[Op], segment: Sequence[str]) -> Iterator[Op]:
+        """The changed ops in the segment's layer, where it has them all."""
+        graph = self._replay.graph
+        there = {split(name)[1]: graph[name] for name in segment}
+        if all(split(op.name)[1] in there for op in ops):
+            alike = (relayered(op, graph[op.name], there[split(op.name)[1]]) for op in ops)
+            yield from filter(None, alike)
 
     def _seen(self, record: OpRecord, error: Local) -> Seen | None:
         if len(error.segment) > 1:

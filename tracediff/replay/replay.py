@@ -368,6 +368,13 @@ class Replay:
             recorded = torch.where(others, made.exact, recorded)
         return Known(recorded, made.exact, bound, read, arithmetic)
 
+    def supposed(self, record: OpRecord, name: str, scheme: Scheme) -> Known:
+        """All that is known of an op of the record's segment, as it should be: `recorded` is that too."""
+        op, of = self.graph[name], self._without_noise(record)
+        inputs = tuple(value.exact for value in of.inputs(record.step, op, scheme, record.rows))
+        y = of.op(record.step, op, scheme, "f64", record.rows).exact
+        return Known(y, y, torch.zeros_like(y), inputs, arithmetic_of(op, scheme, self.weights))
+
     @torch.inference_mode()
     def made(self, record: OpRecord, ops: Sequence[Op]) -> Tensor:
         """What a record would hold if the engine computed these ops as given, float64."""

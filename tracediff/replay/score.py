@@ -32,6 +32,7 @@ SHAPE = math.log(50.0)
 # One known mistake of some sixty, in its usual form; of one op, whose values are many and independent, and of a
 # segment, where wrong ones leave half by chance, less where the floor hides everything.
 KNOWN, KNOWN_IN_SEGMENT, KNOWN_BLINDLY = math.log(2.0), math.log(10.0), math.log(20.0)
+EDITED_IN_SEGMENT = math.log(3000.0)  # one edit of some thousand, of an op that was not recorded
 FITTED = math.log(4.0)  # a number that was fitted, beyond a usual one: two fits to within the noise differ by so much
 # One place further down the list of arithmetics, which begins with the most usual: between two that leave the same.
 RARER = 0.01

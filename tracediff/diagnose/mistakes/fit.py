@@ -10,6 +10,8 @@ _STEP = 1e-6  # of the logarithm, by which the derivative is taken
 _HARDLY_MORE = 4.0  # what two fits to within the noise differ by, in squared error
 _DIGITS = 6
 
+_MOST_DIGITS = 12
+
 Make = Callable[[float], Tensor]
 
 
@@ -44,3 +46,9 @@ def _round(number: float, error: Callable[[float], float]) -> float:
     least = error(number)
     rounded = (float(f"{number:.{digits}e}") for digits in range(_DIGITS))
     return next((other for other in rounded if error(other) <= _HARDLY_MORE * least), number)
+
+
+def told_apart(number: float, right: float) -> tuple[str, str]:
+    """Two numbers to as many digits as tell them apart: six as a rule."""
+    both = ((f"{number:.{n}g}", f"{right:.{n}g}") for n in range(_DIGITS, _MOST_DIGITS))
+    return next((pair for pair in both if pair[0] != pair[1]), (f"{number!r}", f"{right!r}"))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.fit import fitted
+from tracediff.diagnose.mistakes.fit import fitted, told_apart
 from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variant, Variants, Where, computing, values_of
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
@@ -41,9 +41,9 @@ def _theta(op: Op, context: Context) -> Variants:
     right = op.attrs["rope"]
     for theta in (1e4, 1e6, 5e5, 1e5):
         if theta != right.theta:
-            yield _turning(op, theta), f"rope's base is {theta:.6g} instead of {right.theta:.6g}"
+            yield _turning(op, theta), "rope's base is {} instead of {}".format(*told_apart(theta, right.theta))
     if context.seen and (number := _fitted_theta(op, context.seen, context)):
-        words = f"rope's base is {number:.6g} instead of {right.theta:.6g}"
+        words = "rope's base is {} instead of {}".format(*told_apart(number, right.theta))
         yield Variant(_turning(op, number), words, fitted=True)
 
 

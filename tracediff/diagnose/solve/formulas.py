@@ -21,10 +21,12 @@ _INTEGER = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _REAL = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _RESIZED = ((ast.Add, 1), (ast.Sub, 1), (ast.FloorDiv, 2))
 _COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+_FAR = 24  # by which a count, or the place of a pair, may be off
 _REDUCTIONS = ("sum", "max", "min", "first", "last")
 _ELEMENTARY = ("sqrt", "exp", "cos", "sin", "abs", "log", "tanh")
 _INTEGER_ARRAYS = ("tokens", "positions", "past", "starts")
 _OF_STEP = ("past[0]",)  # numbers that every step has
+CONSTANT = "constant"
 _REAL_NUMBERS = ("eps", "theta", "scale", "freq_scale")
 
 
@@ -82,6 +84,53 @@ def edits(source: str, sizes: tuple[str, ...] = ()) -> list[FormulaEdit]:
         found.setdefault(edit.source, edit)
     found.pop(ast.unparse(tree), None)
     return [*found.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A sum of some loops."""
+
+    tree: ast.Module
+    path: "Path"
+    node: ast.Call
+
+    def replaced(self, new: ast.expr) -> str:
+        """The loops with something else in its place."""
+        return ast.unparse(_with(self.tree, self.path, new))
+
+    def with_terms(self, count: int, n: int, how: str) -> Iterator[str]:
+        """The loops with the sum over the first `count` of `n` terms, or from there on: by what is left out, and by
+        what is taken.
+        """
+        assert isinstance(self.node.args[0], ast.GeneratorExp)
+        term, loop = self.node.args[0].elt, self.node.args[0].generators[0]
+        assert isinstance(loop.iter, ast.Call)
+        *_, end = loop.iter.args
+        left_out = ast.BinOp(end, ast.Sub(), ast.Constant(n - count))
+        for bound in (left_out, ast.Constant(count)):
+            if how == "upto" or bound is not left_out:
+                new = ast.Call(loop.iter.func, [bound] if how == "upto" else [bound, end], [])
+                inner = ast.GeneratorExp(term, [ast.comprehension(loop.target, new, [], 0)])
+                yield self.replaced(ast.Call(self.node.func, [inner], []))
+
+
+def reductions(source: str) -> Iterator[Reduction]:
+    """The sums of some loops, of all of which the terms are counted from 0."""
+    tree = parse(source).tree
+    for place in _places(tree):
+        match place.node:
+            case ast.Call(func=ast.Name(id="sum"), args=[ast.GeneratorExp(generators=[loop])]) as node:
+                if isinstance(loop.iter, ast.Call) and len(loop.iter.args) == 1:
+                    yield Reduction(tree, place.path, node)
+
+
+def constants(source: str) -> Iterator[tuple[float, str]]:
+    """Each number that stands in a formula of values, and the loops with CONSTANT in its place."""
+    tree = parse(source).tree
+    for place in _places(tree):
+        match place.node, place.parent:
+            case ast.Constant(value=int(c)), ast.BinOp() as outer if c and _type(outer, place.names) == "f":
+                yield float(c), ast.unparse(_with(tree, place.path, ast.Name(CONSTANT, ast.Load())))
 
 
 # --- where -------------------------------------------------------------------------------------------------------
@@ -203,7 +252,10 @@ def _instead_of(place: _Place, arrays: Sequence[str]) -> Iterator[ast.AST | None
         case ast.UnaryOp(operand=a):
             yield a
         case ast.Constant(value=int(c)):
-            yield from (ast.Constant(other) for other in dict.fromkeys((c + 1, c - 1, 0, 2 * c)) if other != c)
+            counted = isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and _type(parent, names) == "i"
+            further = range(c - _FAR, c + _FAR + 1) if counted and not place.is_in("slice", ast.Subscript) else ()
+            others = dict.fromkeys((c + 1, c - 1, 0, 2 * c, *further))
+            yield from (ast.Constant(other) for other in others if other != c)
         case ast.Name(id=name, ctx=ast.Load()) if name in names and not _is_called(node, parent):
             alike_names = [other for other, kind in names.items() if kind == names[name] and other != name]
             yield from (ast.Name(other, ast.Load()) for other in alike_names)
@@ -314,24 +366,19 @@ def _of_names(program: Program, names: set[str]) -> Touches:
 
 def _renamed(program: Program, sizes: Sequence[str]) -> Iterator[FormulaEdit]:
     """One number of the loops wherever it stands is another."""
-    own = sorted(_free(program.tree) - set(_REAL_NUMBERS))
+    own, source = sorted(_free(program.tree) - set(_REAL_NUMBERS)), ast.unparse(program.tree)
     for name in own:
         for other in (*(o for o in own if o != name), *(s for s in sizes if s not in own), "0", *_OF_STEP):
-            source = _with_names(program.tree, {name: other})
-            yield FormulaEdit(source, _of_names(program, {name}), ((name, other),))
+            yield FormulaEdit(_with_names(source, {name: other}), _of_names(program, {name}), ((name, other),))
     for a, b in combinations(own, 2):
-        source = _with_names(program.tree, {a: b, b: a})
-        yield FormulaEdit(source, _of_names(program, {a, b}), ((a, b), (b, a)))
+        yield FormulaEdit(_with_names(source, {a: b, b: a}), _of_names(program, {a, b}), ((a, b), (b, a)))
 
 
 def _exchanged(tree: ast.Module, arrays: Sequence[str]) -> Iterator[FormulaEdit]:
+    source = ast.unparse(tree)
     for a, b in combinations([name for name in arrays if name not in (*_INTEGER_ARRAYS, "y")], 2):
-        yield FormulaEdit(_with_names(tree, {a: b, b: a}), "values", ((a, b), (b, a)))
+        yield FormulaEdit(_with_names(source, {a: b, b: a}), "values", ((a, b), (b, a)))
 
 
-def _with_names(tree: ast.Module, names: Mapping[str, str]) -> str:
-    class Renamed(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.AST:
-            return ast.parse(names[node.id], mode="eval").body if node.id in names else node
-
-    return ast.unparse(Renamed().visit(copy.deepcopy(tree)))
+def _with_names(source: str, names: Mapping[str, str]) -> str:
+    return re.sub(r"\b[A-Za-z_]\w*\b", lambda m: names.get(m[0], m[0]), source)

@@ -38,7 +38,7 @@ EXAMPLES = (
 
 def edited(op: Op, graph: Graph, weights: Weights, words: str) -> Op | None:
     """The op with the edit of which a report would say `words`; None where no edit of it has these."""
-    problem = _blank(op, graph, weights)
+    problem = blank(op, graph, weights)
     if problem is None:
         return None
     found = [*_maps(problem, words), *_functions(problem, words), *_readings(problem, words)]
@@ -69,7 +69,7 @@ def _said(problem: Problem, variant: Variant) -> str:
         return ""
 
 
-def _blank(op: Op, graph: Graph, weights: Weights) -> Problem | None:
+def blank(op: Op, graph: Graph, weights: Weights) -> Problem | None:
     """The op in a first step of some tokens, whatever their values."""
 
     def zeros(axes: tuple[Axis, ...]) -> torch.Tensor:

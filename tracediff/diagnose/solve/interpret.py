@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 Value = Any  # a number, or an array with an axis for each loop variable, of size 1 where it does not depend on it
-_CHUNK = 1 << 22  # values of one intermediate result
-_FAR_TOO_LONG = 1 << 24
+_BEYOND = 4  # times the largest array: so often may be stored, and so far; an engine that goes on crashes
+_SHORT = 1 << 16  # turns of loops that take no time
+_PREPARED = 8  # results of loops that are kept for other runs
 _INTEGERS = ("tokens", "positions", "past", "starts")  # arrays of these
 
 
@@ -56,12 +57,34 @@ class Flat:
 class Stored:
     """What one statement stored to the output: places and values, in the order of the stores. Later ones stay.
 
-    `loops` are the loop variables at each of them, where these were asked for.
+    `turns` are the turns of the loops in which it did: None where in all of `shape`, in which each of the loop
+    `variables` has an axis.
     """
 
     at: np.ndarray
     values: np.ndarray
-    loops: Mapping[str, np.ndarray]
+    variables: Mapping[str, np.ndarray] = field(default_factory=dict)
+    shape: tuple[int, ...] = ()
+    turns: np.ndarray | None = None
+
+    def loops(self, which: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray]:
+        """The loop variables at these stores."""
+        turns = (np.arange(self.at.size) if self.turns is None else self.turns)[which]
+        along = np.unravel_index(turns, self.shape)
+        found = {}
+        for name, values in self.variables.items():
+            axis = int(np.argmax(values.shape))
+            found[name] = values.ravel()[along[axis] if values.size > 1 else np.zeros(len(turns), int)]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What loops stored to arrays of their own, whether they read beyond an array, and the arrays that they read."""
+
+    local: Mapping[str, np.ndarray]
+    beyond: bool
+    read: Sequence[Array | None]
 
 
 @dataclass(frozen=True)
@@ -71,26 +94,59 @@ class Program:
     tree: ast.Module
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes, in the order of the source."""
+        found: list[ast.AST] = []
+        stack: list[ast.AST] = [self.tree]
+        while stack:
+            node = stack.pop()
+            found.append(node)
+            for name in reversed(node._fields):
+                value = getattr(node, name, None)
+                if isinstance(value, list):
+                    stack += reversed(value)
+                elif isinstance(value, ast.AST) and value._fields:
+                    stack.append(value)
+        return found
+
+    @cached_property
     def axes(self) -> dict[str, int]:
         """The axis of each loop variable."""
         found: dict[str, int] = {}
-        for node in _in_order(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.For | ast.comprehension):
                 assert isinstance(node.target, ast.Name)
                 found.setdefault(node.target.id, len(found))
         return found
 
     @cached_property
+    def _stored_in(self) -> Mapping[ast.For, set[str]]:
+        """The arrays that are stored to in each loop."""
+        found: dict[ast.For, set[str]] = {}
+
+        def within(body: Sequence[ast.stmt]) -> set[str]:
+            names: set[str] = set()
+            for node in body:
+                if isinstance(node, ast.For):
+                    found[node] = within(node.body)
+                    names |= found[node]
+                elif isinstance(node, ast.Assign):
+                    names |= {_stores_to(node)} - {""}
+            return names
+
+        within(self.tree.body)
+        return found
+
+    @cached_property
     def placing(self) -> set[str]:
         """Names that say which elements of the output are stored to, and in which order."""
-        loops = (node for node in ast.walk(self.tree) if isinstance(node, ast.For))
-        counts = [loop.iter for loop in loops if self.stores_output(loop)]
+        counts = [loop.iter for loop, names in self._stored_in.items() if "y" in names]
         stores = (node.targets[0] for node in self._assignments if _stores_to(node) == "y")
         return self._defining([*counts, *stores])
 
     def stores_output(self, loop: ast.For) -> bool:
         """Whether something in a loop is stored to the output."""
-        return any(isinstance(node, ast.Assign) and _stores_to(node) == "y" for node in ast.walk(loop))
+        return "y" in self._stored_in[loop]
 
     @cached_property
     def valuing(self) -> set[str]:
@@ -109,39 +165,38 @@ class Program:
             stack += [defined[name] for name in new & defined.keys()]
         return found
 
-    @property
+    @cached_property
     def _assignments(self) -> list[ast.Assign]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, ast.Assign)]
+        return [node for node in self.nodes if isinstance(node, ast.Assign)]
 
     @cached_property
     def reads_output(self) -> bool:
         """Whether what is stored to the output is read again: it is computed in place."""
-        subscripts = (n for n in ast.walk(self.tree) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load))
+        subscripts = (n for n in self.nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load))
         return any(isinstance(n.value, ast.Name) and n.value.id == "y" for n in subscripts)
+
+    @cached_property
+    def preparing(self) -> Mapping[ast.stmt, tuple[str, set[str]]]:
+        """Outermost loops that store to arrays of their own alone: as text, with the names in them."""
+        loops = (node for node in self.tree.body if isinstance(node, ast.For) and not self.stores_output(node))
+        return {loop: (ast.unparse(loop), {n.id for n in ast.walk(loop) if isinstance(n, ast.Name)}) for loop in loops}
 
     @cached_property
     def restrictable(self) -> set[str]:
         """Loop variables of which some values may be left out: no other of them reads what is stored at one."""
         return {
             loop.target.id
-            for loop in ast.walk(self.tree)
-            if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name) and self._stands_alone(loop)
+            for loop, names in self._stored_in.items()
+            if names == {"y"} and isinstance(loop.target, ast.Name) and self._stands_alone(loop)
         }
 
     def _stands_alone(self, loop: ast.For) -> bool:
-        stores = {_stores_to(node) for node in ast.walk(loop) if isinstance(node, ast.Assign)} - {""}
-        return stores == {"y"} and (not self.reads_output or any(isinstance(node, ast.For) for node in loop.body))
+        return not self.reads_output or any(isinstance(node, ast.For) for node in loop.body)
 
 
 def parse(source: str) -> Program:
     """Loops of a source."""
     return Program(ast.parse(source))
-
-
-def _in_order(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _in_order(child)
 
 
 def _stores_to(node: ast.Assign) -> str:
@@ -174,27 +229,35 @@ class Run:
     places_only: bool = False  # whether values do not matter
     before: np.ndarray | None = None  # what the output's buffer held, where it is computed in place
     beyond: float = 0.0  # what is read where an array does not reach: unknown, so results that follow it are
+    prepared: "dict[object, Prepared]" = field(default_factory=dict)  # by earlier runs on the same arrays
 
     def stores(self) -> list[Stored]:
-        """All stores to the output `y`; raises CannotRunError."""
+        """All stores to the output `y`, those that stay last; raises CannotRunError."""
+        stored = self.statements()
+        if not self._in_place:
+            return stored if self.places_only else _in_turn(stored)
+        if stored:
+            places = np.unique(np.concatenate([one.at for one in stored]))
+            places = places[(places >= 0) & (places < self.n_output)]
+            return [Stored(places, self._output[places])]
+        return []
+
+    def statements(self) -> list[Stored]:
+        """What each statement stored to the output; raises CannotRunError."""
         self._names: dict[str, Value] = {"inf": math.inf, **self.numbers}
-        in_place = self.program.reads_output and not self.places_only
+        self._in_place = self.program.reads_output and not self.places_only
         self._output: np.ndarray = np.zeros(self.n_output) if self.before is None else self.before
         self._output = self._output.astype(self.dtype)
-        self._in_place = in_place
         self.went_beyond = False  # whether something was read where an array does not reach
         self._local: dict[str, np.ndarray] = {}
+        self._begun: set[ast.stmt] = set()
         self._mask: Value = True
+        self._turns = 1
+        self._most_turns = _BEYOND * max([self.n_output, _SHORT, *(array.size for array in self.arrays.values())])
         self._stored: list[Stored] = []
         with np.errstate(all="ignore"):
             self._block(self.program.tree.body)
-        if not in_place:
-            return self._stored if self.places_only else _in_turn(self._stored)
-        if self._stored:
-            places = np.unique(np.concatenate([stored.at for stored in self._stored]))
-            places = places[(places >= 0) & (places < self.n_output)]
-            return [Stored(places, self._output[places], {})]
-        return []
+        return self._stored
 
     # --- statements
 
@@ -203,6 +266,8 @@ class Run:
             match node:
                 case ast.For() if self.places_only and not self.program.stores_output(node):
                     pass
+                case ast.For() if node in self.program.preparing and node not in self._begun:
+                    self._prepare(node)
                 case ast.For(target=ast.Name(id=name), iter=counted, body=inner):
                     with self._loop(name, counted) as (any_left, _):
                         if any_left and self._in_place and _in_sequence(inner):
@@ -222,6 +287,24 @@ class Run:
                 case _:
                     raise CannotRunError(ast.unparse(node))
 
+    def _prepare(self, node: ast.For) -> None:
+        """Runs a loop that stores to arrays of its own, or takes these from another run of it."""
+        self._begun.add(node)
+        text, names = self.program.preparing[node]
+        read = [self.arrays.get(name) for name in sorted(names)]
+        values = tuple(self._names.get(name) for name in sorted(names))
+        key = text, values, tuple(map(id, read)), self.dtype, self.beyond
+        known = self.prepared.get(key)
+        if known is None:
+            went_before, self.went_beyond = self.went_beyond, False
+            self._block([node])
+            known = Prepared(dict(self._local), self.went_beyond, read)
+            self.went_beyond = went_before
+            if len(self.prepared) < _PREPARED:
+                self.prepared[key] = known
+        self._local = dict(known.local)
+        self.went_beyond |= known.beyond
+
     def _one_by_one(self, name: str, inner: list[ast.stmt]) -> None:
         """A loop whose turns read what others stored."""
         values = self._names[name]
@@ -233,7 +316,8 @@ class Run:
     @contextmanager
     def _loop(self, name: str, counted: ast.expr, whole: bool = False) -> Iterator[tuple[bool, Value]]:
         values, inside = self._range(name, counted, whole)
-        before = self._names.get(name), self._mask
+        before = self._names.get(name), self._mask, self._turns
+        self._turns *= 1 if whole else max(1, values.size)
         self._names[name] = values
         self._mask = inside if self._mask is True else self._mask & inside if inside is not True else self._mask
         try:
@@ -243,7 +327,7 @@ class Run:
                 del self._names[name]
             else:
                 self._names[name] = before[0]
-            self._mask = before[1]
+            self._mask, self._turns = before[1:]
 
     def _range(self, name: str, counted: ast.expr, whole: bool) -> tuple[np.ndarray, Value]:
         """The values that a loop variable takes, along its axis, and for which of the outer ones it takes them."""
@@ -254,7 +338,8 @@ class Run:
         if not isinstance(step, int) or step < 1 or any(_kind(bound) == "f" for bound in (start, end)):
             raise CannotRunError("steps")
         low, high = int(np.min(start)), int(np.max(end))
-        if high - low > _FAR_TOO_LONG:
+        outer = 1 if whole or name in self.only else self._turns
+        if (high - low) * outer > self._most_turns * step:
             raise CannotRunError("too long")
         values = np.arange(low, high, step)
         if name in self.only and not whole:
@@ -274,17 +359,18 @@ class Run:
             raise CannotRunError("an index is no integer")
         loops = {v: self._names[v] for v in self.program.axes if isinstance(self._names.get(v), np.ndarray)}
         shape = np.broadcast_shapes(*(np.shape(x) for x in (at, value, self._mask, *loops.values())))
-        kept = np.broadcast_to(self._mask, shape).ravel() if self._mask is not True else slice(None)
+        kept = None if self._mask is True else np.flatnonzero(np.broadcast_to(self._mask, shape))
 
         def spread(x: Value) -> np.ndarray:
-            return np.broadcast_to(x, shape).ravel()[kept]
+            flat = np.broadcast_to(x, shape).ravel()
+            return flat if kept is None else flat[kept]
 
-        places, values = spread(at), spread(np.asarray(value, self.dtype))
+        places = spread(at)
+        values = places if self.places_only else spread(np.asarray(value, self.dtype))
         if name != "y":
             self._keep(name, places, values)
             return
-        wanted = loops if self.places_only else {}
-        self._stored.append(Stored(places, values, {v: spread(x) for v, x in wanted.items()}))
+        self._stored.append(Stored(places, values, loops, shape, kept))
         if self._in_place:
             inside = (places >= 0) & (places < self.n_output)
             self._output[places[inside]] = values[inside]
@@ -294,7 +380,7 @@ class Run:
         inside = places >= 0
         places, values = places[inside], values[inside]
         needed = int(places.max(initial=-1)) + 1
-        if needed > _FAR_TOO_LONG:
+        if needed > self._most_turns:
             raise CannotRunError("too long")
         array = self._local.get(name, np.zeros(0, self.dtype))
         array = np.concatenate((array, np.zeros(max(0, needed - array.size), self.dtype)))
@@ -426,7 +512,7 @@ def _in_turn(stored: list[Stored]) -> list[Stored]:
     if len({one.at.size for one in stored}) > 1 or len(stored) < 2:
         return stored
     at, values = (np.stack([getattr(one, name) for one in stored], -1).ravel() for name in ("at", "values"))
-    return [Stored(at, values, {})]
+    return [Stored(at, values)]
 
 
 def _kind(x: Value) -> str:
@@ -444,6 +530,9 @@ def _over(how: str, terms: np.ndarray, axis: int, inside: Value) -> np.ndarray:
             return np.fmax.reduce(terms, axis, keepdims=True)
         case "min":
             return np.fmin.reduce(terms, axis, keepdims=True)
+        case "upto" | "onwards":  # all parts of the sum: of the terms before each, and from it on
+            whole, parts = terms.sum(axis, keepdims=True), np.cumsum(terms, axis) - terms
+            return parts if how == "upto" else whole - parts
         case "first" | "last":
             return np.take(terms, [0 if how == "first" else -1], axis)
     raise CannotRunError(how)

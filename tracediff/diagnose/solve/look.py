@@ -13,6 +13,8 @@ from tracediff.diagnose.solve.variant import SOMETHING, Bound, Touches, parsed
 
 _NEARLY = 0.5  # of the wrong values: what gives fewer is not looked at again
 _EACH = 4, 2  # values of each loop variable at which the output is wrong, and right
+_GLANCE = 2  # the same of wrong ones, for a first look that most do not pass
+_SAMPLE = 10, 5  # places, wrong and right, that are looked at where stores are elsewhere
 _POINTS = 1 << 22  # of the loops that are looked at as a whole to find those
 
 
@@ -38,35 +40,54 @@ class Look:
     @cached_property
     def only(self) -> dict[str, np.ndarray]:
         """The values of each loop variable that are looked at."""
-        points = self._points
+        return {
+            name: np.union1d(_spread(bad, _EACH[0]), _spread(good, _EACH[1]))
+            for name, (bad, good) in self._turns.items()
+        }
+
+    @cached_property
+    def few(self) -> dict[str, np.ndarray]:
+        """Those of wrong ones that are looked at first."""
+        return {name: _spread(bad, _GLANCE) for name, (bad, _) in self._turns.items()}
+
+    @cached_property
+    def _turns(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The values of each loop variable at which something is wrong, and those at which nothing is."""
+        points, found = self._points, {}
         wrong = self.problem.wrong[points["at"]]
-        found = {}
         for name in points.keys() - {"at"}:
-            values = points[name]
-            bad = np.unique(values[wrong])
-            good = np.setdiff1d(values, bad)
-            found[name] = np.union1d(_spread(bad, _EACH[0]), _spread(good, _EACH[1]))
+            bad = np.unique(points[name][wrong])
+            found[name] = bad, np.setdiff1d(points[name], bad)
         return found
+
+    @cached_property
+    def _sample(self) -> np.ndarray:
+        """Some places of the output, wrong ones and right ones."""
+        wrong = self.problem.wrong
+        return np.concatenate([_spread(np.flatnonzero(x), n) for x, n in zip((wrong, ~wrong), _SAMPLE, strict=True)])
 
     @cached_property
     def _points(self) -> dict[str, np.ndarray]:
         """Of each store: its place, "at", and the loop variables that may be restricted."""
-        loops = self.problem.loops
-        program = parsed(loops.source)
+        right = self.problem.loops
+        program = parsed(right.source)
         n = self.problem.exact.size
         only = {}
-        if n > _POINTS and loops.loops.block:
-            name, _ = loops.loops.block
-            wrong = np.flatnonzero(self.problem.wrong) % (n // int(loops.numbers["T"]))
+        if n > _POINTS and right.loops.block:
+            name, _ = right.loops.block
+            wrong = np.flatnonzero(self.problem.wrong) % (n // int(right.numbers["T"]))
             only = {name: np.union1d(_spread(np.unique(wrong), 64), np.arange(8))}
-        stores = loops.places(only)
-        names = set.intersection(*(set(stored.loops) for stored in stores)) & program.restrictable
-        found = {name: np.concatenate([stored.loops[name] for stored in stores]) for name in names}
+        stores = right.places(only)
+        names = set.intersection(*(set(stored.variables) for stored in stores)) & program.restrictable
+        loops = [stored.loops() for stored in stores]
+        found = {name: np.concatenate([one[name] for one in loops]) for name in names}
         return {**found, "at": np.concatenate([stored.at for stored in stores])}
 
     def at(self, hypothesis: Bound, touches: Touches) -> Seen | None:
         """What a hypothesis gives that touches values or places; None where its loops cannot run."""
         try:
+            if touches == "values" and not self._may_be(hypothesis):
+                return Seen(0.0, 0.0)
             seen = self._at(hypothesis, touches)
             # What lies beyond an array is not in the trace: what follows from it cannot be held against a hypothesis.
             if seen.wrong > _NEARLY and not seen.passes and touches != "places":
@@ -75,31 +96,58 @@ class Look:
         except CannotRunError:
             return None
 
+    def _may_be(self, hypothesis: Bound) -> bool:
+        """Whether it gives any of the few wrong values that are looked at first, or what it gives is not known."""
+        stores, beyond = hypothesis.stored(self.few)
+        if beyond or not stores:
+            return beyond
+        at, values = _joined(stores)
+        some = self.problem.wrong[at]
+        at, values = at[some], values[some]
+        return not len(at) or bool(agree(self.problem.recorded[at], values, self.problem.near[at]).any())
+
     def _at_random(self, hypothesis: Bound) -> Bound:
         return replace(hypothesis, beyond=SOMETHING)
 
     def _at(self, hypothesis: Bound, touches: Touches, other: Bound | None = None) -> Seen:
         """By its own values, or by those only that are the same under another."""
         if touches == "places":
-            made, known = self._moved(hypothesis)
-            return self._seen(np.flatnonzero(known), made[known])
-        at, made = self._part(hypothesis) if touches == "values" else self._whole(hypothesis)
+            return self._seen(*self._moved(hypothesis))
+        look = self._part if touches == "values" else self._sampled
+        at, made = look(hypothesis)
         if other:
-            also = (self._part(other) if touches == "values" else self._whole(other))[1]
+            also = look(other)[1]
             same = agree(made, also, np.zeros(1))
             at, made = at[same], made[same]
         return self._seen(at, made)
 
-    def _whole(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
-        made = hypothesis.output().ravel()
-        return np.arange(made.size), made
+    def _sampled(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
+        """The values at some places, by the turns of the loops that store to them last."""
+        program = parsed(hypothesis.source)
+        only: dict[str, np.ndarray] = {}
+        for stored in hypothesis.places():
+            last = self._last(stored)
+            for name, values in stored.loops(last[last >= 0]).items():
+                if name in program.restrictable:
+                    only[name] = np.union1d(only.get(name, values[:0]), values)
+        made = hypothesis.untouched()
+        for stored in hypothesis.stored(only)[0]:
+            inside = (stored.at >= 0) & (stored.at < made.size)
+            made[stored.at[inside]] = stored.values[inside]
+        return self._sample, made[self._sample]
+
+    def _last(self, stored: Stored) -> np.ndarray:
+        """Of each place of the sample the last store to it; -1 where there is none."""
+        last = np.full(self.problem.exact.size, -1)
+        inside = np.flatnonzero((stored.at >= 0) & (stored.at < last.size))
+        last[stored.at[inside]] = inside
+        return last[self._sample]
 
     def _part(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
-        stores = hypothesis.stores(self.only)
+        stores, _ = hypothesis.stored(self.only)
         if not stores:
             raise CannotRunError("nothing is stored")
-        at, values = (np.concatenate([getattr(stored, x) for stored in stores]) for x in ("at", "values"))
-        return at, values
+        return _joined(stores)
 
     def left(self, hypothesis: Bound) -> np.ndarray:
         """Of the part that is looked at what is left of the recorded values, relative to how near it must come."""
@@ -114,58 +162,50 @@ class Look:
         return Seen(*shares)
 
     def _moved(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
-        """The right values where the edited stores put them, and where these are known: turns beyond those of the right
-        loops make others.
+        """Places of the sample and the right values that the edited stores put there, where these are known: turns
+        beyond those of the right loops make others.
         """
-        made = hypothesis.untouched().ravel()
-        known = np.ones(made.size, bool)
         edited = hypothesis.places()
-        if not edited:
-            return made, known
-        if len(edited) != len(self._sources):
+        if edited and len(edited) != len(self._sources):
             raise CannotRunError("another number of stores")
-        moved = [self._right(stored, *source) for stored, source in zip(edited, self._sources, strict=True)]
-        if len({len(at) for at, _, _ in moved}) == 1:  # statements of one loop take turns
-            moved = [tuple(np.stack(parts, -1).ravel() for parts in zip(*moved, strict=True))]
-        for at, values, right in moved:
-            inside = (at >= 0) & (at < made.size)
-            made[at[inside]] = values[inside]
-            known[at[inside]] = right[inside]
-        return made, known
-        if len(edited) != len(self._sources):
-            raise CannotRunError("another number of stores")
-        for stored, (names, source) in zip(edited, self._sources, strict=True):
-            loops = [stored.loops[name] for name in names]
-            inside = (stored.at >= 0) & (stored.at < made.size)
-            right = np.ones(stored.at.size, bool)
-            for values, size in zip(loops, source.shape, strict=True):
-                right &= (values >= 0) & (values < size)
-            values = np.zeros(stored.at.size)
-            values[right] = self.problem.exact[source[tuple(values[right] for values in loops)]]
-            made[stored.at[inside]] = values[inside]
-            known[stored.at[inside]] = right[inside]
-        return made, known
+        made, known = hypothesis.untouched()[self._sample], np.ones(len(self._sample), bool)
+        in_turn = len({len(stored.at) for stored in edited}) == 1  # statements of one loop
+        before = np.full(len(self._sample), -1)
+        for stored, source in zip(edited, self._sources, strict=False):
+            last = self._last(stored)
+            later = (last >= before if in_turn else True) & (last >= 0)
+            made[later], known[later] = self._right(stored.loops(last[later]), *source)
+            before = np.maximum(before, last)
+        return self._sample[known], made[known]
 
-    def _right(self, stored: Stored, names: list[str], source: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Where it is stored, the right value of each turn, and whether there is one."""
-        loops = [stored.loops[name] for name in names]
-        right = np.ones(stored.at.size, bool)
-        for values, size in zip(loops, source.shape, strict=True):
+    def _right(
+        self, loops: dict[str, np.ndarray], names: list[str], source: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The right value of each turn, and whether there is one."""
+        at = [loops[name] for name in names]
+        right = np.ones(len(at[0]), bool)
+        for values, size in zip(at, source.shape, strict=True):
             right &= (values >= 0) & (values < size)
-        made = np.zeros(stored.at.size)
-        made[right] = self.problem.exact[source[tuple(values[right] for values in loops)]]
-        return stored.at, made, right
+        made = np.zeros(len(right))
+        made[right] = self.problem.exact[source[tuple(values[right] for values in at)]]
+        return made, right
 
     @cached_property
     def _sources(self) -> list[tuple[list[str], np.ndarray]]:
         """Of each store statement the places that the right loops store to, by loop variables."""
         found = []
         for stored in self.problem.loops.places():
-            names = list(stored.loops)
-            source = np.zeros([int(stored.loops[name].max()) + 1 for name in names], int)
-            source[tuple(stored.loops[name] for name in names)] = stored.at
+            loops = stored.loops()
+            names = list(loops)
+            source = np.zeros([int(values.max()) + 1 for values in loops.values()], int)
+            source[tuple(loops.values())] = stored.at
             found.append((names, source))
         return found
+
+
+def _joined(stores: list[Stored]) -> tuple[np.ndarray, np.ndarray]:
+    at, values = (np.concatenate([getattr(stored, x) for stored in stores]) for x in ("at", "values"))
+    return at, values
 
 
 def _spread(values: np.ndarray, n: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tracediff.diagnose.solve import formulas
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.variant import Bound, Priced, Variant
@@ -13,6 +14,7 @@ _DECADES = 8  # on either side of the right number in which the fit may begin
 _LOOK = "the positions of each step: how many are cached before it"
 _POSITIONS = 64  # by which they may be off
 _ROUNDS = 40
+_SAME = 1e-6  # to which a fitted number is the right one
 _BITS = 24  # of a fitted number; a usual one takes few
 _USUAL = (0.0, 1.0, *(m * 10.0**e for e in range(-12, 8) for m in (1, 2, 5)), 2.0, 0.5, 0.25, 0.125)
 
@@ -33,6 +35,16 @@ def variants(problem: Problem, look: Look) -> Iterator[Priced]:
                     f"where {called} is read from the file",
                     fitted=True,
                 )
+
+
+def constants(problem: Problem, look: Look) -> Iterator[Priced]:
+    """Each number in a formula, as it fits best."""
+    for right, source in formulas.constants(problem.loops.source):
+        fitted = _Fit(problem.loops.with_(source, {}, {}), formulas.CONSTANT, look).best(right)
+        if fitted is not None and np.isfinite(fitted) and abs(fitted / right - 1) > _SAME:
+            for value, bits in (*((u, 8.0) for u in _near(fitted)), (fitted, _BITS)):
+                edited = source.replace(formulas.CONSTANT, f"{value:.6g}")
+                yield Priced(Variant("", edited), bits, fitted=True)
 
 
 def positions(problem: Problem) -> Iterator[Priced]:
@@ -64,6 +76,8 @@ class _Fit:
     def left(self, value: float) -> np.ndarray:
         """What is left of the recorded values that are looked at."""
         other = self.loops.with_(self.loops.source, {}, {self.name: value})
+        if not np.isfinite(value):
+            return np.array([np.inf])
         return self.look.left(other)
 
     @np.errstate(over="ignore", invalid="ignore")  # of values that are Inf, or all but

@@ -1,11 +1,11 @@
 """The search: hypotheses of every sort, looked at and priced."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors
+from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors, terms
 from tracediff.diagnose.solve.interpret import Array, CannotRunError, Flat
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.parts import in_region
@@ -23,19 +23,23 @@ _PARTS = 24  # hypotheses that are computed in whole for that
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A changed op that gives what was recorded, in words, and what it takes to say them, in bits."""
+    """A changed op, or several changed alike, that give what was recorded, in words, and what these take, in bits."""
 
-    op: Op
+    ops: tuple[Op, ...]
     words: str
     bits: float
     look: str  # where in an engine
     fitted: bool = False  # a number in it was
 
 
-def solve(problem: Problem) -> Iterator[Solved]:
-    """What gives all that was recorded, the cheapest first. Nothing here was verified to the floor."""
+def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
+    """What gives all that was recorded, the cheapest first. Nothing here was verified to the floor.
+
+    `check` raises where the time is over.
+    """
     look, whole, partial = Look(problem), [], []
     for priced in _hypotheses(problem, look):
+        check()
         bound = bound_of(problem, priced.variant)
         seen = look.at(bound, priced.variant.touches) if bound else None
         if seen and seen.passes:
@@ -47,7 +51,7 @@ def solve(problem: Problem) -> Iterator[Solved]:
     yield from filter(None, (_solved(problem, one) for one in alike))
     others = [*maps.variants(problem), *functions.variants(problem), *readings.variants(problem)]
     for found in sorted(others, key=lambda one: one.bits):
-        yield Solved(found.op, found.words, found.bits, found.look, isinstance(found.op.rework, functions.Mapped))
+        yield Solved((found.op,), found.words, found.bits, found.look, isinstance(found.op.rework, functions.Mapped))
     partial.sort(key=lambda one: one.bits)
     yield from sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)
 
@@ -72,7 +76,7 @@ def _solved(problem: Problem, priced: Priced) -> Solved | None:
     if not np.isfinite(wrong).any():  # many formulas make these: this one does, and needs fewest words
         words = f"{'all' if problem.wrong.all() else len(wrong)} values are NaN or Inf, as if {words}"
     op = priced.variant.op(problem.op, problem.loops.loops, beyond=len(unknown) > 0)
-    return Solved(op, words, priced.bits, priced.look, priced.fitted)
+    return Solved((op,), words, priced.bits, priced.look, priced.fitted)
 
 
 def words_of(problem: Problem, variant: Variant) -> str:
@@ -85,10 +89,12 @@ def words_of(problem: Problem, variant: Variant) -> str:
 def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
     yield from copies.variants(problem)
     yield from numbers.variants(problem, look)
+    yield from numbers.constants(problem, look)
     yield from numbers.positions(problem)
     yield from inputs.variants(problem)
     yield from inputs.cached(problem)
     yield from tensors.variants(problem)
+    yield from terms.variants(problem, look)
     yield from formulas.variants(problem)
 
 
@@ -121,5 +127,6 @@ def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
             if np.all(fits[region.mask(shape).ravel()]):
                 inside = priced.variant.op(problem.op, problem.loops.loops)
                 words = f"{region.words(axes)}: {words_of(problem, priced.variant)}"
-                yield Solved(in_region(problem.op, inside, region), words, priced.bits + region.bits, priced.look)
+                changed = in_region(problem.op, inside, region)
+                yield Solved((changed,), words, priced.bits + region.bits, priced.look)
                 break

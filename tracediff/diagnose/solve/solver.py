@@ -1,6 +1,6 @@
 """From a faulty record to what the solver makes of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -38,10 +38,10 @@ def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None = None) -
     )  # fmt: skip
 
 
-def explanations(replay: Replay, record: OpRecord) -> Iterator[tuple[Solved, Scheme | None]]:
+def explanations(replay: Replay, record: OpRecord, check: Callable[[], None]) -> Iterator[tuple[Solved, Scheme | None]]:
     """What gives a faulty record, the cheapest first, and the arithmetic under which it was found, where none is
-    settled. None where its op has no loops.
+    settled. None where its op has no loops. `check` raises where the time is over.
     """
     for scheme in replay.plain_ones(record):
         problem = problem_of(replay, record, scheme)
-        yield from ((solved, scheme) for solved in solve(problem)) if problem else ()
+        yield from ((solved, scheme) for solved in solve(problem, check)) if problem else ()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.interpret import Array, CannotRunError, Flat, Run, Stored, parse
+from tracediff.diagnose.solve.interpret import Array, CannotRunError, Flat, Prepared, Run, Stored, parse
 from tracediff.diagnose.solve.loops import Loops, loops_of
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Past, Weight
@@ -180,7 +180,7 @@ class Reworked:
         extra = {name: Flat(flat(x)) for name, x in zip(self.extra, inputs[self.n_inputs :], strict=True)}
         try:
             edited = bound.with_(self.source, extra, dict(self.numbers))
-            y, error = edited.measured()
+            y, error = edited.measured() if call.energy else (edited.output(), np.zeros(0))
             if RECORDED in extra:
                 unknown = edited.unknown(y)
                 y.flat[unknown] = extra[RECORDED].values[unknown]
@@ -223,20 +223,28 @@ class Bound:
     numbers: Mapping[str, float]
     arrays: Mapping[str, Array]
     beyond: float = 0.0  # what lies beyond the arrays
+    prepared: dict[object, Prepared] = field(default_factory=dict)
 
     def with_(self, source: str, arrays: Mapping[str, Array], numbers: Mapping[str, float]) -> "Bound":
         """Edited loops with some names standing for something else."""
-        return Bound(source, self.loops, {**self.numbers, **numbers}, {**self.arrays, **arrays})
+        return replace(self, source=source, numbers={**self.numbers, **numbers}, arrays={**self.arrays, **arrays})
 
-    def stores(self, only: Mapping[str, np.ndarray], dtype: type = np.float64) -> list[Stored]:
-        """What is stored to the output in a part of the loops; raises CannotRunError."""
-        return self._run(only, dtype).stores()
+    def stored(self, only: Mapping[str, np.ndarray], dtype: type = np.float64) -> tuple[list[Stored], bool]:
+        """What is stored to the output in a part of the loops, and whether something was read where an array does not
+        reach; raises CannotRunError.
+        """
+        run = self._run(only, dtype)
+        return run.stores(), run.went_beyond
+
+    def statements(self, only: Mapping[str, np.ndarray]) -> list[Stored]:
+        """What each statement stores to the output in a part of the loops; raises CannotRunError."""
+        return self._run(only, np.float64).statements()
 
     def _run(self, only: Mapping[str, np.ndarray], dtype: type) -> Run:
         n = int(np.prod(self.loops.shape))
         before = self.untouched() if "before" in self.arrays else None
         known = parsed(self.source), self.numbers, self.arrays, n
-        return Run(*known, dtype, only, before=before, beyond=self.beyond)
+        return Run(*known, dtype, only, before=before, beyond=self.beyond, prepared=self.prepared)
 
     def places(self, only: Mapping[str, np.ndarray] = MappingProxyType({})) -> list[Stored]:
         """Where something is stored to, and at which values of the loop variables."""
@@ -259,11 +267,11 @@ class Bound:
         """The whole output, and whether something was read where an array does not reach."""
         y, beyond = self.untouched(dtype), False
         for only in self._blocks():
-            run = self._run(only, dtype)
-            for stored in run.stores():
+            stores, went = self.stored(only, dtype)
+            for stored in stores:
                 inside = (stored.at >= 0) & (stored.at < y.size)
                 y[stored.at[inside]] = stored.values[inside]
-            beyond |= run.went_beyond
+            beyond |= went
         return y.reshape(self.loops.shape), beyond
 
     def unknown(self, y: np.ndarray) -> np.ndarray:

@@ -233,10 +233,11 @@ class Speaker:
                 return "the mask hides every key from every query"
             if (seen[1] == ~seen[0]).all():
                 return "the mask is inverted: a query sees the keys after its own position, and no other"
-            counts = seen[1].sum(-1) - seen[0].sum(-1)
+            counts = seen[0].sum(-1), seen[1].sum(-1)
+            by = (counts[1] - counts[0]).ravel()
+            k = int(by[np.argmax(np.abs(by))])
             prefix = all(row[: int(row.sum())].all() for row in seen[1].reshape(-1, seen[1].shape[-1]))
-            if prefix and len(set(counts.ravel().tolist())) == 1:
-                k = int(counts.ravel()[0])
+            if prefix and (counts[1] == np.clip(counts[0] + k, 0, seen[0].shape[-1])).all():
                 return f"the mask: each query sees {some(abs(k), 'key')} too {'many' if k > 0 else 'few'}"
         return f"the mask: query t sees {said}, where {belongs} belong{self._legend(said, belongs)}"
 
