@@ -34,7 +34,13 @@ class Map:
     numbers: tuple[int, ...] = ()
 
     def of(self, n: int) -> np.ndarray:
-        """For each of `n` places the place that its values are from; -1 where they are 0."""
+        """For each of `n` places the place that its values are from; -1 where they are 0. Of shorter axes, as in steps
+        of one token, places that are from one beyond the last stay.
+        """
+        source = self._of(n)
+        return np.where(source < n, source, np.arange(n))
+
+    def _of(self, n: int) -> np.ndarray:
         at = np.arange(n)
         match self.kind, self.numbers:
             case "reversed", ():
