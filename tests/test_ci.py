@@ -128,6 +128,7 @@ def test_an_op_that_is_recorded_no_more_and_another_arithmetic_are_worse(project
     code, said, _ = cli("ci")
     assert code == 1
     assert "the arithmetic was exact, and is now " in " ".join(said.split())
+    assert "\nNext\n  tracediff ci --accept REASON\n  if that is meant; " in said
     assert cli("ci", "--accept", "float16 weights")[0] == 0
     assert cli("ci")[0] == 0
 

@@ -9,7 +9,7 @@ from datetime import date
 from tracediff.ci.lock import Accepted, Locked, Sort
 from tracediff.findings.places import of_names
 from tracediff.findings.words import are, by_name, listed, local_name, number
-from tracediff.result import Finding, Gate, OpResult, Result, Said, Verdict
+from tracediff.result import Finding, Gate, Next, OpResult, Result, Said, Verdict
 
 _WORST_FIRST: tuple[Verdict, ...] = ("diverged", "undecided")
 _JUDGED = ("faulty", "inherited", "drift")
@@ -17,6 +17,7 @@ UNKNOWN = "unknown"  # the name under which a cause is accepted that nobody know
 # Floors follow from arithmetic and values, of which threads, BLAS and the order of sums change the last digits; what
 # is left of a sound op they change tenfold. So a resolving power is a decade, and moves by two before it counts.
 _MARGIN, _MOVES = 3.0, 100.0
+_ACCEPT = "if that is meant; else look for the change that made it so, and undo it"
 
 
 def measured(result: Result) -> Locked:
@@ -38,15 +39,22 @@ def _decade(nmse: float) -> float:
     return float(f"1e{math.ceil(math.log10(_MARGIN * max(nmse, 1e-30)))}") if math.isfinite(nmse) else math.inf
 
 
-def held(result: Result, locked: Locked, today: date) -> Result:
-    """The result with what got worse as its findings: "match" where nothing did. Undecided stays undecided."""
-    worse = (*_causes(result, locked, today), *_sorts(result, locked), *_drifts(result))
+def held(result: Result, locked: Locked, today: date, command: str) -> Result:
+    """The result with what got worse as its findings: "match" where nothing did. Undecided stays undecided.
+
+    `command` is the one that asked.
+    """
+    causes = (*_causes(result, locked, today),)
+    worse = (*causes, *_sorts(result, locked), *_drifts(result))
     said = (*result.said, *_accepted(result, locked))
     if worse:
         others = f" {are(len(worse) - 1, 'other')} listed below." if len(worse) > 1 else ""
         summary = f"{worse[0].text}{others}"
         details = result.details if result.verdict == "diverged" else ()
-        return replace(result, verdict="diverged", findings=worse, said=said, summary=summary, details=details)
+        return replace(
+            result, verdict="diverged", findings=worse, said=said, summary=summary, details=details,
+            next=result.next if causes else Next(f"{command} --accept REASON", _ACCEPT),
+        )  # fmt: skip
     if result.verdict == "undecided":
         return replace(result, said=said)
     known = f"; {are(len(locked.accepted), 'known cause')} accepted" if result.findings else ""

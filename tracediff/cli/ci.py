@@ -1,5 +1,7 @@
 """The command `ci`: a gate that knows what got worse."""
 
+import shlex
+import sys
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -112,7 +114,10 @@ def _held(results: dict[str, "Result"], locked: dict, found: "Project") -> dict[
         raise TracediffError(
             f"{found.lock}: it has no case {unlocked[0]!r}. --update adds it, from a trace that is right."
         )
-    return {name: held(one, locked[name], date.today()) for name, one in results.items()}
+    return {
+        name: held(one, locked[name], date.today(), shlex.join(("tracediff", *sys.argv[1:])))
+        for name, one in results.items()
+    }
 
 
 def _date(until: str | None) -> date:

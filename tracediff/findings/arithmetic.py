@@ -49,7 +49,7 @@ def _said(fits: _Fits) -> Iterator[str]:
         linear = [local.sharpness for op, local in passing if op.kind == "linear" and len(local.segment) == 1]
         seen = f"; a scale error of {number(max(linear))} in a matmul shows" if linear else ""
         nearest = max(local.excess for _, local in passing)
-        yield f"the nearest to its bound is {nearest:.2f} of it{seen}"
+        yield f"sound ops are within {nearest:.2f} of their bounds{seen}"
 
 
 _PARTS = {  # of the model, by the kind of op that makes them

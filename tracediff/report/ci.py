@@ -8,8 +8,9 @@ from rich.text import Text
 
 from tracediff.report.json_report import document
 from tracediff.report.parts import LEVELS, Trimmed, hanging, headline, line
+from tracediff.report.sections.said import next_step
 from tracediff.report.sections.verdict import findings
-from tracediff.result import Gate
+from tracediff.result import Gate, worst_case
 
 SCHEMA = "tracediff/ci/1"
 
@@ -28,6 +29,7 @@ def _cases(gate: Gate) -> Iterator[RenderableType]:
         yield from findings(result.findings)
         accepted = [one for one in result.said if one.about == "accepted"]
         yield from (hanging("  accepted", Text(one.text, LEVELS[one.level]), "dim") for one in accepted)
+    yield from next_step(worst_case(gate.cases)[1])
 
 
 def render_json(gate: Gate) -> str:
