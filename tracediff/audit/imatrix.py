@@ -134,6 +134,6 @@ def _compared(name: str, a: Profile | None, b: Profile | None, tolerance: float)
         order = np.argsort(x[0])[np.argsort(np.argsort(y[0]))]
         moved = [i for i, channel in enumerate(order) if channel != i]
         few = ", ".join(f"{i} has that of {order[i]}" for i in moved[:_SHOWN])
-        return Compared(name, "permuted", nmse, f"the same values in another order, {len(moved)} moved: channel {few}")
+        return Compared(name, "permuted", nmse, f"{len(moved)} channels in another order: B's channel {few}, ...")
     worst = int(np.argmax(np.abs(y - x)[0]))
     return Compared(name, "differs", nmse, f"most in channel {worst}: {x[0, worst]:.4g} in A, {y[0, worst]:.4g} in B")

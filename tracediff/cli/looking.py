@@ -62,7 +62,6 @@ def imatrix(
     """Compare what each matmul reads by sums of squares of its channels, which see a permutation. 1: some differ."""
     from tracediff.audit.imatrix import compare, profiles
     from tracediff.model.model import Model
-    from tracediff.result import Listing
 
     opened = Model(model) if model else None
     sides = [profiles(require_file(path), opened) for path in (a, b)]
@@ -70,10 +69,8 @@ def imatrix(
     wrong = [one for one in found if one.status not in ("ok", "unmatched")]
     lacking = sum(one.status == "unmatched" for one in found)
     title = f"{len(found) - lacking} inputs compared, {len(wrong)} differ; {lacking} on one side alone"
-    rows = tuple((one.weight, one.status, f"{one.nmse or 0:.2e}", one.why) for one in wrong)
-    sys.stdout.write(f"{title}\n")
-    if rows:
-        print_listing(Listing("", ("weight", "input", "NMSE", "how"), rows))
+    lines = [f"  {one.weight}: {one.status}, NMSE {one.nmse or 0:.2g}: {one.why}" for one in wrong]
+    sys.stdout.writelines(f"{printable(line)}\n" for line in [title, *lines])
     return DIVERGED if wrong else MATCH
 
 
