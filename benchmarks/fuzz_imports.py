@@ -152,6 +152,36 @@ def sglang_seeds() -> list[bytes]:
     return [*(b"z" + file for file in (*files, old)), *(b"p" + content for content in pickles), named]
 
 
+# ---- Answers of servers, and trees
+
+ANSWERS = [
+    b'{"prompt_token_ids": [1, 2], "prompt_logprobs": [null, {"2": {"logprob": -1.5}, "7": {"logprob": -2}}]}',
+    b'{"choices": [{"logprobs": {"content": [{"token": "token_id:1", "logprob": -1}, {"id": 2, "logprob": -9999}]}}]}',
+    b'{"choices": [{"token_ids": [2], "logprobs": {"tokens": ["a"], "token_logprobs": [-0.5]}}]}',
+    b'{"completion_probabilities": [{"id": 2, "prob": 0.25, "top_probs": []}]}',
+]
+ROUTES = np.array([[[0, 1]], [[3, 2]]], np.int16)
+ROUTED = b'{"choices": [{"prompt_token_ids": [1, 2], "prompt_routed_experts": [[[0, 1]], [[3, 2]]]}]}'
+_PRINTED = '{"shape": "torch.Size([1, 2, 3])", "dtype": "torch.float32", "mean": "tensor(1.5)", "std": "tensor(2.)", '
+_PRINTED += '"min": "tensor(-1e-3)", "max": "tensor(5.)"}'
+TREE = (
+    f'{{"module_path": "M", "children": [{{"module_path": "M.model.layers.1.input_layernorm", "inputs": {{"args": '
+    f'[{_PRINTED}]}}, "outputs": {_PRINTED}}}, {{"module_path": "M.lm_head", "outputs": [{_PRINTED}]}}]}}'
+).encode()
+
+
+def saved_states() -> bytes:
+    """Of two layers."""
+    from safetensors.numpy import save
+
+    return save({"hidden_states": np.stack([X, X + 1], 1), "token_ids": np.array(TOKENS)})
+
+
+def prepare_tokens(folder: Path) -> None:
+    """What lies beside the logits."""
+    np.array(TOKENS, np.int32).tofile(folder / "in-tokens.bin")
+
+
 # ---- Texts
 
 TEXTS = {
@@ -291,6 +321,11 @@ TARGETS = {
     "npz": Target(npz_seeds, npz),
     "safetensors": Target(lambda: [saved_safetensors()], as_file("safetensors")),
     "sglang": Target(sglang_seeds, sglang),
+    "logprobs": Target(lambda: ANSWERS, as_file("logprobs")),
+    "routed-experts": Target(lambda: [saved(lambda f: np.save(f, ROUTES)), ROUTED], as_file("routed-experts")),
+    "vllm-hidden-states": Target(lambda: [saved_states()], as_file("vllm-hidden-states")),
+    "debug-tree": Target(lambda: [TREE], as_file("debug-tree")),
+    "llama-logits": Target(lambda: [X.tobytes()], as_file("llama-logits", "in.bin"), prepare_tokens),
     "llama-text": Target(lambda: TEXTS["llama-text"], as_file("llama-text")),
     "table": Target(lambda: TEXTS["table"], as_file("table")),
     "map": Target(lambda: TEXTS["map"], map_, prepare_map),

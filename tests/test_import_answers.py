@@ -106,7 +106,7 @@ def test_after_sampling(cli: Cli, tmp_path: Path) -> None:
     path = saved(tmp_path, {"completion_probabilities": items})
     code, _, said = cli("import", "logprobs", path, "-o", tmp_path / "a.trace", "--tokens", ",".join(map(str, IDS)))
     assert (code, "processed, not raw" in said) == (0, True)
-    np.testing.assert_array_equal(Told(Trace(tmp_path / "a.trace")).logprobs[:3], [0, np.log(0.5), -np.inf])
+    np.testing.assert_array_equal(Told(Trace(tmp_path / "a.trace")).logprobs[:3], [np.nan, np.log(0.5), -np.inf])
 
 
 CLOSED: dict[str, tuple[Any, str]] = {

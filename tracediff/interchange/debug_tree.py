@@ -103,8 +103,9 @@ def _printed(path: Path, name: str, tensor: Mapping[str, Any]) -> Summary:
     numbers = {key: _NUMBER.match(str(tensor.get(key))) for key in ("mean", "std", "min", "max")}
     if not shape or not all(numbers.values()):
         raise InterchangeError(f"{path}: {name} is no tensor as the debugger prints it. Give the file as it is.")
-    sizes = tuple(int(n) for n in shape[1].split(",") if n.strip())
-    told = {key: float(found[1]) for key, found in numbers.items() if found}
+    with in_form(path, "numbers as the debugger prints them"):
+        sizes = tuple(int(n) for n in shape[1].split(",") if n.strip())
+        told = {key: float(found[1]) for key, found in numbers.items() if found}
     n = math.prod(sizes)
     std = told.pop("std") * math.sqrt((n - 1) / n) if n > 1 else 0.0
     return summary(sizes, {**told, "rms": math.hypot(told["mean"], std)})

@@ -40,7 +40,9 @@ def entries(path: Path, say: Say, given: Sequence[int] = ()) -> Iterator[Entry]:
     answer, choice = _one_sequence(path, document)
     with in_form(path, "log-probabilities in a form that is known"):
         prompt, sampled = _prompt(path, answer, choice), _sampled(answer, choice, say)
-    told = [*prompt, *sampled]
+        told = [(token, None if x is None else float(x)) for token, x in (*prompt, *sampled)]
+        if not all(token is None or type(token) is int for token, _ in told):
+            raise ValueError("ids that are no whole numbers")
     if not any(x is not None for _, x in told):
         raise InterchangeError(
             f"{path}: no log-probabilities in it. Ask for them: vLLM `prompt_logprobs: 0` and `logprobs: 0`, OpenAI "

@@ -5,6 +5,7 @@ An .npy file, or the answer of a vLLM server with `prompt_routed_experts` and `r
 tells; without it `routed_experts.J` is to be named with --map.
 """
 
+import operator
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,9 @@ def entries(path: Path, say: Say, graph: "Graph | None" = None) -> Iterator[Entr
         routes: np.ndarray = np.load(path, allow_pickle=False) if is_npy else np.empty(0)
     with in_form(path, "an answer with routed experts"):
         routes = routes if is_npy else np.array(_routes(answer))
-        tokens = _tokens(answer) if answer else []
+        # The last token that was sampled is not fed.
+        tokens = [operator.index(token) for token in (_tokens(answer) if answer else ())][: len(routes)]
+        fed = np.array(tokens, np.int64)
     _check(path, routes)
     layers = [name for name in graph.ops if name.endswith(_CHOSEN)] if graph else []
     if graph and len(layers) != routes.shape[1]:
@@ -40,7 +43,6 @@ def entries(path: Path, say: Say, graph: "Graph | None" = None) -> Iterator[Entr
             "this model, and of all pipeline ranks?"
         )
     if tokens:
-        fed = np.array(tokens[: len(routes)], np.int64)  # the last token that was sampled is not fed
         yield Entry(0, "tokens", partial(Array, fed, "int64"))
     for layer in range(routes.shape[1]):
         values = routes[:, layer].astype(np.float32)
