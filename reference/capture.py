@@ -2,9 +2,12 @@
 
 Of a model that is loaded without its weights `llama_graph_reserve` builds the graph of so many tokens, whose tensors
 have sizes but no memory. Five graphs tell how each size follows the tokens and the cells; a sixth says whether it does.
+A llama.cpp that does not export that function is fed the tokens, and each node is made to compute nothing before its
+turn comes.
 """
 
 import ctypes
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +61,7 @@ def write_description(request: DescribeRequest) -> None:
 
 def describe(path: Path, options: Options) -> Description:
     """The graph of the GGUF file at `path`; raises EngineError where this llama.cpp gives none."""
-    model = _load(path)
+    model = _load(path, is_dry=_reserving() is None)
     causal = _is_causal(model, options)
     tables = [_reserve(model, options, *at) for at in (*_GRID, _CHECK)]
     window = max(llama.llama_model_n_swa(model), 0)
@@ -70,10 +73,11 @@ def describe(path: Path, options: Options) -> Description:
     return Description(tuple(_nodes(tables, windowed)), window, causal, f"llama-cpp-python {ggml.llama_version()}")
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, is_dry: bool) -> Any:
     params = llama.llama_model_default_params()
-    params.no_alloc = True
-    params.load_mode = llama.LLAMA_LOAD_MODE_NONE  # to map the file and allocate nothing aborts
+    if not is_dry:
+        params.no_alloc = True
+        params.load_mode = llama.LLAMA_LOAD_MODE_NONE  # to map the file and allocate nothing aborts
     params.use_extra_bufts = False
     params.n_gpu_layers = 0
     model = llama.llama_model_load_from_file(str(path).encode(), params)
@@ -93,21 +97,65 @@ def _windowed(model: Any, options: Options, window: int) -> np.ndarray:
 
 def _reserve(model: Any, options: Options, n_tokens: int, n_cells: int, whole: bool = True) -> Table:
     """A graph; unless `whole`, a cache holds no more than its window."""
-    function = next((llama._lib[name] for name in _RESERVE if hasattr(llama._lib, name)), None)
+    function = _reserving()
     if function is None:
-        raise EngineError("this llama.cpp does not export llama_graph_reserve.")
+        return _dry(model, options, n_tokens, n_cells, whole)
     function.restype, function.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_uint32] * 3]
     context = _context(model, options, n_cells, whole)
     graph = function(context, n_tokens, 1, n_tokens)
     if not graph:
         raise EngineError("llama.cpp builds no graph of this model with these options, for the reason below.")
-    table = _table(graph)
+    lib, walk = ggml.library(), _Walk()
+    for k in range(lib.ggml_graph_n_nodes(graph)):
+        walk.add(lib.ggml_graph_node(graph, k))
     llama.llama_free(context)
-    return table
+    return walk.table()
 
 
-def _context(model: Any, options: Options, n_cells: int, whole: bool = True) -> Any:
+def _reserving() -> Any:
+    """llama_graph_reserve; None where this llama.cpp does not export it."""
+    return next((llama._lib[name] for name in _RESERVE if hasattr(llama._lib, name)), None)
+
+
+def _dry(model: Any, options: Options, n_tokens: int, n_cells: int, whole: bool) -> Table:
+    """The graph of a step of so many tokens that sees so many cells, none of whose nodes computes anything."""
+    os.environ["LLAMA_GRAPH_REUSE_DISABLE"] = "1"  # a graph that was used has no ops left
+    walk: _Walk | None = None
+
+    @llama.ggml_backend_sched_eval_callback  # type: ignore[untyped-decorator]
+    def skip(address: int, ask: bool, _: object) -> bool:
+        if walk is not None:
+            walk.add(address)
+        ggml.at(address).op = 0  # GGML_OP_NONE
+        return False
+
+    context = _context(model, options, n_cells, whole, skip)
+    # What is visible is padded: all cells but the last of them are filled before.
+    before = n_cells - _CELLS if llama.llama_get_memory(context) else 0
+    for first in range(0, before, _UBATCH):
+        _feed(context, first, _UBATCH)
+    walk = _Walk()
+    _feed(context, before, n_tokens)
+    llama.llama_free(context)
+    return walk.table()
+
+
+def _feed(context: Any, first: int, n: int) -> None:
+    batch = llama.llama_batch_init(n, 0, 1)
+    batch.n_tokens = n
+    for i in range(n):
+        batch.token[i], batch.pos[i], batch.logits[i] = 0, first + i, 1
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+    result = llama.llama_decode(context, batch)
+    llama.llama_batch_free(batch)
+    if result:
+        raise EngineError(f"llama.cpp does not take {n} tokens of this model: llama_decode answered {result}.")
+
+
+def _context(model: Any, options: Options, n_cells: int, whole: bool = True, callback: Any = None) -> Any:
     params = context_params(options)
+    if callback:
+        params.cb_eval = callback
     params.n_ctx, params.n_batch, params.n_ubatch, params.swa_full = n_cells, _UBATCH, _UBATCH, whole
     context = llama.llama_init_from_model(model, params)
     if not context:
@@ -125,27 +173,37 @@ def _is_causal(model: Any, options: Options) -> bool:
     return found
 
 
-def _table(graph: int) -> Table:
-    lib = ggml.library()
-    row_of: dict[int, int] = {}
-    for k in range(lib.ggml_graph_n_nodes(graph)):
-        stack = [lib.ggml_graph_node(graph, k)]
+class _Walk:
+    """The tensors of a graph, copied as its nodes come by."""
+
+    def __init__(self) -> None:
+        self._row_of: dict[int, int] = {}
+        self._copies: list[bytes] = []
+        self._ops: list[str] = []
+
+    def add(self, node: int) -> None:
+        """A node, and before it all that it reads."""
+        lib, stack = ggml.library(), [node]
         while stack:
             address = stack.pop()
-            if address in row_of:
+            if address in self._row_of:
                 continue
             tensor = ggml.at(address)
             # A cast lists itself as a source.
-            before = [s for s in (tensor.view_src, *tensor.src) if s and s != address and s not in row_of]
+            before = [s for s in (tensor.view_src, *tensor.src) if s and s != address and s not in self._row_of]
             if before:
                 stack += [address, *reversed(before)]
             else:
-                row_of[address] = len(row_of)
-    copies = b"".join(ctypes.string_at(address, ctypes.sizeof(ggml.Tensor)) for address in row_of)
-    rows = np.frombuffer(copies, np.dtype(ggml.Tensor))
-    addresses = np.concatenate((rows["src"], rows["view_src"][:, None]), 1)
-    sources = [[row_of.get(address, -1) for address in of] for of in addresses.tolist()]
-    return Table(rows, tuple(lib.ggml_op_desc(address).decode() for address in row_of), np.array(sources))
+                self._row_of[address] = len(self._row_of)
+                self._copies.append(ctypes.string_at(address, ctypes.sizeof(ggml.Tensor)))
+                self._ops.append(lib.ggml_op_desc(address).decode())
+
+    def table(self) -> Table:
+        """All of them."""
+        rows = np.frombuffer(b"".join(self._copies), np.dtype(ggml.Tensor))
+        addresses = np.concatenate((rows["src"], rows["view_src"][:, None]), 1)
+        sources = [[self._row_of.get(address, -1) for address in of] for of in addresses.tolist()]
+        return Table(rows, tuple(self._ops), np.array(sources))
 
 
 def _nodes(tables: list[Table], windowed: np.ndarray) -> Iterator[Node]:

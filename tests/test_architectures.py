@@ -40,8 +40,8 @@ def test_rope_of_a_long_context(tiny: Tiny, cli: Cli, tmp_path: Path) -> None:
     trace.write_text(trace.read_text().replace(',"context":2048', ""))
     code, output, _ = cli("check", trace, "--model", tiny("phi3"), "--time", 5, "--json", page)
     assert code == 1, output
-    found = {faulty["op"] for faulty in json.loads(page.read_text())["faulty"]}
-    assert found == {f"blk.{n}.attn_{x}_rope" for n in range(2) for x in "qk"}
+    found = {faulty["op"]: faulty["cause"]["name"] for faulty in json.loads(page.read_text())["faulty"]}
+    assert found == {f"blk.{n}.attn_{x}_rope": "rope_factors_of_another_length" for n in range(2) for x in "qk"}
 
 
 @pytest.mark.parametrize("arch", ["t5encoder", "minimax-01", "chameleon"])

@@ -22,6 +22,7 @@ from tracediff.model.hparams import Rope
 from tracediff.model.lift import described
 from tracediff.model.lift.lift import lift
 from tracediff.model.synthetic import QWEN25_05B, Shape, add_metadata, add_tokenizer
+from tracediff_reference.description import decode
 from tracediff_reference.protocol import Options
 
 Tiny = Callable[[str], Path]
@@ -165,6 +166,27 @@ def assert_within(view: View, axes: Iterable[Axis]) -> None:
         (offset,) = sizes((view.offset,), *step)
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         assert last < math.prod(sizes(axes, *step)), (view, step)
+
+
+DRY = """
+import sys
+from pathlib import Path
+from tracediff_reference import capture
+from tracediff_reference.protocol import DescribeRequest
+capture._RESERVE = ()
+capture.write_description(DescribeRequest(model=sys.argv[1], out=sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "mamba", "neo-bert"])  # windows, states, no cache
+def test_without_the_function_that_reserves_a_graph(arch: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Tokens are fed and nothing is computed: the same graph."""
+    model, out = tiny(arch), tmp_path / "graph"
+    subprocess.run([sys.executable, "-c", DRY, model, out], check=True, capture_output=True, timeout=100)
+    description, file = decode(out.read_bytes()), GGUFFile(model)
+    assert description
+    found, right = lift(description, file), lift(described.describe(file), file)
+    assert found == right
 
 
 def test_an_architecture_that_nobody_knows(tmp_path: Path, refused: Callable[..., str]) -> None:

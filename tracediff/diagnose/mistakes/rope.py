@@ -70,7 +70,21 @@ def _fitted_theta(op: Op, seen: Seen, context: Context) -> float | None:
 )  # fmt: skip
 def _no_factors(op: Op, _: Context) -> Variants:
     if op.weights:
-        yield replace(op, weights=()), "rope_freqs.weight is ignored"
+        yield replace(op, weights=()), f"{op.weights[0].name} is ignored"
+
+
+@AREA.mistake(
+    "rope_factors_of_another_length", "rope has the factors of another length of context",
+    "from which length on rope_factors_long.weight is taken (llama.cpp: of the context, others: of the prompt)", ROPE,
+)  # fmt: skip
+def _other_factors(op: Op, context: Context) -> Variants:
+    kinds = ("rope_factors_short", "rope_factors_long")
+    for right, wrong in (kinds, kinds[::-1]):
+        name = op.weights[0].name.replace(right, wrong) if op.weights else ""
+        if name in context.file.tensors and name != op.weights[0].name:
+            n = op.attrs["rope"].n_ctx_orig
+            words = f"rope takes {name}; a context of {'at most' if wrong == kinds[1] else 'more than'} {n:,} positions"
+            yield replace(op, weights=(replace(op.weights[0], name=name),)), f"{words} has {op.weights[0].name}"
 
 
 @AREA.mistake(
