@@ -1,6 +1,12 @@
-"""What is opened for reading: files. A pipe has its bytes once, or never comes; a device may never end."""
+"""What is opened for reading: files, of this machine or by URL of some storage.
+
+A pipe has its bytes once, or never comes; a device may never end.
+"""
 
 import errno
+import io
+import os
+import re
 import stat
 from pathlib import Path
 
@@ -18,3 +24,67 @@ def require_file(path: Path) -> Path:
     if kind in _OTHERS:
         raise OSError(errno.EINVAL, f"it is {_OTHERS[kind]}, not a file", str(path))
     return path
+
+
+class Ranges(io.RawIOBase):
+    """A file of some storage, read by ranges: each read is one request for those bytes and no others."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError:
+            raise OSError(errno.EINVAL, 'a URL needs fsspec: pip install "tracediff[remote]"', url) from None
+        try:
+            self._storage, self._path = url_to_fs(url)
+            self.size = int(self._storage.info(self._path)["size"])
+        except FileNotFoundError:
+            raise OSError(errno.ENOENT, "there is no such file in that storage", url) from None
+        except (OSError, ImportError, ValueError, KeyError, TypeError) as error:
+            raise OSError(errno.EINVAL, str(error) or type(error).__name__, url) from None
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of any file."""
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
+        return self._at
+
+    def readinto(self, into: "memoryview | bytearray") -> int:  # type: ignore[override]
+        """As of any file."""
+        end = min(self._at + len(into), self.size)
+        data = self._storage.cat_file(self._path, start=self._at, end=end) if end > self._at else b""
+        into[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def readall(self) -> bytes:
+        """From here to the end, in one request."""
+        into = bytearray(self.size - self._at)
+        return bytes(into[: self.readinto(into)])
+
+
+def url_of(path: Path) -> str | None:
+    """The URL that a path was, as `s3://bucket/name`: as a path it has one slash. None of a path of this machine."""
+    found = re.fullmatch(r"([a-z][a-z0-9+.-]+):/+(.+)", str(path))
+    return f"{found[1]}://{found[2]}" if found and not path.exists() else None
+
+
+def open_file(path: Path) -> "io.FileIO | Ranges":
+    """A file of this machine, or by its URL of some storage, for reading. Raises OSError as `require_file` does."""
+    url = url_of(path)
+    return Ranges(url) if url else require_file(path).open("rb", buffering=0)
+
+
+def stamp(file: "io.FileIO | Ranges") -> tuple[int, int]:
+    """Size, and when it was written: what tells that another has changed it. Of storage it is asked once."""
+    if isinstance(file, Ranges):
+        return file.size, 0
+    now = os.fstat(file.fileno())
+    return now.st_size, now.st_mtime_ns

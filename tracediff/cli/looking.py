@@ -10,7 +10,7 @@ import typer
 from tracediff.cli.options import Json, ModelPath
 from tracediff.cli.output import DIVERGED, MATCH, check_json, print_listing, progress_bars, show, write_json
 from tracediff.errors import TracediffError
-from tracediff.inputs import require_file
+from tracediff.inputs import open_file, require_file
 from tracediff.printable import escape_json, printable
 
 
@@ -130,7 +130,7 @@ def faults() -> int:
 
 def _is_gguf(path: Path) -> bool:
     try:
-        with require_file(path).open("rb") as file:
+        with open_file(path) as file:
             return file.read(4) == b"GGUF"
     except OSError as error:
         raise TracediffError(f"{path}: cannot open it: {error.strerror}. Check the path.") from None

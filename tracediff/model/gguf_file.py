@@ -5,9 +5,9 @@ this reader steps over string arrays and checks every length against the file be
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import io
 import math
 import mmap
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from weakref import finalize
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from tracediff.errors import ModelError
-from tracediff.inputs import require_file
+from tracediff.inputs import Ranges, open_file, stamp
 
 _SCALARS = {
     GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
@@ -26,6 +26,7 @@ _SCALARS = {
     GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d",
 }  # fmt: skip
 _MAX_DIMS = 4  # GGML_MAX_DIMS, ggml.h
+_AHEAD = 1 << 18  # bytes of a header that are read at once from storage
 _AGAIN = "Download or convert it again."
 
 
@@ -60,15 +61,15 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = require_file(path).open("rb", buffering=0)
+            self._file = open_file(path)
             finalize(self, self._file.close)
-            self._stamp = self._now()
-            # Private pages: numpy and torch want writable memory, and nothing ever writes.
-            self._bytes: mmap.mmap | bytes = (
-                mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY) if self._stamp[0] else b""
-            )
+            self._stamp = stamp(self._file)
+            self._bytes: mmap.mmap | bytes = _mapped(self._file, self._stamp[0]) if self._stamp[0] else b""
         except OSError as error:
             raise ModelError(f"{path}: cannot open the model: {error.strerror}. Check the path.") from None
+        self._there: set[int] = set()  # of a file in some storage: what was read, by where it begins
+        self._until = 0 if isinstance(self._file, Ranges) else len(self._bytes)  # where what is there ends
+        self._need(4)
         if self._bytes[:4] != b"GGUF":
             raise ModelError(
                 f"{path}: not a GGUF file (it begins with {bytes(self._bytes[:4])!r}, not b'GGUF'). "
@@ -100,6 +101,11 @@ class GGUFFile:
             self.tensors[info.name] = placed
 
     @property
+    def size(self) -> int:
+        """Of the whole file, in bytes."""
+        return len(self._bytes)
+
+    @property
     def header(self) -> memoryview:
         """The bytes before the tensors' data: all metadata, and each tensor's name, shape, type and place."""
         self._check()
@@ -108,6 +114,9 @@ class GGUFFile:
     def raw(self, info: TensorInfo) -> memoryview:
         """The bytes of a tensor, still mapped."""
         self._check()
+        if isinstance(self._file, Ranges) and info.offset not in self._there:
+            self._read(info.offset, info.nbytes)
+            self._there.add(info.offset)
         return memoryview(self._bytes)[info.offset : info.offset + info.nbytes]
 
     def strings(self, key: str) -> Iterator[str]:
@@ -119,12 +128,24 @@ class GGUFFile:
             for _ in range(array.count):
                 yield self._string()
 
-    def _now(self) -> tuple[int, int]:
-        now = os.fstat(self._file.fileno())
-        return now.st_size, now.st_mtime_ns
+    def _need(self, end: int) -> None:
+        """Have the header until this byte, and some more of it: of a file in some storage."""
+        if end > self._until:
+            size = min(max(end - self._until, _AHEAD), len(self._bytes) - self._until)
+            self._read(self._until, size)
+            self._until += size
+
+    def _read(self, at: int, size: int) -> None:
+        self._file.seek(at)
+        left = memoryview(self._bytes)[at : at + size]
+        while left:
+            n = self._file.readinto(left)
+            if not n:
+                raise ModelError(f"{self.path}: {len(left):,} bytes at {at:,} could not be read. Try again.")
+            left = left[n:]
 
     def _check(self) -> None:
-        if self._now() != self._stamp:
+        if stamp(self._file) != self._stamp:
             raise ModelError(
                 f"{self.path}: the model changed while it was read. Wait until what writes it has ended, and run again."
             )
@@ -138,6 +159,7 @@ class GGUFFile:
         at, self._at = self._at, self._at + size
         if self._at > len(self._bytes):
             raise self._truncated(f"its header needs {size:,} bytes at {at:,}")
+        self._need(self._at)
         return at
 
     def _number(self, code: str) -> Any:
@@ -153,6 +175,8 @@ class GGUFFile:
         size_at, at = struct.Struct("<Q").unpack_from, self._at
         try:
             for _ in range(count):
+                if at + 8 > self._until:
+                    self._need(min(at + 8, len(self._bytes)))
                 at += 8 + size_at(self._bytes, at)[0]
         except (struct.error, OverflowError):  # beyond the end, beyond what an index can be
             raise self._truncated(f"its header needs 8 bytes at {at:,}") from None
@@ -205,3 +229,13 @@ class GGUFFile:
                 f"{_AGAIN}"
             )
         return TensorInfo(name, shape, kind, offset, math.prod(shape) // block * block_bytes)
+
+
+def _mapped(file: "io.FileIO | Ranges", size: int) -> mmap.mmap:
+    """The file's bytes; of one in some storage room for them, which takes memory where something is read into it.
+
+    Private pages: numpy and torch want writable memory, and nothing else ever writes.
+    """
+    if isinstance(file, Ranges):
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

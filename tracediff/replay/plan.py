@@ -71,10 +71,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The arithmetic of every sort of record, and the `device` that they are recomputed on."""
+    """The arithmetic of every sort of record, and the `device` that they are recomputed on.
+
+    `on_the_way` are types that values were rounded to by who wrote the trace: the sums of all layers tell.
+    """
 
     choices: Mapping[Sort, Choice] = field(default_factory=dict)
     device: str = "cpu"
+    on_the_way: Mapping[str, bool | None] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
         """For a reader: the device, and a line a sort."""

@@ -1,7 +1,7 @@
 """A trace seen through the graph of its model: what it holds, and where the inputs of an op are. All in float64."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -80,7 +80,7 @@ class Recorded:
         return self.trace.ops[step, name].dtype or "f32"
 
     @cached_property
-    def on_the_way(self) -> dict[str, bool | None]:
+    def on_the_way(self) -> Mapping[str, bool | None]:
         """Which types values were rounded to by who wrote the trace; None where nothing tells."""
         return rounded_on_the_way(self, self._graph)
 

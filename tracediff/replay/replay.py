@@ -103,6 +103,8 @@ class Replay:
         self._common: tuple[OpRecord, Recomputation] | None = None
         self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
         self._planned = planned
+        if planned:
+            self._recorded.on_the_way = planned.on_the_way
         self._right: Replay | None = None  # of a hypothesis: the same without it
         self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
         self._amplifications: dict[tuple[OpRecord, Scheme], float] = {}
@@ -118,7 +120,7 @@ class Replay:
             for record in self._judged_records():
                 by_sort[self._planner.sort(record)].append(record)
             choices = {sort: self._settled(records) for sort, records in by_sort.items()}
-            return Plan(choices, self.weights.device)
+            return Plan(choices, self.weights.device, self._recorded.on_the_way)
 
     def _settled(self, records: list[OpRecord]) -> Choice:
         candidates, samples = self._planner.candidates(*records), self._planner.samples(records)

@@ -6,7 +6,6 @@ into it changes under its hands. A read is a copy more, which replay does not fe
 
 import errno
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from weakref import finalize
 import numpy as np
 
 from tracediff.errors import TraceError
-from tracediff.inputs import require_file
+from tracediff.inputs import open_file, stamp, url_of
 from tracediff.trace.format import STORAGE, OpRecord, Rows, Values, to_float
 
 
@@ -33,12 +32,12 @@ class DataFile:
             return
         path = trace.parent / name
         # Opened with `trace` copied from elsewhere, a link would have values of any file judged, shown and exported.
-        if path.resolve().parent not in (trace.parent.resolve(), trace.resolve().parent):
+        if not url_of(path) and path.resolve().parent not in (trace.parent.resolve(), trace.resolve().parent):
             raise OSError(errno.EINVAL, "it is a link out of the trace's folder", name)
         self._path = path
-        self._file = require_file(path).open("rb", buffering=0)
+        self._file = open_file(path)
         finalize(self, self._file.close)
-        self._stamp = self._now()
+        self._stamp = stamp(self._file)
         self.size = self._stamp[0]
 
     def values(self, record: Values, rows: Rows = None, channels: slice | None = None) -> np.ndarray:
@@ -93,12 +92,8 @@ class DataFile:
             left = left[n:]
 
     def _check(self) -> None:
-        if self._now() != self._stamp:
+        if stamp(self._file) != self._stamp:
             raise self._changed()
-
-    def _now(self) -> tuple[int, int]:
-        now = os.fstat(self._file.fileno())
-        return now.st_size, now.st_mtime_ns
 
     def _changed(self) -> TraceError:
         return TraceError(

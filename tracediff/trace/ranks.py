@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from tracediff.errors import TraceError
-from tracediff.inputs import require_file
+from tracediff.inputs import open_file
 from tracediff.trace.data import Stored
 from tracediff.trace.format import (
     STATISTICS,
@@ -395,7 +395,7 @@ def runs_of(paths: Sequence[Path]) -> list[list[Path]]:
 def _rank_of(path: Path) -> int | None:
     """What the first line says; what is wrong with it is said when the trace is opened."""
     with suppress(OSError, ValueError, msgspec.MsgspecError):
-        with require_file(path).open("rb") as file:
-            header = decode(file.readline(1 << 16))
+        with open_file(path) as file:
+            header = decode(file.read(1 << 16).partition(b"\n")[0])
         return header.rank if isinstance(header, Header) else None
     return None

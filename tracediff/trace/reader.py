@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from tracediff.errors import TraceError
-from tracediff.inputs import require_file
+from tracediff.inputs import open_file
 from tracediff.names import StepOf, plain_step
 from tracediff.trace.data import DataFile, Stored
 from tracediff.trace.format import (
@@ -182,7 +182,8 @@ class Trace:
         self.lines: dict[tuple[int, str] | str | int, int] = {}
         self._data = DataFile(path)
         try:
-            return require_file(path).read_bytes()
+            with open_file(path) as file:
+                return file.readall()
         except OSError as error:
             raise TraceError(f"{path}: cannot open the trace: {error.strerror}. Check the path.") from None
 

@@ -15,6 +15,7 @@ import msgspec
 
 from tracediff import files
 from tracediff.errors import EngineError, OutputError
+from tracediff.inputs import url_of
 from tracediff.model.gguf_file import GGUFFile
 from tracediff_reference.child import Child
 from tracediff_reference.description import VERSION, Description, decode
@@ -47,8 +48,19 @@ def _of_graph(options: Options) -> Options:
 def _ask(file: GGUFFile, options: Options) -> bytes:
     with files.temporary_folder() as folder:
         out = folder / "graph"
-        Child(DescribeRequest(model=str(file.path), out=str(out), options=options)).wait()
+        Child(DescribeRequest(model=str(_local(file, folder)), out=str(out), options=options)).wait()
         return out.read_bytes()
+
+
+def _local(file: GGUFFile, folder: Path) -> Path:
+    """A file that llama.cpp can open: of one in some storage the header, and nothing where its tensors would be."""
+    if not url_of(file.path):
+        return file.path
+    path = folder / "header.gguf"
+    path.write_bytes(file.header)
+    with path.open("r+b") as header:
+        header.truncate(file.size)
+    return path
 
 
 def _place(file: GGUFFile, options: Options) -> Path | None:

@@ -1,0 +1,103 @@
+"""Traces and models in some storage: read by ranges, no more than is asked for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import TOKENS, Models
+
+from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.errors import TraceError
+from tracediff.inputs import url_of
+from tracediff.model.model import Model
+from tracediff.model.synthetic import Shape
+from tracediff.pipeline import check_trace
+from tracediff.replay.judging import Subject, judge_ops, replays_of
+from tracediff.report.json_report import render
+from tracediff.trace.reader import Trace
+
+fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+Storage = tuple[Callable[[Path], Path], list[tuple[str, int, int]]]
+SHAPE = Shape("llama", n_layer=4, n_embd=64, n_head=4, n_head_kv=2, n_ff=128, eps=1e-5)
+
+
+@pytest.fixture
+def storage() -> Storage:
+    """Puts files into a storage in memory, and tells what was asked of it: name, first byte, number of bytes."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    asked: list[tuple[str, int, int]] = []
+
+    class Counted(MemoryFileSystem):  # type: ignore[misc]
+        protocol = "counted"
+        store: dict[str, object] = {}  # noqa: RUF012
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return "/" + path.rpartition("://")[2].lstrip("/")
+
+        def cat_file(self, path: str, start: int = 0, end: int = 0, **_: object) -> bytes:
+            asked.append((path.rpartition("/")[2], start, end - start))
+            return super().cat_file(path, start, end)
+
+    fsspec.register_implementation("counted", Counted, clobber=True)
+
+    def put(path: Path) -> Path:
+        for file in (path, path.with_suffix(".bin")) if path.suffix == ".trace" else (path,):
+            fsspec.filesystem("counted").pipe_file(f"/runs/{file.name}", file.read_bytes())
+        return Path(f"counted://runs/{path.name}")
+
+    return put, asked
+
+
+def test_a_url_is_read_as_a_path_is(storage: Storage, models: Models, tmp_path: Path) -> None:
+    put, asked = storage
+    model = models(SHAPE)
+    trace = trace_torch(model, tmp_path / "out.trace", TorchOptions(faults=("rope_pairing@1",)), TOKENS, 1)
+    here, there = check_trace(trace, model), check_trace(put(trace), put(model))
+    assert there.findings == here.findings != ()
+    assert render(there).replace("counted:/runs", str(tmp_path)) == render(here)
+    assert asked
+
+
+def test_a_task_of_one_layer_reads_that_layer(storage: Storage, models: Models, tmp_path: Path) -> None:
+    """What a worker does, on this machine or another."""
+    put, asked = storage
+    path = models(SHAPE)
+    model, trace = Model(path), Trace(trace_torch(path, tmp_path / "out.trace", TorchOptions(), TOKENS))
+    plan = replays_of(model, [Subject(trace, {}, None)])[0].plan
+    there = replays_of(Model(put(path)), [Subject(Trace(put(trace.path)), {}, None)], [plan])
+    layer = [op.name for op in model.graph.layer(2)]
+    asked.clear()
+    assert all(local.judgement == "sound" for _, _, local in judge_ops(there, layer))
+    weights = {name: (i.offset, i.nbytes) for name, i in model.file.tensors.items() if name.startswith("blk.2.")}
+    assert {(at, n) for name, at, n in asked if name == path.name} == {*weights.values()}
+    read = [(at, n) for name, at, n in asked if name == "out.bin"]
+    records = [record for record in trace.ops.values() if record.op in (*layer, "blk.1.ffn_residual")]
+    assert {*read} == {(record.offset, record.nbytes) for record in records}
+
+
+def test_what_is_not_there_is_said_in_words(storage: object) -> None:
+    with pytest.raises(TraceError, match="cannot open the trace"):
+        Trace(Path("counted://runs/none.trace"))
+    with pytest.raises(TraceError, match="cannot open the trace: Protocol not known"):
+        Trace(Path("nobody://runs/none.trace"))
+
+
+@pytest.mark.parametrize(
+    ("path", "url"),
+    [("s3://a/b.trace", "s3://a/b.trace"), ("http://h:8/x", "http://h:8/x"), ("a/b.trace", None), ("/x:/y", None)],
+)
+def test_urls_are_told_from_paths(path: str, url: str | None) -> None:
+    assert url_of(Path(path)) == url
+
+
+def test_a_graph_is_lifted_from_a_header_alone(
+    storage: Storage, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    put, asked = storage
+    path = tiny("qwen3moe")
+    here = Model(path).graph
+    monkeypatch.setenv("TRACEDIFF_CACHE", str(tmp_path))
+    assert [*Model(put(path)).graph.ops] == [*here.ops]
+    assert sum(n for _, _, n in asked) < path.stat().st_size
