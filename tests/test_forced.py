@@ -47,3 +47,15 @@ def test_a_batch_and_those_of_another_trace(models: Models, tmp_path: Path, cli:
     assert (code, "for 1 prompts, where there are 2" in error) == (2, True)
     code, _, error = cli("trace", model, *prompts, "--engine", "llama.cpp", "-o", again)
     assert (code, "Trace llama.cpp on each" in error) == (2, True)
+
+
+def test_how_two_sides_part_over_many_steps(models: Models, tmp_path: Path, cli: Cli) -> None:
+    """Both are fed the same tokens; one has its cache wrong from the first decode step on."""
+    model, a, b = models("qwen2", "F32"), tmp_path / "a.trace", tmp_path / "b.trace"
+    fed = ("--tokens", "5,6,7", "--decode-tokens", ",".join(map(str, range(20, 32))))
+    assert cli("trace", model, *fed, "-o", a)[0] == 0
+    assert cli("trace", model, *fed, "--fault", "cache_ignored@1", "-o", b)[0] == 0
+    report = " ".join(cli("compare", a, b)[1].split())
+    assert "Over 13 steps the logits' NMSE goes from 0 to " in report
+    assert "The first other token is chosen after step" in report
+    assert "Every step chooses the same token." in " ".join(cli("compare", a, a)[1].split())

@@ -1,10 +1,13 @@
 """Whether logits are what the head makes of the final hidden state, and whether another next token means anything."""
 
 from collections.abc import Iterator
+from statistics import median
 
 from tracediff.findings.words import number
+from tracediff.names import StepOf
 from tracediff.result import Logits, OpResult, Result, Said, Token
 
+_DEEP = 4  # steps: of fewer the table of each says it all
 _FAR_OFF = 0.02  # of the largest logit: beyond what rounding of operands does to one
 
 
@@ -19,6 +22,29 @@ def logits(result: Result) -> Iterator[Said]:
         yield Said("logits", said + right)
         yield from (Said("logits", text, "alarm") for text in wrong)
     yield from (Said("next token", _choice(one), of=f"step {one.step}") for one in result.logits)
+    by_sequence: dict[int, list[Logits]] = {}
+    for one in result.logits:
+        by_sequence.setdefault(one.step.sequence if isinstance(one.step, StepOf) else 0, []).append(one)
+    yield from (Said("decode depth", _depth(steps)) for steps in by_sequence.values() if len(steps) >= _DEEP)
+
+
+def _depth(steps: list[Logits]) -> str:
+    """How the two sides drift apart from step to step, and where they first choose another token."""
+    tenth = max(1, len(steps) // 10)
+    early, late = (median(one.nmse for one in part) for part in (steps[:tenth], steps[-tenth:]))
+    most = max(steps, key=lambda one: one.nmse)
+    said = (
+        f"Over {len(steps)} steps the logits' NMSE goes from {number(early)} to {number(late)}, and is largest after "
+        f"step {most.step} ({number(most.nmse)})."
+    )
+    other = next((one for one in steps if not one.same_argmax), None)
+    if other is None:
+        return f"{said} Every step chooses the same token."
+    why = "a near tie" if other.explained else "no near tie"
+    return (
+        f"{said} The first other token is chosen after step {other.step}, where it is {why}: the reference's best two "
+        f"are {number(other.margin)} apart, logits differ by up to {number(other.max_diff)}."
+    )
 
 
 def _token(token: Token) -> str:

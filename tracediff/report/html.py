@@ -141,7 +141,7 @@ def _table(logits: Logits) -> str:
 
 def _said(result: Result) -> Iterator[str]:
     titles = {
-        "What is normal": ("growth", "means", "norm weights", "logits", "decode steps"),
+        "What is normal": ("growth", "means", "norm weights", "logits", "decode steps", "decode depth"),
         "Arithmetic that fits": ("arithmetic",),
         "Could not be judged, and what to record next": ("gaps", "unmatched"),
         "Accepted": ("accepted",),

@@ -8,7 +8,7 @@ from rich.text import Text
 from tracediff.report.parts import LEVELS, hanging, heading, line
 from tracediff.result import Result, Said
 
-_QUESTIONS = ("growth", "means", "norm weights", "logits", "decode steps")
+_QUESTIONS = ("growth", "means", "norm weights", "logits", "decode steps", "decode depth")
 _WIDE = 14  # of the questions
 
 
