@@ -88,14 +88,18 @@ def test_who_has_the_model_finds_the_same_also_in_a_decode_step(
     cli: Cli, models: Models, torch_trace: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Of a decode step's attention the keys and values of earlier steps are packed as well."""
-    trace = torch_trace(models("tiny"), tokens=TOKENS[:5], n_decode=2, faults=("cached_k_rotated_again@1",))
+    trace = torch_trace(
+        models("tiny"), tokens=TOKENS[:5], n_decode=2, faults=("cached_k_rotated_again@1", "rope_theta@0")
+    )
     whole = result_of(cli, trace, models("tiny"), tmp_path)
     assert cli("bundle", trace, "--model", models("tiny"), "-o", tmp_path / "issue.zip")[0] == 0
     reduced = opened(tmp_path / "issue.zip", tmp_path) / "reduced.trace"
     again = result_of(cli, reduced, models("tiny"), tmp_path)
     assert whole["findings"]
     assert [one["mistake"] for one in again["findings"]] == [one["mistake"] for one in whole["findings"]]
+    assert [one["ops"] for one in again["findings"]] == [one["ops"] for one in whole["findings"]]
     held = {key for key, record in Trace(reduced).ops.items() if record.has_data}
+    assert held >= {(0, "blk.0.attn_q_rope"), (0, "blk.0.attn_k_rope")}
     assert held >= {(1, "blk.1.attn_scores"), (1, "blk.1.attn_k_rope"), (0, "blk.1.attn_k_rope")}
 
 

@@ -50,7 +50,8 @@ MAY = {
     "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.reproduce": {"errors", "files", "model", "numerics", "replay", "trace"},
     "tracediff.bundle": {
-        "compare", "errors", "files", "findings", "model", "printable", "report", "result", "trace", "versions",
+        "compare", "errors", "files", "findings", "model", "names", "printable", "report", "result", "trace",
+        "versions",
     },
     "tracediff.versions": set(),
     "tracediff.pytest_plugin": set(),

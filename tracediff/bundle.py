@@ -2,8 +2,9 @@
 
 import io
 import zipfile
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from itertools import chain
 from pathlib import Path
 
 from tracediff import versions
@@ -12,6 +13,7 @@ from tracediff.errors import TraceError
 from tracediff.files import replacing, temporary_folder
 from tracediff.findings.words import count, listed
 from tracediff.model.model import Model
+from tracediff.names import split
 from tracediff.printable import escape_json, printable
 from tracediff.report import html, json_report
 from tracediff.result import Finding, OpResult, Result
@@ -77,16 +79,14 @@ def _lines(text: str) -> str:
 
 
 def _kept(result: Result, trace: Trace, model: Model) -> tuple[dict[tuple[int, str], None], list[str]]:
-    """The records whose values are needed to judge the first record of each finding, and the ops that were too large.
+    """The records whose values are needed, and the ops that were too large.
 
-    Those are the record and what the ops that it was replayed from read; keys, values and states of earlier steps too.
+    Of each finding one record of each sort of op, and what the ops that it was replayed from read; keys, values and
+    states of earlier steps too.
     """
     kept: dict[tuple[int, str], None] = {}
     left, size = [], 0
-    for finding in result.findings:
-        op = _first_of(finding, result.faulty)
-        if op is None or op.local is None:
-            continue
+    for op in chain.from_iterable(_firsts(finding, result.faulty) for finding in result.findings):
         needed = [(op.step, op.op), *_read(op, trace, model)]
         more = [key for key in needed if key not in kept and key in trace.ops and trace.ops[key].has_data]
         nbytes = sum(trace.ops[key].nbytes for key in more)
@@ -98,8 +98,13 @@ def _kept(result: Result, trace: Trace, model: Model) -> tuple[dict[tuple[int, s
     return kept, left
 
 
-def _first_of(finding: Finding, faulty: Sequence[OpResult]) -> OpResult | None:
-    return next((op for op in faulty if op.op in finding.ops), None)
+def _firsts(finding: Finding, faulty: Sequence[OpResult]) -> Iterable[OpResult]:
+    """Of the ops of one name in several layers the first that was replayed."""
+    firsts: dict[str, OpResult] = {}
+    for op in faulty:
+        if op.op in finding.ops and op.local:
+            firsts.setdefault(split(op.op)[1], op)
+    return firsts.values()
 
 
 def _read(op: OpResult, trace: Trace, model: Model) -> Iterator[tuple[int, str]]:
