@@ -1,15 +1,17 @@
 """Several mistakes at once, planted in one model, then looked for in the candidate's trace alone.
 
     python benchmarks/several.py [--families qwen2] [--weights F32] [--captures layers] [--only N] [--processes N]
-                                 [--minutes N] [--out docs/several.md]
+                                 [--minutes N] [--jsonl FILE] [--out docs/several.md]
 
 With every op recorded three to five, each in an op of its own. With hidden states alone two to four, each in one layer
 or in all, so that some layers have several. The models, their engines' arithmetic and the words are detection.py's.
 Sets come in a random order, the same in each run: when the minutes are over, those that were run are a sample of all.
+What came of each is appended to the file, and those in it are not run again.
 """
 
 import argparse
 import itertools
+import json
 import math
 import random
 import sys
@@ -25,7 +27,7 @@ from tracediff.diagnose.planting import plant
 from tracediff.errors import TracediffError
 from tracediff.model.graph import Graph
 
-N_SETS = 9  # of each model and capture
+N_SETS = {"all": 18, "layers": 9}  # of each model
 SIZES = {"all": (3, 5), "layers": (2, 4)}
 MISTAKES = [name for name in BANK if name not in COARSE_TYPES]
 
@@ -99,13 +101,13 @@ def work(case: Case) -> list[Outcome]:
     chosen = set_of(bench, case.capture, " ".join(case))
     began = time.process_time()
     result = run_one(bench, chosen, case.capture)
-    return [Outcome(case, f"{time.process_time() - began:.0f} s", " + ".join(chosen.faults), result)]
+    return [Outcome(case, f"{time.process_time() - began:.1f}", " + ".join(chosen.faults), result)]
 
 
 _HEAD = """# Several mistakes at once
 
-Planted together in a small model and looked for in its trace alone, without a reference. Written in {minutes} minutes
-by
+Planted together in a small model and looked for in its trace alone, without a reference, in {minutes} minutes of CPU
+time, by
 
     {command}
 
@@ -117,8 +119,9 @@ no other. *Named*: each has a cause made of mistakes that are planted in it, and
 floor; *unnamed*: some have no cause; *misnamed*: some have another's."""
 
 
-def report(outcomes: list[Outcome], of: int, command: str, seconds: float) -> str:
-    """The document."""
+def report(outcomes: list[Outcome], of: int, command: str) -> str:
+    """The document. The kind of an outcome is how many seconds it took."""
+    seconds = sum(float(o.kind) for o in outcomes)
     captures = [capture for capture in SIZES if any(o.case.capture == capture for o in outcomes)]
     rows = ((capture, *row([o for o in outcomes if o.case.capture == capture])) for capture in captures)
     rest = [o for o in outcomes if o.result not in ("named", "not visible")]
@@ -142,26 +145,34 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="the set of this number, of each model")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--jsonl", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.monotonic()
-    models = itertools.product(args.weights.split(","), args.families.split(","), args.captures.split(","))
-    numbers = range(N_SETS) if args.only is None else [args.only]
-    cases = [Case(family, weights, capture, str(n)) for weights, family, capture in models for n in numbers]
+    models = list(itertools.product(args.weights.split(","), args.families.split(",")))
+    cases = [
+        Case(family, weights, capture, str(n))
+        for (weights, family), capture in itertools.product(models, args.captures.split(","))
+        for n in (range(N_SETS[capture]) if args.only is None else [args.only])
+    ]
     random.Random(0).shuffle(cases)
-    outcomes: list[Outcome] = []
     command = " ".join(["python", "benchmarks/several.py", *sys.argv[1:]])
-    for outcome in sampled(work, cases, args.processes, 60 * args.minutes):
+    lines = args.jsonl.read_text().splitlines() if args.jsonl and args.jsonl.exists() else []
+    outcomes = [Outcome(Case(*case), *rest) for case, *rest in map(json.loads, lines)]
+    known = {outcome.case for outcome in outcomes}
+    missing = [case for case in cases if case not in known]
+    for outcome in sampled(work, missing, args.processes, 60 * args.minutes):
         outcomes.append(outcome)
-        seconds = time.monotonic() - began
-        print(
-            f"{seconds:4.0f} s {', '.join(outcome.case)} ({outcome.kind}), {outcome.what}: {outcome.result}",
-            file=sys.stderr,
-        )
-        if args.out:  # what is done is not lost with the last one
-            args.out.write_text(report(outcomes, len(cases), command, seconds))
-    if not args.out:
-        print(report(outcomes, len(cases), command, time.monotonic() - began), end="")
+        if args.jsonl:  # what is done is not lost with the last one
+            with args.jsonl.open("a") as file:
+                file.write(json.dumps(outcome) + "\n")
+        where = f"{', '.join(outcome.case)} ({outcome.kind} s), {outcome.what}"
+        print(f"{time.monotonic() - began:4.0f} s {where}: {outcome.result}", file=sys.stderr)
+    text = report(outcomes, len(cases), command)
+    if args.out:
+        args.out.write_text(text)
+    else:
+        print(text, end="")
 
 
 if __name__ == "__main__":
