@@ -293,6 +293,22 @@ def test_what_no_mistake_explains_is_described(models, torch_trace) -> None:
     assert faulty["blk.1.ffn_up"] == "every value is 1.25 times what it should be"
 
 
+def test_a_number_that_no_list_holds_is_told_from_hidden_states(models, tmp_path: Path) -> None:
+    """In all layers alike: fitted to one of them, it holds in the others."""
+    model = models("qwen2")
+    file = GGUFFile(model)
+    graph, weights = build_graph(file), Weights(file, torch.float32)
+    ropes = [op for op in graph if op.kind == "rope"]
+    changed = graph.changed(*(op.with_attrs(rope=replace(op.attrs["rope"], theta=12_345.0)) for op in ropes))
+    with TraceWriter(tmp_path / "base.trace", "base", "qwen2") as writer:
+        tokens = tuple(range(1, 41))
+        TorchEngine(changed, weights).run(0, StepInput(tokens, tuple(range(40))), Recorder(writer, "layers"))
+    faulty = check_trace(tmp_path / "base.trace", model).faulty
+    assert {op.op for op in faulty} == {f"blk.{layer}.ffn_residual" for layer in range(graph.hparams.n_layer)}
+    assert {op.cause and op.cause.name for op in faulty} == {"rope_theta"}
+    assert all("rope's base is 12345 instead of" in op.cause.text for op in faulty)
+
+
 def test_what_makes_a_nan_of_a_number_explains_nothing(models, tmp_path: Path) -> None:
     """A token that is NaN says nothing of the others: what computes all rows from that one would be NaN in all."""
     model = models("qwen2")

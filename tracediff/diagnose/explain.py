@@ -15,6 +15,7 @@ from tracediff.diagnose.budget import Budget, OutOfTime
 from tracediff.diagnose.evidence import places
 from tracediff.diagnose.hypothesis import (
     IN_SOME,
+    PART,
     SOLVED,
     Hypothesis,
     Least,
@@ -49,8 +50,6 @@ _BEYOND_DOUBT = 1e-8
 _A_LAYER = 24  # ops: in longer segments the pairs are too many
 # Where one mistake does not suffice, every other is tried on top of so many that leave least: of one, of two.
 _BEAM = (6, 3)
-# Errors of independent mistakes add up: of five the largest makes a fifth, and undone it leaves 0.8.
-_PART = 0.9
 _ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
 _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for in vain
 _ALIKE = 4  # edits of an op that come to the same in a record, and not in others as a rule
@@ -322,6 +321,8 @@ class _Search:
         for done, mistake in enumerate(mistakes):
             progress(done / len(mistakes))
             tries = list(self._trials.of(mistake, one.record, one.error, way=way))
+            if fitted := self._trials.fitted(tries, one.record, one.error, way):
+                tries.append(fitted)
             explain = [hypothesis for hypothesis in tries if self._explains(hypothesis, one)]
             tried.update(hypothesis for hypothesis in tries if hypothesis not in explain)
             found += explain
@@ -355,7 +356,7 @@ class _Search:
         for width in _BEAM:
             more = Least()
             for given in tried.first(width):
-                if given.left <= _PART * one.error.nmse and (found := self._on_top(given, one, more)):
+                if given.left <= PART * one.error.nmse and (found := self._on_top(given, one, more)):
                     return found
             tried = more
         return None

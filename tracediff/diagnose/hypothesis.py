@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from tracediff.diagnose.budget import Budget
 from tracediff.diagnose.mistakes import BANK
+from tracediff.diagnose.mistakes.fit import searched
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
 from tracediff.diagnose.solve.variant import relayered
@@ -13,10 +14,13 @@ from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.replay import Replay
-from tracediff.replay.score import EDITED_IN_SEGMENT, FITTED, KNOWN, KNOWN_BLINDLY, KNOWN_IN_SEGMENT, score
+from tracediff.replay.score import EDITED_IN_SEGMENT, FITTED, KNOWN, KNOWN_BLINDLY, KNOWN_IN_SEGMENT, NOTHING, score
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 
+_ASIDE = 1.1  # times the right number: where no usual one is near, whether another takes anything away
+# Errors of independent mistakes add up: of five the largest makes a fifth, and undone it leaves 0.8.
+PART = 0.9
 IN_SOME = ", in some steps alone"  # of an edit that other steps, which are right, do not have
 SOLVED = "solved"  # the name of a mistake that no known one is
 
@@ -30,6 +34,7 @@ class Part:
     text: str
     fitted: bool
     look: str = ""  # where in an engine, of what no known mistake is
+    number: float | None = None  # that was fitted to a segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +122,10 @@ class Trials:
         error: Local,
         given: Hypothesis | None = None,
         way: Way = Way(),
-        only: str | None = None,
+        only: Part | None = None,
     ) -> Iterator[Hypothesis]:
-        """The mistake in all its variants or `only` one, on top of what is `given`; in a segment, alike in every layer
-        of it or in the one of `way`.
+        """The mistake in all its variants or `only` that of a part, on top of what is `given`; in a segment, alike in
+        every layer of it or in the one of `way`.
         """
         before = given.ops if given else ()
         left = min(error.nmse, given.left) if given else error.nmse
@@ -135,8 +140,8 @@ class Trials:
         # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone.
         for chosen in [names, *([name] for name in names if len(names) > 1)]:
             alike = [op for op in targets if split(op.name)[1] in chosen]
-            for variant, changed in _by_variant(mistake, alike, context).items():
-                if only in (None, variant):
+            for variant, changed in _by_variant(mistake, alike, context, only).items():
+                if only is None or only.variant == variant:
                     self.budget.check()
                     part = _said(mistake, variant, changed, way, len(error.segment) > 1)
                     ops = tuple({op.name: op for op in (*before, *(one.op for one in changed))}.values())
@@ -147,7 +152,40 @@ class Trials:
         """These mistakes in these variants, each on top of the others."""
         *before, last = parts
         for given in self.together(before, record, error) if before else (None,):
-            yield from self.of(BANK[last.mistake], record, error, given, only=last.variant)
+            yield from self.of(BANK[last.mistake], record, error, given, only=last)
+
+    def fitted(self, tried: Sequence[Hypothesis], record: OpRecord, error: Local, way: Way) -> Hypothesis | None:
+        """The mistake that was tried on a segment, in the op or ops where it leaves least, with the number that does.
+
+        None where it is about no number, or where other numbers take no part of the error away.
+        """
+        first = min(tried, key=lambda h: h.left, default=None)
+        number = BANK[first.parts[-1].mistake].number if first else None
+        if first is None or number is None or len(error.segment) == 1:
+            return None
+        mistake = BANK[first.parts[-1].mistake]
+        graph = self._replay.graph
+        right = [graph[op.name] for op in first.ops]
+
+        def variants(value: float) -> list[Variant]:
+            return [number.replaced(op, value) for op in right]
+
+        def left(value: float) -> float:
+            self.budget.check()
+            under = self._replay.under(record, [one.op for one in variants(value)], 0.0, way.plain)
+            return math.inf if math.isnan(under.nmse) else under.nmse
+
+        own = number.of(right[0])
+        starts = {value: left(value) for value in (own * _ASIDE, own / _ASIDE)} | {number.of(first.ops[0]): first.left}
+        start = min(starts, key=lambda value: starts[value])
+        if not NOTHING < starts[start] <= PART * error.nmse:
+            return None
+        value = searched(left, start)
+        changed = variants(value)
+        said = _said(mistake, changed[0].same_as(right[0]), changed, way, True)
+        ops = tuple(one.op for one in changed)
+        local = self._replay.under(record, ops, error.nmse, way.plain)
+        return Hypothesis((replace(said, number=value),), ops, local)
 
     def carried(self, found: Hypothesis, record: OpRecord, error: Local) -> Iterator[Hypothesis]:
         """What explained one record tried on another, with the same numbers: they are an engine's, not an op's."""
@@ -191,8 +229,12 @@ def transferred(changed: Op, right: Op, other: Op) -> Op | None:
     return replace(other.with_attrs(**attrs), weights=weights, function=changed.function, stored=changed.stored)
 
 
-def _by_variant(mistake: Mistake, ops: Sequence[Op], context: Context) -> dict[str, list[Variant]]:
-    """The variants of a mistake in these ops, by what they have in common."""
+def _by_variant(
+    mistake: Mistake, ops: Sequence[Op], context: Context, only: Part | None = None
+) -> dict[str, list[Variant]]:
+    """The variants of a mistake in these ops, by what they have in common, or that of a part which was fitted."""
+    if only and only.number is not None and mistake.number:
+        return {only.variant: [mistake.number.replaced(op, only.number) for op in ops]}
     found: dict[str, list[Variant]] = {}
     for op in ops:
         for one in mistake.change(op, context):

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.fit import fitted
-from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variant, Variants, Where, axes_of, computing
+from tracediff.diagnose.mistakes.mistake import (
+    Area,
+    Context,
+    Number,
+    Seen,
+    Variant,
+    Variants,
+    Where,
+    axes_of,
+    computing,
+)
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import causal, scores, softmax, weighted_values
@@ -68,9 +78,15 @@ def _cache_ignored(op: Op, _: Context) -> Variants:
     )
 
 
+def _scaled(op: Op, scale: float) -> Variant:
+    words = f"the attention scale is {scale:.6g} instead of {op.attrs['scale']:.6g}"
+    return Variant(op.with_attrs(scale=scale), words, fitted=True)
+
+
 @AREA.mistake(
     "attention_scale", "another attention scale", "the scale: 1/sqrt(head_dim), applied once",
     Where(("softmax", "scale"), ("probs", "scores")), "llama.cpp#8444",
+    Number(lambda op: float(op.attrs["scale"]), _scaled),
 )  # fmt: skip
 def _scale(op: Op, context: Context) -> Variants:
     h, right = context.graph.hparams, op.attrs["scale"]
@@ -89,8 +105,7 @@ def _scale(op: Op, context: Context) -> Variants:
         (x, *positions), target = context.seen.inputs, context.seen.output
         starts = (right * 2.0**i for i in range(-8, 9))
         if number := fitted(lambda scale: KINDS[op.kind].function(x, *positions, scale=scale), target, starts):
-            words = f"the attention scale is {number:.6g} instead of {right:.6g}"
-            yield Variant(op.with_attrs(scale=number), words, fitted=True)
+            yield _scaled(op, number)
 
 
 @AREA.mistake(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 _ROUNDS = 25
 _STEP = 1e-6  # of the logarithm, by which the derivative is taken
+_FIRST_STEP, _LAST_STEP, _NARROWER = 0.3, 1e-6, 0.25  # of the logarithm, where there is none
 _HARDLY_MORE = 4.0  # what two fits to within the noise differ by, in squared error
 _DIGITS = 6
 
@@ -38,12 +39,26 @@ def fitted(make: Make, target: Tensor, starts: Iterable[float]) -> float | None:
         best = other
     if not error(best) < float(target.square().sum()):
         return None
-    return _round(best, error)
+    return _round(best, error(best), error)
 
 
-def _round(number: float, error: Callable[[float], float]) -> float:
+def searched(left: Callable[[float], float], start: float) -> float:
+    """The positive number near `start` that leaves least, found by looking alone: where arithmetic rounds there are no
+    derivatives. Rounded as that of `fitted`.
+    """
+    best, least, step = start, left(start), _FIRST_STEP
+    while step > _LAST_STEP:
+        nearby = {other: left(other) for other in (best * math.exp(step), best * math.exp(-step))}
+        other = min(nearby, key=lambda number: nearby[number])
+        if nearby[other] < least:
+            best, least = other, nearby[other]
+        else:
+            step *= _NARROWER
+    return _round(best, least, left)
+
+
+def _round(number: float, least: float, error: Callable[[float], float]) -> float:
     """The number to the fewest digits that leave hardly more."""
-    least = error(number)
     rounded = (float(f"{number:.{digits}e}") for digits in range(_DIGITS))
     return next((other for other in rounded if error(other) <= _HARDLY_MORE * least), number)
 

@@ -99,6 +99,14 @@ NORM = Where(("rms_norm", "layer_norm"))
 
 
 @dataclass(frozen=True, slots=True)
+class Number:
+    """A positive number of an op that a mistake is about: what it is, and the op with another in its place."""
+
+    of: Callable[[Op], float]
+    replaced: Callable[[Op, float], Variant]
+
+
+@dataclass(frozen=True, slots=True)
 class Mistake:
     """One known mistake. `where` says in which ops it is made; `look` where to look in one's code."""
 
@@ -108,16 +116,19 @@ class Mistake:
     where: Where
     change: Change
     link: str = ""
+    number: Number | None = None
 
 
 class Area(list[Mistake]):
     """Mistakes in one part of an engine, in the order in which they are tried."""
 
-    def mistake(self, name: str, text: str, look: str, where: Where, link: str = "") -> Callable[[Change], Change]:
+    def mistake(
+        self, name: str, text: str, look: str, where: Where, link: str = "", number: Number | None = None
+    ) -> Callable[[Change], Change]:
         """Adds the decorated change under this name."""
 
         def add(change: Change) -> Change:
-            self.append(Mistake(name, text, look, where, change, link))
+            self.append(Mistake(name, text, look, where, change, link, number))
             return change
 
         return add

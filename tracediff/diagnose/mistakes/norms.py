@@ -11,6 +11,7 @@ from tracediff.diagnose.mistakes.mistake import (
     NORM,
     Area,
     Context,
+    Number,
     Variant,
     Variants,
     Where,
@@ -27,9 +28,13 @@ ANY_NORM, RMS_NORM = Where((*NORM.kinds, "l2_norm")), Where(("rms_norm",))
 _DECADES = range(-6, 7)  # about the right epsilon
 
 
+def _adding(op: Op, eps: float) -> Variant:
+    return Variant(op.with_attrs(eps=eps), f"eps is {eps:.6g} instead of {op.attrs['eps']:g}", fitted=True)
+
+
 @AREA.mistake(
     "eps", "another epsilon in the norm", "the epsilon: it is read from the file, 1e-5 and 1e-6 are both common",
-    NORM, "llama.cpp#2373",
+    NORM, "llama.cpp#2373", Number(lambda op: float(op.attrs["eps"]), _adding),
 )  # fmt: skip
 def _eps(op: Op, context: Context) -> Variants:
     right = op.attrs["eps"]
@@ -46,7 +51,7 @@ def _eps(op: Op, context: Context) -> Variants:
         (right * 10.0**i for i in _DECADES),
     )
     if number is not None:
-        yield Variant(op.with_attrs(eps=number), f"eps is {number:.6g} instead of {right:g}", fitted=True)
+        yield _adding(op, number)
 
 
 @AREA.mistake(

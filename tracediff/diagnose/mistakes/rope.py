@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.fit import fitted, told_apart
-from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variant, Variants, Where, computing, values_of
+from tracediff.diagnose.mistakes.mistake import (
+    Area,
+    Context,
+    Number,
+    Seen,
+    Variant,
+    Variants,
+    Where,
+    computing,
+    values_of,
+)
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
 from tracediff.numerics.kinds.rope import rope as turned
@@ -34,21 +44,22 @@ def _pairing(op: Op, _: Context) -> Variants:
     )
 
 
+def _turning(op: Op, theta: float) -> Variant:
+    right = op.attrs["rope"]
+    words = "rope's base is {} instead of {}".format(*told_apart(theta, right.theta))
+    return Variant(op.with_attrs(rope=replace(right, theta=theta)), words, fitted=True)
+
+
 @AREA.mistake(
     "rope_theta", "another base frequency", "rope.freq_base of the file, not a default", ROPE, "candle#3746",
+    Number(lambda op: float(op.attrs["rope"].theta), _turning),
 )  # fmt: skip
 def _theta(op: Op, context: Context) -> Variants:
-    right = op.attrs["rope"]
     for theta in (1e4, 1e6, 5e5, 1e5):
-        if theta != right.theta:
-            yield _turning(op, theta), "rope's base is {} instead of {}".format(*told_apart(theta, right.theta))
+        if theta != op.attrs["rope"].theta:
+            yield _turning(op, theta)._replace(fitted=False)
     if context.seen and (number := _fitted_theta(op, context.seen, context)):
-        words = "rope's base is {} instead of {}".format(*told_apart(number, right.theta))
-        yield Variant(_turning(op, number), words, fitted=True)
-
-
-def _turning(op: Op, theta: float) -> Op:
-    return op.with_attrs(rope=replace(op.attrs["rope"], theta=theta))
+        yield _turning(op, number)
 
 
 def _fitted_theta(op: Op, seen: Seen, context: Context) -> float | None:
