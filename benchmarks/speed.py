@@ -168,9 +168,9 @@ def recording(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
 
     @torch.inference_mode()
     def forward(taken: list[float]) -> None:
-        began = time.process_time()
+        began = spent()
         loaded(ids)
-        taken.append(time.process_time() - began)
+        taken.append(spent() - began)
 
     forward([])
     for _ in range(REPEATS):
