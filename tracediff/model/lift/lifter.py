@@ -4,16 +4,15 @@ A norm and its weight, a matmul and its bias, attention's scores and values are 
 families have them. What llama.cpp does to keep its cache, and views of any sort, are no ops.
 """
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.graph import Axis, Op, View, Weight
+from tracediff.model.graph import Axis, Op, View
 from tracediff.model.lift import layout, naming, patterns
 from tracediff.model.lift.inputs import made_of_positions
+from tracediff.model.lift.nodes import KEYS, VALUES, Nodes, operands
 from tracediff.names import layer_of
 from tracediff_reference.description import Description, Node, Read
 
@@ -24,10 +23,6 @@ _SEQUENCES = "rs_s_copy"  # which sequence a state is of: there is one
 _FLAT = ("ssm_scan", "gated_delta_net", "gated_linear_attn", "rwkv_wkv6", "rwkv_wkv7")
 # What a cache of states holds (llama-memory-recurrent.cpp): the last inputs of a convolution, or the state proper.
 _STATES = MappingProxyType({"r": "conv_state", "s": "ssm_state"})
-
-
-# How attention reads [T, heads, head_dim]: of each head its rows of channels, or its channels' rows of tokens.
-_KEYS, _VALUES = (1, 0, 2), (1, 2, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +48,7 @@ class Lifter:
     def __init__(self, description: Description, file: GGUFFile) -> None:
         self.ops: dict[str, Op] = {}
         self.shown: dict[str, Shown] = {}
-        self._nodes = description.nodes
+        self._nodes = Nodes(description, file)
         self._window, self._is_causal = description.window, description.is_causal
         self._file = file
         self._value: dict[int, str] = {}  # of a node the op whose output its memory holds
@@ -61,51 +56,23 @@ class Lifter:
         self._casts: dict[int, Read] = {}  # of a copy for attention what is copied, and how that is read
         self._states: dict[int, str] = {}  # of a cache the state that the step before left there
         self._parts: dict[int, View] = {}  # of a node the part that all of its readers see
-        self._turned: dict[
-            int, View
-        ] = {}  # of a node whose op has another order of axes, how it lies in the op's value
+        self._turned: dict[int, View] = {}  # of a node whose op has another order of axes: how it lies in the op's
         self._absorbed: set[int] = set()
-        self._users: dict[int, list[tuple[int, Read]]] = defaultdict(list)
-        for i, node in enumerate(self._nodes):
-            for read in node.reads:
-                if read:
-                    self._users[read.of].append((i, read))
 
     def run(self) -> None:
         """Lift all nodes."""
-        for i, node in enumerate(self._nodes):
+        for i, node in enumerate(self._nodes.all):
             if node.op == "NONE" or i in self._absorbed or 0 in node.shape:
                 continue
             _RULES.get(node.op, Lifter._plain)(self, i, node)
 
     # --- what a node reads ---------------------------------------------------------------------------------------
 
-    def _is_leaf(self, i: int) -> bool:
-        return self._nodes[i].op == "NONE"
-
-    def _is_weight(self, read: Read | None) -> bool:
-        return read is not None and self._is_leaf(read.of) and self._nodes[read.of].name in self._file.tensors
-
-    def _is_cache(self, read: Read | None) -> bool:
-        if read is None or not self._is_leaf(read.of):
-            return False
-        return not self._nodes[read.of].is_input and not self._is_weight(read)
-
-    def _is_input(self, read: Read | None) -> bool:
-        return read is not None and self._is_leaf(read.of) and self._nodes[read.of].is_input
-
-    def _weight(self, read: Read, matrix: bool = False) -> Weight:
-        """A tensor of the file as it is read: rows of it, in the shape that the op sees."""
-        shape = tuple(size for size in read.shape if isinstance(size, int))
-        offset = read.offset if isinstance(read.offset, int) else 0
-        first = offset // math.prod(shape[1:])
-        return Weight(self._nodes[read.of].name, shape if len(shape) > 1 or not matrix else (1, *shape), first=first)
-
     def _input(self, read: Read) -> Input:
         node = self._nodes[read.of]
-        if self._is_input(read):
+        if self._nodes.is_input(read):
             return Input(self._source(read.of, node))
-        if self._is_cache(read):
+        if self._nodes.is_cache(read):
             return self._from_cache(read)
         if read.of not in self._value:  # a copy for attention, which others read too
             self._plain(read.of, node)
@@ -164,7 +131,7 @@ class Lifter:
             kind,
             tuple(one.name for one in inputs),
             axes or layout.axes(self._nodes[end].shape),
-            tuple(self._weight(read, kind == "linear" and not n) for n, read in enumerate(weights)),
+            tuple(self._nodes.weight(read, kind == "linear" and not n) for n, read in enumerate(weights)),
             dict(attrs),
             past if any(past) else (),
             views=views if any(views) else (),
@@ -175,9 +142,9 @@ class Lifter:
 
     def _plain(self, i: int, node: Node) -> None:
         """An op of the kind that the node's own op says."""
-        reads = [read for read in _operands(node) if self._nodes[read.of].name != _SEQUENCES]
-        inputs = [self._input(read) for read in reads if not self._is_weight(read)]
-        weights = [read for read in reads if self._is_weight(read)]
+        reads = [read for read in operands(node) if self._nodes[read.of].name != _SEQUENCES]
+        inputs = [self._input(read) for read in reads if not self._nodes.is_weight(read)]
+        weights = [read for read in reads if self._nodes.is_weight(read)]
         if node.op in _GATED:
             inputs = self._halves(node, inputs)
         if node.op == "REPEAT" and "times" not in patterns.attrs(node):
@@ -189,13 +156,13 @@ class Lifter:
     def _own_axes(self, node: Node, kind: str) -> tuple[Axis, ...]:
         """The shape of what the kind makes, where ggml gives the same memory another."""
         if kind == "copy":
-            return layout.axes(_operands(node)[0].shape)
+            return layout.axes(operands(node)[0].shape)
         return (layout.total(node.shape),) if kind in _FLAT else layout.axes(node.shape)
 
     def _halves(self, node: Node, inputs: list[Input]) -> list[Input]:
         """Gate and up: two inputs, or the halves of one."""
         if len(inputs) == 1:
-            (read,) = _operands(node)
+            (read,) = operands(node)
             half = node.shape[-1]
             assert isinstance(half, int)
             whole = layout.view(read)
@@ -208,7 +175,7 @@ class Lifter:
 
     def _name(self, node: Node, kind: str, inputs: Sequence[Input], weights: Sequence[Read] = ()) -> str:
         """As llama.cpp calls the value, else by a weight, else by what it is made of; the last value are the logits."""
-        if node is self._nodes[-1]:
+        if node is self._nodes.all[-1]:
             return "output"
         found = naming.of_value(node.name)
         if found and found not in self.ops and f"{found}.weight" not in self._file.tensors:
@@ -226,21 +193,6 @@ class Lifter:
     def _stem(self, weight: Read) -> str:
         return naming.of_weight(self._nodes[weight.of].name)
 
-    def _only_user(self, i: int) -> tuple[int, Node] | None:
-        users = self._users[i]
-        return (users[0][0], self._nodes[users[0][0]]) if len(users) == 1 else None
-
-    def _followed_by(self, i: int, op: str) -> tuple[int, Read] | None:
-        """The only reader of node `i` and a weight, where that reader is this op on the two."""
-        user = self._only_user(i)
-        if user is None or user[1].op != op or len(user[1].reads) < 2:
-            return None
-        first, second = user[1].reads[:2]
-        if first is None or second is None or first.of != i or not self._is_weight(second):
-            return None
-        as_it_is = first.shape == self._nodes[i].shape and layout.is_whole(first, self._nodes[i])
-        return (user[0], second) if as_it_is else None
-
     def _absorb(self, i: int) -> int:
         self._absorbed.add(i)
         return i
@@ -249,23 +201,23 @@ class Lifter:
 
     def _rows(self, i: int, node: Node) -> None:
         """GET_ROWS: the embedding; all rows of a value, those whose logits were asked for; or rows by computed ids."""
-        table, ids = _operands(node)
-        if self._is_weight(table) and self._is_input(ids):
+        table, ids = operands(node)
+        if self._nodes.is_weight(table) and self._nodes.is_input(ids):
             self._add(i, self._stem(table), "embedding", [self._input(ids)], [table])
-        elif self._is_input(ids) and not self._is_leaf(table.of) and self._nodes[ids.of].name == "out_ids":
+        elif self._nodes.is_input(ids) and not self._nodes.is_leaf(table.of) and self._nodes[ids.of].name == "out_ids":
             self._value[i] = self._value[table.of]
-        elif self._is_cache(table) and self._is_input(ids):
+        elif self._nodes.is_cache(table) and self._nodes.is_input(ids):
             self._value[i] = self._state(table.of)
         else:
             self._plain(i, node)
 
     def _norm(self, i: int, node: Node) -> None:
         """A norm, its weight and its bias."""
-        (read,) = _operands(node)
+        (read,) = operands(node)
         end = i
         weights: list[Read] = []
         for op in ("MUL", "ADD"):
-            found = self._followed_by(end, op)
+            found = self._nodes.followed_by(end, op)
             if found is None or (op == "ADD" and not self._is_bias_of(found[1], weights)):
                 break
             end = self._absorb(found[0])
@@ -279,12 +231,12 @@ class Lifter:
         return self._nodes[bias.of].name == f"{self._stem(weights[0])}.bias"
 
     def _matmul(self, i: int, node: Node) -> None:
-        a, b = _operands(node)[:2]
-        if self._is_weight(a):
+        a, b = operands(node)[:2]
+        if self._nodes.is_weight(a):
             self._linear(i, node, a, b)
-        elif values := self._kept(a, _VALUES):
+        elif values := self._kept(a, VALUES):
             self._weighted_values(i, node, values, b)
-        elif keys := self._kept(a, _KEYS):
+        elif keys := self._kept(a, KEYS):
             self._scores(i, node, keys, b)
         else:
             self._plain(i, node)
@@ -293,46 +245,23 @@ class Lifter:
         """A matmul with a weight, and its bias: of rows of tokens, or of experts where ids say which."""
         experts = node.op == "MUL_MAT_ID"
         end, weights = i, [weight]
-        found = self._followed_by(i, "ADD_ID" if experts else "ADD")
+        found = self._nodes.followed_by(i, "ADD_ID" if experts else "ADD")
         if found and self._is_bias_of(found[1], weights):
             end = self._absorb(found[0])
             weights.append(found[1])
         stem = self._stem(weight)
         name = stem
         if stem in ("output", "token_embd"):
-            name = "output_unscaled" if self._users[end] else "output"
+            name = "output_unscaled" if self._nodes.users(end) else "output"
         inputs = [self._input(read) for read in node.reads[1:] if read]
         flat = len(x.shape) == 2 and x.shape[0] == layout.TOKENS and len(self._nodes[weight.of].shape) <= 2
         kind = "linear_id" if experts else "linear" if flat else "mul_mat"
-        if kind != "mul_mat" and (self._is_leaf(x.of) or layout.is_whole(x, self._nodes[x.of])):
+        if kind != "mul_mat" and (self._nodes.is_leaf(x.of) or layout.is_whole(x, self._nodes[x.of])):
             inputs[0] = Input(inputs[0].name, inputs[0].past)  # it makes rows of any shape
-        self._add(end, name, kind, inputs, weights, self._heads(end) if kind == "linear" else None)
-
-    def _heads(self, end: int) -> tuple[Axis, ...] | None:
-        """The shape in which all readers see the value of a node; that in which attention does, where it is cached."""
-        shapes = set()
-        for user, read in self._users[end]:
-            attended = layout.rows(read, _KEYS if self._nodes[user].op != "CONT" else _VALUES)
-            if attended and layout.is_whole(attended, self._nodes[end]):
-                return layout.axes(attended.shape)
-            if not layout.is_whole(read, self._nodes[end]):
-                continue
-            into = self._nodes[user].into
-            if self._nodes[user].op == "SET_ROWS" and into and self._is_cache(into):
-                return self._of_cache(into.of)
-            shapes.add(layout.axes(read.shape))
-        return shapes.pop() if len(shapes) == 1 else None
-
-    def _of_cache(self, cache: int) -> tuple[Axis, ...] | None:
-        """The shape of a token's row in a cache as attention reads it: [T, heads, head_dim]."""
-        for user, read in self._users[cache]:
-            if self._nodes[user].op != "SET_ROWS" and layout.covers(read, self._nodes[cache]):
-                rest = [size for size in read.shape if size != layout.POSITIONS]
-                return ("T", *layout.axes((*(1,) * (2 - len(rest)), *rest)))
-        return None
+        self._add(end, name, kind, inputs, weights, self._nodes.heads(end) if kind == "linear" else None)
 
     def _rotation(self, i: int, node: Node) -> None:
-        x, positions, *factors = _operands(node)
+        x, positions, *factors = operands(node)
         source = self._input(x)
         inputs = [source, self._input(positions)]
         name = naming.of_value(node.name)
@@ -345,8 +274,8 @@ class Lifter:
 
     def _keep(self, i: int, node: Node) -> None:
         """SET_ROWS into a cache: its rows are kept for later steps."""
-        read, into = _operands(node)[0], node.into
-        if into is None or not self._is_cache(into):
+        read, into = operands(node)[0], node.into
+        if into is None or not self._nodes.is_cache(into):
             self._plain(i, node)
             return
         name = self._value[read.of]
@@ -358,7 +287,7 @@ class Lifter:
         """Some channels of a value, as an op: what a cache keeps of a fused projection."""
         whole = self._value[read.of]
         letter, number = naming.cache(self._nodes[cache].name)
-        part, shape = layout.view(read), self._of_cache(cache)
+        part, shape = layout.view(read), self._nodes.row_of_cache(cache)
         if shape and len(part.shape) == 2:
             part = layout.split(part, shape[1:])
         name = self._add(read.of, f"blk.{number}.attn_{letter}", "copy", [Input(whole, view=part)], (), part.shape)
@@ -367,8 +296,8 @@ class Lifter:
         return name
 
     def _scores(self, i: int, node: Node, keys: Input, queries: Read) -> None:
-        q, user = self._heads_of_step(queries, _KEYS), self._only_user(i)
-        masked = user is not None and user[1].op == "SOFT_MAX" and len(_operands(user[1])) > 1
+        q, user = self._heads_of_step(queries, KEYS), self._nodes.only_user(i)
+        masked = user is not None and user[1].op == "SOFT_MAX" and len(operands(user[1])) > 1
         if q is None or not (keys.past or masked):
             self._plain(i, node)
             return
@@ -376,8 +305,8 @@ class Lifter:
 
     def _weighted_values(self, i: int, node: Node, values: Input, probs: Read) -> None:
         """Of each head its tokens; as a rule turned into tokens with all heads side by side."""
-        reads = [read for _, read in self._users[i]]
-        user = self._only_user(i)
+        reads = [read for _, read in self._nodes.users(i)]
+        user = self._nodes.only_user(i)
         merged = user is not None and user[1].op == "CONT" and layout.is_permuted(reads[0], node, (1, 0, 2))
         as_it_is = all(read.shape == node.shape and layout.is_whole(read, node) for read in reads)
         if not (merged or as_it_is) or not (values.past or self._is_softmax(probs)):
@@ -420,8 +349,8 @@ class Lifter:
 
     def _softmax(self, i: int, node: Node) -> None:
         """Of attention's scores, which a mask comes with; or of anything."""
-        scores, *more = _operands(node)
-        if not more or not self._is_input(more[0]):
+        scores, *more = operands(node)
+        if not more or not self._nodes.is_input(more[0]):
             self._plain(i, node)
             return
         mask, *sinks = more
@@ -445,9 +374,9 @@ class Lifter:
 
     def _flash(self, i: int, node: Node) -> None:
         """Scores, probabilities and values in one node, which shows the last alone."""
-        queries, keys, values, mask, *sinks = _operands(node)
-        k, v = self._kept(keys, _KEYS), self._kept(values, _KEYS)
-        q = self._heads_of_step(queries, _KEYS)
+        queries, keys, values, mask, *sinks = operands(node)
+        k, v = self._kept(keys, KEYS), self._kept(values, KEYS)
+        q = self._heads_of_step(queries, KEYS)
         if q is None or k is None or v is None:
             self._plain(i, node)
             return
@@ -463,9 +392,9 @@ class Lifter:
 
     def _sort(self, i: int, node: Node) -> None:
         """ARGSORT of which only the first k are ever read: the choice of experts."""
-        seen = {layout.view(read) for _, read in self._users[i]}
+        seen = {layout.view(read) for _, read in self._nodes.users(i)}
         (chosen,) = seen if len(seen) == 1 else (None,)
-        (scores,) = _operands(node)
+        (scores,) = operands(node)
         if chosen is None or chosen.offset or chosen.shape[:-1] != layout.axes(node.shape[:-1]):
             self._plain(i, node)
             return
@@ -479,15 +408,15 @@ class Lifter:
         """By 0, of a cache of states that is new: no op. By the number of tokens, one that reads the step."""
         each = node.params[0] if node.params else 0
         if isinstance(each, float) and len(node.params) == 1:
-            inputs = [self._input(_operands(node)[0]), Input("positions")]
+            inputs = [self._input(operands(node)[0]), Input("positions")]
             self._add(i, self._name(node, "scale", inputs), "scale_by_tokens", inputs, attrs={"each": each})
-        elif not (node.into and self._is_cache(node.into)):
+        elif not (node.into and self._nodes.is_cache(node.into)):
             self._plain(i, node)
 
     def _copy(self, i: int, node: Node) -> None:
         """CONT, CPY: into a cache of states what the next step finds there; else another order, or another type."""
-        read = _operands(node)[0]
-        if node.into and self._is_cache(node.into):
+        read = operands(node)[0]
+        if node.into and self._nodes.is_cache(node.into):
             self._hand_on(i, read, node.into)
         elif self._is_for_attention(i, read):
             self._casts[i] = read
@@ -498,17 +427,17 @@ class Lifter:
 
     def _is_for_attention(self, i: int, read: Read) -> bool:
         """Whether keys or values are copied for attention alone: to another type, or transposed."""
-        if all(self._nodes[user].op == "FLASH_ATTN_EXT" for user, _ in self._users[i]):
+        if all(self._nodes[user].op == "FLASH_ATTN_EXT" for user, _ in self._nodes.users(i)):
             return True
-        user = self._only_user(i)
-        if user is None or user[1].op != "MUL_MAT" or self._kept(read, _VALUES) is None:
+        user = self._nodes.only_user(i)
+        if user is None or user[1].op != "MUL_MAT" or self._kept(read, VALUES) is None:
             return False
-        return self._nodes[_operands(user[1])[1].of].op == "SOFT_MAX"
+        return self._nodes[operands(user[1])[1].of].op == "SOFT_MAX"
 
     def _fill(self, i: int, node: Node) -> None:
         """FILL: of memory that nobody has written the shape alone counts."""
-        (read,) = _operands(node)
-        if not self._is_cache(read) or layout.TOKENS not in node.shape:
+        (read,) = operands(node)
+        if not self._nodes.is_cache(read) or layout.TOKENS not in node.shape:
             self._plain(i, node)
             return
         shape = View(layout.axes(node.shape), tuple(int(size == layout.TOKENS) for size in node.shape))
@@ -528,10 +457,6 @@ class Lifter:
         state = self._state(into.of)
         handed = self._add(i, f"{state}_next", "copy", [self._input(read)], (), layout.axes(read.shape))
         self.ops[state] = replace(self.ops[state], inputs=(*self.ops[state].inputs, handed))
-
-
-def _operands(node: Node) -> list[Read]:
-    return [read for read in node.reads if read]
 
 
 _Rule = Callable[[Lifter, int, Node], None]
