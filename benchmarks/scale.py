@@ -1,0 +1,204 @@
+"""What real models cost: figures per value, multiplication and weight, measured here, and what follows from them.
+
+    python benchmarks/scale.py --out docs/scale.md
+
+CPU time of one thread, so that other processes do not disturb it. What a multiplication costs is measured by matmuls as
+replay makes them; of what is left of judging traces so much for each recorded value and each weight is fitted, over
+prompts of several lengths, and the page says how far the fit is off.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.model.model import Model
+from tracediff.model.synthetic import Shape, write_model
+from tracediff.replay.judging import Subject, judge_all, replays_of
+from tracediff.trace.reader import Trace
+
+LENGTHS, LONG = (8, 32, 64, 128, 256), 512
+SHAPE = Shape("llama", n_layer=2, n_embd=512, n_head=8, n_head_kv=2, n_ff=1792, n_vocab=4096, n_ctx=1024)
+PROMPTS = (128, 4096)
+WITHIN = 600.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Sizes of a llama; the published ones of the three."""
+
+    layers: int
+    embd: int
+    heads: int
+    kv: int
+    width: int  # of a head
+    ff: int
+    vocab: int
+
+    def records(self, n: int) -> dict[str, list[int]]:
+        """Values of each record of a prompt of so many tokens: those of attention's scores apart."""
+        e, q, k, f = self.embd * n, self.heads * self.width * n, self.kv * self.width * n, self.ff * n
+        layer = [e, q, k, k, q, k, q, e, e, e, f, f, f, e, e]
+        return {"rows": [e, *layer * self.layers, e, self.vocab * n], "scores": [self.heads * n * n] * 2 * self.layers}
+
+    @property
+    def weights(self) -> int:
+        """Values of all matrices that are multiplied with."""
+        q, k = self.heads * self.width, self.kv * self.width
+        return self.layers * self.embd * (2 * q + 2 * k + 3 * self.ff) + self.vocab * self.embd
+
+    def products(self, n: int) -> int:
+        """Multiplications of a pass: with weights, of queries with keys, and of probabilities with values."""
+        return n * self.weights + 2 * self.layers * self.heads * self.width * n * n
+
+
+MODELS = {
+    "8B": Decoder(32, 4096, 32, 8, 128, 14336, 128256),
+    "70B": Decoder(80, 8192, 64, 8, 128, 28672, 128256),
+    "405B": Decoder(126, 16384, 128, 8, 128, 53248, 128256),
+}
+
+
+def decoder(shape: Shape) -> Decoder:
+    """The sizes of the model that is measured."""
+    return Decoder(shape.n_layer, shape.n_embd, shape.n_head, shape.n_head_kv, shape.n_embd // shape.n_head, shape.n_ff,
+                   shape.n_vocab)  # fmt: skip
+
+
+def seconds(model: Path, trace: Path) -> float:
+    """CPU time of judging a trace by a plan that is made, as a worker does."""
+    opened, subject = Model(model), Subject(Trace(trace), {}, None)
+    plan = replays_of(opened, [subject])[0].plan
+    replays = replays_of(opened, [subject], [plan])
+    began = time.process_time()
+    for _ in judge_all(replays):
+        pass
+    return time.process_time() - began
+
+
+def fitted(model: Path, folder: Path) -> tuple[np.ndarray, float]:
+    """Seconds for a multiplication, a value and a weight, none negative; and the largest relative error of the fit."""
+    sizes, rows, took = decoder(SHAPE), [], []
+    for n in LENGTHS:
+        out = trace_torch(model, folder / "run.trace", TorchOptions(), [(7 * i) % 4000 for i in range(n)])
+        values = sum(map(sum, sizes.records(n).values()))
+        assert values == sum(record.size for record in Trace(out).ops.values()), "the page's formula is the trace's"
+        rows.append((sizes.products(n), values, sizes.weights))
+        took.append(min(seconds(model, out) for _ in range(2)))
+    a, b, first = np.array(rows, float), np.array(took), multiplication()
+    others = np.linalg.lstsq(a[:, 1:] / b[:, None], 1 - a[:, 0] * first / b, rcond=None)[0]
+    cost = np.array([first, *others.clip(min=0)])
+    return cost, float(np.abs(a @ cost / b - 1).max())
+
+
+def multiplication() -> float:
+    """Seconds for one of a matmul in float64, and of that of squares in float32 beside it."""
+    n, width = 256, 2048
+    total = 0.0
+    for dtype in (torch.float64, torch.float32):
+        x, w = torch.randn(n, width, dtype=dtype), torch.randn(width, width, dtype=dtype)
+        x @ w.T
+        began = time.process_time()
+        for _ in range(3):
+            x @ w.T
+        total += (time.process_time() - began) / (3 * n * width * width)
+    return total
+
+
+def memory(model: Path, folder: Path) -> float:
+    """How many times its largest record in float64, of scores, a check takes beyond what a short one takes."""
+    peaks = []
+    for n in (8, LONG):
+        out = trace_torch(model, folder / "long.trace", TorchOptions(), [(7 * i) % 4000 for i in range(n)])
+        code = (
+            "import resource, sys; from pathlib import Path; from tracediff.pipeline import check_trace;"
+            "check_trace(Path(sys.argv[1]), Path(sys.argv[2]));"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        ran = subprocess.run([sys.executable, "-c", code, out, model], capture_output=True, text=True, check=True)
+        peaks.append(int(ran.stdout) * 1024)
+    largest = max(decoder(SHAPE).records(LONG)["scores"])
+    return (peaks[1] - peaks[0]) / (largest * 8)
+
+
+def size(n_bytes: float) -> str:
+    """Bytes in words."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.3g} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.3g} PB"
+
+
+def rows(cost: Sequence[float], times: float) -> list[str]:
+    """A line for each model and prompt."""
+    lines = []
+    for name, of in MODELS.items():
+        for n in PROMPTS:
+            records = of.records(n)
+            flash, whole = sum(records["rows"]), sum(map(sum, records.values()))
+            n_records = sum(map(len, records.values()))
+            took = cost[0] * of.products(n) + cost[1] * flash + cost[2] * of.weights
+            largest = n * max(of.embd, of.ff, of.heads * of.width)
+            cells = (
+                name, f"{n:,}", f"{n_records:,}", size(4 * whole), size(2 * flash), size(2000 * n_records),
+                f"{took / 3600:.2g} h", f"{ceil(took / WITHIN):,}", size(times * 8 * largest),
+            )  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def page(folder: Path) -> str:
+    """The page."""
+    torch.set_num_threads(1)
+    model = write_model(folder / "model.gguf", SHAPE, "F16")
+    cost, off = fitted(model, folder)
+    times = memory(model, folder)
+    lines = "\n".join(rows(cost.tolist(), times))
+    return f"""# Scale
+
+Made by `python benchmarks/scale.py --out docs/scale.md`: measured on one core of this machine with a llama of two layers
+of F16 weights and prompts of {LENGTHS[0]} to {LENGTHS[-1]} tokens, and computed for the sizes of Llama 3. No model of these sizes was
+run.
+
+Judging takes {cost[0]:.1e} s a multiplication (measured by itself), {cost[1]:.1e} s a recorded value and {cost[2]:.1e} s
+a weight, which fits what was measured within {100 * off:.0f}%. A check takes {times:.0f} times its largest record in
+float64, beyond what a short one takes; of matmuls with weights, which are judged by parts of 2 million values, no record
+counts.
+
+| model | prompt | records | trace, all in f32 | without scores, bf16 | sketches | judging, one core | cores for 10 min | a worker's memory |
+|---|---|---|---|---|---|---|---|---|
+{lines}
+
+- *without scores*: flash attention has neither scores nor probabilities in memory; judging is of such a trace.
+- *cores*: with `--workers` or `--ray`, by layers: no more than the model has can be used at once.
+- *memory* is that of the largest record; `"rows"` of some tokens lessen it, and the time, as they lessen the values.
+- Dequantised weights are read by slices of 4 MB and a worker holds 128 MB of them; a worker of a layer reads that
+  layer's weights and records, from a shared folder or a URL, and no others.
+"""  # noqa: E501
+
+
+def main() -> int:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        text = page(Path(name))
+    if options.out:
+        options.out.write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
