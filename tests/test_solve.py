@@ -13,15 +13,16 @@ import torch
 from conftest import Models
 
 from tracediff.diagnose.explain import Explainer
+from tracediff.diagnose.solve.bound import bind
 from tracediff.diagnose.solve.formulas import edits
 from tracediff.diagnose.solve.functions import Mapped
-from tracediff.diagnose.solve.interpret import CannotRunError, Flat, Run, parse
+from tracediff.diagnose.solve.interpret import CannotRunError, Flat, Run
 from tracediff.diagnose.solve.loops import loops_of
 from tracediff.diagnose.solve.maps import Map, Moved
+from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.readings import Reading, Rows
 from tracediff.diagnose.solve.regions import around
 from tracediff.diagnose.solve.solver import explanations
-from tracediff.diagnose.solve.variant import bind
 from tracediff.diagnose.solve.words import Speaker
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine

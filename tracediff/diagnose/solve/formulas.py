@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, pairwise
 
-from tracediff.diagnose.solve.interpret import Program, parse
 from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.program import Program, parse
 from tracediff.diagnose.solve.variant import Priced, Touches, Variant
 
 _INTEGER = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)

@@ -7,9 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
+from tracediff.diagnose.solve.bound import SOMETHING, Bound, parsed
 from tracediff.diagnose.solve.interpret import CannotRunError, Stored
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.variant import SOMETHING, Bound, Touches, parsed
+from tracediff.diagnose.solve.variant import Touches
 
 _NEARLY = 0.5  # of the wrong values: what gives fewer is not looked at again
 _EACH = 4, 2  # values of each loop variable at which the output is wrong, and right

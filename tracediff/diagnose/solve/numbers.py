@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracediff.diagnose.solve import formulas
+from tracediff.diagnose.solve.bound import Bound
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.variant import Bound, Priced, Variant
+from tracediff.diagnose.solve.variant import Priced, Variant
 
 _DECADES = 8  # on either side of the right number in which the fit may begin
 _LOOK = "the positions of each step: how many are cached before it"

@@ -6,7 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from tracediff.diagnose.solve.variant import Bound, Read
+from tracediff.diagnose.solve.bound import Bound
+from tracediff.diagnose.solve.variant import Read
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import split

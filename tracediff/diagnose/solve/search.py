@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors, terms
+from tracediff.diagnose.solve.bound import Bound, Rows, held_as
 from tracediff.diagnose.solve.interpret import Array, CannotRunError, Flat
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.parts import in_region
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.regions import around
-from tracediff.diagnose.solve.variant import Bound, Priced, Rows, Variant, held_as
+from tracediff.diagnose.solve.variant import Priced, Variant
 from tracediff.diagnose.solve.words import Speaker, some
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS

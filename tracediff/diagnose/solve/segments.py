@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.solve import copies, formulas, inputs, numbers, tensors
+from tracediff.diagnose.solve.bound import bind, flat
 from tracediff.diagnose.solve.interpret import CannotRunError, Flat
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import Solved, words_of
-from tracediff.diagnose.solve.variant import SOURCES, Priced, Read, Variant, bind, flat
+from tracediff.diagnose.solve.variant import SOURCES, Priced, Read, Variant
 from tracediff.model.graph import Op, Past
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from tracediff.diagnose.solve.bound import bind, flat
 from tracediff.diagnose.solve.interpret import Flat
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import Solved, solve
-from tracediff.diagnose.solve.variant import SOURCES, Read, bind, flat
+from tracediff.diagnose.solve.variant import SOURCES, Read
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord

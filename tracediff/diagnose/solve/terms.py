@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tracediff.diagnose.solve.bound import parsed
 from tracediff.diagnose.solve.formulas import reductions
 from tracediff.diagnose.solve.interpret import CannotRunError
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.variant import Priced, Variant, parsed
+from tracediff.diagnose.solve.variant import Priced, Variant
 
 _MOST = 3  # counts that give the values that are looked at
 _TERMS = "term"  # the loop variable of a sum of which all parts are kept

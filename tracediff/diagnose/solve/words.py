@@ -7,15 +7,19 @@ made.
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from tracediff.diagnose.solve.accesses import Access, accesses
-from tracediff.diagnose.solve.interpret import CannotRunError, Program, Run, Value
+from tracediff.diagnose.solve.bound import Bound
+from tracediff.diagnose.solve.interpret import CannotRunError, Run
+from tracediff.diagnose.solve.masks import LESS, seen_keys
 from tracediff.diagnose.solve.places import mapped, plural, ranges
-from tracediff.diagnose.solve.variant import Bound, Read, Variant, parsed
+from tracediff.diagnose.solve.program import Program
+from tracediff.diagnose.solve.syntax import chain, head, inlined, quotable, statements
+from tracediff.diagnose.solve.variant import Read, Variant
 from tracediff.model.graph import Op
 
 # What the loop variables of each kind count.
@@ -77,8 +81,6 @@ _SUMS = {"sum": "the sum", "max": "the largest", "min": "the smallest", "first":
 _OWN = {"scores": "the output's", "softmax": "the softmax's", "weighted_values": "the output's"}
 _OF_STEPS = ("past", "starts")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
-_NOT_QUOTED = ast.Name | ast.Constant | ast.GeneratorExp | ast.comprehension
-_LESS = ast.parse("s < visible", mode="eval").body
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,10 @@ class Speaker:
 
     def of(self, edited: Bound) -> str:
         """What the edited loops do otherwise."""
-        right, other = (_statements(ast.parse(bound.source)) for bound in (self.right, edited))
+        right, other = (statements(ast.parse(bound.source)) for bound in (self.right, edited))
         if len(right) != len(other):
             return "other loops"
-        pairs = [(a, b) for a, b in zip(right, other, strict=True) if _head(a) != _head(b)]
+        pairs = [(a, b) for a, b in zip(right, other, strict=True) if head(a) != head(b)]
         return "; ".join(dict.fromkeys(self._statement(a, b, edited) for a, b in pairs))
 
     def variant(self, variant: Variant, edited: Bound) -> str:
@@ -180,7 +182,7 @@ class Speaker:
     def _defined(self, name: str, old: ast.expr, new: ast.expr, edited: Bound) -> str:
         """A name that is something else."""
         if name == "visible":
-            return self._mask(_LESS, _LESS, edited, f"{self._print(new)} keys", f"{self._print(old)}")
+            return self._mask(LESS, LESS, edited, f"{self._print(new)} keys", f"{self._print(old)}")
         if name in ("heads", "queries", "keys", "channels", "width", "n"):
             values = (_evaluated(node, bound) for node, bound in ((old, self.right), (new, edited)))
             pairs = zip((old, new), values, strict=True)
@@ -197,7 +199,7 @@ class Speaker:
     def _value(self, subject: str, old: ast.expr, new: ast.expr, edited: Bound) -> str:
         """An expression that is another: a place that is read, a count of terms, or a formula."""
         outer: ast.AST
-        for outer, (x, y) in _chain(old, new):
+        for outer, (x, y) in chain(old, new):
             if isinstance(outer, ast.Subscript) and isinstance(outer.value, ast.Name) and x is outer.slice:
                 assert isinstance(y, ast.expr)
                 said = self._by_access(outer.value.id, edited, subject=subject)
@@ -211,7 +213,7 @@ class Speaker:
                 assert isinstance(y, ast.expr)
                 return self._mask(x, y, edited, f"those with {self._print(y)}", f"those with {self._print(x)}")
         whole = self._print(old)
-        shown = [pair for pair in _quotable(old, new) if whole.count(self._print(pair[0])) == 1]
+        shown = [pair for pair in quotable(old, new) if whole.count(self._print(pair[0])) == 1]
         return self._formula(subject, *(shown[-1] if shown else (old, new)))
 
     def _terms(self, subject: str, name: str, old: ast.Call, new: ast.Call, edited: Bound) -> str:
@@ -225,7 +227,7 @@ class Speaker:
         return f"{whole} takes {plural(noun)} {bounds}{self._legend(bounds)}"
 
     def _mask(self, old: ast.expr, new: ast.expr, edited: Bound, said: str, belongs: str) -> str:
-        seen = [_seen_keys(node, bound) for node, bound in ((old, self.right), (new, edited))]
+        seen = [seen_keys(node, bound) for node, bound in ((old, self.right), (new, edited))]
         if seen[0] is not None and seen[1] is not None:
             if seen[1].all():
                 return "no mask: every query sees every key"
@@ -282,7 +284,7 @@ class Speaker:
 
     def _placed(self, new: ast.AST, old: ast.AST, edited: Bound) -> str:
         """Two formulas of a place, the first where the second belongs."""
-        a, b = (self._print(_inlined(node, bound)) for node, bound in ((old, self.right), (new, edited)))
+        a, b = (self._print(inlined(node, bound)) for node, bound in ((old, self.right), (new, edited)))
         return f"{b}, where {a} belongs{self._legend(a, b)}"
 
     def _axes(self, array: str) -> list[tuple[str, int]]:
@@ -402,78 +404,3 @@ def _of_numbers(node: ast.expr, names: Mapping[str, float]) -> float | None:
         return float(value.value(node)) if not any(isinstance(n, ast.Subscript) for n in ast.walk(node)) else None
     except (CannotRunError, OverflowError):
         return None
-
-
-def _inlined(node: ast.AST, bound: Bound) -> ast.AST:
-    """With what names of places stand for."""
-    statements = [n for n in ast.walk(ast.parse(bound.source)) if isinstance(n, ast.Assign)]
-    known = {n.targets[0].id: n.value for n in statements if isinstance(n.targets[0], ast.Name)}
-
-    class Inlined(ast.NodeTransformer):
-        def visit_Name(self, name: ast.Name) -> ast.AST:
-            return self.visit(ast.parse(ast.unparse(known[name.id]), mode="eval").body) if name.id in known else name
-
-    return Inlined().visit(ast.parse(ast.unparse(node), mode="eval").body)
-
-
-def _statements(tree: ast.Module) -> list[ast.stmt]:
-    """All statements in order."""
-    return [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.Assign | ast.Pass)]
-
-
-def _head(node: ast.stmt) -> str:
-    """A statement as it is written; of loops only their heads count."""
-    return f"{ast.unparse(node.target)} in {ast.unparse(node.iter)}" if isinstance(node, ast.For) else ast.unparse(node)
-
-
-def _children(node: ast.AST) -> list[ast.AST]:
-    return list(ast.iter_child_nodes(node))
-
-
-def _chain(a: ast.AST, b: ast.AST) -> Iterator[tuple[ast.AST, tuple[ast.AST, ast.AST]]]:
-    """Down from two trees to where they differ: each parent, and the parts of both that differ in it."""
-    while True:
-        if type(a) is not type(b):
-            return
-        ours, theirs = _children(a), _children(b)
-        if len(ours) != len(theirs):
-            return
-        differ = [(x, y) for x, y in zip(ours, theirs, strict=True) if ast.dump(x) != ast.dump(y)]
-        if len(differ) != 1:
-            return
-        yield a, differ[0]
-        a, b = differ[0]
-
-
-def _quotable(old: ast.expr, new: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Expressions that show what differs: with an operator, or a function, the smallest last."""
-    yield old, new
-    for _, (x, y) in _chain(old, new):
-        if isinstance(x, ast.expr) and isinstance(y, ast.expr) and not isinstance(x, _NOT_QUOTED):
-            yield x, y
-
-
-def _seen_keys(test: ast.expr, bound: Bound) -> np.ndarray | None:
-    """Which keys each query of the softmax sees, bool [H, T, S]."""
-    try:
-        return _Seen(parsed(bound.source), bound.numbers, bound.arrays, 0, test=test).of()
-    except CannotRunError:
-        return None
-
-
-@dataclass
-class _Seen(Run):
-    """Finds out what a comparison comes to where something is first stored."""
-
-    test: ast.expr = _LESS
-    found: np.ndarray | None = None
-
-    def of(self) -> np.ndarray | None:
-        self.stores()
-        return self.found
-
-    def _store(self, name: str, at: Value, value: Value) -> None:
-        if self.found is None:
-            shape = [self._names[v].size for v in ("h", "t", "s")]
-            seen = np.broadcast_to(self.value(self.test), [*shape, *[1] * (self._rank - 3)])
-            self.found = seen.reshape(shape)

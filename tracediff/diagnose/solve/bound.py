@@ -1,0 +1,177 @@
+"""An op's loops with what the names in them stand for: run in part, in whole, and with what lies beyond arrays."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.solve.interpret import Array, Flat, Prepared, Run, Stored
+from tracediff.diagnose.solve.loops import Loops, loops_of
+from tracediff.diagnose.solve.program import parse
+from tracediff.model.graph import Op, Weight
+from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import Arithmetic
+from tracediff.numerics.roundings import Rounding, rounding_named
+
+SOMETHING = 0.731  # beyond arrays, where 0 was assumed
+_MOST = 0.5  # of all values: where more cannot be told, nothing is explained
+_ROWS = 1 << 19  # numbers of a weight from which only the rows that are needed are read
+
+parsed = lru_cache(4096)(parse)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Loops with what their names stand for."""
+
+    source: str
+    loops: Loops
+    numbers: Mapping[str, float]
+    arrays: Mapping[str, Array]
+    beyond: float = 0.0  # what lies beyond the arrays
+    prepared: dict[object, Prepared] = field(default_factory=dict)
+
+    def with_(self, source: str, arrays: Mapping[str, Array], numbers: Mapping[str, float]) -> "Bound":
+        """Edited loops with some names standing for something else."""
+        return replace(self, source=source, numbers={**self.numbers, **numbers}, arrays={**self.arrays, **arrays})
+
+    def stored(self, only: Mapping[str, np.ndarray], dtype: type = np.float64) -> tuple[list[Stored], bool]:
+        """What is stored to the output in a part of the loops, and whether something was read where an array does not
+        reach; raises CannotRunError.
+        """
+        run = self._run(only, dtype)
+        return run.stores(), run.went_beyond
+
+    def statements(self, only: Mapping[str, np.ndarray]) -> list[Stored]:
+        """What each statement stores to the output in a part of the loops; raises CannotRunError."""
+        return self._run(only, np.float64).statements()
+
+    def _run(self, only: Mapping[str, np.ndarray], dtype: type) -> Run:
+        n = int(np.prod(self.loops.shape))
+        before = self.untouched() if "before" in self.arrays else None
+        known = parsed(self.source), self.numbers, self.arrays, n
+        return Run(*known, dtype, only, before=before, beyond=self.beyond, prepared=self.prepared)
+
+    def places(self, only: Mapping[str, np.ndarray] = MappingProxyType({})) -> list[Stored]:
+        """Where something is stored to, and at which values of the loop variables."""
+        n = int(np.prod(self.loops.shape))
+        return Run(parsed(self.source), self.numbers, self.arrays, n, only=only, places_only=True).stores()
+
+    def untouched(self, dtype: type = np.float64) -> np.ndarray:
+        """What the output's buffer held: `before`, or 0."""
+        y: np.ndarray = np.zeros(int(np.prod(self.loops.shape)), dtype)
+        if (before := self.arrays.get("before")) is not None:
+            kept = np.arange(min(y.size, before.size))
+            y[kept] = before.take(kept)
+        return y
+
+    def output(self, dtype: type = np.float64) -> np.ndarray:
+        """The whole output. What nothing is stored to keeps what the buffer held."""
+        return self.computed(dtype)[0]
+
+    def computed(self, dtype: type = np.float64) -> tuple[np.ndarray, bool]:
+        """The whole output, and whether something was read where an array does not reach."""
+        y, beyond = self.untouched(dtype), False
+        for only in self._blocks():
+            stores, went = self.stored(only, dtype)
+            for stored in stores:
+                inside = (stored.at >= 0) & (stored.at < y.size)
+                y[stored.at[inside]] = stored.values[inside]
+            beyond |= went
+        return y.reshape(self.loops.shape), beyond
+
+    def unknown(self, y: np.ndarray) -> np.ndarray:
+        """Places of values in the output `y` that follow from what lies beyond the arrays; none if these are many."""
+        other = replace(self, beyond=SOMETHING).output()
+        with np.errstate(invalid="ignore"):
+            there = np.flatnonzero((y != other) & ~(np.isnan(y) & np.isnan(other)))
+        return there if len(there) <= _MOST * y.size else there[:0]
+
+    def measured(self) -> tuple[np.ndarray, np.ndarray]:
+        """The output in float64, and how far float32 is from it. What overflows float32 does so here too."""
+        y, single = (self.output(dtype) for dtype in (np.float64, np.float32))
+        finite = np.isfinite(single)
+        error = np.zeros_like(y)
+        error[finite] = np.abs(y[finite] - single[finite])
+        return np.where(finite, y, single), np.nan_to_num(error, nan=0.0, posinf=0.0)
+
+    def _blocks(self) -> list[dict[str, np.ndarray]]:
+        if self.loops.block is None:
+            return [{}]
+        name, step = self.loops.block
+        n = int(self.loops.shape[-1]) if len(self.loops.shape) == 2 else int(np.prod(self.loops.shape[1:]))
+        return [{name: np.arange(at, at + step)} for at in range(0, n + 1, step)] if n > step else [{}]
+
+
+def bind(
+    op: Op,
+    inputs: Sequence[Tensor],
+    weights: Weights,
+    arithmetic: Arithmetic,
+    brought: Mapping[str, Array] = MappingProxyType({}),
+) -> Bound | None:
+    """The op's loops on these inputs, rounded as the arithmetic says, and on what else they read; None where no loops
+    are written for it.
+    """
+    loops = loops_of(op, [tuple(x.shape) for x in inputs])
+    if loops is None:
+        return None
+    hold = rounding_named(arithmetic.stored)  # caches
+    roundings = {
+        "linear": (rounding_named(arithmetic.operands),),
+        "scores": (rounding_named(arithmetic.operands), hold),
+        "weighted_values": (rounding_named(arithmetic.operands), hold),
+    }.get(op.kind, ())
+    arrays: dict[str, Array] = dict(brought)
+    for i, (name, x) in enumerate(zip(loops.inputs, inputs, strict=False)):
+        arrays[name] = Flat(flat(roundings[i](x.flatten(1) if op.kind == "linear" else x) if i < len(roundings) else x))
+    for name, weight in zip(loops.weights, op.weights, strict=False):
+        arrays[name] = Rows(weight, weights, held_as(op, name, arithmetic))
+    return Bound(loops.source, loops, loops.numbers, arrays)
+
+
+def held_as(op: Op, name: str, arithmetic: Arithmetic) -> Rounding:
+    """How an engine holds the op's weight of this name: nobody quantises a bias."""
+    hold = rounding_named(arithmetic.stored)
+    return rounding_named("f64") if op.kind == "linear" and name == "b" and hold.in_blocks else hold
+
+
+def flat(x: Tensor) -> np.ndarray:
+    """A tensor as flat numbers, float64 or integers."""
+    return (x.double() if x.is_floating_point() else x).cpu().numpy().ravel()
+
+
+@dataclass(slots=True)
+class Rows:
+    """A weight as flat numbers. Of a large matrix only the rows that are needed are read."""
+
+    weight: Weight
+    weights: Weights
+    hold: Callable[[Tensor], Tensor]
+    _whole: np.ndarray | None = None
+    _rows: np.ndarray = field(default_factory=lambda: np.zeros(0, int))  # that were read last
+    _table: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def size(self) -> int:
+        """How many numbers."""
+        return int(np.prod(self.weight.shape))
+
+    def take(self, at: np.ndarray) -> np.ndarray:
+        """Those at these places."""
+        if self.size <= _ROWS or self.weight.read or len(self.weight.shape) < 2:
+            if self._whole is None:
+                self._whole = flat(self.hold(self.weights.load(self.weight)))
+            return self._whole[at]
+        width = self.weight.shape[-1]
+        rows = at // width
+        needed, place = np.unique(rows, return_inverse=True)
+        if not np.array_equal(needed, self._rows):  # one hypothesis after the other asks for the same
+            ids = torch.from_numpy(needed + self.weight.first)
+            self._table = self.hold(self.weights.gather(self.weight, ids)).double().cpu().numpy()
+            self._rows = needed
+        return self._table[place.reshape(rows.shape), at % width]

@@ -1,0 +1,37 @@
+"""Which keys a softmax's queries see, found by running its loops."""
+
+import ast
+from dataclasses import dataclass
+
+import numpy as np
+
+from tracediff.diagnose.solve.bound import Bound, parsed
+from tracediff.diagnose.solve.interpret import CannotRunError, Run, Value
+
+LESS = ast.parse("s < visible", mode="eval").body  # of the right loops
+
+
+def seen_keys(test: ast.expr, bound: Bound) -> np.ndarray | None:
+    """Which keys each query of the softmax sees, bool [H, T, S]."""
+    try:
+        return _Seen(parsed(bound.source), bound.numbers, bound.arrays, 0, test=test).of()
+    except CannotRunError:
+        return None
+
+
+@dataclass
+class _Seen(Run):
+    """Finds out what a comparison comes to where something is first stored."""
+
+    test: ast.expr = LESS
+    found: np.ndarray | None = None
+
+    def of(self) -> np.ndarray | None:
+        self.stores()
+        return self.found
+
+    def _store(self, name: str, at: Value, value: Value) -> None:
+        if self.found is None:
+            shape = [self._names[v].size for v in ("h", "t", "s")]
+            seen = np.broadcast_to(self.value(self.test), [*shape, *[1] * (self._rank - 3)])
+            self.found = seen.reshape(shape)

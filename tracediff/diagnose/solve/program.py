@@ -1,0 +1,124 @@
+"""Parsed loops, and what is known of them before they run: which axis each has, what they store to, what they need."""
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Program:
+    """Parsed loops."""
+
+    tree: ast.Module
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes, in the order of the source."""
+        found: list[ast.AST] = []
+        stack: list[ast.AST] = [self.tree]
+        while stack:
+            node = stack.pop()
+            found.append(node)
+            for name in reversed(node._fields):
+                value = getattr(node, name, None)
+                if isinstance(value, list):
+                    stack += reversed(value)
+                elif isinstance(value, ast.AST) and value._fields:
+                    stack.append(value)
+        return found
+
+    @cached_property
+    def axes(self) -> dict[str, int]:
+        """The axis of each loop variable."""
+        found: dict[str, int] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.For | ast.comprehension):
+                assert isinstance(node.target, ast.Name)
+                found.setdefault(node.target.id, len(found))
+        return found
+
+    @cached_property
+    def _stored_in(self) -> Mapping[ast.For, set[str]]:
+        """The arrays that are stored to in each loop."""
+        found: dict[ast.For, set[str]] = {}
+
+        def within(body: Sequence[ast.stmt]) -> set[str]:
+            names: set[str] = set()
+            for node in body:
+                if isinstance(node, ast.For):
+                    found[node] = within(node.body)
+                    names |= found[node]
+                elif isinstance(node, ast.Assign):
+                    names |= {stores_to(node)} - {""}
+            return names
+
+        within(self.tree.body)
+        return found
+
+    @cached_property
+    def placing(self) -> set[str]:
+        """Names that say which elements of the output are stored to, and in which order."""
+        counts = [loop.iter for loop, names in self._stored_in.items() if "y" in names]
+        stores = (node.targets[0] for node in self._assignments if stores_to(node) == "y")
+        return self._defining([*counts, *stores])
+
+    def stores_output(self, loop: ast.For) -> bool:
+        """Whether something in a loop is stored to the output."""
+        return "y" in self._stored_in[loop]
+
+    @cached_property
+    def valuing(self) -> set[str]:
+        """Names that say what is stored."""
+        own = [node for node in self._assignments if stores_to(node) not in ("", "y")]  # arrays of the loops' own
+        return self._defining([*own, *(node.value for node in self._assignments if stores_to(node) == "y")])
+
+    def _defining(self, nodes: Sequence[ast.AST]) -> set[str]:
+        """The names in these nodes, and in what defines them."""
+        defined = {ast.unparse(node.targets[0]): node.value for node in self._assignments if not stores_to(node)}
+        found: set[str] = set()
+        stack = list(nodes)
+        while stack:
+            new = {n.id for n in ast.walk(stack.pop()) if isinstance(n, ast.Name)} - found
+            found |= new
+            stack += [defined[name] for name in new & defined.keys()]
+        return found
+
+    @cached_property
+    def _assignments(self) -> list[ast.Assign]:
+        return [node for node in self.nodes if isinstance(node, ast.Assign)]
+
+    @cached_property
+    def reads_output(self) -> bool:
+        """Whether what is stored to the output is read again: it is computed in place."""
+        subscripts = (n for n in self.nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load))
+        return any(isinstance(n.value, ast.Name) and n.value.id == "y" for n in subscripts)
+
+    @cached_property
+    def preparing(self) -> Mapping[ast.stmt, tuple[str, set[str]]]:
+        """Outermost loops that store to arrays of their own alone: as text, with the names in them."""
+        loops = (node for node in self.tree.body if isinstance(node, ast.For) and not self.stores_output(node))
+        return {loop: (ast.unparse(loop), {n.id for n in ast.walk(loop) if isinstance(n, ast.Name)}) for loop in loops}
+
+    @cached_property
+    def restrictable(self) -> set[str]:
+        """Loop variables of which some values may be left out: no other of them reads what is stored at one."""
+        return {
+            loop.target.id
+            for loop, names in self._stored_in.items()
+            if names == {"y"} and isinstance(loop.target, ast.Name) and self._stands_alone(loop)
+        }
+
+    def _stands_alone(self, loop: ast.For) -> bool:
+        return not self.reads_output or any(isinstance(node, ast.For) for node in loop.body)
+
+
+def parse(source: str) -> Program:
+    """Loops of a source."""
+    return Program(ast.parse(source))
+
+
+def stores_to(node: ast.Assign) -> str:
+    """The array that an assignment stores to; empty for a name."""
+    target = node.targets[0]
+    return target.value.id if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) else ""
