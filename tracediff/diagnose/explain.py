@@ -257,7 +257,10 @@ class _Search:
                 return self._chosen(found)
         if len(vain) >= _SEARCHES:
             return self._fewest(self.one_more(one), one)
-        return self._solved(one) or self._fewest(self.one_more(one) or self._several(one, tried), one)
+        if len(one.error.segment) == 1 and (found_one := self._solved(one)):
+            return found_one
+        several = self._fewest(self.one_more(one) or self._several(one, tried), one)
+        return several or (self._solved(one) if len(one.error.segment) > 1 else None)  # of thousands of edits: last
 
     def _solved(self, one: _Faulty) -> Hypothesis | None:
         """What the solver makes of an op by itself, or of one in a segment. What would show in steps that are right is

@@ -156,7 +156,7 @@ def _found(
     """
     first, found, seen = group[0], list[Solved](), set[float]()
     counted = _OF_TOKENS.findall(ast.unparse(ast.parse(first.loops.source)))
-    for priced in formulas.variants(first) if len(group) > 1 else _alone(first, whole):
+    for priced in _alike(first) if len(group) > 1 else _alone(first, whole):
         check()
         segment = short if _OF_TOKENS.findall(priced.variant.source) == counted else whole
         ops = tuple(op for problem in group if (op := _edited(problem, priced.variant)))
@@ -175,6 +175,12 @@ def _found(
         except CannotRunError:
             continue
     return sorted(found, key=lambda one: one.bits)
+
+
+def _alike(problem: Problem) -> Iterator[Priced]:
+    """Edits of a kernel, and positions, which several ops are told alike."""
+    yield from numbers.positions(problem)
+    yield from formulas.variants(problem)
 
 
 def _alone(problem: Problem, segment: Segment) -> Iterator[Priced]:
