@@ -109,9 +109,9 @@ _HEAD = """# Several mistakes at once
 Planted together in a small model and looked for in its trace alone, without a reference, in {minutes} minutes of CPU
 time, by
 
-    {command}
+    python benchmarks/several.py --minutes N --jsonl several.jsonl --out docs/several.md
 
-which ran {done} of {of} sets, in a random order.
+in as many runs as there was time for: {done} of {of} sets, in a random order.
 
 With every op recorded three to five, each in an op of its own; with hidden states alone two to four, each in one layer
 or in all, so that a layer has up to four. *Located*: the faulty records are those that hold planted ops which show, and
@@ -119,7 +119,7 @@ no other. *Named*: each has a cause made of mistakes that are planted in it, and
 floor; *unnamed*: some have no cause; *misnamed*: some have another's."""
 
 
-def report(outcomes: list[Outcome], of: int, command: str) -> str:
+def report(outcomes: list[Outcome], of: int) -> str:
     """The document. The kind of an outcome is how many seconds it took."""
     seconds = sum(float(o.kind) for o in outcomes)
     captures = [capture for capture in SIZES if any(o.case.capture == capture for o in outcomes)]
@@ -129,7 +129,7 @@ def report(outcomes: list[Outcome], of: int, command: str) -> str:
         ("family", "weights", "recorded", "planted", "outcome"), ((*o.case[:3], o.what, o.result) for o in rest)
     )
     parts = (
-        _HEAD.format(minutes=f"{seconds / 60:.0f}", command=command, done=len(outcomes), of=of),
+        _HEAD.format(minutes=f"{seconds / 60:.0f}", done=len(outcomes), of=of),
         table(("recorded", "sets", *WORDS, "located", "named, share"), rows),
         "## All that were not named\n\n" + (listed if rest else "None."),
     )
@@ -156,7 +156,6 @@ def main() -> None:
         for n in (range(N_SETS[capture]) if args.only is None else [args.only])
     ]
     random.Random(0).shuffle(cases)
-    command = " ".join(["python", "benchmarks/several.py", *sys.argv[1:]])
     lines = args.jsonl.read_text().splitlines() if args.jsonl and args.jsonl.exists() else []
     outcomes = [Outcome(Case(*case), *rest) for case, *rest in map(json.loads, lines)]
     known = {outcome.case for outcome in outcomes}
@@ -168,7 +167,7 @@ def main() -> None:
                 file.write(json.dumps(outcome) + "\n")
         where = f"{', '.join(outcome.case)} ({outcome.kind} s), {outcome.what}"
         print(f"{time.monotonic() - began:4.0f} s {where}: {outcome.result}", file=sys.stderr)
-    text = report(outcomes, len(cases), command)
+    text = report(outcomes, len(cases))
     if args.out:
         args.out.write_text(text)
     else:
