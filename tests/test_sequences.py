@@ -1,6 +1,9 @@
 """Several sequences in one trace: each is read, judged and named as if it had been traced alone."""
 
+import base64
 import json
+import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,7 +84,9 @@ def test_a_mistake_of_one_sequence_is_named_with_it(traced: Traced, models: Mode
     first = result["first_divergence"]
     assert (first["op"], first["step"], first["sequence"]) == ("blk.1.attn_scores", 2, 4)
     assert {(op["step"], op["sequence"]) for op in result["faulty"]} == {(2, 4)}
-    assert '"step":"2 of sequence 4"' in page.read_text()
+    packed = re.search(r'id="data">([^<]+)<', page.read_text())
+    assert packed
+    assert "2 of sequence 4" in json.loads(zlib.decompress(base64.b64decode(packed[1])))["steps"]
     assert "in step 2 of sequence 4" in cli("check", wrong, "--model", models("qwen3", "F16"))[1]
 
 
