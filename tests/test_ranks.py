@@ -77,6 +77,8 @@ def test_what_goes_wrong_between_ranks_is_named(mistake: str, of: Callable[[str]
     assert SAID[mistake] in said(result)
     if "expert" not in mistake:
         assert len({op.op for op in result.faulty}) == 1, "what follows from it is judged by what each rank was fed"
+        assert result.coverage
+        assert not result.coverage.unjudged
     if mistake == "another norm weight on a rank":
         assert "on rank 2" in said(result)
 

@@ -20,7 +20,7 @@ from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import check_trace
 from tracediff.trace.writer import TraceWriter
 
-WIDE = Shape("llama", n_layer=1, n_embd=512, n_head=8, n_head_kv=4, n_ff=1024, n_vocab=320, eps=1e-5)
+WIDE = Shape("llama", n_layer=1, n_embd=512, n_head=8, n_head_kv=4, n_ff=256, n_vocab=320, eps=1e-5)
 
 
 def cut_off(x: Tensor, quantum: Tensor) -> Tensor:

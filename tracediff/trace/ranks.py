@@ -21,6 +21,7 @@ import numpy as np
 
 from tracediff.errors import TraceError
 from tracediff.inputs import open_file
+from tracediff.names import kind_of
 from tracediff.trace.data import Stored
 from tracediff.trace.format import (
     STATISTICS,
@@ -157,7 +158,8 @@ class Ranks(Trace):
         if shard is None:
             return None if mine else []
         if shard.sum:  # where ranks' copies differ, their terms are of different sums
-            differ = self._parted is not None and [*self._all].index(_key(record)) > self._parted
+            of_tokens = isinstance(record, OpRecord) and kind_of(record.op) == "embedding"
+            differ = self._parted is not None and not of_tokens and [*self._all].index(_key(record)) > self._parted
             return [] if differ or mine[:1] != parts[:1] else None
         if {part.start for part in mine} == {part.start for part in parts}:
             return None
