@@ -134,7 +134,7 @@ def test_tokens_outside_the_vocabulary_by_the_library(model: Path, tmp_path: Pat
             "--arithmetic 'activations in q8_K blocks': the rows that blk.0.attn_q multiplies are no multiples of its",
         ),
         (("--device", "zebra"), "--device zebra: not a device "),
-        (("--device", "meta"), "--device meta: not a device of this engine."),
+        (("--device", "meta"), "--device meta: not a device "),
         (("--device", "cuda:99"), "--device cuda:99: CUDA devices that this torch sees: "),
     ],
 )
