@@ -356,7 +356,7 @@ def ends(target: Target, data: bytes, folder: Path) -> str | None:
     from tracediff.errors import TracediffError
 
     try:
-        with redirect_stderr(io.StringIO()):
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # a file: atheris asks for its number
             target.run(data, folder)
     except TracediffError as error:
         said = str(error)
