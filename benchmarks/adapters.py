@@ -4,6 +4,7 @@ Nothing is computed here. Each function loads a GGUF file into an engine as its 
 decode steps with its own cache. Where an engine reads no GGUF it is given the file's values, dequantised.
 """
 
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import tracediff
 from tracediff.engine.recorder import DTYPES, Recorder
 from tracediff.engine.torch_engine import StepInput
 from tracediff.engine.torch_run import TorchOptions
@@ -21,6 +23,7 @@ from tracediff.model.checkpoint import PERMUTED_ARCHITECTURES, PERMUTED_OPS
 from tracediff.model.families import load_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
+from tracediff.model.model import Model
 from tracediff.model.pairing import neighbours
 from tracediff.model.tensors import FileTensors
 from tracediff.names import split
@@ -32,6 +35,10 @@ STEPS = tuple(
     for tokens, first in ((PROMPT, 0), ((84,), len(PROMPT)), ((104,), len(PROMPT) + 1))
 )
 Trace = Callable[[Path, Path], None]  # of a GGUF file, to a trace
+
+
+class NotForThisModelError(Exception):
+    """The engine knows other architectures."""
 
 
 class Taps:
@@ -108,10 +115,8 @@ def litgpt(dtype: str) -> Trace:
         gpt.load_state_dict(_litgpt_weights(FileTensors(file), h.n_layer, h.arch, h.head_dim))
         gpt = gpt.to(DTYPES[dtype]).eval()
         gpt.set_kv_cache(1, 64, dtype=DTYPES[dtype])
-        with taps(model, out, f"litgpt ({dtype})") as tap, torch.inference_mode():
-            _tap_litgpt(gpt, tap)
-            for step, given in enumerate(STEPS):
-                tap.begin(step, given)
+        with tracediff.record(gpt, out, gguf=model), torch.inference_mode():
+            for given in STEPS:
                 gpt(torch.tensor([given.tokens]), torch.tensor(given.positions))
 
     return trace
@@ -141,62 +146,101 @@ def _litgpt_weights(tensors: FileTensors, n_layer: int, arch: str, head_dim: int
     return {name: torch.from_numpy(values.copy()) for name, values in weights.items()}
 
 
-def _tap_litgpt(gpt: Any, tap: Taps) -> None:
-    def after(module: Any, name: str, heads: bool = False) -> None:
-        def hook(module: Any, inputs: Any, output: torch.Tensor) -> None:
-            (tap.of_heads if heads else tap.op)(name, output)
-
-        module.register_forward_hook(hook)
-
-    def before(module: Any, name: str) -> None:
-        def hook(module: Any, inputs: Any) -> None:
-            tap.op(name, inputs[0])
-
-        module.register_forward_pre_hook(hook)
-
-    after(gpt.transformer.wte, "token_embd")
-    for n, block in enumerate(gpt.transformer.h):
-        blk, attn, mlp = f"blk.{n}", block.attn, block.mlp
-        after(block.norm_1, f"{blk}.attn_norm")
-        attn.qkv.register_forward_hook(_split_qkv(tap, blk, attn.config))
-        if attn.norm_q is not None:
-            after(attn.norm_q, f"{blk}.attn_q_norm", heads=True)
-            after(attn.norm_k, f"{blk}.attn_k_norm", heads=True)
-        attn.scaled_dot_product_attention = _watched(tap, blk, attn.scaled_dot_product_attention)
-        before(attn.proj, f"{blk}.attn_kqv")
-        after(attn.proj, f"{blk}.attn_output")
-        before(block.norm_2, f"{blk}.attn_residual")
-        after(block.norm_2, f"{blk}.ffn_norm")
-        after(mlp.fc_1, f"{blk}.ffn_gate")
-        after(mlp.fc_2, f"{blk}.ffn_up")
-        before(mlp.proj, f"{blk}.ffn_act")
-        after(mlp.proj, f"{blk}.ffn_down")
-        after(block, f"{blk}.ffn_residual")
-    after(gpt.transformer.ln_f, "output_norm")
-    after(gpt.lm_head, "output")
+# ---- engines that are a file to read
 
 
-def _split_qkv(tap: Taps, blk: str, config: Any) -> Callable[..., None]:
-    q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
+def gpt_fast(dtype: str) -> Trace:
+    """`gpt-fast/model.py` in the folder of packages: Llama with one matrix for Q, K and V, in the GGUF's own order."""
 
-    def hook(module: Any, inputs: Any, output: torch.Tensor) -> None:
-        for name, part in zip(("attn_q", "attn_k", "attn_v"), output.split((q, kv, kv), -1), strict=True):
-            tap.op(f"{blk}.{name}", part)
+    def trace(model: Path, out: Path) -> None:
+        theirs = _source("gpt-fast/model.py")
+        opened = Model(model)
+        h = opened.graph.hparams
+        if h.arch != "llama":
+            raise NotForThisModelError
+        config = theirs.ModelArgs(
+            block_size=64, vocab_size=h.n_vocab, n_layer=h.n_layer, n_head=h.n_head, dim=h.n_embd,
+            intermediate_size=h.n_ff, n_local_heads=h.n_head_kv, rope_base=int(h.rope.theta), norm_eps=h.eps,
+        )  # fmt: skip
+        names = {
+            "attention.wqkv.weight": ("attn_q", "attn_k", "attn_v"), "attention.wo.weight": ("attn_output",),
+            "attention_norm.weight": ("attn_norm",), "ffn_norm.weight": ("ffn_norm",),
+            "feed_forward.w1.weight": ("ffn_gate",), "feed_forward.w2.weight": ("ffn_down",),
+            "feed_forward.w3.weight": ("ffn_up",),
+        }  # fmt: skip
+        net = theirs.Transformer(config)
+        whole = {"tok_embeddings.weight": "token_embd", "norm.weight": "output_norm", "output.weight": "output"}
+        net.load_state_dict(_state(opened, whole, "layers", names))
+        net = net.to(DTYPES[dtype]).eval()
+        net.setup_caches(1, 64)
+        with tracediff.record(net, out, gguf=model), torch.inference_mode():
+            for given in STEPS:
+                net(torch.tensor([given.tokens]), torch.tensor(given.positions))
 
-    return hook
+    return trace
 
 
-def _watched(tap: Taps, blk: str, attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Its attention with K of the whole cache, repeated for each query head."""
+def llms_from_scratch(dtype: str) -> Trace:
+    """Qwen3 of a textbook, with names of its own and without a cache: the prompt alone."""
 
-    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        h = tap.graph.hparams
-        tap.of_heads(f"{blk}.attn_q_rope", q)
-        own = slice(tap.past, tap.past + tap.n_tokens)
-        tap.of_heads(f"{blk}.attn_k_rope", k[:, :: h.n_head // h.n_head_kv, own])
-        return attention(q, k, v, mask)
+    def trace(model: Path, out: Path) -> None:
+        from llms_from_scratch.qwen3 import Qwen3Model
 
-    return watched
+        opened = Model(model)
+        h = opened.graph.hparams
+        if h.arch != "qwen3":
+            raise NotForThisModelError
+        net = Qwen3Model(
+            {
+                "vocab_size": h.n_vocab, "context_length": 64, "emb_dim": h.n_embd, "n_heads": h.n_head,
+                "n_layers": h.n_layer, "hidden_dim": h.n_ff, "head_dim": h.head_dim, "qk_norm": True,
+                "n_kv_groups": h.n_head_kv, "rope_base": h.rope.theta, "dtype": DTYPES[dtype],
+            }
+        )  # fmt: skip
+        names = {
+            "att.W_query.weight": ("attn_q",), "att.W_key.weight": ("attn_k",), "att.W_value.weight": ("attn_v",),
+            "att.out_proj.weight": ("attn_output",), "att.q_norm.scale": ("attn_q_norm",),
+            "att.k_norm.scale": ("attn_k_norm",), "norm1.scale": ("attn_norm",), "norm2.scale": ("ffn_norm",),
+            "ff.fc1.weight": ("ffn_gate",), "ff.fc2.weight": ("ffn_up",), "ff.fc3.weight": ("ffn_down",),
+        }  # fmt: skip
+        whole = {"tok_emb.weight": "token_embd", "final_norm.scale": "output_norm", "out_head.weight": "output"}
+        net.load_state_dict(_state(opened, whole, "trf_blocks", names))
+        with tracediff.record(net.eval(), out, gguf=model), torch.inference_mode():
+            net(torch.tensor([PROMPT]))
+
+    return trace
+
+
+def _state(
+    model: Model, whole: dict[str, str], layers: str, names: dict[str, tuple[str, ...]]
+) -> dict[str, torch.Tensor]:
+    """The file's values under an engine's names, those of a layer side by side where there are several."""
+
+    def get(*ours: str) -> torch.Tensor:
+        values = (model.tensors.get(f"{name}.weight").astype(np.float32) for name in ours)
+        return torch.from_numpy(np.concatenate([*values]))
+
+    tied = "output.weight" not in model.tensors
+    state = {theirs: get("token_embd" if tied and ours == "output" else ours) for theirs, ours in whole.items()}
+    for n in range(model.graph.hparams.n_layer):
+        state |= {
+            f"{layers}.{n}.{theirs}": get(*(f"blk.{n}.{name}" for name in ours)) for theirs, ours in names.items()
+        }
+    return state
+
+
+def _source(path: str) -> Any:
+    """A module that is a file in one of the folders of packages."""
+    found = next((folder for folder in map(Path, sys.path) if (folder / path).exists()), None)
+    if found is None:
+        raise FileNotFoundError(f"{path} is in no folder of packages")
+    spec = importlib.util.spec_from_file_location("engine", found / path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["engine"] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 # ---- tinygrad

@@ -2,10 +2,11 @@
 
     python benchmarks/real_engines.py [--packages FOLDER] [--engine NAME=COMMAND] [--only NAME] [--out PAGE]
 
-transformers, litgpt and tinygrad come from PyPI: what is not installed beside tracediff may lie in FOLDER
-(`pip install --target FOLDER --no-deps litgpt lightning lightning-utilities torchmetrics tinygrad==0.13.0`; tinygrad
-calls clang). Any other engine takes part by a command that writes a trace itself, as with emitters/c: {model},
-{tokens} and {out} in it become the GGUF file, the prompt's ids with commas between, and the trace. A model that it
+transformers, litgpt, LLMs-from-scratch and tinygrad come from PyPI: what is not installed beside tracediff may lie in
+FOLDER, as may a clone of gpt-fast (`pip install --target FOLDER --no-deps litgpt lightning lightning-utilities
+torchmetrics llms-from-scratch requests tinygrad==0.13.0`; tinygrad calls clang). Any other engine takes part by a
+command that writes a trace itself, as with emitters/c: {model}, {tokens} and {out} in it become the GGUF file, the
+prompt's ids with commas between, and the trace (`c_engines.py` runs C engines from their source so). A model that it
 cannot run it refuses with exit code 77. Each engine has a process of its own.
 """
 
@@ -50,6 +51,8 @@ ENGINES: dict[str, adapters.Trace] = {
         for dtype in ("f32", "bf16", "f16")
     },
     **{f"litgpt, {dtype}": adapters.litgpt(dtype) for dtype in ("f32", "bf16", "f16")},
+    **{f"gpt-fast, {dtype}": adapters.gpt_fast(dtype) for dtype in ("f32", "bf16", "f16")},
+    **{f"LLMs-from-scratch, {dtype}": adapters.llms_from_scratch(dtype) for dtype in ("f32", "bf16")},
     "tinygrad": adapters.tinygrad,
 }
 
@@ -160,6 +163,8 @@ def child(name: str, folder: Path, command: str, models: list[Path]) -> int:
         except subprocess.CalledProcessError as error:
             why = REFUSED if error.returncode == NOT_FOR_THIS_MODEL else str(error)
             out.with_suffix(".error").write_text(why)
+        except adapters.NotForThisModelError:
+            out.with_suffix(".error").write_text(REFUSED)
         except Exception as error:  # of somebody else's code
             out.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
     return 0
