@@ -176,7 +176,7 @@ def dequantize(info: TensorInfo, raw: np.ndarray) -> Tensor:
 def check_device(device: str) -> None:
     """Raises EngineError for a device that torch cannot use here."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise EngineError(f"--device {device}: not a device that is known here. Use cpu, cuda or cuda:N.")
+        raise EngineError(f"--device {device}: not a device of this engine. Use cpu, cuda or cuda:N.")
     if device != "cpu" and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise EngineError(
             f"--device {device}: CUDA devices that this torch sees: {torch.cuda.device_count()}. Use "
