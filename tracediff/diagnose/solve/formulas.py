@@ -80,7 +80,7 @@ def edits(source: str, sizes: tuple[str, ...] = ()) -> list[FormulaEdit]:
         for new in _instead_of(place, arrays):
             edit = _edited(program, place, new)
             found.setdefault(edit.source, edit)
-    for edit in (*_renamed(program, sizes), *_exchanged(tree, arrays)):
+    for edit in (*_renamed(program, sizes), *_exchanged(tree, arrays), *_in_all_reads(tree)):
         found.setdefault(edit.source, edit)
     found.pop(ast.unparse(tree), None)
     return [*found.values()]
@@ -378,6 +378,17 @@ def _exchanged(tree: ast.Module, arrays: Sequence[str]) -> Iterator[FormulaEdit]
     source = ast.unparse(tree)
     for a, b in combinations([name for name in arrays if name not in (*_INTEGER_ARRAYS, "y")], 2):
         yield FormulaEdit(_with_names(source, {a: b, b: a}), "values", ((a, b), (b, a)))
+
+
+def _in_all_reads(tree: ast.Module) -> Iterator[FormulaEdit]:
+    """A value that a statement reads several times, as silu does its own, is read one place off in all of them."""
+    lines = ast.unparse(tree).splitlines()
+    for at, line in enumerate(lines):
+        stored, _, value = line.partition(" = ")
+        for read in dict.fromkeys(read for read in re.findall(r"\b\w+\[[^\[\]]+\]", value) if value.count(read) > 1):
+            for sign in "+-":
+                edited = f"{stored} = {value.replace(read, f'{read[:-1]} {sign} 1]')}"
+                yield FormulaEdit("\n".join([*lines[:at], edited, *lines[at + 1 :]]), "values")
 
 
 def _with_names(source: str, names: Mapping[str, str]) -> str:
