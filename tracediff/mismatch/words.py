@@ -56,7 +56,7 @@ def sampling_in_words(p: Processed) -> str:
 def _shares(result: Mismatch) -> Iterator[Finding]:
     for share in result.shares:
         if max(abs(share.alone), abs(share.last)) >= _NAMED:
-            text = f"{share.what} {makes(share)} of the gap: {_how(share)}.{_unknown(result, share)}"
+            text = f"{share.what}: {part_of_gap(share)}, {_how(share)}.{_unknown(result, share)}"
             yield Finding(text, share.name, ops=share.ops)
 
 
@@ -66,11 +66,11 @@ def _unknown(result: Mismatch, share: Share) -> str:
     return "".join(f" What it is: `tracediff check {path} --model MODEL`." for path in paths)
 
 
-def makes(share: Share) -> str:
-    """Makes 70%, or 60 to 80%."""
+def part_of_gap(share: Share) -> str:
+    """70% of the gap, or 60% to 80%."""
     low, high = sorted((share.alone, share.last))
     percent = f"{low:.0%} to {high:.0%}" if high - low > 0.05 else f"{share.alone:.0%}"
-    return f"makes {percent}"
+    return f"{percent} of the gap"
 
 
 def _how(share: Share) -> str:
@@ -79,7 +79,7 @@ def _how(share: Share) -> str:
         return f"{share.a} ({ops}); replay the rollout's routes in the trainer, and it is gone"
     if share.a == share.b:
         return f"{ops}, {share.a} on both sides" if share.a else ops
-    return f"in A {share.a}, in B {share.b} ({ops})"
+    return f"in A {share.a}, in B {share.b}" + (f" ({ops})" if ops else "")
 
 
 def _summary(result: Mismatch, findings: tuple[Finding, ...]) -> str:
