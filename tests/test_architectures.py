@@ -44,6 +44,15 @@ def test_rope_of_a_long_context(tiny: Tiny, cli: Cli, tmp_path: Path) -> None:
     assert found == {f"blk.{n}.attn_{x}_rope": "rope_factors_of_another_length" for n in range(2) for x in "qk"}
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_a_record_of_a_single_value(dtype: str, tiny: Tiny, cli: Cli, tmp_path: Path) -> None:
+    """One number is a multiple of any other, which says nothing: the sum of a decoded token's expert weights."""
+    model, trace = tiny("qwen3moe"), tmp_path / "a.trace"
+    assert cli("trace", model, *TOKENS, "--decode", 2, "--dtype", dtype, "-o", trace)[0] == 0
+    code, output, error = cli("check", trace, "--model", model)
+    assert code == 0, output + error
+
+
 @pytest.mark.parametrize("arch", ["t5encoder", "minimax-01", "chameleon"])
 def test_what_llama_cpp_makes_of_the_step_by_itself(arch: str, tiny: Tiny, cli: Cli, tmp_path: Path) -> None:
     """Buckets of distances, decays and a parameter by tokens, a part set: in both engines, and every op is judged."""

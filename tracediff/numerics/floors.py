@@ -30,7 +30,7 @@ UNIT |= {"tensor cores": 2.0**-23, "fp8 tensor cores": 2.0**-13}
 TINY = {"f64": 2.0**-1022, "f32": 2.0**-126, "f16": 2.0**-24, "bf16": 2.0**-126}
 # The chance that the largest of all elements of an op passes its bound by luck, and that the whole of them passes
 # its own: one false alarm in a million ops.
-_LUCK = 1e-6
+LUCK = 1e-6
 # The whole op's squared error may exceed its expectation by what the model of the noise neglects, too.
 _MARGIN = 4.0
 
@@ -51,7 +51,7 @@ class Noise:
 
     def bound(self) -> Tensor:
         """What no element's error exceeds, but for one op in a million (Gaussian tail over all elements)."""
-        tail = math.sqrt(2 * math.log(max(self.sigma.numel(), 2) / _LUCK))
+        tail = math.sqrt(2 * math.log(max(self.sigma.numel(), 2) / LUCK))
         bound = torch.add(self.hard, self.sigma, alpha=tail)
         return bound if self.turned is None else bound.add_(self.turned)
 
@@ -72,7 +72,7 @@ class Noise:
         Of many that is near 1. The sum of squares of a single token is one: a right float32 engine that added it up
         in sequence was off by 1.5 times 4 times its expectation, in one token of ten.
         """
-        rare = -math.log(_LUCK) / max(self.sigma.numel() // self.alike, 1)
+        rare = -math.log(LUCK) / max(self.sigma.numel() // self.alike, 1)
         return max(_MARGIN, 1 + 2 * math.sqrt(rare) + 2 * rare)
 
     def energy(self) -> float:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
+from tracediff.numerics.floors import LUCK
 from tracediff.numerics.kinds.linear import columns
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.recompute import Recomputed
@@ -31,17 +32,22 @@ class Own:
     signal: float
     total: float
     ones: float
+    n: int
 
     def __add__(self, other: "Own") -> "Own":
         return Own(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     @property
     def left(self) -> float:
-        """The share of the squared error that a factor leaves, or an offset, whichever leaves less."""
+        """The share of the squared error that a factor leaves, or an offset, whichever leaves less; all of it where it
+        may be chance: of n values that err as they like one number leaves less than a share s of the squares with
+        probability s^((n - 1) / 2), and nothing of a single one.
+        """
         if not 0 < self.squares < math.inf:
             return 1.0
         factor = self.along**2 / self.signal if self.signal else 0.0
-        return max(1 - max(factor, self.total**2 / self.ones) / self.squares, 0.0)
+        left = max(1 - max(factor, self.total**2 / self.ones) / self.squares, 0.0)
+        return left if left ** ((self.n - 1) / 2) < LUCK else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ def measure(
         error, exact = error.masked_fill(hidden, 0.0), exact.masked_fill(hidden, 0.0)
     squares = _energy(error)
     excess, right, one = error.div_(bound).flatten(), exact.div(bound).flatten(), bound.reciprocal_().flatten()
-    own = Own(_energy(excess), float(excess @ right), _energy(right), float(excess @ one), _energy(one))
+    own = Own(_energy(excess), float(excess @ right), _energy(right), float(excess @ one), _energy(one), len(excess))
     excess, bounds_in_largest = excess.abs_(), float(torch.stack(torch.aminmax(right)).abs().max())
     at = int(excess.argmax())  # a NaN before all numbers
     place = tuple(int(i) for i in np.unravel_index(at, error.shape))  # torch's own takes a second to load
