@@ -230,7 +230,7 @@ def test_positions_shifted_alike_are_no_mistake(models, torch_trace, tmp_path: P
     ("fault", "either", "other"),
     [
         ("rope_pairing", "rope pairs neighbouring channels", "are permuted for the other rope layout"),
-        ("act_swapped", "activation is applied to up", "ffn_gate multiplies with ffn_up.weight"),
+        ("act_swapped", "activation is applied to up", "each multiplies with the other's weight"),
     ],
 )
 def test_what_is_alike_from_outside_is_said_to_be(fault: str, either: str, other: str, models, torch_trace) -> None:
@@ -320,11 +320,12 @@ def test_what_makes_a_nan_of_a_number_explains_nothing(models, tmp_path: Path) -
         y[0] = torch.nan
         return y
 
-    def short(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return linear(x[:, :-7], weight[:, :-7], bias)
+    def unlike(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        apart = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0))
+        return linear(x, weight * apart.to(weight), bias)
 
     changed = graph.changed(
-        replace(graph["blk.1.ffn_act"], function=spoiled), replace(graph["blk.1.ffn_down"], function=short)
+        replace(graph["blk.1.ffn_act"], function=spoiled), replace(graph["blk.1.ffn_down"], function=unlike)
     )
     with TraceWriter(tmp_path / "nan.trace", "nan", "qwen2") as writer:
         TorchEngine(changed, weights).run(0, StepInput((1, 2, 3, 4, 5), tuple(range(5))), Recorder(writer))

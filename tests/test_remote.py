@@ -1,5 +1,6 @@
 """Traces and models in some storage: read by ranges, no more than is asked for."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def storage() -> Storage:
 
 def test_a_url_is_read_as_a_path_is(storage: Storage, models: Models, tmp_path: Path) -> None:
     put, asked = storage
-    model = models(SHAPE)
+    model = Path(shutil.copy(models(SHAPE), tmp_path))
     trace = trace_torch(model, tmp_path / "out.trace", TorchOptions(faults=("rope_pairing@1",)), TOKENS, 1)
     here, there = check_trace(trace, model), check_trace(put(trace), put(model))
     assert there.findings == here.findings != ()

@@ -22,7 +22,7 @@ def places(op: Op, known: Known, mistaken: Tensor) -> tuple[Place, ...]:
     order = off.argsort(descending=True, stable=True)
     wrong = int((off > known.bound.expand(known.exact.shape).flatten()).sum())
     middle, last = order[wrong // 2], order[-1] if wrong < len(order) else order[(3 * wrong) // 4]
-    axes = KINDS[op.kind].axis_names(op)
+    axes = KINDS[op.kind].axis_names(op, known.exact.ndim)
     found = []
     for flat in dict.fromkeys(int(i) for i in (order[0], middle, last)):
         at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), known.exact.shape))

@@ -216,7 +216,7 @@ class Explainer:
     def _described(self, result: OpResult, one: _Faulty) -> OpResult:
         known = self._replay.known(one.record)
         op = self._replay.graph[one.record.op]
-        axes = KINDS[op.kind].axis_names(op)
+        axes = KINDS[op.kind].axis_names(op, known.exact.ndim)
         shape = describe(known.recorded, known.exact, axes)
         untried = several_layers(one.error.segment) and not _ends_soon(self._replay, one)
         return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)

@@ -68,7 +68,7 @@ def _in_region(mask: Tensor, axes: tuple[str, ...]) -> str:
 
 def _multiples(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     """Slices along an axis that are each a multiple of what they should be."""
-    for axis, name in enumerate(axes):
+    for axis, name in enumerate(axes if x.ndim > 1 else ()):
         a, b = (v.movedim(axis, 0).flatten(1) for v in (x, y))
         if a.shape[1] < _MULTIPLES:
             continue

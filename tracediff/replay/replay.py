@@ -362,7 +362,7 @@ class Replay:
         inputs = self._recomputation.inputs(record.step, op, scheme, record.rows)
         made = self._recomputation.op(record.step, op, scheme, record.dtype or "f32", record.rows)
         read, arithmetic = tuple(value.exact for value in inputs), arithmetic_of(op, scheme, self.weights)
-        recorded, bound = self._recorded.values(record), made.bound()
+        recorded, bound = self._recorded.values(record).reshape(made.exact.shape), made.bound()
         hidden = self._hidden(record, op)
         if hidden is not None:
             bound = bound.masked_fill(hidden, math.inf)
@@ -441,9 +441,9 @@ class Replay:
 
     def _strips(self, op: Op, whole: Residual) -> tuple[Strip, ...]:
         """Where it is off; of values that attention weighted, whose heads lie side by side, by head as well."""
-        names = KINDS[op.kind].axis_names(op)
-        if whole.excess <= 1 or self._recomputation.is_supposed or len(names) != len(whole.along):
+        if whole.excess <= 1 or self._recomputation.is_supposed:
             return ()
+        names = KINDS[op.kind].axis_names(op, len(whole.along))
         heads = self.graph[op.inputs[0]].axes[0] if op.kind == "weighted_values" else None
         return strips(whole.along, names, heads if isinstance(heads, int) else None)
 

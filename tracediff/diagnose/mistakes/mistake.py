@@ -44,8 +44,14 @@ class Variant(NamedTuple):
     name: str = ""
 
     def same_as(self, right: Op) -> str:
-        """What the variant has in common with those of other ops; `right` is the op without the mistake."""
-        return self.name or re.sub(r"\bblk\.\d+\.", "", self.text.replace(right.name, "it"))
+        """What the variant has in common with those of other ops; `right` is the op without the mistake.
+
+        A tied head has its weight from the embedding, by whose name it goes.
+        """
+        text = self.text
+        for own in (right.name, *(weight.name.rpartition(".")[0] for weight in right.weights)):
+            text = text.replace(own, "it") if own else text
+        return self.name or re.sub(r"\bblk\.\d+\.", "", text)
 
 
 Variants = Iterator[tuple[Op, str] | Variant]

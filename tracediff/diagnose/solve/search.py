@@ -115,7 +115,7 @@ def bound_of(problem: Problem, variant: Variant) -> Bound | None:
 def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
     """What gives all that is wrong, in the smallest region that holds it."""
     shape = problem.loops.loops.shape
-    axes = KINDS[problem.op.kind].axis_names(problem.op)
+    axes = KINDS[problem.op.kind].axis_names(problem.op, len(shape))
     regions = around(problem.wrong.reshape(shape))
     for priced in partial:
         bound = bound_of(problem, priced.variant)

@@ -48,7 +48,9 @@ class Segment:
 
     def beginning(self, n: int, nmse: float) -> "Segment":
         """The same of the first tokens alone, which see no others, where these are off as well: most mistakes show."""
-        if self._n_tokens <= n or any(len(x) > self._n_tokens for known in self._known.values() for x in known.inputs):
+        of_heads = any(op.axes[0] != "T" for op in self.ops)  # scores: their tokens are the second axis
+        longer = any(len(x) > self._n_tokens for known in self._known.values() for x in known.inputs)
+        if self._n_tokens <= n or of_heads or longer:
             return self
         short = copy(self)
         short._n_tokens, short._recorded, short._known = n, self._recorded[:n], {}

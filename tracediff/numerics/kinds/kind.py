@@ -194,9 +194,8 @@ class Kind:
         """Its noise, or that of the function in its place: formulas hold for their own."""
         return (analysed if made.op.function and self.compute is applied else self.noise)(made)
 
-    def axis_names(self, op: Op) -> tuple[str, ...]:
-        """Names of the axes of an op of this kind; heads may lie side by side, and any kind may be of scores."""
-        n = len(op.axes)
+    def axis_names(self, op: Op, n: int) -> tuple[str, ...]:
+        """Names of the `n` axes of a value of this kind; heads may lie side by side, and any kind may be of scores."""
         if n == 3 and op.axes[1:] == ("T", "S"):
             return "head", "token", "key"
         if n == len(self.axes):
