@@ -68,8 +68,8 @@ def _in_region(mask: Tensor, axes: tuple[str, ...]) -> str:
 
 def _multiples(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     """Slices along an axis that are each a multiple of what they should be."""
-    for axis, name in enumerate(axes if x.ndim > 1 else ()):
-        a, b = (v.movedim(axis, 0).flatten(1) for v in (x, y))
+    for axis, name in enumerate(axes):
+        a, b = (v.movedim(axis, 0).reshape(v.shape[axis], -1) for v in (x, y))
         if a.shape[1] < _MULTIPLES:
             continue
         ratios = (a * b).sum(1) / a.square().sum(1).clamp(min=1e-300)
@@ -108,7 +108,7 @@ def _places(difference: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[st
     size = difference.abs()
     wrong = size > _WRONG * x.abs().amax().clamp(min=1e-300)
     for axis, name in enumerate(axes):
-        bad = torch.nonzero(wrong.movedim(axis, 0).flatten(1).any(1)).flatten()
+        bad = torch.nonzero(wrong.movedim(axis, 0).reshape(x.shape[axis], -1).any(1)).flatten()
         if 0 < len(bad) < x.shape[axis]:
             yield f"wrong in {len(bad)} of {x.shape[axis]} {name}s: {_ranges(bad.tolist())}"
     share = float(wrong.double().mean())

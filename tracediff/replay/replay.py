@@ -309,7 +309,8 @@ class Replay:
         if self._right is None or not self._planner.is_segment(record):
             return True
         floor = self._right.judged(record, scheme).floor
-        return left <= _AS_FAR * floor * self._amplified(record, self._planner.candidates(record)[0])
+        amplified = self._amplified(record, self._planner.candidates(record)[0])
+        return not amplified or left <= _AS_FAR * floor * amplified
 
     def _apart(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
         """NMSE of the op under scheme `b` against the op under `a`.
@@ -323,7 +324,9 @@ class Replay:
         return self._distances[key]
 
     def _amplified(self, record: OpRecord, a: Scheme) -> float:
-        """How many times further than without the hypothesis the coarsest scheme takes the op from scheme `a`."""
+        """How many times further than without the hypothesis the coarsest scheme takes the op from scheme `a`; 0 where
+        all leave it where it is.
+        """
         right = self._right
         assert right is not None
         if (record, a) not in self._amplifications:
