@@ -46,7 +46,7 @@ def test_sums_are_those_of_the_definition(trace: Path, models: Models) -> None:
 
 
 def test_what_shows(trace: Path, models: Models, tmp_path: Path, cli: Cli) -> None:
-    """The same; one input permuted, one scaled, one in which a channel is lost."""
+    """The same; one input permuted, one scaled, one in which a channel is lost, one where all are a little off."""
     model = models("tiny")
     right = profiles(trace, Model(model))
     code, out, _ = cli("imatrix", written(tmp_path / "a.gguf", right), trace, "--model", model)
@@ -55,16 +55,18 @@ def test_what_shows(trace: Path, models: Models, tmp_path: Path, cli: Cli) -> No
     for name, change in {
         "blk.0.attn_q.weight": lambda x: x.reshape(1, 2, -1).swapaxes(1, 2).reshape(1, -1),
         "blk.1.ffn_up.weight": lambda x: 4 * x,
+        "blk.1.attn_output.weight": lambda x: x * (1 + 0.2 * np.cos(np.arange(x.size) ** 2)),
         "blk.1.ffn_down.weight": lambda x: np.where(np.arange(x.size) == x.argmax(), 0, x),
     }.items():
         wrong[name] = Profile(change(right[name].squares), right[name].counts)
     other = written(tmp_path / "b.gguf", wrong)
     code, out, _ = cli("imatrix", tmp_path / "a.gguf", other)
-    assert (code, "3 differ" in out) == (1, True)
+    assert (code, "4 differ" in out) == (1, True)
     found = {one.weight: one for one in compare(right, profiles(other, None), 1e-3) if one.status != "ok"}
     assert {name: one.status for name, one in found.items()} == {
         "blk.0.attn_q.weight": "permuted",
         "blk.1.ffn_up.weight": "scaled",
+        "blk.1.attn_output.weight": "differs",
         "blk.1.ffn_down.weight": "differs",
     }
     assert "channel 1 has that of 24" in found["blk.0.attn_q.weight"].why
