@@ -237,6 +237,13 @@ def test_known_pairs(pair: str, swapped: bool, trainer: Path, models: Models, tm
     assert result.rest == pytest.approx(0, abs=1e-3)
 
 
+def test_a_mistake_is_no_arithmetic(trainer: Path, models: Models, tmp_path: Path) -> None:
+    """GELU for SiLU: both are computed exactly, and only one is the model's."""
+    model = models("llama", "F32")
+    share, *_ = mismatch_traces(trainer, traced(model, tmp_path / "b.trace", faults=("act_gelu",)), model=model).shares
+    assert (share.what, share.a, share.b) == ("activations", "exact", "in no arithmetic known here")
+
+
 def test_two_causes_at_once(trainer: Path, models: Models, tmp_path: Path) -> None:
     """Shares are what each makes in an engine that has it alone, measured by running that engine."""
     model = models("llama", "F32")

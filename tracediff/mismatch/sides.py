@@ -93,7 +93,7 @@ def _known(replay: Replay, model: Model) -> Known:
         if record is not None and op.name in replay.records:
             choice = replay.choice(record)
             scheme = choice.schemes[0]
-            if not choice.settled:
+            if not choice.settled or replay.judge(record).faulty:
                 unsettled.add(op.name)
         schemes[op.name] = scheme
     cast = _cast(replay, step)
