@@ -6,7 +6,7 @@ records are judged.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -261,6 +261,8 @@ class Look(Protocol):
         """Whether the record is sound under the scheme."""
 
 
-def plain_first(candidates: Sequence[Scheme], best: Scheme) -> list[Scheme]:
-    """Where no arithmetic is settled: the one that leaves least, and those that most engines have."""
-    return list(dict.fromkeys((best, *(scheme for scheme in candidates if scheme in PLAIN))))
+def plain_first(candidates: Sequence[Scheme], best: Scheme, elsewhere: Container[Scheme]) -> list[Scheme]:
+    """Where no arithmetic is settled: the one that leaves least, those that most engines have, and what this one was
+    seen to have `elsewhere`: who holds the embedding in int8 holds other weights so.
+    """
+    return list(dict.fromkeys((best, *(scheme for scheme in candidates if scheme in PLAIN or scheme in elsewhere))))

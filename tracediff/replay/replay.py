@@ -252,7 +252,10 @@ class Replay:
     def plain_ones(self, record: OpRecord) -> Sequence[Scheme | None]:
         """What to look under first, one after the other; None where the arithmetic is settled."""
         choice = self.choice(record)
-        return (None,) if choice.settled else plain_first(self._planner.candidates(record), choice.schemes[0])
+        if choice.settled:
+            return (None,)
+        elsewhere = {other.schemes[0] for other in self.plan.choices.values() if other.settled}
+        return plain_first(self._planner.candidates(record), choice.schemes[0], elsewhere)
 
     def notes(self) -> Iterator[str]:
         """What a reader must know of how the trace was written."""
