@@ -21,11 +21,9 @@ from tracediff.engine.torch_run import TorchOptions
 from tracediff.engine.transformers_run import load, trace_model
 from tracediff.model.checkpoint import PERMUTED_ARCHITECTURES, PERMUTED_OPS
 from tracediff.model.families import load_graph
-from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
 from tracediff.model.model import Model
 from tracediff.model.pairing import neighbours
-from tracediff.model.tensors import FileTensors
 from tracediff.names import split
 from tracediff.trace.writer import TraceWriter
 
@@ -102,8 +100,8 @@ def litgpt(dtype: str) -> Trace:
         from litgpt.config import Config
         from litgpt.model import GPT
 
-        file = GGUFFile(model)
-        h = load_graph(model).hparams
+        opened = Model(model)
+        h = opened.graph.hparams
         config = Config(
             name="generated", n_layer=h.n_layer, n_embd=h.n_embd, n_head=h.n_head, n_query_groups=h.n_head_kv,
             head_size=h.head_dim, intermediate_size=h.n_ff, vocab_size=h.n_vocab, padded_vocab_size=h.n_vocab,
@@ -112,7 +110,16 @@ def litgpt(dtype: str) -> Trace:
             norm_qk=h.arch == "qwen3",
         )  # fmt: skip
         gpt = GPT(config)
-        gpt.load_state_dict(_litgpt_weights(FileTensors(file), h.n_layer, h.arch, h.head_dim))
+        names = {
+            "norm_1.weight": ("attn_norm.weight",), "norm_2.weight": ("ffn_norm.weight",),
+            "attn.qkv.weight": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+            "attn.qkv.bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+            "attn.norm_q.weight": ("attn_q_norm.weight",), "attn.norm_k.weight": ("attn_k_norm.weight",),
+            "attn.proj.weight": ("attn_output.weight",), "mlp.fc_1.weight": ("ffn_gate.weight",),
+            "mlp.fc_2.weight": ("ffn_up.weight",), "mlp.proj.weight": ("ffn_down.weight",),
+        }  # fmt: skip
+        whole = {"transformer.wte.weight": "token_embd", "transformer.ln_f.weight": "output_norm"}
+        gpt.load_state_dict(_state(opened, whole | {"lm_head.weight": "output"}, "transformer.h", names, halves=True))
         gpt = gpt.to(DTYPES[dtype]).eval()
         gpt.set_kv_cache(1, 64, dtype=DTYPES[dtype])
         with tracediff.record(gpt, out, gguf=model), torch.inference_mode():
@@ -120,30 +127,6 @@ def litgpt(dtype: str) -> Trace:
                 gpt(torch.tensor([given.tokens]), torch.tensor(given.positions))
 
     return trace
-
-
-def _litgpt_weights(tensors: FileTensors, n_layer: int, arch: str, head_dim: int) -> dict[str, torch.Tensor]:
-    def get(name: str) -> np.ndarray:
-        values = tensors.get(name).astype(np.float32)
-        if arch in PERMUTED_ARCHITECTURES and split(name)[1].partition(".")[0] in PERMUTED_OPS:
-            values = neighbours(values, head_dim, 0, inverse=True)
-        return values
-
-    names = {
-        "norm_1.weight": ("attn_norm.weight",), "norm_2.weight": ("ffn_norm.weight",),
-        "attn.qkv.weight": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
-        "attn.qkv.bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
-        "attn.norm_q.weight": ("attn_q_norm.weight",), "attn.norm_k.weight": ("attn_k_norm.weight",),
-        "attn.proj.weight": ("attn_output.weight",), "mlp.fc_1.weight": ("ffn_gate.weight",),
-        "mlp.fc_2.weight": ("ffn_up.weight",), "mlp.proj.weight": ("ffn_down.weight",),
-    }  # fmt: skip
-    weights = {"transformer.wte.weight": get("token_embd.weight"), "transformer.ln_f.weight": get("output_norm.weight")}
-    weights["lm_head.weight"] = get("output.weight" if "output.weight" in tensors else "token_embd.weight")
-    for n in range(n_layer):
-        for theirs, ours in names.items():
-            if f"blk.{n}.{ours[0]}" in tensors:
-                weights[f"transformer.h.{n}.{theirs}"] = np.concatenate([get(f"blk.{n}.{name}") for name in ours])
-    return {name: torch.from_numpy(values.copy()) for name, values in weights.items()}
 
 
 # ---- engines that are a file to read
@@ -163,10 +146,11 @@ def gpt_fast(dtype: str) -> Trace:
             intermediate_size=h.n_ff, n_local_heads=h.n_head_kv, rope_base=int(h.rope.theta), norm_eps=h.eps,
         )  # fmt: skip
         names = {
-            "attention.wqkv.weight": ("attn_q", "attn_k", "attn_v"), "attention.wo.weight": ("attn_output",),
-            "attention_norm.weight": ("attn_norm",), "ffn_norm.weight": ("ffn_norm",),
-            "feed_forward.w1.weight": ("ffn_gate",), "feed_forward.w2.weight": ("ffn_down",),
-            "feed_forward.w3.weight": ("ffn_up",),
+            "attention.wqkv.weight": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+            "attention.wo.weight": ("attn_output.weight",),
+            "attention_norm.weight": ("attn_norm.weight",), "ffn_norm.weight": ("ffn_norm.weight",),
+            "feed_forward.w1.weight": ("ffn_gate.weight",), "feed_forward.w2.weight": ("ffn_down.weight",),
+            "feed_forward.w3.weight": ("ffn_up.weight",),
         }  # fmt: skip
         net = theirs.Transformer(config)
         whole = {"tok_embeddings.weight": "token_embd", "norm.weight": "output_norm", "output.weight": "output"}
@@ -198,10 +182,13 @@ def llms_from_scratch(dtype: str) -> Trace:
             }
         )  # fmt: skip
         names = {
-            "att.W_query.weight": ("attn_q",), "att.W_key.weight": ("attn_k",), "att.W_value.weight": ("attn_v",),
-            "att.out_proj.weight": ("attn_output",), "att.q_norm.scale": ("attn_q_norm",),
-            "att.k_norm.scale": ("attn_k_norm",), "norm1.scale": ("attn_norm",), "norm2.scale": ("ffn_norm",),
-            "ff.fc1.weight": ("ffn_gate",), "ff.fc2.weight": ("ffn_up",), "ff.fc3.weight": ("ffn_down",),
+            "att.W_query.weight": ("attn_q.weight",), "att.W_key.weight": ("attn_k.weight",),
+            "att.W_value.weight": ("attn_v.weight",),
+            "att.out_proj.weight": ("attn_output.weight",), "att.q_norm.scale": ("attn_q_norm.weight",),
+            "att.k_norm.scale": ("attn_k_norm.weight",), "norm1.scale": ("attn_norm.weight",),
+            "norm2.scale": ("ffn_norm.weight",),
+            "ff.fc1.weight": ("ffn_gate.weight",), "ff.fc2.weight": ("ffn_up.weight",),
+            "ff.fc3.weight": ("ffn_down.weight",),
         }  # fmt: skip
         whole = {"tok_emb.weight": "token_embd", "final_norm.scale": "output_norm", "out_head.weight": "output"}
         net.load_state_dict(_state(opened, whole, "trf_blocks", names))
@@ -212,21 +199,27 @@ def llms_from_scratch(dtype: str) -> Trace:
 
 
 def _state(
-    model: Model, whole: dict[str, str], layers: str, names: dict[str, tuple[str, ...]]
+    model: Model, whole: dict[str, str], layers: str, names: dict[str, tuple[str, ...]], *, halves: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The file's values under an engine's names, those of a layer side by side where there are several."""
+    """The file's values under an engine's names, those of a layer side by side where there are several; what the file
+    lacks is left out. Of an engine that pairs halves Q and K lie in the order of checkpoints.
+    """
+    h, tensors = model.graph.hparams, model.tensors
 
-    def get(*ours: str) -> torch.Tensor:
-        values = (model.tensors.get(f"{name}.weight").astype(np.float32) for name in ours)
-        return torch.from_numpy(np.concatenate([*values]))
+    def get(name: str) -> np.ndarray:
+        values = tensors.get(name).astype(np.float32)
+        permuted = h.arch in PERMUTED_ARCHITECTURES and split(name)[1].partition(".")[0] in PERMUTED_OPS
+        return neighbours(values, h.head_dim, 0, inverse=True) if halves and permuted else values
 
-    tied = "output.weight" not in model.tensors
-    state = {theirs: get("token_embd" if tied and ours == "output" else ours) for theirs, ours in whole.items()}
-    for n in range(model.graph.hparams.n_layer):
-        state |= {
-            f"{layers}.{n}.{theirs}": get(*(f"blk.{n}.{name}" for name in ours)) for theirs, ours in names.items()
-        }
-    return state
+    tied = "output.weight" not in tensors
+    state = {
+        theirs: get(f"{'token_embd' if tied and ours == 'output' else ours}.weight") for theirs, ours in whole.items()
+    }
+    for n in range(h.n_layer):
+        for theirs, ours in names.items():
+            if f"blk.{n}.{ours[0]}" in tensors:
+                state[f"{layers}.{n}.{theirs}"] = np.concatenate([get(f"blk.{n}.{name}") for name in ours])
+    return {name: torch.from_numpy(values.copy()) for name, values in state.items()}
 
 
 def _source(path: str) -> Any:

@@ -159,10 +159,8 @@ def llama_floats(model: Model) -> Iterator[bytes]:
     """llama2.c's first format: the sign of the vocabulary says whether the head is the embedding."""
     *most, n_vocab, n_ctx = sizes(model)
     yield struct.pack("7i", *most, -n_vocab if head_of(model) else n_vocab, n_ctx)
-    before, behind = LAYER[:4], ("ffn_gate", "ffn_down", "ffn_up")
-    yield from floats(
-        model, ["token_embd", *of_layers(model, "attn_norm", *before, "ffn_norm", *behind), "output_norm"]
-    )
+    layers = of_layers(model, "attn_norm", *LAYER[:4], "ffn_norm", *LAYER[4:])
+    yield from floats(model, ["token_embd", *layers, "output_norm"])
     yield bytes(4 * n_ctx * model.graph.hparams.head_dim)  # a table of rope that is read no more
     yield from floats(model, head_of(model))
 
@@ -179,8 +177,8 @@ def qwen3_groups(model: Model) -> Iterator[bytes]:
     """qwen3.c's only one."""
     last = model.graph.hparams.head_dim, int(not head_of(model)), GROUP
     yield struct.pack("<Ii10i", 0x616A6331, 1, *sizes(model), *last).ljust(256, b"\0")
-    norms = ("attn_norm", "ffn_norm"), ("attn_q_norm", "attn_k_norm")
-    yield from floats(model, [*of_layers(model, *norms[0]), "output_norm", *of_layers(model, *norms[1])])
+    of_heads = of_layers(model, "attn_q_norm", "attn_k_norm")
+    yield from floats(model, [*of_layers(model, "attn_norm", "ffn_norm"), "output_norm", *of_heads])
     yield from groups(model, ["token_embd", *of_layers(model, *LAYER), *head_of(model)])
 
 

@@ -7,10 +7,8 @@ replay makes them; of what is left of judging traces so much for each recorded v
 prompts of several lengths, and the page says how far the fit is off.
 """
 
-import argparse
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pages import write_page
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.model import Model
@@ -187,18 +186,5 @@ counts.
 """  # noqa: E501
 
 
-def main() -> int:
-    """Write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        text = page(Path(name))
-    if options.out:
-        options.out.write_text(text)
-    print(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_page(__doc__, page))

@@ -7,9 +7,7 @@ row-parallel one sees zeros where others have values, so what it makes is its te
 to one of these places.
 """
 
-import argparse
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,6 +15,7 @@ from pathlib import Path
 
 import tiny_models
 import torch
+from pages import write_page
 from torch import Tensor
 
 from tracediff.model.graph import Op
@@ -297,22 +296,13 @@ def rows(models: dict[str, Path], folder: Path) -> Iterator[tuple[str, ...]]:
                 yield mistake, name, first, " ".join(finding.text for finding in result.findings)
 
 
-def main() -> int:
-    """Write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        models = {"llama": write_model(folder / "llama.gguf", SHAPE, "F32"),
-                  "qwen3moe": tiny_models.write("qwen3moe", folder / "moe.gguf")}  # fmt: skip
-        lines = [f"| {' | '.join(row)} |" for row in rows(models, folder)]
-    text = "\n".join((_PAGE, *lines)) + "\n"
-    if options.out:
-        options.out.write_text(text)
-    print(text)
-    return 0
+def page(folder: Path) -> str:
+    """The document."""
+    models = {"llama": write_model(folder / "llama.gguf", SHAPE, "F32"),
+              "qwen3moe": tiny_models.write("qwen3moe", folder / "moe.gguf")}  # fmt: skip
+    lines = [f"| {' | '.join(row)} |" for row in rows(models, folder)]
+    return "\n".join((_PAGE, *lines)) + "\n"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_page(__doc__, page))

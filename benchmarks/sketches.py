@@ -6,13 +6,12 @@ A clean trace and one with a mistake in layer 1, both `--capture sketch`, of a m
 the model.
 """
 
-import argparse
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from pages import write_page
 
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.planting import plant
@@ -114,18 +113,5 @@ show {by[0]}; sketches {by[1]}, of which {first[0]} at the same first op; statis
 """
 
 
-def main() -> int:
-    """Write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        text = page(Path(name))
-    if options.out:
-        options.out.write_text(text)
-    print(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_page(__doc__, page))

@@ -216,7 +216,6 @@ def plan_traces(
     """How the records of each trace would be recomputed, given its arithmetic or None, in lines for a reader."""
     from tracediff.replay.judging import Subject, replays_of
 
-    model = opened(model)
     for done, (path, arithmetic) in enumerate(traces):
         trace = open_trace(path).sides[0]
         model = opened(model, trace)
