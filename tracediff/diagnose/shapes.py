@@ -35,7 +35,7 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
         yield "all values are zero"
         return
     ratio = float((y * x).sum() / x.square().sum().clamp(min=1e-300))
-    off, scaled = _nmse(y, x), _nmse(y, ratio * x)
+    off, scaled = nmse(y, x), nmse(y, ratio * x)
     if scaled > 0.5 * off and off < _CLOSE and _of_each_value(y, x):  # the ratio explains none of it
         yield f"right up to {math.sqrt(off):.0e} of it, as if rounded when it was recorded: record float32"
         return
@@ -43,7 +43,7 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
         yield f"every value is {ratio:.6g} times what it should be{_name_ratio(ratio, x)}"
         return
     difference = y - x
-    if y.ndim >= 2 and len(y) > 2 and _nmse(difference, difference.mean(0, keepdim=True).expand_as(difference)) < 1e-4:
+    if y.ndim >= 2 and len(y) > 2 and nmse(difference, difference.mean(0, keepdim=True).expand_as(difference)) < 1e-4:
         yield "the same vector is added for every token, as a bias would be"
     yield from _multiples(y, x, axes)
     yield from _places(difference, x, axes)
@@ -73,7 +73,7 @@ def _multiples(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
         if a.shape[1] < _MULTIPLES:
             continue
         ratios = (a * b).sum(1) / a.square().sum(1).clamp(min=1e-300)
-        if _nmse(b, ratios[:, None] * a) < _CLOSE:
+        if nmse(b, ratios[:, None] * a) < _CLOSE:
             least, most = float(ratios.min()), float(ratios.max())
             yield f"each {name} is a multiple of what it should be, {least:.4g} to {most:.4g} times"
             return
@@ -89,7 +89,8 @@ def _size(y: Tensor, x: Tensor) -> Iterator[str]:
         yield f"there the rms is {sizes[1]:.4g} where it should be {sizes[0]:.4g}, and the correlation is {cosine:.2f}"
 
 
-def _nmse(a: Tensor, b: Tensor) -> float:
+def nmse(a: Tensor, b: Tensor) -> float:
+    """Of `a` against `b`; infinite where that is zero, NaN where they are not finite alike."""
     signal = float(b.square().sum())
     return float((a - b).square().sum()) / signal if signal else math.inf
 
@@ -131,7 +132,7 @@ def _ranges(indices: list[int]) -> str:
 
 
 def _same_values(y: Tensor, x: Tensor) -> bool:
-    return _nmse(y.flatten().sort().values, x.flatten().sort().values) < _CLOSE
+    return nmse(y.flatten().sort().values, x.flatten().sort().values) < _CLOSE
 
 
 def _permutation(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
@@ -142,7 +143,7 @@ def _permutation(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
         if len(a) > 4096:
             continue
         source = torch.cdist(b, a).argmin(1)
-        if _nmse(b, a[source]) < _CLOSE:
+        if nmse(b, a[source]) < _CLOSE:
             order = source.tolist()
             n = len(order)
             how = "reversed" if order == list(range(n))[::-1] else f"in the order {', '.join(map(str, order[:8]))}..."

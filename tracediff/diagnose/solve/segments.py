@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.shapes import nmse
 from tracediff.diagnose.solve import copies, formulas, inputs, numbers, tensors
 from tracediff.diagnose.solve.bound import bind, flat
 from tracediff.diagnose.solve.interpret import CannotRunError, Flat
@@ -46,7 +47,7 @@ class Segment:
         self._end, self._n_tokens = record.op, len(replay.trace.steps[record.step].tokens)
         self._recorded = replay.known(record, scheme).recorded
 
-    def beginning(self, n: int, nmse: float) -> "Segment":
+    def beginning(self, n: int, off: float) -> "Segment":
         """The same of the first tokens alone, which see no others, where these are off as well: most mistakes show."""
         of_heads = any(op.axes[0] != "T" for op in self.ops)  # scores: their tokens are the second axis
         longer = any(len(x) > self._n_tokens for known in self._known.values() for x in known.inputs)
@@ -60,7 +61,7 @@ class Segment:
             given = tuple(short._known[name].exact if name in short._known else x[:n] for name, x in pairs)
             y = evaluate(op, given, weights, known.arithmetic)
             short._known[op.name] = Known(y, y, torch.zeros_like(y), given, known.arithmetic)
-        return short if _nmse(short._known[self._end].exact, short._recorded) > _SHOWS * nmse else self
+        return short if nmse(short._known[self._end].exact, short._recorded) > _SHOWS * off else self
 
     def left(self, changed: Mapping[str, Op], made: Mapping[str, Tensor] = MappingProxyType({})) -> float:
         """NMSE of what is made at the end with these ops; of some of them it is known what they make."""
@@ -68,11 +69,11 @@ class Segment:
         for right in self.ops:
             if right.name not in made and (right.name in changed or any(name in values for name in right.inputs)):
                 values[right.name] = self.made(changed.get(right.name, right), values)
-        return _nmse(values[self._end], self._recorded) if self._end in values else math.inf
+        return nmse(values[self._end], self._recorded) if self._end in values else math.inf
 
     def moved(self, op: Op, y: Tensor) -> float:
         """NMSE of what is made of an op against what it should be."""
-        return _nmse(y, self._known[op.name].exact)
+        return nmse(y, self._known[op.name].exact)
 
     def made(self, op: Op, values: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
         """What an op makes, of these values and of the right ones."""
@@ -121,17 +122,17 @@ class Segment:
 
 
 def explanations(
-    replay: Replay, record: OpRecord, names: Sequence[str], nmse: float, check: Callable[[], None]
+    replay: Replay, record: OpRecord, names: Sequence[str], off: float, check: Callable[[], None]
 ) -> Iterator[tuple[Solved, Scheme | None]]:
     """What in one op of the segment, or in all of one kind, gives the record; nothing was verified to the floor.
 
-    `check` raises where the time is over.
+    `off` is the record's NMSE under the right ops; `check` raises where the time is over.
     """
-    if not _can_be_tried(replay, record, names) or not math.isfinite(nmse):
+    if not _can_be_tried(replay, record, names) or not math.isfinite(off):
         return
     for scheme in replay.plain_ones(record):
         segment = Segment(replay, record, names, scheme or replay.choice(record).schemes[0])
-        short = segment.beginning(_FIRST, nmse)
+        short = segment.beginning(_FIRST, off)
         problems = [problem for op in segment.ops if (problem := segment.problem(op))]
         kinds: set[str] = set()
         for problem in problems:
@@ -139,7 +140,7 @@ def explanations(
             groups = [kin, [problem]] if len(kin) > 1 and problem.op.kind not in kinds else [[problem]]
             kinds.add(problem.op.kind)
             for group in groups:
-                yield from ((one, scheme) for one in _found(segment, short, group, nmse, check))
+                yield from ((one, scheme) for one in _found(segment, short, group, off, check))
 
 
 def _can_be_tried(replay: Replay, record: OpRecord, names: Sequence[str]) -> bool:
@@ -150,7 +151,7 @@ def _can_be_tried(replay: Replay, record: OpRecord, names: Sequence[str]) -> boo
 
 
 def _found(
-    whole: Segment, short: Segment, group: Sequence[Problem], nmse: float, check: Callable[[], None]
+    whole: Segment, short: Segment, group: Sequence[Problem], off: float, check: Callable[[], None]
 ) -> list[Solved]:
     """The edits of one op, or those of the first of several made in all of them, that give what was recorded.
 
@@ -170,7 +171,7 @@ def _found(
                 if moved <= _SAME or moved in seen:
                     continue
                 seen.add(moved)
-            if segment.left({op.name: op for op in ops}, made) <= _LEFT * nmse:
+            if segment.left({op.name: op for op in ops}, made) <= _LEFT * off:
                 places = ", ".join(dict.fromkeys(split(op.name)[1] for op in ops))
                 words = f"{places}: {words_of(first, priced.variant)}"
                 found.append(Solved(ops, words, priced.bits, priced.look, priced.fitted))
@@ -204,9 +205,3 @@ def _edited(problem: Problem, variant: Variant) -> Op | None:
         if "b[" in source:
             return None
     return replace(variant, source=source).op(problem.op, problem.loops.loops)
-
-
-def _nmse(x: Tensor, y: Tensor) -> float:
-    """Of what is not finite alike nothing is told."""
-    error, size = float((x - y).square().sum()), float(y.square().sum())
-    return error / size if size else math.inf
