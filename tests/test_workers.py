@@ -1,8 +1,11 @@
 """One job judged by several processes, and by a Ray cluster: the same result, whoever dies on the way."""
 
 import os
+import socket
 import sys
+from itertools import chain
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -10,9 +13,14 @@ from conftest import TOKENS, Models
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import EngineError
+from tracediff.model.model import Model
+from tracediff.model.synthetic import Shape
 from tracediff.pipeline import Effort, check_trace
-from tracediff.replay import workers
+from tracediff.replay import cluster, workers
+from tracediff.replay.judging import Subject, layers, replays_of
+from tracediff.replay.tasks import tasks
 from tracediff.report.json_report import render
+from tracediff.trace.reader import Trace
 
 FAULT = "rope_pairing@1"
 
@@ -64,3 +72,38 @@ def test_workers_share_the_threads(trace: Path, models: Models, monkeypatch: pyt
     with pytest.raises(EngineError, match="enough"):
         judged(trace, models("tiny"), workers=3)
     assert [job.n_threads for job in jobs] == [4]
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_what_costs_most_is_begun_first(capture: str, models: Models, tmp_path: Path) -> None:
+    """A head of many tokens takes as long as layers: begun last, all others would wait for it."""
+    model = Model(models(Shape("llama", n_layer=6, n_embd=64, n_head=4, n_head_kv=2, n_ff=128, n_vocab=8192)))
+    trace = Trace(trace_torch(model, tmp_path / "out.trace", TorchOptions(capture=capture), TOKENS))
+    replays = replays_of(model, [Subject(trace, {})])
+    two, many = tasks(replays, 2), tasks(replays, 100)
+    assert two[0][-1] == "output"
+    assert sorted(chain(*two)) == sorted(chain(*many)) == sorted(chain(*layers(replays)))
+    assert {*layers(replays)[1:-1]} <= {*two}, "a layer is one task"
+    assert (len(many) > 2 * len(two)) == (capture == "all"), "for many workers it is cut, as far as there are records"
+
+
+@pytest.mark.parametrize("answers", [None, b"", b"HTTP/1.1 400 Bad Request\r\n", "not at all"])
+def test_an_address_without_a_cluster_is_refused_at_once(
+    answers: bytes | str | None, trace: Path, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would wait for minutes."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    monkeypatch.setattr(cluster, "_PATIENCE", 0.5)
+
+    def answer() -> None:
+        with server.accept()[0] as asked:
+            asked.sendall(answers)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if answers is None:
+            server.close()
+        elif isinstance(answers, bytes):
+            Thread(target=answer).start()
+        with pytest.raises(EngineError, match=rf"--ray {address}: no cluster: .*`local` starts one"):
+            judged(trace, models("tiny"), ray=address)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from tracediff.compare.align import Pair
-from tracediff.compare.metrics import compare_values, drift_of_statistics
+from tracediff.compare.metrics import compare_values, drift_of_statistics, statistics_of
 from tracediff.names import kind_of, layer_of
 from tracediff.result import Drift, OpResult, Statistics, Worst
 from tracediff.trace.format import OpRecord, Rows
@@ -68,8 +68,7 @@ def record_statistics(record: OpRecord, trace: Trace, rows: Rows = None) -> Stat
     rows = rows or record.rows
     if not record.has_data or (not record.lacking and rows == record.rows):
         return Statistics(record.min, record.max, record.mean, record.rms, record.nan, record.inf)
-    values = trace.by_slice(record, rows)
-    return compare_values(values, values, _hidden(record, trace, rows))[0]
+    return statistics_of(trace.by_slice(record, rows), _hidden(record, trace, rows))
 
 
 def _hidden(record: OpRecord, trace: Trace, rows: Rows) -> np.ndarray | None:

@@ -145,6 +145,19 @@ def compare_values(
     )
 
 
+@np.errstate(over="ignore", invalid="ignore")
+def statistics_of(values: np.ndarray | Stored, hidden: np.ndarray | None = None) -> Statistics:
+    """Those of one side, of values that are not `hidden` [T, S]."""
+    hidden = None if hidden is None else np.broadcast_to(hidden, values.shape).reshape(-1)
+    read, seen = _flat(values, _scratch.reference), Moments()
+    for cut in _chunks(0, math.prod(values.shape)):
+        x = read(cut)
+        x = x.astype(np.promote_types(x.dtype, np.float32), copy=False)
+        seen.merge(moments(x if hidden is None else np.where(hidden[cut], x.dtype.type(0), x)))
+    seen.count -= 0 if hidden is None else int(hidden.sum())
+    return _statistics(seen)
+
+
 def _flat(values: np.ndarray | Stored, scratch: np.ndarray) -> Callable[[slice], np.ndarray]:
     """A function that gives slices of the flat values, from a file by way of `scratch`."""
     if isinstance(values, Stored):

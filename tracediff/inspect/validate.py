@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tracediff.compare.metrics import compare_values
+from tracediff.compare.metrics import statistics_of
 from tracediff.errors import TraceError
 from tracediff.names import NAMES, kind_of, layer_of, split
 from tracediff.result import Remark, Statistics, Validation
@@ -140,7 +140,7 @@ def _values(trace: Trace) -> Iterator[Remark]:
 
 
 def _data(line: int, name: str, record: Values, values: np.ndarray) -> Iterator[Remark]:
-    found = compare_values(values, values)[0]
+    found = statistics_of(values)
     scores = kind_of(name) == "scores"
     if found.nan or found.inf:
         what = f"{name}: {found.nan} NaN, {found.inf} Inf among {record.size:,} values"

@@ -1,29 +1,28 @@
 """Records judged in several processes, here or on a cluster: a layer at a time, by the plan that was made in the first.
 
 What a process is given is small: the paths of the files, the plan, and a layer's ops. It opens the files itself, once,
-and reads the records and the weights of its layers.
+and reads the records and the weights of its layers. What takes longest is begun first, so that none waits for it.
 """
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 
 from tracediff.errors import EngineError
 from tracediff.model.model import Model
-from tracediff.replay.judging import JudgedRecord, Subject, judge_all, judge_ops, layers, n_records, replays_of
+from tracediff.replay.cluster import Cluster
+from tracediff.replay.judging import JudgedRecord, Subject, judge_all, judge_ops, n_records, replays_of
 from tracediff.replay.plan import Plan
 from tracediff.replay.replay import Replay
+from tracediff.replay.tasks import tasks
 
-_RAY = 'Install it with: pip install "tracediff[ray]".'
-_RETRIES = 3  # of a task whose process or machine was lost
 _replays: dict[str, list[Replay]] = {}  # of a process: opened once for all that it judges
 
 
@@ -65,27 +64,46 @@ def judged_by(
     them; with as many threads each the result is the same to the bit. Raises EngineError where a process is ended from
     outside, or without Ray.
     """
-    tasks = layers(replays)
-    n = min(workers.n, len(tasks))
-    if n <= 1 and not workers.ray:
+    if workers.ray:
+        with Cluster(workers.ray, workers.n) as cluster:
+            given, job = tasks(replays, cluster.n_cores), _job(model, subjects, replays, 1)  # to Ray a task is a core
+            yield from _in_order(cluster.done(_judge_job, job, given), replays, progress)
+        return
+    given = tasks(replays, workers.n)
+    n = min(workers.n, len(given))
+    if n <= 1:
         yield from judge_all(replays, progress)
         return
-    threads = 1 if workers.ray else max(1, torch.get_num_threads() // n)  # to Ray a task is a core
-    job = _Job(os.urandom(8).hex(), model, subjects, [replay.plan for replay in replays], threads)
-    of, done = n_records(replays), 0
-    for judged in _on_ray(job, tasks, workers.ray, n) if workers.ray else _in_processes(job, tasks, n):
-        yield from judged
-        done += len(judged)
-        progress(done / of)
+    job = _job(model, subjects, replays, max(1, torch.get_num_threads() // n))
+    yield from _in_order(_in_processes(job, given, n), replays, progress)
 
 
-def _in_processes(job: _Job, tasks: Sequence[tuple[str, ...]], n: int) -> Iterator[list[JudgedRecord]]:
+def _job(model: Model, subjects: Sequence[Subject], replays: Sequence[Replay], n_threads: int) -> _Job:
+    return _Job(os.urandom(8).hex(), model, subjects, [replay.plan for replay in replays], n_threads)
+
+
+def _in_order(
+    done: Iterable[list[JudgedRecord]], replays: Sequence[Replay], progress: Callable[[float], None]
+) -> Iterator[JudgedRecord]:
+    """What tasks come to, in the graph's order."""
+    by_op: dict[str, list[JudgedRecord]] = {}
+    of, n = n_records(replays), 0
+    for judged in done:
+        for one in judged:
+            by_op.setdefault(one.record.op, []).append(one)
+        n += len(judged)
+        progress(n / of)
+    for op in replays[0].graph:
+        yield from by_op.get(op.name, ())
+
+
+def _in_processes(job: _Job, given: Sequence[tuple[str, ...]], n: int) -> Iterator[list[JudgedRecord]]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of the workers, which share the cores: to spin takes them
     # Not forked: torch's threads would be missing in the copy.
     pool = ProcessPoolExecutor(n, get_context("spawn"), _open, (job,))
     try:
         with _not_interrupted():
-            all_judged = pool.map(_judge, [job.key] * len(tasks), tasks)
+            all_judged = pool.map(_judge, [job.key] * len(given), given)
         yield from all_judged
     except BrokenProcessPool:
         raise EngineError(
@@ -94,40 +112,6 @@ def _in_processes(job: _Job, tasks: Sequence[tuple[str, ...]], n: int) -> Iterat
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _on_ray(job: _Job, tasks: Sequence[tuple[str, ...]], address: str, n: int) -> Iterator[list[JudgedRecord]]:
-    """A task of a process or a machine that is lost is done again by another, as Ray does it."""
-    ray = _started(address, n)
-    try:
-        given, judge = ray.put(job), ray.remote(max_retries=_RETRIES, num_cpus=1)(_judge_job)
-        for asked in [judge.remote(given, ops) for ops in tasks]:
-            yield ray.get(asked)
-    except ray.exceptions.WorkerCrashedError:
-        raise EngineError(
-            f"a Ray worker was lost {_RETRIES + 1} times in the same task, for want of memory as a rule. `ray logs` of "
-            "that machine says why."
-        ) from None
-    finally:
-        if address == "local":
-            ray.shutdown()
-
-
-def _started(address: str, n: int) -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise EngineError(f"--ray needs Ray, which is not installed. {_RAY}") from None
-    ended_by = signal.getsignal(signal.SIGTERM)
-    try:
-        local = {"num_cpus": n, "include_dashboard": False} if address == "local" else {"address": address}
-        ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="error", **local)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        said = str(error).partition("\n")[0]
-        raise EngineError(f"--ray {address}: no cluster: {said}. `ray status` shows one; `local` starts one.") from None
-    finally:  # Ray puts its own there
-        signal.signal(signal.SIGTERM, ended_by)
-    return ray
 
 
 @contextmanager
