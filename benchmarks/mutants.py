@@ -1,12 +1,13 @@
 """Mutation analysis of the example engine in C: mistakes that nobody listed, made by general operators.
 
-    python benchmarks/mutants.py [--n 500] [--capture all,layers] [--seed 0] [--out docs/mutants.md]
+    python benchmarks/mutants.py [--n 500] [--capture all,layers] [--seed 0] [--jsonl kept] [--out docs/mutants.md]
 
 Each mutant of emitters/c/example_decoder.c differs in one place: another operator, a constant off by one, another
 variable of the same type, another bound, index, argument or function, a statement left out. It is compiled, run on a
 model of one of three families in F32 or Q4_K_M (dequantised by the engine's loader), and its trace is checked. No list
 says where the mistake is: the first record that differs from the unmutated engine's is the place. Lines that write the
-trace are left alone. Two processes share the work.
+trace are left alone. Two processes share the work. What `--jsonl` names keeps each outcome as it comes: a run goes on
+where another with the same seed ended, and `--n 0` writes the page of all that several files hold.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -475,7 +476,7 @@ _HEAD = """# Mutants
 
 Mistakes that nobody listed: the source of [example_decoder.c](../emitters/c/example_decoder.c) with one random change
 in each mutant, compiled, run on a prompt and two decode steps of a small model, and its trace checked without a
-reference. Written in {minutes} minutes by
+reference. Written by
 
     {command}
 
@@ -510,7 +511,7 @@ def sort_of(mutant: Mutant) -> str:
     return "expressions: the solver's own sort"
 
 
-def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
+def report(outcomes: list[Outcome], command: str) -> str:
     """The document."""
     ends = Counter(o.what for o in outcomes)
     shown = [o for o in outcomes if o.shows]
@@ -519,7 +520,7 @@ def report(outcomes: list[Outcome], command: str, seconds: float) -> str:
     seconds_of = sorted(o.seconds for o in shown) or [0.0]
     claims = {"tested": sum(o.tested for o in outcomes), "false": sum(len(o.false) for o in outcomes)}
     claims |= {"median": seconds_of[len(seconds_of) // 2], "most": seconds_of[-1]}
-    text = [_HEAD.format(**claims, minutes=f"{seconds / 60:.0f}", command=command, n=n, **{
+    text = [_HEAD.format(**claims, command=command, n=n, **{
         word: ends[word] for word in ("stillborn", "killed", "refused", "restated", "silent")
     })]  # fmt: skip
     for title, key in (
@@ -554,41 +555,51 @@ def main() -> None:
     parser.add_argument("--capture", default="all,layers")
     parser.add_argument("--function", default="", help="only mutants of this function")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--jsonl", type=Path, help="each outcome as a line of JSON")
+    parser.add_argument("--jsonl", type=Path, nargs="+", default=[], help="outcomes so far; more go to the first file")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no more are begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    outcomes = [one for path in args.jsonl if path.exists() for one in kept(path)]
+    for one in run(args, outcomes) if args.n else ():
+        outcomes.append(one)
+        if args.jsonl:
+            with args.jsonl[0].open("a") as out:
+                out.write(json.dumps(asdict(one)) + "\n")
+        if one.shows:
+            said = f"{one.what}: {one.mutant} {one.model} {one.capture}: {one.said}"
+            print(said[:400], file=sys.stderr, flush=True)
+    page = report(outcomes, " ".join(["python", "benchmarks/mutants.py", *sys.argv[1:]]))
+    args.out.write_text(page) if args.out else print(page)
+
+
+def run(args: argparse.Namespace, outcomes: list[Outcome]) -> Iterator[Outcome]:
+    """Outcomes of mutants that have none yet, as they come."""
+    began, captures = time.monotonic(), tuple(args.capture.split(","))
+    known = {(str(one.mutant), one.capture) for one in outcomes}
+    shown = len({str(one.mutant) for one in outcomes if one.shows and one.capture in captures})
     every = [m for m in mutants(SOURCE.read_text()) if args.function in ("", m.function)]
     random.Random(args.seed).shuffle(every)
-    began, outcomes, shown = time.monotonic(), [], 0
-    captures = tuple(args.capture.split(","))
-    paired = [(mutant, MODELS[i % len(MODELS)]) for i, mutant in enumerate(every)]
-    command = " ".join(["python", "benchmarks/mutants.py", *sys.argv[1:]])
+    paired = [(m, MODELS[i % len(MODELS)]) for i, m in enumerate(every) if (str(m), captures[0]) not in known]
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool,
     ):
         for at in range(0, len(paired), 4 * args.processes):
-            jobs = [(folder, one, captures) for one in paired[at : at + 4 * args.processes]]
-            for done in pool.map(work, jobs):
-                outcomes += done
-                shown += any(o.shows for o in done)
-                for o in done:
-                    _log(o, time.monotonic() - began, args.jsonl)
-            if args.out:  # what is done is not lost with the last one
-                args.out.write_text(report(outcomes, command, time.monotonic() - began))
             if shown >= args.n or time.monotonic() - began > args.seconds:
-                break
-    if not args.out:
-        print(report(outcomes, command, time.monotonic() - began))
+                return
+            for done in pool.map(work, [(folder, one, captures) for one in paired[at : at + 4 * args.processes]]):
+                shown += any(one.shows for one in done)
+                yield from done
 
 
-def _log(o: Outcome, seconds: float, jsonl: Path | None) -> None:
-    if jsonl:
-        with jsonl.open("a") as out:
-            out.write(json.dumps(asdict(o) | {"at": str(o.mutant)}) + "\n")
-    if o.shows:
-        print(f"{seconds:4.0f} s {o.what}: {o.mutant} {o.model}: {o.said}"[:400], file=sys.stderr, flush=True)
+def kept(path: Path) -> list[Outcome]:
+    """Outcomes that a run has kept."""
+    found = []
+    for line in path.read_text().splitlines():
+        values = json.loads(line)
+        values["mutant"], values["model"] = Mutant(**values["mutant"]), tuple(values["model"])
+        found.append(Outcome(**{f.name: values[f.name] for f in fields(Outcome)}))
+    return found
 
 
 if __name__ == "__main__":

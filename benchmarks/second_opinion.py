@@ -18,7 +18,7 @@ from tracediff.diagnose.hypothesis import SOLVED, Hypothesis
 from tracediff.diagnose.solve.functions import Mapped
 from tracediff.diagnose.solve.loops import loops_of
 from tracediff.diagnose.solve.maps import Map, Moved
-from tracediff.diagnose.solve.parts import Part
+from tracediff.diagnose.solve.parts import Excepting, Part
 from tracediff.diagnose.solve.readings import Reading
 from tracediff.diagnose.solve.variant import OtherTensor, Reworked
 from tracediff.model.graph import Graph, Op, Weight
@@ -197,6 +197,13 @@ class Opinion:
                 out, within = self._made(outside, record), self._made(inside, record)
                 shape = self._trace.values(record).shape
                 return None if out is None or within is None else np.where(region.mask(shape).ravel(), within, out)
+            case Excepting(right=read, channels=channels):
+                made = self._made(read, record)
+                if made is not None:
+                    made[1].reshape(self._trace.values(record).shape[0], -1)[:, list(channels)] += (
+                        1  # of nobody knows what
+                    )
+                return made
             case Moved(map=how, axis=axis, shape=shape):
                 return self._moved(self._made(right, record), record, how, axis, shape)
             case Mapped(name=name, numbers=numbers):
@@ -239,7 +246,7 @@ class Opinion:
         if isinstance(weight.read, OtherTensor):
             return self._flat(weight.read.name)
         if isinstance(weight.read, Reading):
-            table = values.reshape(weight.shape).copy()
+            table = values.reshape(-1, weight.shape[1] if len(weight.shape) > 1 else 1).copy()
             for run_ in weight.read.rows:
                 other = self._flat(run_.tensor) if run_.tensor else np.zeros(0)
                 for k, row in enumerate(range(run_.first, run_.last + 1)):

@@ -42,3 +42,26 @@ def test_what_follows_a_mistake_does_not_choose_the_arithmetic(bench: Bench, old
     (outcome,) = bench.run(mutated(bench, old, new), ("qwen3", "Q4_K_M"), ("all",))
     assert outcome.place == f"0 {place}"
     assert outcome.what in ("located", "explained")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "model", "said"),
+    [
+        (
+            '"attn_v.weight", kv * embd', '"attn_v.weight", D * embd', ("llama", "F32"),
+            "channels 35 to 63 are computed with weights from value 244 of attn_k.weight of the layer after on",
+        ),
+        (
+            '"attn_v.bias", kv', '"attn_v.bias", D', ("qwen2", "F32"),
+            "channels 36 to 63 have numbers 0 to 27 of ffn_norm.weight where those of attn_v.bias belong",
+        ),
+    ],
+)  # fmt: skip
+def test_a_weight_of_which_too_little_was_loaded_is_read_from_what_follows_in_memory(
+    bench: Bench, old: str, new: str, model: tuple[str, str], said: str
+) -> None:
+    (outcome,) = bench.run(mutated(bench, old, new), model, ("all",))
+    assert outcome.what == "explained"
+    assert said in outcome.said
+    assert outcome.tested
+    assert not outcome.false

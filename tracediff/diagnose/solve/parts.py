@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,3 +56,36 @@ class Part:
 
     def _mask(self, y: Tensor) -> Tensor:
         return torch.from_numpy(self.region.mask(y.shape)).to(y.device)
+
+
+def excepting(op: Op, channels: np.ndarray) -> Op:
+    """`op`, but in these channels, of which nothing known makes what was recorded: they are as they were."""
+    right = replace(op, rework=None)
+    past = (*(op.past or (False,) * len(op.inputs)), False)
+    views = (*op.views, None) if op.views else ()
+    rework = Excepting(right, tuple(map(int, channels)))
+    return replace(op, inputs=(*op.inputs, op.name), past=past, views=views, rework=rework)
+
+
+@dataclass(frozen=True, slots=True)
+class Excepting:
+    """Computes an op of whose channels some are as recorded: `Op.rework`. Its last input is its own record."""
+
+    right: Op
+    channels: tuple[int, ...]
+
+    def carried(self, right: Op, other: Op) -> Self:
+        """The same in another layer's op."""
+        return replace(self, right=relayered(self.right, right, other) or self.right)
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        *inputs, recorded = call.inputs
+        y = evaluate(self.right, inputs, call.weights, call.arithmetic, call.energy, call.rounded).clone()
+        told = list(self.channels)
+        y.view(len(y), -1)[:, told] = recorded.to(y.dtype).reshape(len(y), -1)[:, told]
+        return y
+
+    def noise(self, made: Made) -> Noise:
+        """That of the op."""
+        return noise(self.right, made.inputs[:-1], made.y, made.weights, made.energy, made.arithmetic, made.storage)

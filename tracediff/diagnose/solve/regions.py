@@ -30,7 +30,7 @@ class Along:
     def words(self, name: str) -> str:
         """As in `channels 32 to 63`, `token 8`, `every 2nd head from 1 on`."""
         if self.listed:
-            return f"{name}s {_ranges(self.listed)}"
+            return f"{name}s {ranges(self.listed)}"
         if self.step > 1:
             end = " on" if self.stop is None else f" to {self.stop - 1}"
             return f"every {_ordinal(self.step)} {name} from {self.start}{end}"
@@ -105,7 +105,8 @@ def _along(axis: int, there: np.ndarray, size: int) -> Along:
     return Along(axis, int(there[0]), stop, step)
 
 
-def _ranges(places: Sequence[int]) -> str:
+def ranges(places: Sequence[int]) -> str:
+    """As in "3, 8 to 11 and 2 more"."""
     parts, start = [], places[0]
     for a, b in pairwise([*places, -1]):
         if b != a + 1:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors, terms
+from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, misread, numbers, tensors, terms
 from tracediff.diagnose.solve.bound import Bound, Rows, held_as
 from tracediff.diagnose.solve.interpret import Array, CannotRunError, Flat
 from tracediff.diagnose.solve.look import Look
@@ -50,7 +50,7 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
     # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].
     alike = sorted(whole, key=lambda one: (one.bits, len(one.variant.source)))
     yield from filter(None, (_solved(problem, one) for one in alike))
-    others = [*maps.variants(problem), *functions.variants(problem), *readings.variants(problem)]
+    others = [*maps.variants(problem), *functions.variants(problem), *misread.variants(problem)]
     for found in sorted(others, key=lambda one: one.bits):
         yield Solved((found.op,), found.words, found.bits, found.look, isinstance(found.op.rework, functions.Mapped))
     partial.sort(key=lambda one: one.bits)

@@ -49,7 +49,9 @@ class Segment:
 
     def beginning(self, n: int, off: float) -> "Segment":
         """The same of the first tokens alone, which see no others, where these are off as well: most mistakes show."""
-        of_heads = any(op.axes[0] != "T" for op in self.ops)  # scores: their tokens are the second axis
+        graph = self._replay.graph
+        names = {name for op in self.ops for name in (op.name, *op.inputs)}
+        of_heads = any(graph[name].axes[0] != "T" for name in names if name in graph)  # tokens are the second axis
         longer = any(len(x) > self._n_tokens for known in self._known.values() for x in known.inputs)
         if self._n_tokens <= n or of_heads or longer:
             return self
