@@ -13,7 +13,8 @@ import tiny_models
 import torch
 from conftest import some_of
 
-from tracediff.diagnose.mistakes import BANK, experts, states
+from tracediff.diagnose.mistakes import BANK, experts, parts, states
+from tracediff.diagnose.mistakes.mistake import Context, Variant
 from tracediff.diagnose.planting import plant
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
@@ -22,6 +23,7 @@ from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
 from tracediff.model.weights import Weights
+from tracediff.names import split
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.writer import TraceWriter
 
@@ -30,13 +32,15 @@ TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12, 13)
 # Of each architecture the mistakes that are planted in layer 1, but for one whose state shows in what reads it.
 PLANTED = {
     "qwen3moe": ("router_sigmoid", "weights_not_normalised", "expert_order", "expert_off_by_one", "top_k_off_by_one",
-                 "top_k_smallest", "wrong_layer", "weight_transposed@blk.1.ffn_gate_exps"),
+                 "top_k_smallest", "too_few_experts", "wrong_layer", "weight_transposed@blk.1.ffn_gate_exps"),
     "deepseek2": ("router_softmax", "selection_bias_in_weights", "weights_normalised", "scale_dropped", "term_dropped",
                   "gate_up_swapped"),
     "gpt-oss": ("sinks_ignored", "window@0", "act_limits", "up_plus_one", "bias_missing@blk.1.ffn_down_exps"),
     "gemma3": ("window@blk.5.attn_probs", "act_silu", "scale_dropped@token_embd_scaled"),
     "qwen3next": ("gate_ignored", "act_skipped@0", "state_not_carried@blk.0.ssm_state"),
     "mamba2": ("conv_reversed", "rate_without_softplus", "decay_as_logarithm", "state_not_carried@blk.1.conv_state"),
+    "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2",),
+    "gpt2": ("embedding_row_off@position_embd",),
     "bloom": ("alibi_missing", "rms_norm", "norm_bias_missing"),
 }  # fmt: skip
 
@@ -64,9 +68,47 @@ def test_a_planted_mistake_is_located_and_named(arch: str, fault: str, tiny: Tin
     assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {fault.partition("@")[0]}
 
 
+# Mistakes of ops that were not recorded: made in which ops, in the variant that is said so; what is recorded.
+UNSEEN = {
+    "the same experts, another weight each": (
+        "qwen3moe", "weights_not_normalised", "ffn_norm ffn_gate_inp ffn_residual", "ffn_moe_weights_norm",
+        "a softmax is taken of the weights, where they are divided by their sum",
+    ),
+    "a state of earlier steps is mistaken too": (
+        "mamba", "parts_exchanged", "ssm_in ssm_x ssm_out", "ssm_scan",
+        "channels 8 to 47 and 48 to 87 of ssm_x are exchanged",
+    ),
+    "two ops that read what the other should": (
+        "lfm2", "parts_exchanged", "shortconv.in_proj shortconv.out_proj",
+        "shortconv.in_proj.mul, shortconv.in_proj.mul#2",
+        "channels 0 to 95 and 96 to 191 of shortconv.in_proj are exchanged",
+    ),
+    "a cap is no attention scale": (
+        "gemma2", "scale_dropped", "attn_q_rope attn_k_rope attn_probs", "kq_scaled_1", "the factor 0.05 is left out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_a_mistake_between_two_records_is_named_in_prompt_and_decode(case: str, tiny: Tiny, tmp_path: Path) -> None:
+    arch, name, recorded, where, words = UNSEEN[case]
+    file = GGUFFile(tiny(arch))
+    graph = build_graph(file)
+    mistake, context = BANK[name], Context(graph, file)
+    ops = [op for op in graph if mistake.where.holds(op, graph) and split(op.name)[1] in where.split(", ")]
+    variants = [Variant(*one) for op in ops for one in mistake.change(op, context)]
+    wrong = [variant.op for variant in variants if words in (variant.text, variant.name)]
+    path = traced(graph.changed(*wrong), file, tmp_path / "whole.trace")
+    keep = {*recorded.split(), "attn_norm", "attn_residual"}
+    subset = some_of(path, tmp_path / "some.trace", lambda op: split(op)[1] in keep or not op.startswith("blk."))
+    result = check_trace(subset, tiny(arch))
+    assert {op.cause.text if op.cause else op.shape for op in result.faulty} == {f"{where}: {words}"}
+    assert {op.step for op in result.faulty} == {0, 1, 2}
+
+
 def test_every_mistake_of_experts_and_states_is_planted_here() -> None:
     planted = {fault.partition("@")[0] for faults in PLANTED.values() for fault in faults}
-    assert {mistake.name for mistake in (*experts.AREA, *states.AREA)} <= planted <= set(BANK)
+    assert {mistake.name for mistake in (*experts.AREA, *states.AREA, *parts.AREA)} <= planted <= set(BANK)
 
 
 def other_of_equals(scores: torch.Tensor, k: int) -> torch.Tensor:

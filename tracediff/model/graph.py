@@ -210,11 +210,11 @@ class Graph:
         return self._readers.get(name, [])
 
     def after(self, names: Iterable[str]) -> set[str]:
-        """These ops and all that are computed from them."""
-        found = {*names}
-        for op in self:
-            if not found.isdisjoint(op.inputs):
-                found.add(op.name)
+        """These ops and what is computed from them, in later steps too: a state stands before what it is handed."""
+        found, before = {*names}, 0
+        while len(found) > before:
+            before = len(found)
+            found.update(op.name for op in self if not found.isdisjoint(op.inputs))
         return found
 
     def layer(self, n: int) -> list[Op]:

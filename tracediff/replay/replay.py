@@ -210,7 +210,10 @@ class Replay:
         look = self._first_look(record, ops, scheme)
         if not look.nmse <= (_HALF if plain else _LITTLE) * before:
             return look
-        schemes = self._in_reach(record, plain, look.nmse, before) if plain else self.choice(record).schemes
+        if plain:
+            schemes = self._as_elsewhere(look.segment, self._in_reach(record, plain, look.nmse, before))
+        else:
+            schemes = self.choice(record).schemes
         if not schemes:
             return look
         other = self._with(ops, self._recomputation.changed(ops))
@@ -231,6 +234,24 @@ class Replay:
         if short <= 0:
             return candidates
         return [s for s in candidates if short <= math.sqrt(_AS_FAR * self._apart(record, plain, s))]
+
+    def _as_elsewhere(self, segment: Sequence[str], schemes: Sequence[Scheme]) -> Sequence[Scheme]:
+        """Those of the schemes that round what weights of each type are multiplied with as the trace was seen to.
+
+        Without that, a wrong mistake was believed of experts in float32: blocks of 8 bits, which no other matmul had,
+        hid what it left.
+        """
+        ops = (self.graph[name] for name in segment)
+        types = {self.weights.type_of(op.weights[0]) for op in ops if op.weights and KINDS[op.kind].scheme == "linear"}
+        seen = {(t, s.of("linear", t).operands) for sort, s in self._seen if (t := sort.types[0]) in types}
+        known = {t for t, _ in seen}
+        return [s for s in schemes if all((t, s.of("linear", t).operands) in seen for t in known)]
+
+    @cached_property
+    def _seen(self) -> list[tuple[Sort, Scheme]]:
+        """The sorts of matmuls whose arithmetic is settled, by records of their own, and what it is."""
+        settled = ((sort, one) for sort, one in self.plan.choices.items() if one.settled and sort.types)
+        return [(sort, scheme) for sort, one in settled if all(sort.held) for scheme in one.schemes]
 
     def knowing(self, record: OpRecord, ops: Sequence[Op]) -> "Replay":
         """With the arithmetic of the record's sort as it shows under what explains the record, where none was settled.

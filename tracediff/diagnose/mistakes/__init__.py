@@ -11,6 +11,7 @@ from tracediff.diagnose.mistakes import (
     experts,
     feed_forward,
     norms,
+    parts,
     residual,
     rope,
     rows,
@@ -19,7 +20,7 @@ from tracediff.diagnose.mistakes import (
 )
 
 _AREAS = (
-    weights, blocks, rows, embedding, norms, rope, attention, feed_forward, residual, experts, states,
+    weights, blocks, rows, embedding, norms, rope, attention, feed_forward, residual, experts, states, parts,
 )  # fmt: skip
 BANK = {mistake.name: mistake for area in _AREAS for mistake in area.AREA}
 # From the outside of a segment these are one mistake: silu(up) * gate is what comes of swapped weights too, rope in the

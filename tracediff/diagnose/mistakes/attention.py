@@ -21,7 +21,7 @@ from tracediff.diagnose.mistakes.mistake import (
     axes_of,
     computing,
 )
-from tracediff.model.graph import Op
+from tracediff.model.graph import Graph, Op
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import causal, scores, softmax, weighted_values
 from tracediff.numerics.kinds.rope import rope
@@ -78,6 +78,12 @@ def _cache_ignored(op: Op, _: Context) -> Variants:
     )
 
 
+def _caps(op: Op, graph: Graph) -> bool:
+    """Whether it is one of the two factors that scores are capped with, before and after a tanh."""
+    around = [reader.kind for reader, _ in graph.readers(op.name)]
+    return "tanh" in (*around, *(graph[name].kind for name in op.inputs if name in graph))
+
+
 def _scaled(op: Op, scale: float) -> Variant:
     words = f"the attention scale is {scale:.6g} instead of {op.attrs['scale']:.6g}"
     return Variant(op.with_attrs(scale=scale), words, fitted=True)
@@ -85,11 +91,13 @@ def _scaled(op: Op, scale: float) -> Variant:
 
 @AREA.mistake(
     "attention_scale", "another attention scale", "the scale: 1/sqrt(head_dim), applied once",
-    Where(("softmax", "scale"), ("probs", "scores")), "llama.cpp#8444",
+    Where(("softmax", "scale"), ("probs", "scores", "q")), "llama.cpp#8444",
     Number(lambda op: float(op.attrs["scale"]), _scaled),
 )  # fmt: skip
 def _scale(op: Op, context: Context) -> Variants:
     h, right = context.graph.hparams, op.attrs["scale"]
+    if _caps(op, context.graph):
+        return
     named = {
         1.0: "missing", right**2: "applied twice", 1 / math.sqrt(h.n_embd / h.n_head): "1/sqrt(n_embd/n_head)",
         1 / math.sqrt(h.n_embd): "1/sqrt(n_embd)", 1 / h.head_dim: "1/head_dim",

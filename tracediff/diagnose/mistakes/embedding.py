@@ -33,3 +33,17 @@ def _embedding_scaled(op: Op, _: Context) -> Variants:
         computing(op, lambda rows: rows * scale),
         f"embedding rows are multiplied by sqrt(n_embd) = {scale:.4g}",
     )
+
+
+@AREA.mistake(
+    "embedding_row_off", "each row of the table is that of a neighbour",
+    "the offset of token ids, or of positions (OPT's begin at 2)", Where(("embedding",)),
+)  # fmt: skip
+def _embedding_row_off(op: Op, _: Context) -> Variants:
+    what = "position" if op.inputs[0] == "positions" else "token"
+    for by in (1, -1, 2, -2):
+
+        def read(file: GGUFFile, info: TensorInfo, by: int = by) -> Tensor:
+            return values_of(file, info).roll(-by, 0)
+
+        yield reading(op, read), f"{what} t has row t {'+' if by > 0 else '-'} {abs(by)} of {op.weights[0].name}"

@@ -51,6 +51,10 @@ def _not_normalised(op: Op, context: Context) -> Variants:
     if len(op.inputs) == 2 and op.inputs[0] in _ancestors(op.inputs[1], context.graph, 3):
         yield computing(op, lambda a, b: a), "the weights are not divided by their sum"
         yield computing(op, lambda a, b: a / repeated(b, a).square()), "the weights are divided by their sum twice"
+        yield (
+            computing(op, lambda a, b: torch.softmax(a.flatten(1), -1).reshape(a.shape)),
+            "a softmax is taken of the weights, where they are divided by their sum",
+        )
 
 
 @AREA.mistake(
@@ -66,6 +70,25 @@ def _normalised(op: Op, context: Context) -> Variants:
             return rows / rows.sum(-2, keepdim=True)
 
         yield computing(op, function), "the weights are divided by their sum"
+
+
+@AREA.mistake(
+    "too_few_experts", "fewer experts are used than the model chooses", "the number of experts used",
+    Where(("get_rows",)),
+)  # fmt: skip
+def _too_few(op: Op, context: Context) -> Variants:
+    choice = context.graph.ops.get(op.inputs[-1])
+    if not choice or choice.kind != "top_k":
+        return
+    chosen = choice.attrs["k"]
+    for used in range(chosen - 1, 0, -1):
+
+        def function(table: Tensor, ids: Tensor, used: int = used) -> Tensor:
+            rows = get_rows(table, ids).clone()
+            rows[..., used:, :] = 0.0
+            return rows
+
+        yield computing(op, function), f"only {used} of the {chosen} chosen experts count"
 
 
 def _ancestors(name: str, graph: Graph, depth: int) -> set[str]:

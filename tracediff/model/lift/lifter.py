@@ -434,6 +434,16 @@ class Lifter:
             return False
         return self._nodes[operands(user[1])[1].of].op == "SOFT_MAX"
 
+    def _silu(self, i: int, node: Node) -> None:
+        """SILU; divided by what it is of, it is llama.cpp's way to write a sigmoid (src/models/qwen2moe.cpp)."""
+        user = self._nodes.only_user(i)
+        (x,) = operands(node)
+        if user and user[1].op == "DIV" and [read.of for read in operands(user[1])] == [i, x.of]:
+            inputs = [self._input(x)]
+            self._add(self._absorb(user[0]), self._name(user[1], "sigmoid", inputs), "sigmoid", inputs)
+        else:
+            self._plain(i, node)
+
     def _fill(self, i: int, node: Node) -> None:
         """FILL: of memory that nobody has written the shape alone counts."""
         (read,) = operands(node)
@@ -464,5 +474,5 @@ _RULES: Mapping[str, _Rule] = MappingProxyType({
     "GET_ROWS": Lifter._rows, "RMS_NORM": Lifter._norm, "NORM": Lifter._norm,
     "MUL_MAT": Lifter._matmul, "MUL_MAT_ID": Lifter._matmul, "ROPE": Lifter._rotation, "SET_ROWS": Lifter._keep,
     "SOFT_MAX": Lifter._softmax, "FLASH_ATTN_EXT": Lifter._flash, "ARGSORT": Lifter._sort, "SCALE": Lifter._scale,
-    "FILL": Lifter._fill, "CONT": Lifter._copy, "CPY": Lifter._copy, "DUP": Lifter._copy,
+    "FILL": Lifter._fill, "SILU": Lifter._silu, "CONT": Lifter._copy, "CPY": Lifter._copy, "DUP": Lifter._copy,
 })  # fmt: skip
