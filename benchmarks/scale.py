@@ -7,27 +7,34 @@ replay makes them; of what is left of judging traces so much for each recorded v
 prompts of several lengths, and the page says how far the fit is off.
 """
 
-import subprocess
+import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
 import numpy as np
 import torch
 from pages import write_page
+from speed import TOKENS, peak
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.model import Model
-from tracediff.model.synthetic import Shape, write_model
+from tracediff.model.synthetic import QWEN25_05B, Shape, write_model
+from tracediff.pipeline import check_trace
+from tracediff.replay import workers
+from tracediff.replay.cluster import Cluster
 from tracediff.replay.judging import Subject, judge_all, replays_of
+from tracediff.replay.tasks import tasks
 from tracediff.trace.reader import Trace
 
 LENGTHS, LONG = (8, 32, 64, 128, 256), 512
 SHAPE = Shape("llama", n_layer=2, n_embd=512, n_head=8, n_head_kv=2, n_ff=1792, n_vocab=4096, n_ctx=1024)
 PROMPTS = (128, 4096)
+LAYERS = (20, 80)
 WITHIN = 600.0  # seconds
 
 
@@ -73,6 +80,11 @@ def decoder(shape: Shape) -> Decoder:
                    shape.n_vocab)  # fmt: skip
 
 
+def traced(model: Path, folder: Path, n: int) -> Path:
+    """A trace of a prompt of so many tokens."""
+    return trace_torch(model, folder / "run.trace", TorchOptions(), [(7 * i) % 4000 for i in range(n)])
+
+
 def seconds(model: Path, trace: Path) -> float:
     """CPU time of judging a trace by a plan that is made, as a worker does."""
     opened, subject = Model(model), Subject(Trace(trace), {}, None)
@@ -88,7 +100,7 @@ def fitted(model: Path, folder: Path) -> tuple[np.ndarray, float]:
     """Seconds for a multiplication, a value and a weight, none negative; and the largest relative error of the fit."""
     sizes, rows, took = decoder(SHAPE), [], []
     for n in LENGTHS:
-        out = trace_torch(model, folder / "run.trace", TorchOptions(), [(7 * i) % 4000 for i in range(n)])
+        out = traced(model, folder, n)
         values = sum(map(sum, sizes.records(n).values()))
         assert values == sum(record.size for record in Trace(out).ops.values()), "the page's formula is the trace's"
         rows.append((sizes.products(n), values, sizes.weights))
@@ -114,19 +126,48 @@ def multiplication() -> float:
 
 
 def memory(model: Path, folder: Path) -> float:
-    """How many times its largest record in float64, of scores, a check takes beyond what a short one takes."""
+    """How many times its largest record in float64, of scores, judging takes beyond what a short one takes."""
+    short, long = (peak("replay", model, traced(model, folder, n)) for n in (8, LONG))
+    return (long - short) / (8 * max(decoder(SHAPE).records(LONG)["scores"]))
+
+
+def over_layers(folder: Path) -> list[float]:
+    """Megabytes that judging takes of a model of so many layers, each."""
     peaks = []
-    for n in (8, LONG):
-        out = trace_torch(model, folder / "long.trace", TorchOptions(), [(7 * i) % 4000 for i in range(n)])
-        code = (
-            "import resource, sys; from pathlib import Path; from tracediff.pipeline import check_trace;"
-            "check_trace(Path(sys.argv[1]), Path(sys.argv[2]));"
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-        )
-        ran = subprocess.run([sys.executable, "-c", code, out, model], capture_output=True, text=True, check=True)
-        peaks.append(int(ran.stdout) * 1024)
-    largest = max(decoder(SHAPE).records(LONG)["scores"])
-    return (peaks[1] - peaks[0]) / (largest * 8)
+    for n in LAYERS:
+        model = write_model(folder / "deep.gguf", replace(SHAPE, n_layer=n, loud=True), "F16")
+        peaks.append(peak("replay", model, traced(model, folder, 64)) / 1e6)
+    return peaks
+
+
+def timed(job: workers._Job, ops: tuple[str, ...]) -> tuple[int, float]:
+    """Which process did a task, and its CPU time."""
+    began = time.process_time()
+    workers._judge_job(job, ops)
+    return os.getpid(), time.process_time() - began
+
+
+def two_workers(folder: Path) -> tuple[int, float, float]:
+    """Tasks for two workers of a local Ray cluster; the CPU time of one process over that of the busier one and what
+    the first does besides, in judging and in all of a check.
+    """
+    path = write_model(folder / "shape.gguf", QWEN25_05B, "F16")
+    trace = trace_torch(path, folder / "shape.trace", TorchOptions(), TOKENS)
+    model, subjects = Model(path), [Subject(Trace(trace), {})]
+    replays = replays_of(model, subjects)
+    job = workers._job(model, subjects, replays, 1)  # makes the plan
+    alone = seconds(path, trace)
+    began = time.process_time()
+    check_trace(trace, path)
+    others = time.process_time() - began - alone  # opening, the plan, statistics
+    spent: Counter[int] = Counter()
+    with Cluster("local", 2) as cluster:
+        began = time.process_time()
+        given = tasks(replays, cluster.n_cores)
+        for process, took in cluster.done(timed, job, given):
+            spent[process] += took
+        together = time.process_time() - began + max(spent.values())
+    return len(given), alone / together, (alone + others) / (together + others)
 
 
 def size(n_bytes: float) -> str:
@@ -162,6 +203,8 @@ def page(folder: Path) -> str:
     model = write_model(folder / "model.gguf", SHAPE, "F16")
     cost, off = fitted(model, folder)
     times = memory(model, folder)
+    n_tasks, judging, check = two_workers(folder)
+    shallow, deep = over_layers(folder)
     lines = "\n".join(rows(cost.tolist(), times))
     return f"""# Scale
 
@@ -172,7 +215,13 @@ run.
 Judging takes {cost[0]:.1e} s a multiplication (measured by itself), {cost[1]:.1e} s a recorded value and {cost[2]:.1e} s
 a weight, which fits what was measured within {100 * off:.0f}%. A check takes {times:.0f} times its largest record in
 float64, beyond what a short one takes; of matmuls with weights, which are judged by parts of 2 million values, no record
-counts.
+counts. Nor do layers: judging {LAYERS[0]} of them took {shallow:.0f} MB at most, judging {LAYERS[1]} {deep:.0f} MB.
+
+Two workers of a local Ray cluster, one thread each, on the trace of every op of a model of the shape of Qwen2.5-0.5B
+(24 layers, a head of 22% of the work, {len(TOKENS)} tokens): judging, cut into {n_tasks} tasks, takes {judging:.2f} times less than in one process, all
+of a check {check:.2f} times less: opening, the plan and statistics are the first process's. That is CPU time, of the first
+process and the busier worker, without what starting Python and torch takes; time on the wall is the same where each
+worker has a core.
 
 | model | prompt | records | trace, all in f32 | without scores, bf16 | sketches | judging, one core | cores for 10 min | a worker's memory |
 |---|---|---|---|---|---|---|---|---|

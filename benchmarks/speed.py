@@ -254,6 +254,12 @@ print(peak - base)
 """
 
 
+def peak(what: str, model: Path, trace: Path) -> int:
+    """Bytes of anonymous memory above its imports at most that tracing `TOKENS` takes, or the replay of a trace."""
+    command = [sys.executable, "-c", _MEMORY, str(model), str(trace), what, repr(TOKENS)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
 def memory(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     """Peak anonymous memory above its imports, over twice a layer + logits + 300 MB, in the type that it computes in:
     of the torch engine, and of judging a trace of every op.
@@ -267,17 +273,13 @@ def memory(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     layer = 2 * h.n_embd * h.head_dim * (h.n_head + h.n_head_kv) + 3 * h.n_embd * h.n_ff
     values = 2 * layer + len(TOKENS) * h.n_vocab
 
-    def peak(what: str, trace: Path) -> int:
-        command = [sys.executable, "-c", _MEMORY, str(model), str(trace), what, repr(TOKENS)]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
     full = trace_torch(model, folder / "full.trace", TorchOptions(), TOKENS)
     return {
         "torch engine, peak memory / (2 layers + logits + 300 MB)": (
-            peak("trace", folder / "m.trace") / (4 * values + 300e6), 1.0
+            peak("trace", model, folder / "m.trace") / (4 * values + 300e6), 1.0
         ),
         "replay, peak memory / (2 layers + logits in float64 + 300 MB)": (
-            peak("replay", full) / (8 * values + 300e6), 1.0
+            peak("replay", model, full) / (8 * values + 300e6), 1.0
         ),
     }  # fmt: skip
 

@@ -2,6 +2,9 @@
 
 import json
 import pickle
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +19,9 @@ from tracediff.errors import TraceError
 from tracediff.model.model import Model
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.result import Result
-from tracediff.trace.ranks import Ranks, open_trace
+from tracediff.trace.ranks import Ranks
 from tracediff.trace.reader import Trace
+from tracediff.trace.runs import open_trace
 
 # What is said of each mistake, ranks included.
 SAID = {
@@ -183,6 +187,33 @@ def test_validate_names_the_rank(
     code, out, _ = cli(*given)
     assert code == 1
     assert "rank 2:" in " ".join(out.split())
+
+
+def test_ranks_are_taken_wherever_a_trace_is(
+    of: Callable[[str], Model], tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    model, lock, archive = ("--model", of("llama").path), ("--lock", tmp_path / "lock"), tmp_path / "issue.zip"
+    for folder in ("right", "wrong", "weight"):
+        (tmp_path / folder).mkdir()
+    right = ranks(of("llama"), tmp_path / "right")
+    wrong = ranks(of("llama"), tmp_path / "wrong", "an all-reduce left out on one rank")
+    ranks(of("llama"), tmp_path / "weight", "another norm weight on a rank")
+    assert cli("ci", *right, *model, *lock, "--update")[0] == 0
+    assert cli("bundle", tmp_path / "wrong/rank*.trace", *model, "-o", archive)[0] == 0
+    with zipfile.ZipFile(archive) as packed:
+        packed.extractall(tmp_path)
+    for command in (
+        ("self", *right, *wrong, *model),
+        ("self", tmp_path / "right/rank*.trace", tmp_path / "wrong/rank*.trace", *model),
+        ("ci", *wrong, *model, *lock),
+        ("check", tmp_path / "tracediff/reduced*.trace", *model),
+    ):
+        code, out, _ = cli(*command)
+        assert code == 1
+        assert "rank 2 holds its own term of the sum" in " ".join(out.split())
+    assert cli("reproduce", *wrong, *model, "--op", "blk.1.attn_output", "-o", tmp_path / "op")[0] == 0
+    assert subprocess.run([sys.executable, tmp_path / "op/reproduce.py"], stdout=subprocess.DEVNULL).returncode == 1
+    assert "(on rank 2)" in cli("weights", *model[1:], "--trace", tmp_path / "weight/rank*.trace")[1]
 
 
 def test_ranks_that_agree_are_one_side(of: Callable[[str], Model], tmp_path: Path) -> None:

@@ -87,3 +87,17 @@ def test_what_is_right_or_not_there_is_refused(refused: Callable[..., str], tmp_
     assert "is as it should be: there is nothing to reproduce" in refused(*command, "blk.0.attn_q")
     assert "it has no record blk.9.attn_q in step 0" in refused(*command, "blk.9.attn_q")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_step_of_one_of_several_sequences(
+    models: Models, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    model, trace = models("tiny"), tmp_path / "batch.trace"
+    given = ("--tokens", "1,2,3", "--tokens", "4,5,6,7", "--decode", 1, "--fault", "rope_pairing@1", "-o", trace)
+    assert cli("trace", model, *given)[0] == 0
+    command = ("reproduce", trace, "--model", model, "--op", "blk.1.attn_q_rope", "-o", tmp_path / "op")
+    code, _, said = cli(*command, "--sequence", 1)
+    assert (code, "recorded [4, " in said) == (0, True), said
+    assert " in step 0 of sequence 1 of " in (tmp_path / "op/reproduce.py").read_text()
+    assert run(tmp_path / "op")[0] == 1
+    assert "in step 1 of sequence 2." in cli(*command, "--sequence", 2, "--step", 1)[2]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tracediff import versions
 from tracediff.compare.measure import record_statistics
-from tracediff.errors import TraceError
 from tracediff.files import replacing, temporary_folder
 from tracediff.findings.words import count, listed
 from tracediff.model.model import Model
@@ -20,6 +19,7 @@ from tracediff.result import Finding, OpResult, Result
 from tracediff.trace.format import Statistics
 from tracediff.trace.reader import Trace
 from tracediff.trace.reduce import reduce
+from tracediff.trace.runs import Paths, open_trace
 
 _MOST = 8_000_000  # bytes of values: trackers take attachments of 10 to 25 MB
 _FOLDER, _WHEN = "tracediff", (1980, 1, 1, 0, 0, 0)  # the earliest that zip can say
@@ -29,8 +29,9 @@ _FILES = """\
 page.html      what was found: open it in a browser
 result.json    the same for machines, as docs/result.schema.json says
 reduced.trace  every record by its statistics; the values of those listed below are in reduced.bin.
-               tracediff inspect reduced.trace lists it, and whoever has the model runs
-               tracediff check reduced.trace --model MODEL
+               Of an engine of several ranks there is one of each, by its number.
+               tracediff inspect reduced*.trace lists it, and whoever has the model runs
+               tracediff check reduced*.trace --model MODEL
 versions.txt   of what it was made with
 """
 
@@ -53,17 +54,12 @@ def is_bundle(head: bytes) -> bool:
     return head.startswith(b"PK") and _FIRST.encode() in head[:100]
 
 
-def bundle(result: Result, path: Path, model: Model) -> Bundle:
-    """Pack the result of judging the trace at `path`; the same bytes for the same result.
-
-    Raises TraceError for a trace of one of several ranks.
-    """
-    trace = Trace(path)
-    if trace.is_one_of_several:
-        raise TraceError(f"{path}: of several ranks there is no bundle. Attach what `check --html` writes.")
+def bundle(result: Result, paths: Paths, model: Model) -> Bundle:
+    """Pack the result of judging this trace, or those of all ranks of a run; the same bytes for the same result."""
+    trace = open_trace(paths)
     kept, left = _kept(result, trace, model)
     files = {
-        "page.html": html.render({path.stem: printable(result)}).encode(),
+        "page.html": html.render({trace.path.stem: printable(result)}).encode(),
         "result.json": escape_json(json_report.render(result)).encode(),
         **_reduced(trace, kept),
         "versions.txt": "".join(f"{line}\n" for line in versions.lines()).encode(),
@@ -122,9 +118,10 @@ def _read(op: OpResult, trace: Trace, model: Model) -> Iterator[tuple[int, str]]
 
 def _reduced(trace: Trace, kept: Container[tuple[int, str]]) -> dict[str, bytes]:
     with temporary_folder() as folder:
-        out = folder / "reduced.trace"
-        reduce(trace, out, kept, lambda record: Statistics(*astuple(record_statistics(record, trace))))
-        return {path.name: path.read_bytes() for path in (out, out.with_suffix(".bin"))}
+        for one in trace.written:
+            out = folder / f"reduced{'' if one.header.rank is None else one.header.rank}.trace"
+            reduce(one, out, kept, lambda record, of: Statistics(*astuple(record_statistics(record, of))))
+        return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def _told(result: Result, trace: Trace, kept: Mapping[tuple[int, str], None], left: Sequence[str]) -> Iterator[str]:

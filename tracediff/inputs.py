@@ -8,6 +8,7 @@ import io
 import os
 import re
 import stat
+from glob import glob
 from pathlib import Path
 
 _OTHERS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -74,6 +75,11 @@ def url_of(path: Path) -> str | None:
     """The URL that a path was, as `s3://bucket/name`: as a path it has one slash. None of a path of this machine."""
     found = re.fullmatch(r"([a-z][a-z0-9+.-]+):/+(.+)", str(path))
     return f"{found[1]}://{found[2]}" if found and not path.exists() else None
+
+
+def fitting(path: Path) -> list[Path]:
+    """The file of this name, or else those of this machine that it fits as a pattern, in the order of their names."""
+    return [path] if os.path.exists(path) else [Path(name) for name in sorted(glob(str(path)))]
 
 
 def open_file(path: Path) -> "io.FileIO | Ranges":

@@ -25,9 +25,10 @@ from tracediff.model.vocabulary import Vocabulary
 from tracediff.names import kind_of, layer_of
 from tracediff.replay.coverage import measure_coverage
 from tracediff.result import Cause, OpResult, Result, Side, WeightResult
-from tracediff.trace.ranks import Ranks, open_trace
+from tracediff.trace.ranks import Ranks
 from tracediff.trace.reader import Trace
 from tracediff.trace.restep import matched, restep
+from tracediff.trace.runs import Paths, open_trace
 from tracediff.trace.ways import RUN_TWICE, match, mode, passes
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from tracediff.model.model import Model
 
 Progress = Callable[[str, float], None]
-Paths = Path | Sequence[Path]  # of a trace, or of those of all ranks of a run
 Explain = Callable[[list[list[OpResult]]], list[OpResult]]  # the ops of each side of a run, as one
 
 
@@ -98,8 +98,8 @@ def compare_traces(
 
 
 def compare_with_itself(
-    a: Path,
-    b: Path,
+    a: Paths,
+    b: Paths,
     *,
     model: "Path | Model | None" = None,
     policy: Policy | None = None,
@@ -113,7 +113,7 @@ def compare_with_itself(
     or embeddings do not line up.
     """
     policy = policy or Policy()
-    alike = not policy.tolerances and mode(Trace(b), Trace(a)) == RUN_TWICE  # to the bit
+    alike = not policy.tolerances and mode(open_trace(b), open_trace(a)) == RUN_TWICE  # to the bit
     strict = replace(policy, tolerances={"*": 0.0})
     result = _in_steps_of(b, a, model, strict if alike and not model else policy, effort, progress)
     if model and result.verdict == "diverged" and not result.faulty:
@@ -133,31 +133,31 @@ _CACHED = (
 
 
 def _in_steps_of(
-    candidate: Path,
-    reference: Path,
+    candidate: Paths,
+    reference: Paths,
     model: "Path | Model | None",
     policy: Policy,
     effort: Effort,
     progress: Progress,
 ) -> Result:
     """The candidate against a reference that was fed the same tokens in other passes."""
-    c, r = Trace(candidate), Trace(reference)
+    c, r = open_trace(candidate), open_trace(reference)
     if [*c.steps.values()] == [*r.steps.values()] and any(record.sketch for t in (c, r) for record in t.ops.values()):
         return compare_traces(reference, candidate, policy=policy, effort=effort, progress=progress)
     cached = any(one.cached for one in match(c, r))
     with TemporaryDirectory(prefix="tracediff-") as folder:
-        theirs, ours = Path(folder) / f"reference-{reference.name}", Path(folder) / f"candidate-{candidate.name}"
+        theirs = Path(folder) / "reference.trace"
         dropped = restep(r, c, theirs)
-        whole = ours if matched(c, r, ours) else candidate
+        whole = matched(c, r, Path(folder)) or candidate
         steps = Trace(theirs).steps
         model = None if cached else model
         result = compare_traces(theirs, whole, model=model, policy=policy, effort=effort, progress=progress)
     assert result.reference
-    said = f"{mode(c, r)}. {reference}: {passes(r)}; {candidate}: {passes(c)}, compared position by position."
+    said = f"{mode(c, r)}. {r.path}: {passes(r)}; {c.path}: {passes(c)}, compared position by position."
     return replace(
         result,
-        reference=replace(result.reference, path=str(reference)),
-        candidate=replace(result.candidate, path=str(candidate)),
+        reference=replace(result.reference, path=str(r.path)),
+        candidate=replace(result.candidate, path=str(c.path)),
         # What the other way was not fed at all is no gap.
         ops=tuple(op for op in result.ops if op.status != "unmatched" or op.step in steps),
         notes=(said, *dropped, *[_CACHED] * cached, *result.notes),

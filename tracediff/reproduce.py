@@ -14,8 +14,8 @@ from tracediff.files import write_text
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
 from tracediff.numerics.kinds import KINDS
-from tracediff.replay.judging import Subject, judge_all, replays_of
-from tracediff.trace.reader import Trace
+from tracediff.replay.judging import Subject, judge_ops, replays_of
+from tracediff.trace.runs import Paths, open_trace
 
 _MOST = 990_000  # bytes of data.npz: with the script less than 1 MB
 _DENSEST = 10  # times that values may be compressed: those of 4-bit weights were 5 to 6 times
@@ -35,18 +35,23 @@ _MARK = b'"""A reproducer by tracediff'
 Arrays = dict[str, np.ndarray]
 
 
-def reproduce(path: Path, model: Model, name: str, step: int, folder: Path) -> str:
-    """Write reproduce.py and data.npz of one record; -> what is in them, in words.
+def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path) -> str:
+    """Write reproduce.py and data.npz of one record of a trace, or of those of all ranks of a run, whose parts are put
+    together; -> what is in them, in words.
 
     Raises TracediffError where the op was not recorded, its inputs were not, it is sound, or it cannot be made small.
     """
-    trace = Trace(path)
+    trace = open_trace(paths)
+    path = trace.path
     if (step, name) not in trace.ops:
         raise TracediffError(f"{path}: it has no record {name} in step {step}. `tracediff inspect {path}` lists all.")
-    (replay,) = replays_of(model, [Subject(trace, {})])
-    op, record = replay.graph[name], trace.ops[step, name]
-    judged = {(record.step, record.op): local for _, record, local in judge_all([replay])}
-    local = judged[step, name]
+    replays = replays_of(model, [Subject(side, {}) for side in trace.sides])
+    judged = [one for one in judge_ops(replays, [name]) if one.record.step == step]
+    if not judged:
+        raise TracediffError(f"{name} in step {step} cannot be replayed. `tracediff check {path}` says why.")
+    side, record, local = max(judged, key=lambda one: one.local.faulty)
+    replay = replays[side]
+    op = replay.graph[name]
     if not local.faulty:
         raise TracediffError(f"{name} in step {step} is as it should be: there is nothing to reproduce.")
     # A state computes nothing: it is what the step before handed on.
@@ -65,7 +70,7 @@ def reproduce(path: Path, model: Model, name: str, step: int, folder: Path) -> s
     weights = _weights(op, model, table[0] if table else None)
     whole |= {f"weight{n}": values.astype(np.float32) for n, values in enumerate(weights)}
     data = _small(whole, op)
-    script = _script(op, step, trace.header.engine, data, whole)
+    script = _script(op, record.step, trace.header.engine, data, whole)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "reproduce.py", script, lambda head: head.startswith(_MARK))
     (folder / "data.npz").write_bytes(_packed(data))

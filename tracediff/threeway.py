@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from tracediff.judge import USEFUL, Policy
 from tracediff.names import layer_of
-from tracediff.pipeline import NO_LIMIT, Effort, Paths, Progress, check_trace, compare_traces, opened
+from tracediff.pipeline import NO_LIMIT, Effort, Progress, check_trace, compare_traces, opened
 from tracediff.result import Finding, OpResult, Result, Side, ThreeOp, ThreeWay
-from tracediff.trace.ranks import open_trace
+from tracediff.trace.runs import Paths, open_trace
 
 if TYPE_CHECKING:
     from tracediff.model.model import Model

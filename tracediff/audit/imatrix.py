@@ -14,6 +14,7 @@ import numpy as np
 
 from tracediff.errors import MismatchError, ModelError
 from tracediff.trace.reader import Trace
+from tracediff.trace.runs import open_trace
 
 if TYPE_CHECKING:
     from tracediff.model.graph import Op
@@ -54,7 +55,7 @@ def profiles(path: Path, model: "Model | None") -> dict[str, Profile]:
         return dict(_of_file(path))
     if model is None:
         raise MismatchError(f"{path}: which op reads what tells the model: give --model FILE.gguf beside a trace.")
-    found = dict(_of_trace(Trace(path), model))
+    found = dict(_of_trace(open_trace(path), model))
     if not found:
         raise MismatchError(f"{path}: no input of a matmul is recorded whole. Record norms, attention and activations.")
     return found

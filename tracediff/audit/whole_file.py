@@ -8,6 +8,7 @@ import numpy as np
 from tracediff.audit.causes import CLOSE, explain
 from tracediff.audit.held import compare_weight, judge_values, look_at, readings, rounded_to
 from tracediff.audit.quantisation import expected_error, relative_errors
+from tracediff.compare.sides import picked
 from tracediff.errors import MismatchError
 from tracediff.findings.tensors import told
 from tracediff.model.checkpoint import Checkpoint
@@ -15,6 +16,7 @@ from tracediff.model.model import Model
 from tracediff.model.tensors import FileTensors
 from tracediff.result import AuditResult, TensorResult
 from tracediff.trace.reader import Trace
+from tracediff.trace.runs import open_trace
 
 _TIED = {"output.weight": "token_embd.weight"}
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -24,11 +26,14 @@ Progress = Callable[[float], None]
 
 def audit_trace(model: Path, path: Path, progress: Progress = lambda fraction: None) -> AuditResult:
     """The weight records of a trace against the file; raises MismatchError for a trace without any."""
-    tensors, trace = Model(model).tensors, Trace(path)
-    if not trace.weights:
+    tensors, sides = Model(model).tensors, open_trace(path).sides
+    if not sides[0].weights:
         raise MismatchError(f"{path}: no weights are recorded. Write a weight record for each tensor after loading it.")
-    names = list(dict.fromkeys((*tensors.names(), *trace.weights)))
-    results = [_recorded(name, tensors, trace) for name in _counted(names, progress)]
+    names = list(dict.fromkeys((*tensors.names(), *sides[0].weights)))
+    results = []
+    for name in _counted(names, progress):
+        each = [_recorded(name, tensors, side) for side in sides]
+        results.append(picked(sides, each, lambda one: (not one.failing,), ("wrong",))[1])
     return _result(model, "trace", path, results)
 
 

@@ -18,10 +18,10 @@ _KEYS = {"name", "trace", "model", "command", "reference", "tolerance", "require
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One trace to judge, and how it is made: `command` is run first where there is one."""
+    """One trace to judge, or those of all ranks, and how it is made: `command` is run first where there is one."""
 
     name: str
-    trace: Path
+    trace: tuple[Path, ...]
     model: Path | None = None
     reference: Path | None = None
     command: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ def _case(case: dict[str, Any], folder: Path) -> Case:
     command = case.get("command", ())
     return Case(
         name=str(case["name"]),
-        trace=folder / case["trace"],
+        trace=(folder / case["trace"],),
         model=folder / case["model"] if "model" in case else None,
         reference=folder / case["reference"] if "reference" in case else None,
         command=tuple(shlex.split(command) if isinstance(command, str) else command),

@@ -24,7 +24,12 @@ _DAYS = 90  # that a known cause is accepted for
 
 @writing
 def ci(
-    trace: Annotated[Path | None, typer.Argument(help="One trace; without it all cases of the configuration.")] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="One trace, of an engine of several ranks those of all; without it all cases of the configuration."
+        ),
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="The GGUF file that it was made with.")] = None,
     reference: Annotated[Path | None, typer.Option(help="A trace that is right: drift from it is held too.")] = None,
     config: Annotated[
@@ -56,12 +61,12 @@ def ci(
 
     found = project(config)
     if trace:
-        found = replace(found, cases=(Case(trace.stem, trace, model, reference),))
+        found = replace(found, cases=(Case(trace[0].stem, tuple(trace), model, reference),))
     elif not found.cases:
         raise TracediffError("there is nothing to judge: give TRACE and --model, or write cases: docs/ci.md shows how.")
     policy = policy_of(tolerance, None, require, resolve)
     found = replace(found, lock=lock or found.lock, cases=tuple(case.under(policy) for case in found.cases))
-    formats.check(*(path for case in found.cases for path in (case.trace, case.model, case.reference)))
+    formats.check(*(path for case in found.cases for path in (*case.trace, case.model, case.reference)))
     locked = read(found.lock) if found.lock.exists() else {}
     if not locked and not update and accept is None:
         raise TracediffError(f"{found.lock}: there is no lock yet. --update writes one, from traces that are right.")
@@ -89,7 +94,7 @@ def _judged(case: "Case", effort: "Effort") -> "Result":
                 model=case.model, policy=policy, arithmetic=case.arithmetic, effort=effort, progress=progress,
             )  # fmt: skip
         if case.model is None:
-            raise TracediffError(f"{case.trace}: give --model, or --reference and --tolerance, to judge it by.")
+            raise TracediffError(f"{case.trace[0]}: give --model, or --reference and --tolerance, to judge it by.")
         return check_trace(
             case.trace, case.model, policy=policy, arithmetic=case.arithmetic, effort=effort, progress=progress
         )

@@ -31,8 +31,9 @@ from tracediff.printable import printable
 
 if TYPE_CHECKING:
     from tracediff.judge import Policy
-    from tracediff.pipeline import Effort, Paths
+    from tracediff.pipeline import Effort
     from tracediff.result import Result
+    from tracediff.trace.runs import Paths
 
 
 @writing
@@ -62,7 +63,7 @@ def compare(
 ) -> int:
     """Compare two traces, or three: op by op with the model, by drift alone without."""
     from tracediff.pipeline import Effort, compare_traces
-    from tracediff.trace.ranks import runs_of
+    from tracediff.trace.runs import runs_of
 
     formats.check(reference, candidate, *(others or ()), model)
     effort, policy = Effort(workers, time, device, ray), policy_of(tolerance, allow, require, resolve)
@@ -117,7 +118,10 @@ def _compare_three(
 def self_(
     a: Annotated[Path, typer.Argument(metavar="A", help="A trace of the engine; with --engine a GGUF file.")],
     b: Annotated[
-        Path | None, typer.Argument(metavar="[B]", help="Another, of the same tokens fed in another way.")
+        list[Path] | None,
+        typer.Argument(
+            metavar="[B]", help="Another, of the same tokens fed in another way. Of several ranks those of all."
+        ),
     ] = None,
     model: Annotated[Path | None, typer.Option(help="The GGUF file: which of the two is wrong, and why.")] = None,
     engine: Annotated[
@@ -136,6 +140,7 @@ def self_(
 ) -> int:
     """Hold an engine against itself: decode against prefill, chunks against the whole, in a batch against alone."""
     from tracediff.pipeline import Effort, compare_with_itself
+    from tracediff.trace.runs import runs_of
 
     policy, effort = policy_of(tolerance), Effort(workers, time, device, ray)
     if engine:
@@ -144,11 +149,15 @@ def self_(
         formats.check(a)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "faults": tuple(fault or ())}
         return _each_way(a, engine, parse_tokens(tokens), options, policy, effort, formats)
-    if b is None:
-        raise TracediffError(f"self {a}: of what? Give a second trace, or a GGUF file with --engine.")
-    formats.check(a, b, model)
+    runs = runs_of([a, *(b or ())])
+    if len(runs) != 2:
+        raise TracediffError(
+            f"self {a}: {'one run' if len(runs) == 1 else f'{len(runs)} runs'}, where two are held together. Give a "
+            "trace of each, or of several ranks those of all; or a GGUF file with --engine."
+        )
+    formats.check(a, *(b or ()), model)
     with progress_bars() as progress:
-        result = compare_with_itself(a, b, model=model, policy=policy, effort=effort, progress=progress)
+        result = compare_with_itself(*runs, model=model, policy=policy, effort=effort, progress=progress)
     return report(result, formats)
 
 

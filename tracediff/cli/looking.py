@@ -112,10 +112,11 @@ def inspect(
         else:
             print_listing(of_model(ops))
     else:
-        from tracediff.trace.ranks import open_trace
         from tracediff.trace.reader import Trace
+        from tracediff.trace.runs import files_of_run, open_trace
 
-        print_listing(of_trace(open_trace(paths) if paths[1:] else Trace(what)))
+        files = files_of_run(paths)
+        print_listing(of_trace(open_trace(files) if files[1:] else Trace(files[0])))
     return MATCH
 
 

@@ -12,22 +12,29 @@ from tracediff.trace.staging import files_of
 
 
 def reproduce(
-    trace: Annotated[Path, typer.Argument(help="The trace in which the op is faulty.")],
+    trace: Annotated[
+        list[Path],
+        typer.Argument(help="The trace in which the op is faulty; of an engine of several ranks those of all."),
+    ],
     model: Annotated[Path, typer.Option(help="The GGUF file that it was made with.")],
     op: Annotated[str, typer.Option(help="The op, as blk.2.attn_q.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The folder to write.")],
     step: Annotated[int, typer.Option(help="The step in which it is faulty.")] = 0,
+    sequence: Annotated[int, typer.Option(help="Of several sequences the one whose step it is.")] = 0,
 ) -> int:
     """Write one faulty op as a script of numpy alone, with its inputs: it exits 1 until the op is right."""
     from tracediff.model.model import Model
+    from tracediff.names import StepOf
     from tracediff.reproduce import reproduce as write
 
-    say(f"wrote {write(trace, Model(model), op, step, out)}")
+    say(f"wrote {write(trace, Model(model), op, StepOf(step, sequence) if sequence else step, out)}")
     return MATCH
 
 
 def bundle(
-    trace: Annotated[Path, typer.Argument(help="The trace to judge.")],
+    trace: Annotated[
+        list[Path], typer.Argument(help="The trace to judge; of an engine of several ranks those of all.")
+    ],
     model: Annotated[Path, typer.Option(help="The GGUF file that it was made with.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The archive to write: OUT.zip.")],
     reference: Annotated[Path | None, typer.Option(help="A trace that is right, to compare with.")] = None,
@@ -43,7 +50,7 @@ def bundle(
     from tracediff.model.model import Model
     from tracediff.pipeline import Effort, check_trace, compare_traces
 
-    check(out, [file for path in (trace, reference, model) if path for file in files_of(path)], is_bundle)
+    check(out, [file for path in (*trace, reference, model) if path for file in files_of(path)], is_bundle)
     opened, effort = Model(model), Effort(workers, time, device)
     with progress_bars() as progress:
         if reference:

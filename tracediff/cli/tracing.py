@@ -327,13 +327,13 @@ def _ids(text: str, graph: "Graph") -> tuple[int, ...]:
 
 def _after(given: list[str], n_prompts: int, graph: "Graph") -> list[list[tuple[int, ...]]]:
     """For each prompt the passes after it, of a token each: those given, or those of a trace after its first step."""
-    from tracediff.trace.reader import Trace
+    from tracediff.trace.runs import open_trace
     from tracediff.trace.ways import fed_to
 
     each: list[list[int]] = []
     for text in given:
         if text.endswith(".trace"):
-            each += [fed.tokens[fed.sizes[0] :] for fed in fed_to(Trace(Path(text))).values()]
+            each += [fed.tokens[fed.sizes[0] :] for fed in fed_to(open_trace(Path(text))).values()]
         else:
             each.append([*_ids(text, graph)])
     if each and len(each) != n_prompts:

@@ -4,19 +4,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from tracediff.result import OpResult, Status, WeightResult
+from tracediff.result import OpResult, Status, TensorResult, WeightResult
 from tracediff.trace.ranks import Ranks, on_ranks
 from tracediff.trace.reader import Trace
 
 _TELLING: tuple[Status, ...] = ("faulty", "drift", "undecided", "inherited", "ok", "unmatched")
 _WEIGHTS = ("wrong", "rounded", "unmatched", "identical")
-Found = TypeVar("Found", OpResult, WeightResult)
+Found = TypeVar("Found", OpResult, WeightResult, TensorResult)
 
 
 def gathered(sides: Sequence[Trace], by_side: Sequence[Sequence[OpResult]]) -> list[tuple[int, OpResult]]:
     """Of each op the result that says most, with which side it is of."""
     return [
-        _picked(sides, of, lambda op: (_TELLING.index(op.status), op.local is None), ("faulty", "drift"))
+        picked(sides, of, lambda op: (_TELLING.index(op.status), op.local is None), ("faulty", "drift"))
         for of in zip(*by_side, strict=True)
     ]
 
@@ -24,10 +24,10 @@ def gathered(sides: Sequence[Trace], by_side: Sequence[Sequence[OpResult]]) -> l
 def weights_of(sides: Sequence[Trace], by_side: Sequence[Sequence[WeightResult]]) -> list[WeightResult]:
     """Of each weight the result that says most."""
     each = zip(*by_side, strict=True)
-    return [_picked(sides, of, lambda weight: (_WEIGHTS.index(weight.status),), ("wrong",))[1] for of in each]
+    return [picked(sides, of, lambda weight: (_WEIGHTS.index(weight.status),), ("wrong",))[1] for of in each]
 
 
-def _picked(
+def picked(
     sides: Sequence[Trace], of: Sequence[Found], key: Callable[[Found], tuple[int, ...]], named: Sequence[str]
 ) -> tuple[int, Found]:
     """The first of the most telling; where it is not so on all ranks, with the ranks in its note."""

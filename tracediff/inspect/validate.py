@@ -19,8 +19,8 @@ from tracediff.errors import TraceError
 from tracediff.names import NAMES, kind_of, layer_of, split
 from tracediff.result import Remark, Statistics, Validation
 from tracediff.trace.format import OpRecord, Values, same_shape
-from tracediff.trace.ranks import Ranks, files_of_run
 from tracediff.trace.reader import Trace
+from tracediff.trace.runs import files_of_run, together
 
 if TYPE_CHECKING:
     from tracediff.model.graph import Graph
@@ -85,7 +85,7 @@ def _on_rank(trace: Trace, remark: Remark) -> Remark:
 def _together(traces: Sequence[Trace], found: "_Found") -> Trace | None:
     """The ranks' traces as one; None where they do not fit together, which is found."""
     try:
-        return Ranks.opened(traces)
+        return together(traces)
     except TraceError as error:
         found.add([Remark(1, "violation", str(error), "")])
         return None

@@ -31,7 +31,7 @@ from tracediff.interchange.naming import NameMap, execution_order, is_op, meanin
 from tracediff.interchange.steps import Named, steps_of
 from tracediff.interchange.writing import write
 from tracediff.model.hparams import check_tokens
-from tracediff.trace.reader import Trace
+from tracediff.trace.runs import open_trace
 from tracediff.trace.staging import check, staged
 from tracediff.trace.writer import TraceWriter
 
@@ -101,7 +101,7 @@ def import_trace(
     if options.match:
         from tracediff.interchange.recognised import recognise
 
-        reference = Trace(options.match)
+        reference = open_trace(options.match)
         ops, found.unknown[:] = recognise(found.ops, found.unknown, reference, model, say)
         found.ops.extend(ops)
         if not tokens and not found.tokens:  # values that are equal were made of equal tokens

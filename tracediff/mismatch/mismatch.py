@@ -17,8 +17,8 @@ from tracediff.mismatch.processed import Sampled, Sampling
 from tracediff.mismatch.words import with_words
 from tracediff.model.vocabulary import Vocabulary
 from tracediff.result import Gap, Mismatch, Processed, Side, TokenGap, Verdict, WeightResult
-from tracediff.trace.ranks import open_trace
 from tracediff.trace.reader import Trace
+from tracediff.trace.runs import open_trace
 
 if TYPE_CHECKING:
     from tracediff.mismatch.shares import Explained

@@ -13,8 +13,9 @@ from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds.attention import causal
 from tracediff.replay.storage import rounded_on_the_way, stored_as
 from tracediff.trace.format import OpRecord, Rows
-from tracediff.trace.ranks import Part, Ranks
+from tracediff.trace.ranks import Ranks
 from tracediff.trace.reader import Trace
+from tracediff.trace.shards import Part
 
 Place = tuple[int, str, Rows]  # step, name and tokens of a value
 

@@ -55,6 +55,11 @@ class Header(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="tra
     rank: Size | None = None  # of an engine that runs as several processes, each of which writes a trace: which one,
     ranks: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None  # and of how many
 
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """The rank, and of how many it is."""
+        return None if self.rank is None or self.ranks is None else (self.rank, self.ranks)
+
 
 class Shard(Struct, frozen=True, omit_defaults=True):
     """The part of an output that one rank holds: the `rank`-th `of` so many along `axis`, or a term of their `sum`."""

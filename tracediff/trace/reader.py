@@ -90,6 +90,11 @@ class Trace:
         """Traces to be judged by themselves: of several ranks those that hold other copies (`trace.ranks`)."""
         return [self]
 
+    @property
+    def written(self) -> "list[Trace]":
+        """The traces as processes wrote them: of several ranks that of each."""
+        return [self]
+
     def own(self, record: Values) -> Sequence[Index] | None:
         """Which of a record's values this trace answers for: indices that hold them, none or several; None for all."""
         return None

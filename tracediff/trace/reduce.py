@@ -9,15 +9,17 @@ from tracediff.trace.writer import TraceWriter
 
 
 def reduce(
-    trace: Trace, out: Path, kept: Container[tuple[int, str]], statistics: Callable[[OpRecord], Statistics]
+    trace: Trace, out: Path, kept: Container[tuple[int, str]], statistics: Callable[[OpRecord, Trace], Statistics]
 ) -> None:
     """Write to `out` the data of the records that are `kept` (step, name), the statistics of the others, no weights."""
     header = trace.header
-    with TraceWriter(out, header.engine, header.arch, header.model, header.weights) as writer:
+    with TraceWriter(out, header.engine, header.arch, header.model, header.weights, rank=header.place) as writer:
         for step in trace.steps.values():
             writer.step(step.step, step.tokens, step.positions, (step.sequence,) * len(step.tokens))
             for record in trace.step_ops(step.step):
                 if record.dtype and (record.step, record.op) in kept:
-                    writer.op(record.step, record.op, trace.stored(record), record.dtype, record.rows)
+                    values = trace.stored(record)
+                    writer.op(record.step, record.op, values, record.dtype, record.rows, shard=record.shard)
                 elif record.size:
-                    writer.op_statistics(record.step, record.op, record.shape, statistics(record), record.rows)
+                    held = statistics(record, trace)
+                    writer.op_statistics(record.step, record.op, record.shape, held, record.rows, shard=record.shard)

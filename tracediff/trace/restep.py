@@ -33,19 +33,23 @@ def restep(trace: Trace, like: Trace, out: Path) -> list[str]:
     return _write(out, trace, [*_plan(like, [(ours[m.ours], theirs[m.theirs], m) for m in match(like, trace)])])
 
 
-def matched(trace: Trace, other: Trace, out: Path) -> bool:
-    """Write to `out` the sequences of `trace` that the other has too, without the steps after the last of both.
+def matched(trace: Trace, other: Trace, folder: Path) -> list[Path]:
+    """Write to `folder` the sequences of `trace` that the other has too, without the steps after the last of both: of
+    several ranks a trace of each.
 
-    False where that is all of it: nothing is written.
+    Nothing is written where that is all of it.
     """
     own, matches = fed_to(trace), match(trace, other)
     ends = {one.ours: trace.steps[own[one.ours].at(one.alike[-1])[0]] for one in matches}
     if all(step.sequence in ends and at <= ends[step.sequence].step for at, step in trace.steps.items()):
-        return False
+        return []
     stops = {sequence: own[sequence].begins[step.step] + len(step.tokens) for sequence, step in ends.items()}
     kept = [(own[m.ours], own[m.ours], replace(m, alike=range(own[m.ours].first, stops[m.ours]))) for m in matches]
-    _write(out, trace, [*_plan(trace, kept)])
-    return True
+    planned, outs = [*_plan(trace, kept)], []
+    for number, one in enumerate(trace.written):
+        outs.append(folder / f"candidate{number}.trace")
+        _write(outs[-1], one, planned)
+    return outs
 
 
 def _plan(like: Trace, pairs: Iterable[tuple[Fed, Fed, Match]]) -> Iterator[_Planned]:
@@ -63,10 +67,10 @@ def _write(out: Path, trace: Trace, planned: Sequence[_Planned]) -> list[str]:
     first = next(iter(trace.steps))
     names = dict.fromkeys(chain((r.op for r in trace.step_ops(first)), (op for _, op in trace.ops)))
     header, dropped = trace.header, set()
-    with TraceWriter(out, header.engine, header.arch, header.model, header.weights) as writer:
+    with TraceWriter(out, header.engine, header.arch, header.model, header.weights, rank=header.place) as writer:
         for weight in trace.weights.values():
             if weight.dtype:
-                writer.weight(weight.weight, trace.stored(weight), weight.dtype)
+                writer.weight(weight.weight, trace.stored(weight), weight.dtype, weight.shard)
         for step, places, n_keys in planned:
             writer.step(step.step, step.tokens, step.positions, (step.sequence,) * len(step.tokens))
             dropped |= {name for name in names if not _gather(trace, name, step, places, n_keys, writer)}
@@ -92,7 +96,8 @@ def _gather(
     record = next(record for record in records.values() if record)
     values = np.stack([values for _, values in pieces], record.token_axis)
     assert record.dtype
-    writer.op(step.step, name, values, record.dtype, None if len(rows) == len(places) else tuple(rows))
+    held = None if len(rows) == len(places) else tuple(rows)
+    writer.op(step.step, name, values, record.dtype, held, shard=record.shard)
     return True
 
 

@@ -74,10 +74,10 @@ class TraceWriter:
             if kind is None:
                 raise cannot_write(self.path, failure) from None
 
-    def weight(self, name: str, values: np.ndarray, dtype: DType = "f32") -> None:
+    def weight(self, name: str, values: np.ndarray, dtype: DType = "f32", shard: Shard | None = None) -> None:
         """A weight as the engine holds it; `values` are bits as `trace.format.STORAGE` says."""
         offset = self._append(values, dtype)
-        self._line(Weight(weight=name, shape=values.shape, dtype=dtype, offset=offset))
+        self._line(Weight(weight=name, shape=values.shape, dtype=dtype, offset=offset, shard=shard))
 
     def step(
         self, step: int, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int] | None = None
@@ -114,9 +114,10 @@ class TraceWriter:
         rows: Rows = None,
         sequence: int | None = None,
         sketch: bytes | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """An op's output as statistics, and a sketch of it where there is one."""
-        self._op(step, op, shape, rows, sequence, sketch=sketch, **msgspec.structs.asdict(statistics))
+        self._op(step, op, shape, rows, sequence, sketch=sketch, shard=shard, **msgspec.structs.asdict(statistics))
 
     def reserve(self, size: int) -> int:
         """Room for `size` bytes in the data file that come in pieces: the offset where they begin."""

@@ -1,0 +1,265 @@
+"""What goes wrong between ranks: sums over them, the order of parts, what each computes of its own part alone.
+
+Judging knows what an op should have come out as; here are the ways in which ranks that each compute a part of it come
+to something else, each tried on the recorded values themselves.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from tracediff.model.graph import SOURCES, Op
+from tracediff.numerics.evaluate import evaluate
+from tracediff.replay.replay import Known, Replay
+from tracediff.result import Cause, Local, OpResult
+from tracediff.trace.format import OpRecord
+from tracediff.trace.ranks import Ranks
+from tracediff.trace.shards import Part
+
+_LITTLE = 1e-6  # of the error: what a mistake may leave of it where that is more than the floor
+_SHIFTS = 8  # rows of a vocabulary
+_LOOK = {
+    "all_reduce": "where the ranks' terms are added up after the row-parallel matmul",
+    "every_rank": "what is added before the all-reduce: one rank alone may add it",
+    "order": "how the weight is cut, and by which rank: the process's own number, or its place in the group",
+    "local": "a sum over the axis that is sharded must be added up over the ranks before it is used",
+    "vocabulary": "the first and the last id of the rank's part of the vocabulary",
+    "experts": "which experts a rank computes: each must be on one of those that are added up",
+}
+
+
+@dataclass(frozen=True)
+class Between:
+    """A faulty record of several ranks: what they may have done wrong together."""
+
+    replay: Replay
+    result: OpResult
+    error: Local
+
+    @cached_property
+    def record(self) -> OpRecord:
+        """As the side sees it."""
+        return self.replay.trace.ops[self.result.step, self.result.op]
+
+    @cached_property
+    def parts(self) -> Sequence[Part]:
+        """What each rank holds."""
+        assert isinstance(self.trace, Ranks)
+        return self.trace.parts(self.record)
+
+    @property
+    def trace(self) -> Ranks:
+        """All ranks' traces."""
+        assert isinstance(self.replay.trace, Ranks)
+        return self.replay.trace
+
+    @cached_property
+    def op(self) -> Op:
+        """As it should be."""
+        return self.replay.graph[self.result.op]
+
+    @cached_property
+    def known(self) -> Known:
+        """What it should have come out as."""
+        return self.replay.known(self.record)
+
+    @torch.inference_mode()
+    def cause(self) -> Cause | None:
+        """What explains the error; None where it is no mistake between ranks."""
+        if len(self.error.segment) > 1:
+            return None
+        shard = self.parts[0].shard
+        tries = self._of_copies() if shard is None else self._of_terms() if shard.sum else self._of_parts()
+        for name, look, text, made in tries:
+            left = self._left(made)
+            if left <= max(self.error.floor, _LITTLE * self.error.nmse) and left < 0.1 * self.error.nmse:
+                return Cause(
+                    name, left, text, self.error.floor, self.error.arithmetic, {name: text}, {name: _LOOK[look]}
+                )
+        return None
+
+    @torch.inference_mode()
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose part is wrong: all of them where it is not in parts."""
+        shard = self.parts[0].shard
+        if shard is None or shard.axis is None or len(self.error.segment) > 1:
+            faulty = self.trace.members
+        else:
+            wrong = ((self.known.recorded - self.known.exact).abs() > self.known.bound).reshape(self.record.shape)
+            faulty = tuple(p.rank for p in self.parts if p.rank in self.trace.members and bool(wrong[p.at].any()))
+        return faulty or self.trace.members
+
+    def _left(self, made: Tensor) -> float:
+        """The NMSE that the recorded values have against what a mistake makes; of those that this side answers for."""
+        known = self.known
+        error = torch.where(known.recorded == known.exact, 0.0, known.recorded - made.reshape(known.exact.shape))
+        return float(error.square().sum() / known.exact.square().sum().clamp(min=1e-300))
+
+    def _values(self, part: Part) -> Tensor:
+        values = torch.from_numpy(part.trace.values(part.record)).to(self.known.exact)
+        whole = part.shard is None or part.shard.axis is None
+        return values.reshape(self.known.exact.shape) if whole else values
+
+    # --- copies of the whole: what was, or should have been, summed over the ranks ------------------------------------
+
+    def _of_copies(self) -> Iterator[tuple[str, str, str, Tensor]]:
+        y, n = self.known.exact, len(self.trace.everyone)
+        left_out = "the all-reduce is left out: every rank holds its own term of the sum"
+        if len(self.parts) == n:
+            copies = [self._values(part) for part in self.parts]
+            if any(not torch.equal(copy, copies[0]) for copy in copies):
+                mine = copies[[part.rank for part in self.parts].index(self.trace.members[0])]
+                yield "all_reduce_left_out", "all_reduce", left_out, y + (mine - y) * self._adds_up(copies)
+        yield "all_reduce_twice", "all_reduce", f"it is all-reduced twice: {n} times what it should be", n * y
+        bias, terms = self._terms()
+        for rank, term in terms.items():
+            if rank in self.trace.members:
+                text = f"rank {rank} holds its own term of the sum: it has no part in the all-reduce"
+                yield "all_reduce_left_out", "all_reduce", text, term + bias
+            yield "term_missing", "all_reduce", f"the term of rank {rank} is missing in the all-reduce", y - term
+            yield "term_twice", "all_reduce", f"the term of rank {rank} is added twice in the all-reduce", y + term
+        if bool(bias.any()):
+            yield (
+                "bias_on_every_rank",
+                "every_rank",
+                "the bias is added on every rank before the all-reduce",
+                (y + (n - 1) * bias),
+            )
+        for name, x in zip(self.op.inputs, self.known.inputs, strict=True) if self.op.kind == "add" else ():
+            text = f"{name} is added on every rank before the all-reduce, {n} times in all"
+            yield "residual_on_every_rank", "every_rank", text, y + (n - 1) * x.reshape(y.shape)
+
+    def _adds_up(self, copies: Sequence[Tensor]) -> float:
+        """1 where the copies are the terms of what is right; 0 where they are not."""
+        y = self.known.exact
+        left = float((sum(copies) - y).square().sum() / y.square().sum().clamp(min=1e-300))
+        return float(left <= max(100 * self.error.floor, _LITTLE * self.error.nmse))
+
+    def _terms(self) -> tuple[Tensor, dict[int, Tensor]]:
+        """The bias, and each rank's term of a row-parallel matmul: what its part of the input makes."""
+        zero = torch.zeros_like(self.known.exact)
+        if self.op.kind != "linear" or self.op.inputs[0] in SOURCES:
+            return zero, {}
+        record = self.trace.ops.get((self.record.step, self.op.inputs[0]))
+        parts = self.trace.parts(record) if record else ()
+        if (
+            record is None
+            or not parts
+            or parts[0].shard is None
+            or parts[0].shard.axis is None
+            or parts[0].shard.axis == 0
+        ):
+            return zero, {}
+        x, weights = self.known.inputs[0], self.replay.weights
+        bias = evaluate(self.op, [torch.zeros_like(x)], weights)
+        found = {}
+        for part in parts:
+            mine = torch.zeros(record.shape, dtype=x.dtype, device=x.device)
+            mine[part.at] = 1.0
+            found[part.rank] = evaluate(self.op, [x * mine.reshape(x.shape)], weights) - bias
+        return bias, found
+
+    # --- parts along an axis ------------------------------------------------------------------------------------------
+
+    def _of_parts(self) -> Iterator[tuple[str, str, str, Tensor]]:
+        yield from self._of_part_alone()
+        made, said = self.known.exact.clone().reshape(self.record.shape), []
+        for part in self.parts:
+            if part.rank in self.trace.members and (shift := self._shift(part)):
+                axis, size = len(part.at) - 1, part.record.shape[len(part.at) - 1]
+                said.append(f"rank {part.rank} {self._shifted(part, shift)}")
+                made[part.at] = self._at(part.start + shift, size, axis, made[part.at])
+        if said:
+            yield "part_elsewhere", "order", "; ".join(said), made
+
+    def _of_part_alone(self) -> Iterator[tuple[str, str, str, Tensor]]:
+        """A norm or a softmax over the rank's own part of the axis."""
+        axis, y = len(self.parts[0].at) - 1, self.known.exact
+        if axis != y.ndim - 1 or y.shape != self.record.shape:
+            return
+        made = y.clone()
+        for part in self.parts:
+            if self.op.kind == "rms_norm":
+                eps, x = self.op.attrs["eps"], self.known.inputs[0].reshape(y.shape)
+                of_all, of_part = (v.square().mean(-1, keepdim=True) + eps for v in (x, x[part.at]))
+                made[part.at] *= (of_all / of_part).sqrt()
+            elif self.op.kind == "softmax":
+                made[part.at] /= y[part.at].sum(-1, keepdim=True).clamp(min=1e-300)
+        if self.op.kind == "rms_norm":
+            yield "norm_of_part", "local", "every rank norms its part by that part's own mean of squares", made
+        elif self.op.kind == "softmax":
+            yield "softmax_of_part", "local", "every rank's probabilities add up to 1 over its own part", made
+
+    def _shift(self, part: Part) -> int | None:
+        """By how much further along the axis the right values lie that a part holds; None where it is right or has
+        others.
+        """
+        axis, y = len(part.at) - 1, self.known.exact.reshape(self.record.shape)
+        held = self._values(part)
+        middle = held.shape[axis] // 2
+        of = held.select(axis, middle).flatten()
+        apart = (y.movedim(axis, 0).flatten(1) - of).square().sum(1)
+        return int(apart.argmin()) - middle - part.start or None
+
+    def _at(self, start: int, size: int, axis: int, otherwise: Tensor) -> Tensor:
+        """The right values from `start` on; beyond the ends what was recorded, which nothing can be said of."""
+        y, made = self.known.exact.reshape(self.record.shape), otherwise.clone()
+        recorded = self.known.recorded.reshape(self.record.shape)
+        first, last = max(start, 0), min(start + size, y.shape[axis])
+        if last > first:
+            made.narrow(axis, first - start, last - first).copy_(y.narrow(axis, first, last - first))
+        for at in (*range(first - start), *range(last - start, size)):
+            there = start + at
+            if 0 <= there < recorded.shape[axis]:
+                made.select(axis, at).copy_(recorded.select(axis, there))
+        return made
+
+    def _shifted(self, part: Part, shift: int) -> str:
+        axis = len(part.at) - 1
+        other = next((p for p in self.parts if p.start == part.start + shift), None)
+        if other and other.shard and part.shard and other.record.shape == part.record.shape:
+            return f"holds part {other.shard.rank} where part {part.shard.rank} of {part.shard.of} belongs"
+        late = f"{abs(shift)} {'late' if shift > 0 else 'early'}"
+        return f"has its part begin {late}: at {part.start + shift} of axis {axis}, where {part.start} belongs"
+
+    # --- terms of a sum -----------------------------------------------------------------------------------------------
+
+    def _of_terms(self) -> Iterator[tuple[str, str, str, Tensor]]:
+        known, terms = self.known, {part.rank: self._values(part) for part in self.parts}
+        if all(torch.equal(term, terms[self.parts[0].rank]) for term in terms.values()):
+            text = f"every rank holds all of it: no term of a sum, which is {len(terms)} times what it should be"
+            yield "term_is_whole", "all_reduce", text, len(terms) * known.exact
+        if self.op.kind == "embedding":
+            yield from self._of_vocabulary(terms)
+        for a, b in combinations(terms, 2):
+            both = (terms[a] == terms[b]) & (terms[a] != 0)
+            if bool(both.any()):
+                rows = both.any(-1, keepdim=True).expand(both.shape)
+                text = f"ranks {a} and {b} both compute {self._experts(both)}, so that it counts twice"
+                yield "expert_twice", "experts", text, torch.where(rows, known.recorded, known.exact)
+        none = ~torch.stack([*terms.values()]).any(0).any(-1, keepdim=True).expand(known.exact.shape)
+        if bool(none.any()):
+            text = f"no rank computes {self._experts(none)}"
+            yield "expert_nowhere", "experts", text, known.exact.masked_fill(none, 0.0)
+
+    def _experts(self, where: Tensor) -> str:
+        """Which experts' rows these are."""
+        if self.op.kind != "linear_id" or where.ndim != 3:
+            return "the same rows"
+        chosen = self.known.inputs[-1].reshape(where.shape[:2])[where.any(-1)]
+        ids = sorted({int(i) for i in chosen})
+        return f"expert{'s' * (len(ids) > 1)} {', '.join(map(str, ids[:6]))}"
+
+    def _of_vocabulary(self, terms: dict[int, Tensor]) -> Iterator[tuple[str, str, str, Tensor]]:
+        tokens, y = self.known.inputs[0], self.known.exact
+        for rank, term in terms.items():
+            mine = term.any(-1, keepdim=True)
+            for shift in sorted(range(-_SHIFTS, _SHIFTS + 1), key=abs)[1:]:
+                there = (tokens + shift).clamp(0, self.op.weights[0].shape[0] - 1)
+                text = f"the vocabulary of rank {rank} begins {abs(shift)} rows {'late' if shift > 0 else 'early'}"
+                made = torch.where(mine, evaluate(self.op, [there], self.replay.weights), y)
+                yield "vocabulary_shifted", "vocabulary", text, made
