@@ -80,6 +80,38 @@ def test_loops_compute_what_the_kinds_do(models: Models, family: str) -> None:
         assert torch.allclose(made, evaluate(op, inputs, weights), rtol=1e-12, atol=1e-14), op.name
 
 
+@pytest.mark.parametrize(
+    ("arch", "kinds"),
+    [
+        ("gpt2", {"layer_norm", "gelu"}),
+        ("gemma2", {"geglu", "scale", "tanh"}),
+        ("lfm2", {"swiglu", "add"}),
+        ("minimax-m2", {"sigmoid"}),
+    ],
+)
+def test_loops_of_lifted_ops_compute_what_the_kinds_do(tiny: Callable[[str], Path], arch: str, kinds: set[str]) -> None:
+    path = tiny(arch)
+    weights, graph = Weights(GGUFFile(path)), load_graph(path)
+    random = torch.Generator().manual_seed(0)
+    checked = set()
+    for op in one_of_each(graph):
+        if op.kind in kinds:
+            given = [torch.randn(graph[x].shape(3, 2), generator=random, dtype=torch.float64) for x in op.inputs]
+            loops = bind(op, given, weights, EXACT, BROUGHT)
+            assert loops, op.name
+            made = torch.from_numpy(loops.output())
+            assert torch.allclose(made, evaluate(op, given, weights), rtol=1e-9, atol=1e-14), op.name
+            checked.add(op.kind)
+    assert checked == kinds
+
+
+def test_a_constant_of_an_activation_is_found(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    faulty = explained(tiny("gpt2"), tmp_path, rewritten("blk.1.ffn_act", "0.044715", "0.0447"))
+    assert {op.op: op.cause and op.cause.text for op in faulty} == {
+        "blk.1.ffn_act": "the output is computed with 0.0447 * ffn_up, where 0.044715 * ffn_up belongs"
+    }
+
+
 class Beyond:
     """A flat array that gives 0 beyond its ends and keeps no store there, as buffers are taken to be."""
 
@@ -226,9 +258,7 @@ def rewritten(name: str, old: str, new: str) -> Callable[[Graph], Op]:
         from tracediff.diagnose.solve.variant import Variant
 
         op = graph[name]
-        shapes = {"scores": [(5, 8, 32), (5, 2, 32)], "softmax": [(8, 5, 5)], "rms_norm": [(5, 256)],
-                  "linear": [(5, 256)], "rope": [(5, 8, 32)], "swiglu": [(5, 512)] * 2}  # fmt: skip
-        loops = loops_of(op, shapes[op.kind])
+        loops = loops_of(op, [graph[x].shape(5) for x in op.inputs if x in graph])
         assert loops
         assert old in loops.source
         return Variant("", loops.source.replace(old, new)).op(op, loops)

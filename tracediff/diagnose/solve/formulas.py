@@ -129,7 +129,9 @@ def constants(source: str) -> Iterator[tuple[float, str]]:
     tree = parse(source).tree
     for place in _places(tree):
         match place.node, place.parent:
-            case ast.Constant(value=int(c)), ast.BinOp() as outer if c and _type(outer, place.names) == "f":
+            case ast.Constant(value=int() | float() as c), ast.BinOp() as outer if (
+                c and _type(outer, place.names) == "f"
+            ):
                 yield float(c), ast.unparse(_with(tree, place.path, ast.Name(CONSTANT, ast.Load())))
 
 

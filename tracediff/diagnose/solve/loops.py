@@ -22,6 +22,14 @@ for t in range(T):
     for i in range(n):
         y[t * n + i] = x[t * n + i] * scale * w[i]
 """
+_LAYER_NORM = """
+for t in range(T):
+    mean = sum(x[t * n + i] for i in range(n)) / n
+    squares = sum((x[t * n + i] - mean) * (x[t * n + i] - mean) for i in range(n))
+    scale = 1 / sqrt(squares / n + eps)
+    for i in range(n):
+        y[t * n + i] = (x[t * n + i] - mean) * scale * w[i] + b[i]
+"""
 _LINEAR = """
 for t in range(T):
     for o in range(n_out):
@@ -85,15 +93,29 @@ for t in range(T):
                 p[(h * T + t) * S + s] * cache[(s * G + h // (H // G)) * D + d] for s in range(S)
             )
 """
-_ADD = """
+_GATED = """
 for i in range(T * n):
-    y[i] = a[i] + b[i]
+    NAME = ACT
+    y[i] = NAME * up[i]
 """
-_SWIGLU = """
+_EACH = """
 for i in range(T * n):
-    silu = gate[i] / (1 + exp(-gate[i]))
-    y[i] = silu * up[i]
+    y[i] = ACT
 """
+_TANH = "0.5 * {0} * (1 + tanh(0.7978845608 * {0} * (1 + 0.044715 * {0} * {0})))"
+_ACTIVATIONS = {
+    "silu": "{0} / (1 + exp(-{0}))",
+    "gelu": _TANH,
+    "gelu_quick": "{0} / (1 + exp(-1.702 * {0}))",
+    "relu": "{0} if {0} > 0 else 0",
+    "sigmoid": "1 / (1 + exp(-{0}))",
+    "tanh": "tanh({0})",
+    "exp": "exp({0})",
+    "sqr": "{0} * {0}",
+    "scale": "{0} * scale",
+}
+_OF_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_quick": "gelu_quick", "reglu": "relu"}
+_BINARY = {"add": "a[i] + b[i]", "sub": "a[i] - b[i]", "mul": "a[i] * b[i]", "div": "a[i] / b[i]"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +147,11 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
             *rows, n = first
             numbers = {"T": math.prod(rows), "n": n, "eps": float(op.attrs["eps"])}
             return Loops(_NORM, ("x",), ("w",), numbers, first)
+        case "layer_norm":
+            *rows, n = first
+            numbers = {"T": math.prod(rows), "n": n, "eps": float(op.attrs["eps"])}
+            source = _LAYER_NORM.replace(" + b[i]", "") if len(op.weights) < 2 else _LAYER_NORM
+            return Loops(source if op.weights else source.replace(" * w[i]", ""), ("x",), ("w", "b"), numbers, first)
         case "linear":
             n_out, n_in = op.weights[0].shape
             source = _LINEAR if len(op.weights) > 1 else _LINEAR.replace(" + b[o]", "")
@@ -143,10 +170,24 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
         case "weighted_values":
             (h, t, s), (_, g, d) = shapes
             return Loops(_VALUES, ("p", "v"), (), {"H": h, "T": t, "S": s, "P": s, "G": g, "D": d}, (t, h * d))
-        case "add":
-            return Loops(_ADD, ("a", "b"), (), {"T": first[0], "n": math.prod(first[1:])}, first)
-        case "swiglu":
-            return Loops(_SWIGLU, ("gate", "up"), (), {"T": first[0], "n": math.prod(first[1:])}, first)
+    return _of_each(op, shapes)
+
+
+def _of_each(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
+    """Of an op that makes each value of the values at its place."""
+    first = shapes[0]
+    numbers = {"T": first[0], "n": math.prod(first[1:])}
+    if op.weights or any(shape != first for shape in shapes):
+        return None
+    if op.kind in _BINARY and len(shapes) == 2:
+        return Loops(_EACH.replace("ACT", _BINARY[op.kind]), ("a", "b"), (), numbers, first)
+    if op.kind in _OF_GATED:
+        name = _OF_GATED[op.kind]
+        source = _GATED.replace("ACT", _ACTIVATIONS[name].format("gate[i]")).replace("NAME", name)
+        return Loops(source, ("gate", "up"), (), numbers, first)
+    if op.kind in _ACTIVATIONS and not op.attrs.get("bias"):
+        scale = {"scale": float(op.attrs["scale"])} if op.kind == "scale" else {}
+        return Loops(_EACH.replace("ACT", _ACTIVATIONS[op.kind].format("x[i]")), ("x",), (), numbers | scale, first)
     return None
 
 

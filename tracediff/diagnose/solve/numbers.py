@@ -15,6 +15,7 @@ _DECADES = 8  # on either side of the right number in which the fit may begin
 _LOOK = "the positions of each step: how many are cached before it"
 _POSITIONS = 64  # by which they may be off
 _ROUNDS = 40
+_SHORT = 1e-5  # to which a fit is one of few digits: float32's noise takes it so far
 _SAME = 1e-6  # to which a fitted number is the right one
 _BITS = 24  # of a fitted number; a usual one takes few
 _USUAL = (0.0, 1.0, *(m * 10.0**e for e in range(-12, 8) for m in (1, 2, 5)), 2.0, 0.5, 0.25, 0.125)
@@ -62,10 +63,10 @@ def positions(problem: Problem) -> Iterator[Priced]:
 
 
 def _near(fitted: float) -> list[float]:
-    """Usual numbers that the fit may mean."""
-    return [
-        usual for usual in _USUAL if abs(usual - fitted) <= 1e-3 * abs(fitted) or (not usual and abs(fitted) < 1e-9)
-    ]
+    """Usual numbers that the fit may mean, and such of few digits."""
+    usual = [one for one in _USUAL if abs(one - fitted) <= 1e-3 * abs(fitted) or (not one and abs(fitted) < 1e-9)]
+    short = (float(f"{fitted:.{digits}g}") for digits in (2, 3, 4, 5))
+    return [*usual, *(one for one in short if abs(one - fitted) <= _SHORT * abs(fitted))]
 
 
 @dataclass(frozen=True)

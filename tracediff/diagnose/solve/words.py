@@ -26,19 +26,23 @@ from tracediff.model.graph import Op
 _COUNTED: Mapping[str, Mapping[str, str]] = {
     "embedding": {"t": "token", "i": "channel"},
     "rms_norm": {"t": "row", "i": "channel"},
+    "layer_norm": {"t": "row", "i": "channel"},
     "linear": {"t": "token", "o": "channel", "i": "input channel"},
     "rope": {"t": "token", "h": "head", "i": "pair", "j": "channel"},
     "scores": {"h": "query head", "t": "query", "s": "key", "d": "channel", "c": "cached key", "i": "channel"},
     "softmax": {"h": "head", "t": "query", "s": "key"},
     "weighted_values": {"t": "token", "h": "head", "d": "channel", "s": "key", "c": "cached value", "i": "channel"},
-    "add": {"i": "value"},
-    "swiglu": {"i": "value"},
 }
+_EACH = {"i": "value"}  # of all other kinds
 # The axes of the arrays, with the names of the numbers that are their sizes.
 _AXES: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {
     "embedding": {"y": (("token", "T"), ("channel", "n")), "table": (("row", ""), ("channel", "n"))},
     "rms_norm": {
         "x": (("row", "T"), ("channel", "n")), "y": (("row", "T"), ("channel", "n")), "w": (("channel", "n"),),
+    },
+    "layer_norm": {
+        "x": (("row", "T"), ("channel", "n")), "y": (("row", "T"), ("channel", "n")), "w": (("channel", "n"),),
+        "b": (("channel", "n"),),
     },
     "linear": {
         "x": (("token", "T"), ("channel", "n_in")), "w": (("row", "n_out"), ("column", "n_in")),
@@ -75,7 +79,7 @@ _NUMBERS = {
 _NAMED = {
     "squares": "the sum of squares", "largest": "the maximum", "total": "the sum", "visible": "the number of keys seen",
     "here": "where a row is read", "there": "where a row is stored", "first": "a pair's first channel",
-    "second": "a pair's second channel", "angle": "the angle", "silu": "silu", "scale": "the scale",
+    "second": "a pair's second channel", "angle": "the angle", "mean": "the mean", "scale": "the scale",
 }  # fmt: skip
 _SUMS = {"sum": "the sum", "max": "the largest", "min": "the smallest", "first": "the first", "last": "the last"}
 _OWN = {"scores": "the output's", "softmax": "the softmax's", "weighted_values": "the output's"}
@@ -306,7 +310,7 @@ class Speaker:
         return {"y": "the output", "before": "what was there before"}.get(array, array)
 
     def _noun(self, variable: str) -> str:
-        return _COUNTED.get(self.op.kind, {}).get(variable, variable)
+        return _COUNTED.get(self.op.kind, _EACH).get(variable, variable)
 
     def _subject(self, target: ast.expr, value: ast.expr) -> str:
         match target:
@@ -325,7 +329,7 @@ class Speaker:
     def _legend(self, *formulas: str) -> str:
         """What the variables in formulas count."""
         used = {name for formula in formulas for name in re.findall(r"\b[a-z]\b", formula)}
-        said = [f"{v}: {noun}" for v, noun in _COUNTED.get(self.op.kind, {}).items() if v in used]
+        said = [f"{v}: {noun}" for v, noun in _COUNTED.get(self.op.kind, _EACH).items() if v in used]
         return f" ({', '.join(said)})" if said else ""
 
     def _print(self, node: ast.AST, places: bool = False) -> str:
