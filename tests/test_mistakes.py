@@ -32,7 +32,8 @@ TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12, 13)
 # Of each architecture the mistakes that are planted in layer 1, but for one whose state shows in what reads it.
 PLANTED = {
     "qwen3moe": ("router_sigmoid", "weights_not_normalised", "expert_order", "expert_off_by_one", "top_k_off_by_one",
-                 "top_k_smallest", "too_few_experts", "wrong_layer", "weight_transposed@blk.1.ffn_gate_exps"),
+                 "top_k_smallest", "too_few_experts", "rope_before_norm", "wrong_layer",
+                 "weight_transposed@blk.1.ffn_gate_exps"),
     "deepseek2": ("router_softmax", "selection_bias_in_weights", "weights_normalised", "scale_dropped", "term_dropped",
                   "gate_up_swapped"),
     "gpt-oss": ("sinks_ignored", "window@0", "act_limits", "up_plus_one", "bias_missing@blk.1.ffn_down_exps"),

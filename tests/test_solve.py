@@ -36,6 +36,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import Capture, kind_of, layer_of
 from tracediff.numerics.arithmetic import EXACT, scheme_named
 from tracediff.numerics.evaluate import evaluate
+from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.result import OpResult
@@ -335,6 +336,20 @@ def test_an_edit_that_nobody_listed_is_found(
         assert op.cause, op.shape
         assert said in op.cause.text
         assert op.cause.nmse <= op.cause.floor < 1e-10
+
+
+def test_a_norm_of_a_sum_is_found(models: Models, tmp_path: Path) -> None:
+    def normed_too_late(graph: Graph) -> Op:
+        def function(x: torch.Tensor, y: torch.Tensor, *weight: torch.Tensor, eps: float) -> torch.Tensor:
+            return rms_norm(x + y, *weight, eps=eps)
+
+        op = graph["blk.1.ffn_norm"]
+        return replace(op, inputs=(*op.inputs, "blk.1.attn_output"), function=function)
+
+    faulty = explained(models("k-quants"), tmp_path, normed_too_late)
+    assert {(op.op, op.cause and op.cause.text) for op in faulty} == {
+        ("blk.1.ffn_norm", "reads attn_residual + attn_output where attn_residual belongs")
+    }
 
 
 def test_an_edit_of_a_kernel_is_found_behind_hidden_states(models: Models, tmp_path: Path) -> None:

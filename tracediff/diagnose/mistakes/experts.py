@@ -1,5 +1,6 @@
 """Mistakes in mixtures of experts: in the choice, in the weights of the chosen, in whose matrix multiplies."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -97,17 +98,26 @@ def _ancestors(name: str, graph: Graph, depth: int) -> set[str]:
     return {*before}.union(*(_ancestors(one, graph, depth - 1) for one in before))
 
 
+_MOVED: Mapping[Callable[[Tensor], Tensor], str] = {
+    lambda weights: weights.flip(-2): "the weight of each slot goes to the slot at the other end",
+    lambda weights: weights.roll(1, -2): "the weight of each slot goes to the one after it",
+    lambda weights: weights.roll(-1, -2): "the weight of each slot goes to the one before it",
+    lambda weights: weights[..., :1, :].expand_as(weights): "all slots have the weight of the first",
+}
+
+
 @AREA.mistake(
     "expert_order", "the outputs of experts are weighted in another order",
     "the order of slots after sorting by expert", Where(("mul",)),
 )  # fmt: skip
 def _order(op: Op, context: Context) -> Variants:
     if len(op.inputs) == 2 and any(_is_of_experts(name, context.graph) for name in op.inputs):
+        for move, words in _MOVED.items():
 
-        def reversed_slots(a: Tensor, b: Tensor) -> Tensor:
-            return a * repeated(b, a).flip(-2)
+            def moved(a: Tensor, b: Tensor, move: Callable[[Tensor], Tensor] = move) -> Tensor:
+                return a * move(repeated(b, a))
 
-        yield computing(op, reversed_slots), "the weight of each slot goes to the slot at the other end"
+            yield computing(op, moved), words
 
 
 def _is_of_experts(name: str, graph: Graph) -> bool:

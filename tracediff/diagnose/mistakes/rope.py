@@ -221,3 +221,21 @@ def _no_rope(op: Op, _: Context) -> Variants:
         computing(op, lambda x, positions, factors=None, rope=None: x),
         "the input passes through unrotated",
     )
+
+
+@AREA.mistake(
+    "rope_before_norm", "rope comes before the norm of the heads", "the order of rope and the norm of Q and K", ROPE,
+)  # fmt: skip
+def _before_norm(op: Op, context: Context) -> Variants:
+    norm = context.graph.ops.get(op.inputs[0])
+    if op.weights or norm is None or norm.kind != "rms_norm" or len(norm.weights) != 1:
+        return
+
+    name = norm.weights[0].name
+    weight = values_of(context.file, context.file.tensors[name])
+
+    def function(x: Tensor, positions: Tensor, **attrs: Any) -> Tensor:
+        w = weight.to(x)
+        return turned(x / w, positions, **attrs) * w  # what is rotated is as long as before
+
+    yield computing(op, function), "the norm's weight is applied after rope, not before"

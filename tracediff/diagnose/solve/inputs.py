@@ -1,5 +1,6 @@
 """Another input: any other value of the trace, of this step or of earlier ones, where one of the op's own belongs."""
 
+import ast
 import math
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ from tracediff.diagnose.solve.variant import Priced, Read, Variant
 from tracediff.names import split
 
 _LOOK = "which buffer is passed to it"
+_SUM = "the order of norm and residual, and which buffer is passed to it"
 _CACHE = "where each layer's K and V begin in the cache, and what else is written there"
 _CACHED = ("attn_k", "attn_k_norm", "attn_k_rope", "attn_v")  # what engines cache, or may by mistake
 
@@ -27,6 +29,34 @@ def variants(problem: Problem) -> Iterator[Priced]:
             if other != Read(belongs):
                 words = f"{verb} {other.words(op)} where {Read(belongs).words(op)} belongs"
                 yield Priced(Variant(words, problem.loops.source, arrays=((name, other),)), bits, _LOOK)
+        yield from _sums(problem, name, belongs, bits + 1)
+
+
+def _sums(problem: Problem, name: str, belongs: str, bits: float) -> Iterator[Priced]:
+    """Another value as large is added to what the op reads, as where a norm comes after the residual is added."""
+    op, own = problem.op, problem.held(Read(belongs))
+    if own is None or op.kind == "add":
+        return
+    both = ast.unparse(_Added(name).visit(ast.parse(problem.loops.source)))
+    for other in (read for read in problem.others if read.when == "now" and read.name != belongs):
+        values = problem.held(other)
+        if values is not None and values.size == own.size:
+            words = f"reads {Read(belongs).words(op)} + {other.words(op)} where {Read(belongs).words(op)} belongs"
+            yield Priced(Variant(words, both, arrays=(("other", other),)), bits, _SUM)
+
+
+class _Added(ast.NodeTransformer):
+    """`other` is added to an array wherever it is read."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        """The sum of two where it is one of the array's."""
+        self.generic_visit(node)
+        if not (isinstance(node.value, ast.Name) and node.value.id == self._name and isinstance(node.ctx, ast.Load)):
+            return node
+        return ast.BinOp(node, ast.Add(), ast.Subscript(ast.Name("other", ast.Load()), node.slice, ast.Load()))
 
 
 def cached(problem: Problem) -> Iterator[Priced]:
