@@ -5,7 +5,7 @@
 
 Every family in every weight type. Of each model llama.cpp with half of its options and torch in half of its dtypes,
 which take turns, as do the lengths of the prompts: any two of family, weight type, option and length meet. Two decode
-steps follow each prompt. Models come in a random order, the same in each run: when the minutes are over, those that
+steps follow each prompt. They come in a random order, the same in each run: when the minutes are over, those that
 were run are a sample of all. Then the margin between sound and faulty is calibrated on half of the runs.
 """
 
@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -166,17 +167,19 @@ def tokens_of(length: int, n_vocab: int) -> tuple[int, ...]:
 Judged = tuple[str, str, int, Local]  # kind, op, step and local error of a record
 
 
-def work(model: tuple[str, str]) -> list[tuple[Run, list[Judged] | str]]:
-    """All runs of one family and weight type: what was judged of each, or why it could not be run."""
+@cache
+def kept_folder() -> tempfile.TemporaryDirectory[str]:
+    """Where a process keeps its models, for all runs that it has of each."""
+    return tempfile.TemporaryDirectory()
+
+
+def work(run: Run) -> list[tuple[Run, list[Judged] | str]]:
+    """What was judged of a run, or why it could not be run."""
     torch.set_num_threads(1)
-    results: list[tuple[Run, list[Judged] | str]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for run in runs(*model):
-            try:
-                results.append((run, list(locals_of(run, Path(folder)))))
-            except TracediffError as error:
-                results.append((run, str(error).partition("\n")[0]))
-    return results
+    try:
+        return [(run, list(locals_of(run, Path(kept_folder().name))))]
+    except TracediffError as error:
+        return [(run, str(error).partition("\n")[0])]
 
 
 def locals_of(run: Run, folder: Path) -> Iterator[Judged]:
@@ -224,7 +227,7 @@ def merged(found: Mapping[Key, Worst], **wanted: str) -> Worst:
     return total
 
 
-def report(found: Mapping[Key, Worst], alarms: list[str], command: str, seconds: float) -> str:
+def report(found: Mapping[Key, Worst], alarms: list[str], command: str, seconds: float, n_runs: int) -> str:
     """The document."""
     used = {run for run, _ in found}
     kinds = list(dict.fromkeys(kind for _, kind in found))
@@ -238,10 +241,11 @@ def report(found: Mapping[Key, Worst], alarms: list[str], command: str, seconds:
     parts = [
         "# Clean runs\n\nRuns without a mistake: replay must call no op of them faulty. "
         f"Written in {seconds / 60:.0f} minutes by\n\n    {command}\n\n"
-        f"{len(used)} runs ({', '.join(families)} in {len(weights)} weight types; llama.cpp with {len(LLAMA_CPP)} sets "
-        f"of options, torch with {len(TORCH)}; prompts of {', '.join(map(str, sorted(LENGTHS)))} tokens and two "
-        f"decode steps), {sum(w.n for w in found.values()):,} records, **{len(alarms)} false alarms**. Rounding is "
-        "fitted as `tracediff check` fits it. An op is faulty when its NMSE exceeds its floor or one element its "
+        f"{len(used)} of {n_runs} runs, in a random order ({', '.join(families)} in {len(weights)} weight types; "
+        f"llama.cpp with {len(LLAMA_CPP)} sets of options, torch with {len(TORCH)}; prompts of "
+        f"{', '.join(map(str, sorted(LENGTHS)))} tokens and two decode steps), {sum(w.n for w in found.values()):,} "
+        f"records, **{len(alarms)} false alarms**. Rounding is fitted as `tracediff check` fits it. An op is faulty "
+        "when its NMSE exceeds its floor or one element its "
         "bound (excess above 1), so NMSE / floor and excess are the headroom. *Blind*: of a segment so long and so "
         "coarsely rounded that its floor hides any mistake, which the report says.",
         "## By kind of op",
@@ -326,9 +330,10 @@ def main() -> int:
     began, done = time.monotonic(), 0
     found: dict[Key, Worst] = defaultdict(Worst)
     alarms: list[tuple[object, ...]] = []
-    models = list(itertools.product(args.families.split(","), args.weights.split(",")))
-    random.Random(0).shuffle(models)
-    for run, judged in sampled(work, models, args.processes, 60 * args.minutes):
+    models = itertools.product(args.families.split(","), args.weights.split(","))
+    cases = [run for model in models for run in runs(*model)]
+    random.Random(0).shuffle(cases)
+    for run, judged in sampled(work, cases, args.processes, 60 * args.minutes):
         done += 1
         if isinstance(judged, str):
             alarms.append((run, judged, "", "", "", "", ""))
@@ -340,7 +345,7 @@ def main() -> int:
                 alarms.append((run, op, step, *figures))
         print(f"{time.monotonic() - began:4.0f} s, {done:4} runs, {len(alarms)} alarms: {run}", file=sys.stderr)
     command = " ".join(["python", "benchmarks/clean_runs.py", *sys.argv[1:]])
-    text = report(found, alarms, command, time.monotonic() - began)
+    text = report(found, alarms, command, time.monotonic() - began, len(cases))
     print(text if args.out is None else f"{done} runs, {len(alarms)} false alarms: {args.out}")
     if args.out:
         args.out.write_text(text)

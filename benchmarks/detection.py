@@ -6,9 +6,9 @@
 Each mistake is planted in the first, the middle, the last and all layers of a small torch model that runs a prompt,
 a second chunk of tokens and a decoded one; the trace holds every op, the hidden states, or the logits. Some models run
 in plain float32 arithmetic, some round as llama.cpp does. In the middle layer its other variants are planted too, and
-numbers that no list holds. Then runs that are as they should be though they look odd. Cases come in a random order, the
-same in each run: when the minutes are over, those that were run are a sample of all. Several mistakes at once are for
-several.py.
+numbers that no list holds. Then runs that are as they should be though they look odd. Mistakes and models take turns,
+in a random order that is the same in each run: when the minutes are over, each mistake, model and way to record was run
+as often as any other, or once less. Several mistakes at once are for several.py.
 """
 
 import argparse
@@ -19,11 +19,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -68,6 +68,8 @@ LOGITS_OF = (("qwen2", "F32"), ("llama", "F16"), ("qwen3", "Q8_0"), ("llama", "Q
 
 
 INNOCENT = "innocent"  # in the place of a mistake
+
+A, B = TypeVar("A"), TypeVar("B")
 
 
 def engine_arithmetic(family: str, weights: str) -> str:
@@ -276,6 +278,15 @@ def kept_bench(family: str, weights: str) -> tuple[Bench, tempfile.TemporaryDire
     return bench_of(family, weights, Path(folder.name)), folder
 
 
+def in_turn(a: Sequence[A], b: Sequence[B]) -> Iterator[tuple[A, B]]:
+    """All pairs, in a random order that is the same in each run: among the first n each of `a` and of `b` is as often
+    as any other, or once less.
+    """
+    a, b = (random.Random(0).sample(of, len(of)) for of in (a, b))
+    for i in range(len(a) * len(b)):
+        yield a[i % len(a)], b[(i + i // math.lcm(len(a), len(b))) % len(b)]
+
+
 def work(case: Case) -> list[Outcome]:
     """All runs of one case."""
     torch.set_num_threads(1)
@@ -313,7 +324,7 @@ reference. Written in {minutes} minutes by
 
     {command}
 
-which ran {done:,} of {of:,} cases, a mistake in a model each, in a random order.
+which ran {done:,} of {of:,} cases, a mistake in a model each: mistakes, models and what is recorded take turns.
 
 *Located*: the faulty ops are the planted ones that show, and nothing else (where only hidden states or logits are
 recorded: the segments that hold them). *Named*: every faulty op has the planted mistake's name; *unnamed*: some have
@@ -390,14 +401,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.monotonic()
-    models = itertools.product(args.captures.split(","), args.families.split(","), args.weights.split(","))
-    cases = [
-        Case(family, weights, capture, fault)
-        for capture, family, weights in models
-        for fault in ([args.only] if args.only else [*BANK, INNOCENT])
-        if (capture != "logits" or (family, weights) in LOGITS_OF) and (capture == "all" or fault != INNOCENT)
+    options = (args.families, args.weights, args.captures)
+    models = [
+        (family, weights, capture)
+        for family, weights, capture in itertools.product(*(option.split(",") for option in options))
+        if capture != "logits" or (family, weights) in LOGITS_OF
     ]
-    random.Random(0).shuffle(cases)
+    faults = [args.only] if args.only else [*BANK, INNOCENT]
+    cases = [Case(*model, fault) for model, fault in in_turn(models, faults) if fault != INNOCENT or model[2] == "all"]
     command = " ".join(["python", "benchmarks/detection.py", *sys.argv[1:]])
     outcomes: list[Outcome] = []
     for outcome in sampled(work, cases, args.processes, 60 * args.minutes):

@@ -10,6 +10,7 @@ table has what replay leaves of llama.cpp's own values, perturbed by nothing.
 import argparse
 import sys
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,14 +119,16 @@ def findings(weights: str, folder: Path) -> Iterator[Finding]:
 def smallest(
     replay: Callable[[], Replay], trace: Perturbed, record: OpRecord, right: np.ndarray, change: Change
 ) -> float | None:
-    """The first step from below that is caught, each by a replay that has not seen the others."""
-    for size in STEPS:
+    """The first step that is caught, each by a replay that has not seen the others: all larger ones are."""
+
+    def caught(size: float) -> bool:
         values = right.copy()
         change(values, size, record.token_axis)
         trace.tampered = record.op, values
-        if replay().judge(record).faulty:
-            return size
-    return None
+        return replay().judge(record).faulty
+
+    at = bisect_left(STEPS, True, key=caught)
+    return STEPS[at] if at < len(STEPS) else None
 
 
 def report(found: list[Finding], command: str) -> str:

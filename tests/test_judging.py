@@ -16,10 +16,11 @@ from tracediff.model.gguf_file import TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import Arithmetic
+from tracediff.numerics.arithmetic import Arithmetic, Scheme
 from tracediff.numerics.evaluate import evaluate, noise
 from tracediff.numerics.kinds.kind import Energy
 from tracediff.pipeline import Effort, compare_traces
+from tracediff.replay import replay as of_replay
 from tracediff.replay.judging import Subject, judge_all, replays_of
 from tracediff.replay.recompute import Recomputed
 from tracediff.replay.replay import Replay
@@ -61,6 +62,28 @@ def test_the_order_makes_no_difference(sides: tuple[Path, Path, Path]) -> None:
         # What a matmul leaves to 1e-16 of a value depends on how many rows are multiplied at once.
         assert local.nmse == pytest.approx(other.nmse, rel=1e-2, abs=1e-20)
         assert local.floor == pytest.approx(other.floor, rel=1e-2)
+
+
+def test_a_part_of_a_wide_op_tells_its_arithmetic(
+    sides: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reference, _ = sides
+    opened, read = Model(model), Counter[str]()
+    dequantise = of_weights.dequantize
+
+    def counted(info: TensorInfo, raw: np.ndarray) -> object:
+        read[info.name] += len(raw)
+        return dequantise(info, raw)
+
+    def planned() -> list[tuple[Scheme, ...]]:
+        replay = Replay(Trace(reference), opened.graph, opened.weights())
+        return [choice.schemes for choice in replay.plan.choices.values()]
+
+    monkeypatch.setattr(of_weights, "dequantize", counted)
+    whole, n_whole = planned(), read["output.weight"]
+    monkeypatch.setattr(of_replay, "_PART", 1 << 6)
+    assert planned() == whole
+    assert 0 < read["output.weight"] - n_whole < n_whole / 4
 
 
 def test_each_weight_is_dequantised_once(sides: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import islice
 
 import numpy as np
 import torch
@@ -296,15 +297,24 @@ class Replay:
         return self._with(ops, unchanged.changed(ops, n_samples=0))._look(record, scheme).local
 
     def left(self, record: OpRecord, scheme: Scheme) -> float:
-        """NMSE that the scheme leaves of the record; without its noise."""
+        """NMSE that the scheme leaves of the record, or of a part of a large one; without its noise."""
         unchanged = self._without_noise(record)
-        left = self._with((), unchanged)._look(record, scheme).local.nmse
+        asked = Asked(self._with((), unchanged), record, scheme)
+        left = look_together([asked], self._glances_at(record))[0].local.nmse
         unchanged.keep_waists()
         return left
 
     def judged(self, record: OpRecord, scheme: Scheme) -> Local:
-        """The record under a scheme, beside its floor."""
+        """The record under a scheme, beside its floor; or a part of a large one."""
+        if self._glances_at(record):
+            return look_together([Asked(self, record, scheme)], glance=True)[0].local
         return self._closely(record, scheme).local
+
+    def _glances_at(self, record: OpRecord) -> bool:
+        """Whether a part of the record tells its arithmetic, for it is large; no hypothesis and no rank hides in it."""
+        op, shape = self.graph[record.op], self._recorded.shape(record, record.rows)
+        alone = self._right is None and not self._planner.is_segment(record) and self.trace.own(record) is None
+        return alone and next(_parts(op, [shape])) is not None
 
     def reaches(self, record: OpRecord, scheme: Scheme, first: Scheme, left: float) -> bool:
         """Whether the record may be sound under the scheme, where `left` is left under the first.
@@ -532,13 +542,17 @@ class Asked:
     scheme: Scheme
 
 
-def look_together(asked: Sequence[Asked]) -> list[_Look]:
-    """Records of one op, be they of several steps and traces, each under a scheme: its weight is read once for all."""
+def look_together(asked: Sequence[Asked], glance: bool = False) -> list[_Look]:
+    """Records of one op, be they of several steps and traces, each under a scheme: its weight is read once for all.
+
+    At a `glance` it is the first part of a large one.
+    """
     op = asked[0].replay.graph[asked[0].record.op]
     storages: list[str] = []
     residuals: list[list[Residual]] = [[] for _ in asked]
     made: list[Recomputed] = []
-    for channels in _parts(op, [one.replay._recorded.shape(one.record, one.record.rows) for one in asked]):
+    parts = _parts(op, [one.replay._recorded.shape(one.record, one.record.rows) for one in asked])
+    for channels in islice(parts, 1) if glance else parts:
         part = op.channels(channels) if channels else op
         values = [one.replay._recomputation.recorded(one.record, channels) for one in asked]
         storages = storages or [stored_as(x, a.record.dtype or "f32") for x, a in zip(values, asked, strict=True)]

@@ -112,7 +112,7 @@ def measure(
     excess, right, one = error.div_(bound).flatten(), exact.div(bound).flatten(), bound.reciprocal_().flatten()
     own = Own(_energy(excess), float(excess @ right), _energy(right), float(excess @ one), _energy(one), len(excess))
     excess, bounds_in_largest = excess.abs_(), float(torch.stack(torch.aminmax(right)).abs().max())
-    at = int(excess.argmax())  # a NaN before all numbers
+    at = int(excess.argmax() if excess.is_cuda else excess.numpy().argmax())  # a NaN before all numbers
     place = tuple(int(i) for i in np.unravel_index(at, error.shape))  # torch's own takes a second to load
     is_off = not supposed and not excess[at] <= 1
     return Residual(

@@ -29,14 +29,12 @@ _WITHIN = 0.99  # of the elements lie as near as roundings of all three take the
 
 def stored_as(values: Tensor, dtype: str) -> str:
     """What an engine stored values in before it wrote them as a longer type: all of many fit a shorter one."""
-    values = values.flatten()
-    shorter = {"f64": ("bf16", "f16", "f32"), "f32": ("bf16", "f16")}.get(dtype, ())
-    if not shorter or torch.equal(values, values.round()):  # ids of experts fit by their nature
-        return dtype
-    if int((values != 0).sum()) >= (_MANY_LONG if dtype == "f64" else _MANY):
-        for name in shorter:
-            if all(torch.equal(rounding_named(name)(part), part) for part in values.split(_LOOK)):
-                return name
+    parts = values.flatten().split(_LOOK)
+    for name in {"f64": ("bf16", "f16", "f32"), "f32": ("bf16", "f16")}.get(dtype, ()):
+        if all(torch.equal(rounding_named(name)(part), part) for part in parts):
+            ids = all(torch.equal(part, part.round()) for part in parts)  # of experts: they fit by their nature
+            many = int((values != 0).sum()) >= (_MANY_LONG if dtype == "f64" else _MANY)
+            return name if many and not ids else dtype
     return dtype
 
 
