@@ -26,7 +26,7 @@ MAY = {
     "tracediff.errors": {"printable"},
     "tracediff.printable": set(),
     "tracediff.files": {"errors"},
-    "tracediff.inputs": set(),
+    "tracediff.inputs": {"errors"},
     "tracediff.names": {"errors"},
     "tracediff.result": {"errors"},
     "tracediff.trace": {"errors", "files", "inputs", "names"},

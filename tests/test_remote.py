@@ -1,8 +1,11 @@
 """Traces and models in some storage: read by ranges, no more than is asked for."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from conftest import TOKENS, Models
@@ -78,6 +81,58 @@ def test_a_task_of_one_layer_reads_that_layer(storage: Storage, models: Models, 
     assert {*read} == {(record.offset, record.nbytes) for record in records}
 
 
+class Served(SimpleHTTPRequestHandler):
+    """Python's own server, which knows no ranges unless it has `ranges`."""
+
+    ranges = True
+    asked: list[tuple[str, int]] = []  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        """The bytes that are asked for."""
+        path = Path(self.translate_path(self.path))
+        if not path.exists():
+            return self.send_error(404)
+        held = path.read_bytes()
+        begin, _, end = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        held = held[int(begin) : int(end or len(held)) + 1] if self.ranges else held
+        self.asked.append((self.path, len(held)))
+        self.send_response(206 if self.ranges else 200)
+        self.send_header("Content-Length", str(len(held)))
+        self.end_headers()
+        self.wfile.write(held)
+        return None
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, type[Served]]]:
+    """The address at which the test's folder is served, and by what."""
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+    handler = type("Handler", (Served,), {"asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=tmp_path)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", handler
+        server.shutdown()
+
+
+def test_over_http_ranges_are_read(
+    served: tuple[str, type[Served]], models: Models, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    address, handler = served
+    model = Path(shutil.copy(models(SHAPE), tmp_path / "model.gguf"))
+    trace = trace_torch(model, tmp_path / "out.trace", TorchOptions(faults=("rope_pairing@1",)), TOKENS, 1)
+    command = ("check", f"{address}/out.trace", "--model", f"{address}/model.gguf")
+    code, out, _ = cli(*command)
+    assert (code, out.splitlines()[:2]) == (1, cli("check", trace, "--model", model)[1].splitlines()[:2])
+    assert all(n < model.stat().st_size for name, n in handler.asked if name == "/model.gguf")
+    handler.ranges = False
+    assert "it has no ranges" in cli(*command)[2]
+    code, _, said = cli("check", f"{address}/none.trace", "--model", model)
+    assert (code, "404" in said) == (2, True)
+
+
 def test_what_is_not_there_is_said_in_words(storage: object) -> None:
     with pytest.raises(TraceError, match="cannot open the trace"):
         Trace(Path("counted://runs/none.trace"))
@@ -87,7 +142,13 @@ def test_what_is_not_there_is_said_in_words(storage: object) -> None:
 
 @pytest.mark.parametrize(
     ("path", "url"),
-    [("s3://a/b.trace", "s3://a/b.trace"), ("http://h:8/x", "http://h:8/x"), ("a/b.trace", None), ("/x:/y", None)],
+    [
+        ("s3://a/b.trace", "s3://a/b.trace"),
+        ("http://h:8/x", "http://h:8/x"),
+        ("file:///x/y", "file:///x/y"),
+        ("a/b.trace", None),
+        ("/x:/y", None),
+    ],
 )
 def test_urls_are_told_from_paths(path: str, url: str | None) -> None:
     assert url_of(Path(path)) == url

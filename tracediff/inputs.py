@@ -11,6 +11,8 @@ import stat
 from glob import glob
 from pathlib import Path
 
+from tracediff.errors import TracediffError
+
 _OTHERS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
@@ -38,11 +40,12 @@ class Ranges(io.RawIOBase):
         try:
             self._storage, self._path = url_to_fs(url)
             self.size = int(self._storage.info(self._path)["size"])
-        except FileNotFoundError:
-            raise OSError(errno.ENOENT, "there is no such file in that storage", url) from None
-        except (OSError, ImportError, ValueError, KeyError, TypeError) as error:
+        except FileNotFoundError as error:
+            why = f" ({error.__cause__})" if error.__cause__ else ""
+            raise OSError(errno.ENOENT, f"there is no such file in that storage{why}", url) from None
+        except Exception as error:  # each storage has its own
             raise OSError(errno.EINVAL, str(error) or type(error).__name__, url) from None
-        self._at = 0
+        self._at, self._url = 0, url
 
     def readable(self) -> bool:
         """Always."""
@@ -58,10 +61,20 @@ class Ranges(io.RawIOBase):
         return self._at
 
     def readinto(self, into: "memoryview | bytearray") -> int:  # type: ignore[override]
-        """As of any file."""
-        end = min(self._at + len(into), self.size)
-        data = self._storage.cat_file(self._path, start=self._at, end=end) if end > self._at else b""
-        into[: len(data)] = data
+        """As of any file; raises TracediffError where the storage does not give it."""
+        n = max(0, min(len(into), self.size - self._at))
+        try:
+            data = self._storage.cat_file(self._path, start=self._at, end=self._at + n) if n else b""
+        except Exception as error:  # each storage has its own
+            raise TracediffError(
+                f"{self._url}: cannot read on: {str(error) or type(error).__name__}. Try again."
+            ) from None
+        if len(data) != n:
+            raise TracediffError(
+                f"{self._url}: asked for {n:,} bytes of it the storage gave {len(data):,}: it has no ranges, or the "
+                "file has changed. Copy it to this machine."
+            )
+        into[:n] = data
         self._at += len(data)
         return len(data)
 
@@ -74,7 +87,9 @@ class Ranges(io.RawIOBase):
 def url_of(path: Path) -> str | None:
     """The URL that a path was, as `s3://bucket/name`: as a path it has one slash. None of a path of this machine."""
     found = re.fullmatch(r"([a-z][a-z0-9+.-]+):/+(.+)", str(path))
-    return f"{found[1]}://{found[2]}" if found and not path.exists() else None
+    if not found or path.exists():
+        return None
+    return f"{found[1]}://{'/' * (found[1] == 'file')}{found[2]}"  # of this machine, it has no host
 
 
 def fitting(path: Path) -> list[Path]:
