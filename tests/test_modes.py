@@ -3,9 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Models
+
+from tracediff.engine.torch_run import TorchOptions
+from tracediff.model.model import Model
+from tracediff.modes import engine_of, hold, ways
 
 Cli = Callable[..., tuple[int, str, str]]
 ALONE = ["run twice", "prefill against decode", "whole against chunks", "causality"]
@@ -15,6 +20,7 @@ BATCHED = [f"alone against row {row} of a batch" for row in (0, 1)]
 def verdicts(cli: Cli, *given: object) -> tuple[int, dict[str, tuple[str, str | None]]]:
     code, text, error = cli("self", *given, "--json", "-")
     assert text, error
+    assert ("is not run in batches" in error) == ("llama.cpp" in given)
     ways = json.loads(text)["ways"]
     return code, {
         name: (one["verdict"], (one["first_divergence"] or {}).get("op")) for name, one in ways.items()
@@ -28,6 +34,17 @@ def test_honest_engines(engine: str, several: list[str], models: Models, cli: Cl
     code, found = verdicts(cli, models("llama", "F16"), "--engine", engine, "--tokens", "5,6,7,8,9,10")
     assert code == 0
     assert found == dict.fromkeys([*ALONE, *several], ("match", None))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_forty_eight_clean_pairs_raise_no_alarm(dtype: Any, models: Models, tmp_path: Path) -> None:
+    """By drift alone, which is what roundings make of other passes: in bfloat16 some 1e-4."""
+    for arch, weights in (("llama", "F16"), ("qwen2", "F32"), ("qwen3", "Q8_0"), ("qwen2", "Q4_0")):
+        model = Model(models(arch, weights))
+        run, _ = engine_of("torch", model, TorchOptions(dtype=dtype))
+        tokens = (5, 6, 7, 8, 9, 10, 11)
+        found = {name: one.verdict for name, one in hold(run, ways(tokens), tokens, tmp_path, model=None)}
+        assert found == dict.fromkeys((*ALONE, *BATCHED), "match"), (arch, weights)
 
 
 def test_a_mistake_shows_in_its_ways_alone(models: Models, cli: Cli) -> None:
@@ -48,4 +65,6 @@ def test_a_mistake_shows_in_its_ways_alone(models: Models, cli: Cli) -> None:
 def test_what_is_asked_of_it(models: Models, tmp_path: Path, cli: Cli) -> None:
     model = models("qwen2", "F32")
     assert "give 4 or more" in cli("self", model, "--engine", "torch", "--tokens", "1,2,3")[2]
-    assert "Give a second trace, or a GGUF file with --engine" in cli("self", model)[2]
+    assert (
+        "Give a trace of each, or of several ranks those of all; or a GGUF file with --engine" in cli("self", model)[2]
+    )

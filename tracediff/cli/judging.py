@@ -24,7 +24,7 @@ from tracediff.cli.options import (
     Workers,
     policy_of,
 )
-from tracediff.cli.output import MATCH, check_json, print_listing, progress_bars, show
+from tracediff.cli.output import MATCH, check_json, print_listing, progress_bars, say, show
 from tracediff.errors import TracediffError
 from tracediff.files import temporary_folder
 from tracediff.printable import printable
@@ -181,7 +181,9 @@ def _each_way(
     given = ways(tokens)
     with progress_bars() as progress, temporary_folder() as folder:
         run, several = engine_of(engine, model, TorchOptions(**options))
-        given = [way for way in given if several or not way.several]
+        if not several:
+            say(f"{engine} is not run in batches: its cache holds the keys of all sequences, and no record says whose")
+            given = [way for way in given if not way.several]
         held = hold(run, given, tokens, folder, model=model, policy=policy, effort=effort, progress=progress)
         results = dict(held)
     return report_all(results, table(results), formats)
