@@ -24,7 +24,6 @@ from tracediff.trace.reader import Trace
 from tracediff.trace.sketch import LEAST, apart, sketch
 
 TOKENS = [256, *((37 * i + 11) % 250 for i in range(31))]
-MOST = 40
 SHAPE = Shape("qwen2", n_layer=3, n_embd=96, n_head=6, n_head_kv=2, n_ff=256)
 
 
@@ -35,7 +34,7 @@ def mistakes(folder: Path) -> Iterator[tuple[str, str, str, str]]:
         capture: trace_torch(model, folder / f"{capture}.trace", TorchOptions(capture=capture), TOKENS, 1)  # type: ignore[arg-type]
         for capture in ("all", "sketch", "stats")
     }
-    steps, done = [*Trace(clean["all"]).steps.values()], 0
+    steps = [*Trace(clean["all"]).steps.values()]
     for name, mistake in BANK.items():
         try:
             plant(model.graph, model.file, f"{name}@1")
@@ -48,9 +47,6 @@ def mistakes(folder: Path) -> Iterator[tuple[str, str, str, str]]:
             found = compare_traces(reference, out).first_divergence
             first.append(found.op if found else "not seen")
         yield mistake.text.replace("|", "/"), *first  # type: ignore[misc]
-        done += 1
-        if done == MOST:
-            return
 
 
 def estimates() -> Iterator[tuple[str, str, str, str]]:
