@@ -5,7 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, misread, numbers, tensors, terms
+from tracediff.diagnose.solve import (
+    copies,
+    formulas,
+    functions,
+    inputs,
+    maps,
+    misread,
+    numbers,
+    overlaps,
+    tensors,
+    terms,
+)
 from tracediff.diagnose.solve.bound import Bound, Rows, held_as
 from tracediff.diagnose.solve.interpret import Array, CannotRunError, Flat
 from tracediff.diagnose.solve.look import Look
@@ -97,6 +108,7 @@ def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
     yield from tensors.variants(problem)
     yield from terms.variants(problem, look)
     yield from formulas.variants(problem)
+    yield from overlaps.variants(problem)
 
 
 def bound_of(problem: Problem, variant: Variant) -> Bound | None:
