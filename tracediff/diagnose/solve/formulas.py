@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, pairwise
 
+import numpy as np
+
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.program import Program, parse
-from tracediff.diagnose.solve.variant import Priced, Touches, Variant
+from tracediff.diagnose.solve.variant import Priced, Read, Touches, Variant
 
 _INTEGER = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _REAL = (ast.Add, ast.Sub, ast.Mult, ast.Div)
@@ -49,12 +51,35 @@ def variants(problem: Problem) -> Iterator[Priced]:
     found = edits(problem.loops.source, tuple(sizes))
     bits = math.log2(max(2, len(found)))
     found = _distinct(found, {**problem.loops.numbers, **sizes})
-    memories = [(), *((("before", read),) for read in problem.buffers)]
+    found += _resized(problem)
     for edit in found:
-        for memory in memories if edit.touches != "values" or "before[" in edit.source else [()]:
+        memories = _memories(problem, edit)
+        for memory in memories:
             named = tuple((name, value) for name, value in sizes.items() if name in dict(edit.renamed).values())
             variant = Variant("", edit.source, edit.touches, memory, named, renamed=edit.renamed)
             yield Priced(variant, bits + math.log2(len(memories)))
+
+
+def _memories(problem: Problem, edit: FormulaEdit) -> Sequence[tuple[tuple[str, Read], ...]]:
+    """What the output's buffer may have held, for an edit that leaves it there, or takes it for an operand."""
+    if "before[" in edit.source:
+        return [(), *((("before", read),) for read in problem.others)]
+    return [(), *((("before", read),) for read in problem.buffers)] if edit.touches != "values" else [()]
+
+
+def _resized(problem: Problem) -> Iterator[FormulaEdit]:
+    """One number of the loops is another wherever it stands: one that a mistaken formula of sizes gives."""
+    h, loops = problem.graph.hparams, problem.loops
+    tokens = loops.numbers["T"]
+    past = int(loops.arrays["past"].take(np.zeros(1, int))[0]) if "past" in loops.arrays else 0
+    sizes = sorted({h.n_head, h.n_head_kv, h.head_dim, h.n_layer, tokens, past + tokens})
+    formulas = {f for a in sizes for b in sizes for f in (a * b, a + b, a - b, a // b)}
+    program = parse(loops.source)
+    for name in sorted(_free(program.tree) - set(_REAL_NUMBERS)):
+        for other in sorted(formulas):
+            if 0 < other != loops.numbers[name]:
+                source = _with_names(loops.source, {name: str(other)})
+                yield FormulaEdit(source, _of_names(program, {name}), ((name, str(other)),))
 
 
 def _distinct(found: Sequence[FormulaEdit], numbers: Mapping[str, float]) -> list[FormulaEdit]:
@@ -80,7 +105,8 @@ def edits(source: str, sizes: tuple[str, ...] = ()) -> list[FormulaEdit]:
         for new in _instead_of(place, arrays):
             edit = _edited(program, place, new)
             found.setdefault(edit.source, edit)
-    for edit in (*_renamed(program, sizes), *_exchanged(tree, arrays), *_in_all_reads(tree)):
+    several = *_exchanged(tree, arrays), *_in_all_reads(tree), *(_in_two_loops(tree) if program.reads_output else ())
+    for edit in (*_renamed(program, sizes), *several):
         found.setdefault(edit.source, edit)
     found.pop(ast.unparse(tree), None)
     return [*found.values()]
@@ -283,7 +309,7 @@ def _instead_of(place: _Place, arrays: Sequence[str]) -> Iterator[ast.AST | None
     if isinstance(parent, ast.Subscript) and node is parent.slice:
         yield from (ast.BinOp(node, op, ast.Constant(1)) for op in (ast.Add(), ast.Sub()))
     if isinstance(node, ast.Assign):
-        yield from _other_stores(node)
+        yield from _other_stores(node, names)
 
 
 def _is_called(node: ast.AST, parent: ast.AST | None) -> bool:
@@ -309,21 +335,31 @@ def _other_ranges(arguments: list[ast.expr]) -> Iterator[ast.expr]:
     yield ast.Call(name, [start, end, two], [])
 
 
-def _other_stores(node: ast.Assign) -> Iterator[ast.AST | None]:
+def _other_stores(node: ast.Assign, names: Mapping[str, str]) -> Iterator[ast.AST | None]:
     target = node.targets[0]
     if isinstance(target, ast.Name):
         yield ast.Assign([target], ast.Constant(0), lineno=0)
         if isinstance(node.value, ast.Name):  # a size of its own
             more = (ast.BinOp(node.value, op(), ast.Constant(c)) for op, c in _RESIZED)
             yield from (ast.Assign([target], value, lineno=0) for value in more)
+        for read in _reads(node.value) if _type(node.value, names) == "f" else ():
+            functions = (ast.Call(ast.Name(name, ast.Load()), [read], []) for name in _ELEMENTARY)
+            yield from (ast.Assign([target], value, lineno=0) for value in (read, *functions))
         return
     yield None
     assert isinstance(target, ast.Subscript)
     if isinstance(target.value, ast.Name) and target.value.id == "y":
-        before = ast.Subscript(ast.Name("before", ast.Load()), target.slice, ast.Load())
+        in_place = any(isinstance(read.value, ast.Name) and read.value.id == "y" for read in _reads(node.value))
+        held = ast.Subscript(ast.Name("y" if in_place else "before", ast.Load()), target.slice, ast.Load())
         yield from (
-            ast.Assign([target], ast.BinOp(before, op(), node.value), lineno=0) for op in (ast.Add, ast.Sub, ast.Mult)
+            ast.Assign([target], ast.BinOp(held, op(), node.value), lineno=0) for op in (ast.Add, ast.Sub, ast.Mult)
         )
+
+
+def _reads(node: ast.AST) -> list[ast.Subscript]:
+    """The different array elements that an expression reads."""
+    found = (n for n in ast.walk(node) if isinstance(n, ast.Subscript))
+    return [*{ast.unparse(n): n for n in found}.values()]
 
 
 # --- edited ------------------------------------------------------------------------------------------------------
@@ -391,6 +427,20 @@ def _in_all_reads(tree: ast.Module) -> Iterator[FormulaEdit]:
             for sign in "+-":
                 edited = f"{stored} = {value.replace(read, f'{read[:-1]} {sign} 1]')}"
                 yield FormulaEdit("\n".join([*lines[:at], edited, *lines[at + 1 :]]), "values")
+
+
+def _in_two_loops(tree: ast.Module) -> Iterator[FormulaEdit]:
+    """Of two loops that count alike, one after the other, as one loop of an engine does the work of both."""
+    lines = ast.unparse(tree).splitlines()
+    for i, line in enumerate(lines):
+        for counted in re.findall(r"range\((\w+)\)", line):
+            j = next((j for j in (i + 1, i + 2) if f"range({counted})" in "".join(lines[j : j + 1])), None)
+            for other in (f"1, {counted}", f"{counted} - 1", f"{counted} + 1", f"{counted} // 2", "0") if j else ():
+                edited = [
+                    text.replace(f"range({counted})", f"range({other})") if at in (i, j) else text
+                    for at, text in enumerate(lines)
+                ]
+                yield FormulaEdit("\n".join(edited), "both")
 
 
 def _with_names(source: str, names: Mapping[str, str]) -> str:

@@ -301,7 +301,9 @@ class Run:
     def _function(self, name: str, x: Value) -> Value:
         y = _FUNCTIONS[name](x)
         # Angles are computed in double precision, their cosines are kept in the arithmetic's.
-        return y.astype(self.dtype, copy=False) if isinstance(y, np.ndarray) and _kind(y) == "f" else float(y)
+        if not isinstance(y, np.ndarray):
+            return float(y)
+        return y.astype(self.dtype, copy=False) if _kind(y) == "f" else y
 
     def _binary(self, op: ast.operator, a: Value, b: Value) -> Value:
         match op:

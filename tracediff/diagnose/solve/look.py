@@ -39,6 +39,11 @@ class Look:
     problem: Problem
 
     @cached_property
+    def _dtype(self) -> type:
+        """Of the arithmetic: what overflowed in an engine does so in its float32."""
+        return np.float64 if np.isfinite(self.problem.recorded).all() else np.float32
+
+    @cached_property
     def only(self) -> dict[str, np.ndarray]:
         """The values of each loop variable that are looked at."""
         return {
@@ -99,7 +104,7 @@ class Look:
 
     def _may_be(self, hypothesis: Bound) -> bool:
         """Whether it gives any of the few wrong values that are looked at first, or what it gives is not known."""
-        stores, beyond = hypothesis.stored(self.few)
+        stores, beyond = hypothesis.stored(self.few, self._dtype)
         if beyond or not stores:
             return beyond
         at, values = _joined(stores)
@@ -132,7 +137,7 @@ class Look:
                 if name in program.restrictable:
                     only[name] = np.union1d(only.get(name, values[:0]), values)
         made = hypothesis.untouched()
-        for stored in hypothesis.stored(only)[0]:
+        for stored in hypothesis.stored(only, self._dtype)[0]:
             inside = (stored.at >= 0) & (stored.at < made.size)
             made[stored.at[inside]] = stored.values[inside]
         return self._sample, made[self._sample]
@@ -145,7 +150,7 @@ class Look:
         return last[self._sample]
 
     def _part(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
-        stores, _ = hypothesis.stored(self.only)
+        stores, _ = hypothesis.stored(self.only, self._dtype)
         if not stores:
             raise CannotRunError("nothing is stored")
         return _joined(stores)

@@ -156,9 +156,8 @@ def _rows_in(
 
 def _correlated(numbers: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Of each place the sum of the input times the numbers from there on."""
-    n, size = len(x), _CHUNK
-    while size < 4 * n:
-        size *= 2
+    n = len(x)
+    size = 1 << max(4 * n, min(_CHUNK, len(numbers))).bit_length()
     transformed, step = np.fft.rfft(x[::-1], size), size - n + 1
     parts = []
     for at in range(0, len(numbers) - n + 1, step):
@@ -218,16 +217,19 @@ def _of_vector(problem: Problem, weight: int, values: np.ndarray, near: np.ndarr
     own = problem.loops.arrays[problem.loops.loops.weights[weight]].take(np.arange(len(values)))
     wrong = np.flatnonzero(~(np.abs(values - own) <= near))
     tensors = [(info.name, _numbers(problem, info)) for info in _tensors(problem)] if len(wrong) else []
-    runs, at = list[Rows](), 0
+    runs, at, untold = list[Rows](), 0, 0
     for i in map(int, wrong):
         if i < at:
             continue
+        if untold > _UNTOLD * len(wrong):
+            return
         zeros = int(np.argmax(np.append(np.abs(values[i:]) > near[i:], True)))
         found = [Rows(i, i + zeros - 1, "", 0, 0)] if zeros else []
         found = found or [run for name, numbers in tensors if (run := _run_in(numbers, name, values, near, i))]
         if found:
             runs.append(max(found, key=lambda run: run.last))
             at = runs[-1].last + 1
+        untold += not found
     yield from _read(problem, weight, runs, wrong)
 
 

@@ -42,8 +42,8 @@ def _places(problem: Problem, axis: int | None, size: int, length: int) -> Seque
     else:
         if axis >= 0:
             width = size // wrong.shape[axis]
-            wrong = np.moveaxis(wrong, axis, 0).reshape(wrong.shape[axis], -1).any(1)
-        rows = np.flatnonzero(wrong)
+            wrong = np.moveaxis(wrong, axis, 0).reshape(wrong.shape[axis], -1)
+        rows = np.flatnonzero(wrong.reshape(len(wrong), -1).any(1) if axis >= 0 else wrong)
         if not len(rows):
             return ()
         first, last = int(rows[0]) * width, (int(rows[-1]) + 1) * width

@@ -26,7 +26,7 @@ When = Literal["now", "all", "before"]  # in this step, in all so far, or what a
 RECORDED = "recorded"
 
 # numpy and BLAS add up in blocks; engines that add in sequence err more, by the root of the terms in a block.
-_IN_SEQUENCE = 8.0
+_IN_SEQUENCE = 16.0
 
 
 @dataclass(frozen=True, slots=True)

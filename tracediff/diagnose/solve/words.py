@@ -121,6 +121,8 @@ class Speaker:
     def _size(self, name: str, bound: Bound) -> str:
         if name == "past[0]":
             return f"{bound.arrays['past'].take(np.array([0]))[0]:g}" if "past" in bound.arrays else name
+        if name.isdigit():
+            return name
         return f"{bound.numbers.get(name, 0):g}"
 
     def rest(self, edited: Bound, memory: str) -> str:
