@@ -192,7 +192,7 @@ class Opinion:
         if (np.isnan(a) != np.isnan(b)).any() or (np.isinf(a) != np.isinf(b)).any():
             return False
         finite = np.isfinite(a)
-        return bool(np.square(a - b)[finite].sum() <= _NEAR * max(np.square(a[finite]).sum(), 1e-30))
+        return bool(np.square(a[finite] - b[finite]).sum() <= _NEAR * max(np.square(a[finite]).sum(), 1e-30))
 
     def _made(self, op: Op, record: OpRecord) -> np.ndarray | None:
         right = self._graph[op.name]

@@ -55,9 +55,21 @@ def test_what_follows_a_mistake_does_not_choose_the_arithmetic(bench: Bench, old
             '"attn_v.bias", kv', '"attn_v.bias", D', ("qwen2", "F32"),
             "channels 36 to 63 have numbers 0 to 27 of ffn_norm.weight where those of attn_v.bias belong",
         ),
+        (
+            ".gate = allocate(ff)", ".gate = allocate(kv)", ("llama", "F32"),
+            "values 4100 to 4607 of ffn_gate are those of ffn_up from 0 on: their buffers overlap",
+        ),
+        (
+            "for (int i = 0; i < n; i++) sum += y[i]", "for (int i = 0; i < n - 1; i++) sum += y[i]", ("llama", "F32"),
+            "only keys 0 to 7 of the exponential are computed: the last is left out; the sum takes only keys 0 to 7",
+        ),
+        (
+            "q_size = n.n_head * D", "q_size = n.n_head * S", ("llama", "F32"),
+            "the number of channels is taken for 72; it is 256",
+        ),
     ],
 )  # fmt: skip
-def test_a_weight_of_which_too_little_was_loaded_is_read_from_what_follows_in_memory(
+def test_mistakes_of_loading_of_buffers_and_of_loops_are_explained(
     bench: Bench, old: str, new: str, model: tuple[str, str], said: str
 ) -> None:
     (outcome,) = bench.run(mutated(bench, old, new), model, ("all",))

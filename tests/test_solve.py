@@ -335,7 +335,7 @@ def test_an_edit_that_nobody_listed_is_found(
     for op in faulty:
         assert op.cause, op.shape
         assert said in op.cause.text
-        assert op.cause.nmse <= op.cause.floor < 1e-10
+        assert op.cause.nmse <= op.cause.floor < 1e-9
 
 
 def test_a_norm_of_a_sum_is_found(models: Models, tmp_path: Path) -> None:
