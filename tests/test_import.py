@@ -130,6 +130,20 @@ def test_round_trip_of_some_tokens_and_of_data_in_another_order(form: str, tmp_p
     assert b.values(b.ops[0, "output"])[1].tolist() == [1, 6, 11, 16]
 
 
+def test_round_trip_of_several_sequences(models: Models, tmp_path: Path, cli: Cli) -> None:
+    trace, file, back = tmp_path / "a.trace", tmp_path / "a.npz", tmp_path / "back.trace"
+    given = ("--tokens", "1,2,3", "--tokens", "4,5,6,7", "--decode", 1, "-o", trace)
+    assert cli("trace", models("tiny"), *given)[0] == 0
+    assert cli("export", trace, "-o", file)[0] == 0
+    imported(cli, "npz", file, back)
+    a, b = Trace(trace), Trace(back)
+    assert b.steps == a.steps
+    assert b.sequences == [0, 1]
+    assert {*b.ops} == {*a.ops}
+    for key, record in a.ops.items():
+        np.testing.assert_array_equal(b.values(b.ops[key]), a.values(record))
+
+
 def test_bfloat16_in_npz_becomes_float32_and_that_is_said(tmp_path: Path, cli: Cli) -> None:
     trace, file, back = every_dtype(tmp_path / "a.trace"), tmp_path / "a.npz", tmp_path / "back.trace"
     _, _, said = cli("export", trace, "-o", file)

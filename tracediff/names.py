@@ -204,6 +204,11 @@ class StepOf(int):
         return format(str(self), spec)
 
 
+def sequence_of(step: int) -> int:
+    """Whose step it is; of one sequence 0."""
+    return step.sequence if isinstance(step, StepOf) else 0
+
+
 def plain_step(step: int) -> int:
     """A step's number in the file."""
     return step.step if isinstance(step, StepOf) else step

@@ -7,11 +7,11 @@ from pathlib import Path
 from tracediff.errors import InterchangeError
 from tracediff.inputs import require_file
 from tracediff.interchange.entry import from_json
-from tracediff.names import ALIASES, NAMES, NOT_OPS, split
+from tracediff.names import ALIASES, NAMES, NOT_OPS, StepOf, split
 
 OUTSIDE = ("token_embd", "output_norm", "output", "token_logprobs")  # the ops that belong to no layer
 FOREIGN = ("transformers", "transformer_lens", "llama_cpp")
-_STEP = re.compile(r"step[ _-]?(\d{1,9})[./_-](?=.)")
+_STEP = re.compile(r"step[ _-]?(\d{1,9})(?: of sequence (\d{1,6}))?[./_-](?=.)")  # as `StepOf` is written
 _LAYER = re.compile(r"(?<=\.)\d{1,9}(?=\.|$)|(?<=-)\d{1,9}$")
 _ROOT = re.compile(r"^(?:\w+\.)*model\.(?=.)")  # model., model.model., language_model.model.
 _OUTPUT = re.compile(r"\.output(\.0)?$")
@@ -29,7 +29,10 @@ class Meaning:
 def split_step(name: str) -> tuple[int, str]:
     """The step in front of a name: ("step2/blk.0.attn_q") -> (2, "blk.0.attn_q"); 0 where there is none."""
     found = _STEP.match(name)
-    return (int(found[1]), name[found.end() :]) if found else (0, name)
+    if not found:
+        return 0, name
+    step, of = int(found[1]), found[2]
+    return (step if of is None else StepOf(step, int(of))), name[found.end() :]
 
 
 def split_layer(name: str, mark: str = "N") -> tuple[str, int | None]:

@@ -9,6 +9,7 @@ from tracediff.errors import InterchangeError
 from tracediff.interchange.border import checked, is_rotated_by, pair_neighbours, rows, shape_of
 from tracediff.interchange.entry import Array, Entry, Say, Summary, some
 from tracediff.interchange.steps import Fed, Named, by_step, integers
+from tracediff.names import sequence_of
 from tracediff.trace.format import DType
 from tracediff.trace.writer import TraceWriter
 
@@ -30,7 +31,7 @@ def write(
             say(f"left out {entry.name}: of weights the values are needed, not statistics")
     step, of_step = _Step(writer, graph, say), by_step(ops)
     for number, (tokens, positions) in steps.items():
-        writer.step(number, tokens, positions)
+        writer.step(number, tokens, positions, (sequence_of(number),) * len(tokens))
         step.begin(number, len(tokens), positions[0])
         for named in of_step[number]:
             step.add(named)
