@@ -24,14 +24,14 @@ from speed import TOKENS, peak
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.model import Model
 from tracediff.model.synthetic import QWEN25_05B, Shape, write_model
-from tracediff.pipeline import check_trace
+from tracediff.pipeline import Effort, check_trace
 from tracediff.replay import workers
 from tracediff.replay.cluster import Cluster
 from tracediff.replay.judging import Subject, judge_all, replays_of
 from tracediff.replay.tasks import tasks
 from tracediff.trace.reader import Trace
 
-LENGTHS, LONG = (8, 32, 64, 128, 256), 512
+LENGTHS, LONG = (8, 32, 64, 128, 256), (512, 1024)
 SHAPE = Shape("llama", n_layer=2, n_embd=512, n_head=8, n_head_kv=2, n_ff=1792, n_vocab=4096, n_ctx=1024)
 PROMPTS = (128, 4096)
 LAYERS = (20, 80)
@@ -126,9 +126,11 @@ def multiplication() -> float:
 
 
 def memory(model: Path, folder: Path) -> float:
-    """How many times its largest record in float64, of scores, judging takes beyond what a short one takes."""
-    short, long = (peak("replay", model, traced(model, folder, n)) for n in (8, LONG))
-    return (long - short) / (8 * max(decoder(SHAPE).records(LONG)["scores"]))
+    """How many bytes more judging takes for each that the largest record, of scores, is larger by in float64."""
+    (a, one), (b, other) = (
+        (peak("replay", model, traced(model, folder, n)), 8 * decoder(SHAPE).records(n)["scores"][0]) for n in LONG
+    )
+    return (b - a) / (other - one)
 
 
 def over_layers(folder: Path) -> list[float]:
@@ -140,34 +142,41 @@ def over_layers(folder: Path) -> list[float]:
     return peaks
 
 
-def timed(job: workers._Job, ops: tuple[str, ...]) -> tuple[int, float]:
-    """Which process did a task, and its CPU time."""
+def timed(job: workers._Job, ops: tuple[str, ...]) -> tuple[int, float, float]:
+    """Which process did a task, and the CPU time of opening the files, where it did not have them, and of judging."""
     began = time.process_time()
-    workers._judge_job(job, ops)
-    return os.getpid(), time.process_time() - began
+    if job.key not in workers._replays:
+        workers._open(job)
+    opened = time.process_time()
+    workers._do(job.key, job.do, ops)
+    return os.getpid(), opened - began, time.process_time() - opened
 
 
-def two_workers(folder: Path) -> tuple[int, float, float]:
-    """Tasks for two workers of a local Ray cluster; the CPU time of one process over that of the busier one and what
-    the first does besides, in judging and in all of a check.
+def two_workers(folder: Path) -> tuple[int, float, float, float]:
+    """Tasks for two workers of a local Ray cluster; the share of the largest; how many times less the busier one and
+    the first process take than one would for all of it, in judging and in all of a check.
+
+    All in one run, for where others share the machine the same work takes now more CPU time and now less.
     """
     path = write_model(folder / "shape.gguf", QWEN25_05B, "F16")
     trace = trace_torch(path, folder / "shape.trace", TorchOptions(), TOKENS)
     model, subjects = Model(path), [Subject(Trace(trace), {})]
     replays = replays_of(model, subjects)
-    job = workers._job(model, subjects, replays, 1)  # makes the plan
-    alone = seconds(path, trace)
-    began = time.process_time()
-    check_trace(trace, path)
-    others = time.process_time() - began - alone  # opening, the plan, statistics
-    spent: Counter[int] = Counter()
+    job = workers._Job("two", workers._judged, model, subjects, [replays[0].plan], 1)
     with Cluster("local", 2) as cluster:
         began = time.process_time()
         given = tasks(replays, cluster.n_cores)
-        for process, took in cluster.done(timed, job, given):
-            spent[process] += took
-        together = time.process_time() - began + max(spent.values())
-    return len(given), alone / together, (alone + others) / (together + others)
+        done = [*cluster.done(timed, job, given)]
+        handing_out = time.process_time() - began
+        began = time.process_time()
+        check_trace(trace, path, effort=Effort(2, ray="local"))
+        first = time.process_time() - began  # opening, the plan, handing out, statistics
+    spent: Counter[int] = Counter()
+    for process, opening, judging in done:
+        spent[process] += opening + judging
+    each = [judging for _, _, judging in done]
+    busier, judging = max(spent.values()), sum(each)
+    return len(given), max(each) / judging, judging / (busier + handing_out), (judging + first) / (busier + first)
 
 
 def size(n_bytes: float) -> str:
@@ -203,7 +212,7 @@ def page(folder: Path) -> str:
     model = write_model(folder / "model.gguf", SHAPE, "F16")
     cost, off = fitted(model, folder)
     times = memory(model, folder)
-    n_tasks, judging, check = two_workers(folder)
+    n_tasks, largest, judging, check = two_workers(folder)
     shallow, deep = over_layers(folder)
     lines = "\n".join(rows(cost.tolist(), times))
     return f"""# Scale
@@ -214,21 +223,22 @@ run.
 
 Judging takes {cost[0]:.1e} s a multiplication (measured by itself), {cost[1]:.1e} s a recorded value and {cost[2]:.1e} s
 a weight, which fits what was measured within {100 * off:.0f}%. A check takes {times:.0f} times its largest record in
-float64, beyond what a short one takes; of matmuls with weights, which are judged by parts of 2 million values, no record
+float64, besides what it takes of any trace; of matmuls with weights, which are judged by parts of 2 million values, no record
 counts. Nor do layers: judging {LAYERS[0]} of them took {shallow:.0f} MB at most, judging {LAYERS[1]} {deep:.0f} MB.
 
 Two workers of a local Ray cluster, one thread each, on the trace of every op of a model of the shape of Qwen2.5-0.5B
-(24 layers, a head of 22% of the work, {len(TOKENS)} tokens): judging, cut into {n_tasks} tasks, takes {judging:.2f} times less than in one process, all
-of a check {check:.2f} times less: opening, the plan and statistics are the first process's. That is CPU time, of the first
-process and the busier worker, without what starting Python and torch takes; time on the wall is the same where each
-worker has a core.
+({len(TOKENS)} tokens): judging, cut into {n_tasks} tasks of which the head is {100 * largest:.0f}%, takes {judging:.2f} times less than in one process, all
+of a check {check:.2f} times less: the plan and statistics are the first process's. That is CPU time, of the first process
+and the busier worker, which opens the files again, over that of all, without what starting Python and torch takes. Time
+on the wall was not measured, for others shared the machine.
 
 | model | prompt | records | trace, all in f32 | without scores, bf16 | sketches | judging, one core | cores for 10 min | a worker's memory |
 |---|---|---|---|---|---|---|---|---|
 {lines}
 
 - *without scores*: flash attention has neither scores nor probabilities in memory; judging is of such a trace.
-- *cores*: with `--workers` or `--ray`, by layers: no more than the model has can be used at once.
+- *cores*: with `--workers` or `--ray`, by layers, and where there are more cores by ops: an op is never cut, so the head
+  bounds what many can do. Causes are sought by kinds of op, one each, as many at once.
 - *memory* is that of the largest record; `"rows"` of some tokens lessen it, and the time, as they lessen the values.
 - Dequantised weights are read by slices of 4 MB and a worker holds 128 MB of them; a worker of a layer reads that
   layer's weights and records, from a shared folder or a URL, and no others.

@@ -231,7 +231,7 @@ _MEMORY = """
 import sys, threading, time
 from pathlib import Path
 import tracediff.engine.torch_run as run
-from tracediff.diagnose.explain import replay_and_explain
+from tracediff.diagnose.judged import replay_and_explain
 from tracediff.model.model import Model
 from tracediff.replay.judging import Subject
 from tracediff.trace.reader import Trace

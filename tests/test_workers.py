@@ -1,5 +1,6 @@
 """One job judged by several processes, and by a Ray cluster: the same result, whoever dies on the way."""
 
+import json
 import os
 import socket
 import sys
@@ -22,12 +23,12 @@ from tracediff.replay.tasks import tasks
 from tracediff.report.json_report import render
 from tracediff.trace.reader import Trace
 
-FAULT = "rope_pairing@1"
+FAULTS = ("rope_pairing@1", "act_gelu@0")
 
 
 @pytest.fixture
 def trace(models: Models, tmp_path: Path) -> Path:
-    return trace_torch(models("tiny"), tmp_path / "out.trace", TorchOptions(faults=(FAULT,)), TOKENS, 1)
+    return trace_torch(models("tiny"), tmp_path / "out.trace", TorchOptions(faults=FAULTS), TOKENS, 1)
 
 
 def judged(trace: Path, model: Path, **effort: object) -> str:
@@ -40,18 +41,21 @@ def test_a_cluster_gives_the_same_bytes_though_a_worker_dies(
 ) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    died, judge = tmp_path / "died", workers._judge_job
+    died, do = tmp_path / "died", workers._do_job
 
-    def dies_once(job: workers._Job, ops: tuple[str, ...]) -> list[workers.JudgedRecord]:
-        if "blk.1.attn_q" in ops and not died.exists():
-            died.touch()
+    def dies_once(job: workers._Job, one: object) -> object:
+        mark = died / ("judging" if isinstance(one, tuple) else "explaining")
+        if not mark.exists():
+            mark.touch()
             os._exit(1)
-        return judge(job, ops)
+        return do(job, one)
 
-    monkeypatch.setattr(workers, "_judge_job", dies_once)
+    monkeypatch.setattr(workers, "_do_job", dies_once)
+    died.mkdir()
     alone, there = judged(trace, models("tiny")), judged(trace, models("tiny"), workers=2, ray="local")
-    assert died.exists()
+    assert {mark.name for mark in died.iterdir()} == {"judging", "explaining"}
     assert alone == there
+    assert {one["cause"]["name"] for one in json.loads(alone)["faulty"]} == {"rope_pairing", "act_gelu"}
 
 
 def test_without_ray_it_is_said_how_to_get_it(trace: Path, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from tracediff.trace.runs import Paths, open_trace
 from tracediff.trace.ways import RUN_TWICE, match, mode, passes
 
 if TYPE_CHECKING:
-    from tracediff.diagnose.explain import Judged
+    from tracediff.diagnose.judged import Judged
     from tracediff.model.model import Model
 
 Progress = Callable[[str, float], None]
@@ -338,7 +338,7 @@ def _replayed(
     progress: Progress,
 ) -> "list[Judged]":
     """Replay needs torch, which `compare` without a model does without."""
-    from tracediff.diagnose.explain import replay_and_explain
+    from tracediff.diagnose.judged import replay_and_explain
     from tracediff.replay.judging import Subject
     from tracediff.replay.workers import Workers
 

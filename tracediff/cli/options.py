@@ -58,7 +58,8 @@ Explain = Annotated[
     str | None, typer.Option(help="Show the numbers of a faulty op's explanation, as blk.0.attn_q, at three places.")
 ]
 Workers = Annotated[
-    int, typer.Option(min=1, help="Processes that judge, each with the memory of one; the result is the same.")
+    int,
+    typer.Option(min=1, help="Processes that judge and explain, each with the memory of one; the result is the same."),
 ]
 Ray = Annotated[
     str | None,

@@ -5,10 +5,9 @@ looked for again in what that leaves. So a mistake has the same numbers wherever
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import combinations
 
 from tracediff.diagnose.budget import Budget, OutOfTime
@@ -31,19 +30,11 @@ from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.shapes import describe
 from tracediff.diagnose.solve.segments import explanations as in_segment
 from tracediff.diagnose.solve.solver import explanations
-from tracediff.model.model import Model
-from tracediff.model.weights import check_device
 from tracediff.names import split
-from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
-from tracediff.replay.choices import refuse_no_choice, ties
-from tracediff.replay.judging import Subject, replays_of
 from tracediff.replay.replay import Replay
-from tracediff.replay.shapes import Misshapen, misshapen
-from tracediff.replay.workers import ALONE, Workers, judged_by
 from tracediff.result import Cause, Local, OpResult, Place
 from tracediff.trace.format import OpRecord
-from tracediff.trace.reader import Trace
 
 # A hypothesis that leaves so little of the error needs no rival. (Two kinds of GELU leave 1e-5 of each other.)
 _BEYOND_DOUBT = 1e-8
@@ -58,57 +49,6 @@ _COMPARED = 3  # records of a kind that choose between what explains the first o
 # With 4e7 on two cores it took a minute.
 _ONE_BY_ONE = 2e8
 _UNTRIED = "mistakes were tried in all layers alike, not in one alone: record hidden states to find the layer"
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What replay says of one trace, and how to explain what it found; and records that have no op's shape.
-
-    `uncovered` are the model's ops that nothing here computes, and those made of them.
-    """
-
-    locals: dict[tuple[int, str], Local]
-    uncovered: set[str]
-    misshapen: dict[tuple[int, str], Misshapen]
-    explain: Callable[[list[OpResult], Progress, float], list[OpResult]]
-    notes: tuple[str, ...]  # what replay found out about the trace itself
-    ties: Callable[[Trace | None], Iterable[str]]  # what is to be said of choices other than a reference's
-    replay: Replay
-
-
-def replay_and_explain(
-    model: Model,
-    subjects: Sequence[Subject],
-    workers: Workers = ALONE,
-    progress: Progress = lambda fraction: None,
-    device: str = "cpu",
-) -> list[Judged]:
-    """Judge every record of these traces by replay against the model, by these workers, on this device.
-
-    Raises TraceError for a trace of another model, one whose positions leave a gap, or whose choices are none, and
-    EngineError for a device that is not there.
-    """
-    check_device(device)
-    graph = model.graph
-    for subject in subjects:
-        refuse_no_choice(subject.trace, graph)
-    replays = replays_of(model, subjects, device=device)
-    locals_: list[dict[tuple[int, str], Local]] = [{} for _ in replays]
-    for side, record, local in judged_by(workers, model, subjects, replays, progress):
-        locals_[side][record.step, record.op] = local
-    uncovered = graph.after(op.name for op in graph if not is_covered(op))
-    return [
-        Judged(
-            found,
-            uncovered,
-            misshapen(subject.trace, graph),
-            Explainer(replay).explain,
-            tuple(replay.notes()),
-            partial(ties, replay, found),
-            replay,
-        )
-        for subject, replay, found in zip(subjects, replays, locals_, strict=True)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,37 +82,39 @@ class Explainer:
 
         After so many `seconds` no further cause is sought.
         """
-        budget = Budget(seconds)
-        sound = {(op.step, op.op) for op in ops if op.local and op.status != "faulty"}
-        records = self._replay.trace.ops
-        faulty = [
-            _Faulty(at, records[op.step, op.op], op.local)
-            for at, op in enumerate(ops)
-            if op.status == "faulty" and op.local
-        ]
-        explained = list(ops)
-        kins = self._kin(faulty)
+        explained, budget, kins = list(ops), Budget(seconds), self.kins(ops)
         for done, kin in enumerate(kins):
-            left = {one.at: one for one in kin.pending}
-            search = _Search(self._replay, budget, sound, kin)
-            with suppress(OutOfTime):
-                for one, best in self._explained(search, kin, within(progress, done, len(kins))):
-                    del left[one.at]
-                    explained[one.at] = (
-                        self._named(ops[one.at], one, best) if best else self._described(ops[one.at], one)
-                    )
-            for one in left.values():
-                explained[one.at] = replace(self._described(ops[one.at], one), sought=False)
+            for at, op in self.of(ops, kin, budget, within(progress, done, len(kins))).items():
+                explained[at] = op
         return explained
 
-    def _kin(self, faulty: list[_Faulty]) -> list[_Kin]:
-        """Records that may have one mistake: single ops of a kind, segments that end in the same op of a layer."""
-        by_kin: dict[str, list[_Faulty]] = {}
-        for one in faulty:
-            alone = len(one.error.segment) == 1
-            key = self._replay.graph[one.record.op].kind if alone else f"... {split(one.record.op)[1]}"
-            by_kin.setdefault(key, []).append(one)
-        return [_Kin(members) for members in by_kin.values()]
+    def kins(self, ops: list[OpResult]) -> list[list[int]]:
+        """Places of records that may have one mistake: single ops of a kind, segments that end in the same op of a
+        layer. What one lot has wrong does not depend on another's.
+        """
+        by_kin: dict[str, list[int]] = {}
+        for at, op in enumerate(ops):
+            if op.status == "faulty" and op.local:
+                alone = len(op.local.segment) == 1
+                by_kin.setdefault(self._replay.graph[op.op].kind if alone else f"... {split(op.op)[1]}", []).append(at)
+        return [*by_kin.values()]
+
+    def of(self, ops: list[OpResult], members: list[int], budget: Budget, progress: Progress) -> dict[int, OpResult]:
+        """Those at the places of one kin's `members`, explained."""
+        sound = {(op.step, op.op) for op in ops if op.local and op.status != "faulty"}
+        records, explained = self._replay.trace.ops, dict[int, OpResult]()
+        kin = _Kin(
+            [_Faulty(at, records[ops[at].step, ops[at].op], error) for at in members if (error := ops[at].local)]
+        )
+        left = {one.at: one for one in kin.pending}
+        search = _Search(self._replay, budget, sound, kin)
+        with suppress(OutOfTime):
+            for one, best in self._explained(search, kin, progress):
+                del left[one.at]
+                explained[one.at] = self._named(ops[one.at], one, best) if best else self._described(ops[one.at], one)
+        for one in left.values():
+            explained[one.at] = replace(self._described(ops[one.at], one), sought=False)
+        return explained
 
     def _explained(
         self, search: "_Search", kin: _Kin, progress: Progress

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tracediff.diagnose.between import Between
-from tracediff.diagnose.explain import Explainer, Judged
+from tracediff.diagnose.explain import Explainer
+from tracediff.diagnose.judged import Judged
 from tracediff.replay.replay import Replay
 from tracediff.result import Cause, OpResult
 from tracediff.trace.ranks import Ranks, on_ranks

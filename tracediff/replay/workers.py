@@ -1,4 +1,4 @@
-"""Records judged in several processes, here or on a cluster: a layer at a time, by the plan that was made in the first.
+"""Records judged and explained in several processes, here or on a cluster, by the plan that was made in the first.
 
 What a process is given is small: the paths of the files, the plan, and a layer's ops. It opens the files itself, once,
 and reads the records and the weights of its layers. What takes longest is begun first, so that none waits for it.
@@ -11,7 +11,10 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from multiprocessing import get_context
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,12 +26,14 @@ from tracediff.replay.plan import Plan
 from tracediff.replay.replay import Replay
 from tracediff.replay.tasks import tasks
 
-_replays: dict[str, list[Replay]] = {}  # of a process: opened once for all that it judges
+_replays: dict[str, list[Replay]] = {}  # of a process: opened once for all that it does
+Given = TypeVar("Given")
+Done = TypeVar("Done")
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """What judges: so many processes of this machine, or those of the Ray cluster at this address, as many at once.
+    """What judges and explains: so many processes of this machine, or as many of the Ray cluster at this address.
 
     "local" starts a cluster of this machine alone.
     """
@@ -42,9 +47,10 @@ ALONE = Workers()
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What every process needs to judge any layer; `key` tells one job from another."""
+    """What every process needs to do any task; `key` tells one job from another."""
 
     key: str
+    do: Callable[[Sequence[Replay], Any], Any]
     model: Model
     subjects: Sequence[Subject]
     plans: Sequence[Plan]
@@ -64,22 +70,42 @@ def judged_by(
     them; with as many threads each the result is the same to the bit. Raises EngineError where a process is ended from
     outside, or without Ray.
     """
-    if workers.ray:
-        with Cluster(workers.ray, workers.n) as cluster:
-            given, job = tasks(replays, cluster.n_cores), _job(model, subjects, replays, 1)  # to Ray a task is a core
-            yield from _in_order(cluster.done(_judge_job, job, given), replays, progress)
-        return
-    given = tasks(replays, workers.n)
-    n = min(workers.n, len(given))
-    if n <= 1:
+    if workers == ALONE:
         yield from judge_all(replays, progress)
         return
-    job = _job(model, subjects, replays, max(1, torch.get_num_threads() // n))
-    yield from _in_order(_in_processes(job, given, n), replays, progress)
+    done = spread(workers, _judged, model, subjects, replays, partial(tasks, replays))
+    yield from _in_order(done, replays, progress)
 
 
-def _job(model: Model, subjects: Sequence[Subject], replays: Sequence[Replay], n_threads: int) -> _Job:
-    return _Job(os.urandom(8).hex(), model, subjects, [replay.plan for replay in replays], n_threads)
+def _judged(replays: Sequence[Replay], ops: tuple[str, ...]) -> list[JudgedRecord]:
+    return [*judge_ops(replays, ops)]
+
+
+def spread(
+    workers: Workers,
+    do: Callable[[Sequence[Replay], Given], Done],
+    model: Model,
+    subjects: Sequence[Subject],
+    replays: Sequence[Replay],
+    given: Callable[[int], Sequence[Given]],
+) -> Iterator[Done]:
+    """What is done with these `replays` of the subjects and each of what is `given` to so many workers, in its order.
+
+    Each opens the files itself, and takes the plans that were made. `do` is a module's function.
+    """
+    plans = [replay.plan for replay in replays]
+    if workers.ray:
+        with Cluster(workers.ray, workers.n) as cluster:
+            job = _Job(os.urandom(8).hex(), do, model, subjects, plans, 1)  # to Ray a task is a core
+            yield from cluster.done(_do_job, job, given(cluster.n_cores))
+        return
+    shares = given(workers.n)
+    n = min(workers.n, len(shares))
+    if n <= 1:
+        yield from (do(replays, one) for one in shares)
+        return
+    job = _Job(os.urandom(8).hex(), do, model, subjects, plans, max(1, torch.get_num_threads() // n))
+    yield from _in_processes(job, shares, n)
 
 
 def _in_order(
@@ -97,14 +123,14 @@ def _in_order(
         yield from by_op.get(op.name, ())
 
 
-def _in_processes(job: _Job, given: Sequence[tuple[str, ...]], n: int) -> Iterator[list[JudgedRecord]]:
+def _in_processes(job: _Job, given: Sequence[Any], n: int) -> Iterator[Any]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of the workers, which share the cores: to spin takes them
     # Not forked: torch's threads would be missing in the copy.
     pool = ProcessPoolExecutor(n, get_context("spawn"), _open, (job,))
     try:
         with _not_interrupted():
-            all_judged = pool.map(_judge, [job.key] * len(given), given)
-        yield from all_judged
+            done = pool.map(_do, repeat(job.key), repeat(job.do), given)
+        yield from done
     except BrokenProcessPool:
         raise EngineError(
             f"one of {n} workers was ended, for want of memory as a rule. Give fewer --workers, each of which takes as "
@@ -136,11 +162,11 @@ def _open(job: _Job) -> None:
     _replays[job.key] = replays_of(job.model, job.subjects, job.plans, job.plans[0].device)
 
 
-def _judge(key: str, ops: tuple[str, ...]) -> list[JudgedRecord]:
-    return [*judge_ops(_replays[key], ops)]
+def _do(key: str, do: Callable[[Sequence[Replay], Any], Any], one: object) -> Any:
+    return do(_replays[key], one)
 
 
-def _judge_job(job: _Job, ops: tuple[str, ...]) -> list[JudgedRecord]:
+def _do_job(job: _Job, one: object) -> Any:
     if job.key not in _replays:
         _open(job)
-    return _judge(job.key, ops)
+    return _do(job.key, job.do, one)

@@ -1,0 +1,110 @@
+"""What replay says of traces, and how to explain what it found: by this process, or by workers a kind of op each."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tracediff.diagnose.budget import Budget
+from tracediff.diagnose.explain import Explainer
+from tracediff.diagnose.hypothesis import Progress
+from tracediff.model.model import Model
+from tracediff.model.weights import check_device
+from tracediff.numerics.evaluate import is_covered
+from tracediff.replay.choices import refuse_no_choice, ties
+from tracediff.replay.judging import Subject, replays_of
+from tracediff.replay.replay import Replay
+from tracediff.replay.shapes import Misshapen, misshapen
+from tracediff.replay.workers import ALONE, Workers, judged_by, spread
+from tracediff.result import Local, OpResult
+from tracediff.trace.reader import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What replay says of one trace, and how to explain what it found; and records that have no op's shape.
+
+    `uncovered` are the model's ops that nothing here computes, and those made of them.
+    """
+
+    locals: dict[tuple[int, str], Local]
+    uncovered: set[str]
+    misshapen: dict[tuple[int, str], Misshapen]
+    explain: Callable[[list[OpResult], Progress, float], list[OpResult]]
+    notes: tuple[str, ...]  # what replay found out about the trace itself
+    ties: Callable[[Trace | None], Iterable[str]]  # what is to be said of choices other than a reference's
+    replay: Replay
+
+
+def replay_and_explain(
+    model: Model,
+    subjects: Sequence[Subject],
+    workers: Workers = ALONE,
+    progress: Progress = lambda fraction: None,
+    device: str = "cpu",
+) -> list[Judged]:
+    """Judge every record of these traces by replay against the model, by these workers, on this device.
+
+    Raises TraceError for a trace of another model, one whose positions leave a gap, or whose choices are none, and
+    EngineError for a device that is not there.
+    """
+    check_device(device)
+    graph = model.graph
+    for subject in subjects:
+        refuse_no_choice(subject.trace, graph)
+    replays = replays_of(model, subjects, device=device)
+    locals_: list[dict[tuple[int, str], Local]] = [{} for _ in replays]
+    for side, record, local in judged_by(workers, model, subjects, replays, progress):
+        locals_[side][record.step, record.op] = local
+    uncovered = graph.after(op.name for op in graph if not is_covered(op))
+    return [
+        Judged(
+            locals=found,
+            uncovered=uncovered,
+            misshapen=misshapen(subject.trace, graph),
+            explain=partial(_explained, workers, model, subject, replay),
+            notes=tuple(replay.notes()),
+            ties=partial(ties, replay, found),
+            replay=replay,
+        )
+        for subject, replay, found in zip(subjects, replays, locals_, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kin:
+    """A task of a worker: the results of a trace, of which those at some places are to be explained within a time."""
+
+    ops: list[OpResult]
+    places: list[int]
+    seconds: float
+
+
+def _explained(
+    workers: Workers,
+    model: Model,
+    subject: Subject,
+    replay: Replay,
+    ops: list[OpResult],
+    progress: Progress,
+    seconds: float = math.inf,
+) -> list[OpResult]:
+    """As `Explainer.explain`, by the workers: one kin each, for which each takes its share of the seconds."""
+    explainer = Explainer(replay)
+    kins = explainer.kins(ops)
+    if workers == ALONE or len(kins) < 2:
+        return explainer.explain(ops, progress, seconds)
+
+    def given(n: int) -> list[_Kin]:
+        return [_Kin(ops, places, seconds * min(1.0, n / len(kins))) for places in kins]
+
+    explained = list(ops)
+    for done, found in enumerate(spread(workers, _of_kin, model, [subject], [replay], given), 1):
+        for at, op in found.items():
+            explained[at] = op
+        progress(done / len(kins))
+    return explained
+
+
+def _of_kin(replays: Sequence[Replay], kin: _Kin) -> dict[int, OpResult]:
+    return Explainer(replays[0]).of(kin.ops, kin.places, Budget(kin.seconds), lambda fraction: None)
