@@ -29,6 +29,7 @@ _ELEMENTARY = ("sqrt", "exp", "cos", "sin", "abs", "log", "tanh")
 _INTEGER_ARRAYS = ("tokens", "positions", "past", "starts")
 _OF_STEP = ("past[0]",)  # numbers that every step has
 CONSTANT = "constant"
+_STORED = re.compile(r"y\[(\(\w \* \w+ \+ \w\) \* \w+ \+ \w)\] = ")
 _REAL_NUMBERS = ("eps", "theta", "scale", "freq_scale")
 
 
@@ -105,7 +106,8 @@ def edits(source: str, sizes: tuple[str, ...] = ()) -> list[FormulaEdit]:
         for new in _instead_of(place, arrays):
             edit = _edited(program, place, new)
             found.setdefault(edit.source, edit)
-    several = *_exchanged(tree, arrays), *_in_all_reads(tree), *(_in_two_loops(tree) if program.reads_output else ())
+    several = *_exchanged(tree, arrays), *_in_all_reads(tree), *_packed(tree)
+    several += tuple(_in_two_loops(tree)) if program.reads_output else ()
     for edit in (*_renamed(program, sizes), *several):
         found.setdefault(edit.source, edit)
     found.pop(ast.unparse(tree), None)
@@ -441,6 +443,27 @@ def _in_two_loops(tree: ast.Module) -> Iterator[FormulaEdit]:
                     for at, text in enumerate(lines)
                 ]
                 yield FormulaEdit("\n".join(edited), "both")
+
+
+def _packed(tree: ast.Module) -> Iterator[FormulaEdit]:
+    """Another range of a loop that stores, and what is stored lies one value after the other, as by `*y++`."""
+    source = ast.unparse(tree)
+    stored = _STORED.search(source)
+    if not stored:
+        return
+    loops = re.findall(r"for (\w) in range\((\w+)\):", source)[-3:]
+    for variable, n in loops:
+        for counted, count, at in (
+            (f"1, {n}", f"({n} - 1)", f"({variable} - 1)"),
+            (f"{n} - 1", f"({n} - 1)", variable),
+            (f"{n} + 1", f"({n} + 1)", variable),
+            (f"{n} // 2", f"({n} // 2)", variable),
+            (f"0, {n}, 2", f"(({n} + 1) // 2)", f"({variable} // 2)"),
+        ):
+            place = _with_names(stored[1], {n: count, variable: at})
+            edited = source.replace(stored[0], f"y[{place}] = ")
+            edited = edited.replace(f"for {variable} in range({n}):", f"for {variable} in range({counted}):")
+            yield FormulaEdit(edited, "both")
 
 
 def _with_names(source: str, names: Mapping[str, str]) -> str:
