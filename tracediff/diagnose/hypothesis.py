@@ -22,6 +22,7 @@ _ASIDE = 1.1  # times the right number: where no usual one is near, whether anot
 # Errors of independent mistakes add up: of five the largest makes a fifth, and undone it leaves 0.8.
 PART = 0.9
 IN_SOME = ", in some steps alone"  # of an edit that other steps, which are right, do not have
+_TELLS = 1e-2  # NMSE: what leaves more tells nothing, however little an honest engine is held to there
 SOLVED = "solved"  # the name of a mistake that no known one is
 
 
@@ -75,7 +76,7 @@ class Hypothesis:
 
     def pays(self, nmse: float) -> bool:
         """Whether it is the better explanation of a record that is off by `nmse` without it."""
-        return not self.local.faulty and self.score > score(nmse)
+        return not self.local.faulty and self.left <= _TELLS and self.score > score(nmse)
 
 
 class Least:
