@@ -194,6 +194,8 @@ def run_one(bench: Bench, name: str, graph: Graph, capture: str, says: str = "")
     if not faulty:
         return "not visible"
     names = {op.cause.name if op.cause else None for op in faulty}
+    if says and names == {"solved"}:  # the solver, too, tells a number
+        names = {name}
     if names <= {name, ALIKE.get(name, name) if capture != "all" else name}:
         other = next((op.cause.text for op in faulty if says not in op.cause.text), None)
         return "named" if other is None else f"misnamed: {other}"

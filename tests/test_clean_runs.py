@@ -165,6 +165,15 @@ def test_hidden_states_after_sums_in_half_precision_are_clean(models: Models, ll
     assert alarms(judged(trace, model)) == []
 
 
+def test_a_first_position_does_not_tell_how_the_cache_is_held(models: Models, llama_cpp_trace: Tracer) -> None:
+    """It attends to itself alone: of a prompt of one token any cache left nothing, and of what follows 1e-3."""
+    model = models(FAMILIES["qwen3"], "Q8_0")
+    records = judged(llama_cpp_trace(model, (256,), **Q8, threads=1, capture="layers"), model)
+    layers = [local for _, local in records if len(local.segment) > 1]
+    assert {local.arithmetic.rpartition(", ")[2] for local in layers} == {"KV cache in q8_0 blocks"}
+    assert max(local.nmse for local in layers) < 1e-8
+
+
 def test_no_arithmetic_excuses_a_small_mistake(models: Models, torch_trace: Tracer) -> None:
     """An eps of 1e-5 for 1e-6 in a trace of hidden states: its error is smaller than the noise of half precision."""
     model = models(FAMILIES["qwen3"], "F32")

@@ -309,6 +309,27 @@ def test_a_number_that_no_list_holds_is_told_from_hidden_states(models, tmp_path
     assert all("rope's base is 12345 instead of" in op.cause.text for op in faulty)
 
 
+def test_an_epsilon_thousands_of_times_too_large_is_told_from_hidden_states(models, tmp_path: Path) -> None:
+    """Ten times the right one takes nothing away: what is not looked for far off is not found."""
+    model = models("qwen2")
+    file = GGUFFile(model)
+    graph, weights = build_graph(file), Weights(file, torch.float32)
+    norms = [op for op in graph if op.name in ("blk.1.attn_norm", "blk.1.ffn_norm")]
+    changed = graph.changed(*(op.with_attrs(eps=0.00373) for op in norms))
+    with TraceWriter(tmp_path / "eps.trace", "eps", "qwen2") as writer:
+        TorchEngine(changed, weights).run(0, StepInput((1, 2, 3), (0, 1, 2)), Recorder(writer, "layers"))
+    (faulty,) = check_trace(tmp_path / "eps.trace", model).faulty
+    assert faulty.cause
+    assert "eps is 0.00373 instead of" in faulty.cause.text
+
+
+def test_a_rounding_that_turned_is_explained_by_what_explains_its_kin(models, torch_trace) -> None:
+    """Of a decoded token's few scores one rounded the other way leaves as much as all of them: it was two mistakes."""
+    model = models("k-quants", "F32")
+    result = check_trace(torch_trace(model, capture="layers", faults=("scores_f16",), n_decode=4), model)
+    assert {op.cause and op.cause.name for op in result.faulty} == {"scores_f16"}
+
+
 def test_what_makes_a_nan_of_a_number_explains_nothing(models, tmp_path: Path) -> None:
     """A token that is NaN says nothing of the others: what computes all rows from that one would be NaN in all."""
     model = models("qwen2")

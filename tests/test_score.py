@@ -46,41 +46,44 @@ def test_sound_and_faulty_each_win_by_a_margin(explanations: list[Explanation], 
 
 
 SHAPE = Shape("qwen2", n_layer=3, n_embd=256, n_head=8, n_head_kv=2, n_ff=512)
+SMALL = Shape("qwen2", n_layer=3, n_embd=128, n_head=4, n_head_kv=2, n_ff=256)
 FACTORS = [1 + 10.0**e for e in (-6, -5, -4, -3, -2)] + [1.04, 1.05, 1.3, 3.0, 30.0]
 
 
-@pytest.mark.parametrize(("weights", "capture"), [("Q8_0", "logits"), ("Q4_K_M", "layers"), ("F16", "all")])
+@pytest.mark.parametrize(
+    ("shape", "weights", "capture"), [(SMALL, "Q8_0", "logits"), (SHAPE, "Q4_K_M", "layers"), (SMALL, "F16", "all")]
+)
 def test_no_larger_error_passes_where_a_smaller_one_does_not(
-    weights: str, capture: str, models: Any, torch_trace: Any
+    shape: Shape, weights: str, capture: str, models: Any, torch_trace: Any
 ) -> None:
     """A float32 engine whose last record is off by a factor, or by noise: at 4% the logits alone of a Q8_0 model
     passed for those of an engine that rounds its cache to 8 bits.
     """
-    model = models(SHAPE, weights)
+    model = models(shape, weights)
     path = torch_trace(model, capture="layers" if capture == "layers" else "all", n_decode=0)
     path = logits_of(path) if capture == "logits" else path
     trace = Trace(path)
     record = trace.ops[0, "output" if capture == "logits" else "blk.1.ffn_residual"]
     right = trace.values(record).copy()
     noise = np.random.default_rng(0).normal(0, right.std(), right.shape)
+    gguf = GGUFFile(model)
+    against = build_graph(gguf), Weights(gguf, keep_bytes=1 << 26)
     for spoiled in (lambda f: right * f, lambda f: right + (f - 1) * noise):
-        judged = [_judgement(path, model, record.op, spoiled(factor)) for factor in (1.0, *FACTORS)]
+        judged = [_judgement(path, record.op, spoiled(factor), *against) for factor in (1.0, *FACTORS)]
         assert judged[0] == "sound"
         first = next(at for at, how in enumerate(judged) if how != "sound")
         assert "sound" not in judged[first:]
         assert set(judged[-2:]) == {"faulty"}
 
 
-def _judgement(path: Path, model: Path, op: str, values: np.ndarray) -> str:
+def _judgement(path: Path, op: str, values: np.ndarray, graph: Graph, weights: Weights) -> str:
     trace = Trace(path)
     record = trace.ops[0, op]
     data = path.with_name(trace.header.data)
     with data.open("r+b") as file:
         file.seek(record.offset)
         file.write(values.astype(np.float32).tobytes())
-    gguf = GGUFFile(model)
-    replay = Replay(Trace(path), build_graph(gguf), Weights(gguf, keep_bytes=1 << 26))
-    return replay.judge(Trace(path).ops[0, op]).judgement
+    return Replay(Trace(path), graph, weights).judge(record).judgement
 
 
 def test_the_plan_is_printed_and_judging_needs_no_order(models: Any, torch_trace: Any) -> None:

@@ -244,7 +244,7 @@ class _Search:
 
     def _carried(self, found: Hypothesis, one: _Faulty) -> Hypothesis | None:
         tried = self._trials.carried(found, one.record, one.error)
-        return self._fewest(next((same for same in tried if self._explains(same, one)), None), one)
+        return self._fewest(next((same for same in tried if self._explains(same, one, same.may_turn)), None), one)
 
     def _fewest(self, found: Hypothesis | None, one: _Faulty) -> Hypothesis | None:
         """Without the mistakes that this record does not need: two that cancel, or one that shows nothing beside
@@ -314,8 +314,9 @@ class _Search:
         little = _ADDED * given.left
         return max((h for h in both if h.left < little and self._explains(h, one)), key=lambda h: h.score, default=None)
 
-    def _explains(self, tried: Hypothesis, one: _Faulty) -> bool:
-        return tried.pays(one.error.nmse) and (tried.in_some_steps or not self._contradicted(tried, one.record))
+    def _explains(self, tried: Hypothesis, one: _Faulty, is_paid: bool = False) -> bool:
+        pays = is_paid or tried.pays(one.error.nmse)
+        return pays and (tried.in_some_steps or not self._contradicted(tried, one.record))
 
     def _contradicted(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether the mistake would show in another step of the op, which is as it should be.

@@ -18,7 +18,6 @@ from tracediff.replay.score import EDITED_IN_SEGMENT, FITTED, KNOWN, KNOWN_BLIND
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 
-_ASIDE = 1.1  # times the right number: where no usual one is near, whether another takes anything away
 # Errors of independent mistakes add up: of five the largest makes a fifth, and undone it leaves 0.8.
 PART = 0.9
 IN_SOME = ", in some steps alone"  # of an edit that other steps, which are right, do not have
@@ -73,6 +72,13 @@ class Hypothesis:
     def score(self) -> float:
         """Comparable with those of other explanations of the record."""
         return score(self.local.nmse, self.price)
+
+    @property
+    def may_turn(self) -> bool:
+        """Whether it is that values are rounded, and within its floor: where one of a few goes the other way than in
+        the engine, that leaves as much as all of them do.
+        """
+        return not self.local.faulty and all(op.stored != "f64" for op in self.ops)
 
     def pays(self, nmse: float) -> bool:
         """Whether it is the better explanation of a record that is off by `nmse` without it."""
@@ -177,7 +183,7 @@ class Trials:
             return math.inf if math.isnan(under.nmse) else under.nmse
 
         own = number.of(right[0])
-        starts = {value: left(value) for value in (own * _ASIDE, own / _ASIDE)} | {number.of(first.ops[0]): first.left}
+        starts = {own * times: left(own * times) for times in number.starts} | {number.of(first.ops[0]): first.left}
         start = min(starts, key=lambda value: starts[value])
         if not NOTHING < starts[start] <= PART * error.nmse:
             return None
@@ -192,7 +198,7 @@ class Trials:
         """What explained one record tried on another, with the same numbers: they are an engine's, not an op's."""
         if any(op.name in error.segment for op in found.ops):
             ops = found.ops
-        elif SOLVED in found.mistakes:
+        elif SOLVED in found.mistakes or found.may_turn:
             ops = tuple(self._relayered(found.ops, error.segment))
         elif len(found.ops) == 1 and len(error.segment) == 1 and found.parts[-1].fitted:
             name = found.ops[0].name
@@ -202,7 +208,8 @@ class Trials:
             yield from self.together(found.parts, record, error)
             return
         if ops:
-            yield replace(found, ops=ops, local=self._replay.under(record, ops, error.nmse))
+            before = math.inf if found.may_turn else error.nmse
+            yield replace(found, ops=ops, local=self._replay.under(record, ops, before))
 
     def _relayered(self, ops: Sequence[Op], segment: Sequence[str]) -> Iterator[Op]:
         """The changed ops in the segment's layer, where it has them all."""

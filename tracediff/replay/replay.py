@@ -132,9 +132,11 @@ class Replay:
         return replace(choice, said=self._planner.said(choice.schemes, records), n_records=len(records))
 
     def _tells(self, record: OpRecord) -> bool:
-        """Whether a record can tell arithmetics apart: of NaN or zeros any leaves nothing."""
+        """Whether a record can tell arithmetics apart: of NaN or zeros any leaves nothing, and of a first position that
+        attends to itself alone a cache may be held in anything.
+        """
         values = self.trace.values(record)
-        return bool(np.isfinite(values).all() and values.any())
+        return bool(self._recorded.n_tokens(record.step) > 1 and np.isfinite(values).all() and values.any())
 
     def _judged_records(self) -> Iterator[OpRecord]:
         """Records with data, in the trace's order of steps and the graph's of ops."""

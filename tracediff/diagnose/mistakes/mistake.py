@@ -106,10 +106,15 @@ NORM = Where(("rms_norm", "layer_norm"))
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A positive number of an op that a mistake is about: what it is, and the op with another in its place."""
+    """A positive number of an op that a mistake is about: what it is, and the op with another in its place.
+
+    A number that no list holds is looked for from `starts`, times the right one: where the nearest of these takes
+    nothing away, nothing does.
+    """
 
     of: Callable[[Op], float]
     replaced: Callable[[Op, float], Variant]
+    starts: tuple[float, ...] = (1.1, 1 / 1.1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def _adding(op: Op, eps: float) -> Variant:
 
 @AREA.mistake(
     "eps", "another epsilon in the norm", "the epsilon: it is read from the file, 1e-5 and 1e-6 are both common",
-    NORM, "llama.cpp#2373", Number(lambda op: float(op.attrs["eps"]), _adding),
+    NORM, "llama.cpp#2373", Number(lambda op: float(op.attrs["eps"]), _adding, (1.1, 1 / 1.1, 1e2, 1e3, 1e4)),
 )  # fmt: skip
 def _eps(op: Op, context: Context) -> Variants:
     right = op.attrs["eps"]
