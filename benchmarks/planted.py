@@ -27,8 +27,8 @@ from second_opinion import Opinion
 
 from tracediff.diagnose.hypothesis import Hypothesis
 from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, readings, tensors
+from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.grammar import blank
-from tracediff.diagnose.solve.interpret import CannotRunError
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import bound_of, words_of
 from tracediff.diagnose.solve.variant import Variant

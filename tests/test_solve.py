@@ -13,10 +13,11 @@ import torch
 from conftest import Models
 
 from tracediff.diagnose.explain import Explainer
+from tracediff.diagnose.solve.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.bound import bind
 from tracediff.diagnose.solve.formulas import edits
 from tracediff.diagnose.solve.functions import Mapped
-from tracediff.diagnose.solve.interpret import CannotRunError, Flat, Run
+from tracediff.diagnose.solve.interpret import Run
 from tracediff.diagnose.solve.loops import loops_of
 from tracediff.diagnose.solve.maps import Map, Moved
 from tracediff.diagnose.solve.program import parse

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tracediff.diagnose.solve.arrays import Value
 from tracediff.diagnose.solve.bound import Bound, parsed
-from tracediff.diagnose.solve.interpret import Run, Value
+from tracediff.diagnose.solve.interpret import Run
 
 _EACH = 24  # values of a loop variable that are looked at: its first and its last ones
 _INTEGERS = ("tokens", "positions", "past", "starts")

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.interpret import Array, Flat, Prepared, Run, Stored
+from tracediff.diagnose.solve.arrays import Array, Flat, Prepared, Stored
+from tracediff.diagnose.solve.interpret import Run
 from tracediff.diagnose.solve.loops import Loops, loops_of
 from tracediff.diagnose.solve.program import parse
 from tracediff.model.graph import Op, Weight

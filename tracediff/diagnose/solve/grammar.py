@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 
 from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors
+from tracediff.diagnose.solve.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.bound import bind, flat
-from tracediff.diagnose.solve.interpret import CannotRunError, Flat
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import bound_of, words_of
 from tracediff.diagnose.solve.variant import SOURCES, Priced, Variant

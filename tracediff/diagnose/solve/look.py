@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
+from tracediff.diagnose.solve.arrays import CannotRunError, Stored
 from tracediff.diagnose.solve.bound import SOMETHING, Bound, parsed
-from tracediff.diagnose.solve.interpret import CannotRunError, Stored
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.variant import Touches
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tracediff.diagnose.solve.arrays import CannotRunError, Value
 from tracediff.diagnose.solve.bound import Bound, parsed
-from tracediff.diagnose.solve.interpret import CannotRunError, Run, Value
+from tracediff.diagnose.solve.interpret import Run
 
 LESS = ast.parse("s < visible", mode="eval").body  # of the right loops
 

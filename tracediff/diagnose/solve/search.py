@@ -17,8 +17,8 @@ from tracediff.diagnose.solve import (
     tensors,
     terms,
 )
+from tracediff.diagnose.solve.arrays import Array, CannotRunError, Flat
 from tracediff.diagnose.solve.bound import Bound, Rows, held_as
-from tracediff.diagnose.solve.interpret import Array, CannotRunError, Flat
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.parts import in_region
 from tracediff.diagnose.solve.problem import Problem, agree

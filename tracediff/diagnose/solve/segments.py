@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tracediff.diagnose.shapes import nmse
 from tracediff.diagnose.solve import copies, formulas, inputs, numbers, tensors
+from tracediff.diagnose.solve.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.bound import bind, flat
-from tracediff.diagnose.solve.interpret import CannotRunError, Flat
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import Solved, words_of
 from tracediff.diagnose.solve.variant import SOURCES, Priced, Read, Variant

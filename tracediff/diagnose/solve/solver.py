@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from tracediff.diagnose.solve.arrays import Flat
 from tracediff.diagnose.solve.bound import bind, flat
-from tracediff.diagnose.solve.interpret import Flat
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import Solved, solve
 from tracediff.diagnose.solve.variant import SOURCES, Read

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.bound import parsed
 from tracediff.diagnose.solve.formulas import reductions
-from tracediff.diagnose.solve.interpret import CannotRunError
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.variant import Priced, Variant

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.solve.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.bound import bind, flat
-from tracediff.diagnose.solve.interpret import CannotRunError, Flat
 from tracediff.diagnose.solve.loops import Loops
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Past, Weight

@@ -13,78 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracediff.diagnose.solve.accesses import Access, accesses
+from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.bound import Bound
-from tracediff.diagnose.solve.interpret import CannotRunError, Run
+from tracediff.diagnose.solve.interpret import Run
 from tracediff.diagnose.solve.masks import LESS, seen_keys
+from tracediff.diagnose.solve.nouns import AXES, COUNTED, EACH, NAMED, NUMBERS, OF_STEPS, ORDINALS, OWN, SUMS
 from tracediff.diagnose.solve.places import mapped, plural, ranges
 from tracediff.diagnose.solve.program import Program
 from tracediff.diagnose.solve.syntax import chain, head, inlined, quotable, statements
 from tracediff.diagnose.solve.variant import Read, Variant
 from tracediff.model.graph import Op
-
-# What the loop variables of each kind count.
-_COUNTED: Mapping[str, Mapping[str, str]] = {
-    "embedding": {"t": "token", "i": "channel"},
-    "rms_norm": {"t": "row", "i": "channel"},
-    "layer_norm": {"t": "row", "i": "channel"},
-    "linear": {"t": "token", "o": "channel", "i": "input channel"},
-    "rope": {"t": "token", "h": "head", "i": "pair", "j": "channel"},
-    "scores": {"h": "query head", "t": "query", "s": "key", "d": "channel", "c": "cached key", "i": "channel"},
-    "softmax": {"h": "head", "t": "query", "s": "key"},
-    "weighted_values": {"t": "token", "h": "head", "d": "channel", "s": "key", "c": "cached value", "i": "channel"},
-}
-_EACH = {"i": "value"}  # of all other kinds
-# The axes of the arrays, with the names of the numbers that are their sizes.
-_AXES: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {
-    "embedding": {"y": (("token", "T"), ("channel", "n")), "table": (("row", ""), ("channel", "n"))},
-    "rms_norm": {
-        "x": (("row", "T"), ("channel", "n")), "y": (("row", "T"), ("channel", "n")), "w": (("channel", "n"),),
-    },
-    "layer_norm": {
-        "x": (("row", "T"), ("channel", "n")), "y": (("row", "T"), ("channel", "n")), "w": (("channel", "n"),),
-        "b": (("channel", "n"),),
-    },
-    "linear": {
-        "x": (("token", "T"), ("channel", "n_in")), "w": (("row", "n_out"), ("column", "n_in")),
-        "y": (("token", "T"), ("channel", "n_out")), "b": (("channel", "n_out"),),
-    },
-    "rope": {
-        "x": (("token", "T"), ("head", "H"), ("channel", "D")), "y": (("token", "T"), ("head", "H"), ("channel", "D")),
-    },
-    "scores": {
-        "q": (("token", "T"), ("query head", "H"), ("channel", "D")),
-        "k": (("key", "P"), ("key head", "G"), ("channel", "D")),
-        "cache": (("key", "P"), ("key head", "G"), ("channel", "D")),
-        "y": (("head", "H"), ("query", "T"), ("key", "S")),
-    },
-    "softmax": {
-        "x": (("head", "H"), ("query", "T"), ("key", "S")), "y": (("head", "H"), ("query", "T"), ("key", "S")),
-    },
-    "weighted_values": {
-        "p": (("head", "H"), ("query", "T"), ("key", "S")),
-        "v": (("position", "P"), ("value head", "G"), ("channel", "D")),
-        "cache": (("position", "P"), ("value head", "G"), ("channel", "D")),
-        "y": (("token", "T"), ("head", "H"), ("channel", "D")),
-    },
-}  # fmt: skip
-_NUMBERS = {
-    "T": "the number of tokens", "n": "the number of channels", "n_in": "the number of input channels",
-    "n_out": "the number of channels", "H": "the number of heads", "G": "the number of key/value heads",
-    "D": "the number of channels of a head", "S": "the number of keys", "n_rot": "the number of rotated channels",
-    "theta": "rope's base", "scale": "the scale", "eps": "eps", "freq_scale": "the frequency scale",
-    "heads": "the number of heads", "queries": "the number of queries", "keys": "the number of keys",
-    "channels": "the number of channels of a head", "width": "the width of a cached row",
-    "past[0]": "the number of cached positions", "P": "the number of cached positions",
-}  # fmt: skip
-_NAMED = {
-    "squares": "the sum of squares", "largest": "the maximum", "total": "the sum", "visible": "the number of keys seen",
-    "here": "where a row is read", "there": "where a row is stored", "first": "a pair's first channel",
-    "second": "a pair's second channel", "angle": "the angle", "mean": "the mean", "scale": "the scale",
-}  # fmt: skip
-_SUMS = {"sum": "the sum", "max": "the largest", "min": "the smallest", "first": "the first", "last": "the last"}
-_OWN = {"scores": "the output's", "softmax": "the softmax's", "weighted_values": "the output's"}
-_OF_STEPS = ("past", "starts")
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +52,9 @@ class Speaker:
         """One size stands for another throughout, or two for one another, or two arrays."""
         (a, b), *rest = names.items()
         if rest:
-            first, second = (_NUMBERS.get(x, "") if x in self.right.numbers else self.called(x) for x in (a, b))
+            first, second = (NUMBERS.get(x, "") if x in self.right.numbers else self.called(x) for x in (a, b))
             return f"{first} and {second} are exchanged"
-        return f"{_NUMBERS.get(a, a)} is taken for {self._size(b, edited)}; it is {self._size(a, self.right)}"
+        return f"{NUMBERS.get(a, a)} is taken for {self._size(b, edited)}; it is {self._size(a, self.right)}"
 
     def _size(self, name: str, bound: Bound) -> str:
         if name == "past[0]":
@@ -193,14 +131,14 @@ class Speaker:
             values = (_evaluated(node, bound) for node, bound in ((old, self.right), (new, edited)))
             pairs = zip((old, new), values, strict=True)
             a, b = (self._print(node) if value is None else f"{value:g}" for node, value in pairs)
-            return f"{_NUMBERS[name].replace('the', _OWN.get(self.op.kind, 'the'), 1)} is taken for {b}; it is {a}"
+            return f"{NUMBERS[name].replace('the', OWN.get(self.op.kind, 'the'), 1)} is taken for {b}; it is {a}"
         if name in ("here", "there", "first", "second"):
-            arrays = [array for array in edited.arrays if array not in _OF_STEPS]
+            arrays = [array for array in edited.arrays if array not in OF_STEPS]
             said = [self._by_access(array, edited) for array in arrays]
             said.append(self._by_access("y", edited, stores=True))
             said = [one for one in said if one]
-            return f"{_NAMED[name]}: {'; '.join(said)}" if said else self._formula(_NAMED[name], old, new)
-        return self._value(_NAMED.get(name, name), old, new, edited)
+            return f"{NAMED[name]}: {'; '.join(said)}" if said else self._formula(NAMED[name], old, new)
+        return self._value(NAMED.get(name, name), old, new, edited)
 
     def _value(self, subject: str, old: ast.expr, new: ast.expr, edited: Bound) -> str:
         """An expression that is another: a place that is read, a count of terms, or a formula."""
@@ -267,7 +205,7 @@ class Speaker:
         said = dict.fromkeys(self._access(array, a, b, edited, stores, subject) for a, b in (pairs[i] for i in differ))
         if not said or stores or len(pairs) == len(differ):
             return "; ".join(said)
-        when = f"of {len(pairs)} readings the {' and the '.join(_ORDINALS[i] for i in differ)}"
+        when = f"of {len(pairs)} readings the {' and the '.join(ORDINALS[i] for i in differ)}"
         return f"{'; '.join(said)} ({f'in {subject}, ' if subject and subject != 'the output' else ''}{when})"
 
     def _access(self, array: str, a: Access, b: Access, edited: Bound, stores: bool, subject: str) -> str:
@@ -295,7 +233,7 @@ class Speaker:
 
     def _axes(self, array: str) -> list[tuple[str, int]]:
         """Names and sizes of an array's axes."""
-        known = _AXES.get(self.op.kind, {}).get(array, (("value", ""),))
+        known = AXES.get(self.op.kind, {}).get(array, (("value", ""),))
         return [(name, int(self.right.numbers.get(size, 1 << 40))) for name, size in known]
 
     # --- names
@@ -312,12 +250,12 @@ class Speaker:
         return {"y": "the output", "before": "what was there before"}.get(array, array)
 
     def _noun(self, variable: str) -> str:
-        return _COUNTED.get(self.op.kind, _EACH).get(variable, variable)
+        return COUNTED.get(self.op.kind, EACH).get(variable, variable)
 
     def _subject(self, target: ast.expr, value: ast.expr) -> str:
         match target:
             case ast.Name(id=name):
-                return _NAMED.get(name, _NUMBERS.get(name, name))
+                return NAMED.get(name, NUMBERS.get(name, name))
             case ast.Subscript(value=ast.Name(id="y"), slice=at) if self.op.kind == "rope":
                 of_pairs = (f"the {which} of each pair" for which in ("first", "second") if which in ast.unparse(at))
                 return next(of_pairs, "the output")
@@ -331,7 +269,7 @@ class Speaker:
     def _legend(self, *formulas: str) -> str:
         """What the variables in formulas count."""
         used = {name for formula in formulas for name in re.findall(r"\b[a-z]\b", formula)}
-        said = [f"{v}: {noun}" for v, noun in _COUNTED.get(self.op.kind, _EACH).items() if v in used]
+        said = [f"{v}: {noun}" for v, noun in COUNTED.get(self.op.kind, EACH).items() if v in used]
         return f" ({', '.join(said)})" if said else ""
 
     def _print(self, node: ast.AST, places: bool = False) -> str:
@@ -353,7 +291,7 @@ class _Named(ast.NodeTransformer):
             at = ast.unparse(node.slice)
             called = "token id" if called == "tokens" else "position"
             return ast.Name(called if at == "t" else f"{called}[{at}]")
-        if called in _OF_STEPS:
+        if called in OF_STEPS:
             return ast.Name(f"{called}[{ast.unparse(node.slice)}]")
         if self._places:
             return ast.Name(f"{called}[{self._speaker._print(node.slice)}]")
@@ -368,7 +306,7 @@ class _Named(ast.NodeTransformer):
             assert isinstance(loop.target, ast.Name)
             term = self._speaker._print(generator.elt, self._places)
             noun = plural(self._speaker._noun(loop.target.id))
-            return ast.Name(f"{_SUMS[node.func.id]} of {term} over the {noun}")
+            return ast.Name(f"{SUMS[node.func.id]} of {term} over the {noun}")
         self.generic_visit(node)
         return node
 

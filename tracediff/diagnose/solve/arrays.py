@@ -1,0 +1,111 @@
+"""What loops read and store: flat numbers, stores in their order, and sums along an axis."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+Value = Any  # a number, or an array with an axis for each loop variable, of size 1 where it does not depend on it
+
+
+class CannotRunError(Exception):
+    """These loops cannot run: they divide integers by zero, or never end."""
+
+
+class Array(Protocol):
+    """Flat numbers."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+
+    def take(self, at: np.ndarray) -> np.ndarray:
+        """Those at these places, which are all inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """An array in memory."""
+
+    values: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return self.values.size
+
+    def take(self, at: np.ndarray) -> np.ndarray:
+        """Those at these places."""
+        return self.values[at]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What one statement stored to the output: places and values, in the order of the stores. Later ones stay.
+
+    `turns` are the turns of the loops in which it did: None where in all of `shape`, in which each of the loop
+    `variables` has an axis.
+    """
+
+    at: np.ndarray
+    values: np.ndarray
+    variables: Mapping[str, np.ndarray] = field(default_factory=dict)
+    shape: tuple[int, ...] = ()
+    turns: np.ndarray | None = None
+
+    def loops(self, which: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray]:
+        """The loop variables at these stores."""
+        turns = (np.arange(self.at.size) if self.turns is None else self.turns)[which]
+        along = np.unravel_index(turns, self.shape)
+        found = {}
+        for name, values in self.variables.items():
+            axis = int(np.argmax(values.shape))
+            found[name] = values.ravel()[along[axis] if values.size > 1 else np.zeros(len(turns), int)]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What loops stored to arrays of their own, whether they read beyond an array, and the arrays that they read."""
+
+    local: Mapping[str, np.ndarray]
+    beyond: bool
+    read: Sequence[Array | None]
+
+
+def over(how: str, terms: np.ndarray, axis: int, inside: Value) -> np.ndarray:
+    """The sum, the largest, ... of terms along an axis, of those that are `inside`; raises CannotRunError."""
+    if inside is not None:
+        terms = np.where(inside, terms, {"max": -np.inf, "min": np.inf}.get(how, 0))
+    match how:
+        case "sum":
+            return terms.sum(axis, keepdims=True)
+        case "max":  # as fmaxf: a NaN is not the larger
+            return np.fmax.reduce(terms, axis, keepdims=True)
+        case "min":
+            return np.fmin.reduce(terms, axis, keepdims=True)
+        case "upto" | "onwards":  # all parts of the sum: of the terms before each, and from it on
+            whole, parts = terms.sum(axis, keepdims=True), np.cumsum(terms, axis) - terms
+            return parts if how == "upto" else whole - parts
+        case "first" | "last":
+            return np.take(terms, [0 if how == "first" else -1], axis)
+    raise CannotRunError(how)
+
+
+def contracted(a: np.ndarray, b: np.ndarray, axis: int, length: int) -> np.ndarray:
+    """The sum of a * b along the axis, both with an axis for each loop variable."""
+    rank = max(a.ndim, b.ndim)
+    a, b = (x.reshape(x.shape or (1,) * rank) for x in (a, b))
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    if a.shape[axis] == 1 and b.shape[axis] == 1:
+        return a * b * length
+    if math.prod(shape) <= 2 * max(a.size, b.size) or not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return (a * b).sum(axis, keepdims=True)
+    # Axes that only one of the two has are matrix axes, those of both go along.
+    letters = "abcdefgh"[:rank]
+    of_a, of_b = ("".join(c for c, n in zip(letters, x.shape, strict=True) if n > 1) for x in (a, b))
+    kept = "".join(c for c in letters if c in of_a + of_b and c != letters[axis])
+    y = np.einsum(f"{of_a},{of_b}->{kept}", a.squeeze(), b.squeeze(), optimize=True)
+    return y.reshape([n if c in kept else 1 for c, n in zip(letters, shape, strict=True)])

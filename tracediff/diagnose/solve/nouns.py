@@ -1,0 +1,67 @@
+"""What names in loops stand for, in the reader's words."""
+
+from collections.abc import Mapping
+
+# What the loop variables of each kind count.
+COUNTED: Mapping[str, Mapping[str, str]] = {
+    "embedding": {"t": "token", "i": "channel"},
+    "rms_norm": {"t": "row", "i": "channel"},
+    "layer_norm": {"t": "row", "i": "channel"},
+    "linear": {"t": "token", "o": "channel", "i": "input channel"},
+    "rope": {"t": "token", "h": "head", "i": "pair", "j": "channel"},
+    "scores": {"h": "query head", "t": "query", "s": "key", "d": "channel", "c": "cached key", "i": "channel"},
+    "softmax": {"h": "head", "t": "query", "s": "key"},
+    "weighted_values": {"t": "token", "h": "head", "d": "channel", "s": "key", "c": "cached value", "i": "channel"},
+}
+EACH = {"i": "value"}  # of all other kinds
+# The axes of the arrays, with the names of the numbers that are their sizes.
+AXES: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {
+    "embedding": {"y": (("token", "T"), ("channel", "n")), "table": (("row", ""), ("channel", "n"))},
+    "rms_norm": {
+        "x": (("row", "T"), ("channel", "n")), "y": (("row", "T"), ("channel", "n")), "w": (("channel", "n"),),
+    },
+    "layer_norm": {
+        "x": (("row", "T"), ("channel", "n")), "y": (("row", "T"), ("channel", "n")), "w": (("channel", "n"),),
+        "b": (("channel", "n"),),
+    },
+    "linear": {
+        "x": (("token", "T"), ("channel", "n_in")), "w": (("row", "n_out"), ("column", "n_in")),
+        "y": (("token", "T"), ("channel", "n_out")), "b": (("channel", "n_out"),),
+    },
+    "rope": {
+        "x": (("token", "T"), ("head", "H"), ("channel", "D")), "y": (("token", "T"), ("head", "H"), ("channel", "D")),
+    },
+    "scores": {
+        "q": (("token", "T"), ("query head", "H"), ("channel", "D")),
+        "k": (("key", "P"), ("key head", "G"), ("channel", "D")),
+        "cache": (("key", "P"), ("key head", "G"), ("channel", "D")),
+        "y": (("head", "H"), ("query", "T"), ("key", "S")),
+    },
+    "softmax": {
+        "x": (("head", "H"), ("query", "T"), ("key", "S")), "y": (("head", "H"), ("query", "T"), ("key", "S")),
+    },
+    "weighted_values": {
+        "p": (("head", "H"), ("query", "T"), ("key", "S")),
+        "v": (("position", "P"), ("value head", "G"), ("channel", "D")),
+        "cache": (("position", "P"), ("value head", "G"), ("channel", "D")),
+        "y": (("token", "T"), ("head", "H"), ("channel", "D")),
+    },
+}  # fmt: skip
+NUMBERS = {
+    "T": "the number of tokens", "n": "the number of channels", "n_in": "the number of input channels",
+    "n_out": "the number of channels", "H": "the number of heads", "G": "the number of key/value heads",
+    "D": "the number of channels of a head", "S": "the number of keys", "n_rot": "the number of rotated channels",
+    "theta": "rope's base", "scale": "the scale", "eps": "eps", "freq_scale": "the frequency scale",
+    "heads": "the number of heads", "queries": "the number of queries", "keys": "the number of keys",
+    "channels": "the number of channels of a head", "width": "the width of a cached row",
+    "past[0]": "the number of cached positions", "P": "the number of cached positions",
+}  # fmt: skip
+NAMED = {
+    "squares": "the sum of squares", "largest": "the maximum", "total": "the sum", "visible": "the number of keys seen",
+    "here": "where a row is read", "there": "where a row is stored", "first": "a pair's first channel",
+    "second": "a pair's second channel", "angle": "the angle", "mean": "the mean", "scale": "the scale",
+}  # fmt: skip
+SUMS = {"sum": "the sum", "max": "the largest", "min": "the smallest", "first": "the first", "last": "the last"}
+OWN = {"scores": "the output's", "softmax": "the softmax's", "weighted_values": "the output's"}
+OF_STEPS = ("past", "starts")
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
