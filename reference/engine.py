@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import llama_cpp.llama_cpp as llama
@@ -54,13 +56,21 @@ def _trace(request: Request, model: llama.llama_model_p, tokens: list[int], prog
     with TraceWriter(of, engine, request.arch, model_name, request.weights, context) as writer:
         observer = Observer(request, writer, progress)
         longest = max(map(len, fed))
-        context, _callback = _context(request.options, model, n_fed + request.n_decode, longest, observer)
-        position = 0
+        n_sequences = max(chain((0,), *request.sequences)) + 1
+        context, _callback = _context(request.options, model, n_fed + request.n_decode, longest, observer, n_sequences)
+        cells: list[int] = []  # of the cache: whose each is
+        ends: Counter[int] = Counter()  # the next position of each sequence
         for step in range(len(fed) + request.n_decode):
             tokens = fed[step] if step < len(fed) else tokens
-            writer.step(step, tokens, range(position, position + len(tokens)))
-            logits = _decode(context, observer, step, position, tokens, request)
-            position += len(tokens)
+            whose = request.sequences[step] if step < len(request.sequences) else (0,) * len(tokens)
+            positions = []
+            for sequence in whose:
+                positions.append(ends[sequence])
+                ends[sequence] += 1
+            cells += whose
+            writer.step(step, tokens, positions, whose)
+            observer.begin(step, range(len(cells) - len(whose), len(cells)), cells if n_sequences > 1 else ())
+            logits = _decode(context, observer, tokens, positions, whose, request)
             tokens = [int(logits.argmax())]
         llama.llama_free(context)
 
@@ -122,9 +132,10 @@ def context_params(options: Options) -> llama.llama_context_params:
 
 
 def _context(
-    options: Options, model: llama.llama_model_p, need: int, longest: int, observer: Observer
+    options: Options, model: llama.llama_model_p, need: int, longest: int, observer: Observer, n_sequences: int
 ) -> tuple[llama.llama_context_p, object]:
     params = context_params(options)
+    params.n_seq_max, params.kv_unified = n_sequences, n_sequences > 1  # their cells in one row, in the order of tokens
     params.n_ctx = options.n_ctx or -(-need // _PAD) * _PAD
     params.n_batch = options.n_batch or longest
     params.n_ubatch = min(options.n_ubatch, params.n_batch)
@@ -142,21 +153,20 @@ def _context(
 def _decode(
     context: llama.llama_context_p,
     observer: Observer,
-    step: int,
-    start: int,
     tokens: Sequence[int],
+    positions: Sequence[int],
+    sequences: Sequence[int],
     request: Request,
 ) -> np.ndarray:
     """One step, in as many batches as it takes; returns the logits of its last token."""
     n_batch = request.options.n_batch or len(tokens)
-    observer.begin(step, range(start, start + len(tokens)))
     for first in range(0, len(tokens), n_batch):
         part = tokens[first : first + n_batch]
         batch = llama.llama_batch_init(len(part), 0, 1)
         batch.n_tokens = len(part)
         for i, token in enumerate(part):
-            batch.token[i], batch.pos[i] = token, start + first + i
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.token[i], batch.pos[i] = token, positions[first + i]
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequences[first + i]
             batch.logits[i] = 1  # every row, or the last layer is pruned to the last row
         result = llama.llama_decode(context, batch)
         llama.llama_batch_free(batch)
@@ -164,7 +174,7 @@ def _decode(
             raise observer.error
         if result:
             raise EngineError(
-                f"llama.cpp cannot decode the {len(part)} tokens from position {start + first} on: llama_decode "
+                f"llama.cpp cannot decode the {len(part)} tokens from position {positions[first]} on: llama_decode "
                 f"answered {result}. Try other options (--ctx, --batch, --ubatch, --kv-type, --gpu-layers)."
             )
     _check_seen(observer, request)

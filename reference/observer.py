@@ -1,10 +1,11 @@
 """The eval callback: writes the values of the nodes that are recognised to the trace."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tracediff.errors import EngineError
 from tracediff.names import wanted
 from tracediff.trace.writer import TraceWriter
 from tracediff_reference import ggml
@@ -31,9 +32,12 @@ class Observer:
         self._roles: tuple[str, ...] = ()  # of the node that is being computed
         self._progress, self._showed = progress, 0.0
 
-    def begin(self, step: int, positions: range) -> None:
-        """A forward pass over these positions begins; it may come as several batches."""
-        self._step, self._positions = step, positions
+    def begin(self, step: int, positions: range, sequences: Sequence[int] = ()) -> None:
+        """A forward pass over these positions begins; it may come as several batches.
+
+        Of several `sequences` these are whose each cell of the cache is, and `positions` are cells.
+        """
+        self._step, self._positions, self._sequences = step, positions, sequences
         self._pieces: dict[str, Pieces | WholePieces] = {}
         self.seen: set[str] = set()
 
@@ -92,7 +96,9 @@ class Observer:
         follow = [axis for axis in axes if not isinstance(axis, int)]
         if (axes[0] == "T" and follow == ["T"]) or (len(axes) == 3 and axes[1:] == ("T", "S") and len(follow) == 2):
             plain = tuple(axis for axis in axes if isinstance(axis, int | str))
-            return Pieces(role, plain, self._step, self._positions, statistics)
+            return Pieces(role, plain, self._step, self._positions, statistics, self._sequences)
+        if self._sequences:
+            raise EngineError(f"{role} has no row for each token: of this model one sequence at a time is traced.")
         described = tuple({"T": TOKENS, "S": POSITIONS}[axis] if isinstance(axis, str) else axis for axis in axes)
         return WholePieces(role, described, self._step, self._positions, statistics)
 

@@ -1,6 +1,7 @@
 """One op of one step, which llama.cpp computes in as many pieces as there are micro-batches."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,8 +27,18 @@ def at(size: Size, n_tokens: int, n_positions: int) -> int:
 class Pieces:
     """Writes an op's value, piece by piece, or its statistics when all pieces are there."""
 
-    def __init__(self, op: str, axes: tuple[int | str, ...], step: int, positions: range, statistics: bool) -> None:
+    def __init__(
+        self,
+        op: str,
+        axes: tuple[int | str, ...],
+        step: int,
+        positions: range,
+        statistics: bool,
+        sequences: Sequence[int] = (),
+    ) -> None:
+        """Of several `sequences` these are whose each cell of the cache is so far; `positions` are then cells."""
         sizes = {"T": len(positions), "S": positions.stop}
+        self._sequences = np.array(sequences)
         self._op, self._step = op, step
         self._shape = tuple(sizes[axis] if isinstance(axis, str) else axis for axis in axes)
         self._by_keys = axes[-1] == "S"  # [heads, T, S]
@@ -40,7 +51,7 @@ class Pieces:
         """Write the piece `x`, in ggml's shape (outermost first); true when the op is complete."""
         n_tokens, n_keys = len(self._positions), self._positions.stop
         if self._by_keys:
-            # One sequence; heads that share keys may come folded into rows; the cache is padded.
+            # Heads that share keys may come folded into rows; the cache is padded.
             x = x.reshape(self._shape[0], -1, x.shape[-1])[:, :, :n_keys]
             rows = x.shape[1]
         else:
@@ -51,6 +62,8 @@ class Pieces:
         if self._rows > n_tokens:
             raise EngineError(f"{self._op} came with {self._rows} rows for {n_tokens} tokens.")
         dtype: DType = "f16" if x.dtype == np.float16 else "f32"
+        if self._by_keys and self._sequences.size:
+            return self._write_apart(x, dtype, writer)
         if self._moments:
             self._moments.add(self._visible(x, first) if self._op.endswith("attn_scores") else x)
         elif rows == n_tokens:
@@ -64,6 +77,16 @@ class Pieces:
             writer.op_statistics(self._step, self._op, self._shape, self._moments.statistics())
         else:
             writer.op_at(self._step, self._op, self._shape, dtype, self._offset or 0)
+        return True
+
+    def _write_apart(self, x: np.ndarray, dtype: DType, writer: TraceWriter) -> bool:
+        """The queries of each sequence with the keys of its own cells, which lie among others'."""
+        if x.shape[1] < len(self._positions):
+            raise EngineError(f"{self._op}: several sequences are told apart in one micro-batch alone: raise --ubatch.")
+        queries = self._sequences[self._positions.start : self._positions.stop]
+        for sequence in dict.fromkeys(queries.tolist()):
+            own = np.ascontiguousarray(x[:, queries == sequence][:, :, self._sequences == sequence])
+            writer.op(self._step, self._op, own, dtype, sequence=sequence)
         return True
 
     def _visible(self, x: np.ndarray, first: int) -> np.ndarray:

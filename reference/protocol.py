@@ -82,6 +82,7 @@ class Request(Struct, frozen=True, kw_only=True, tag="trace"):
     prompt: str | None = None
     tokens: tuple[int, ...] | None = None
     passes: tuple[tuple[int, ...], ...] = ()  # tokens to be fed after the prompt, before any that llama.cpp chooses
+    sequences: tuple[tuple[int, ...], ...] = ()  # whose each of these tokens is, the prompt's first; none: one's
     n_decode: int = 0
     options: Options = Options()
 

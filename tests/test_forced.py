@@ -45,8 +45,6 @@ def test_a_batch_and_those_of_another_trace(models: Models, tmp_path: Path, cli:
     assert forced == chosen
     code, _, error = cli("trace", model, *prompts, "--decode-tokens", "1,2", "-o", again)
     assert (code, "for 1 prompts, where there are 2" in error) == (2, True)
-    code, _, error = cli("trace", model, *prompts, "--engine", "llama.cpp", "-o", again)
-    assert (code, "Trace llama.cpp on each" in error) == (2, True)
 
 
 def test_how_two_sides_part_over_many_steps(models: Models, tmp_path: Path, cli: Cli) -> None:

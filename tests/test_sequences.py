@@ -14,7 +14,7 @@ from json_schema import valid
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.names import StepOf
-from tracediff.pipeline import check_trace
+from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.format import Step
 from tracediff.trace.reader import Trace
 
@@ -63,6 +63,21 @@ def test_a_clean_batch_is_a_match(dtype: str, traced: Traced, models: Models) ->
     result = check_trace(traced(BATCHES, dtype=dtype), models("qwen3", "F16"))
     assert result.verdict == "match"
     assert [op.op for op in result.ops if op.status != "ok"] == []
+
+
+def test_llama_cpp_is_traced_in_a_batch(models: Models, tmp_path: Path, cli: Cli) -> None:
+    """Its cache holds the keys of both, one after the other as they were fed: each query has its own."""
+    a, b, model = tmp_path / "a.trace", tmp_path / "b.trace", models("qwen2", "Q8_0")
+    given = [part for tokens in ("1,2,3", "4,5,6,7") for part in ("--tokens", tokens)]
+    forced = [part for tokens in ("8,9", "10,11") for part in ("--decode-tokens", tokens)]
+    for engine, out in (("llama.cpp", a), ("torch", b)):
+        assert cli("trace", model, "--engine", engine, *given, *forced, "-o", out)[0] == 0
+    assert Trace(a).steps == Trace(b).steps
+    result = compare_traces(a, b, model=model)
+    assert (result.verdict, {op.status for op in result.ops}) == ("match", {"ok"})
+    again = ("trace", model, "--engine", "llama.cpp", *given, "-o", a)
+    assert "--decode-tokens" in cli(*again, "--decode", 1)[2]
+    assert "raise --ubatch" in cli(*again, "--ubatch", 4)[2]
 
 
 def test_a_mistake_of_one_sequence_is_named_with_it(traced: Traced, models: Models, cli: Cli, tmp_path: Path) -> None:

@@ -84,13 +84,13 @@ def _largest(result: Result) -> str:
 def engine_of(name: str, model: Model, options: TorchOptions) -> tuple[Engine, bool]:
     """One of the engines, and whether it runs several sequences at once."""
     if name == "llama.cpp":
-        from tracediff.engine.llama_cpp import LlamaCpp, Prompt
+        from tracediff.engine.llama_cpp import LlamaCpp
+        from tracediff.model.families import has_family
 
         def llama_cpp(steps: Sequence[Step], out: Path) -> None:
-            first, *others = (step.tokens for step in steps)
-            LlamaCpp(model, Prompt(tokens=first), out, passes=others, capture=options.capture).wait()
+            LlamaCpp.fed(model, steps, out, capture=options.capture).wait()
 
-        return llama_cpp, False
+        return llama_cpp, has_family(model.file)
     if name == "transformers":
         from tracediff.engine.recorder import DTYPES
         from tracediff.engine.transformers_run import load, trace_model

@@ -182,7 +182,7 @@ def _each_way(
     with progress_bars() as progress, temporary_folder() as folder:
         run, several = engine_of(engine, model, TorchOptions(**options))
         if not several:
-            say(f"{engine} is not run in batches: its cache holds the keys of all sequences, and no record says whose")
+            say(f"{engine} is not run in batches: of this architecture not all values have a row for each token")
             given = [way for way in given if not way.several]
         held = hold(run, given, tokens, folder, model=model, policy=policy, effort=effort, progress=progress)
         results = dict(held)

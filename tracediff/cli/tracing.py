@@ -262,8 +262,6 @@ def trace(
     given = _prompt(prompt, tokens[0] if tokens else None, opened.graph)
     others = [_ids(text, opened.graph) for text in (tokens or [])[1:]]
     after = _after(decode_tokens or [], 1 + len(others), opened.graph)
-    if others and engine == "llama.cpp":
-        raise EngineError("several prompts at once are for --engine torch and transformers. Trace llama.cpp on each.")
     notes: list[str] = []
     with progress_bars() as progress, staged(out, [model]) as path:
         if engine == "llama.cpp":
@@ -271,8 +269,14 @@ def trace(
                 ctx, batch, ubatch, llama_lib, threads=threads, gpu_layers=gpu_layers, flash_attn=flash_attn,
                 kv_type=kv_type, extra_bufts=extra_bufts,
             )  # fmt: skip
-            forced = after[0] if after else ()
-            child = LlamaCpp(opened, given, path, capture=capture, passes=forced, n_decode=decode, options=options)
+            if others:
+                from tracediff.engine.torch_run import passes
+
+                steps = passes([given.tokens or (), *others], after)
+                child = LlamaCpp.fed(opened, steps, path, capture=capture, n_decode=decode, options=options)
+            else:
+                forced = after[0] if after else ()
+                child = LlamaCpp(opened, given, path, capture=capture, passes=forced, n_decode=decode, options=options)
             ids = child.wait(lambda fraction: progress("llama.cpp", fraction))
         else:
             from tracediff.engine.torch_run import TorchOptions, passes, trace_torch

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tracediff.errors import EngineError
 from tracediff.model.families import has_family
@@ -16,6 +16,7 @@ from tracediff.model.lift.layout import TOKENS, read, size
 from tracediff.model.lift.lift import Lifted, lift
 from tracediff.model.model import Model
 from tracediff.names import Capture
+from tracediff.trace.format import Step
 from tracediff_reference.child import Child
 from tracediff_reference.description import Description
 from tracediff_reference.protocol import First, Node, Options, Request, Shown
@@ -98,7 +99,8 @@ def _to_recognise(model: Model, options: Options) -> dict[str, Any]:
 class LlamaCpp(Child):
     """A running child that writes one trace: of the prompt, of `passes` after it, then of so many tokens of its choice.
 
-    Raises EngineError at once for a token id outside the vocabulary.
+    `sequences` say whose each token of prompt and passes is, where there are several. Raises EngineError at once for a
+    token id outside the vocabulary.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class LlamaCpp(Child):
         *,
         capture: Capture = "all",
         passes: Sequence[tuple[int, ...]] = (),
+        sequences: Sequence[tuple[int, ...]] = (),
         n_decode: int = 0,
         options: Options | None = None,
     ) -> None:
@@ -120,15 +123,29 @@ class LlamaCpp(Child):
                 "--capture sketch is of torch and transformers. Capture all of llama.cpp: a trace with values is "
                 "compared with one of sketches as it is."
             )
+        if sequences and (capture != "all" or n_decode or not has_family(model.file)):
+            raise EngineError(
+                "several sequences at once are traced in llama.cpp with --capture all and --decode-tokens, of llama, "
+                "qwen2 and qwen3. Trace one after the other."
+            )
         options = options or Options()
         recognised = _to_recognise(model, options) if out else {}
         request = Request(
             model=str(model.path), arch=h.arch, out=str(out) if out else None, capture=capture,
             norm_weights=tuple(weight.name for weight in graph.norm_weights()),
             n_vocab=h.n_vocab, n_ctx_train=h.n_ctx, prompt=prompt.text, tokens=prompt.tokens,
-            passes=tuple(passes), n_decode=n_decode, options=options, weights=graph.matmul_type, **recognised,
+            passes=tuple(passes), sequences=tuple(sequences), n_decode=n_decode, options=options,
+            weights=graph.matmul_type, **recognised,
         )  # fmt: skip
         super().__init__(request)
+
+    @classmethod
+    def fed(cls, model: Model, steps: Sequence[Step], out: Path, **others: Any) -> Self:
+        """One that is fed these steps, of one sequence or several; `others` as of the class."""
+        first, *passes = (step.tokens for step in steps)
+        whose = [step.sequences or (step.sequence,) * len(step.tokens) for step in steps]
+        sequences = whose if any(map(any, whose)) else ()
+        return cls(model, Prompt(tokens=first), out, passes=passes, sequences=sequences, **others)
 
 
 def tokenize(model: Path | Model, text: str) -> tuple[int, ...]:
