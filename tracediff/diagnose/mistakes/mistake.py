@@ -60,25 +60,26 @@ Change = Callable[[Op, Context], Variants]
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Ops that a mistake is made in: those of `kinds`, and of these, if given, those whose value plays one of `parts`.
+    """Ops that a mistake is made in: those of `kinds`, if given, and of these, if given, those whose value plays one of
+    `parts`.
 
     `in_layer` leaves out what stands before and after the layers.
     """
 
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     in_layer: bool = False
 
     def holds(self, op: Op, graph: Graph) -> bool:
         """Whether the op is one of them."""
         return (
-            op.kind in self.kinds
+            (not self.kinds or op.kind in self.kinds)
             and (not self.parts or not parts_of(op, graph).isdisjoint(self.parts))
             and not (self.in_layer and layer_of(op.name) is None)
         )
 
     def __str__(self) -> str:
-        kinds = " and ".join(self.kinds)
+        kinds = " and ".join(self.kinds) or "any op"
         return f"{kinds} that makes {' or '.join(self.parts)}" if self.parts else kinds
 
 

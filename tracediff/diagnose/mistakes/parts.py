@@ -7,14 +7,13 @@ from dataclasses import replace
 from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where
 from tracediff.model.graph import Graph, Op, View
 from tracediff.names import split
-from tracediff.numerics.kinds import KINDS
 
 AREA = Area()
 
 
 @AREA.mistake(
     "parts_exchanged", "a part of a fused value is read where another part belongs",
-    "the order in which a fused projection is split", Where(tuple(KINDS)),
+    "the order in which a fused projection is split", Where(),
 )  # fmt: skip
 def _exchanged(op: Op, context: Context) -> Variants:
     for position, (name, own) in enumerate(zip(op.inputs, op.seen, strict=True)):
