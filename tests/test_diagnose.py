@@ -11,6 +11,7 @@ from conftest import logits_of
 
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.planting import plant
+from tracediff.diagnose.shapes import describe
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError
@@ -291,6 +292,23 @@ def test_what_no_mistake_explains_is_described(models, torch_trace) -> None:
     result = check_trace(path, model)
     faulty = {op.op: op.shape for op in result.faulty}
     assert faulty["blk.1.ffn_up"] == "every value is 1.25 times what it should be"
+
+
+def test_what_is_said_of_an_error_is_of_the_error_and_not_of_what_is_right() -> None:
+    """Beside an error of 1e-9 all tokens are multiples of themselves, in their own order."""
+    random = torch.Generator().manual_seed(0)
+    x, noise = torch.randn((2, 9, 13), generator=random, dtype=torch.float64)
+    axes = ("token", "channel")
+    wrong = x.clone()
+    wrong[4:] += 3e-5 * noise[4:]
+    wrong[7, 3] += 1e-2
+    said = describe(wrong, x, axes)
+    assert "wrong in 1 of 9 tokens: 7" in said
+    assert "multiple" not in said
+    assert "order" not in said
+    scaled = x * torch.linspace(0.5, 1.5, 9, dtype=torch.float64)[:, None]
+    assert "each token is a multiple of what it should be, 0.5 to 1.5 times" in describe(scaled, x, axes)
+    assert "the right values with tokens reversed" in describe(x.flip(0), x, axes)
 
 
 def test_a_number_that_no_list_holds_is_told_from_hidden_states(models, tmp_path: Path) -> None:

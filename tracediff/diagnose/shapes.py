@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tracediff.diagnose.solve.regions import around
 
-_CLOSE = 1e-6  # NMSE that a stated relation may leave
+# NMSE that a stated relation may leave, and how much of the error: of a small one any relation leaves little.
+_CLOSE, _LEFT = 1e-6, 0.1
 _WRONG = 1e-4  # of the largest value: what is off by more is called wrong
 _ALIKE = 100.0  # times the median share that a rounded value is off by
 _MULTIPLES = 8  # values of a slice that can tell that it is one
@@ -39,16 +40,17 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     if scaled > 0.5 * off and off < _CLOSE and _of_each_value(y, x):  # the ratio explains none of it
         yield f"right up to {math.sqrt(off):.0e} of it, as if rounded when it was recorded: record float32"
         return
+    little = min(_CLOSE, _LEFT * off)
     if scaled < _CLOSE and scaled < 0.5 * off:
         yield f"every value is {ratio:.6g} times what it should be{_name_ratio(ratio, x)}"
         return
     difference = y - x
     if y.ndim >= 2 and len(y) > 2 and nmse(difference, difference.mean(0, keepdim=True).expand_as(difference)) < 1e-4:
         yield "the same vector is added for every token, as a bias would be"
-    yield from _multiples(y, x, axes)
+    yield from _multiples(y, x, axes, little)
     yield from _places(difference, x, axes)
-    if y.ndim >= 2 and _same_values(y, x):
-        yield from _permutation(y, x, axes)
+    if y.ndim >= 2 and nmse(y.flatten().sort().values, x.flatten().sort().values) < little:
+        yield from _permutation(y, x, axes, little)
     yield from _size(y, x)
 
 
@@ -66,14 +68,14 @@ def _in_region(mask: Tensor, axes: tuple[str, ...]) -> str:
     return f", all in {regions[0].words(axes)}" if regions and len(axes) == mask.ndim else ""
 
 
-def _multiples(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
-    """Slices along an axis that are each a multiple of what they should be."""
+def _multiples(y: Tensor, x: Tensor, axes: tuple[str, ...], little: float) -> Iterator[str]:
+    """Slices along an axis that are each a multiple of what they should be, to within a `little` NMSE."""
     for axis, name in enumerate(axes):
         a, b = (v.movedim(axis, 0).reshape(v.shape[axis], -1) for v in (x, y))
         if a.shape[1] < _MULTIPLES:
             continue
         ratios = (a * b).sum(1) / a.square().sum(1).clamp(min=1e-300)
-        if nmse(b, ratios[:, None] * a) < _CLOSE:
+        if nmse(b, ratios[:, None] * a) < little:
             least, most = float(ratios.min()), float(ratios.max())
             yield f"each {name} is a multiple of what it should be, {least:.4g} to {most:.4g} times"
             return
@@ -131,19 +133,15 @@ def _ranges(indices: list[int]) -> str:
     return ", ".join(parts[:6]) + (", ..." if len(parts) > 6 else "")
 
 
-def _same_values(y: Tensor, x: Tensor) -> bool:
-    return nmse(y.flatten().sort().values, x.flatten().sort().values) < _CLOSE
-
-
-def _permutation(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
-    """The same values elsewhere: which axis was permuted, and how."""
+def _permutation(y: Tensor, x: Tensor, axes: tuple[str, ...], little: float) -> Iterator[str]:
+    """The same values elsewhere, to within a `little` NMSE: which axis was permuted, and how."""
     for axis, name in enumerate(axes):
         a = x.movedim(axis, 0).flatten(1)
         b = y.movedim(axis, 0).flatten(1)
         if len(a) > 4096:
             continue
         source = torch.cdist(b, a).argmin(1)
-        if nmse(b, a[source]) < _CLOSE:
+        if nmse(b, a[source]) < little:
             order = source.tolist()
             n = len(order)
             how = "reversed" if order == list(range(n))[::-1] else f"in the order {', '.join(map(str, order[:8]))}..."

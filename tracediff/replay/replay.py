@@ -341,8 +341,11 @@ class Replay:
         return self._near(record, scheme, left) and self.judged(record, scheme).judgement == "sound"
 
     def _near(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
-        """Whether what is left under a hypothesis may be within its floor, by that of the record without it."""
-        if self._right is None or not self._planner.is_segment(record):
+        """Whether what is left under a hypothesis may be within its floor, by that of the record without it.
+
+        What is next to nothing may: beside values that a mistake makes far larger all roundings look less.
+        """
+        if self._right is None or left <= NOTHING or not self._planner.is_segment(record):
             return True
         floor = self._right.judged(record, scheme).floor
         amplified = self._amplified(record, self._planner.candidates(record)[0])
