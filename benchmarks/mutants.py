@@ -52,6 +52,7 @@ SHAPES = {
 }
 MODELS = tuple((family, weights) for weights in ("F32", "Q4_K_M") for family in SHAPES)
 PROMPT = (256, 72, 101, 108, 108, 111, 3, 17, 250)
+HIDDEN_STATES = ("token_embd", "ffn_residual", "output_norm", "output")
 _SHOWS = 1e-10  # NMSE between a mutant's record and the unmutated engine's: less is another order of the sums
 _SECONDS = 5  # that a mutant may run: what runs longer never ends
 
@@ -300,9 +301,13 @@ def ran(decoder: Path, model: Path, trace: Path) -> bool:
         return False
 
 
-def first_difference(clean: Trace, other: Trace) -> tuple[int, str] | None:
-    """The first record of the clean trace that the other has otherwise, up to the first step with other tokens."""
+def first_difference(clean: Trace, other: Trace, capture: str = "all") -> tuple[int, str] | None:
+    """The first record of the clean trace that the other has otherwise, up to the first step with other tokens; of
+    hidden states alone, where these are recorded.
+    """
     for key, record in clean.ops.items():
+        if capture == "layers" and key[1].split(".")[-1] not in HIDDEN_STATES:
+            continue
         if key[0] not in other.steps or clean.steps[key[0]].tokens != other.steps[key[0]].tokens:
             return None
         if key not in other.ops or other.ops[key].shape != record.shape:
@@ -345,8 +350,7 @@ class Outcome:
 def hidden_states_of(trace: Path) -> Path:
     """The trace with hidden states alone, as a coarser engine would have recorded it."""
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
-    names = ("token_embd", "ffn_residual", "output_norm", "output")
-    lines = [line for line in lines if "op" not in line or line["op"].split(".")[-1] in names]
+    lines = [line for line in lines if "op" not in line or line["op"].split(".")[-1] in HIDDEN_STATES]
     lines[-1]["records"] = len(lines) - 1
     out = trace.with_name("layers.trace")
     out.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -388,7 +392,12 @@ class Bench:
         place = first_difference(clean, made)
         if place is None:
             return [Outcome(mutant, model, captures[0], "silent")]
-        return [self._checked(mutant, model, capture, trace, place) for capture in captures]
+        return [
+            self._checked(mutant, model, capture, trace, place)
+            if first_difference(clean, made, capture)
+            else Outcome(mutant, model, capture, "silent")  # as what a softmax takes away again, in hidden states
+            for capture in captures
+        ]
 
     def _checked(
         self, mutant: Mutant, model: tuple[str, str], capture: str, trace: Path, place: tuple[int, str]
