@@ -489,15 +489,22 @@ reference. Written by
 
     {command}
 
-Of {n} mutants {stillborn} did not compile, {killed} crashed or never ended, {refused} wrote what is no trace (a
+of outcomes that runs with `--capture` and `--jsonl` kept. Of {n} mutants
+{stillborn} did not compile, {killed} crashed or never ended, {refused} wrote what is no trace (a
 position below 0) and were told so, {restated} wrote other positions into the header of a step and computed rightly with
 these, and {silent} computed the same. *Located*:
 the first faulty record is the first that differs from the unmutated engine's. *Explained*: what the report says of it
-recomputes it to the floor.
+recomputes it to the floor; of {untold} of these some channels, at most a quarter of the wrong ones, are made of what no
+tensor holds in one piece, and the report says so.
+
+{aim}
 
 {tested} of the solver's claims, one for each record that it explains, were tested by a second implementation
 ([second_opinion.py](../benchmarks/second_opinion.py): its loops in C, run on the trace's values): {false} are false. A
 check took {median:.1f} s of one core at the median, {most:.0f} s at most."""
+_CAPTURES = {"all": "every op recorded", "layers": "hidden states alone recorded"}
+_AIM = """The aim is 500 mutants that show. Here are {cut}:
+where these are fewer, the runs were cut short by the clock."""
 _WORDS = ("explained", "located", "misplaced", "missed", "undecided", "crashed")
 
 
@@ -527,7 +534,13 @@ def report(outcomes: list[Outcome], command: str) -> str:
     head = ("mutants", "explained", "only located", *_WORDS[2:], "located, share", "explained, share")
     n = len({str(o.mutant) for o in outcomes})
     seconds_of = sorted(o.seconds for o in shown) or [0.0]
-    claims = {"tested": sum(o.tested for o in outcomes), "false": sum(len(o.false) for o in outcomes)}
+    claims: dict[str, object] = {
+        "tested": sum(o.tested for o in outcomes),
+        "false": sum(len(o.false) for o in outcomes),
+    }
+    counts = Counter(o.capture for o in shown)
+    cut = ", ".join(f"{count} with {_CAPTURES[capture]}" for capture, count in sorted(counts.items()))
+    claims |= {"untold": sum("cannot be told" in o.said for o in shown), "aim": _AIM.format(cut=cut)}
     claims |= {"median": seconds_of[len(seconds_of) // 2], "most": seconds_of[-1]}
     text = [_HEAD.format(**claims, command=command, n=n, **{
         word: ends[word] for word in ("stillborn", "killed", "refused", "restated", "silent")

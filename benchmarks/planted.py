@@ -83,7 +83,7 @@ def drawn(rng: random.Random, problem: Problem, sort: str) -> Edit | None:
             return maps.moved(op, how, axis, shape, follows), how.words(axes[axis], n)
         case "another reading of a weight" if op.kind == "linear":
             reading = _reading(rng, op, problem.weights.file)
-            return readings.reading(op, reading), str(reading)
+            return readings.reading(op, reading), readings.words_of_rows(reading.rows, op) or _of_elements(reading)
     assert loops
     return None
 
@@ -148,6 +148,10 @@ def _reading(rng: random.Random, op: Op, file: GGUFFile) -> readings.Reading:
     name = rng.choice(others)
     last = min(rows, first + file.tensors[name].shape[0] * file.tensors[name].shape[1] // n) - 1
     return readings.Reading((readings.Rows(first, last, name, 0, n),))
+
+
+def _of_elements(reading: readings.Reading) -> str:
+    return "; ".join(f"row {row} differs in column {column} alone: {value}" for row, column, value in reading.elements)
 
 
 # --- planting and finding --------------------------------------------------------------------------------------------

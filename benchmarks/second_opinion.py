@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ static array load(const char *path) {
     a.p = malloc(a.n * 8 + 8); if (fread(a.p, 8, a.n, f) != (size_t)a.n) exit(4); fclose(f); return a;
 }
 """
+Function = tuple[str, tuple[float, ...]]  # its name and its numbers
 _INTEGERS = ("tokens", "positions", "past", "starts")
 
 
@@ -210,6 +212,8 @@ class Opinion:
                 return made
             case Moved(map=how, axis=axis, shape=shape):
                 return self._moved(self._made(right, record), record, how, axis, shape)
+            case Mapped(name=name, numbers=numbers, operand=int(operand)):
+                return self._by_loops(right, right, record, {operand: (name, numbers)})
             case Mapped(name=name, numbers=numbers):
                 plain = self._made(right, record)
                 return None if plain is None else _function(name, plain, numbers)
@@ -225,9 +229,13 @@ class Opinion:
         none = np.expand_dims(source, [a for a in range(seen[0].ndim) if a != axis]) < 0
         return np.stack([np.where(none, 0.0, np.take(one, source, axis)).ravel() for one in seen])
 
-    def _by_loops(self, op: Op, right: Op, record: OpRecord) -> np.ndarray | None:
+    def _by_loops(
+        self, op: Op, right: Op, record: OpRecord, mapped: Mapping[int, Function] = MappingProxyType({})
+    ) -> np.ndarray | None:
         names, past = right.inputs, right.past or (False,) * len(right.inputs)
         inputs = [self._value(name, when, record.step) for name, when in zip(names, past, strict=True)]
+        for i, (name, numbers) in mapped.items():
+            inputs[i] = _function(name, inputs[i], numbers)
         loops = loops_of(right, [x.shape for x in inputs])
         if loops is None or any(x is None for x in inputs):
             return None

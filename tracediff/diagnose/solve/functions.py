@@ -126,6 +126,8 @@ def words(name: str, numbers: tuple[float, ...]) -> str:
     a, b = numbers
     if not b:
         return "every value has the wrong sign" if a == -1 else f"every value is {a:.6g} times what it should be"
+    if not a:
+        return f"every value is {b:.6g}"
     times = "" if a == 1 else f"{a:.6g} times what it should be, "
     return f"every value is {times}{'more' if b > 0 else 'less'} by {abs(b):.6g}"
 
@@ -137,6 +139,7 @@ def _fits(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]
             yield name, (_rounder(float(np.median(there))),)
     yield "linear", (_rounder(float(x @ y / (x @ x))), 0.0)
     slope, offset = np.polyfit(x, y, 1) if x.std() else (1.0, 0.0)
+    slope = slope if abs(slope) * np.abs(x).max() > _DIGITS * np.abs(y).max() else 0.0
     if abs(offset) > _DIGITS * np.abs(y).max():
         yield "linear", (_rounder(float(slope)), _rounder(float(offset)))
     yield "absolute", ()
