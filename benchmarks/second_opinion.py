@@ -180,7 +180,9 @@ class Opinion:
         folder.mkdir(exist_ok=True)
 
     def of(self, claim: Hypothesis, record: OpRecord) -> bool | None:
-        """Whether the claim gives what was recorded; None of one that is not tested here: a known mistake."""
+        """Whether the claim gives what was recorded; None of one that is not tested here: a known mistake, or one of
+        which too little can be told.
+        """
         if claim.parts[-1].mistake != SOLVED or len(claim.local.segment) > 1:
             return None
         made = self._made(claim.ops[0], record)
@@ -189,7 +191,7 @@ class Opinion:
         y = self._trace.values(record).astype(np.float64).ravel()
         same = (made[0] == made[1]) | (np.isnan(made[0]) & np.isnan(made[1]))
         if same.mean() < _TOLD:
-            return False
+            return None
         a, b = y[same], made[0][same].astype(np.float32).astype(np.float64)
         if (np.isnan(a) != np.isnan(b)).any() or (np.isinf(a) != np.isinf(b)).any():
             return False
