@@ -1,15 +1,16 @@
 """Wrong lines in engines that others wrote: transformers' models of ten architectures, each with one edit, recorded.
 
-    python benchmarks/edited_engines.py [--only mamba] [--out docs/edited-engines.md]
+    python benchmarks/edited_engines.py [--only mamba] [--kept FILE] [--out docs/edited-engines.md]
 
 An edit replaces a piece of a model's source as it is installed (transformers of constraints.txt), and the edited model
 runs a prompt and two decode steps of a tiny model (tiny_models.py). Its trace is checked by itself, once with all that
 was recorded and once with its hidden states alone. Nobody chose the edits from a list of what is known; what the report
-must say of each is written here, and another word is a false one.
+must say of each is written here, and another word is a false one. What --kept has is not made again.
 """
 
 import argparse
 import importlib
+import json
 import multiprocessing
 import re
 import tempfile
@@ -138,7 +139,7 @@ EDITS = (
 )  # fmt: skip
 
 
-def edited(n: int, capture: str, folder: Path) -> tuple[int, str, str, list[str]]:
+def edited(n: int, capture: str, folder: Path) -> "Found":
     """The number of an edit, the capture, what came of it, and what the report says. In a process of its own."""
     edit = EDITS[n]
     others, without = TRANSFORMERS[edit.arch]
@@ -166,16 +167,27 @@ def edited(n: int, capture: str, folder: Path) -> tuple[int, str, str, list[str]
     return n, capture, "named" if named and len(explained) == len(said) else "located", said
 
 
-def results(only: str, folder: Path) -> Iterator[tuple[int, str, str, list[str]]]:
+Found = tuple[int, str, str, list[str]]
+
+
+def results(only: str, kept: Path, folder: Path) -> Iterator[Found]:
     """Of all edits of the architectures `only`, every op recorded and hidden states alone."""
     context = multiprocessing.get_context("spawn")
+    lines = map(json.loads, kept.read_text().splitlines()) if kept.exists() else ()
+    before: dict[tuple[int, str], Found] = {(n, capture): (n, capture, *rest) for n, capture, *rest in lines}
     for n, edit in enumerate(EDITS):
         for capture in CAPTURES if only in edit.arch else ():
+            if (n, capture) in before:
+                yield before[n, capture]
+                continue
             with ProcessPoolExecutor(1, context) as process:
-                yield process.submit(edited, n, capture, folder).result()
+                found = process.submit(edited, n, capture, folder).result()
+            with kept.open("a") as file:
+                file.write(f"{json.dumps(found)}\n")
+            yield found
 
 
-def page(found: list[tuple[int, str, str, list[str]]]) -> str:
+def page(found: list[Found]) -> str:
     """The document."""
     outcomes = ("named", "located", "other words", "missed")
     counts = Counter((capture, outcome) for _, capture, outcome, _ in found)
@@ -204,10 +216,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="architectures with this in their name")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--kept", type=Path, help="JSON lines of results, which are added to")
     arguments = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory() as name:
-        for n, capture, outcome, said in results(arguments.only, Path(name)):
+        for n, capture, outcome, said in results(arguments.only, arguments.kept or Path(name, "kept"), Path(name)):
             print(
                 f"{EDITS[n].arch}, {EDITS[n].wrong}, {CAPTURES[capture]}: {outcome}: {'; '.join(said)[:300]}",
                 flush=True,
