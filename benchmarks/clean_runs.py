@@ -198,7 +198,7 @@ def locals_of(run: Run, folder: Path) -> Iterator[Judged]:
         LlamaCpp(model, Prompt(tokens=tokens), out, capture=capture, n_decode=2, options=Options(**options)).wait()
     trace = Trace(out)
     if wanted == "logits":
-        trace.ops = {key: record for key, record in trace.ops.items() if record.op == "output"}
+        trace = trace.without({key for key in trace.ops if key[1] != "output"})
     for _, record, local in judge_all([Replay(trace, graph, Weights(file, keep_bytes=1 << 28))]):
         whole = {"ffn_residual": "whole layer", "output": "whole model"}.get(split(record.op)[1])
         segment = whole if len(local.segment) > 1 else None
