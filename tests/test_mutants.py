@@ -35,6 +35,7 @@ def test_the_unmutated_engine_has_no_fault(bench: Bench, model: tuple[str, str])
     [
         ("-2.0 * pair / D", "-2.0 * pair / pair", "blk.0.attn_q_rope"),  # NaN
         ("add(s->attn_residual, s->attn_output, s->x, T * n.n_embd);", ";", "blk.0.attn_residual"),  # zeros
+        ("linear(s->gate, s->ffn_norm, m->ffn_gate,", "linear(s->gate, m->ffn_gate, s->ffn_norm,", "blk.0.ffn_gate"),
     ],
 )
 def test_what_follows_a_mistake_does_not_choose_the_arithmetic(bench: Bench, old: str, new: str, place: str) -> None:

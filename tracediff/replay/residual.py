@@ -152,7 +152,7 @@ def turned(
             change = float(turns[row, column]) * matrix[:, i]
             # How much of the change is in the error: 1 if this value went the other way, 0 if it did not.
             share = float(error[row] @ change / change.square().sum().clamp(min=1e-300))
-            if round(share) == 1:
+            if 0.5 < share < 1.5:  # not of NaN
                 exact[row] += change
                 error[row] -= change
                 count += 1
