@@ -24,6 +24,8 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
 from tracediff.model.weights import Weights
 from tracediff.names import split
+from tracediff.numerics.evaluate import evaluate
+from tracediff.numerics.views import seen
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.writer import TraceWriter
 
@@ -105,6 +107,29 @@ def test_a_mistake_between_two_records_is_named_in_prompt_and_decode(case: str, 
     result = check_trace(subset, tiny(arch))
     assert {op.cause.text if op.cause else op.shape for op in result.faulty} == {f"{where}: {words}"}
     assert {op.step for op in result.faulty} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("arch", ["modern-bert", "minimax-01", "minimax-m2", "rwkv7", "arwkv7", "plm", "qwen3next"])
+def test_whatever_mistake_is_tried_the_op_makes_values_of_its_shape(arch: str, tiny: Tiny) -> None:
+    """In graphs of every make: sums that repeat an operand, norms over all heads, views that follow the step."""
+    file = GGUFFile(tiny(arch))
+    graph, weights = build_graph(file), Weights(file, torch.float32)
+    context, t, s = Context(graph, file), 11, 13
+    integers = {"tokens": torch.arange(t), "positions": torch.arange(s - t, s), "past": torch.tensor([s - t] * t)}
+    tried = set()
+    for op in graph:
+        of = (op.kind, split(op.name)[1])
+        for mistake in BANK.values() if of not in tried and op.kind != "state" else ():
+            for one in mistake.change(op, context) if mistake.where.holds(op, graph) else ():
+                given = []
+                for (name, past), view in zip((wrong := Variant(*one).op).reads, wrong.seen, strict=True):
+                    shape = graph[name].shape(t, s - t) if name in graph else ()
+                    x = integers[name] if name in integers else torch.rand((s, *shape[1:]) if past is True else shape)
+                    x = torch.arange(s) if name == "positions" and past else x
+                    given.append(seen(view, t, s, x) if view else x)
+                made = evaluate(wrong, given, weights)
+                assert made.shape == op.shape(t, s - t), (mistake.name, op.name)
+        tried.add(of)
 
 
 def test_every_mistake_of_experts_and_states_is_planted_here() -> None:

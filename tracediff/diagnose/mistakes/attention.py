@@ -190,7 +190,7 @@ def _scores_f16(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _rotated_again(op: Op, context: Context) -> Variants:
     rope_op = next(o for o in context.graph if o.name == op.inputs[1])
-    if rope_op.kind != "rope":
+    if rope_op.kind != "rope" or not any(op.past):
         return
 
     def function(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:

@@ -6,7 +6,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing, reading, values_of
+from tracediff.diagnose.mistakes.mistake import (
+    Area,
+    Context,
+    Variants,
+    Where,
+    computing,
+    first_alone,
+    reading,
+    second_alone,
+    values_of,
+)
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Graph, Op
 from tracediff.numerics.kinds.elementwise import repeated
@@ -162,5 +172,5 @@ def _ungated(op: Op, context: Context) -> Variants:
     for position, name in enumerate(op.inputs):
         if len(op.inputs) == 2 and name in context.graph and context.graph[name].kind in ("sigmoid", "silu"):
             kept = op.inputs[1 - position]
-            function = (lambda a, b: b) if position == 0 else (lambda a, b: a)
+            function = second_alone if position == 0 else first_alone
             yield computing(op, function), f"{kept} is not multiplied by {name}"

@@ -12,6 +12,7 @@ from tracediff.model.graph import Axis, Graph, Op
 from tracediff.model.weights import dequantize, raw_rows
 from tracediff.names import layer_of
 from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.elementwise import repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +168,13 @@ def reading(op: Op, read: Callable[[GGUFFile, TensorInfo], Any], weight: int = 0
 def computing(op: Op, function: Callable[..., Tensor]) -> Op:
     """The op with other mathematics."""
     return replace(op, function=function)
+
+
+def first_alone(a: Tensor, b: Tensor) -> Tensor:
+    """The first of two operands as if the other were not there: over and over where it is the smaller."""
+    return repeated(a, b) if a.numel() < b.numel() else a
+
+
+def second_alone(a: Tensor, b: Tensor) -> Tensor:
+    """The second so."""
+    return first_alone(b, a)

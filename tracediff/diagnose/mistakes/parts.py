@@ -17,8 +17,9 @@ AREA = Area()
 )  # fmt: skip
 def _exchanged(op: Op, context: Context) -> Variants:
     for position, (name, own) in enumerate(zip(op.inputs, op.seen, strict=True)):
-        for offset in _others(name, own, context.graph) if own else ():
-            assert own
+        if own is None or not isinstance(own.offset, int):
+            continue
+        for offset in _others(name, own, context.graph):
             other = replace(own, offset=offset)
             views = [*op.seen]
             views[position] = other
@@ -34,6 +35,8 @@ def _exchanged(op: Op, context: Context) -> Variants:
 
 def _others(name: str, own: View, graph: Graph) -> Iterator[int]:
     """Where the parts of the value begin that are as large as this one."""
+    if not _size(own):
+        return
     seen = {own.offset}
     for reader, position in graph.readers(name):
         view = reader.seen[position]

@@ -2,7 +2,17 @@
 
 from dataclasses import replace
 
-from tracediff.diagnose.mistakes.mistake import NORM, Area, Context, Variant, Variants, Where, computing
+from tracediff.diagnose.mistakes.mistake import (
+    NORM,
+    Area,
+    Context,
+    Variant,
+    Variants,
+    Where,
+    computing,
+    first_alone,
+    second_alone,
+)
 from tracediff.model.graph import Graph, Op
 
 AREA = Area()
@@ -29,8 +39,8 @@ def _terms(op: Op, graph: Graph) -> tuple[str, str]:
 def _no_residual(op: Op, context: Context) -> Variants:
     if _is_residual(op, context.graph):
         first, second = (f"{term} is not added" for term in _terms(op, context.graph))
-        yield Variant(computing(op, lambda a, b: a), f"{op.inputs[1]} is not added", name=second)
-        yield Variant(computing(op, lambda a, b: b), f"{op.inputs[0]} is not added", name=first)
+        yield Variant(computing(op, first_alone), f"{op.inputs[1]} is not added", name=second)
+        yield Variant(computing(op, second_alone), f"{op.inputs[0]} is not added", name=first)
 
 
 @AREA.mistake(
@@ -43,9 +53,9 @@ def _no_term(op: Op, context: Context) -> Variants:
     terms = [*op.inputs, *(weight.name for weight in op.weights)]
     if terms[0] == terms[-1]:  # parts of one value
         terms = [f"the {which} term, of {name}," for which, name in zip(("first", "second"), terms, strict=True)]
-    yield computing(op, lambda a, b: a), f"{terms[-1]} is not added"
+    yield computing(op, first_alone), f"{terms[-1]} is not added"
     if len(op.inputs) == 2:
-        yield computing(op, lambda a, b: b), f"{terms[0]} is not added"
+        yield computing(op, second_alone), f"{terms[0]} is not added"
 
 
 @AREA.mistake(

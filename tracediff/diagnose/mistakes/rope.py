@@ -134,10 +134,11 @@ def _rope_dim(op: Op, context: Context) -> Variants:
             op.with_attrs(rope=replace(rope, theta=theta)),
             "frequencies use head_dim where the rotary dimension belongs",
         )
-        yield (
-            op.with_attrs(rope=replace(rope, n_rot=head_dim)),
-            "all channels are rotated, not only the rotary dimension",
-        )
+        if not op.weights:  # of as many factors as pairs
+            yield (
+                op.with_attrs(rope=replace(rope, n_rot=head_dim, first=0)),
+                "all channels are rotated, not only the rotary dimension",
+            )
 
 
 @AREA.mistake(
@@ -228,14 +229,14 @@ def _no_rope(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _before_norm(op: Op, context: Context) -> Variants:
     norm = context.graph.ops.get(op.inputs[0])
-    if op.weights or norm is None or norm.kind != "rms_norm" or len(norm.weights) != 1:
+    if norm is None or norm.kind != "rms_norm" or len(norm.weights) != 1 or any(op.seen):
         return
-
     name = norm.weights[0].name
     weight = values_of(context.file, context.file.tensors[name])
 
-    def function(x: Tensor, positions: Tensor, **attrs: Any) -> Tensor:
-        w = weight.to(x)
-        return turned(x / w, positions, **attrs) * w  # what is rotated is as long as before
+    def function(x: Tensor, positions: Tensor, *factors: Tensor, **attrs: Any) -> Tensor:
+        # What is rotated is as long as before, in each head and in all of them: both are normed somewhere.
+        w = weight.to(x) if weight.numel() == x.shape[-1] else weight.to(x).reshape(x.shape[1:])
+        return turned(x / w, positions, *factors, **attrs) * w
 
     yield computing(op, function), "the norm's weight is applied after rope, not before"
