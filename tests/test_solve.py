@@ -353,6 +353,20 @@ def test_a_norm_of_a_sum_is_found(models: Models, tmp_path: Path) -> None:
     }
 
 
+def test_a_branch_that_is_not_added_is_not_said_to_be_zero_alone(models: Models, tmp_path: Path) -> None:
+    """Behind hidden states nothing tells the two."""
+
+    def without_branch(graph: Graph) -> Op:
+        return replace(graph["blk.1.ffn_residual"], function=lambda _, stream: stream)
+
+    faulty = explained(models("qwen2"), tmp_path, without_branch, capture="layers")
+    assert {op.op for op in faulty} == {"blk.1.ffn_residual"}
+    for op in faulty:
+        assert op.cause
+        assert "counts as zeros" in op.cause.text
+        assert "(or ffn_residual: blk.1.ffn_down is not added: the same from here" in op.cause.text
+
+
 def test_an_edit_of_a_kernel_is_found_behind_hidden_states(models: Models, tmp_path: Path) -> None:
     """Nothing between two layers was recorded: what follows the edited ops is recomputed."""
     norms = [rewritten(f"blk.0.{name}", "squares / n", "squares / T") for name in ("attn_norm", "ffn_norm")]

@@ -26,7 +26,7 @@ from tracediff.diagnose.hypothesis import (
     weight_values,
     within,
 )
-from tracediff.diagnose.mistakes import ALIKE, BANK
+from tracediff.diagnose.mistakes import ALIKE, BANK, NOT_ADDED
 from tracediff.diagnose.shapes import describe
 from tracediff.diagnose.solve.segments import explanations as in_segment
 from tracediff.diagnose.solve.solver import explanations
@@ -145,6 +145,8 @@ class Explainer:
             other = BANK[ALIKE[name]]
             ops = dict.fromkeys(split(n)[1] for n in segment if other.where.holds(graph[n], graph))
             each[name] += f" (or {other.text}: the same from here; record {' and '.join(ops)} to tell)"
+        if best.mistakes == ("weight_zero",) and len(segment) > 1:
+            each["weight_zero"] += self._not_added(one)
         name, text, under = " + ".join(each), ", and ".join(each.values()), best.local
         look = {part.mistake: BANK[part.mistake].look if part.mistake in BANK else part.look for part in best.parts}
         shown: tuple[Place, ...] = ()
@@ -154,6 +156,13 @@ class Explainer:
             )
         cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each, look, shown)
         return replace(result, cause=cause, shape=None)
+
+    def _not_added(self, one: _Faulty) -> str:
+        """What a weight of zeros comes to as well, as a rule: that nothing is added of what follows from it."""
+        trials = Trials(self._replay, Budget(math.inf))
+        tried = (h for name in NOT_ADDED for h in trials.of(BANK[name], one.record, one.error))
+        same = next((h for h in tried if h.pays(one.error.nmse)), None)
+        return f" (or {same.parts[-1].text}: the same from here; record what is added to tell)" if same else ""
 
     def _described(self, result: OpResult, one: _Faulty) -> OpResult:
         known = self._replay.known(one.record)

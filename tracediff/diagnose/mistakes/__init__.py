@@ -32,3 +32,4 @@ ALIKE = {
     )
     for a, b in (pair, pair[::-1])
 }  # fmt: skip
+NOT_ADDED = ("residual_dropped", "term_dropped")  # what a weight of zeros comes to in the sum after it
