@@ -115,7 +115,7 @@ EDITS = (
          ("channels 8 to 47 and 48 to 87 of ssm_x are exchanged",)),
     Edit("mamba", "x and gate exchanged", "hidden_states_B_C, gate = projected_states.chunk",
          "gate, hidden_states_B_C = projected_states.chunk", ("of ssm_in are (read|exchanged)",)),
-    Edit("mamba", "no D", "hidden_states * D", "hidden_states * D * 0", ("ssm_d is not added",)),
+    Edit("mamba", "no D", "if D is not None:", "if False:", ("ssm_d is not added",)),
     Edit("mamba", "softplus before the bias of dt", "dt = dt + delta_bias.to(dt.dtype)[..., None]",
          "dt = F.softplus(dt) + delta_bias.to(dt.dtype)[..., None] if seq_len > 1 else dt", ()),
     Edit("lfm2", "B and C exchanged", "B, C, x = BCx.chunk", "C, B, x = BCx.chunk",
