@@ -62,6 +62,12 @@ def gone(processes: list[Path]) -> bool:
     return not any(path.exists() and "\nState:\tZ" not in (path / "status").read_text() for path in processes)
 
 
+def _heeding() -> None:
+    """Background jobs of a shell ignore SIGINT, and what nohup starts SIGHUP: so would what they start."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """A command in a session of its own, with a folder of its own for temporary files, that Ctrl-C reaches."""
@@ -76,7 +82,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             text=True,
             start_new_session=True,
             env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+            preexec_fn=_heeding,
         )
         started.append(running)
         return running
