@@ -327,18 +327,19 @@ def test_a_number_that_no_list_holds_is_told_from_hidden_states(models, tmp_path
     assert all("rope's base is 12345 instead of" in op.cause.text for op in faulty)
 
 
-def test_an_epsilon_thousands_of_times_too_large_is_told_from_hidden_states(models, tmp_path: Path) -> None:
+@pytest.mark.parametrize("eps", [0.00373, 0.0001])  # and one that is a usual number times the right one
+def test_an_epsilon_far_too_large_is_told_from_hidden_states(eps: float, models, tmp_path: Path) -> None:
     """Ten times the right one takes nothing away: what is not looked for far off is not found."""
     model = models("qwen2")
     file = GGUFFile(model)
     graph, weights = build_graph(file), Weights(file, torch.float32)
     norms = [op for op in graph if op.name in ("blk.1.attn_norm", "blk.1.ffn_norm")]
-    changed = graph.changed(*(op.with_attrs(eps=0.00373) for op in norms))
+    changed = graph.changed(*(op.with_attrs(eps=eps) for op in norms))
     with TraceWriter(tmp_path / "eps.trace", "eps", "qwen2") as writer:
         TorchEngine(changed, weights).run(0, StepInput((1, 2, 3), (0, 1, 2)), Recorder(writer, "layers"))
     (faulty,) = check_trace(tmp_path / "eps.trace", model).faulty
     assert faulty.cause
-    assert "eps is 0.00373 instead of" in faulty.cause.text
+    assert f"eps is {eps:g} instead of 1e-06" in faulty.cause.text
 
 
 def test_a_rounding_that_turned_is_explained_by_what_explains_its_kin(models, torch_trace) -> None:

@@ -185,7 +185,7 @@ class Trials:
         own = number.of(right[0])
         starts = {own * times: left(own * times) for times in number.starts} | {number.of(first.ops[0]): first.left}
         start = min(starts, key=lambda value: starts[value])
-        if not NOTHING < starts[start] <= PART * error.nmse:
+        if first.left <= NOTHING or not starts[start] <= PART * error.nmse:
             return None
         value = searched(left, start)
         changed = variants(value)
