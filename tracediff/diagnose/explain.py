@@ -5,7 +5,7 @@ looked for again in what that leaves. So a mistake has the same numbers wherever
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -38,7 +38,7 @@ from tracediff.trace.format import OpRecord
 
 # A hypothesis that leaves so little of the error needs no rival. (Two kinds of GELU leave 1e-5 of each other.)
 _BEYOND_DOUBT = 1e-8
-_A_LAYER = 24  # ops: in longer segments the pairs are too many
+_A_LAYER = 24  # ops: in longer segments of several layers the pairs are too many
 # Where one mistake does not suffice, every other is tried on top of so many that leave least: of one, of two.
 _BEAM = (6, 3)
 _ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
@@ -179,6 +179,10 @@ def _ends_soon(replay: Replay, one: _Faulty) -> bool:
     return weight_values(one.error.segment, replay.graph) * passes <= _ONE_BY_ONE
 
 
+def _is_long(segment: Sequence[str]) -> bool:
+    return len(segment) > _A_LAYER and bool(several_layers(segment))
+
+
 class _Search:
     """Looks for mistakes in the records of one kin."""
 
@@ -222,7 +226,7 @@ class _Search:
         segment, check = one.error.segment, self._trials.budget.check
         alone = len(segment) == 1
         vain = any(split(other.record.op)[1] == split(one.record.op)[1] for other in self._kin.in_vain)
-        if not alone and (vain or len(segment) > _A_LAYER):
+        if not alone and (vain or _is_long(segment)):
             return None
         for solved, scheme in (
             explanations(self._replay, one.record, check)
@@ -294,7 +298,7 @@ class _Search:
 
     def one_more(self, one: _Faulty) -> Hypothesis | None:
         """What explained others of the kin, and one more mistake."""
-        if len(one.error.segment) > _A_LAYER:
+        if _is_long(one.error.segment):
             return None
         for known in (found for found in self._kin.found if SOLVED not in found.mistakes):
             together = self._trials.together(known.parts, one.record, one.error)
@@ -305,7 +309,7 @@ class _Search:
 
     def _several(self, one: _Faulty, tried: Least) -> Hypothesis | None:
         """Two mistakes that together explain what one of them does not; then three."""
-        if len(one.error.segment) > _A_LAYER:
+        if _is_long(one.error.segment):
             return None
         for width in _BEAM:
             more = Least()
