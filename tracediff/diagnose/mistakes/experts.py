@@ -1,6 +1,6 @@
 """Mistakes in mixtures of experts: in the choice, in the weights of the chosen, in whose matrix multiplies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -108,12 +108,12 @@ def _ancestors(name: str, graph: Graph, depth: int) -> set[str]:
     return {*before}.union(*(_ancestors(one, graph, depth - 1) for one in before))
 
 
-_MOVED: Mapping[Callable[[Tensor], Tensor], str] = {
-    lambda weights: weights.flip(-2): "the weight of each slot goes to the slot at the other end",
-    lambda weights: weights.roll(1, -2): "the weight of each slot goes to the one after it",
-    lambda weights: weights.roll(-1, -2): "the weight of each slot goes to the one before it",
-    lambda weights: weights[..., :1, :].expand_as(weights): "all slots have the weight of the first",
-}
+_MOVED: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
+    ("the weight of each slot goes to the slot at the other end", lambda weights: weights.flip(-2)),
+    ("the weight of each slot goes to the one after it", lambda weights: weights.roll(1, -2)),
+    ("the weight of each slot goes to the one before it", lambda weights: weights.roll(-1, -2)),
+    ("all slots have the weight of the first", lambda weights: weights[..., :1, :].expand_as(weights)),
+)
 
 
 @AREA.mistake(
@@ -122,7 +122,7 @@ _MOVED: Mapping[Callable[[Tensor], Tensor], str] = {
 )  # fmt: skip
 def _order(op: Op, context: Context) -> Variants:
     if len(op.inputs) == 2 and any(_is_of_experts(name, context.graph) for name in op.inputs):
-        for move, words in _MOVED.items():
+        for words, move in _MOVED:
 
             def moved(a: Tensor, b: Tensor, move: Callable[[Tensor], Tensor] = move) -> Tensor:
                 return a * move(repeated(b, a))

@@ -47,12 +47,8 @@ def _others(name: str, own: View, graph: Graph) -> Iterator[int]:
 
 def _size(view: View) -> int:
     """Values of each token; 0 where its axes follow the step in other ways."""
-    sizes = [axis for axis in view.shape if axis != "T"]
-    return math.prod(axis for axis in sizes if isinstance(axis, int)) if _of_tokens(view) else 0
-
-
-def _of_tokens(view: View) -> bool:
-    return view.shape.count("T") == 1 and all(isinstance(axis, int) or axis == "T" for axis in view.shape)
+    fixed = [axis for axis in view.shape if isinstance(axis, int)]
+    return math.prod(fixed) if "T" in view.shape and len(fixed) == len(view.shape) - 1 else 0
 
 
 def _first(view: View) -> int:
