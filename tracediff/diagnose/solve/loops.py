@@ -143,13 +143,11 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
         case "embedding":
             n = op.weights[0].shape[1]
             return Loops(_EMBEDDING, ("tokens",), ("table",), {"T": first[0], "n": n}, (first[0], n))
-        case "rms_norm":
+        case "rms_norm" | "layer_norm":
             *rows, n = first
             numbers = {"T": math.prod(rows), "n": n, "eps": float(op.attrs["eps"])}
-            return Loops(_NORM, ("x",), ("w",), numbers, first)
-        case "layer_norm":
-            *rows, n = first
-            numbers = {"T": math.prod(rows), "n": n, "eps": float(op.attrs["eps"])}
+            if op.kind == "rms_norm":
+                return Loops(_NORM, ("x",), ("w",), numbers, first)
             source = _LAYER_NORM.replace(" + b[i]", "") if len(op.weights) < 2 else _LAYER_NORM
             return Loops(source if op.weights else source.replace(" * w[i]", ""), ("x",), ("w", "b"), numbers, first)
         case "linear":

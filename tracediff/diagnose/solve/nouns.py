@@ -14,16 +14,15 @@ COUNTED: Mapping[str, Mapping[str, str]] = {
     "weighted_values": {"t": "token", "h": "head", "d": "channel", "s": "key", "c": "cached value", "i": "channel"},
 }
 EACH = {"i": "value"}  # of all other kinds
+_NORM = {
+    "x": (("row", "T"), ("channel", "n")), "y": (("row", "T"), ("channel", "n")),
+    "w": (("channel", "n"),), "b": (("channel", "n"),),
+}  # fmt: skip
 # The axes of the arrays, with the names of the numbers that are their sizes.
 AXES: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {
     "embedding": {"y": (("token", "T"), ("channel", "n")), "table": (("row", ""), ("channel", "n"))},
-    "rms_norm": {
-        "x": (("row", "T"), ("channel", "n")), "y": (("row", "T"), ("channel", "n")), "w": (("channel", "n"),),
-    },
-    "layer_norm": {
-        "x": (("row", "T"), ("channel", "n")), "y": (("row", "T"), ("channel", "n")), "w": (("channel", "n"),),
-        "b": (("channel", "n"),),
-    },
+    "rms_norm": _NORM,
+    "layer_norm": _NORM,
     "linear": {
         "x": (("token", "T"), ("channel", "n_in")), "w": (("row", "n_out"), ("column", "n_in")),
         "y": (("token", "T"), ("channel", "n_out")), "b": (("channel", "n_out"),),
