@@ -20,7 +20,7 @@ from tracediff.numerics.arithmetic import Arithmetic, Scheme
 from tracediff.numerics.evaluate import evaluate, noise
 from tracediff.numerics.kinds.kind import Energy
 from tracediff.pipeline import Effort, compare_traces
-from tracediff.replay import replay as of_replay
+from tracediff.replay import look
 from tracediff.replay.judging import Subject, judge_all, replays_of
 from tracediff.replay.recompute import Recomputed
 from tracediff.replay.replay import Replay
@@ -81,7 +81,7 @@ def test_a_part_of_a_wide_op_tells_its_arithmetic(
 
     monkeypatch.setattr(of_weights, "dequantize", counted)
     whole, n_whole = planned(), read["output.weight"]
-    monkeypatch.setattr(of_replay, "_PART", 1 << 6)
+    monkeypatch.setattr(look, "_PART", 1 << 6)
     assert planned() == whole
     assert 0 < read["output.weight"] - n_whole < n_whole / 4
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tracediff.model.graph import SOURCES, Op
 from tracediff.numerics.evaluate import evaluate
-from tracediff.replay.replay import Known, Replay
+from tracediff.replay.look import Known
+from tracediff.replay.replay import Replay
 from tracediff.result import Cause, Local, OpResult
 from tracediff.trace.format import OpRecord
 from tracediff.trace.ranks import Ranks

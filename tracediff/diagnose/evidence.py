@@ -10,7 +10,7 @@ from torch import Tensor
 from tracediff.diagnose.solve.variant import Read
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
-from tracediff.replay.replay import Known
+from tracediff.replay.look import Known
 from tracediff.result import Place
 
 _SHOWN = 2  # values of a row that a sum runs over

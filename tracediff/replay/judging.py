@@ -13,10 +13,11 @@ import torch
 
 from tracediff.model.model import Model
 from tracediff.names import layer_of
-from tracediff.numerics.arithmetic import scheme_named
+from tracediff.numerics.arithmetic import Scheme, scheme_named
 from tracediff.numerics.kinds import KINDS
+from tracediff.replay.look import Look, look_together
 from tracediff.replay.plan import Plan
-from tracediff.replay.replay import Asked, Looked, Replay, look_together
+from tracediff.replay.replay import Replay
 from tracediff.replay.shapes import misshapen
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
@@ -117,15 +118,11 @@ def _batches(replays: Sequence[Replay], asked: Sequence[tuple[int, OpRecord]]) -
         yield batch
 
 
-def _looked(replays: Sequence[Replay], batch: Sequence[tuple[int, OpRecord]]) -> list[Looked]:
+def _looked(replays: Sequence[Replay], batch: Sequence[tuple[int, OpRecord]]) -> list[dict[Scheme, Look]]:
     """What is seen of each, looked at together where that spares anything."""
-    looked: list[Looked] = [{} for _ in batch]
+    looked: list[dict[Scheme, Look]] = [{} for _ in batch]
     if len(batch) > 1 and KINDS[replays[0].graph[batch[0][1].op].kind].together:
-        places = [
-            (i, Asked(replays[side], record, scheme))
-            for i, (side, record) in enumerate(batch)
-            for scheme in replays[side].asks(record)
-        ]
+        places = [(i, asked) for i, (side, record) in enumerate(batch) for asked in replays[side].asks(record)]
         looks = look_together([asked for _, asked in places]) if places else []
         for (i, asked), look in zip(places, looks, strict=True):
             looked[i][asked.scheme] = look

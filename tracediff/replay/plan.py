@@ -1,24 +1,22 @@
 """The plan: which arithmetic each sort of record was computed in. Made from metadata and a few records, then frozen.
 
 Ops of one sort are computed alike, by one kernel. So the arithmetic is chosen from several records of a sort together,
-by what it leaves of them: one mistake is outvoted. What the plan says of a sort does not depend on the order in which
-records are judged.
+by what it leaves of them (`replay.fitting`): one mistake is outvoted. What the plan says of a sort does not depend on
+the order in which records are judged.
 """
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
-from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import (
-    PLAIN,
     SHARED_BEYOND,
     TILED_FROM,
     UBATCH,
@@ -29,12 +27,9 @@ from tracediff.numerics.arithmetic import (
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.recorded import Recorded
-from tracediff.replay.score import MARGIN, NOTHING, RARER, UNKNOWN, score
-from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 
 _SAMPLES = 3  # records of a sort that choose its arithmetic
-_PROMISING = math.log(100.0)  # of squared error: what leaves so much more of one record is not tried on the next
 
 
 class Sort(NamedTuple):
@@ -196,73 +191,3 @@ def _spread(records: Sequence[OpRecord]) -> list[OpRecord]:
     """A few of these, the middle one first."""
     n = len(records)
     return [records[i] for i in dict.fromkeys(n * (2 * i + 1) // (2 * _SAMPLES) for i in (1, 0, 2))]
-
-
-def settle(schemes: Sequence[Scheme], records: Sequence[OpRecord], look: "Look", enough: float = math.inf) -> Choice:
-    """The arithmetic of these records, which share it. Where none leaves little `enough`, it is not asked what fits.
-
-    What leaves next to nothing of one of them needs no rival. Else those that leave least of all of them are in
-    contention: what an engine does not do adds an error, which the others have no part in, so it leaves more.
-    """
-    if len(schemes) == 1:
-        return Choice(tuple(schemes), True, math.nan)
-    table: dict[Scheme, list[float]] = {scheme: [] for scheme in schemes}
-    for record in records:
-        first, *others = _promising(table)
-        for scheme in (first, *others):
-            within = scheme is first or scheme in PLAIN or look.reaches(record, scheme, first, table[first][-1])
-            table[scheme].append(look.left(record, scheme) if within else table[first][-1])  # about as much
-            if table[scheme][-1] <= NOTHING and look.judged(record, scheme).judgement == "sound":
-                return Choice((scheme,), True, table[scheme][-1])
-    scores = {
-        scheme: median(map(score, figures)) - RARER * place
-        for place, (scheme, figures) in enumerate(table.items())
-        if len(figures) == len(records)
-    }
-    best = max(scores.values())
-    close = sorted((s for s in scores if scores[s] >= best - UNKNOWN - MARGIN), key=lambda s: -scores[s])
-    least = min(min(figures) for figures in table.values())
-    if least > enough:
-        return Choice(tuple(close[:1]), False, least)
-    sound = {s: {r.op for r, left in zip(records, table[s], strict=True) if look.fits(r, s, left)} for s in close}
-    if not any(sound.values()):
-        return Choice(tuple(close[:1]), False, least)
-    # What fits, be it in other records than what leaves less; and what leaves less still, though it does not fit:
-    # between these a record may be undecided.
-    kept: list[Scheme] = []
-    for scheme in close:
-        covered = {op for other in kept for op in sound[other]}
-        if sound[scheme] - covered or not covered:
-            kept.append(scheme)
-    return Choice(tuple(kept), True, least)
-
-
-def _promising(table: Mapping[Scheme, list[float]]) -> list[Scheme]:
-    """All schemes for the first record; for the next those that left about as little of it as the best did."""
-    scores = {scheme: median(map(score, figures)) for scheme, figures in table.items() if figures}
-    if not scores:
-        return [*table]
-    return [scheme for scheme in scores if scheme in PLAIN or scores[scheme] >= max(scores.values()) - _PROMISING]
-
-
-class Look(Protocol):
-    """Looks at records under schemes."""
-
-    def left(self, record: OpRecord, scheme: Scheme) -> float:
-        """NMSE that the scheme leaves; without noise."""
-
-    def judged(self, record: OpRecord, scheme: Scheme) -> Local:
-        """The same beside its floor."""
-
-    def reaches(self, record: OpRecord, scheme: Scheme, first: Scheme, left: float) -> bool:
-        """Whether the record may be sound under the scheme, where `left` is left under the first."""
-
-    def fits(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
-        """Whether the record is sound under the scheme."""
-
-
-def plain_first(candidates: Sequence[Scheme], best: Scheme, elsewhere: Container[Scheme]) -> list[Scheme]:
-    """Where no arithmetic is settled: the one that leaves least, those that most engines have, and what this one was
-    seen to have `elsewhere`: who holds the embedding in int8 holds other weights so.
-    """
-    return list(dict.fromkeys((best, *(scheme for scheme in candidates if scheme in PLAIN or scheme in elsewhere))))

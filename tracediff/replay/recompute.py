@@ -96,9 +96,9 @@ class Recomputation:
     """
 
     def __init__(self, recorded: Recorded, graph: Graph, weights: Weights, n_samples: int = _SAMPLES) -> None:
-        self._recorded = recorded
-        self._graph = graph
-        self._weights = weights
+        self.recorded = recorded
+        self.graph = graph
+        self.weights = weights
         self._n_samples = n_samples
         self.has_noise = n_samples > 0
         self._segments = Segments(Patterns(recorded.trace), graph)
@@ -124,13 +124,13 @@ class Recomputation:
         What was recorded is kept, and of ops before these what was recomputed with as many samples.
         """
         other = copy(self)
-        other._graph = self._graph.changed(*ops)
-        other._segments = self._segments.changed(other._graph)
+        other.graph = self.graph.changed(*ops)
+        other._segments = self._segments.changed(other.graph)
         other._cached = self._cached | {name for op in ops for name, past in op.reads if past}
         other._n_samples, other.has_noise = n_samples, n_samples > 0
         other._changes = (*self._changes, *ops)
         other._pasts = self._kept.of(other._changes, n_samples)
-        after = self._graph.after(op.name for op in ops) if n_samples == self._n_samples else None
+        after = self.graph.after(op.name for op in ops) if n_samples == self._n_samples else None
         other._unchanged = None if after is None else (self, after)
         other._values = {
             key: value
@@ -151,7 +151,7 @@ class Recomputation:
             none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
             return Recomputed(y, Noise(none, none), Noise(none, none), inputs=tuple(exact.inputs))
         terms = self._terms_of_ranks(making, exact.energy.value)  # before it is used up
-        own = noise(op, exact.inputs, y, self._weights, exact.energy, exact.arithmetic, making.storage)
+        own = noise(op, exact.inputs, y, self.weights, exact.energy, exact.arithmetic, making.storage)
         if terms is not None:
             own = replace(own, sigma=torch.sqrt(own.sigma.square() + terms.reshape(own.sigma.shape)))
         error, signal = exact.energy.requantised
@@ -168,28 +168,28 @@ class Recomputation:
         matmul are not recorded; their squares add up to its energy, but for chance.
         """
         op, step = making.op, making.step
-        n, dtype = self._recorded.summed(step, op)
+        n, dtype = self.recorded.summed(step, op)
         if not n:
             return None
         if op.kind == "linear":
             return energy * (UNIT[dtype] ** 2 * n / 3) if dtype in ("f16", "bf16") and energy is not None else None
-        sizes, unit = self._recorded.sizes(step, making.rows), UNIT[dtype]
-        each = [self._recorded.squares(step, name, making.rows) for name in op.inputs]
+        sizes, unit = self.recorded.sizes(step, making.rows), UNIT[dtype]
+        each = [self.recorded.squares(step, name, making.rows) for name in op.inputs]
         squares = [seen(v, *sizes, x) if v else x for v, x in zip(op.seen, each, strict=True) if x is not None]
         return torch.stack(squares).sum(0) * (unit**2 * n / 3) if squares else None
 
     def _making(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> "_Making":
         """The calls that make an op's output for these tokens: of the inputs as they are, and of their samples."""
-        inputs, arithmetic = self.inputs(step, op, scheme, rows), arithmetic_of(op, scheme, self._weights)
+        inputs, arithmetic = self.inputs(step, op, scheme, rows), arithmetic_of(op, scheme, self.weights)
         exact = [value.exact for value in inputs]
         random = torch.Generator()
         if not self.has_noise:
-            return _Making(step, rows, op, storage, random, [call_of(op, exact, self._weights, arithmetic)])
+            return _Making(step, rows, op, storage, random, [call_of(op, exact, self.weights, arithmetic)])
         random.manual_seed(_seed(step, op.name))
-        calls = [call_of(op, exact, self._weights, arithmetic, Energy())]
+        calls = [call_of(op, exact, self.weights, arithmetic, Energy())]
         for i in range(self._n_samples if any(value.samples for value in inputs) else 0):
             sampled, rounded = [value.sample(i) for value in inputs], self._rounded(inputs, random)
-            calls.append(call_of(op, sampled, self._weights, arithmetic, rounded=rounded))
+            calls.append(call_of(op, sampled, self.weights, arithmetic, rounded=rounded))
         return _Making(step, rows, op, storage, random, calls)
 
     def _rounded(self, inputs: list[Value], random: torch.Generator) -> Rounded:
@@ -211,9 +211,9 @@ class Recomputation:
     def inputs(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> list[Value]:
         """What the op reads, in its order: of these tokens of the step, or of all tokens so far."""
         if op.kind == "state":
-            before = self._recorded.before(step)
+            before = self.recorded.before(step)
             parts = [self._value((before, name, None), scheme) for name in op.inputs] if before is not None else []
-            return [_applied(lambda *parts: state(op, parts, self._weights.device), parts)]
+            return [_applied(lambda *parts: state(op, parts, self.weights.device), parts)]
         values = [
             self._left_of(step, name)
             if past == "before"
@@ -222,14 +222,14 @@ class Recomputation:
             else self._value((step, name, rows), scheme)
             for name, past in op.reads
         ]
-        sizes = self._recorded.sizes(step, rows)
+        sizes = self.recorded.sizes(step, rows)
         pairs = zip(values, op.seen, strict=True)
         return [_applied(partial(seen, view, *sizes), [value]) if view else value for value, view in pairs]
 
-    def recorded(self, record: OpRecord, channels: slice | None = None) -> Tensor:
+    def values(self, record: OpRecord, channels: slice | None = None) -> Tensor:
         """The record's own values. All of them are kept, for the next op reads them; some `channels` are not."""
         if channels is not None:
-            return self._recorded.values(record, channels=channels)
+            return self.recorded.values(record, channels=channels)
         place = record.step, record.op, record.rows
         if (place, "") not in self._values:
             self._values[place, ""] = self._recorded_value(place)
@@ -245,11 +245,9 @@ class Recomputation:
         handed = [key for key in self._values if key[1] and key[0][1] in self._states]
         last: dict[int, int] = {}  # of each sequence
         for (step, _, _), _ in handed:
-            of = self._recorded.sequence(step)
-            last[of] = max(last.get(of, 0), self._recorded.n_until(step))
-        handed = [
-            key for key in handed if self._recorded.n_until(s := key[0][0]) >= last[self._recorded.sequence(s)] - 1
-        ]
+            of = self.recorded.sequence(step)
+            last[of] = max(last.get(of, 0), self.recorded.n_until(step))
+        handed = [key for key in handed if self.recorded.n_until(s := key[0][0]) >= last[self.recorded.sequence(s)] - 1]
         self._values = {key: self._values[key] for key in (*handed, *recent)}
         self._n_kept = len(self._values)
 
@@ -264,15 +262,15 @@ class Recomputation:
             self._values = {
                 key: value
                 for key, value in self._values.items()
-                if not key[1] or key[0][1] in self._states or self._graph[key[0][1]].kind == "add"
+                if not key[1] or key[0][1] in self._states or self.graph[key[0][1]].kind == "add"
             }
 
     def _past(self, step: int, name: str, scheme: Scheme) -> Past:
         """Where the value of all steps of the step's sequence is kept: where nothing lacks the same under every scheme
         and change.
         """
-        sequence = self._recorded.sequence(step)
-        if self._recorded.always_holds(name):
+        sequence = self.recorded.sequence(step)
+        if self.recorded.always_holds(name):
             exact = self._exact.setdefault((name, sequence), Growing())
             return self._held.setdefault((name, sequence, self._n_samples), Past(exact))
         if self._unchanged and name not in self._unchanged[1]:
@@ -282,32 +280,32 @@ class Recomputation:
     def _so_far(self, step: int, name: str, scheme: Scheme) -> Value:
         """The value of all tokens so far."""
         past = self._past(step, name, scheme)
-        for number in self._recorded.until(step, len(past)):
+        for number in self.recorded.until(step, len(past)):
             past.append(self._value((number, name, None), scheme))
-        return past.until(self._recorded.n_until(step))
+        return past.until(self.recorded.n_until(step))
 
     def _left_of(self, step: int, name: str) -> Value:
         """What is left in a buffer of the value in earlier steps, as far as these were recorded."""
-        places = [(number, name, None) for number in self._recorded.until(step)[:-1]]
-        return Value(in_buffer([self._recorded.value(place) for place in places if self._recorded.holds(place)]))
+        places = [(number, name, None) for number in self.recorded.until(step)[:-1]]
+        return Value(in_buffer([self.recorded.value(place) for place in places if self.recorded.holds(place)]))
 
     def _value(self, place: Place, scheme: Scheme) -> Value:
         """A value as the trace recorded it, or recomputed under the scheme from what it recorded."""
-        if not self._recorded.holds(place) and self._key(place, scheme) not in self._values:
+        if not self.recorded.holds(place) and self._key(place, scheme) not in self._values:
             self._catch_up(place, scheme)
         return self._in_step(place, scheme)
 
     def _catch_up(self, place: Place, scheme: Scheme) -> None:
         """Recompute what the value reads of the steps before it: one by one, as the engine ran them."""
         step, name, rows = place
-        segment = self._segments.of(step, self._graph[name], rows)
+        segment = self._segments.of(step, self.graph[name], rows)
         pasts = {name: self._past(step, name, scheme) for name in segment if name in self._cached}
         states = [name for name in segment if name in self._states]
-        n_before = self._recorded.n_until(step) - 1
+        n_before = self.recorded.n_until(step) - 1
         done = min([n_before, *map(len, pasts.values()), *(self._handed(name, scheme, step) for name in states)])
-        for number in self._recorded.until(step, done)[:-1]:
+        for number in self.recorded.until(step, done)[:-1]:
             for name, past in pasts.items():
-                if len(past) < self._recorded.n_until(number):
+                if len(past) < self.recorded.n_until(number):
                     past.append(self._in_step((number, name, None), scheme))
             for name in states:
                 self._in_step((number, name, None), scheme)
@@ -315,17 +313,17 @@ class Recomputation:
 
     def _handed(self, name: str, scheme: Scheme, step: int) -> int:
         """Until which step before this one what a state hands on is at hand: how many steps."""
-        before = self._recorded.before(step)
-        if before is not None and self._recorded.holds((before, name, None)):
-            return self._recorded.n_until(before)
-        sequence = self._recorded.sequence(step)
+        before = self.recorded.before(step)
+        if before is not None and self.recorded.holds((before, name, None)):
+            return self.recorded.n_until(before)
+        sequence = self.recorded.sequence(step)
         steps = (at for (at, held, _), of in self._values if held == name and of == scheme.name and at < step)
-        return max((self._recorded.n_until(at) for at in steps if self._recorded.sequence(at) == sequence), default=0)
+        return max((self.recorded.n_until(at) for at in steps if self.recorded.sequence(at) == sequence), default=0)
 
     def _in_step(self, place: Place, scheme: Scheme) -> Value:
         """The value, when all that it reads of the steps before is there."""
         key = self._key(place, scheme)
-        if key not in self._values and self._recorded.holds(place):
+        if key not in self._values and self.recorded.holds(place):
             self._values[key] = self._recorded_value(place)
         for missing in self._unrecorded(place, scheme):
             self._values[self._key(missing, scheme)] = self._recompute(missing, scheme)
@@ -333,8 +331,8 @@ class Recomputation:
 
     def _recorded_value(self, place: Place) -> Value:
         """A recorded value. One that was rounded on the way to the file has samples of what the engine had instead."""
-        value = self._recorded.value(place)
-        lost = self._recorded.lost(place, value) if self.has_noise else None
+        value = self.recorded.value(place)
+        lost = self.recorded.lost(place, value) if self.has_noise else None
         if lost is None:
             return Value(value)
         random, half = torch.Generator().manual_seed(_seed(*place[:2])), rounding_named(lost).step(value) / 2
@@ -345,7 +343,7 @@ class Recomputation:
         stack = [(place, False)]
         while stack:
             place, inputs_are_there = stack.pop()
-            if self._recorded.holds(place) or self._key(place, scheme) in self._values:
+            if self.recorded.holds(place) or self._key(place, scheme) in self._values:
                 continue
             if inputs_are_there:
                 yield place
@@ -355,24 +353,24 @@ class Recomputation:
     def _reads(self, place: Place, scheme: Scheme) -> Iterator[Place]:
         """What is read for a value, the last first; of all steps so far those that are not there."""
         step, name, rows = place
-        op, before = self._graph[name], self._recorded.before(step)
+        op, before = self.graph[name], self.recorded.before(step)
         for read, past in reversed(op.reads):
             if op.kind == "state":
                 yield from () if before is None else ((before, read, None),)
             elif past == "before":
                 continue
             elif past:
-                missing = self._recorded.until(step, len(self._past(step, read, scheme)))
+                missing = self.recorded.until(step, len(self._past(step, read, scheme)))
                 yield from ((number, read, None) for number in missing)
             else:
                 yield step, read, rows
 
     def _key(self, place: Place, scheme: Scheme) -> tuple[Place, str]:
-        return place, "" if self._recorded.holds(place) else scheme.name
+        return place, "" if self.recorded.holds(place) else scheme.name
 
     def _recompute(self, place: Place, scheme: Scheme) -> Value:
         step, name, rows = place
-        making = self._making(step, self._graph[name], scheme, self._recorded.storage(step), rows)
+        making = self._making(step, self.graph[name], scheme, self.recorded.storage(step), rows)
         made = self._made(making, evaluate_together(making.calls))
         before = made.samples or (made.exact,) * self._n_samples
         if KINDS[making.op.kind].picks:  # what is chosen has no noise: its scores have it

@@ -27,7 +27,8 @@ from tracediff.model.graph import Op, Past
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import arithmetic_of, evaluate
-from tracediff.replay.replay import Known, Replay
+from tracediff.replay.look import Known
+from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
 
 _LEFT = 1e-4  # of the error: what leaves more is not looked at closely

@@ -1,0 +1,229 @@
+"""Which arithmetic fits: what each scheme leaves of records, and how far schemes take them from one another.
+
+By the model's ops, or were some of them others: the same for a hypothesis.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+from tracediff.model.graph import Op
+from tracediff.numerics.arithmetic import PLAIN, Scheme
+from tracediff.replay.look import Look, has_parts, look
+from tracediff.replay.plan import Choice, Planner
+from tracediff.replay.recompute import Recomputation
+from tracediff.replay.residual import ratio
+from tracediff.replay.score import MARGIN, NOTHING, RARER, UNKNOWN, judge, lead, score
+from tracediff.result import Local
+from tracediff.trace.format import OpRecord
+
+_PROMISING = math.log(100.0)  # of squared error: what leaves so much more of one record is not tried on the next
+# Where one large value makes most of the noise, two samples show less than a hundredth of it in one record of a
+# hundred; sixteen never do. What exceeds its bound that far is beyond such accidents.
+_MORE_SAMPLES, _FAR = 16, 100.0
+# What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
+# was 0.55 to 2.8 times that in llama.cpp's records.
+_AS_FAR = 5.0
+
+
+class Fitting:
+    """The records of one trace under schemes. What was seen of a record is kept."""
+
+    def __init__(self, recomputation: Recomputation, planner: Planner) -> None:
+        self._recomputation = recomputation
+        self._planner = planner
+        self._without_noise: tuple[OpRecord, Recomputation] | None = None
+        self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
+        self._looks: dict[tuple[OpRecord, Scheme], Look] = {}
+
+    def settle(self, schemes: Sequence[Scheme], records: Sequence[OpRecord], enough: float = math.inf) -> Choice:
+        """The arithmetic of these records, which share it. Where none leaves little `enough`, it is not asked what
+        fits.
+
+        What leaves next to nothing of one of them needs no rival. Else those that leave least of all of them are in
+        contention: what an engine does not do adds an error, which the others have no part in, so it leaves more.
+        """
+        if len(schemes) == 1:
+            return Choice(tuple(schemes), True, math.nan)
+        table: dict[Scheme, list[float]] = {scheme: [] for scheme in schemes}
+        for record in records:
+            first, *others = _promising(table)
+            for scheme in (first, *others):
+                within = scheme is first or scheme in PLAIN or self._reaches(record, scheme, first, table[first][-1])
+                table[scheme].append(self._left(record, scheme) if within else table[first][-1])  # about as much
+                if table[scheme][-1] <= NOTHING and self._judged(record, scheme).judgement == "sound":
+                    return Choice((scheme,), True, table[scheme][-1])
+        scores = {
+            scheme: median(map(score, figures)) - RARER * place
+            for place, (scheme, figures) in enumerate(table.items())
+            if len(figures) == len(records)
+        }
+        best = max(scores.values())
+        close = sorted((s for s in scores if scores[s] >= best - UNKNOWN - MARGIN), key=lambda s: -scores[s])
+        least = min(min(figures) for figures in table.values())
+        if least > enough:
+            return Choice(tuple(close[:1]), False, least)
+        sound = {s: {r.op for r, left in zip(records, table[s], strict=True) if self._fits(r, s, left)} for s in close}
+        if not any(sound.values()):
+            return Choice(tuple(close[:1]), False, least)
+        # What fits, be it in other records than what leaves less; and what leaves less still, though it does not fit:
+        # between these a record may be undecided.
+        kept: list[Scheme] = []
+        for scheme in close:
+            covered = {op for other in kept for op in sound[other]}
+            if sound[scheme] - covered or not covered:
+                kept.append(scheme)
+        return Choice(tuple(kept), True, least)
+
+    def best_of(self, record: OpRecord, schemes: Sequence[Scheme], looked: Mapping[Scheme, Look] = {}) -> Local:
+        """The record judged under several schemes together; `looked` is what was seen already under some."""
+        looks = [looked.get(scheme) or self.closely(record, scheme) for scheme in schemes]
+        leads = lead(one for seen in looks for one in seen.explanations())
+        judgement = judge(leads)
+        blind = judgement == "sound" and all(seen.local.judgement != "sound" for seen in looks)
+        alike = [seen.local for seen in looks if seen.local.faulty == (judgement == "faulty")]
+        return replace((alike or [looks[0].local])[0], judgement="undecided" if blind else judgement, lead=leads)
+
+    def closely(self, record: OpRecord, scheme: Scheme) -> Look:
+        """The record under a scheme, with noise from more samples where a few do not cover it."""
+        key = record, scheme
+        if key not in self._looks:
+            seen = look(self._recomputation, record, scheme)
+            if len(seen.local.segment) > 1 and seen.local.faulty and seen.local.excess <= _FAR:
+                seen = look(self._recomputation.changed((), _MORE_SAMPLES), record, scheme)
+            self._looks[key] = seen
+        return self._looks[key]
+
+    def first_look(self, record: OpRecord, ops: Sequence[Op], scheme: Scheme) -> Local:
+        """The record if these ops were as given, without noise; what is computed before them is taken from other
+        hypotheses.
+        """
+        unchanged = self.without_noise(record)
+        unchanged.inputs(record.step, unchanged.graph[record.op], scheme, record.rows)
+        unchanged.keep_waists()
+        return look(unchanged.changed(ops, n_samples=0), record, scheme).local
+
+    def without_noise(self, record: OpRecord) -> Recomputation:
+        """What hypotheses of a record have in common: they differ from it in some ops and all after these."""
+        if self._without_noise is None or self._without_noise[0] is not record:
+            self._without_noise = record, self._recomputation.changed((), n_samples=0)
+        return self._without_noise[1]
+
+    def in_reach(self, record: OpRecord, plain: Scheme, left: float, enough: float) -> Sequence[Scheme]:
+        """The schemes that may leave no more than `enough`, where the `plain` one leaves so much.
+
+        What a scheme rounds takes it only so far from the plain values (triangle inequality of the RMS).
+        """
+        short, candidates = math.sqrt(left) - math.sqrt(enough), self._planner.candidates(record)
+        if short <= 0:
+            return candidates
+        return [s for s in candidates if short <= math.sqrt(_AS_FAR * self._apart(record, plain, s))]
+
+    def _left(self, record: OpRecord, scheme: Scheme) -> float:
+        """NMSE that the scheme leaves of the record, or of a part of a large one; without its noise."""
+        unchanged = self.without_noise(record)
+        left = look(unchanged, record, scheme, self._glances_at(record)).local.nmse
+        unchanged.keep_waists()
+        return left
+
+    def _judged(self, record: OpRecord, scheme: Scheme) -> Local:
+        """The record under a scheme, beside its floor; or a part of a large one."""
+        if self._glances_at(record):
+            return look(self._recomputation, record, scheme, glance=True).local
+        return self.closely(record, scheme).local
+
+    def _glances_at(self, record: OpRecord) -> bool:
+        """Whether a part of the record tells its arithmetic, for it is large; no rank hides in it."""
+        alone = not self._planner.is_segment(record) and self._recomputation.recorded.trace.own(record) is None
+        return alone and has_parts(self._recomputation, record)
+
+    def _reaches(self, record: OpRecord, scheme: Scheme, first: Scheme, left: float) -> bool:
+        """Whether the record may be sound under the scheme, where `left` is left under the first.
+
+        What fits leaves at most `_AS_FAR` times the distance between the two, so the first leaves no more than both
+        together (triangle inequality of the RMS).
+        """
+        if not self._planner.is_segment(record):
+            return True
+        return math.sqrt(left) <= (1 + math.sqrt(_AS_FAR)) * math.sqrt(self._apart(record, first, scheme))
+
+    def _fits(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
+        """Whether the record is sound under the scheme.
+
+        The noise of a segment is of what the scheme rounds: where that takes replay far less from the plain values than
+        the engine is off, there is no need to look.
+        """
+        if self._planner.is_segment(record) and scheme not in PLAIN:
+            plain = next(other for other in self._planner.candidates(record) if other != scheme)
+            if left > _AS_FAR * self._apart(record, plain, scheme):
+                return False
+        return self.near(record, scheme, left) and self._judged(record, scheme).judgement == "sound"
+
+    def near(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
+        """Whether what is left may be within the floor, as far as may be told without a look: of a hypothesis."""
+        return True
+
+    def _apart(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
+        """NMSE of the op under scheme `b` against the op under `a`."""
+        key = record, a, b
+        if key not in self._distances:
+            self._distances[key] = self._distance(*key)
+        return self._distances[key]
+
+    def _distance(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
+        unchanged = self.without_noise(record)
+        op = unchanged.graph[record.op]
+        x, y = (unchanged.op(record.step, op, scheme, "f64", record.rows).exact for scheme in (a, b))
+        unchanged.keep_waists()
+        finite = x.isfinite() & y.isfinite()
+        x, y = x[finite], y[finite]
+        return ratio(float((y - x).square().sum()), float(x.square().sum()))
+
+
+class Supposed(Fitting):
+    """The same, if the engine computed some ops as given: a hypothesis, beside what is `right`.
+
+    A mistake makes all roundings before it count more, or less: how far schemes are apart is estimated.
+    """
+
+    def __init__(self, right: Fitting, ops: Sequence[Op]) -> None:
+        super().__init__(right._recomputation.changed(ops), right._planner)
+        self._right = right
+        self._amplifications: dict[tuple[OpRecord, Scheme], float] = {}
+
+    def near(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
+        """By the floor of the record without the hypothesis.
+
+        What is next to nothing may: beside values that a mistake makes far larger all roundings look less.
+        """
+        if left <= NOTHING or not self._planner.is_segment(record):
+            return True
+        floor = self._right._judged(record, scheme).floor
+        amplified = self._amplified(record, self._planner.candidates(record)[0])
+        return not amplified or left <= _AS_FAR * floor * amplified
+
+    def _glances_at(self, record: OpRecord) -> bool:
+        return False
+
+    def _distance(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
+        return self._right._apart(record, a, b) * self._amplified(record, a)
+
+    def _amplified(self, record: OpRecord, a: Scheme) -> float:
+        """How many times further than without the hypothesis the coarsest scheme takes the op from scheme `a`; 0 where
+        all leave it where it is.
+        """
+        if (record, a) not in self._amplifications:
+            apart = {b: self._right._apart(record, a, b) for b in self._planner.candidates(record)}
+            coarsest = max(apart, key=lambda b: apart[b])
+            measured = super()._distance(record, a, coarsest) if apart[coarsest] else 0.0
+            self._amplifications[record, a] = ratio(measured, apart[coarsest])
+        return self._amplifications[record, a]
+
+
+def _promising(table: Mapping[Scheme, list[float]]) -> list[Scheme]:
+    """All schemes for the first record; for the next those that left about as little of it as the best did."""
+    scores = {scheme: median(map(score, figures)) for scheme, figures in table.items() if figures}
+    if not scores:
+        return [*table]
+    return [scheme for scheme in scores if scheme in PLAIN or scores[scheme] >= max(scores.values()) - _PROMISING]

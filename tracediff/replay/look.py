@@ -1,0 +1,229 @@
+"""One record looked at under one scheme: what replay leaves of it, beside what honest arithmetic may.
+
+A pure function of the record, the scheme and what recomputes it: the model's ops, or those of a hypothesis.
+"""
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from tracediff.model.graph import Op
+from tracediff.numerics.arithmetic import Arithmetic, Scheme
+from tracediff.numerics.evaluate import arithmetic_of, in_words_of
+from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.roundings import rounding_named
+from tracediff.replay.recompute import Recomputation, Recomputed, made_together, picked
+from tracediff.replay.residual import Residual, measure, ratio, turned
+from tracediff.replay.score import BLIND, NOTHING, SHAPE, UNKNOWN, Explanation
+from tracediff.replay.storage import stored_as
+from tracediff.replay.strips import strips
+from tracediff.result import Judgement, Local, Strip, Worst
+from tracediff.trace.format import OpRecord
+
+_TYPED = ("linear", "linear_id", "embedding")  # kinds whose first weight has a type worth telling
+_PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A record to be looked at under a scheme, and what recomputes the ops of its trace."""
+
+    by: Recomputation
+    record: OpRecord
+    scheme: Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A record under one scheme: what is left, what is expected to be, and what a factor or an offset would leave."""
+
+    local: Local
+    noise: float  # NMSE, as is the other
+    shaped: float
+
+    def explanations(self) -> Iterator[Explanation]:
+        """What the record may be by this scheme: sound or mistaken, or off by a factor or an offset."""
+        sound = self.local.judgement != "faulty"
+        yield (
+            Explanation(self.local.nmse, True, noise=self.noise)
+            if sound
+            else Explanation(self.local.nmse, False, UNKNOWN)
+        )
+        # Of next to nothing, the error of one row's sum of squares is a factor as well.
+        if not (sound and self.local.nmse <= NOTHING):
+            yield Explanation(self.shaped, False, SHAPE)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was recorded of an op, what it should be and how far an honest engine may be off, the op's inputs, and the
+    arithmetic. All float64.
+    """
+
+    recorded: Tensor
+    exact: Tensor
+    bound: Tensor
+    inputs: tuple[Tensor, ...]
+    arithmetic: Arithmetic
+
+
+def known(by: Recomputation, record: OpRecord, scheme: Scheme) -> Known:
+    """All that is known of a record's op by itself, under this arithmetic."""
+    op = by.graph[record.op]
+    read = tuple(value.exact for value in by.inputs(record.step, op, scheme, record.rows))
+    made = by.op(record.step, op, scheme, record.dtype or "f32", record.rows)
+    recorded, bound = by.recorded.values(record).reshape(made.exact.shape), made.bound()
+    hidden = _hidden(by, record, op)
+    if hidden is not None:
+        bound = bound.masked_fill(hidden, math.inf)
+    if (others := _others(by, record, recorded)) is not None:
+        recorded = torch.where(others, made.exact, recorded)
+    return Known(recorded, made.exact, bound, read, arithmetic_of(op, scheme, by.weights))
+
+
+def look(by: Recomputation, record: OpRecord, scheme: Scheme, glance: bool = False) -> Look:
+    """The record under a scheme; at a `glance` the first part of a large one."""
+    return look_together([Asked(by, record, scheme)], glance)[0]
+
+
+def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
+    """Records of one op, be they of several steps and traces, each under a scheme: its weight is read once for all."""
+    op = asked[0].by.graph[asked[0].record.op]
+    storages: list[str] = []
+    residuals: list[list[Residual]] = [[] for _ in asked]
+    made: list[Recomputed] = []
+    parts = _parts(op, [one.by.recorded.shape(one.record, one.record.rows) for one in asked])
+    for channels in islice(parts, 1) if glance else parts:
+        part = op.channels(channels) if channels else op
+        values = [one.by.values(one.record, channels) for one in asked]
+        storages = storages or [stored_as(x, a.record.dtype or "f32") for x, a in zip(values, asked, strict=True)]
+        made = made_together(
+            part,
+            [
+                (one.by, one.record.step, one.scheme, storage, one.record.rows)
+                for one, storage in zip(asked, storages, strict=True)
+            ],
+        )
+        for one, x, y, of in zip(asked, values, made, residuals, strict=True):
+            of.append(_residual(one, part, x, y))
+    return [
+        _look(one, storage, last, reduce(operator.add, of))
+        for one, storage, last, of in zip(asked, storages, made, residuals, strict=True)
+    ]
+
+
+def has_parts(by: Recomputation, record: OpRecord) -> bool:
+    """Whether the record is so large that it is looked at in parts."""
+    return next(_parts(by.graph[record.op], [by.recorded.shape(record, record.rows)])) is not None
+
+
+def _parts(op: Op, shapes: Sequence[tuple[int, ...]]) -> Iterator[slice | None]:
+    """The channels of an op's outputs in parts, where they are large and made channel by channel; None for all."""
+    whole = op.kind != "linear" or op.function or op.rework or any(w.read for w in op.weights)
+    n_tokens, n = sum(shape[0] for shape in shapes), shapes[0][-1]
+    if whole or len(shapes[0]) != 2 or n_tokens * n <= _PART:
+        yield None
+        return
+    step = max(1, _PART // n_tokens)
+    yield from (slice(at, min(at + step, n)) for at in range(0, n, step))
+
+
+def _residual(asked: Asked, op: Op, recorded: Tensor, made: Recomputed) -> Residual:
+    """What is left of an op or of a part of it."""
+    by, record, scheme = asked.by, asked.record, asked.scheme
+    if pick := KINDS[op.kind].picks:
+        scores = by.inputs(record.step, op, scheme, record.rows)[0]
+        recorded, made = pick(scores.exact, recorded), picked(made, scores, pick)
+    first = op.weights[0].first - by.graph[op.name].weights[0].first if op.kind == "linear" else 0
+    residual = measure(recorded, made, _hidden(by, record, op), by.is_supposed, _others(by, record, recorded, first))
+    passes = residual.excess <= 1 and residual.error <= made.margin * residual.noise
+    if by.has_noise and not passes and op.kind == "linear" and len(made.segment) == 1:
+        x = by.inputs(record.step, op, scheme, record.rows)[0].exact
+        other_way = turned(op, x, recorded, made, arithmetic_of(op, scheme, by.weights).operands, by.weights)
+        if other_way is not None:
+            residual = replace(measure(recorded, replace(made, exact=other_way[0])), flips=other_way[1])
+    return replace(residual, worst=_placed(residual.worst, record, op))
+
+
+def _look(asked: Asked, storage: str, made: Recomputed, whole: Residual) -> Look:
+    """What was seen of the record; `made` is the last part of its op."""
+    by, record, scheme = asked.by, asked.record, asked.scheme
+    op, on_the_way = by.graph[record.op], by.recorded.on_the_way.get(storage)
+    nmse, noise = ratio(whole.error, whole.signal), ratio(whole.noise, whole.signal)
+    floor = made.margin * noise
+    # A table's rows that were rounded on the way to the file look as if the table were.
+    rounding = [o for o in map(by.graph.__getitem__, made.segment) if not (on_the_way and o.kind == "embedding")]
+    local = Local(
+        nmse=nmse,
+        floor=floor,
+        excess=whole.excess,
+        worst=whole.worst,
+        arithmetic=in_words_of(rounding, scheme, by.weights),
+        segment=made.segment,
+        judgement=_covered(nmse, floor, whole.excess),
+        flips=whole.flips,
+        sharpness=min(math.sqrt(floor), whole.sharpness),
+        limit=NOTHING if floor > BLIND else None,
+        weight_type=by.weights.type_of(op.weights[0]) if op.kind in _TYPED else None,
+        stored=None if on_the_way else _stored(storage, made.exact),
+        told=on_the_way is False,
+        weights_nmse=made.weights_nmse,
+        one_token=len(by.recorded.trace.steps[record.step].tokens) == 1,
+        strips=_strips(by, op, whole),
+    )
+    # What tensor cores cut off of sums of one sign is a factor as well.
+    shaped = whole.error if arithmetic_of(op, scheme, by.weights).truncates else whole.shaped
+    return Look(local, noise, ratio(shaped, whole.signal))
+
+
+def _covered(nmse: float, floor: float, excess: float) -> Judgement:
+    """What a floor alone says."""
+    if not (excess <= 1.0 and nmse <= floor):
+        return "faulty"
+    return "undecided" if floor > BLIND and nmse > NOTHING else "sound"
+
+
+def _stored(storage: str, exact: Tensor) -> str | None:
+    """The type that these values were rounded to, where that is shorter than float32 and changes them."""
+    rounded = storage in ("f16", "bf16") and not torch.equal(rounding_named(storage)(exact), exact)
+    return storage if rounded else None
+
+
+def _strips(by: Recomputation, op: Op, whole: Residual) -> tuple[Strip, ...]:
+    """Where it is off; of values that attention weighted, whose heads lie side by side, by head as well."""
+    if whole.excess <= 1 or by.is_supposed:
+        return ()
+    names = KINDS[op.kind].axis_names(op, len(whole.along))
+    heads = by.graph[op.inputs[0]].axes[0] if op.kind == "weighted_values" else None
+    return strips(whole.along, names, heads if isinstance(heads, int) else None)
+
+
+def _hidden(by: Recomputation, record: OpRecord, op: Op) -> Tensor | None:
+    """What the causal mask hides does not count: scores, bool [T, S]. None of other ops, and without a cache."""
+    masked = op.kind == "scores" and any(op.past)
+    return by.recorded.hidden(record.step, record.rows) if masked else None
+
+
+def _others(by: Recomputation, record: OpRecord, values: Tensor, first: int = 0) -> Tensor | None:
+    """Which of a record's values, or of its channels from `first` on, other ranks answer for; None for none."""
+    own = by.recorded.trace.own(record)
+    if own is None:
+        return None
+    others = torch.ones(record.shape, dtype=torch.bool, device=values.device)
+    for at in own:
+        others[at] = False
+    if others.numel() != values.numel():
+        others = others.flatten(1)[:, first : first + values.shape[-1]]
+    return others.reshape(values.shape)
+
+
+def _placed(worst: Worst, record: OpRecord, op: Op) -> Worst:
+    """The coordinate in the whole output: of all its channels and of the step's tokens."""
+    first = op.weights[0].first if op.kind == "linear" else 0
+    return replace(worst, at=record.place((*worst.at[:-1], worst.at[-1] + first), record.rows))
