@@ -22,7 +22,7 @@ from tracediff.numerics.kinds.kind import Energy
 from tracediff.pipeline import Effort, compare_traces
 from tracediff.replay import look
 from tracediff.replay.judging import Subject, judge_all, replays_of
-from tracediff.replay.recompute import Recomputed
+from tracediff.replay.making import Recomputed
 from tracediff.replay.replay import Replay
 from tracediff.replay.residual import measure
 from tracediff.report.json_report import render

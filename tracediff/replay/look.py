@@ -18,7 +18,8 @@ from tracediff.numerics.arithmetic import Arithmetic, Scheme
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
-from tracediff.replay.recompute import Recomputation, Recomputed, made_together, picked
+from tracediff.replay.making import Recomputed, picked
+from tracediff.replay.recompute import Recomputation, made_together
 from tracediff.replay.residual import Residual, measure, ratio, turned
 from tracediff.replay.score import BLIND, NOTHING, SHAPE, UNKNOWN, Explanation
 from tracediff.replay.storage import stored_as

@@ -1,93 +1,32 @@
-"""Ops recomputed from what a trace holds.
+"""The values that ops are recomputed from: what a trace holds, and what has to be recomputed before, in which order.
 
 Where an input was not recorded it is recomputed too, from the nearest recorded ancestors: a segment of the graph.
-The noise that honest arithmetic makes on the way is carried along in samples, values with that noise added.
 """
 
-import math
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
 
-import torch
 from torch import Tensor
 
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.buffers import in_buffer
-from tracediff.numerics.evaluate import arithmetic_of, call_of, evaluate_together, noise, rounding
-from tracediff.numerics.floors import UNIT, Noise
+from tracediff.numerics.evaluate import arithmetic_of, evaluate_together
 from tracediff.numerics.growing import Growing
-from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.kinds.kind import Call, Energy, Rounded
-from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.views import seen, state
+from tracediff.replay.making import Making, Recomputed, applied, calls_of, numbers_of, unrounded
 from tracediff.replay.past import Kept, Past, Value
 from tracediff.replay.recorded import Place, Recorded
 from tracediff.replay.segments import Patterns, Segments
 from tracediff.trace.format import OpRecord, Rows
 
-# Noise through a segment is known from samples of it, not from a formula: its spread is that uncertain.
-_SAMPLES, _SEGMENT_MARGIN = 2, 16.0
-_TURNED = 0.5  # values of a row that are rounded the other way; the margin of a segment allows 8
+_SAMPLES = 2  # of the noise through a segment
 _RECENT = 48  # values kept from one layer to the next: more than a layer has, of some tokens and of all
 _SMALL = 1 << 26  # bytes of values of many steps
-
-
-@dataclass(frozen=True, slots=True)
-class Recomputed:
-    """An op's output as it should be: exact, the noise of an honest engine, and the ops recomputed for it."""
-
-    exact: Tensor
-    own: Noise  # of the op itself
-    noise: Noise  # with that of the segment before it
-    segment: tuple[str, ...] = ()
-    samples: tuple[Tensor, ...] = ()
-    inputs: tuple[Tensor, ...] = ()  # of the op where they are recorded
-    weights_nmse: float | None = None  # of weights that the engine requantised, against the file's
-
-    @property
-    def not_finite(self) -> bool:
-        """Whether NaN or Inf was recorded of an input."""
-        return any(not bool(x.isfinite().all()) for x in self.inputs)
-
-    @property
-    def margin(self) -> float:
-        """How many times its expectation the squared error may be."""
-        return max(_SEGMENT_MARGIN, self.noise.margin) if self.samples else self.noise.margin
-
-    def bound(self) -> Tensor:
-        """Of each element. A sampled spread is that of its row: two samples say little of one element."""
-        return self.noise.bound() * math.sqrt(_SEGMENT_MARGIN) if self.samples else self.noise.bound()
-
-
-def picked(made: Recomputed, of: Value, pick: Callable[[Tensor, Tensor], Tensor]) -> Recomputed:
-    """What is found at the places that were made, with the noise of what they are in."""
-    exact = pick(of.exact, made.exact)
-    if not of.samples:
-        return replace(made, exact=exact)
-    return replace(made, exact=exact, noise=_sampled(made.own, exact, [pick(x, made.exact) for x in of.samples]))
-
-
-def _sampled(own: Noise, y: Tensor, samples: Sequence[Tensor]) -> Noise:
-    """The noise of an op and of what is before it: the spread of a row, for two samples say little of one element."""
-    spread = torch.stack([_apart(sample, y).square_() for sample in samples]).mean(0)
-    return replace(own, sigma=torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread)))
-
-
-def _apart(sample: Tensor, y: Tensor) -> Tensor:
-    """How far a sample is off. Where a mask makes both infinite it is not."""
-    apart = sample - y
-    return apart if _is_finite(apart) else torch.where(sample == y, 0.0, apart)
-
-
-def _is_finite(x: Tensor) -> bool:
-    """Whether all values are, in a tenth of the time that asking each of them takes."""
-    return math.isfinite(float(x.sum()))
 
 
 class Recomputation:
@@ -95,12 +34,12 @@ class Recomputation:
     read, for all of them.
     """
 
-    def __init__(self, recorded: Recorded, graph: Graph, weights: Weights, n_samples: int = _SAMPLES) -> None:
+    def __init__(self, recorded: Recorded, graph: Graph, weights: Weights) -> None:
         self.recorded = recorded
         self.graph = graph
         self.weights = weights
-        self._n_samples = n_samples
-        self.has_noise = n_samples > 0
+        self._n_samples = _SAMPLES
+        self.has_noise = True
         self._segments = Segments(Patterns(recorded.trace), graph)
         self._states = graph.states()
         self._cached = graph.cached() - self._states
@@ -110,7 +49,7 @@ class Recomputation:
         self._kept = Kept()
         self._n_kept = 0  # values that were kept when it was last looked what can go
         self._changes: tuple[Op, ...] = ()
-        self._pasts = self._kept.of(self._changes, n_samples)  # of what was recomputed
+        self._pasts = self._kept.of(self._changes, _SAMPLES)  # of what was recomputed
         self._unchanged: tuple[Recomputation, set[str]] | None = None  # whose pasts hold, but of these ops
 
     @property
@@ -143,77 +82,17 @@ class Recomputation:
         """The op's output for these tokens of the step, were it computed under `scheme` and stored as `storage`."""
         return made_together(op, [(self, step, scheme, storage, rows)])[0]
 
-    def _made(self, making: "_Making", ys: Sequence[Tensor]) -> Recomputed:
-        """What was made of an op: exact, and of each sample."""
-        op, exact = making.op, making.calls[0]
-        y, *samples = ys
-        if exact.energy is None:
-            none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
-            return Recomputed(y, Noise(none, none), Noise(none, none), inputs=tuple(exact.inputs))
-        terms = self._terms_of_ranks(making, exact.energy.value)  # before it is used up
-        own = noise(op, exact.inputs, y, self.weights, exact.energy, exact.arithmetic, making.storage)
-        if terms is not None:
-            own = replace(own, sigma=torch.sqrt(own.sigma.square() + terms.reshape(own.sigma.shape)))
-        error, signal = exact.energy.requantised
-        requantised = error / signal if signal else None
-        if not samples:
-            return Recomputed(y, own, own, (), (), tuple(exact.inputs), requantised)
-        sampled = _sampled(own, y, samples)
-        return Recomputed(y, own, sampled, (), tuple(samples), tuple(exact.inputs), requantised)
-
-    def _terms_of_ranks(self, making: "_Making", energy: Tensor | None) -> Tensor | None:
-        """The variance of what ranks round besides where they add up: each its term, and every sum on the way.
-
-        With Q the sum of squares of all terms, u^2 / 3 n Q for n ranks, as of any sum (`numerics.floors`). Terms of a
-        matmul are not recorded; their squares add up to its energy, but for chance.
-        """
-        op, step = making.op, making.step
-        n, dtype = self.recorded.summed(step, op)
-        if not n:
-            return None
-        if op.kind == "linear":
-            return energy * (UNIT[dtype] ** 2 * n / 3) if dtype in ("f16", "bf16") and energy is not None else None
-        sizes, unit = self.recorded.sizes(step, making.rows), UNIT[dtype]
-        each = [self.recorded.squares(step, name, making.rows) for name in op.inputs]
-        squares = [seen(v, *sizes, x) if v else x for v, x in zip(op.seen, each, strict=True) if x is not None]
-        return torch.stack(squares).sum(0) * (unit**2 * n / 3) if squares else None
-
-    def _making(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> "_Making":
-        """The calls that make an op's output for these tokens: of the inputs as they are, and of their samples."""
-        inputs, arithmetic = self.inputs(step, op, scheme, rows), arithmetic_of(op, scheme, self.weights)
-        exact = [value.exact for value in inputs]
-        random = torch.Generator()
-        if not self.has_noise:
-            return _Making(step, rows, op, storage, random, [call_of(op, exact, self.weights, arithmetic)])
-        random.manual_seed(_seed(step, op.name))
-        calls = [call_of(op, exact, self.weights, arithmetic, Energy())]
-        for i in range(self._n_samples if any(value.samples for value in inputs) else 0):
-            sampled, rounded = [value.sample(i) for value in inputs], self._rounded(inputs, random)
-            calls.append(call_of(op, sampled, self.weights, arithmetic, rounded=rounded))
-        return _Making(step, rows, op, storage, random, calls)
-
-    def _rounded(self, inputs: list[Value], random: torch.Generator) -> Rounded:
-        """Rounds samples of the inputs, with the noise of some values of each row that are rounded the other way.
-
-        Of 10,000 to 100,000 values that were recomputed one lies so near a boundary. If it turns, that is worth more
-        than all other noise: a few samples would have it for some ops and not for others. So each row has its share.
-        """
-        recorded = [id(value.exact) for value in inputs if not value.samples]
-
-        def rounded(x: Tensor, name: str) -> Tensor:
-            if id(x) in recorded or name == "f64":
-                return rounding(x, name)
-            turned = rounding_named(name).step(x) * math.sqrt(_TURNED / x[0].numel())
-            return rounding(x, name) + turned * _gauss(x, random)
-
-        return rounded
+    def _making(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Making:
+        random, arithmetic = numbers_of(step, op.name), arithmetic_of(op, scheme, self.weights)
+        calls = calls_of(op, self.inputs(step, op, scheme, rows), self.weights, arithmetic, random, self._n_samples)
+        return Making(self.recorded, step, rows, storage, random, calls)
 
     def inputs(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> list[Value]:
         """What the op reads, in its order: of these tokens of the step, or of all tokens so far."""
         if op.kind == "state":
             before = self.recorded.before(step)
             parts = [self._value((before, name, None), scheme) for name in op.inputs] if before is not None else []
-            return [_applied(lambda *parts: state(op, parts, self.weights.device), parts)]
+            return [applied(lambda *parts: state(op, parts, self.weights.device), parts)]
         values = [
             self._left_of(step, name)
             if past == "before"
@@ -224,7 +103,7 @@ class Recomputation:
         ]
         sizes = self.recorded.sizes(step, rows)
         pairs = zip(values, op.seen, strict=True)
-        return [_applied(partial(seen, view, *sizes), [value]) if view else value for value, view in pairs]
+        return [applied(partial(seen, view, *sizes), [value]) if view else value for value, view in pairs]
 
     def values(self, record: OpRecord, channels: slice | None = None) -> Tensor:
         """The record's own values. All of them are kept, for the next op reads them; some `channels` are not."""
@@ -333,10 +212,7 @@ class Recomputation:
         """A recorded value. One that was rounded on the way to the file has samples of what the engine had instead."""
         value = self.recorded.value(place)
         lost = self.recorded.lost(place, value) if self.has_noise else None
-        if lost is None:
-            return Value(value)
-        random, half = torch.Generator().manual_seed(_seed(*place[:2])), rounding_named(lost).step(value) / 2
-        return Value(value, tuple(value + half * _flat(value, random) for _ in range(self._n_samples)))
+        return unrounded(value, lost, numbers_of(*place[:2]), self._n_samples) if lost else Value(value)
 
     def _unrecorded(self, place: Place, scheme: Scheme) -> Iterator[Place]:
         """What must be recomputed for a value, each after its inputs: deep models outgrow Python's recursion."""
@@ -371,26 +247,7 @@ class Recomputation:
     def _recompute(self, place: Place, scheme: Scheme) -> Value:
         step, name, rows = place
         making = self._making(step, self.graph[name], scheme, self.recorded.storage(step), rows)
-        made = self._made(making, evaluate_together(making.calls))
-        before = made.samples or (made.exact,) * self._n_samples
-        if KINDS[making.op.kind].picks:  # what is chosen has no noise: its scores have it
-            return Value(made.exact, before)
-        return Value(made.exact, tuple(_perturbed(x, made.own, making.random) for x in before))
-
-
-@dataclass(frozen=True, slots=True)
-class _Making:
-    """What makes an op's output, and the numbers drawn for its noise: these are the same, whatever is made beside it.
-
-    The first call is of the inputs as they are, the others of samples.
-    """
-
-    step: int
-    rows: Rows
-    op: Op
-    storage: str
-    random: torch.Generator
-    calls: list[Call]
+        return making.value(evaluate_together(making.calls), self._n_samples)
 
 
 def made_together(op: Op, asked: Sequence[tuple[Recomputation, int, Scheme, str, Rows]]) -> list[Recomputed]:
@@ -399,32 +256,6 @@ def made_together(op: Op, asked: Sequence[tuple[Recomputation, int, Scheme, str,
     ys = iter(evaluate_together([call for making in makings for call in making.calls]))
     made = []
     for (of, step, _, _, rows), making in zip(asked, makings, strict=True):
-        one, segment = of._made(making, [*islice(ys, len(making.calls))]), of._segments.of(step, op, rows)
+        one, segment = making.made([*islice(ys, len(making.calls))]), of._segments.of(step, op, rows)
         made.append(replace(one, segment=segment, inputs=one.inputs if len(segment) == 1 else ()))
     return made
-
-
-def _perturbed(x: Tensor, noise: Noise, random: torch.Generator) -> Tensor:
-    moved = torch.addcmul(x, _gauss(x, random), noise.sigma).addcmul_(_flat(x, random), noise.hard)
-    return moved if _is_finite(moved) else torch.where(x.isinf(), x, moved)  # what a mask hides stays hidden
-
-
-def _seed(step: int, name: str) -> int:
-    return zlib.crc32(f"{step} {name}".encode())
-
-
-# Drawn in float32, which takes a sixth of the time: noise needs no more digits.
-def _flat(like: Tensor, random: torch.Generator) -> Tensor:
-    """From -1 to 1."""
-    return torch.rand(like.shape, generator=random).to(like).mul_(2).sub_(1)
-
-
-def _gauss(like: Tensor, random: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=random).to(like)
-
-
-def _applied(function: Callable[..., Tensor], values: Sequence[Value]) -> Value:
-    """A function of values, exact and of each sample."""
-    n_samples = max((len(value.samples) for value in values), default=0)
-    samples = tuple(function(*(value.sample(i) for value in values)) for i in range(n_samples))
-    return Value(function(*(value.exact for value in values)), samples)

@@ -12,7 +12,7 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.floors import LUCK
 from tracediff.numerics.kinds.linear import columns
 from tracediff.numerics.roundings import rounding_named
-from tracediff.replay.recompute import Recomputed
+from tracediff.replay.making import Recomputed
 from tracediff.replay.strips import Along, along, joined, nothing
 from tracediff.result import Worst
 

@@ -1,0 +1,196 @@
+"""One op's output made from its inputs: exact, and in samples of what the noise of honest arithmetic makes of it."""
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tracediff.model.graph import Op
+from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import Arithmetic
+from tracediff.numerics.evaluate import call_of, noise, rounding
+from tracediff.numerics.floors import UNIT, Noise
+from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.kind import Call, Energy, Rounded
+from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.views import seen
+from tracediff.replay.past import Value
+from tracediff.replay.recorded import Recorded
+from tracediff.trace.format import Rows
+
+# Noise through a segment is known from a few samples of it, not from a formula: its spread is that uncertain.
+_SEGMENT_MARGIN = 16.0
+_TURNED = 0.5  # values of a row that are rounded the other way; the margin of a segment allows 8
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """An op's output as it should be: exact, the noise of an honest engine, and the ops recomputed for it."""
+
+    exact: Tensor
+    own: Noise  # of the op itself
+    noise: Noise  # with that of the segment before it
+    segment: tuple[str, ...] = ()
+    samples: tuple[Tensor, ...] = ()
+    inputs: tuple[Tensor, ...] = ()  # of the op where they are recorded
+    weights_nmse: float | None = None  # of weights that the engine requantised, against the file's
+
+    @property
+    def not_finite(self) -> bool:
+        """Whether NaN or Inf was recorded of an input."""
+        return any(not bool(x.isfinite().all()) for x in self.inputs)
+
+    @property
+    def margin(self) -> float:
+        """How many times its expectation the squared error may be."""
+        return max(_SEGMENT_MARGIN, self.noise.margin) if self.samples else self.noise.margin
+
+    def bound(self) -> Tensor:
+        """Of each element. A sampled spread is that of its row: two samples say little of one element."""
+        return self.noise.bound() * math.sqrt(_SEGMENT_MARGIN) if self.samples else self.noise.bound()
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What makes an op's output, and the numbers drawn for its noise: these are the same, whatever is made beside it.
+
+    The first call is of the inputs as they are, the others of samples.
+    """
+
+    recorded: Recorded
+    step: int
+    rows: Rows
+    storage: str
+    random: torch.Generator
+    calls: Sequence[Call]
+
+    def made(self, ys: Sequence[Tensor]) -> Recomputed:
+        """Of what the calls came to."""
+        exact, (y, *samples) = self.calls[0], ys
+        if exact.energy is None:
+            none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
+            return Recomputed(y, Noise(none, none), Noise(none, none), inputs=tuple(exact.inputs))
+        terms = self._terms_of_ranks(exact.op, exact.energy.value)  # before it is used up
+        own = noise(exact.op, exact.inputs, y, exact.weights, exact.energy, exact.arithmetic, self.storage)
+        if terms is not None:
+            own = replace(own, sigma=torch.sqrt(own.sigma.square() + terms.reshape(own.sigma.shape)))
+        error, signal = exact.energy.requantised
+        sampled = _sampled(own, y, samples) if samples else own
+        requantised = error / signal if signal else None
+        return Recomputed(y, own, sampled, (), tuple(samples), tuple(exact.inputs), requantised)
+
+    def value(self, ys: Sequence[Tensor], n_samples: int) -> Value:
+        """The same as what other ops read, with the op's own noise in each sample."""
+        made = self.made(ys)
+        before = made.samples or (made.exact,) * n_samples
+        if KINDS[self.calls[0].op.kind].picks:  # what is chosen has no noise: its scores have it
+            return Value(made.exact, before)
+        return Value(made.exact, tuple(_perturbed(x, made.own, self.random) for x in before))
+
+    def _terms_of_ranks(self, op: Op, energy: Tensor | None) -> Tensor | None:
+        """The variance of what ranks round besides where they add up: each its term, and every sum on the way.
+
+        With Q the sum of squares of all terms, u^2 / 3 n Q for n ranks, as of any sum (`numerics.floors`). Terms of a
+        matmul are not recorded; their squares add up to its energy, but for chance.
+        """
+        n, dtype = self.recorded.summed(self.step, op)
+        if not n:
+            return None
+        if op.kind == "linear":
+            return energy * (UNIT[dtype] ** 2 * n / 3) if dtype in ("f16", "bf16") and energy is not None else None
+        sizes, unit = self.recorded.sizes(self.step, self.rows), UNIT[dtype]
+        each = [self.recorded.squares(self.step, name, self.rows) for name in op.inputs]
+        squares = [seen(v, *sizes, x) if v else x for v, x in zip(op.seen, each, strict=True) if x is not None]
+        return torch.stack(squares).sum(0) * (unit**2 * n / 3) if squares else None
+
+
+def calls_of(
+    op: Op, inputs: Sequence[Value], weights: Weights, arithmetic: Arithmetic, random: torch.Generator, n_samples: int
+) -> list[Call]:
+    """The op of its inputs as they are, and where they carry noise of so many samples. Without samples it has none."""
+    exact = [value.exact for value in inputs]
+    if not n_samples:
+        return [call_of(op, exact, weights, arithmetic)]
+    calls = [call_of(op, exact, weights, arithmetic, Energy())]
+    for i in range(n_samples if any(value.samples for value in inputs) else 0):
+        sampled, rounded = [value.sample(i) for value in inputs], _rounded(inputs, random)
+        calls.append(call_of(op, sampled, weights, arithmetic, rounded=rounded))
+    return calls
+
+
+def _rounded(inputs: Sequence[Value], random: torch.Generator) -> Rounded:
+    """Rounds samples of the inputs, with the noise of some values of each row that are rounded the other way.
+
+    Of 10,000 to 100,000 values that were recomputed one lies so near a boundary. If it turns, that is worth more
+    than all other noise: a few samples would have it for some ops and not for others. So each row has its share.
+    """
+    recorded = [id(value.exact) for value in inputs if not value.samples]
+
+    def rounded(x: Tensor, name: str) -> Tensor:
+        if id(x) in recorded or name == "f64":
+            return rounding(x, name)
+        turned = rounding_named(name).step(x) * math.sqrt(_TURNED / x[0].numel())
+        return rounding(x, name) + turned * _gauss(x, random)
+
+    return rounded
+
+
+def picked(made: Recomputed, of: Value, pick: Callable[[Tensor, Tensor], Tensor]) -> Recomputed:
+    """What is found at the places that were made, with the noise of what they are in."""
+    exact = pick(of.exact, made.exact)
+    if not of.samples:
+        return replace(made, exact=exact)
+    return replace(made, exact=exact, noise=_sampled(made.own, exact, [pick(x, made.exact) for x in of.samples]))
+
+
+def unrounded(value: Tensor, lost: str, random: torch.Generator, n_samples: int) -> Value:
+    """A value that was rounded to the type `lost`, with samples of what it may have been before."""
+    half = rounding_named(lost).step(value) / 2
+    return Value(value, tuple(value + half * _flat(value, random) for _ in range(n_samples)))
+
+
+def applied(function: Callable[..., Tensor], values: Sequence[Value]) -> Value:
+    """A function of values, exact and of each sample."""
+    n_samples = max((len(value.samples) for value in values), default=0)
+    samples = tuple(function(*(value.sample(i) for value in values)) for i in range(n_samples))
+    return Value(function(*(value.exact for value in values)), samples)
+
+
+def _sampled(own: Noise, y: Tensor, samples: Sequence[Tensor]) -> Noise:
+    """The noise of an op and of what is before it: the spread of a row, for two samples say little of one element."""
+    spread = torch.stack([_apart(sample, y).square_() for sample in samples]).mean(0)
+    return replace(own, sigma=torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread)))
+
+
+def _apart(sample: Tensor, y: Tensor) -> Tensor:
+    """How far a sample is off. Where a mask makes both infinite it is not."""
+    apart = sample - y
+    return apart if _is_finite(apart) else torch.where(sample == y, 0.0, apart)
+
+
+def _perturbed(x: Tensor, noise: Noise, random: torch.Generator) -> Tensor:
+    moved = torch.addcmul(x, _gauss(x, random), noise.sigma).addcmul_(_flat(x, random), noise.hard)
+    return moved if _is_finite(moved) else torch.where(x.isinf(), x, moved)  # what a mask hides stays hidden
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether all values are, in a tenth of the time that asking each of them takes."""
+    return math.isfinite(float(x.sum()))
+
+
+def numbers_of(step: int, name: str) -> torch.Generator:
+    """The random numbers of a value: always the same."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{step} {name}".encode()))
+
+
+# Drawn in float32, which takes a sixth of the time: noise needs no more digits.
+def _flat(like: Tensor, random: torch.Generator) -> Tensor:
+    """From -1 to 1."""
+    return torch.rand(like.shape, generator=random).to(like).mul_(2).sub_(1)
+
+
+def _gauss(like: Tensor, random: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=random).to(like)
