@@ -9,7 +9,8 @@ import pytest
 from conftest import TOKENS, Models
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
-from tracediff.pipeline import compare_traces, compare_with_itself
+from tracediff.itself import compare_with_itself
+from tracediff.pipeline import compare_traces
 from tracediff.trace.reader import Trace
 from tracediff.trace.sketch import LEAST, apart, sketch
 

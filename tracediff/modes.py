@@ -6,9 +6,10 @@ from pathlib import Path
 
 from tracediff.engine.torch_run import TorchOptions, passes, trace_torch
 from tracediff.errors import EngineError
+from tracediff.itself import compare_with_itself
 from tracediff.judge import Policy
 from tracediff.model.model import Model
-from tracediff.pipeline import NO_LIMIT, Effort, Progress, compare_with_itself
+from tracediff.pipeline import NO_LIMIT, Effort, Progress
 from tracediff.result import Listing, Result
 from tracediff.trace.format import Step
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +18,7 @@ from tracediff.compare.sides import gathered, weights_of
 from tracediff.compare.storage import measure_storage
 from tracediff.compare.vital_signs import measure_normal
 from tracediff.findings.doubts import doubts
+from tracediff.findings.notes import trace_notes, unsought
 from tracediff.findings.tell import told
 from tracediff.judge import UNCOVERED, Policy, coarsest, judge, verdict
 from tracediff.model.vocabulary import Vocabulary
@@ -27,9 +27,7 @@ from tracediff.replay.coverage import measure_coverage
 from tracediff.result import Cause, OpResult, Result, Side, WeightResult
 from tracediff.trace.ranks import Ranks
 from tracediff.trace.reader import Trace
-from tracediff.trace.restep import matched, restep
 from tracediff.trace.runs import Paths, open_trace
-from tracediff.trace.ways import RUN_TWICE, match, mode, passes
 
 if TYPE_CHECKING:
     from tracediff.diagnose.judged import Judged
@@ -79,7 +77,7 @@ def compare_traces(
         for op in measure_pairs(plan(r, side), r, side, tolerance):
             ops.append(op)
             progress("compare", (done + len(ops) / len(pairs)) / len(sides))
-    notes = [*_notes(r), *_notes(c)]
+    notes = [*trace_notes(r), *trace_notes(c)]
     weights = weights_of(sides, [list(compare_weights(r, side, model)) for side in sides])
     explain: Explain = partial(_gathered, sides)
     if model:
@@ -95,73 +93,6 @@ def compare_traces(
     for ops in measured:
         ops += _required(ops, c, model, policy)
     return _result(measured, weights, r, c, model, policy, explain, notes, effort.seconds)
-
-
-def compare_with_itself(
-    a: Paths,
-    b: Paths,
-    *,
-    model: "Path | Model | None" = None,
-    policy: Policy | None = None,
-    effort: Effort = NO_LIMIT,
-    progress: Progress = lambda stage, fraction: None,
-) -> Result:
-    """One engine's two ways over the same tokens, position by position.
-
-    The candidate is `b`, in its own steps; with the model it is `a`, where replay finds that one wrong and `b` right.
-    The same way run twice must give the same bits, unless the policy has tolerances. Raises MismatchError where tokens
-    or embeddings do not line up.
-    """
-    policy = policy or Policy()
-    alike = not policy.tolerances and mode(open_trace(b), open_trace(a)) == RUN_TWICE  # to the bit
-    strict = replace(policy, tolerances={"*": 0.0})
-    result = _in_steps_of(b, a, model, strict if alike and not model else policy, effort, progress)
-    if model and result.verdict == "diverged" and not result.faulty:
-        other = _in_steps_of(a, b, model, policy, effort, progress)
-        return other if other.faulty else result
-    if model and result.verdict == "match" and alike:
-        apart = _in_steps_of(b, a, None, strict, effort, progress)
-        return replace(apart, notes=(*apart.notes, _HONEST)) if apart.verdict == "diverged" else result
-    return result
-
-
-_HONEST = "By the model both ways are right, within what honest arithmetic makes of it, and differ in their bits."
-
-_CACHED = (
-    "Judged by how far the two drift apart, not by replay: that would need what the cache held, and no trace has it."
-)
-
-
-def _in_steps_of(
-    candidate: Paths,
-    reference: Paths,
-    model: "Path | Model | None",
-    policy: Policy,
-    effort: Effort,
-    progress: Progress,
-) -> Result:
-    """The candidate against a reference that was fed the same tokens in other passes."""
-    c, r = open_trace(candidate), open_trace(reference)
-    if [*c.steps.values()] == [*r.steps.values()] and any(record.sketch for t in (c, r) for record in t.ops.values()):
-        return compare_traces(reference, candidate, policy=policy, effort=effort, progress=progress)
-    cached = any(one.cached for one in match(c, r))
-    with TemporaryDirectory(prefix="tracediff-") as folder:
-        theirs = Path(folder) / "reference.trace"
-        dropped = restep(r, c, theirs)
-        whole = matched(c, r, Path(folder)) or candidate
-        steps = Trace(theirs).steps
-        model = None if cached else model
-        result = compare_traces(theirs, whole, model=model, policy=policy, effort=effort, progress=progress)
-    assert result.reference
-    said = f"{mode(c, r)}. {r.path}: {passes(r)}; {c.path}: {passes(c)}, compared position by position."
-    return replace(
-        result,
-        reference=replace(result.reference, path=str(r.path)),
-        candidate=replace(result.candidate, path=str(c.path)),
-        # What the other way was not fed at all is no gap.
-        ops=tuple(op for op in result.ops if op.status != "unmatched" or op.step in steps),
-        notes=(said, *dropped, *[_CACHED] * cached, *result.notes),
-    )
 
 
 def check_trace(
@@ -185,7 +116,7 @@ def check_trace(
     checked = [_checked(side, model, one) for side, one in zip(sides, judged, strict=True)]
     for ops in checked:
         ops += _required(ops, c, model, policy)
-    notes = [*_notes(c), *judged[0].notes, *judged[0].ties(None)]
+    notes = [*trace_notes(c), *judged[0].notes, *judged[0].ties(None)]
     return _result(
         checked, weights, None, c, model, policy, _explain(judged, effort.seconds, progress), notes, effort.seconds
     )
@@ -297,34 +228,11 @@ def _result(
         normal=measure_normal(reference, candidate),
         storage=measure_storage(ops),
         coverage=coverage,
-        notes=(*notes, *_unsought(ops, seconds)),
+        notes=(*notes, *unsought(ops, seconds)),
         undecided=undecided,
         model=str(model.path) if model else None,
     )
     return told(result)
-
-
-def _notes(trace: Trace) -> list[str]:
-    """What a reader must know of the trace itself."""
-    notes = [f"{trace.path}: cut off: {trace.cut}."] if trace.cut else []
-    if any(record.sketch for record in trace.ops.values()):
-        notes.append(
-            f"{trace.path} holds sketches: how far two values are apart is estimated from at most 336 numbers of each, "
-            "within a tenth as a rule. A hundred times what passes would be seen, but in one of a million records."
-        )
-    elif not any(record.has_data for record in trace.ops.values()):
-        notes.append(
-            f"{trace.path} holds statistics only: a permutation, a swapped head or a wrong rope pairing changes none "
-            "of them. Record data to see those, and to judge each op by replay."
-        )
-    partial = [record for record in trace.ops.values() if record.has_statistics and record.lacking]
-    if partial and not all(record.has_data for record in partial):
-        lacking = sorted({name for record in partial for name in record.lacking})
-        notes.append(
-            f"{trace.path}: {len(partial)} records lack statistics ({', '.join(lacking)}): only those that both sides "
-            "hold are compared. Where neither has the RMS, NMSE is relative to the mean or the extremes, and says less."
-        )
-    return notes
 
 
 def _side(trace: Trace) -> Side:
@@ -365,12 +273,6 @@ def _explain(judged: "Sequence[Judged]", seconds: float, progress: Progress) -> 
 
 def _gathered(sides: Sequence[Trace], measured: list[list[OpResult]]) -> list[OpResult]:
     return [op for _, op in gathered(sides, measured)]
-
-
-def _unsought(ops: Iterable[OpResult], seconds: float) -> list[str]:
-    n = sum(not op.sought for op in ops)
-    causes = "1 cause was" if n == 1 else f"{n} causes were"
-    return [f"{causes} not sought to the end: --time {seconds:g} ended. Give it more seconds."] if n else []
 
 
 def _coarsest(pairs: list[Pair], r: Trace, c: Trace) -> str:

@@ -139,7 +139,8 @@ def self_(
     formats: Formats = Formats(),
 ) -> int:
     """Hold an engine against itself: decode against prefill, chunks against the whole, in a batch against alone."""
-    from tracediff.pipeline import Effort, compare_with_itself
+    from tracediff.itself import compare_with_itself
+    from tracediff.pipeline import Effort
     from tracediff.trace.runs import runs_of
 
     policy, effort = policy_of(tolerance), Effort(workers, time, device, ray)
