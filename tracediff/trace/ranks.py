@@ -38,10 +38,8 @@ class Ranks(Trace):
         self.path = _path_of([trace.path for trace in traces.values()])
         self.header = msgspec.structs.replace(first.header, rank=None, ranks=None)
         self.cut = next((f"rank {rank}: {trace.cut}" for rank, trace in traces.items() if trace.cut), None)
-        fewest = min(traces.values(), key=lambda trace: len(trace.steps))
-        self.steps, self._n_before = fewest.steps, fewest._n_before
+        self.steps = min((trace.steps for trace in traces.values()), key=len)
         self.lines = {key: line for trace in reversed(traces.values()) for key, line in trace.lines.items()}
-        self._positions = {}
         self._parted: int | None = None  # where in the order of `_all` copies begin to differ
         self._all: dict[Key, list[Part]] = {}
         for rank, trace in traces.items():
@@ -161,14 +159,13 @@ class Ranks(Trace):
         self.members = tuple(members)
         self._chosen = {key: [*chosen(parts, self.members)] for key, parts in self._all.items()}
         self.weights, self.ops = {}, {}
-        self._of_step: dict[int, list[OpRecord]] = {step: [] for step in self.steps}
         for key, parts in self._chosen.items():
             match merged(parts):
                 case Weight() as weight:
                     self.weights[weight.weight] = weight
                 case OpRecord() as record if not isinstance(key, str):
                     self.ops[key] = record
-                    self._of_step[key[0]].append(record)
+        self._index()
 
     def _digests(self) -> dict[int, dict[tuple[Key, Shard | None], bytes]]:
         """Of each rank what tells its copies from others', of all that several ranks hold."""
