@@ -6,7 +6,8 @@ from tracediff.cli.interchange import export, import_
 from tracediff.cli.judging import check, compare, mismatch, self_
 from tracediff.cli.looking import faults, imatrix, inspect, validate, weights
 from tracediff.cli.reproducing import bundle, reproduce
-from tracediff.cli.tracing import demo, run, trace
+from tracediff.cli.running import demo, run
+from tracediff.cli.tracing import trace
 
 __all__ = ["app", "main"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracediff.cli.formats import Formats, writing
-from tracediff.cli.options import Device, Ray, Require, Resolve, Time, Tolerance, Workers, policy_of
+from tracediff.cli.formats import Formats
+from tracediff.cli.options import Device, Ray, Require, Resolve, Time, Tolerance, Workers, grouped, policy_of
 from tracediff.cli.output import ended, print_report, progress_bars, say
 from tracediff.errors import TracediffError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _DAYS = 90  # that a known cause is accepted for
 
 
-@writing
+@grouped
 def ci(
     trace: Annotated[
         list[Path] | None,

@@ -1,12 +1,10 @@
 """What a result is written as beside the report: JSON and the formats of CI systems."""
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -83,25 +81,6 @@ class Formats:
             from tracediff.report.markdown import annotations
 
             sys.stdout.writelines(f"{line}\n" for line in annotations(shown, _sources()))
-
-
-def writing(command: Callable[..., int]) -> Callable[..., int]:
-    """A command that takes `formats` as one that has an option for each."""
-
-    @functools.wraps(command)
-    def with_options(**arguments: Any) -> int:
-        given = {field.name: arguments.pop(field.name) for field in fields(Formats)}
-        return command(**arguments, formats=Formats(**given))
-
-    signature = inspect.signature(command)
-    own = [parameter for name, parameter in signature.parameters.items() if name != "formats"]
-    options = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in fields(Formats)
-    ]
-    with_options.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    with_options.__annotations__ = {one.name: one.annotation for one in (*own, *options)}
-    return with_options
 
 
 def _sources() -> Mapping[str, str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tracediff.cli.formats import Formats, report, report_all, writing
+from tracediff.cli.formats import Formats, report, report_all
 from tracediff.cli.options import (
     Allow,
     ArithmeticOption,
@@ -22,6 +22,7 @@ from tracediff.cli.options import (
     Time,
     Tolerance,
     Workers,
+    grouped,
     policy_of,
 )
 from tracediff.cli.output import MATCH, check_json, print_listing, progress_bars, say, show
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from tracediff.trace.runs import Paths
 
 
-@writing
+@grouped
 def compare(
     reference: Annotated[Path, typer.Argument(help="The trace that is right.")],
     candidate: Annotated[Path, typer.Argument(help="The trace to judge.")],
@@ -114,7 +115,7 @@ def _compare_three(
     return show(result, render, render_json, formats.json)
 
 
-@writing
+@grouped
 def self_(
     a: Annotated[Path, typer.Argument(metavar="A", help="A trace of the engine; with --engine a GGUF file.")],
     b: Annotated[
@@ -227,7 +228,7 @@ def _explained(result: "Result", op: str | None, code: int) -> int:
     return code
 
 
-@writing
+@grouped
 def check(
     trace: Annotated[
         list[Path], typer.Argument(help="The trace to judge; of an engine of several ranks those of all.")

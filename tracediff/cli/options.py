@@ -1,8 +1,12 @@
 """The options that commands share, and what they mean."""
 
+import functools
+import inspect
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -10,7 +14,7 @@ from tracediff.errors import TracediffError
 
 if TYPE_CHECKING:
     from tracediff.judge import Policy
-
+    from tracediff_reference.protocol import Options
 
 ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.", show_default=False)]
 PromptText = Annotated[str | None, typer.Option("-p", "--prompt", help="Text, tokenised by llama.cpp.")]
@@ -70,17 +74,60 @@ ShowPlan = Annotated[
     bool, typer.Option("--plan", help="Say how each sort of record would be recomputed, and judge nothing.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
-Threads = Annotated[int, typer.Option(min=1, help="llama.cpp: threads.")]
-Ctx = Annotated[int, typer.Option(min=0, help="llama.cpp: context size; 0 for what is needed.")]
-Batch = Annotated[int, typer.Option(min=0, help="llama.cpp: batch size; 0 for the whole prompt.")]
-UBatch = Annotated[int, typer.Option(min=1, help="llama.cpp: micro-batch size.")]
-GpuLayers = Annotated[int, typer.Option(help="llama.cpp: layers on the GPU, -1 for all.")]
-FlashAttn = Annotated[bool, typer.Option(help="llama.cpp: flash attention, one op instead of three.")]
-KvType = Annotated[Literal["f32", "f16", "q8_0"], typer.Option(help="llama.cpp: type of the KV cache.")]
-LlamaLib = Annotated[
-    Path | None, typer.Option(help="llama.cpp: the folder of another build's libllama (CUDA, Vulkan, Metal).")
-]
-ExtraBufts = Annotated[bool, typer.Option(help="llama.cpp: extra buffer types (repacked weights).")]
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCppOptions:
+    """How llama.cpp runs; each field is an option of a command."""
+
+    threads: Annotated[int, typer.Option(min=1, help="llama.cpp: threads.")] = 2
+    ctx: Annotated[int, typer.Option(min=0, help="llama.cpp: context size; 0 for what is needed.")] = 0
+    batch: Annotated[int, typer.Option(min=0, help="llama.cpp: batch size; 0 for the whole prompt.")] = 0
+    ubatch: Annotated[int, typer.Option(min=1, help="llama.cpp: micro-batch size.")] = 512
+    gpu_layers: Annotated[int, typer.Option(help="llama.cpp: layers on the GPU, -1 for all.")] = 0
+    flash_attn: Annotated[bool, typer.Option(help="llama.cpp: flash attention, one op instead of three.")] = False
+    kv_type: Annotated[Literal["f32", "f16", "q8_0"], typer.Option(help="llama.cpp: type of the KV cache.")] = "f32"
+    extra_bufts: Annotated[bool, typer.Option(help="llama.cpp: extra buffer types (repacked weights).")] = False
+    llama_lib: Annotated[
+        Path | None, typer.Option(help="llama.cpp: the folder of another build's libllama (CUDA, Vulkan, Metal).")
+    ] = None
+
+    def options(self) -> "Options":
+        """As the reference takes them."""
+        from tracediff_reference.protocol import Options
+
+        return Options(
+            threads=self.threads,
+            n_ctx=self.ctx,
+            n_batch=self.batch,
+            n_ubatch=self.ubatch,
+            gpu_layers=self.gpu_layers,
+            flash_attn=self.flash_attn,
+            kv_type=self.kv_type,
+            extra_bufts=self.extra_bufts,
+            library=str(self.llama_lib.absolute()) if self.llama_lib else None,
+        )
+
+
+def grouped(command: Callable[..., int]) -> Callable[..., int]:
+    """A command whose last parameters are dataclasses as one that has an option for each of their fields."""
+    parameters = inspect.signature(command).parameters.values()
+    groups: dict[str, Any] = {one.name: one.annotation for one in parameters if is_dataclass(one.annotation)}
+    options = [one for one in parameters if one.name not in groups] + [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for group in groups.values()
+        for field in fields(group)
+    ]
+
+    @functools.wraps(command)
+    def with_options(**arguments: Any) -> int:
+        for name, group in groups.items():
+            arguments[name] = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
+        return command(**arguments)
+
+    with_options.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {one.name: one.annotation for one in options}
+    return with_options
 
 
 def policy_of(
