@@ -8,6 +8,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, matmul_type
 from tracediff.model.hparams import guess_hparams
 from tracediff.model.lift.lifter import Lifter, Shown
+from tracediff.model.lift.rules import RULES
 from tracediff_reference.description import Description
 
 
@@ -22,7 +23,9 @@ class Lifted:
 def lift(description: Description, file: GGUFFile) -> Lifted:
     """The description of `file`'s graph as ops; raises ModelError where there is nothing to lift."""
     lifter = Lifter(description, file)
-    lifter.run()
+    for i, node in enumerate(description.nodes):
+        if node.op != "NONE" and i not in lifter.absorbed and 0 not in node.shape:
+            RULES.get(node.op, Lifter.plain)(lifter, i, node)
     if not lifter.ops:
         raise ModelError(f"{file.path}: llama.cpp's graph of this model computes nothing.")
     ops = lifter.ops
