@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -23,7 +24,10 @@ from tracediff.diagnose.solve.maps import Map, Moved
 from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.readings import Reading, Rows
 from tracediff.diagnose.solve.regions import around
+from tracediff.diagnose.solve.segment import Segment
+from tracediff.diagnose.solve.segments import Search
 from tracediff.diagnose.solve.solver import explanations
+from tracediff.diagnose.solve.variant import Read, Variant
 from tracediff.diagnose.solve.words import Speaker
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
@@ -236,17 +240,20 @@ def test_a_sum_of_products_is_not_spelled_out() -> None:
 # ---- found again
 
 
-def explained(
-    path: Path, folder: Path, changed: Callable[[Graph], Op], *more: Callable[[Graph], Op], capture: Capture = "all"
-) -> list[OpResult]:
-    """The faulty ops of the torch engine that computes some ops in another way, in a prompt and a decoded token."""
+def traced(path: Path, folder: Path, *changed: Callable[[Graph], Op], capture: Capture = "all") -> Replay:
+    """The trace of the torch engine that computes some ops in another way, in a prompt and a decoded token."""
     file = GGUFFile(path)
     graph, weights = build_graph(file), Weights(file, torch.float32)
     with TraceWriter(folder / "t.trace", "solve", graph.hparams.arch) as writer:
-        engine = TorchEngine(graph.changed(*(change(graph) for change in (changed, *more))), weights)
+        engine = TorchEngine(graph.changed(*(change(graph) for change in changed)), weights)
         engine.run(0, StepInput(PROMPT, tuple(range(len(PROMPT)))), Recorder(writer, capture))
         engine.run(1, StepInput((DECODED,), (len(PROMPT),)), Recorder(writer, capture))
-    replay = Replay(Trace(folder / "t.trace"), graph, Weights(file))
+    return Replay(Trace(folder / "t.trace"), graph, Weights(file))
+
+
+def explained(path: Path, folder: Path, *changed: Callable[[Graph], Op], capture: Capture = "all") -> list[OpResult]:
+    """The faulty ops of that trace."""
+    replay = traced(path, folder, *changed, capture=capture)
     ops = [
         OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for _, r, local in judge_all([replay])
     ]
@@ -257,8 +264,6 @@ def rewritten(name: str, old: str, new: str) -> Callable[[Graph], Op]:
     """An op with other loops."""
 
     def change(graph: Graph) -> Op:
-        from tracediff.diagnose.solve.variant import Variant
-
         op = graph[name]
         loops = loops_of(op, [graph[x].shape(5) for x in op.inputs if x in graph])
         assert loops
@@ -395,6 +400,78 @@ def read(name: str, reading: Reading) -> Callable[[Graph], Op]:
         return replace(graph[name], weights=(replace(weight, read=reading), *others))
 
     return change
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            rewritten("blk.0.ffn_norm", "in range(n))", "in range(n - 7))"),
+            "ffn_norm: the sum of squares takes only channels 0 to 16: the last 7 are left out",
+        ),
+        (
+            rewritten("blk.0.ffn_act", "(1 + exp", "(1.37 + exp"),
+            "ffn_act: silu is computed with 1.37 + exp(-ffn_gate), where 1 + exp(-ffn_gate) belongs",
+        ),
+        (mapped("blk.0.attn_v", "cap", 0.4), "attn_v: every value v is capped, to 0.4 * tanh(v / 0.4)"),
+        (moved("blk.0.attn_q", Map("listed", (0, 3, 3, 0)), 1, -1, 4, 6), "attn_q: heads 0 and 3 are exchanged"),
+    ],
+    ids=["a sum of fewer terms", "a constant", "a function", "a map"],
+)
+def test_numbers_and_maps_are_found_behind_hidden_states(
+    models: Models, tmp_path: Path, changed: Callable[[Graph], Op], said: str
+) -> None:
+    """The numbers are fitted to what comes out at the end, of the first tokens alone."""
+    path = models(replace(TINY, n_embd=24, n_ff=20))
+    replay = traced(path, tmp_path, changed, capture="layers")
+    record = replay.trace.ops[0, "blk.0.ffn_residual"]
+    local = replay.judge(record)
+    search = Search(Segment(replay, record, local.segment, scheme_named("exact")), local.nmse, lambda: None)
+    assert said in [solved.words for solved in search.of_numbers(changed(replay.graph).name)]
+
+
+def test_what_an_engine_had_in_earlier_steps_is_recomputed(models: Models, tmp_path: Path) -> None:
+    """An op reads what the step before left in a buffer of which nothing was recorded."""
+    path, array = models(replace(TINY, n_embd=24, n_ff=20)), ("x", Read("blk.0.attn_norm", "before"))
+
+    def changed(graph: Graph) -> Op:
+        op = graph["blk.0.ffn_up"]
+        loops = loops_of(op, [graph[x].shape(5) for x in op.inputs])
+        assert loops
+        return Variant("", loops.source, arrays=(array,)).op(op, loops)
+
+    every = traced(path, tmp_path, changed).trace
+    held = every.values(every.ops[0, "blk.0.attn_norm"]).ravel()
+    replay = traced(path, tmp_path, changed, capture="layers")
+    record = replay.trace.ops[1, "blk.0.ffn_residual"]
+    local = replay.judge(record)
+    assert local.faulty
+    assert replay.under(record, [changed(replay.graph)]).judgement == "sound"
+    problem = Segment(replay, record, local.segment, scheme_named("exact")).problem(replay.graph["blk.0.ffn_up"])
+    assert problem
+    np.testing.assert_allclose(problem.held(Read("blk.0.attn_norm", "before")), held, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("wrong_from", "n_tokens"), [(0, 2), (4, len(PROMPT))])
+def test_the_first_tokens_of_a_segment_stand_for_all(
+    models: Models, tmp_path: Path, wrong_from: int, n_tokens: int
+) -> None:
+    """They see no others: attention over them alone comes to the same. Where they are right, all are looked at."""
+    late = partial(_wrong_from, wrong_from)
+    replay = traced(
+        models(TINY), tmp_path, lambda graph: replace(graph["blk.0.ffn_act"], function=late), capture="layers"
+    )
+    record, right = replay.trace.ops[0, "blk.0.ffn_residual"], replay.graph["blk.0.ffn_act"]
+    local = replay.judge(record)
+    first = Segment(replay, record, local.segment, scheme_named("exact")).beginning(2, local.nmse)
+    assert first.n_tokens == n_tokens
+    wrong = replace(right, function=late)
+    assert first.left({right.name: wrong}) < 1e-12 < first.left({right.name: right})
+
+
+def _wrong_from(token: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    y = torch.nn.functional.silu(gate) * up
+    return torch.cat((y[:token], 1.5 * y[token:]))
 
 
 GATE = "blk.0.ffn_gate"

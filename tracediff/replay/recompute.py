@@ -12,6 +12,7 @@ from itertools import accumulate, islice
 from torch import Tensor
 
 from tracediff.model.graph import Graph, Op
+from tracediff.model.graph import Past as Reading
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.buffers import in_buffer
@@ -93,17 +94,16 @@ class Recomputation:
             before = self.recorded.before(step)
             parts = [self._value((before, name, None), scheme) for name in op.inputs] if before is not None else []
             return [applied(lambda *parts: state(op, parts, self.weights.device), parts)]
-        values = [
-            self._left_of(step, name)
-            if past == "before"
-            else self._so_far(step, name, scheme)
-            if past
-            else self._value((step, name, rows), scheme)
-            for name, past in op.reads
-        ]
+        values = [self.read(step, name, past, scheme, rows) for name, past in op.reads]
         sizes = self.recorded.sizes(step, rows)
         pairs = zip(values, op.seen, strict=True)
         return [applied(partial(seen, view, *sizes), [value]) if view else value for value, view in pairs]
+
+    def read(self, step: int, name: str, past: Reading, scheme: Scheme, rows: Rows = None) -> Value:
+        """A value as a step has it: of these tokens, of all tokens so far, or what a buffer holds of earlier steps."""
+        if past == "before":
+            return self._left_of(step, name, scheme)
+        return self._so_far(step, name, scheme) if past else self._value((step, name, rows), scheme)
 
     def values(self, record: OpRecord, channels: slice | None = None) -> Tensor:
         """The record's own values. All of them are kept, for the next op reads them; some `channels` are not."""
@@ -163,10 +163,10 @@ class Recomputation:
             past.append(self._value((number, name, None), scheme))
         return past.until(self.recorded.n_until(step))
 
-    def _left_of(self, step: int, name: str) -> Value:
-        """What is left in a buffer of the value in earlier steps, as far as these were recorded."""
-        places = [(number, name, None) for number in self.recorded.until(step)[:-1]]
-        return Value(in_buffer([self.recorded.value(place) for place in places if self.recorded.holds(place)]))
+    def _left_of(self, step: int, name: str, scheme: Scheme) -> Value:
+        """What is left in a buffer of the value in earlier steps."""
+        earlier = self.recorded.until(step)[:-1]
+        return Value(in_buffer([self._value((number, name, None), scheme).exact for number in earlier]))
 
     def _value(self, place: Place, scheme: Scheme) -> Value:
         """A value as the trace recorded it, or recomputed under the scheme from what it recorded."""
@@ -234,7 +234,7 @@ class Recomputation:
             if op.kind == "state":
                 yield from () if before is None else ((before, read, None),)
             elif past == "before":
-                continue
+                yield from ((number, read, None) for number in self.recorded.until(step)[:-1])
             elif past:
                 missing = self.recorded.until(step, len(self._past(step, read, scheme)))
                 yield from ((number, read, None) for number in missing)

@@ -236,6 +236,10 @@ class Replay:
         y = of.op(record.step, op, scheme, "f64", record.rows).exact
         return Known(y, y, torch.zeros_like(y), inputs, arithmetic_of(op, scheme, self.weights))
 
+    def read(self, record: OpRecord, name: str, past: Past, scheme: Scheme) -> Tensor:
+        """A value as the record's step has it, or all steps so far, or a buffer: recorded, or as it should be."""
+        return self._fitting.without_noise(record).read(record.step, name, past, scheme).exact
+
     @torch.inference_mode()
     def made(self, record: OpRecord, ops: Sequence[Op]) -> Tensor:
         """What a record would hold if the engine computed these ops as given, float64."""

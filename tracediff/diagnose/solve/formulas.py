@@ -126,6 +126,13 @@ class Reduction:
         """The loops with something else in its place."""
         return ast.unparse(_with(self.tree, self.path, new))
 
+    def n_terms(self, numbers: Mapping[str, float]) -> int:
+        """How many terms it has, of loops with these numbers; 0 where no number says so."""
+        assert isinstance(self.node.args[0], ast.GeneratorExp)
+        loop = self.node.args[0].generators[0].iter
+        assert isinstance(loop, ast.Call)
+        return int(numbers.get(ast.unparse(loop.args[-1]), 0))
+
     def with_terms(self, count: int, n: int, how: str) -> Iterator[str]:
         """The loops with the sum over the first `count` of `n` terms, or from there on: by what is left out, and by
         what is taken.

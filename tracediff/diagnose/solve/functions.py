@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.solve.maps import Found
+from tracediff.diagnose.solve.numbers import best, simpler
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.variant import Read
 from tracediff.model.graph import Op
@@ -95,6 +96,23 @@ def variants(problem: Problem) -> Iterator[Found]:
             yield Found(mapped(problem.op, name, numbers), words(name, numbers), 4.0 + _NUMBER * len(numbers), _LOOK)
     for operand in _LINEAR_IN.get(problem.op.kind, ()):
         yield from _of_operand(problem, operand)
+
+
+def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Found]:
+    """Each function of one number or none, fitted where the op's own values are not recorded: by what they leave."""
+    largest = float(np.abs(problem.exact).max(initial=0.0))
+    starts = {"above": largest, "below": -largest, "cap": largest, "power": 1.0, "linear": 1.0}
+    found: list[tuple[str, tuple[float, ...]]] = [("absolute", ()), ("square", ()), ("linear", (-1.0, 0.0))]
+    for name, start in starts.items():
+        rest = (0.0,) * (NUMBERS[name] - 1)
+
+        def of(number: float, name: str = name, rest: tuple[float, ...] = rest) -> np.ndarray:
+            return left(mapped(problem.op, name, (number, *rest)))
+
+        number = best(of, start)
+        found += ((name, (one, *rest)) for one in ((*simpler(number), number) if number is not None else ()))
+    for name, known in found:
+        yield Found(mapped(problem.op, name, known), words(name, known), 4.0 + _NUMBER * len(known), _LOOK)
 
 
 def _of_operand(problem: Problem, operand: int) -> Iterator[Found]:

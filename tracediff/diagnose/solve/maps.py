@@ -6,7 +6,8 @@ Heads reversed, rows repeated or exchanged, a query that has the next one's resu
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import lru_cache
+from itertools import combinations, pairwise
 from typing import Self
 
 import numpy as np
@@ -23,7 +24,8 @@ from tracediff.numerics.kinds.kind import Call, Made
 _ZERO = -1  # in a map: the slice is 0
 _SLICES = 8192  # along an axis: more are not matched
 _LISTED = 12  # places of a list that are told
-_BITS, _EACH = 12.0, 12.0  # of a map in closed form, and of each place of a list
+_FEW = 8  # slices: heads, rather than channels
+_BITS, _NUMBER, _EACH = 12.0, 4.0, 12.0  # of a map in closed form, of a number in it, and of each place of a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Map:
     @property
     def bits(self) -> float:
         """What it takes to say it."""
-        return _EACH * len(self.numbers) / 2 if self.kind == "listed" else _BITS
+        return _EACH * len(self.numbers) / 2 if self.kind == "listed" else _BITS + _NUMBER * len(self.numbers)
 
 
 def _nth(n: int) -> str:
@@ -209,6 +211,30 @@ def variants(problem: Problem) -> Iterator[Found]:
                 if found:
                     op = moved(problem.op, found, axis, shape, follows)
                     yield Found(op, found.words(noun, shape[axis]), found.bits + math.log2(len(axes)))
+
+
+def usual(problem: Problem) -> Iterator[Found]:
+    """Maps along each axis that engines come to: by sizes that divide it, by few places; heads exchanged."""
+    for shape, axes, follows in views(problem):
+        for axis, noun in enumerate(axes):
+            for how in _usual(shape[axis]):
+                op = moved(problem.op, how, axis, shape, follows)
+                yield Found(op, how.words(noun, shape[axis]), how.bits + math.log2(len(axes)))
+
+
+@lru_cache(64)
+def _usual(n: int) -> Sequence[Map]:
+    """Maps of an axis of `n`, without those that are the same."""
+    sizes = [k for k in range(1, n) if n <= _FEW or k <= 4 or n % k == 0 or n - k == 1]
+    every = [Map("reversed"), Map("all", (0,)), Map("all", (n - 1,))]
+    for k in sizes:
+        every += (Map(kind, (k,)) for kind in ("modulo", "repeated", "rotated", "transposed", "within", "strided"))
+        every += (Map("shifted", (k,)), Map("shifted", (-k,)))
+    if n <= _FEW:
+        every += (Map("listed", (a, b, b, a)) for a, b in combinations(range(n), 2))
+    distinct = {tuple(one.of(n).tolist()): one for one in reversed(every)}
+    distinct.pop(tuple(range(n)), None)
+    return list(reversed(distinct.values()))
 
 
 def moved(op: Op, how: Map, axis: int, shape: tuple[int, ...], follows: int) -> Op:

@@ -1,13 +1,11 @@
 """Another number: eps, theta, a scale, fitted to what was recorded."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from tracediff.diagnose.solve import formulas
 from tracediff.diagnose.solve.bound import Bound
-from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.variant import Priced, Variant
 
@@ -21,15 +19,18 @@ _BITS = 24  # of a fitted number; a usual one takes few
 _USUAL = (0.0, 1.0, *(m * 10.0**e for e in range(-12, 8) for m in (1, 2, 5)), 2.0, 0.5, 0.25, 0.125)
 
 
-def variants(problem: Problem, look: Look) -> Iterator[Priced]:
+Left = Callable[[Bound], np.ndarray]  # what an op computed so leaves of what was recorded
+
+
+def variants(problem: Problem, left: Left) -> Iterator[Priced]:
     """Each real number of the loops, as it fits best."""
     for name, right in problem.loops.numbers.items():
         if isinstance(right, float) and name in problem.loops.source:
-            fitted = _Fit(problem.loops, name, look).best(right)
-            if fitted is None or not np.isfinite(fitted):
+            fitted = _of_name(problem.loops, name, right, left)
+            if fitted is None:
                 continue
             called = {"theta": "rope's base", "scale": "the scale", "freq_scale": "the frequency scale"}.get(name, name)
-            for value, bits in (*((u, 6.0) for u in _near(fitted)), (fitted, _BITS)):
+            for value, bits in (*((u, 6.0) for u in simpler(fitted)), (fitted, _BITS)):
                 words = f"{called} is {value:.6g}; it should be {right:.6g}"
                 yield Priced(
                     Variant(words, problem.loops.source, numbers=((name, value),)),
@@ -39,12 +40,12 @@ def variants(problem: Problem, look: Look) -> Iterator[Priced]:
                 )
 
 
-def constants(problem: Problem, look: Look) -> Iterator[Priced]:
+def constants(problem: Problem, left: Left) -> Iterator[Priced]:
     """Each number in a formula, as it fits best."""
     for right, source in formulas.constants(problem.loops.source):
-        fitted = _Fit(problem.loops.with_(source, {}, {}), formulas.CONSTANT, look).best(right)
-        if fitted is not None and np.isfinite(fitted) and abs(fitted / right - 1) > _SAME:
-            for value, bits in (*((u, 8.0) for u in _near(fitted)), (fitted, _BITS)):
+        fitted = _of_name(problem.loops.with_(source, {}, {}), formulas.CONSTANT, right, left)
+        if fitted is not None and abs(fitted / right - 1) > _SAME:
+            for value, bits in (*((u, 8.0) for u in simpler(fitted)), (fitted, _BITS)):
                 edited = source.replace(formulas.CONSTANT, f"{value:.6g}")
                 yield Priced(Variant("", edited), bits, fitted=True)
 
@@ -62,43 +63,33 @@ def positions(problem: Problem) -> Iterator[Priced]:
         yield Priced(Variant(words, source.replace("positions[t]", str(one))), 8.0, _LOOK)
 
 
-def _near(fitted: float) -> list[float]:
+def simpler(fitted: float) -> list[float]:
     """Usual numbers that the fit may mean, and such of few digits."""
     usual = [one for one in _USUAL if abs(one - fitted) <= 1e-3 * abs(fitted) or (not one and abs(fitted) < 1e-9)]
     short = (float(f"{fitted:.{digits}g}") for digits in (2, 3, 4, 5))
     return [*usual, *(one for one in short if abs(one - fitted) <= _SHORT * abs(fitted))]
 
 
-@dataclass(frozen=True)
-class _Fit:
-    loops: Bound
-    name: str
-    look: Look
+def _of_name(loops: Bound, name: str, right: float, left: Left) -> float | None:
+    return best(lambda value: left(loops.with_(loops.source, {}, {name: value})), right)
 
-    def left(self, value: float) -> np.ndarray:
-        """What is left of the recorded values that are looked at."""
-        other = self.loops.with_(self.loops.source, {}, {self.name: value})
-        if not np.isfinite(value):
-            return np.array([np.inf])
-        return self.look.left(other)
 
-    @np.errstate(over="ignore", invalid="ignore")  # of values that are Inf, or all but
-    def best(self, right: float) -> float | None:
-        """By Gauss-Newton in the logarithm, from the decade that leaves least."""
-        decades = [right * 10.0**e for e in range(-_DECADES, _DECADES + 1)]
-        sizes = [float(np.square(self.left(value)).sum()) for value in decades]
-        value = decades[int(np.argmin(sizes))]
-        least = min(sizes)
-        for _ in range(_ROUNDS):
-            now = self.left(value)
-            slope = (self.left(value * 1.0001) - now) / 1e-4
-            if not np.square(slope).sum():
-                return None
-            step = -float(slope @ now / (slope @ slope))
-            step = max(-1.0, min(1.0, step))
-            other = value * np.exp(step)
-            size = float(np.square(self.left(other)).sum())
-            if not size < least:
-                break
-            value, least = other, size
-        return value
+@np.errstate(over="ignore", invalid="ignore")  # of values that are Inf, or all but
+def best(left: Callable[[float], np.ndarray], right: float) -> float | None:
+    """The number that leaves least: by Gauss-Newton in the logarithm, from the best decade around the right one. None
+    where it makes no difference.
+    """
+    decades = [right * 10.0**e for e in range(-_DECADES, _DECADES + 1)]
+    sizes = [float(np.square(left(value)).sum()) for value in decades]
+    value, least = decades[int(np.argmin(sizes))], min(sizes)
+    for _ in range(_ROUNDS):
+        now = left(value)
+        slope = (left(value * 1.0001) - now) / 1e-4
+        if not np.square(slope).sum():
+            return None
+        step = max(-1.0, min(1.0, -float(slope @ now / (slope @ slope))))
+        other = value * np.exp(step)
+        if not np.isfinite(other) or not (size := float(np.square(left(other)).sum())) < least:
+            break
+        value, least = other, size
+    return value if np.isfinite(value) else None

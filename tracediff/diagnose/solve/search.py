@@ -100,8 +100,8 @@ def words_of(problem: Problem, variant: Variant) -> str:
 
 def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
     yield from copies.variants(problem)
-    yield from numbers.variants(problem, look)
-    yield from numbers.constants(problem, look)
+    yield from numbers.variants(problem, look.left)
+    yield from numbers.constants(problem, look.left)
     yield from numbers.positions(problem)
     yield from inputs.variants(problem)
     yield from inputs.cached(problem)

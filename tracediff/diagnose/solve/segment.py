@@ -1,0 +1,133 @@
+"""What lies between two recorded values, as it should be, recomputed with other ops: where does the record come to?"""
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import copy
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.shapes import nmse
+from tracediff.diagnose.solve.arrays import CannotRunError, Flat
+from tracediff.diagnose.solve.bound import bind, flat
+from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.variant import SOURCES, Read
+from tracediff.model.graph import Axis, Op, Past
+from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.evaluate import arithmetic_of, evaluate
+from tracediff.replay.look import Known
+from tracediff.replay.replay import Replay
+from tracediff.trace.format import OpRecord
+
+_SHOWS = 0.01  # of the error of all tokens: where the first are off by less, they do not show the mistake
+_SAME = 1e-20  # NMSE: what float64 makes of the same ops on fewer tokens
+
+
+class Segment:
+    """The ops that are recomputed for a record, with the values that they should have under an arithmetic."""
+
+    def __init__(self, replay: Replay, record: OpRecord, names: Sequence[str], scheme: Scheme) -> None:
+        self.ops = [replay.graph[name] for name in names]
+        self._replay, self._record, self._scheme = replay, record, scheme
+        self._known = {name: replay.supposed(record, name, scheme) for name in names}
+        self._end, self._left_out = record.op, 0  # tokens
+        self._recorded = replay.known(record, scheme).recorded
+        self.n_tokens = len(replay.trace.steps[record.step].tokens)
+
+    @property
+    def work(self) -> int:
+        """Products in a pass through it."""
+        return self.n_tokens * sum(math.prod(weight.shape) for op in self.ops for weight in op.weights)
+
+    def beginning(self, n: int, off: float) -> "Segment":
+        """The same of the first `n` tokens alone, where these see no others and are off as well: most mistakes show."""
+        if self.n_tokens <= n:
+            return self
+        short = copy(self)
+        short.n_tokens, short._left_out, short._known = n, self.n_tokens - n, {}
+        short._recorded = short._first(self._recorded, self._end)
+        for op in self.ops:
+            known = self._known[op.name]
+            given = tuple(short._first(x, name) for x, name in zip(known.inputs, op.inputs, strict=True))
+            y = evaluate(op, given, self._replay.weights, known.arithmetic)
+            if nmse(y, short._first(known.exact, op.name)) > _SAME:
+                return self
+            short._known[op.name] = Known(y, y, torch.zeros_like(y), given, known.arithmetic)
+        return short if nmse(short._known[self._end].exact, short._recorded) > _SHOWS * off else self
+
+    def _first(self, x: Tensor, name: str) -> Tensor:
+        """A value without the tokens that are left out, the last ones: as queries and as keys."""
+        for i, axis in enumerate(self._axes(name)):
+            if axis in ("T", "S"):
+                x = x.narrow(i, 0, x.shape[i] - self._left_out)
+        return x
+
+    def _axes(self, name: str) -> Sequence[Axis]:
+        graph = self._replay.graph
+        return graph[name].axes if name in graph else ("T",) if name in ("tokens", "positions") else ()
+
+    def left(self, changed: Mapping[str, Op], made: Mapping[str, Tensor] = MappingProxyType({})) -> float:
+        """NMSE of what is made at the end with these ops; of some of them it is known what they make."""
+        return nmse(self._made_at_end(changed, made), self._recorded)
+
+    def residual(self, changed: Mapping[str, Op], made: Mapping[str, Tensor] = MappingProxyType({})) -> np.ndarray:
+        """What is left of each recorded value then, as a share of their RMS."""
+        left = flat(self._recorded - self._made_at_end(changed, made).reshape(self._recorded.shape))
+        return np.nan_to_num(left / float(self._recorded.square().mean().sqrt()), nan=math.inf)
+
+    def _made_at_end(self, changed: Mapping[str, Op], made: Mapping[str, Tensor]) -> Tensor:
+        values = dict(made)
+        for right in self.ops:
+            if right.name not in made and (right.name in changed or any(name in values for name in right.inputs)):
+                values[right.name] = self.made(changed.get(right.name, right), values)
+        return values[self._end]
+
+    def moved(self, op: Op, y: Tensor) -> float:
+        """NMSE of what is made of an op against what it should be."""
+        return nmse(y, self._known[op.name].exact)
+
+    def made(self, op: Op, values: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
+        """What an op makes, of these values and of the right ones."""
+        known, given = self._known[op.name], list[Tensor]()
+        for i, (name, past) in enumerate(op.reads):
+            if i >= len(known.inputs):
+                given.append(values[name] if name in values and not past else self._held(name, past))
+            elif name in values and past:
+                given.append(torch.cat((known.inputs[i][: -len(values[name])], values[name])))
+            else:
+                given.append(values.get(name, known.inputs[i]))
+        weights = self._replay.weights
+        right = self._replay.graph[op.name]
+        return evaluate(op, given, weights, arithmetic_of(right, self._scheme, weights))
+
+    def _held(self, name: str, past: Past) -> Tensor:
+        if past is False and name in self._known:
+            return self._known[name].exact.flatten()
+        if name not in self._replay.graph and name not in SOURCES:
+            raise CannotRunError(name)
+        values = self._replay.read(self._record, name, past, self._scheme)
+        return (values if past == "before" else self._first(values, name)).flatten()
+
+    def problem(self, op: Op) -> Problem | None:
+        """The op as it should be, to be edited; None where it has no loops."""
+        replay, known = self._replay, self._known[op.name]
+
+        def held(read: Read) -> np.ndarray | None:
+            try:
+                return flat(self._held(read.name, read.past))
+            except CannotRunError:
+                return None
+
+        brought = {name: Flat(values) for name, read in SOURCES.items() if (values := held(read)) is not None}
+        loops = bind(op, known.inputs, replay.weights, known.arithmetic, brought)
+        if loops is None:
+            return None
+        at_hand = {name for step, name in replay.trace.ops if step == self._record.step} | self._known.keys()
+        names = [other.name for other in replay.graph if other.name in at_hand]
+        y = flat(known.exact)
+        return Problem(
+            op, replay.graph, replay.weights, known.arithmetic, loops, y, y, 0 * y, held,
+            names, names[: names.index(op.name)],
+        )  # fmt: skip
