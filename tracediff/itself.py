@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from tracediff.judge import Policy
+from tracediff.judge import USUAL, Policy
 from tracediff.pipeline import NO_LIMIT, Effort, Progress, compare_traces
 from tracediff.result import Result
 from tracediff.trace.reader import Trace
@@ -27,7 +27,7 @@ def compare_with_itself(
     b: Paths,
     *,
     model: "Path | Model | None" = None,
-    policy: Policy | None = None,
+    policy: Policy = USUAL,
     effort: Effort = NO_LIMIT,
     progress: Progress = lambda stage, fraction: None,
 ) -> Result:
@@ -37,7 +37,6 @@ def compare_with_itself(
     The same way run twice must give the same bits, unless the policy has tolerances. Raises MismatchError where tokens
     or embeddings do not line up.
     """
-    policy = policy or Policy()
     alike = not policy.tolerances and mode(open_trace(b), open_trace(a)) == RUN_TWICE  # to the bit
     strict = replace(policy, tolerances={"*": 0.0})
     result = _in_steps_of(b, a, model, strict if alike and not model else policy, effort, progress)

@@ -80,6 +80,9 @@ class Policy:
         return min(_WORST, _ONE_ROUNDING[coarsest] * GROWTH * _SENSITIVE.get(kind_of(op), 1.0))
 
 
+USUAL = Policy()
+
+
 def coarsest(storages: Iterable[str | None], weight_types: Iterable[str | None]) -> str:
     """The coarsest rounding that two traces can have gone through, by what they store and by weight types."""
     order = list(_ONE_ROUNDING)

@@ -7,7 +7,7 @@ from pathlib import Path
 from tracediff.engine.torch_run import TorchOptions, passes, trace_torch
 from tracediff.errors import EngineError
 from tracediff.itself import compare_with_itself
-from tracediff.judge import Policy
+from tracediff.judge import USUAL, Policy
 from tracediff.model.model import Model
 from tracediff.pipeline import NO_LIMIT, Effort, Progress
 from tracediff.result import Listing, Result
@@ -54,7 +54,7 @@ def hold(
     folder: Path,
     *,
     model: Model | None,
-    policy: Policy | None = None,
+    policy: Policy = USUAL,
     effort: Effort = NO_LIMIT,
     progress: Progress = lambda stage, fraction: None,
 ) -> Iterator[tuple[str, Result]]:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from tracediff.compare.vital_signs import measure_normal
 from tracediff.findings.doubts import doubts
 from tracediff.findings.notes import trace_notes, unsought
 from tracediff.findings.tell import told
-from tracediff.judge import UNCOVERED, Policy, coarsest, judge, verdict
+from tracediff.judge import UNCOVERED, USUAL, Policy, coarsest, judge, verdict
 from tracediff.model.vocabulary import Vocabulary
 from tracediff.names import kind_of, layer_of
 from tracediff.replay.coverage import measure_coverage
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from tracediff.model.model import Model
 
 Progress = Callable[[str, float], None]
-Explain = Callable[[list[list[OpResult]]], list[OpResult]]  # the ops of each side of a run, as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +56,12 @@ def compare_traces(
     candidate: Paths,
     *,
     model: "Path | Model | None" = None,
-    policy: Policy | None = None,
+    policy: Policy = USUAL,
     arithmetic: str | None = None,
     effort: Effort = NO_LIMIT,
     progress: Progress = lambda stage, fraction: None,
 ) -> Result:
     """The candidate's trace against the reference's; with the model, every op of both is replayed too."""
-    policy = policy or Policy()
     r, sides = open_trace(reference).sides[0], open_trace(candidate).sides
     c = sides[0]
     model = opened(model, r, c) if model else None
@@ -79,47 +76,38 @@ def compare_traces(
             progress("compare", (done + len(ops) / len(pairs)) / len(sides))
     notes = [*trace_notes(r), *trace_notes(c)]
     weights = weights_of(sides, [list(compare_weights(r, side, model)) for side in sides])
-    explain: Explain = partial(_gathered, sides)
+    judged: list[Judged] = []
     if model:
         refuse_another_model(c, model)
         refuse_another_model(r, model)
-        subjects = [(side, _held(side, model), arithmetic) for side in sides], [(r, _held(r, model), None)]
-        *ours, theirs = _replayed(model, [*chain(*subjects)], effort, progress)
+        *judged, theirs = _replayed(model, [*((side, arithmetic) for side in sides), (r, None)], effort, progress)
         measured = [
-            [_with_replay(op, model, one, theirs) for op in ops] for ops, one in zip(measured, ours, strict=True)
+            [_with_replay(op, model, one, theirs) for op in ops] for ops, one in zip(measured, judged, strict=True)
         ]
-        notes += [*theirs.notes, *ours[0].notes, *ours[0].ties(r)]
-        explain = _explain(ours, effort.seconds, progress)
-    for ops in measured:
-        ops += _required(ops, c, model, policy)
-    return _result(measured, weights, r, c, model, policy, explain, notes, effort.seconds)
+        notes += [*theirs.notes, *judged[0].notes, *judged[0].ties(r)]
+    return _result(measured, weights, notes, r, sides, judged, model, policy, effort, progress)
 
 
 def check_trace(
     trace: Paths,
     model: "Path | Model",
     *,
-    policy: Policy | None = None,
+    policy: Policy = USUAL,
     arithmetic: str | None = None,
     effort: Effort = NO_LIMIT,
     progress: Progress = lambda stage, fraction: None,
 ) -> Result:
     """One trace, or those of all ranks of a run, judged by replay alone."""
-    sides, policy = open_trace(trace).sides, policy or Policy()
+    sides = open_trace(trace).sides
     c = sides[0]
     model = opened(model, c)
     policy.check([*(op for _, op in c.ops), *_required_of(model, policy)])
     refuse_another_model(c, model)
     weights = weights_of(sides, [list(compare_weights(None, side, model)) for side in sides])
-    subjects = [(side, _held(side, model), arithmetic) for side in sides]
-    judged = _replayed(model, subjects, effort, progress)
+    judged = _replayed(model, [(side, arithmetic) for side in sides], effort, progress)
     checked = [_checked(side, model, one) for side, one in zip(sides, judged, strict=True)]
-    for ops in checked:
-        ops += _required(ops, c, model, policy)
     notes = [*trace_notes(c), *judged[0].notes, *judged[0].ties(None)]
-    return _result(
-        checked, weights, None, c, model, policy, _explain(judged, effort.seconds, progress), notes, effort.seconds
-    )
+    return _result(checked, weights, notes, None, sides, judged, model, policy, effort, progress)
 
 
 def _checked(trace: Trace, model: "Model", judged: "Judged") -> list[OpResult]:
@@ -201,17 +189,23 @@ def _required(ops: Iterable[OpResult], trace: Trace, model: "Model | None", poli
 
 
 def _result(
-    measured: list[list[OpResult]],
+    measured: Sequence[list[OpResult]],
     weights: list[WeightResult],
+    notes: Iterable[str],
     reference: Trace | None,
-    candidate: Trace,
+    sides: Sequence[Trace],
+    judged: "Sequence[Judged]",
     model: "Model | None",
     policy: Policy,
-    explain: Explain,
-    notes: Iterable[str],
-    seconds: float,
+    effort: Effort,
+    progress: Progress,
 ) -> Result:
-    ops = explain([judge(ops, policy) for ops in measured])
+    candidate = sides[0]
+    measured = [judge([*ops, *_required(ops, candidate, model, policy)], policy) for ops in measured]
+    if judged:
+        ops = _explained(judged, measured, effort.seconds, progress)
+    else:
+        ops = [op for _, op in gathered(sides, measured)]
     coverage = measure_coverage(candidate, model.graph, ops) if model else None
     undecided = tuple(doubts(reference, candidate, ops, coverage))
     outcome, first = verdict(ops, weights, policy, undecided)
@@ -228,7 +222,7 @@ def _result(
         normal=measure_normal(reference, candidate),
         storage=measure_storage(ops),
         coverage=coverage,
-        notes=(*notes, *unsought(ops, seconds)),
+        notes=(*notes, *unsought(ops, effort.seconds)),
         undecided=undecided,
         model=str(model.path) if model else None,
     )
@@ -240,39 +234,30 @@ def _side(trace: Trace) -> Side:
 
 
 def _replayed(
-    model: "Model",
-    sides: Iterable[tuple[Trace, Mapping[str, np.ndarray], str | None]],
-    effort: Effort,
-    progress: Progress,
+    model: "Model", sides: Iterable[tuple[Trace, str | None]], effort: Effort, progress: Progress
 ) -> "list[Judged]":
-    """Replay needs torch, which `compare` without a model does without."""
+    """Each trace, in its arithmetic if given. Replay needs torch, which `compare` without a model does without."""
     from tracediff.diagnose.judged import replay_and_explain
     from tracediff.replay.judging import Subject
     from tracediff.replay.workers import Workers
 
-    subjects = [Subject(*side) for side in sides]
+    subjects = [Subject(side, _held(side, model), arithmetic) for side, arithmetic in sides]
     workers = Workers(effort.workers, effort.ray)
     return replay_and_explain(model, subjects, workers, lambda f: progress("replay", f), effort.device)
 
 
-def _explain(judged: "Sequence[Judged]", seconds: float, progress: Progress) -> Explain:
+def _explained(
+    judged: "Sequence[Judged]", measured: list[list[OpResult]], seconds: float, progress: Progress
+) -> list[OpResult]:
     """Where it diverges is known when causes are sought, which may take longer: so the stage says it."""
+    found = gathered([one.replay.trace for one in judged], measured)
+    first = next((op for _, op in found if op.status == "faulty"), None)
+    stage = f"DIVERGED at {first.op} in step {first.step}: why" if first else ""
+    if isinstance(judged[0].replay.trace, Ranks):
+        from tracediff.diagnose.ranks import explain_ranks
 
-    def explain(measured: list[list[OpResult]]) -> list[OpResult]:
-        found = gathered([one.replay.trace for one in judged], measured)
-        first = next((op for _, op in found if op.status == "faulty"), None)
-        stage = f"DIVERGED at {first.op} in step {first.step}: why" if first else ""
-        if isinstance(judged[0].replay.trace, Ranks):
-            from tracediff.diagnose.ranks import explain_ranks
-
-            return explain_ranks(judged, measured, found, lambda fraction: progress(stage, fraction), seconds)
-        return judged[0].explain(measured[0], lambda fraction: progress(stage, fraction), seconds)
-
-    return explain
-
-
-def _gathered(sides: Sequence[Trace], measured: list[list[OpResult]]) -> list[OpResult]:
-    return [op for _, op in gathered(sides, measured)]
+        return explain_ranks(judged, measured, found, lambda fraction: progress(stage, fraction), seconds)
+    return judged[0].explain(measured[0], lambda fraction: progress(stage, fraction), seconds)
 
 
 def _coarsest(pairs: list[Pair], r: Trace, c: Trace) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tracediff.judge import USEFUL, Policy
+from tracediff.judge import USEFUL, USUAL, Policy
 from tracediff.names import layer_of
 from tracediff.pipeline import NO_LIMIT, Effort, Progress, check_trace, compare_traces, opened
 from tracediff.result import Finding, OpResult, Result, Side, ThreeOp, ThreeWay
@@ -28,7 +28,7 @@ def compare_three(
     traces: Sequence[Paths],
     *,
     model: "Path | Model | None" = None,
-    policy: Policy | None = None,
+    policy: Policy = USUAL,
     effort: Effort = NO_LIMIT,
     progress: Progress = lambda stage, fraction: None,
 ) -> ThreeWay:
@@ -36,7 +36,6 @@ def compare_three(
 
     Raises MismatchError where two traces cannot be compared, TracediffError for a pattern that matches nothing.
     """
-    policy = policy or Policy()
     read = [open_trace(trace) for trace in traces]
     model = opened(model, *read) if model else None
     names = [{op for _, op in trace.ops} for trace in read]

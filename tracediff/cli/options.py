@@ -96,17 +96,11 @@ class LlamaCppOptions:
         """As the reference takes them."""
         from tracediff_reference.protocol import Options
 
+        library = str(self.llama_lib.absolute()) if self.llama_lib else None
         return Options(
-            threads=self.threads,
-            n_ctx=self.ctx,
-            n_batch=self.batch,
-            n_ubatch=self.ubatch,
-            gpu_layers=self.gpu_layers,
-            flash_attn=self.flash_attn,
-            kv_type=self.kv_type,
-            extra_bufts=self.extra_bufts,
-            library=str(self.llama_lib.absolute()) if self.llama_lib else None,
-        )
+            threads=self.threads, n_ctx=self.ctx, n_batch=self.batch, n_ubatch=self.ubatch, gpu_layers=self.gpu_layers,
+            flash_attn=self.flash_attn, kv_type=self.kv_type, extra_bufts=self.extra_bufts, library=library,
+        )  # fmt: skip
 
 
 def grouped(command: Callable[..., int]) -> Callable[..., int]:

@@ -174,7 +174,7 @@ class Fitting:
     def _distance(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
         unchanged = self.without_noise(record)
         op = unchanged.graph[record.op]
-        x, y = (unchanged.op(record.step, op, scheme, "f64", record.rows).exact for scheme in (a, b))
+        x, y = (unchanged.op(record, op, scheme, "f64").exact for scheme in (a, b))
         unchanged.keep_waists()
         finite = x.isfinite() & y.isfinite()
         x, y = x[finite], y[finite]

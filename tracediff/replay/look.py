@@ -78,7 +78,7 @@ def known(by: Recomputation, record: OpRecord, scheme: Scheme) -> Known:
     """All that is known of a record's op by itself, under this arithmetic."""
     op = by.graph[record.op]
     read = tuple(value.exact for value in by.inputs(record.step, op, scheme, record.rows))
-    made = by.op(record.step, op, scheme, record.dtype or "f32", record.rows)
+    made = by.op(record, op, scheme, record.dtype or "f32")
     recorded, bound = by.recorded.values(record).reshape(made.exact.shape), made.bound()
     hidden = _hidden(by, record, op)
     if hidden is not None:
@@ -105,11 +105,7 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
         values = [one.by.values(one.record, channels) for one in asked]
         storages = storages or [stored_as(x, a.record.dtype or "f32") for x, a in zip(values, asked, strict=True)]
         made = made_together(
-            part,
-            [
-                (one.by, one.record.step, one.scheme, storage, one.record.rows)
-                for one, storage in zip(asked, storages, strict=True)
-            ],
+            part, [(one.by, one.record, one.scheme, storage) for one, storage in zip(asked, storages, strict=True)]
         )
         for one, x, y, of in zip(asked, values, made, residuals, strict=True):
             of.append(_residual(one, part, x, y))

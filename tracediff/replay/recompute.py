@@ -79,9 +79,9 @@ class Recomputation:
         }
         return other
 
-    def op(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Recomputed:
-        """The op's output for these tokens of the step, were it computed under `scheme` and stored as `storage`."""
-        return made_together(op, [(self, step, scheme, storage, rows)])[0]
+    def op(self, record: OpRecord, op: Op, scheme: Scheme, storage: str) -> Recomputed:
+        """The op's output for the record's tokens, were it computed under `scheme` and stored as `storage`."""
+        return made_together(op, [(self, record, scheme, storage)])[0]
 
     def _making(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Making:
         random, arithmetic = numbers_of(step, op.name), arithmetic_of(op, scheme, self.weights)
@@ -250,12 +250,13 @@ class Recomputation:
         return making.value(evaluate_together(making.calls), self._n_samples)
 
 
-def made_together(op: Op, asked: Sequence[tuple[Recomputation, int, Scheme, str, Rows]]) -> list[Recomputed]:
-    """The op's output in several steps and traces, as `Recomputation.op` makes it of each: its weight is read once."""
-    makings = [of._making(step, op, scheme, storage, rows) for of, step, scheme, storage, rows in asked]
+def made_together(op: Op, asked: Sequence[tuple[Recomputation, OpRecord, Scheme, str]]) -> list[Recomputed]:
+    """The op's output for several records, as `Recomputation.op` makes it of each: its weight is read once."""
+    makings = [of._making(record.step, op, scheme, storage, record.rows) for of, record, scheme, storage in asked]
     ys = iter(evaluate_together([call for making in makings for call in making.calls]))
     made = []
-    for (of, step, _, _, rows), making in zip(asked, makings, strict=True):
-        one, segment = making.made([*islice(ys, len(making.calls))]), of._segments.of(step, op, rows)
+    for (of, record, _, _), making in zip(asked, makings, strict=True):
+        one = making.made([*islice(ys, len(making.calls))])
+        segment = of._segments.of(record.step, op, record.rows)
         made.append(replace(one, segment=segment, inputs=one.inputs if len(segment) == 1 else ()))
     return made

@@ -233,7 +233,7 @@ class Replay:
         """All that is known of an op of the record's segment, as it should be: `recorded` is that too."""
         op, of = self.graph[name], self._fitting.without_noise(record)
         inputs = tuple(value.exact for value in of.inputs(record.step, op, scheme, record.rows))
-        y = of.op(record.step, op, scheme, "f64", record.rows).exact
+        y = of.op(record, op, scheme, "f64").exact
         return Known(y, y, torch.zeros_like(y), inputs, arithmetic_of(op, scheme, self.weights))
 
     def read(self, record: OpRecord, name: str, past: Past, scheme: Scheme) -> Tensor:
@@ -246,7 +246,7 @@ class Replay:
         scheme = self.choice(record).schemes[0]
         other = self._recomputation.changed(ops, n_samples=0)
         op = self.graph.changed(*ops)[record.op]
-        return other.op(record.step, op, scheme, record.dtype or "f32", record.rows).exact
+        return other.op(record, op, scheme, record.dtype or "f32").exact
 
     def held(self, step: int, name: str, past: Past) -> Tensor | None:
         """A value that the trace has of a step or of all so far, flat, or what a buffer would hold of it from earlier
