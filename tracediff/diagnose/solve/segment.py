@@ -32,7 +32,7 @@ class Segment:
         self.ops = [replay.graph[name] for name in names]
         self._replay, self._record, self._scheme = replay, record, scheme
         self._known = {name: replay.supposed(record, name, scheme) for name in names}
-        self._end, self._left_out = record.op, 0  # tokens
+        self._end, self._left_out, self._judged = record.op, 0, slice(None)  # tokens
         self._recorded = replay.known(record, scheme).recorded
         self.n_tokens = len(replay.trace.steps[record.step].tokens)
 
@@ -42,12 +42,16 @@ class Segment:
         return self.n_tokens * sum(math.prod(weight.shape) for op in self.ops for weight in op.weights)
 
     def beginning(self, n: int, off: float) -> "Segment":
-        """The same of the first `n` tokens alone, where these see no others and are off as well: most mistakes show."""
-        if self.n_tokens <= n:
+        """The same of the first `n` tokens alone, where these see no others and are off as well: most mistakes show.
+
+        Half of them are judged: what is read by mistake beyond a token lies in the next ones.
+        """
+        if self.n_tokens <= n or self._axes(self._end)[0] != "T":
             return self
         short = copy(self)
         short.n_tokens, short._left_out, short._known = n, self.n_tokens - n, {}
-        short._recorded = short._first(self._recorded, self._end)
+        short._judged = slice(n // 2)
+        short._recorded = self._recorded[short._judged]
         for op in self.ops:
             known = self._known[op.name]
             given = tuple(short._first(x, name) for x, name in zip(known.inputs, op.inputs, strict=True))
@@ -55,7 +59,7 @@ class Segment:
             if nmse(y, short._first(known.exact, op.name)) > _SAME:
                 return self
             short._known[op.name] = Known(y, y, torch.zeros_like(y), given, known.arithmetic)
-        return short if nmse(short._known[self._end].exact, short._recorded) > _SHOWS * off else self
+        return short if nmse(short._known[self._end].exact[short._judged], short._recorded) > _SHOWS * off else self
 
     def _first(self, x: Tensor, name: str) -> Tensor:
         """A value without the tokens that are left out, the last ones: as queries and as keys."""
@@ -82,7 +86,7 @@ class Segment:
         for right in self.ops:
             if right.name not in made and (right.name in changed or any(name in values for name in right.inputs)):
                 values[right.name] = self.made(changed.get(right.name, right), values)
-        return values[self._end]
+        return values[self._end][self._judged]
 
     def moved(self, op: Op, y: Tensor) -> float:
         """NMSE of what is made of an op against what it should be."""
