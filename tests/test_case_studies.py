@@ -92,8 +92,8 @@ def test_other_tokens_end_the_comparison(folder, tmp_path: Path, cli) -> None:
         assert cli(*shlex.split(command))[0] == 0
     message = (
         "tracediff: the token ids differ in step 0, first at index 0: all later values differ for that reason.\n"
-        "  reference.trace: 17 tokens, ...256 <|bos|>, 84 'T', 104 'h', 101 'e'...\n"
-        "  engine.trace: 16 tokens, ...84 'T', 104 'h', 101 'e', 32 ' '...\n"
+        "  reference.trace: 17 tokens, 256 <|bos|>, 84 'T', 104 'h', 101 'e'...\n"
+        "  engine.trace: 16 tokens, 84 'T', 104 'h', 101 'e', 32 ' '...\n"
         "The candidate lacks the reference's first token 256: a BOS that was not added? "
         "Feed the candidate the reference's ids.\n"
     )

@@ -153,7 +153,7 @@ def test_texts_beside_the_ids_with_the_model(
     a, b = torch_trace(model, tokens=PROMPT, n_decode=0), torch_trace(model, tokens=PROMPT[1:], n_decode=0)
     said = (
         "the token ids differ in step 0, first at index 0: all later values differ for that reason.\n"
-        f"  {a}: 6 tokens, ...{{}}...\n  {b}: 5 tokens, ...{{}}...\n"
+        f"  {a}: 6 tokens, {{}}...\n  {b}: 5 tokens, {{}}...\n"
         "The candidate lacks the reference's first token 256: a BOS that was not added? "
         "Feed the candidate the reference's ids."
     )

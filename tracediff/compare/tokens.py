@@ -31,9 +31,9 @@ def _first(a: _Ids, b: _Ids) -> int:
 
 
 def _excerpt(ids: _Ids, at: int, vocabulary: Vocabulary) -> str:
-    before, after = _SHOWN
-    part = ids[max(0, at - before) : at + after]
-    return f"...{', '.join(_named(token, vocabulary) for token in part)}..."
+    first, end = max(0, at - _SHOWN[0]), at + _SHOWN[1]
+    said = ", ".join(_named(token, vocabulary) for token in ids[first:end])
+    return f"{'...' * (first > 0)}{said}{'...' * (end < len(ids))}"
 
 
 def _named(token: int, vocabulary: Vocabulary) -> str:
