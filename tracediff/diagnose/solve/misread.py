@@ -36,6 +36,7 @@ _TOLD = 4  # numbers one after the other that are not found by chance
 _CHANCES = 64  # places of a number that are looked at
 _LOOK = "how the loader finds and copies this tensor: offsets, sizes, counts of rows"
 _CHUNK = 1 << 18
+_NEAR = 1 << 12  # places by chance that are looked at
 _PAGE = 2048  # numbers before a tensor: buffers begin at pages
 _RUN, _ELEMENT = 30.0, 40.0  # bits of a run of rows, and of one element
 
@@ -141,7 +142,7 @@ def _rows_in(
     padded = np.concatenate((np.zeros(before), numbers, np.zeros(n)))
     first = _correlated(padded, inputs[0])
     some = {rows[i] for i in np.linspace(0, len(rows) - 1, _SAMPLE).astype(int)}
-    if all(np.abs(first - sought[0, row]).min() > close[0] for row in some):  # nor would they be by the other sums
+    if not any(_is_in(padded, first, inputs, sought[:, row], close) for row in some):
         return
     made = np.stack([first, *(_correlated(padded, one) for one in inputs[1:])])
     order = np.argsort(made[0], kind="stable")
@@ -152,6 +153,17 @@ def _rows_in(
         if place is not None:
             starts.append(place)
             yield row, place - before
+
+
+def _is_in(
+    numbers: np.ndarray, first: np.ndarray, inputs: np.ndarray, sought: np.ndarray, close: np.ndarray
+) -> bool:
+    """Whether some place gives what is sought: among millions one sum is near it by chance, all of them are not."""
+    near = np.flatnonzero(np.abs(first - sought[0]) <= close[0])
+    if len(near) > _NEAR:
+        return True
+    made = numbers[near[:, None] + np.arange(inputs.shape[1])] @ inputs.T
+    return bool((np.abs(made - sought) <= close).all(1).any())
 
 
 def _correlated(numbers: np.ndarray, x: np.ndarray) -> np.ndarray:
