@@ -240,14 +240,17 @@ def test_a_sum_of_products_is_not_spelled_out() -> None:
 # ---- found again
 
 
-def traced(path: Path, folder: Path, *changed: Callable[[Graph], Op], capture: Capture = "all") -> Replay:
-    """The trace of the torch engine that computes some ops in another way, in a prompt and a decoded token."""
+def traced(
+    path: Path, folder: Path, *changed: Callable[[Graph], Op], capture: Capture = "all", n_decode: int = 1
+) -> Replay:
+    """The trace of the torch engine that computes some ops in another way, in a prompt and decoded tokens."""
     file = GGUFFile(path)
     graph, weights = build_graph(file), Weights(file, torch.float32)
     with TraceWriter(folder / "t.trace", "solve", graph.hparams.arch) as writer:
         engine = TorchEngine(graph.changed(*(change(graph) for change in changed)), weights)
         engine.run(0, StepInput(PROMPT, tuple(range(len(PROMPT)))), Recorder(writer, capture))
-        engine.run(1, StepInput((DECODED,), (len(PROMPT),)), Recorder(writer, capture))
+        for i in range(n_decode):
+            engine.run(1 + i, StepInput((DECODED,), (len(PROMPT) + i,)), Recorder(writer, capture))
     return Replay(Trace(folder / "t.trace"), graph, Weights(file))
 
 
@@ -430,26 +433,29 @@ def test_numbers_and_maps_are_found_behind_hidden_states(
     assert said in [solved.words for solved in search.of_numbers(changed(replay.graph).name)]
 
 
-def test_what_an_engine_had_in_earlier_steps_is_recomputed(models: Models, tmp_path: Path) -> None:
-    """An op reads what the step before left in a buffer of which nothing was recorded."""
-    path, array = models(replace(TINY, n_embd=24, n_ff=20)), ("x", Read("blk.0.attn_norm", "before"))
+@pytest.mark.parametrize("other", ["attn_norm", "attn_scores"])
+def test_what_an_engine_had_in_earlier_steps_is_recomputed(models: Models, tmp_path: Path, other: str) -> None:
+    """An op reads what earlier steps left in a buffer of which nothing was recorded."""
+    path, read = models(replace(TINY, n_embd=24, n_ff=20)), Read(f"blk.0.{other}", "before")
 
     def changed(graph: Graph) -> Op:
         op = graph["blk.0.ffn_up"]
         loops = loops_of(op, [graph[x].shape(5) for x in op.inputs])
         assert loops
-        return Variant("", loops.source, arrays=(array,)).op(op, loops)
+        return Variant("", loops.source, arrays=(("x", read),)).op(op, loops)
 
-    every = traced(path, tmp_path, changed).trace
-    held = every.values(every.ops[0, "blk.0.attn_norm"]).ravel()
-    replay = traced(path, tmp_path, changed, capture="layers")
-    record = replay.trace.ops[1, "blk.0.ffn_residual"]
+    every = traced(path, tmp_path, changed, n_decode=2).trace
+    first, then = (every.values(every.ops[step, read.name]).ravel() for step in (0, 1))
+    replay = traced(path, tmp_path, changed, capture="layers", n_decode=2)
+    record = replay.trace.ops[2, "blk.0.ffn_residual"]
     local = replay.judge(record)
     assert local.faulty
     assert replay.under(record, [changed(replay.graph)]).judgement == "sound"
     problem = Segment(replay, record, local.segment, scheme_named("exact")).problem(replay.graph["blk.0.ffn_up"])
     assert problem
-    np.testing.assert_allclose(problem.held(Read("blk.0.attn_norm", "before")), held, rtol=1e-5, atol=1e-6)
+    held = problem.held(read)
+    assert held is not None
+    np.testing.assert_allclose(held, [*then, *first[len(then) :]], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("wrong_from", "n_tokens"), [(0, 2), (4, len(PROMPT))])

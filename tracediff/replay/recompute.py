@@ -66,7 +66,7 @@ class Recomputation:
         other = copy(self)
         other.graph = self.graph.changed(*ops)
         other._segments = self._segments.changed(other.graph)
-        other._cached = self._cached | {name for op in ops for name, past in op.reads if past}
+        other._cached = self._cached | {name for op in ops for name, past in op.reads if past is True}
         other._n_samples, other.has_noise = n_samples, n_samples > 0
         other._changes = (*self._changes, *ops)
         other._pasts = self._kept.of(other._changes, n_samples)

@@ -101,9 +101,10 @@ def variants(problem: Problem) -> Iterator[Found]:
 def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Found]:
     """Each function of one number or none, fitted where the op's own values are not recorded: by what they leave."""
     largest = float(np.abs(problem.exact).max(initial=0.0))
-    starts = {"above": largest, "below": -largest, "cap": largest, "power": 1.0, "linear": 1.0}
+    starts = [(name, sign * largest) for name in ("above", "below") for sign in (1, -1)]
+    starts += [("cap", largest), ("power", 1.0), ("linear", 1.0)]
     found: list[tuple[str, tuple[float, ...]]] = [("absolute", ()), ("square", ()), ("linear", (-1.0, 0.0))]
-    for name, start in starts.items():
+    for name, start in starts:
         rest = (0.0,) * (NUMBERS[name] - 1)
 
         def of(number: float, name: str = name, rest: tuple[float, ...] = rest) -> np.ndarray:

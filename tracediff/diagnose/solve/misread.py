@@ -155,9 +155,7 @@ def _rows_in(
             yield row, place - before
 
 
-def _is_in(
-    numbers: np.ndarray, first: np.ndarray, inputs: np.ndarray, sought: np.ndarray, close: np.ndarray
-) -> bool:
+def _is_in(numbers: np.ndarray, first: np.ndarray, inputs: np.ndarray, sought: np.ndarray, close: np.ndarray) -> bool:
     """Whether some place gives what is sought: among millions one sum is near it by chance, all of them are not."""
     near = np.flatnonzero(np.abs(first - sought[0]) <= close[0])
     if len(near) > _NEAR:
