@@ -297,7 +297,7 @@ def trace(data: bytes, folder: Path) -> None:
     from rich.console import Console
 
     from tracediff.inspect.validate import validate
-    from tracediff.pipeline import check_trace, compare_traces
+    from tracediff.pipeline import Effort, check_trace, compare_traces
     from tracediff.report.json_report import render as render_json
     from tracediff.report.terminal import render
     from tracediff.report.validation import render as render_findings
@@ -308,7 +308,7 @@ def trace(data: bytes, folder: Path) -> None:
     result = compare_traces(folder / "reference.trace", path)
     render_json(result)
     Console(file=io.StringIO(), width=80).print(render(result, 80))
-    check_trace(path, model)
+    check_trace(path, model, effort=Effort(seconds=2))  # causes may take a minute: it is no hang
 
 
 TARGETS = {
