@@ -26,6 +26,7 @@ from tracediff.diagnose.solve.readings import Reading, Rows
 from tracediff.diagnose.solve.regions import around
 from tracediff.diagnose.solve.segment import Segment
 from tracediff.diagnose.solve.segments import Search
+from tracediff.diagnose.solve.segments import explanations as in_segment
 from tracediff.diagnose.solve.solver import explanations
 from tracediff.diagnose.solve.variant import Read, Variant
 from tracediff.diagnose.solve.words import Speaker
@@ -410,14 +411,14 @@ def read(name: str, reading: Reading) -> Callable[[Graph], Op]:
     [
         (
             rewritten("blk.0.ffn_norm", "in range(n))", "in range(n - 7))"),
-            "ffn_norm: the sum of squares takes only channels 0 to 16: the last 7 are left out",
+            "the sum of squares takes only channels 0 to 16: the last 7 are left out",
         ),
         (
             rewritten("blk.0.ffn_act", "(1 + exp", "(1.37 + exp"),
-            "ffn_act: silu is computed with 1.37 + exp(-ffn_gate), where 1 + exp(-ffn_gate) belongs",
+            "silu is computed with 1.37 + exp(-ffn_gate), where 1 + exp(-ffn_gate) belongs",
         ),
-        (mapped("blk.0.attn_v", "cap", 0.4), "attn_v: every value v is capped, to 0.4 * tanh(v / 0.4)"),
-        (moved("blk.0.attn_q", Map("listed", (0, 3, 3, 0)), 1, -1, 4, 6), "attn_q: heads 0 and 3 are exchanged"),
+        (mapped("blk.0.attn_v", "cap", 0.4), "every value v is capped, to 0.4 * tanh(v / 0.4)"),
+        (moved("blk.0.attn_q", Map("listed", (0, 3, 3, 0)), 1, -1, 4, 6), "heads 0 and 3 are exchanged"),
     ],
     ids=["a sum of fewer terms", "a constant", "a function", "a map"],
 )
@@ -431,6 +432,36 @@ def test_numbers_and_maps_are_found_behind_hidden_states(
     local = replay.judge(record)
     search = Search(Segment(replay, record, local.segment, scheme_named("exact")), local.nmse, lambda: None)
     assert said in [solved.words for solved in search.of_numbers(changed(replay.graph).name)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            moved("blk.0.ffn_down", Map("listed", (3, 17, 17, 3)), 1, -1, 24),
+            "ffn_down: channels 3 and 17 are exchanged",
+        ),
+        (
+            read("blk.0.ffn_down", Reading(elements=((3, 5, 0.125),))),
+            "ffn_down: row 3 of ffn_down.weight differs in column 5 alone: 0.125 where the file has",
+        ),
+        (
+            rewritten("blk.0.ffn_residual", "+", "-"),
+            "ffn_residual: the output is computed with ffn_down - attn_residual, where",
+        ),
+    ],
+)
+def test_what_is_only_added_is_told_by_the_state(
+    models: Models, tmp_path: Path, changed: Callable[[Graph], Op], said: str
+) -> None:
+    """Without the rest of the sum it is as if it had been recorded."""
+    path = models(replace(TINY, n_embd=24, n_ff=20))
+    replay = traced(path, tmp_path, changed, capture="layers")
+    record = replay.trace.ops[0, "blk.0.ffn_residual"]
+    local = replay.judge(record)
+    solved, _ = next(in_segment(replay, record, local.segment, local.nmse, lambda: None))
+    assert solved.words.startswith(said)
+    assert replay.under(record, solved.ops).judgement == "sound"
 
 
 @pytest.mark.parametrize("other", ["attn_norm", "attn_scores"])

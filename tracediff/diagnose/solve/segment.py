@@ -1,8 +1,9 @@
 """What lies between two recorded values, as it should be, recomputed with other ops: where does the record come to?"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -33,7 +34,8 @@ class Segment:
         self._replay, self._record, self._scheme = replay, record, scheme
         self._known = {name: replay.supposed(record, name, scheme) for name in names}
         self._end, self._left_out, self._judged = record.op, 0, slice(None)  # tokens
-        self._recorded = replay.known(record, scheme).recorded
+        known = replay.known(record, scheme)
+        self._recorded, self._bound = known.recorded, known.bound
         self.n_tokens = len(replay.trace.steps[record.step].tokens)
 
     @property
@@ -67,6 +69,19 @@ class Segment:
             if axis in ("T", "S"):
                 x = x.narrow(i, 0, x.shape[i] - self._left_out)
         return x
+
+    def told(self) -> Iterator[Problem]:
+        """Ops whose values the record tells, for all that follows adds to them: as if these had been recorded."""
+        error = flat(self._recorded - self._known[self._end].exact)
+        for op in reversed(self.ops):
+            if self._is_only_added(op) and (problem := self.problem(op)):
+                yield replace(problem, recorded=problem.exact + error, bound=flat(self._bound))
+
+    def _is_only_added(self, op: Op) -> bool:
+        """Whether it is the segment's end, or is added once to make a value that is."""
+        readers = [other for other in self.ops if op.name in other.inputs]
+        once = len(readers) == 1 and readers[0].kind == "add" and readers[0].inputs.count(op.name) == 1
+        return op.name == self._end or (once and readers[0].axes == op.axes and self._is_only_added(readers[0]))
 
     def _axes(self, name: str) -> Sequence[Axis]:
         graph = self._replay.graph

@@ -19,7 +19,7 @@ from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, 
 from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.bound import Bound
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.search import Solved, words_of
+from tracediff.diagnose.solve.search import Solved, solve, words_of
 from tracediff.diagnose.solve.segment import Segment
 from tracediff.diagnose.solve.variant import Priced, Variant
 from tracediff.model.graph import Op
@@ -46,11 +46,14 @@ def explanations(
     if record.rows is not None or not math.isfinite(off) or any(any(op.views) or op.kind == "state" for op in ops):
         return
     n_weights = sum(math.prod(weight.shape) for op in ops for weight in op.weights)
-    if n_weights * min(_FIRST, len(replay.trace.steps[record.step].tokens)) > _WORK:
-        return
+    in_time = n_weights * min(_FIRST, len(replay.trace.steps[record.step].tokens)) <= _WORK
     for scheme in replay.plain_ones(record):
         segment = Segment(replay, record, names, scheme or replay.choice(record).schemes[0])
-        yield from ((one, scheme) for one in Search(segment, off, check).found())
+        told = (one for problem in segment.told() for one in solve(problem, check))
+        search = Search(segment, off, check).found() if in_time else ()
+        for one in chain(told, search):
+            places = ", ".join(dict.fromkeys(split(op.name)[1] for op in one.ops))
+            yield replace(one, words=f"{places}: {one.words}"), scheme
 
 
 class Search:
@@ -99,9 +102,7 @@ class Search:
                         continue
                     seen.add(moved)
                 if segment.left({op.name: op for op in ops}, made) <= _LEFT * self._off:
-                    places = ", ".join(dict.fromkeys(split(op.name)[1] for op in ops))
-                    words = f"{places}: {words_of(first, priced.variant)}"
-                    found.append(Solved(ops, words, priced.bits, priced.look, priced.fitted))
+                    found.append(Solved(ops, words_of(first, priced.variant), priced.bits, priced.look, priced.fitted))
             except CannotRunError:
                 continue
         return sorted(found, key=lambda one: one.bits)
@@ -129,7 +130,7 @@ class Search:
         for one in chain(maps.usual(problem), functions.fitted(short, end.of)):
             if self._short.left({one.op.name: one.op}) <= _LEFT * self._off:
                 is_fitted = isinstance(one.op.rework, functions.Mapped)
-                found.append(Solved((one.op,), f"{split(name)[1]}: {one.words}", one.bits, one.look, is_fitted))
+                found.append(Solved((one.op,), one.words, one.bits, one.look, is_fitted))
             self._check()
         return sorted(found, key=lambda one: one.bits)
 
