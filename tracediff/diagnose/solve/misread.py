@@ -267,13 +267,15 @@ def _elements(problem: Problem, known: _Known) -> Iterator[Found]:
     along = known.x.T @ residual
     explained = np.square(along) / np.maximum(size[:, None], 1e-300) / np.square(residual).sum(0)
     best = explained.argmax(0)
-    if (explained[best, np.arange(len(best))] < 1 - 1e-9).any():
+    by = along[best, np.arange(len(best))] / size[best]
+    near = problem.near.reshape(known.y.shape)[:, known.wrong]
+    if (np.abs(residual - known.x[:, best] * by) > near).any():
         return
     n, elements, said = known.x.shape[1], [], []
     weight = problem.loops.arrays["w"]
-    for row, column, by in zip(known.wrong, best, along[best, np.arange(len(best))] / size[best], strict=True):
+    for row, column, more in zip(known.wrong, best, by, strict=True):
         right = float(weight.take(np.array([row * n + column]))[0])
-        value = 0.0 if abs(right + by) < 1e-6 * abs(right) else right + float(by)
+        value = 0.0 if abs(right + more) < 1e-6 * abs(right) else right + float(more)
         elements.append((int(row), int(column), value))
         name = Read(problem.op.weights[0].name).words(problem.op)
         said.append(f"row {row} of {name} differs in column {column} alone: {value:.6g} where the file has {right:.6g}")
