@@ -357,3 +357,18 @@ def test_a_norm_that_adds_up_in_sequence_stays_within_the_floor(values: range | 
         exact, floor = made(op, file, [torch.from_numpy(x[rows]).double()], EXACT)
         assert max(excess(torch.from_numpy(recorded[rows]).double(), exact, floor)) <= 1
         assert excess(exact * (1 + 1e-4), exact, floor)[1] > 1
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_values_of_one_token_over_and_over_stay_within_the_floor(alike: bool, tmp_path: Path) -> None:
+    """Added up key by key: what is equal errs to the same side each time, 20 sigma in the end."""
+    n = 10_000
+    probs, v = np.full((1, 1, n), 1 / n, np.float32), np.full((n, 1, 1), 0.8, np.float32)
+    if not alike:
+        v[:, 0, 0] = np.random.default_rng(0).standard_normal(n)
+    v[0] = -0.45 * v[1:].sum()
+    op, file = opened(Case("weighted_values", (probs, v)), tmp_path)
+    recorded = np.cumsum(probs[0, 0] * v[:, 0, 0], dtype=np.float32)[-1:].reshape(1, 1)
+    inputs = [torch.from_numpy(x).double() for x in (probs, v)]
+    exact, floor = made(replace(op, axes=("T", 1)), file, inputs, EXACT)
+    assert excess(torch.from_numpy(recorded).double(), exact, floor)[0] <= 1

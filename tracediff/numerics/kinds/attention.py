@@ -4,6 +4,7 @@ D head_dim.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -182,6 +183,16 @@ def _noise_of_keys(made: Made) -> Noise:
     return noise_of_sums(made, made.inputs[0].shape[-1])
 
 
+def _noise_of_values(made: Made) -> Noise:
+    """Values of one token over and over are equal, and adding what is equal errs to the same side each time: of such a
+    run the errors add up, not their squares. (In the first layer of a torch engine that decoded one token 3,214 times
+    a value was 6.2 sigma off.)
+    """
+    own, v = _noise_of_keys(made), made.inputs[1].flatten(1)
+    n_runs = 1 + int((v[1:] != v[:-1]).any(1).sum())
+    return own if n_runs >= len(v) else replace(own, sigma=own.sigma * math.sqrt(len(v) / n_runs))
+
+
 _VISIBLE = ("window", "chunk", "causal")
 
 
@@ -219,6 +230,6 @@ KINDS = (
     Kind("mask", mask, ("queries", "keys"), ("token", "key"), noise=none),
     Kind("temperature", temperature, ("positions",), ("token",)),
     Kind("lightning_indexer", lightning_indexer, ("q", "k", "weights", "mask"), ("token", "key")),
-    Kind("weighted_values", weighted_values, ("probs", "v"), compute=_weighted_values, noise=_noise_of_keys,
+    Kind("weighted_values", weighted_values, ("probs", "v"), compute=_weighted_values, noise=_noise_of_values,
          scheme="weighted_values"),
 )  # fmt: skip
