@@ -16,6 +16,7 @@ from tracediff.diagnose.solve.bound import bind, flat
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.variant import SOURCES, Read
 from tracediff.model.graph import Axis, Op, Past
+from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import arithmetic_of, evaluate
 from tracediff.replay.look import Known
@@ -144,7 +145,8 @@ class Segment:
         if loops is None:
             return None
         at_hand = {name for step, name in replay.trace.ops if step == self._record.step} | self._known.keys()
-        names = [other.name for other in replay.graph if other.name in at_hand]
+        before = (layer_of(op.name) or 0) - 1  # whose buffers this layer may use
+        names = [other.name for other in replay.graph if other.name in at_hand or layer_of(other.name) == before]
         y = flat(known.exact)
         return Problem(
             op, replay.graph, replay.weights, known.arithmetic, loops, y, y, 0 * y, held,
