@@ -288,6 +288,12 @@ def rewritten(name: str, old: str, new: str) -> Callable[[Graph], Op]:
         ),
         ("blk.1.attn_scores", "h // (H // G)", "h % G", "query head h reads key/value head h % 2; it is h // 4"),
         (
+            "blk.1.attn_norm",
+            "x[t * n + i] * scale * w[i]",
+            "x[t * n + i] - scale * w[i]",
+            "the output is computed with ffn_residual of the layer before - scale * attn_norm.weight, where",
+        ),
+        (
             "blk.0.attn_probs",
             "if s < visible else -inf",
             "if s != visible else -inf",

@@ -280,6 +280,10 @@ def _instead_of(place: _Place, arrays: Sequence[str]) -> Iterator[ast.AST | None
                 # a + b * c where a + b + c belongs: the other operator binds first
                 first = (other for other in alike if other not in (ast.Add, ast.Sub))
                 yield from (ast.BinOp(a.left, a.op, ast.BinOp(a.right, other(), b)) for other in first)
+            if isinstance(op, ast.Mult | ast.Div) and isinstance(a, ast.BinOp) and isinstance(a.op, ast.Mult | ast.Div):
+                # a - b * c where a * b * c belongs: the other operator binds last
+                last = (ast.Add(), ast.Sub())
+                yield from (ast.BinOp(a.left, other, ast.BinOp(a.right, op, b)) for other in last)
             if isinstance(op, ast.Sub | ast.Div | ast.Pow | ast.FloorDiv):
                 yield ast.BinOp(b, op, a)
         case ast.Compare(left=a, ops=[op], comparators=[b]):
