@@ -26,7 +26,7 @@ from mutants import PROMPT, SHAPES, first_difference, witnessed
 from second_opinion import Opinion
 
 from tracediff.diagnose.hypothesis import Hypothesis
-from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, readings, tensors
+from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors, terms
 from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.grammar import blank
 from tracediff.diagnose.solve.problem import Problem
@@ -108,7 +108,7 @@ def _of(rng: random.Random, problem: Problem, variants: list[Variant]) -> Edit |
 
 def _fewer(rng: random.Random, problem: Problem) -> Iterator[Variant]:
     width = int(problem.loops.numbers.get("n_in", problem.loops.numbers.get("n", problem.loops.numbers.get("D", 4))))
-    for sum_ in formulas.reductions(problem.loops.source):
+    for sum_ in terms.reductions(problem.loops.source):
         n = 8 if "range(S)" in ast.unparse(sum_.node) else width
         if n > 2:
             yield Variant("", next(sum_.with_terms(rng.randrange(1, n), n, "upto")))
@@ -120,8 +120,8 @@ def _numbers(rng: random.Random, problem: Problem) -> Iterator[Variant]:
         if isinstance(right, float) and name in source:
             value = float(f"{right * 10 ** rng.uniform(-2, 2):.4g}")
             yield Variant(f"{name} is {value:.6g}", source, numbers=((name, value),))
-    for right, edited in formulas.constants(source):
-        yield Variant("", edited.replace(formulas.CONSTANT, f"{right * rng.uniform(0.3, 3):.4g}"))
+    for right, edited in numbers.places(source):
+        yield Variant("", edited.replace(numbers.CONSTANT, f"{right * rng.uniform(0.3, 3):.4g}"))
 
 
 def _map(rng: random.Random, n: int) -> maps.Map:

@@ -5,16 +5,16 @@ another belongs, two arrays exchanged. They are generated from the loops, not li
 """
 
 import ast
-import copy
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import numpy as np
 
+from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS, REAL_NUMBERS, Node, free, nodes, type_of, with_node
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.program import Program, parse
 from tracediff.diagnose.solve.variant import Priced, Read, Touches, Variant
@@ -26,11 +26,8 @@ _COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 _FAR = 24  # by which a count, or the place of a pair, may be off
 _REDUCTIONS = ("sum", "max", "min", "first", "last")
 _ELEMENTARY = ("sqrt", "exp", "cos", "sin", "abs", "log", "tanh")
-_INTEGER_ARRAYS = ("tokens", "positions", "past", "starts")
 _OF_STEP = ("past[0]",)  # numbers that every step has
-CONSTANT = "constant"
 _STORED = re.compile(r"y\[(\(\w \* \w+ \+ \w\) \* \w+ \+ \w)\] = ")
-_REAL_NUMBERS = ("eps", "theta", "scale", "freq_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ def _resized(problem: Problem) -> Iterator[FormulaEdit]:
     sizes = sorted({h.n_head, h.n_head_kv, h.head_dim, h.n_layer, tokens, past + tokens})
     formulas = {f for a in sizes for b in sizes for f in (a * b, a + b, a - b, a // b)}
     program = parse(loops.source)
-    for name in sorted(_free(program.tree) - set(_REAL_NUMBERS)):
+    for name in sorted(free(program.tree) - set(REAL_NUMBERS)):
         for other in sorted(formulas):
             if 0 < other != loops.numbers[name]:
                 source = _with_names(loops.source, {name: str(other)})
@@ -102,7 +99,7 @@ def edits(source: str, sizes: tuple[str, ...] = ()) -> list[FormulaEdit]:
         {n.value.id for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name)}
     )
     found: dict[str, FormulaEdit] = {}
-    for place in _places(tree):
+    for place in nodes(tree):
         for new in _instead_of(place, arrays):
             edit = _edited(program, place, new)
             found.setdefault(edit.source, edit)
@@ -114,165 +111,16 @@ def edits(source: str, sizes: tuple[str, ...] = ()) -> list[FormulaEdit]:
     return [*found.values()]
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """A sum of some loops."""
-
-    tree: ast.Module
-    path: "Path"
-    node: ast.Call
-
-    def replaced(self, new: ast.expr) -> str:
-        """The loops with something else in its place."""
-        return ast.unparse(_with(self.tree, self.path, new))
-
-    def n_terms(self, numbers: Mapping[str, float]) -> int:
-        """How many terms it has, of loops with these numbers; 0 where no number says so."""
-        assert isinstance(self.node.args[0], ast.GeneratorExp)
-        loop = self.node.args[0].generators[0].iter
-        assert isinstance(loop, ast.Call)
-        return int(numbers.get(ast.unparse(loop.args[-1]), 0))
-
-    def with_terms(self, count: int, n: int, how: str) -> Iterator[str]:
-        """The loops with the sum over the first `count` of `n` terms, or from there on: by what is left out, and by
-        what is taken.
-        """
-        assert isinstance(self.node.args[0], ast.GeneratorExp)
-        term, loop = self.node.args[0].elt, self.node.args[0].generators[0]
-        assert isinstance(loop.iter, ast.Call)
-        *_, end = loop.iter.args
-        left_out = ast.BinOp(end, ast.Sub(), ast.Constant(n - count))
-        for bound in (left_out, ast.Constant(count)):
-            if how == "upto" or bound is not left_out:
-                new = ast.Call(loop.iter.func, [bound] if how == "upto" else [bound, end], [])
-                inner = ast.GeneratorExp(term, [ast.comprehension(loop.target, new, [], 0)])
-                yield self.replaced(ast.Call(self.node.func, [inner], []))
-
-
-def reductions(source: str) -> Iterator[Reduction]:
-    """The sums of some loops, of all of which the terms are counted from 0."""
-    tree = parse(source).tree
-    for place in _places(tree):
-        match place.node:
-            case ast.Call(func=ast.Name(id="sum"), args=[ast.GeneratorExp(generators=[loop])]) as node:
-                if isinstance(loop.iter, ast.Call) and len(loop.iter.args) == 1:
-                    yield Reduction(tree, place.path, node)
-
-
-def constants(source: str) -> Iterator[tuple[float, str]]:
-    """Each number that stands in a formula of values, and the loops with CONSTANT in its place."""
-    tree = parse(source).tree
-    for place in _places(tree):
-        match place.node, place.parent:
-            case ast.Constant(value=int() | float() as c), ast.BinOp() as outer if (
-                c and _type(outer, place.names) == "f"
-            ):
-                yield float(c), ast.unparse(_with(tree, place.path, ast.Name(CONSTANT, ast.Load())))
-
-
-# --- where -------------------------------------------------------------------------------------------------------
-
-
-Path = tuple[tuple[str, int | None], ...]  # from the root: fields, and places in those that are lists
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A node of the tree with its path, those that it is in, outermost first, and the names known there."""
-
-    node: ast.AST
-    path: Path
-    around: tuple["_Place", ...]
-    names: Mapping[str, str]  # "i" for integers, "f" for real numbers
-
-    @property
-    def parent(self) -> ast.AST | None:
-        """The node that it is directly in."""
-        return self.around[-1].node if self.around else None
-
-    def is_in(self, field: str, sort: type) -> bool:
-        """Whether it is, or is in, this field of a node of this sort."""
-        chain = (*self.around, self)
-        return any(
-            isinstance(outer.node, sort) and inner.path[len(outer.path)][0] == field for outer, inner in pairwise(chain)
-        )
-
-
-def _places(tree: ast.Module) -> Iterator[_Place]:
-    """Each node that can be edited."""
-    names = {name: "f" if name in _REAL_NUMBERS else "i" for name in _free(tree)}
-    yield from _inside(_Place(tree, (), (), names), names)
-
-
-def _free(tree: ast.Module) -> set[str]:
-    """Names that the loops read and do not define."""
-    nodes = list(ast.walk(tree))
-    loads = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    arrays = {n.value.id for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name)}
-    return loads - bound - called - arrays - {"inf"}
-
-
-def _inside(place: _Place, names: dict[str, str]) -> Iterator[_Place]:
-    """The place and all in it; statements in `names` what they define."""
-    yield place
-
-    def at(node: ast.AST, *steps: tuple[str, int | None]) -> _Place:
-        return _Place(node, (*place.path, *steps), (*place.around, place), dict(names))
-
-    match place.node:
-        case ast.For(target=ast.Name(id=name), iter=counted, body=body):
-            yield from _inside(at(counted, ("iter", None)), names)
-            names = names | {name: "i"}
-            for i, statement in enumerate(body):
-                yield from _inside(at(statement, ("body", i)), names)
-                _define(statement, names)
-        case ast.GeneratorExp(elt=term, generators=[ast.comprehension(target=ast.Name(id=name), iter=counted)]):
-            yield from _inside(at(counted, ("generators", 0), ("iter", None)), names)
-            names = names | {name: "i"}
-            yield from _inside(at(term, ("elt", None)), names)
-        case node:
-            for field, value in ast.iter_fields(node):
-                for i, child in enumerate(value if isinstance(value, list) else [value]):
-                    if isinstance(child, ast.expr | ast.stmt):
-                        yield from _inside(at(child, (field, i if isinstance(value, list) else None)), names)
-                        if isinstance(child, ast.stmt):
-                            _define(child, names)
-
-
-def _define(statement: ast.stmt, names: dict[str, str]) -> None:
-    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-        names[statement.targets[0].id] = _type(statement.value, names)
-
-
-def _type(node: ast.AST, names: Mapping[str, str]) -> str:
-    """Integer or real."""
-    match node:
-        case ast.Constant(value=int()):
-            return "i"
-        case ast.Name(id=name):
-            return names.get(name, "f")
-        case ast.Subscript(value=ast.Name(id=name)):
-            return "i" if name in _INTEGER_ARRAYS else "f"
-        case ast.BinOp(left=a, op=op, right=b):
-            both = _type(a, names) == _type(b, names) == "i"
-            return "i" if both and not isinstance(op, ast.Div | ast.Pow) else "f"
-        case ast.UnaryOp(operand=a):
-            return _type(a, names)
-    return "f"
-
-
 # --- what --------------------------------------------------------------------------------------------------------
 
 
-def _instead_of(place: _Place, arrays: Sequence[str]) -> Iterator[ast.AST | None]:
+def _instead_of(place: Node, arrays: Sequence[str]) -> Iterator[ast.AST | None]:
     """What could stand there by mistake. None: nothing, the statement is left out."""
     node, names = place.node, place.names
     parent = place.parent
     match node:
         case ast.BinOp(left=a, op=op, right=b):
-            alike = _INTEGER if _type(node, names) == "i" else _REAL
+            alike = _INTEGER if type_of(node, names) == "i" else _REAL
             yield from (ast.BinOp(a, other(), b) for other in alike if not isinstance(op, other))
             yield a
             yield b
@@ -293,7 +141,7 @@ def _instead_of(place: _Place, arrays: Sequence[str]) -> Iterator[ast.AST | None
         case ast.UnaryOp(operand=a):
             yield a
         case ast.Constant(value=int(c)):
-            counted = isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and _type(parent, names) == "i"
+            counted = isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and type_of(parent, names) == "i"
             further = range(c - _FAR, c + _FAR + 1) if counted and not place.is_in("slice", ast.Subscript) else ()
             others = dict.fromkeys((c + 1, c - 1, 0, 2 * c, *further))
             yield from (ast.Constant(other) for other in others if other != c)
@@ -304,10 +152,10 @@ def _instead_of(place: _Place, arrays: Sequence[str]) -> Iterator[ast.AST | None
             if names[name] == "i" and not place.is_in("slice", ast.Subscript):
                 yield from (ast.BinOp(node, op(), ast.Constant(1)) for op in (ast.Add, ast.Sub))
         case ast.Name(id=name) if isinstance(parent, ast.Subscript) and node is parent.value and name in arrays:
-            kind = name in _INTEGER_ARRAYS
+            kind = name in INTEGER_ARRAYS
             if isinstance(parent.ctx, ast.Load):
                 alike_names = [
-                    other for other in arrays if (other in _INTEGER_ARRAYS) == kind and other not in (name, "y")
+                    other for other in arrays if (other in INTEGER_ARRAYS) == kind and other not in (name, "y")
                 ]
                 yield from (ast.Name(other, ast.Load()) for other in alike_names)
         case ast.Call(func=ast.Name(id=name), args=arguments):
@@ -333,7 +181,7 @@ def _is_real(node: ast.expr, parent: ast.AST | None, names: Mapping[str, str]) -
     """Whether a sign could stand before it."""
     if isinstance(getattr(node, "ctx", None), ast.Store):
         return False
-    if isinstance(node, ast.Subscript | ast.Call) and _type(node, names) == "f":
+    if isinstance(node, ast.Subscript | ast.Call) and type_of(node, names) == "f":
         return not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range")
     return isinstance(node, ast.Name) and names.get(node.id) == "f" and not _is_called(node, parent)
 
@@ -355,7 +203,7 @@ def _other_stores(node: ast.Assign, names: Mapping[str, str]) -> Iterator[ast.AS
         if isinstance(node.value, ast.Name):  # a size of its own
             more = (ast.BinOp(node.value, op(), ast.Constant(c)) for op, c in _RESIZED)
             yield from (ast.Assign([target], value, lineno=0) for value in more)
-        for read in _reads(node.value) if _type(node.value, names) == "f" else ():
+        for read in _reads(node.value) if type_of(node.value, names) == "f" else ():
             functions = (ast.Call(ast.Name(name, ast.Load()), [read], []) for name in _ELEMENTARY)
             yield from (ast.Assign([target], value, lineno=0) for value in (read, *functions))
         return
@@ -378,25 +226,12 @@ def _reads(node: ast.AST) -> list[ast.Subscript]:
 # --- edited ------------------------------------------------------------------------------------------------------
 
 
-def _edited(program: Program, place: _Place, new: ast.AST | None) -> FormulaEdit:
-    tree = _with(program.tree, place.path, new or ast.Pass())
+def _edited(program: Program, place: Node, new: ast.AST | None) -> FormulaEdit:
+    tree = with_node(program.tree, place.path, new or ast.Pass())
     return FormulaEdit(ast.unparse(tree), "both" if new is None else _touches(program, place))
 
 
-def _with(node: ast.AST, path: Path, new: ast.AST) -> ast.AST:
-    """The tree with another node at the end of the path; it shares all else."""
-    if not path:
-        return new
-    (field, i), *rest = path
-    edited, child = copy.copy(node), getattr(node, field)
-    if i is None:
-        setattr(edited, field, _with(child, tuple(rest), new))
-    else:
-        setattr(edited, field, [*child[:i], _with(child[i], tuple(rest), new), *child[i + 1 :]])
-    return edited
-
-
-def _touches(program: Program, place: _Place) -> Touches:
+def _touches(program: Program, place: Node) -> Touches:
     """What an edit there may change."""
     statement = next((p.node for p in (*place.around, place) if isinstance(p.node, ast.Assign)), None)
     loop = next((p.node for p in reversed((*place.around, place)) if isinstance(p.node, ast.For)), None)
@@ -417,7 +252,7 @@ def _of_names(program: Program, names: set[str]) -> Touches:
 
 def _renamed(program: Program, sizes: Sequence[str]) -> Iterator[FormulaEdit]:
     """One number of the loops wherever it stands is another."""
-    own, source = sorted(_free(program.tree) - set(_REAL_NUMBERS)), ast.unparse(program.tree)
+    own, source = sorted(free(program.tree) - set(REAL_NUMBERS)), ast.unparse(program.tree)
     for name in own:
         for other in (*(o for o in own if o != name), *(s for s in sizes if s not in own), "0", *_OF_STEP):
             yield FormulaEdit(_with_names(source, {name: other}), _of_names(program, {name}), ((name, other),))
@@ -427,7 +262,7 @@ def _renamed(program: Program, sizes: Sequence[str]) -> Iterator[FormulaEdit]:
 
 def _exchanged(tree: ast.Module, arrays: Sequence[str]) -> Iterator[FormulaEdit]:
     source = ast.unparse(tree)
-    for a, b in combinations([name for name in arrays if name not in (*_INTEGER_ARRAYS, "y")], 2):
+    for a, b in combinations([name for name in arrays if name not in (*INTEGER_ARRAYS, "y")], 2):
         yield FormulaEdit(_with_names(source, {a: b, b: a}), "values", ((a, b), (b, a)))
 
 

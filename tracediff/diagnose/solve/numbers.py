@@ -1,14 +1,17 @@
 """Another number: eps, theta, a scale, fitted to what was recorded."""
 
+import ast
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tracediff.diagnose.solve import formulas
 from tracediff.diagnose.solve.bound import Bound
+from tracediff.diagnose.solve.nodes import nodes, type_of, with_node
 from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.variant import Priced, Variant
 
+CONSTANT = "constant"  # stands in the place of one
 _DECADES = 8  # on either side of the right number in which the fit may begin
 _LOOK = "the positions of each step: how many are cached before it"
 _POSITIONS = 64  # by which they may be off
@@ -42,12 +45,23 @@ def variants(problem: Problem, left: Left) -> Iterator[Priced]:
 
 def constants(problem: Problem, left: Left) -> Iterator[Priced]:
     """Each number in a formula, as it fits best."""
-    for right, source in formulas.constants(problem.loops.source):
-        fitted = _of_name(problem.loops.with_(source, {}, {}), formulas.CONSTANT, right, left)
+    for right, source in places(problem.loops.source):
+        fitted = _of_name(problem.loops.with_(source, {}, {}), CONSTANT, right, left)
         if fitted is not None and abs(fitted / right - 1) > _SAME:
             for value, bits in (*((u, 8.0) for u in simpler(fitted)), (fitted, _BITS)):
-                edited = source.replace(formulas.CONSTANT, f"{value:.6g}")
+                edited = source.replace(CONSTANT, f"{value:.6g}")
                 yield Priced(Variant("", edited), bits, fitted=True)
+
+
+def places(source: str) -> Iterator[tuple[float, str]]:
+    """Each number that stands in a formula of values, and the loops with CONSTANT in its place."""
+    tree = parse(source).tree
+    for place in nodes(tree):
+        match place.node, place.parent:
+            case ast.Constant(value=int() | float() as c), ast.BinOp() as outer if (
+                c and type_of(outer, place.names) == "f"
+            ):
+                yield float(c), ast.unparse(with_node(tree, place.path, ast.Name(CONSTANT, ast.Load())))
 
 
 def positions(problem: Problem) -> Iterator[Priced]:

@@ -6,20 +6,67 @@ The sums up to each term tell which.
 import ast
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.bound import parsed
-from tracediff.diagnose.solve.formulas import Reduction, reductions
 from tracediff.diagnose.solve.look import Look
+from tracediff.diagnose.solve.nodes import Path, nodes, with_node
 from tracediff.diagnose.solve.problem import Problem, agree
+from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.variant import Priced, Variant
 
 _MOST = 3  # counts that give the values that are looked at
 _FINE = 9  # places looked at in each step to the best
 _TERMS = "term"  # the loop variable of a sum of which all parts are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A sum of some loops."""
+
+    tree: ast.Module
+    path: Path
+    node: ast.Call
+
+    def replaced(self, new: ast.expr) -> str:
+        """The loops with something else in its place."""
+        return ast.unparse(with_node(self.tree, self.path, new))
+
+    def n_terms(self, numbers: Mapping[str, float]) -> int:
+        """How many terms it has, of loops with these numbers; 0 where no number says so."""
+        assert isinstance(self.node.args[0], ast.GeneratorExp)
+        loop = self.node.args[0].generators[0].iter
+        assert isinstance(loop, ast.Call)
+        return int(numbers.get(ast.unparse(loop.args[-1]), 0))
+
+    def with_terms(self, count: int, n: int, how: str) -> Iterator[str]:
+        """The loops with the sum over the first `count` of `n` terms, or from there on: by what is left out, and by
+        what is taken.
+        """
+        assert isinstance(self.node.args[0], ast.GeneratorExp)
+        term, loop = self.node.args[0].elt, self.node.args[0].generators[0]
+        assert isinstance(loop.iter, ast.Call)
+        *_, end = loop.iter.args
+        left_out = ast.BinOp(end, ast.Sub(), ast.Constant(n - count))
+        for bound in (left_out, ast.Constant(count)):
+            if how == "upto" or bound is not left_out:
+                new = ast.Call(loop.iter.func, [bound] if how == "upto" else [bound, end], [])
+                inner = ast.GeneratorExp(term, [ast.comprehension(loop.target, new, [], 0)])
+                yield self.replaced(ast.Call(self.node.func, [inner], []))
+
+
+def reductions(source: str) -> Iterator[Reduction]:
+    """The sums of some loops, of all of which the terms are counted from 0."""
+    tree = parse(source).tree
+    for place in nodes(tree):
+        match place.node:
+            case ast.Call(func=ast.Name(id="sum"), args=[ast.GeneratorExp(generators=[loop])]) as node:
+                if isinstance(loop.iter, ast.Call) and len(loop.iter.args) == 1:
+                    yield Reduction(tree, place.path, node)
 
 
 def variants(problem: Problem, look: Look) -> Iterator[Priced]:
