@@ -55,9 +55,10 @@ class Stored:
     shape: tuple[int, ...] = ()
     turns: np.ndarray | None = None
 
-    def loops(self, which: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray]:
-        """The loop variables at these stores."""
-        turns = (np.arange(self.at.size) if self.turns is None else self.turns)[which]
+    def loops(self, which: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """The loop variables at these stores, or at all."""
+        which = np.arange(self.at.size) if which is None else which
+        turns = which if self.turns is None else self.turns[which]
         along = np.unravel_index(turns, self.shape)
         found = {}
         for name, values in self.variables.items():

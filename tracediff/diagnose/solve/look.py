@@ -144,10 +144,14 @@ class Look:
 
     def _last(self, stored: Stored) -> np.ndarray:
         """Of each place of the sample the last store to it; -1 where there is none."""
-        last = np.full(self.problem.exact.size, -1)
-        inside = np.flatnonzero((stored.at >= 0) & (stored.at < last.size))
-        last[stored.at[inside]] = inside
-        return last[self._sample]
+        sample = self._sample
+        sought = np.zeros(self.problem.exact.size, bool)
+        sought[sample] = True
+        there = np.flatnonzero(sought.take(stored.at, mode="clip"))
+        there = there[(stored.at[there] >= 0) & (stored.at[there] < sought.size)]
+        order, last = np.argsort(sample), np.full(len(sample), -1)
+        last[order[np.searchsorted(sample, stored.at[there], sorter=order)]] = there
+        return last
 
     def _part(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
         stores, _ = hypothesis.stored(self.only, self._dtype)
