@@ -45,7 +45,8 @@ from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
-from tracediff.result import OpResult
+from tracediff.result import Local, OpResult
+from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
@@ -255,6 +256,13 @@ def traced(
     return Replay(Trace(folder / "t.trace"), graph, Weights(file))
 
 
+def layer_of_states(replay: Replay, step: int = 0) -> tuple[Segment, OpRecord, Local]:
+    """The first layer of a trace of hidden states: what lies in it, the record at its end and how that was judged."""
+    record = replay.trace.ops[step, "blk.0.ffn_residual"]
+    local = replay.judge(record)
+    return Segment(replay, record, local.segment, scheme_named("exact")), record, local
+
+
 def explained(path: Path, folder: Path, *changed: Callable[[Graph], Op], capture: Capture = "all") -> list[OpResult]:
     """The faulty ops of that trace."""
     replay = traced(path, folder, *changed, capture=capture)
@@ -434,10 +442,11 @@ def test_numbers_and_maps_are_found_behind_hidden_states(
     """The numbers are fitted to what comes out at the end, of the first tokens alone."""
     path = models(replace(TINY, n_embd=24, n_ff=20))
     replay = traced(path, tmp_path, changed, capture="layers")
-    record = replay.trace.ops[0, "blk.0.ffn_residual"]
-    local = replay.judge(record)
-    search = Search(Segment(replay, record, local.segment, scheme_named("exact")), local.nmse, lambda: None)
-    assert said in [solved.words for solved in search.of_numbers(changed(replay.graph).name)]
+    segment, _, local = layer_of_states(replay)
+    problem = segment.problem(replay.graph[changed(replay.graph).name])
+    assert problem
+    found = Search(segment, local.nmse, lambda: None).of_numbers(problem)
+    assert said in [solved.words for solved in found]
 
 
 @pytest.mark.parametrize(
@@ -463,8 +472,7 @@ def test_what_is_only_added_is_told_by_the_state(
     """Without the rest of the sum it is as if it had been recorded."""
     path = models(replace(TINY, n_embd=24, n_ff=20))
     replay = traced(path, tmp_path, changed, capture="layers")
-    record = replay.trace.ops[0, "blk.0.ffn_residual"]
-    local = replay.judge(record)
+    _, record, local = layer_of_states(replay)
     solved, _ = next(in_segment(replay, record, local.segment, local.nmse, lambda: None))
     assert solved.words.startswith(said)
     assert replay.under(record, solved.ops).judgement == "sound"
@@ -484,11 +492,10 @@ def test_what_an_engine_had_in_earlier_steps_is_recomputed(models: Models, tmp_p
     every = traced(path, tmp_path, changed, n_decode=2).trace
     first, then = (every.values(every.ops[step, read.name]).ravel() for step in (0, 1))
     replay = traced(path, tmp_path, changed, capture="layers", n_decode=2)
-    record = replay.trace.ops[2, "blk.0.ffn_residual"]
-    local = replay.judge(record)
+    segment, record, local = layer_of_states(replay, 2)
     assert local.faulty
     assert replay.under(record, [changed(replay.graph)]).judgement == "sound"
-    problem = Segment(replay, record, local.segment, scheme_named("exact")).problem(replay.graph["blk.0.ffn_up"])
+    problem = segment.problem(replay.graph["blk.0.ffn_up"])
     assert problem
     held = problem.held(read)
     assert held is not None
@@ -504,9 +511,8 @@ def test_the_first_tokens_of_a_segment_stand_for_all(
     replay = traced(
         models(TINY), tmp_path, lambda graph: replace(graph["blk.0.ffn_act"], function=late), capture="layers"
     )
-    record, right = replay.trace.ops[0, "blk.0.ffn_residual"], replay.graph["blk.0.ffn_act"]
-    local = replay.judge(record)
-    first = Segment(replay, record, local.segment, scheme_named("exact")).beginning(2, local.nmse)
+    (segment, _, local), right = layer_of_states(replay), replay.graph["blk.0.ffn_act"]
+    first = segment.beginning(2, local.nmse)
     assert first.n_tokens == n_tokens
     wrong = replace(right, function=late)
     assert first.left({right.name: wrong}) < 1e-12 < first.left({right.name: right})

@@ -144,14 +144,20 @@ class Look:
 
     def _last(self, stored: Stored) -> np.ndarray:
         """Of each place of the sample the last store to it; -1 where there is none."""
-        sample = self._sample
-        sought = np.zeros(self.problem.exact.size, bool)
-        sought[sample] = True
-        there = np.flatnonzero(sought.take(stored.at, mode="clip"))
-        there = there[(stored.at[there] >= 0) & (stored.at[there] < sought.size)]
-        order, last = np.argsort(sample), np.full(len(sample), -1)
-        last[order[np.searchsorted(sample, stored.at[there], sorter=order)]] = there
+        place_of = self._place_in_sample
+        inside = (stored.at >= 0) & (stored.at < place_of.size)
+        places = np.where(inside, place_of.take(stored.at, mode="clip"), -1)
+        there = np.flatnonzero(places >= 0)
+        last = np.full(len(self._sample), -1)
+        last[places[there]] = there
         return last
+
+    @cached_property
+    def _place_in_sample(self) -> np.ndarray:
+        """Of each place of the output where the sample has it; -1 where it does not."""
+        found = np.full(self.problem.exact.size, -1, np.int32)
+        found[self._sample] = np.arange(len(self._sample))
+        return found
 
     def _part(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
         stores, _ = hypothesis.stored(self.only, self._dtype)

@@ -6,12 +6,14 @@ from functools import cached_property
 
 import numpy as np
 
-from tracediff.diagnose.solve.bound import Bound
-from tracediff.diagnose.solve.variant import Read
+from tracediff.diagnose.solve.arrays import Flat
+from tracediff.diagnose.solve.bound import Bound, bind, flat
+from tracediff.diagnose.solve.variant import SOURCES, Read
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Arithmetic
+from tracediff.replay.look import Known
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,25 @@ class Problem:
             last = self.graph.hparams.n_layer - 1
             found.append(Read(f"blk.{layer - 1}.{local}") if layer else Read(f"blk.{last}.{local}", "before"))
         return [read for read in dict.fromkeys(found) if (held := self.held(read)) is not None and held.size]
+
+
+def posed(
+    op: Op,
+    graph: Graph,
+    weights: Weights,
+    known: Known,
+    held: Callable[[Read], np.ndarray | None],
+    names: Sequence[str],
+) -> Problem | None:
+    """The problem of an op of which so much is known, with `names` of values at hand; None where it has no loops."""
+    brought = {name: Flat(values) for name, read in SOURCES.items() if (values := held(read)) is not None}
+    loops = bind(op, known.inputs, weights, known.arithmetic, brought)
+    if loops is None:
+        return None
+    return Problem(
+        op, graph, weights, known.arithmetic, loops, flat(known.recorded), flat(known.exact), flat(known.bound),
+        held, names, names[: names.index(op.name)],
+    )  # fmt: skip
 
 
 def agree(a: np.ndarray, b: np.ndarray, within: np.ndarray) -> np.ndarray:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.shapes import nmse
-from tracediff.diagnose.solve.arrays import CannotRunError, Flat
-from tracediff.diagnose.solve.bound import bind, flat
-from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.arrays import CannotRunError
+from tracediff.diagnose.solve.bound import flat
+from tracediff.diagnose.solve.problem import Problem, posed
 from tracediff.diagnose.solve.variant import SOURCES, Read
 from tracediff.model.graph import Axis, Op, Past
 from tracediff.names import layer_of
@@ -132,7 +132,7 @@ class Segment:
 
     def problem(self, op: Op) -> Problem | None:
         """The op as it should be, to be edited; None where it has no loops."""
-        replay, known = self._replay, self._known[op.name]
+        replay = self._replay
 
         def held(read: Read) -> np.ndarray | None:
             try:
@@ -140,15 +140,7 @@ class Segment:
             except CannotRunError:
                 return None
 
-        brought = {name: Flat(values) for name, read in SOURCES.items() if (values := held(read)) is not None}
-        loops = bind(op, known.inputs, replay.weights, known.arithmetic, brought)
-        if loops is None:
-            return None
         at_hand = {name for step, name in replay.trace.ops if step == self._record.step} | self._known.keys()
         before = (layer_of(op.name) or 0) - 1  # whose buffers this layer may use
         names = [other.name for other in replay.graph if other.name in at_hand or layer_of(other.name) == before]
-        y = flat(known.exact)
-        return Problem(
-            op, replay.graph, replay.weights, known.arithmetic, loops, y, y, 0 * y, held,
-            names, names[: names.index(op.name)],
-        )  # fmt: skip
+        return posed(op, replay.graph, replay.weights, self._known[op.name], held, names)

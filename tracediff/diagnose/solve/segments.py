@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -45,15 +44,18 @@ def explanations(
     ops = [replay.graph[name] for name in names]
     if record.rows is not None or not math.isfinite(off) or any(any(op.views) or op.kind == "state" for op in ops):
         return
-    n_weights = sum(math.prod(weight.shape) for op in ops for weight in op.weights)
-    in_time = n_weights * min(_FIRST, len(replay.trace.steps[record.step].tokens)) <= _WORK
     for scheme in replay.plain_ones(record):
         segment = Segment(replay, record, names, scheme or replay.choice(record).schemes[0])
-        told = (one for problem in segment.told() for one in solve(problem, check))
-        search = Search(segment, off, check).found() if in_time else ()
-        for one in chain(told, search):
+        for one in _explanations(segment, off, check):
             places = ", ".join(dict.fromkeys(split(op.name)[1] for op in one.ops))
             yield replace(one, words=f"{places}: {one.words}"), scheme
+
+
+def _explanations(segment: Segment, off: float, check: Callable[[], None]) -> Iterator[Solved]:
+    """An op that the rest only adds to is solved for; the others are searched, which takes longer."""
+    for problem in segment.told():
+        yield from solve(problem, check)
+    yield from Search(segment, off, check).found()
 
 
 class Search:
@@ -78,7 +80,7 @@ class Search:
             kinds.add(problem.op.kind)
             yield from self._tried([problem], _alone(problem, len(kin) > 1))
         for problem in self._problems:
-            yield from self.of_numbers(problem.op.name)
+            yield from self.of_numbers(problem)
             yield from self._tried([problem], formulas.variants(problem))
 
     def _tried(self, group: Sequence[Problem], variants: Iterator[Priced]) -> list[Solved]:
@@ -90,9 +92,9 @@ class Search:
         for priced in variants:
             self._check()
             segment = self._segment(first, priced.variant)
-            ops = tuple(op for problem in group if (op := _edited(problem, priced.variant)))
             if segment is None:
                 continue
+            ops = tuple(op for problem in group if (op := _edited(problem, priced.variant)))
             made = {}
             try:
                 if len(group) == 1:
@@ -113,9 +115,8 @@ class Search:
         segment = self._short if alike else self._whole
         return segment if segment.work <= _WORK else None
 
-    def of_numbers(self, name: str) -> list[Solved]:
+    def of_numbers(self, problem: Problem) -> list[Solved]:
         """Edits of an op whose numbers are fitted to what comes out at the end, and maps of its values."""
-        problem = next(problem for problem in self._problems if problem.op.name == name)
         short = self._short.problem(problem.op)
         assert short
         end = _End(self._short, short, self._check)
@@ -160,7 +161,6 @@ class _End:
         return self.segment.left({op.name: op})
 
 
-@lru_cache(4096)
 def _counting(source: str) -> list[str]:
     """The numbers in loops, in their order, that are others for fewer tokens."""
     return _OF_TOKENS.findall(source)

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tracediff.diagnose.solve.arrays import Flat
-from tracediff.diagnose.solve.bound import bind, flat
-from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.bound import flat
+from tracediff.diagnose.solve.problem import Problem, posed
 from tracediff.diagnose.solve.search import Solved, solve
-from tracediff.diagnose.solve.variant import SOURCES, Read
+from tracediff.diagnose.solve.variant import Read
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
@@ -23,20 +22,12 @@ def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None = None) -
     op, known = replay.graph[record.op], replay.known(record, scheme)
     recorded = {name for step, name in replay.trace.ops if step == record.step}
     names = [other.name for other in replay.graph if other.name in recorded]
-    earlier = names[: names.index(op.name)]
 
     def held(read: Read) -> np.ndarray | None:
         values = replay.held(record.step, read.name, read.past)
         return None if values is None else flat(values)
 
-    brought = {name: Flat(values) for name, read in SOURCES.items() if (values := held(read)) is not None}
-    loops = bind(op, known.inputs, replay.weights, known.arithmetic, brought)
-    if loops is None:
-        return None
-    return Problem(
-        op, replay.graph, replay.weights, known.arithmetic, loops, flat(known.recorded), flat(known.exact),
-        flat(known.bound), held, names, earlier,
-    )  # fmt: skip
+    return posed(op, replay.graph, replay.weights, known, held, names)
 
 
 def explanations(replay: Replay, record: OpRecord, check: Callable[[], None]) -> Iterator[tuple[Solved, Scheme | None]]:
