@@ -300,6 +300,24 @@ def test_rope_tables_in_half_precision_are_an_arithmetic(dtype: torch.dtype, mod
     assert said(result, "rope") == {f"rope tables in {str(dtype).removeprefix('torch.')}"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn])
+def test_matrices_in_a_shorter_type_beside_norms_in_float32_are_an_arithmetic(
+    dtype: torch.dtype, models: Models, tmp_path: Path
+) -> None:
+    """As engines in C hold them, with a cache in half precision: the logits alone were called wrong."""
+
+    def shorter(name: str, values: np.ndarray) -> np.ndarray | None:
+        return None if "norm" in name else torch.from_numpy(values.copy()).to(dtype).float().numpy()
+
+    cache = "bfloat16" if dtype == torch.bfloat16 else "float16"
+    model, trace, arithmetic = models(LLAMA, "Q8_0"), tmp_path / "short.trace", f"exact, KV cache in {cache}"
+    traced(model, trace, arithmetic=arithmetic, held=shorter, capture="layers", says_its_weights=False)
+    result = check_trace(trace, model)
+    assert result.verdict == "match"
+    assert "norm weights in" not in words_of(result)
+    assert any(f"KV cache in {cache}" in phrase for phrase in said(result, "add") if phrase)
+
+
 # ---- the cache
 
 

@@ -153,7 +153,8 @@ class Scheme:
     linear: Arithmetic | None = EXACT
     scores: Arithmetic = EXACT
     values: Arithmetic = EXACT
-    held: str = "f64"  # what the embedding and norm weights are held in
+    held: str = "f64"  # what the embedding is held in
+    norms: str = "f64"  # and the weights of norms
     tables: str = "f64"  # and cosines and sines of rope
 
     def of(self, kind: str, weight_type: str = "F32") -> Arithmetic:
@@ -171,8 +172,8 @@ class Scheme:
                 return Arithmetic(stored=self.tables)
             case "table" if self.linear is None:  # GELU of every float16 (ggml-cpu/vec.h)
                 return Arithmetic("f16")
-            case "rms_norm" if self.held in ("f16", "bf16"):  # nobody quantises these few
-                return Arithmetic(stored=self.held)
+            case "rms_norm":
+                return Arithmetic(stored=self.norms)
         return EXACT
 
     def on_tensor_cores(self) -> "Scheme":
@@ -188,6 +189,7 @@ _ASKED = ("activations in int8/N", "activations and weights in fp8/N")  # with a
 _ON_TENSOR_CORES = " on tensor cores"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
+_HALVES, _EIGHTHS = ("f16", "bf16"), ("e5m2", "e4m3")
 _GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
 
@@ -195,8 +197,10 @@ def _matmuls() -> Iterator[Scheme]:
     """What engines do where activations meet weights, most usual first."""
     yield Scheme(GGML, None)
     yield Scheme("exact")
-    for name in ("f16", "bf16"):
+    for name in _HALVES:
         yield _matmul("weights", name)
+    for name in (*_HALVES, *_EIGHTHS):  # an engine in C, whose norms stay as the file has them
+        yield _matmul("matrices", name)
     for name in ("f16", "bf16"):
         yield Scheme(_phrase("rope tables", name), tables=name)
     for name in ("f16", "bf16", "tf32"):
@@ -208,11 +212,16 @@ def _matmuls() -> Iterator[Scheme]:
 
 
 def _matmul(what: str, rounding: str) -> Scheme:
-    """`what` of activations and weights is rounded so; raises EngineError for a rounding that is not known."""
-    operands, stored = (rounding if role in what else "f64" for role in ("activations", "weights"))
+    """`what` is rounded so: activations, weights or both, or the weights but for those of norms (matrices).
+
+    Raises EngineError for a rounding that is not known.
+    """
+    operands = rounding if "activations" in what else "f64"
+    stored = rounding if what != "activations" else "f64"
     held = stored if stored != operands or stored in _GROUPS else "f64"
+    norms = held if what == "weights" and held in _HALVES else "f64"  # nobody quantises these few
     sums = "fp8 tensor cores" if "fp8" in operands else "f32"
-    return Scheme(_phrase(what, rounding), Arithmetic(operands, stored, sums), held=held)
+    return Scheme(_phrase(what, rounding), Arithmetic(operands, stored, sums), held=held, norms=norms)
 
 
 def _attentions() -> Iterator[Scheme]:
@@ -248,7 +257,8 @@ def _schemes() -> Iterator[Scheme]:
     yield from (ggml, exact)
     yield from (_with(ggml, a) for a in attentions if {a.scores.operands, a.scores.stored} <= _GGML_TYPES)
     for other in others:
-        alike = [a for a in attentions if a.values == other.linear]
+        cached = Arithmetic(stored="f16") if other.held in _EIGHTHS else other.linear
+        alike = [a for a in attentions if a.values == cached]
         yield from (_with(other, attention) for attention in alike)
         if not alike or "activations" not in other.name:
             yield other
@@ -279,7 +289,7 @@ def scheme_named(name: str) -> Scheme:
     first, _, second = name.partition(", ")
     if not second and first in attentions:
         return _with(SCHEMES[0], attentions[first])
-    asked = re.fullmatch(r"(activations and weights|activations|weights) in ((?:u?int8|fp8)/\w+)", first)
+    asked = re.fullmatch(r"(activations and weights|activations|weights|matrices) in ((?:u?int8|fp8)/\w+)", first)
     matmul = _matmul(asked[1], asked[2]) if asked else matmuls.get(first)
     if matmul is None or second not in ("", *attentions):
         raise EngineError(

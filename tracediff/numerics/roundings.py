@@ -228,6 +228,8 @@ _KNOWN = {
         TF32("tf32", "TF32", dtype=torch.float32, mantissa=10),
         half,
         bfloat,
+        Float("e5m2", "float8 (e5m2)", dtype=torch.float8_e5m2, mantissa=2),
+        Float("e4m3", "float8 (e4m3)", dtype=torch.float8_e4m3fn, mantissa=3),
         q8_0,
         Q80("q8_1", "q8_1 blocks", 32, torch.float16),
         Q8K("q8_K", "q8_K blocks", 256),
@@ -238,7 +240,7 @@ _GROUPS: dict[str, Callable[[str, str, int], Blocks]] = {"int8": Int8, "uint8": 
 
 @cache
 def rounding_named(name: str) -> Rounding:
-    """A rounding by its name: f64 f32 tf32 f16 bf16 q8_0 q8_1 q8_K, or int8/N, uint8/N and fp8/N in groups of N values.
+    """A rounding by its name: one of `_KNOWN`, or int8/N, uint8/N and fp8/N in groups of N values.
 
     N may be `row`: one scale for each row. Scales of these are float32. Raises EngineError for any other name.
     """
