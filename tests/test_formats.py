@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
@@ -177,6 +179,19 @@ def test_sarif_points_at_the_source_of_an_op() -> None:
     (one,) = json.loads(sarif.render({"a": result}, {}, "0.1.0"))["runs"][0]["results"]
     assert one["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "candidate.trace"
     assert sarif.line_of("C:x") == ("C:x", None)
+
+
+def test_sarif_names_the_file_whatever_its_letters(cli: Callable[..., tuple], tmp_path: Path) -> None:
+    case, trace = TRACES / "rope-pairing", tmp_path / "a\\b ä%\x1b\n\u202e.trace"
+    shutil.copy(case / "candidate.bin", tmp_path)
+    shutil.copy(case / "candidate.trace", trace)
+    out = tmp_path / "a.sarif"
+    assert cli("check", trace, "--model", case / "model.gguf", "--sarif", out)[0] == 1
+    (run,) = json.loads(out.read_text())["runs"]
+    uris = {
+        place["physicalLocation"]["artifactLocation"]["uri"] for one in run["results"] for place in one["locations"]
+    }
+    assert [*map(unquote, uris)] == [str(trace)]
 
 
 def test_markdown_holds_the_findings_and_no_markup_of_others() -> None:

@@ -12,11 +12,13 @@ from conftest import TOKENS, logits_of
 
 from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.mistake import computing
+from tracediff.diagnose.planting import plant
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
+from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.numerics.kinds.norm import rms_norm
@@ -105,6 +107,19 @@ def test_the_plan_is_printed_and_judging_needs_no_order(models: Any, torch_trace
         "rms_norm",
         "linear with Q4_K weights and biases",
     ]
+
+
+def test_an_arithmetic_that_shows_under_an_explanation_is_known_elsewhere(models: Any, torch_trace: Any) -> None:
+    """Though which ones were seen was asked before: it decides what is believed of segments."""
+    model = Model(models("tiny", "Q8_0"))
+    path = torch_trace(model.path, faults=("weight_transposed",), arithmetic="llama.cpp", n_decode=0)
+    replay = Replay(Trace(path), model.graph, model.weights())
+    record = replay.trace.ops[0, "blk.0.ffn_down"]
+    wrong = {op.name: op for op in plant(model.graph, model.file, "weight_transposed")}
+    before = replay._seen()
+    after = replay.knowing(record, [wrong[record.op]])._seen()
+    new = {(sort.types, scheme.of("linear", "Q8_0").operands) for sort, scheme in {*after} - {*before}}
+    assert new == {(("Q8_0",), "q8_0")}
 
 
 def _traced(graph: Graph, file: GGUFFile, path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import sys
 from itertools import chain
@@ -17,7 +18,9 @@ from tracediff.errors import EngineError
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
 from tracediff.pipeline import Effort, check_trace
+from tracediff.process import Interrupted
 from tracediff.replay import cluster, workers
+from tracediff.replay.cluster import Cluster
 from tracediff.replay.judging import Subject, layers, replays_of
 from tracediff.replay.tasks import tasks
 from tracediff.report.json_report import render
@@ -56,6 +59,23 @@ def test_a_cluster_gives_the_same_bytes_though_a_worker_dies(
     assert {mark.name for mark in died.iterdir()} == {"judging", "explaining"}
     assert alone == there
     assert {one["cause"]["name"] for one in json.loads(alone)["faulty"]} == {"rope_pairing", "act_gelu"}
+
+
+def test_sigterm_ends_the_run_while_ray_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has a handler of its own there, which calls exit()."""
+    node = pytest.importorskip("ray._private.node", reason="Ray is not installed")
+
+    def asked_to_end(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    monkeypatch.setattr(node.Node, "__init__", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, asked_to_end)
+    try:
+        with pytest.raises(Interrupted) as ended:
+            Cluster("local", 1)
+        assert (ended.value.code, signal.getsignal(signal.SIGTERM)) == (143, asked_to_end)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_without_ray_it_is_said_how_to_get_it(trace: Path, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

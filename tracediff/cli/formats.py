@@ -53,7 +53,7 @@ class Formats:
                 yield name, path
 
     def write(self, cases: "Mapping[str, Result]", render_json: Callable[[], str]) -> None:
-        """All of them; what others wrote in a trace is made printable before it is put in."""
+        """All of them; what others wrote in a trace is made printable first, but in JSON, which escapes it."""
         if self.json:
             write_json(self.json, render_json())
         shown = {printable(name): printable(result) for name, result in cases.items()}
@@ -72,7 +72,7 @@ class Formats:
         if self.sarif:
             from tracediff.report import sarif
 
-            write_text(self.sarif, sarif.render(shown, _sources(), __version__), _ours("sarif"))
+            write_text(self.sarif, sarif.render(cases, _sources(), __version__), _ours("sarif"))
         if self.markdown:
             from tracediff.report import markdown
 

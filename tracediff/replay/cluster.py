@@ -39,6 +39,10 @@ class Cluster:
         except (ConnectionError, RuntimeError, ValueError) as error:
             said = str(error).partition("\n")[0].rstrip(".")
             raise _no_cluster(address, said) from None
+        except SystemExit:  # Ray's answer to SIGTERM: the one that was there before is asked instead
+            signal.signal(signal.SIGTERM, ended_by)
+            signal.raise_signal(signal.SIGTERM)
+            raise
         finally:  # Ray puts its own there
             signal.signal(signal.SIGTERM, ended_by)
 

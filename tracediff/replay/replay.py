@@ -175,11 +175,10 @@ class Replay:
         """
         ops = (self.graph[name] for name in segment)
         types = {self.weights.type_of(op.weights[0]) for op in ops if op.weights and KINDS[op.kind].scheme == "linear"}
-        seen = {(t, s.of("linear", t).operands) for sort, s in self._seen if (t := sort.types[0]) in types}
+        seen = {(t, s.of("linear", t).operands) for sort, s in self._seen() if (t := sort.types[0]) in types}
         known = {t for t, _ in seen}
         return [s for s in schemes if all((t, s.of("linear", t).operands) in seen for t in known)]
 
-    @cached_property
     def _seen(self) -> list[tuple[Sort, Scheme]]:
         """The sorts of matmuls whose arithmetic is settled, by records of their own, and what it is."""
         settled = ((sort, one) for sort, one in self.plan.choices.items() if one.settled and sort.types)
@@ -199,7 +198,8 @@ class Replay:
         said = self._planner.said(found.schemes, [record])
         known = copy(self)
         sort = self._planner.sort(record)
-        known.plan = Plan({**self.plan.choices, sort: replace(found, said=said, n_records=choice.n_records)})
+        chosen = replace(found, said=said, n_records=choice.n_records)
+        known.plan = replace(self.plan, choices={**self.plan.choices, sort: chosen})
         return known
 
     def plain_ones(self, record: OpRecord) -> Sequence[Scheme | None]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 from urllib.parse import quote
@@ -85,4 +86,4 @@ def _physical(place: str, ops: list[str] | tuple[str, ...]) -> _Object:
 
 
 def _uri(path: str) -> str:
-    return quote(path.replace("\\", "/"))
+    return quote(path.replace(os.sep, "/"), errors="surrogateescape")
