@@ -1,5 +1,6 @@
 """An op's loops with what the names in them stand for: run in part, in whole, and with what lies beyond arrays."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -52,22 +53,36 @@ class Bound:
         return self._run(only, np.float64).statements()
 
     def _run(self, only: Mapping[str, np.ndarray], dtype: type) -> Run:
-        n = int(np.prod(self.loops.shape))
-        before = self.untouched() if "before" in self.arrays else None
-        known = parsed(self.source), self.numbers, self.arrays, n
-        return Run(*known, dtype, only, before=before, beyond=self.beyond, prepared=self.prepared)
+        program = parsed(self.source)
+        in_place = program.reads_output and "before" in self.arrays
+        before = self.untouched(np.arange(self._n)) if in_place else None
+        return Run(
+            program,
+            self.numbers,
+            self.arrays,
+            self._n,
+            dtype,
+            only,
+            before=before,
+            beyond=self.beyond,
+            prepared=self.prepared,
+        )
 
     def places(self, only: Mapping[str, np.ndarray] = MappingProxyType({})) -> list[Stored]:
         """Where something is stored to, and at which values of the loop variables."""
-        n = int(np.prod(self.loops.shape))
-        return Run(parsed(self.source), self.numbers, self.arrays, n, only=only, places_only=True).stores()
+        return Run(parsed(self.source), self.numbers, self.arrays, self._n, only=only, places_only=True).stores()
 
-    def untouched(self, dtype: type = np.float64) -> np.ndarray:
-        """What the output's buffer held: `before`, or 0."""
-        y: np.ndarray = np.zeros(int(np.prod(self.loops.shape)), dtype)
+    @property
+    def _n(self) -> int:
+        """Values of the output."""
+        return math.prod(self.loops.shape)
+
+    def untouched(self, at: np.ndarray, dtype: type = np.float64) -> np.ndarray:
+        """What the output's buffer held at these places: `before`, or 0."""
+        y: np.ndarray = np.zeros(len(at), dtype)
         if (before := self.arrays.get("before")) is not None:
-            kept = np.arange(min(y.size, before.size))
-            y[kept] = before.take(kept)
+            inside = at < before.size
+            y[inside] = before.take(at[inside])
         return y
 
     def output(self, dtype: type = np.float64) -> np.ndarray:
@@ -76,7 +91,7 @@ class Bound:
 
     def computed(self, dtype: type = np.float64) -> tuple[np.ndarray, bool]:
         """The whole output, and whether something was read where an array does not reach."""
-        y, beyond = self.untouched(dtype), False
+        y, beyond = self.untouched(np.arange(self._n), dtype), False
         for only in self._blocks():
             stores, went = self.stored(only, dtype)
             for stored in stores:

@@ -24,6 +24,7 @@ _LINEAR_IN = {"swiglu": (1,), "geglu": (1,), "reglu": (1,), "add": (0, 1)}  # in
 _LOOK = "what is done to its result: a scale, a clamp, a cap"
 _LOOK_BEFORE = "what is done to that value before it is used: a scale, a clamp, a cap"
 _NUMBER = 12.0  # bits of a fitted number
+_FITTED = 1 << 16  # values that a function is fitted to
 _CAPS = 60  # Newton steps of a fit
 
 Function = Callable[..., Tensor]
@@ -91,8 +92,7 @@ def variants(problem: Problem) -> Iterator[Found]:
     if not (np.isfinite(x).all() and np.isfinite(y).all()) or not x.any() or not y.any():
         return
     for name, numbers in _fits(x, y):
-        made = FUNCTIONS[name](torch.from_numpy(x), *numbers).numpy()
-        if agree(y, made, near).all():
+        if all(_gives(name, numbers, x[part], y[part], near[part]) for part in (_thin(x), slice(None))):
             yield Found(mapped(problem.op, name, numbers), words(name, numbers), 4.0 + _NUMBER * len(numbers), _LOOK)
     for operand in _LINEAR_IN.get(problem.op.kind, ()):
         yield from _of_operand(problem, operand)
@@ -114,6 +114,16 @@ def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Found
         found += ((name, (one, *rest)) for one in ((*simpler(number), number) if number is not None else ()))
     for name, known in found:
         yield Found(mapped(problem.op, name, known), words(name, known), 4.0 + _NUMBER * len(known), _LOOK)
+
+
+def _gives(name: str, numbers: tuple[float, ...], x: np.ndarray, y: np.ndarray, near: np.ndarray) -> bool:
+    """Whether the function makes y of x."""
+    return bool(agree(y, FUNCTIONS[name](torch.from_numpy(x), *numbers).numpy(), near).all())
+
+
+def _thin(x: np.ndarray) -> slice:
+    """Some of many values, evenly: enough to fit two numbers, and to refuse what does not fit."""
+    return slice(None, None, max(1, x.size // _FITTED))
 
 
 def _of_operand(problem: Problem, operand: int) -> Iterator[Found]:
@@ -156,6 +166,11 @@ def _fits(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]
         there = y[np.abs(y - edge) <= _DIGITS * abs(edge)]
         if len(there) >= _SAME:
             yield name, (_rounder(float(np.median(there))),)
+    if cap := _cap(x, y):
+        yield "cap", (cap,)
+    x, y = x[_thin(x)], y[_thin(x)]
+    if not x.any():
+        return
     yield "linear", (_rounder(float(x @ y / (x @ x))), 0.0)
     slope, offset = np.polyfit(x, y, 1) if x.std() else (1.0, 0.0)
     slope = slope if abs(slope) * np.abs(x).max() > _DIGITS * np.abs(y).max() else 0.0
@@ -167,8 +182,6 @@ def _fits(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]
     logs = np.log(np.abs(x[large])), np.log(np.abs(y[large]))
     if large.sum() > _SAME and (logs[0] @ logs[0]) > 0:
         yield "power", (float(logs[0] @ logs[1] / (logs[0] @ logs[0])),)
-    if cap := _cap(x, y):
-        yield "cap", (cap,)
 
 
 def _rounder(number: float) -> float:

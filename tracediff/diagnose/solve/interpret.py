@@ -63,8 +63,8 @@ class Run:
         """What each statement stored to the output; raises CannotRunError."""
         self._names: dict[str, Value] = {"inf": math.inf, **self.numbers}
         self._in_place = self.program.reads_output and not self.places_only
-        held = np.zeros(self.n_output) if self.before is None else self.before
-        self._output: np.ndarray = (held if self.program.reads_output else held[:0]).astype(self.dtype)
+        held = np.zeros(self.n_output if self.program.reads_output else 0) if self.before is None else self.before
+        self._output: np.ndarray = held.astype(self.dtype)
         self.went_beyond = False  # whether something was read where an array does not reach
         self._local: dict[str, np.ndarray] = {}
         self._begun: set[ast.stmt] = set()

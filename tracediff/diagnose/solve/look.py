@@ -2,6 +2,7 @@
 others, from the right values. What does not pass the look is not computed in whole.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -92,7 +93,7 @@ class Look:
     def at(self, hypothesis: Bound, touches: Touches) -> Seen | None:
         """What a hypothesis gives that touches values or places; None where its loops cannot run."""
         try:
-            if touches == "values" and not self._may_be(hypothesis):
+            if not self._may_be(hypothesis, touches):
                 return Seen(0.0, 0.0)
             seen = self._at(hypothesis, touches)
             # What lies beyond an array is not in the trace: what follows from it cannot be held against a hypothesis.
@@ -102,15 +103,41 @@ class Look:
         except CannotRunError:
             return None
 
-    def _may_be(self, hypothesis: Bound) -> bool:
+    def _may_be(self, hypothesis: Bound, touches: Touches) -> bool:
         """Whether it gives any of the few wrong values that are looked at first, or what it gives is not known."""
-        stores, beyond = hypothesis.stored(self.few, self._dtype)
-        if beyond or not stores:
-            return beyond
-        at, values = _joined(stores)
+        if touches == "values":
+            stores, beyond = hypothesis.stored(self.few, self._dtype)
+            if beyond or not stores:
+                return beyond
+            at, values = _joined(stores)
+        elif touches == "places" and self._all_are_stored(hypothesis):
+            at, values = self._sent(hypothesis)
+        else:
+            return True
         some = self.problem.wrong[at]
         at, values = at[some], values[some]
         return not len(at) or bool(agree(self.problem.recorded[at], values, self.problem.near[at]).any())
+
+    def _all_are_stored(self, hypothesis: Bound) -> bool:
+        """Whether something was stored to each wrong place: no value is what the buffer held. Then each store is one
+        that stays: two turns that store to one place leave another without.
+        """
+        return "before" not in hypothesis.arrays and self._has_no_zeros
+
+    @cached_property
+    def _has_no_zeros(self) -> bool:
+        wrong = np.flatnonzero(self.problem.wrong)
+        return bool((np.abs(self.problem.recorded[wrong]) > self.problem.near[wrong]).all())
+
+    def _sent(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
+        """Of a few turns places that are not theirs and the right values that they store there."""
+        places, values = [], []
+        for stored, source in self._paired(hypothesis.places(self.few)):
+            own, known = self._own(stored.loops(), *source)
+            sent = known & (stored.at != own) & (stored.at >= 0) & (stored.at < self.problem.exact.size)
+            places.append(stored.at[sent])
+            values.append(self.problem.exact[own[sent]])
+        return np.concatenate(places or [np.zeros(0, int)]), np.concatenate(values or [np.zeros(0)])
 
     def _at_random(self, hypothesis: Bound) -> Bound:
         return replace(hypothesis, beyond=SOMETHING)
@@ -136,21 +163,24 @@ class Look:
             for name, values in stored.loops(last[last >= 0]).items():
                 if name in program.restrictable:
                     only[name] = np.union1d(only.get(name, values[:0]), values)
-        made = hypothesis.untouched()
+        made = hypothesis.untouched(self._sample)
         for stored in hypothesis.stored(only, self._dtype)[0]:
-            inside = (stored.at >= 0) & (stored.at < made.size)
-            made[stored.at[inside]] = stored.values[inside]
-        return self._sample, made[self._sample]
+            places = self._in_sample(stored.at)
+            made[places[places >= 0]] = stored.values[places >= 0]
+        return self._sample, made
 
     def _last(self, stored: Stored) -> np.ndarray:
         """Of each place of the sample the last store to it; -1 where there is none."""
-        place_of = self._place_in_sample
-        inside = (stored.at >= 0) & (stored.at < place_of.size)
-        places = np.where(inside, place_of.take(stored.at, mode="clip"), -1)
+        places, last = self._in_sample(stored.at), np.full(len(self._sample), -1)
         there = np.flatnonzero(places >= 0)
-        last = np.full(len(self._sample), -1)
         last[places[there]] = there
         return last
+
+    def _in_sample(self, at: np.ndarray) -> np.ndarray:
+        """Where the sample has these places; -1 where it does not."""
+        found, inside = np.full(len(at), -1, np.int32), (at >= 0) & (at < self._place_in_sample.size)
+        found[inside] = self._place_in_sample[at[inside]]
+        return found
 
     @cached_property
     def _place_in_sample(self) -> np.ndarray:
@@ -182,29 +212,34 @@ class Look:
         beyond those of the right loops make others.
         """
         edited = hypothesis.places()
-        if edited and len(edited) != len(self._sources):
-            raise CannotRunError("another number of stores")
-        made, known = hypothesis.untouched()[self._sample], np.ones(len(self._sample), bool)
+        if sum(len(stored.at) for stored in edited) < self.problem.exact.size and self._all_are_stored(hypothesis):
+            raise CannotRunError("too few stores")
+        made, known = hypothesis.untouched(self._sample), np.ones(len(self._sample), bool)
         in_turn = len({len(stored.at) for stored in edited}) == 1  # statements of one loop
         before = np.full(len(self._sample), -1)
-        for stored, source in zip(edited, self._sources, strict=False):
+        for stored, source in self._paired(edited):
             last = self._last(stored)
             later = (last >= before if in_turn else True) & (last >= 0)
-            made[later], known[later] = self._right(stored.loops(last[later]), *source)
+            own, known[later] = self._own(stored.loops(last[later]), *source)
+            made[later] = self.problem.exact[own]
             before = np.maximum(before, last)
         return self._sample[known], made[known]
 
-    def _right(
-        self, loops: dict[str, np.ndarray], names: list[str], source: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The right value of each turn, and whether there is one."""
+    def _paired(self, edited: list[Stored]) -> Iterator[tuple[Stored, tuple[list[str], np.ndarray]]]:
+        """Edited stores and where the right ones store to; raises CannotRunError where there is another number."""
+        if edited and len(edited) != len(self._sources):
+            raise CannotRunError("another number of stores")
+        return zip(edited, self._sources, strict=False)
+
+    def _own(self, loops: dict[str, np.ndarray], names: list[str], source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The right place of each turn, and whether there is one."""
         at = [loops[name] for name in names]
-        right = np.ones(len(at[0]), bool)
+        known = np.ones(len(at[0]), bool)
         for values, size in zip(at, source.shape, strict=True):
-            right &= (values >= 0) & (values < size)
-        made = np.zeros(len(right))
-        made[right] = self.problem.exact[source[tuple(values[right] for values in at)]]
-        return made, right
+            known &= (values >= 0) & (values < size)
+        own = np.zeros(len(known), int)
+        own[known] = source[tuple(values[known] for values in at)]
+        return own, known
 
     @cached_property
     def _sources(self) -> list[tuple[list[str], np.ndarray]]:
