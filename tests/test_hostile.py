@@ -112,7 +112,8 @@ file = GGUFFile(path)
 weights = [weight for op in build_graph(file) for weight in op.weights]
 Weights(file).load(weights[-1]).sum()
 {change}
-for read in (lambda: Weights(file).load(weights[-1]).sum(), lambda: [*file.strings("tokenizer.ggml.tokens")]):
+first = file.places("tokenizer.ggml.tokens")[0]
+for read in (lambda: Weights(file).load(weights[-1]).sum(), lambda: file.string(first)):
     try:
         print(read())
     except ModelError as error:

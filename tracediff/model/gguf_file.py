@@ -9,7 +9,8 @@ import io
 import math
 import mmap
 import struct
-from collections.abc import Iterator
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class StringArray:
-    """An array of strings that was stepped over: read it with `GGUFFile.strings`."""
+    """An array of strings that was stepped over: where each stands, for `GGUFFile.string`."""
 
-    count: int
-    offset: int
+    places: Sequence[int]
 
 
 class GGUFFile:
@@ -119,14 +119,16 @@ class GGUFFile:
             self._there.add(info.offset)
         return memoryview(self._bytes)[info.offset : info.offset + info.nbytes]
 
-    def strings(self, key: str) -> Iterator[str]:
-        """The strings of the array `key`, one by one; nothing where there is no such array."""
+    def places(self, key: str) -> Sequence[int]:
+        """Where the strings of the array `key` stand; nothing where there is no such array."""
+        strings = self.metadata.get(key)
+        return strings.places if isinstance(strings, StringArray) else ()
+
+    def string(self, place: int) -> str:
+        """The string that stands there: of a vocabulary few are asked for, and to read all of them takes 0.7 s."""
         self._check()
-        array = self.metadata.get(key)
-        if isinstance(array, StringArray):
-            self._at = array.offset
-            for _ in range(array.count):
-                yield self._string()
+        self._at = place
+        return self._string()
 
     def _need(self, end: int) -> None:
         """Have the header until this byte, and some more of it: of a file in some storage."""
@@ -170,17 +172,19 @@ class GGUFFile:
         at = self._take(size)
         return bytes(self._bytes[at : at + size]).decode("utf-8", errors="replace")
 
-    def _skip_strings(self, count: int) -> None:
+    def _skip_strings(self, count: int) -> Sequence[int]:
         """Walk over them: a vocabulary has 150,000, and a call for each number would take 0.2 s."""
-        size_at, at = struct.Struct("<Q").unpack_from, self._at
+        size_at, at, places = struct.Struct("<Q").unpack_from, self._at, array("Q")
         try:
             for _ in range(count):
                 if at + 8 > self._until:
                     self._need(min(at + 8, len(self._bytes)))
+                places.append(at)
                 at += 8 + size_at(self._bytes, at)[0]
         except (struct.error, OverflowError):  # beyond the end, beyond what an index can be
             raise self._truncated(f"its header needs 8 bytes at {at:,}") from None
         self._take(at - self._at)
+        return places
 
     def _value_type(self) -> GGUFValueType:
         number = self._number("I")
@@ -198,9 +202,7 @@ class GGUFFile:
             return self._number(_SCALARS[kind])
         item, count = self._value_type(), self._number("Q")
         if item == GGUFValueType.STRING:
-            array = StringArray(count, self._at)
-            self._skip_strings(count)
-            return array
+            return StringArray(self._skip_strings(count))
         if item == GGUFValueType.ARRAY:
             raise ModelError(f"{self.path}: nested arrays in the metadata are not supported. {_AGAIN}")
         code = _SCALARS[item]

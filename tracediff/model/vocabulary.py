@@ -21,15 +21,16 @@ class Vocabulary:
     """Token texts and special tokens of a GGUF file; empty where there is no model."""
 
     def __init__(self, file: "GGUFFile | None" = None) -> None:
-        self._texts = list(file.strings("tokenizer.ggml.tokens")) if file else []
+        self._file = file
+        self._places = file.places("tokenizer.ggml.tokens") if file else ()
         self._metadata: dict[str, object] = file.metadata if file else {}
 
     def __bool__(self) -> bool:
-        return bool(self._texts)
+        return bool(self._places)
 
     def spelled(self, token: int) -> str | None:
         """The token as the file spells it, with its marks for spaces."""
-        return self._texts[token] if 0 <= token < len(self._texts) else None
+        return self._file.string(self._places[token]) if self._file and 0 <= token < len(self._places) else None
 
     def special(self, name: str) -> int | None:
         """The id of the "bos", "eos" or "padding" token."""
