@@ -71,12 +71,17 @@ class Replay:
             return Plan(choices, self.weights.device, self._recorded.on_the_way)
 
     def _settled(self, records: list[OpRecord]) -> Choice:
-        candidates, samples = self._planner.candidates(*records), self._planner.samples(records)
-        if not all(map(self._tells, samples)):
-            samples = self._planner.samples([record for record in records if self._tells(record)]) or samples
-        choice = self._fitting.settle(candidates, samples)
+        candidates = self._planner.candidates(*records)
+        choice = self._fitting.settle(candidates, self._samples(records) if len(candidates) > 1 else records)
         self._recomputation.forget()
         return replace(choice, said=self._planner.said(choice.schemes, records), n_records=len(records))
+
+    def _samples(self, records: list[OpRecord]) -> list[OpRecord]:
+        """Records of a sort that choose its arithmetic: those that tell it, where there are any."""
+        samples = self._planner.samples(records)
+        if all(map(self._tells, samples)):
+            return samples
+        return self._planner.samples([record for record in records if self._tells(record)]) or samples
 
     def _tells(self, record: OpRecord) -> bool:
         """Whether a record can tell arithmetics apart: of NaN or zeros any leaves nothing, and of a first position that
