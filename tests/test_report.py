@@ -17,9 +17,10 @@ from rich.console import Console
 
 from tracediff.findings.tell import told
 from tracediff.model.families import load_graph
+from tracediff.model.synthetic import Shape
 from tracediff.numerics.arithmetic import EXACT
 from tracediff.numerics.evaluate import arithmetic_of
-from tracediff.pipeline import check_trace, compare_traces
+from tracediff.pipeline import Effort, check_trace, compare_traces
 from tracediff.report.json_report import render as render_json
 from tracediff.report.terminal import render
 from tracediff.result import Result, Storage
@@ -235,6 +236,8 @@ def test_a_wrong_head_is_told_from_a_wrong_hidden_state(pair: Callable[..., tupl
 
 # ---- Could not be judged
 
+LOCATED = Effort(seconds=0)  # where, and not why
+
 
 def without(trace: Path, out: Path, *names: str) -> Path:
     """The trace without the data of some ops."""
@@ -269,7 +272,8 @@ def test_the_hint_is_followed_and_splits(pair: Callable[..., tuple], tmp_path: P
     kept = {"token_embd", "ffn_residual", "output_norm", "output"}
     most = 18
     while most > 1:
-        result = check_trace(without(candidate, candidate.with_name("coarse.trace"), *names - kept), model)
+        coarse = without(candidate, candidate.with_name("coarse.trace"), *names - kept)
+        result = check_trace(coarse, model, effort=LOCATED)
         faulty = [segment for segment in result.coverage.segments if segment.faulty]
         assert {op.op.split(".")[1] for op in result.faulty} == {"1"}
         longest = max((len(segment.ops) for segment in faulty), default=1)
@@ -279,10 +283,11 @@ def test_the_hint_is_followed_and_splits(pair: Callable[..., tuple], tmp_path: P
     assert [op.op for op in result.faulty if op.step == 0] == ["blk.1.ffn_act"]
 
 
-def test_segments_of_several_layers_are_halved(pair: Callable[..., tuple]) -> None:
-    model, _, candidate = pair("demo", "F16", capture="layers", faults=("act_gelu@5",))
+def test_segments_of_several_layers_are_halved(models: Models, torch_trace: Callable[..., Path]) -> None:
+    model = models(Shape(n_layer=8, n_embd=32, n_head=4, n_ff=48))
+    candidate = torch_trace(model, capture="layers", faults=("act_gelu@5",), n_decode=0)
     coarse = without(candidate, candidate.with_name("coarse.trace"), "ffn_residual")
-    (segment, *_) = check_trace(coarse, model).coverage.segments
+    (segment, *_) = check_trace(coarse, model, effort=LOCATED).coverage.segments
     assert (segment.op, len(segment.ops), segment.record, segment.largest) == (
         "output_norm", 137, ("blk.3.ffn_residual",), 69,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TOKENS, logits_of
+from conftest import TOKENS, some_of
 
 from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.mistake import computing
@@ -63,9 +63,11 @@ def test_no_larger_error_passes_where_a_smaller_one_does_not(
     """
     model = models(shape, weights)
     path = torch_trace(model, capture="layers" if capture == "layers" else "all", n_decode=0)
-    path = logits_of(path) if capture == "logits" else path
+    read = {"all": ("blk.1.attn_residual", "blk.1.ffn_down"), "layers": ("blk.0.ffn_residual",), "logits": ()}[capture]
+    name = "output" if capture == "logits" else "blk.1.ffn_residual"
+    path = some_of(path, path.with_name("some.trace"), {*read, name}.__contains__)
     trace = Trace(path)
-    record = trace.ops[0, "output" if capture == "logits" else "blk.1.ffn_residual"]
+    record = trace.ops[0, name]
     right = trace.values(record).copy()
     noise = np.random.default_rng(0).normal(0, right.std(), right.shape)
     gguf = GGUFFile(model)

@@ -7,6 +7,7 @@ traces differ in their last digits from machine to machine, so look at the diffe
 
 import sys
 from contextlib import chdir
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -41,6 +42,7 @@ def report(result: Result, width: int = 100) -> str:
     return console.export_text()
 
 
+@cache
 def compare(case: str) -> Result:
     """The comparison of a case's two traces, from inside its folder: no line depends on where the sources lie."""
     model = None if CASES[case][1].capture == "stats" else Path("model.gguf")
