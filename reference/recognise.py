@@ -2,22 +2,12 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import Protocol
 
 from tracediff_reference import ggml
 from tracediff_reference.protocol import First, Node, Shown
 
 # Ops that show the same values under another shape.
 _VIEWS = {"RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"}
-
-
-class Recogniser(Protocol):
-    """Knows the nodes of a graph. `n_tokens` are in it, where that is known."""
-
-    n_tokens: int
-
-    def look(self, address: int) -> tuple[str, ...]:
-        """The ops whose values the node will hold; of some ops it is a part."""
 
 
 class _Names:
@@ -39,7 +29,7 @@ class BySources:
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
-        self.n_tokens = 0
+        self.n_tokens = 0  # not known
         self._nodes = {(node.op, frozenset(node.sources)): node for node in nodes}
         self._leaves = {source for node in self._nodes.values() for source in node.sources}
         self._roles: dict[int, str] = {}

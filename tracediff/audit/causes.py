@@ -40,13 +40,11 @@ class Reading(NamedTuple):
 Readings = Callable[[Array], Iterator[Reading]]  # given the held values, flat
 
 
-def explain(
-    name: str, expected: Array, held: Array, close: float = CLOSE, others: Readings = lambda held: iter(())
-) -> tuple[str | None, str]:
+def explain(name: str, expected: Array, held: Array, others: Readings, close: float = CLOSE) -> tuple[str | None, str]:
     """The name of the mistake that leaves the least of the difference, None for an unknown one; and it in words.
 
     `expected` has the shape of the tensor `name`, `held` as many values; `others` are readings that only a file can
-    tell of.
+    tell of. What leaves an RMS of `close` or more, relative, explains nothing.
     """
     expected, held = _single(expected), _single(held.reshape(-1))
     if not np.count_nonzero(held):

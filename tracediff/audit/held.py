@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from tracediff.audit.causes import CLOSE, IN_MEMORY, Reading, Readings, bfloat16, chunks, explain, residual
+from tracediff.audit.causes import IN_MEMORY, Reading, Readings, bfloat16, chunks, explain, residual
 from tracediff.audit.requantised import requantised_as
 from tracediff.compare.metrics import compare_values
 from tracediff.errors import MismatchError
@@ -89,7 +89,7 @@ def look_at(cause: str | None) -> str | None:
 
 @np.errstate(over="ignore", invalid="ignore")  # too large for float16; a signalling NaN that is cast
 def judge_values(
-    name: str, expected: np.ndarray, held: np.ndarray, others: Readings = lambda held: iter(()), close: float = CLOSE
+    name: str, expected: np.ndarray, held: np.ndarray, others: Readings
 ) -> tuple[Held, str | None, str | None]:
     """Whether `held` are the expected values, or these rounded to a storage type; the cause's name and words else."""
     flat, held = expected.reshape(-1), held.reshape(-1)
@@ -102,7 +102,7 @@ def judge_values(
         return "rounded", None, requantised
     if residual(flat, held) < _DEQUANTISED and np.allclose(flat, held, rtol=1e-5, atol=0):
         return "rounded", None, "the right values to the accuracy of float32"
-    return "wrong", *explain(name, expected, held, close, others)
+    return "wrong", *explain(name, expected, held, others)
 
 
 def rounded_to(flat: np.ndarray, held: np.ndarray) -> str | None:

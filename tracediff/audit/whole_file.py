@@ -114,7 +114,7 @@ def _converted(name: str, tensors: FileTensors, checkpoint: Checkpoint) -> Tenso
     error, each = relative_errors(_rows(expected), held.reshape(_rows(expected).shape))
     if error <= whole and each.max() <= row:
         return TensorResult(name, "quantised", kind, stored, error, whole)
-    cause, note = explain(name, expected, held, max(CLOSE, whole), others)
+    cause, note = explain(name, expected, held, others, max(CLOSE, whole))
     return TensorResult(name, "wrong", kind, stored, error, whole, cause, note)
 
 
