@@ -4,7 +4,9 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from threading import Thread
@@ -76,6 +78,39 @@ def test_sigterm_ends_the_run_while_ray_connects(monkeypatch: pytest.MonkeyPatch
         assert (ended.value.code, signal.getsignal(signal.SIGTERM)) == (143, asked_to_end)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_processes_give_the_same_bytes(trace: Path, models: Models) -> None:
+    alone, there = judged(trace, models("tiny")), judged(trace, models("tiny"), workers=2)
+    assert alone == there
+    assert {one["cause"]["name"] for one in json.loads(alone)["faulty"]} == {"rope_pairing", "act_gelu"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each worker imports torch by itself")
+def test_what_judges_is_imported_once_and_no_worker_is_left() -> None:
+    code = """
+import sys, time
+from tracediff.replay.starting import processes
+pool = processes(2, id, None)
+print(*pool.map(eval, ["'torch' in __import__('sys').modules"] * 2), "torch" in sys.modules, flush=True)
+pool.submit(time.sleep, 60)
+time.sleep(60)
+"""
+    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert first.stdout
+    assert first.stdout.readline() == "True True False\n"
+    first.kill()
+    with first:  # its output ends when the last process that has it does
+        assert first.stdout.read() == ""
 
 
 def test_without_ray_it_is_said_how_to_get_it(trace: Path, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from tracediff.judge import UNCOVERED, USUAL, Policy, coarsest, judge, verdict
 from tracediff.model.vocabulary import Vocabulary
 from tracediff.names import kind_of, layer_of
 from tracediff.replay.coverage import measure_coverage
+from tracediff.replay.starting import begin
 from tracediff.result import Cause, OpResult, Result, Side, WeightResult
 from tracediff.trace.ranks import Ranks
 from tracediff.trace.reader import Trace
@@ -237,6 +238,8 @@ def _replayed(
     model: "Model", sides: Iterable[tuple[Trace, str | None]], effort: Effort, progress: Progress
 ) -> "list[Judged]":
     """Each trace, in its arithmetic if given. Replay needs torch, which `compare` without a model does without."""
+    if effort.workers > 1 and not effort.ray:
+        begin()
     from tracediff.diagnose.judged import replay_and_explain
     from tracediff.replay.judging import Subject
     from tracediff.replay.workers import Workers

@@ -5,15 +5,11 @@ and reads the records and the weights of its layers. What takes longest is begun
 """
 
 import os
-import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from multiprocessing import get_context
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +20,7 @@ from tracediff.replay.cluster import Cluster
 from tracediff.replay.judging import JudgedRecord, Subject, judge_all, judge_ops, n_records, replays_of
 from tracediff.replay.plan import Plan
 from tracediff.replay.replay import Replay
+from tracediff.replay.starting import not_interrupted, processes
 from tracediff.replay.tasks import tasks
 
 _replays: dict[str, list[Replay]] = {}  # of a process: opened once for all that it does
@@ -124,11 +121,9 @@ def _in_order(
 
 
 def _in_processes(job: _Job, given: Sequence[Any], n: int) -> Iterator[Any]:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of the workers, which share the cores: to spin takes them
-    # Not forked: torch's threads would be missing in the copy.
-    pool = ProcessPoolExecutor(n, get_context("spawn"), _open, (job,))
+    pool = processes(n, _open, job)
     try:
-        with _not_interrupted():
+        with not_interrupted():
             done = pool.map(_do, repeat(job.key), repeat(job.do), given)
         yield from done
     except BrokenProcessPool:
@@ -138,22 +133,6 @@ def _in_processes(job: _Job, given: Sequence[Any], n: int) -> Iterator[Any]:
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _not_interrupted() -> Iterator[None]:
-    """Processes that are started here do not hear of Ctrl-C, which the terminal sends to all: the first one ends them.
-
-    It hears of it a moment later.
-    """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _open(job: _Job) -> None:
