@@ -25,8 +25,7 @@ from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.readings import Reading, Rows
 from tracediff.diagnose.solve.regions import around
 from tracediff.diagnose.solve.segment import Segment
-from tracediff.diagnose.solve.segments import Search
-from tracediff.diagnose.solve.segments import explanations as in_segment
+from tracediff.diagnose.solve.segments import Search, told
 from tracediff.diagnose.solve.solver import explanations
 from tracediff.diagnose.solve.variant import Read, Variant
 from tracediff.diagnose.solve.words import Speaker
@@ -473,7 +472,7 @@ def test_what_is_only_added_is_told_by_the_state(
     path = models(replace(TINY, n_embd=24, n_ff=20))
     replay = traced(path, tmp_path, changed, capture="layers")
     _, record, local = layer_of_states(replay)
-    solved, _ = next(in_segment(replay, record, local.segment, local.nmse, lambda: None))
+    solved, _ = next(told(replay, record, local.segment, lambda: None))
     assert solved.words.startswith(said)
     assert replay.under(record, solved.ops).judgement == "sound"
 

@@ -28,9 +28,10 @@ from tracediff.diagnose.hypothesis import (
 )
 from tracediff.diagnose.mistakes import ALIKE, BANK, NOT_ADDED
 from tracediff.diagnose.shapes import describe
-from tracediff.diagnose.solve.segments import explanations as in_segment
-from tracediff.diagnose.solve.solver import explanations
+from tracediff.diagnose.solve import segments, solver
+from tracediff.diagnose.solve.search import Solved
 from tracediff.names import split
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
 from tracediff.result import Cause, Local, OpResult, Place
@@ -212,27 +213,30 @@ class _Search:
                 return self._chosen(found)
         if len(vain) >= _SEARCHES:
             return self._fewest(self.one_more(one), one)
-        if len(one.error.segment) == 1 and (found_one := self._solved(one)):
+        if found_one := self._solved(one):
             return found_one
         several = self._fewest(self.one_more(one) or self._several(one, tried), one)
-        return several or (self._solved(one) if len(one.error.segment) > 1 else None)  # of thousands of edits: last
+        return several or (self._solved(one, in_whole=True) if len(one.error.segment) > 1 else None)
 
-    def _solved(self, one: _Faulty) -> Hypothesis | None:
-        """What the solver makes of an op by itself, or of one in a segment. What would show in steps that are right is
-        taken last, and where no number was fitted: it is made in some steps alone.
+    def _solutions(self, one: _Faulty, in_whole: bool) -> Iterable[tuple[Solved, Scheme | None]]:
+        """Edits of an op by itself, or of one in a segment: of what its end tells, or, which takes longest, of all."""
+        record, names, check = one.record, one.error.segment, self._trials.budget.check
+        vain = any(split(other.record.op)[1] == split(record.op)[1] for other in self._kin.in_vain)
+        if len(names) == 1:
+            return solver.explanations(self._replay, record, check)
+        if vain or _is_long(names):
+            return ()
+        if in_whole:
+            return segments.searched(self._replay, record, names, one.error.nmse, check)
+        return segments.told(self._replay, record, names, check)
+
+    def _solved(self, one: _Faulty, in_whole: bool = False) -> Hypothesis | None:
+        """What the solver makes of it. What would show in steps that are right is taken last, and where no number was
+        fitted: it is made in some steps alone.
         """
         found: list[Hypothesis] = []
         in_some: list[Hypothesis] = []
-        segment, check = one.error.segment, self._trials.budget.check
-        alone = len(segment) == 1
-        vain = any(split(other.record.op)[1] == split(one.record.op)[1] for other in self._kin.in_vain)
-        if not alone and (vain or _is_long(segment)):
-            return None
-        for solved, scheme in (
-            explanations(self._replay, one.record, check)
-            if alone
-            else in_segment(self._replay, one.record, segment, one.error.nmse, check)
-        ):
+        for solved, scheme in self._solutions(one, in_whole):
             local = self._replay.under(one.record, solved.ops, one.error.nmse, scheme)
             part = Part(SOLVED, solved.words, solved.words, solved.fitted, solved.look)
             hypothesis = Hypothesis((part,), solved.ops, local)

@@ -18,6 +18,7 @@ from tracediff.diagnose.solve.program import Program, stores_to
 
 _BEYOND = 4  # times the largest array: so often may be stored, and so far; an engine that goes on crashes
 _SHORT = 1 << 16  # turns of loops that take no time
+_LARGE = 1 << 26  # values of an intermediate result: half a gigabyte
 _PREPARED = 8  # results of loops that are kept for other runs
 _INTEGERS = ("tokens", "positions", "past", "starts")  # arrays of these
 
@@ -240,6 +241,8 @@ class Run:
         return y.astype(self.dtype, copy=False) if _kind(y) == "f" else y
 
     def _binary(self, op: ast.operator, a: Value, b: Value) -> Value:
+        if np.ndim(a) and np.ndim(b) and math.prod(np.broadcast_shapes(a.shape, b.shape)) > _LARGE:
+            raise CannotRunError("too large")
         match op:
             case ast.Add():
                 return a + b

@@ -39,11 +39,6 @@ class Segment:
         self._recorded, self._bound = known.recorded, known.bound
         self.n_tokens = len(replay.trace.steps[record.step].tokens)
 
-    @property
-    def work(self) -> int:
-        """Products in a pass through it."""
-        return self.n_tokens * sum(math.prod(weight.shape) for op in self.ops for weight in op.weights)
-
     def beginning(self, n: int, off: float) -> "Segment":
         """The same of the first `n` tokens alone, where these see no others and are off as well: most mistakes show.
 

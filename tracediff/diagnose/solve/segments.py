@@ -31,31 +31,43 @@ _LEFT = 1e-4  # of the error: what leaves more is not looked at closely
 _SAME = 1e-12  # NMSE: an edit that moves less changes nothing
 _FIRST = 4  # tokens that are looked at first
 _OF_TOKENS = re.compile(r"\b(?:T|S|P|queries|keys)\b")  # numbers that are others for fewer tokens
-_WORK = 1 << 25  # products of a pass through some tokens: in larger segments a thousand passes take minutes
 
 
-def explanations(
-    replay: Replay, record: OpRecord, names: Sequence[str], off: float, check: Callable[[], None]
-) -> Iterator[tuple[Solved, Scheme | None]]:
-    """What in one op of the segment, or in all of one kind, gives the record; nothing was verified to the floor.
+Explanations = Iterator[tuple[Solved, Scheme | None]]  # nothing was verified to the floor
 
-    `off` is the record's NMSE under the right ops; `check` raises where the time is over.
+
+def told(replay: Replay, record: OpRecord, names: Sequence[str], check: Callable[[], None]) -> Explanations:
+    """What in an op of the segment to which the rest only adds gives the record: it is solved for, which takes
+    seconds. `check` raises where the time is over.
     """
+    for segment, scheme in _segments(replay, record, names):
+        for problem in segment.told():
+            yield from _placed(solve(problem, check), scheme)
+
+
+def searched(
+    replay: Replay, record: OpRecord, names: Sequence[str], off: float, check: Callable[[], None]
+) -> Explanations:
+    """What in any op of the segment, or in all of one kind, gives the record: thousands of edits are tried, which of a
+    large layer takes minutes. `off` is the record's NMSE under the right ops.
+    """
+    for segment, scheme in _segments(replay, record, names) if math.isfinite(off) else ():
+        yield from _placed(Search(segment, off, check).found(), scheme)
+
+
+def _segments(replay: Replay, record: OpRecord, names: Sequence[str]) -> Iterator[tuple[Segment, Scheme | None]]:
+    """The segment under each arithmetic; none where its values cannot be recomputed one by one."""
     ops = [replay.graph[name] for name in names]
-    if record.rows is not None or not math.isfinite(off) or any(any(op.views) or op.kind == "state" for op in ops):
+    if record.rows is not None or any(any(op.views) or op.kind == "state" for op in ops):
         return
     for scheme in replay.plain_ones(record):
-        segment = Segment(replay, record, names, scheme or replay.choice(record).schemes[0])
-        for one in _explanations(segment, off, check):
-            places = ", ".join(dict.fromkeys(split(op.name)[1] for op in one.ops))
-            yield replace(one, words=f"{places}: {one.words}"), scheme
+        yield Segment(replay, record, names, scheme or replay.choice(record).schemes[0]), scheme
 
 
-def _explanations(segment: Segment, off: float, check: Callable[[], None]) -> Iterator[Solved]:
-    """An op that the rest only adds to is solved for; the others are searched, which takes longer."""
-    for problem in segment.told():
-        yield from solve(problem, check)
-    yield from Search(segment, off, check).found()
+def _placed(found: Iterator[Solved], scheme: Scheme | None) -> Explanations:
+    for one in found:
+        places = ", ".join(dict.fromkeys(split(op.name)[1] for op in one.ops))
+        yield replace(one, words=f"{places}: {one.words}"), scheme
 
 
 class Search:
@@ -68,18 +80,17 @@ class Search:
 
     def found(self) -> Iterator[Solved]:
         """What comes near, of each lot the cheapest first: edits without numbers, then those whose numbers are fitted;
-        then one call of a kernel that computes otherwise than its others.
+        then one call of a kernel that computes otherwise than its others. The later an op, the less follows it, the
+        sooner it is tried.
         """
-        if self._short.work > _WORK:
-            return
         kinds: set[str] = set()
-        for problem in self._problems:
+        for problem in reversed(self._problems):
             kin = [other for other in self._problems if other.op.kind == problem.op.kind]
             if len(kin) > 1 and problem.op.kind not in kinds:
                 yield from self._tried(kin, _alike(problem))
             kinds.add(problem.op.kind)
             yield from self._tried([problem], _alone(problem, len(kin) > 1))
-        for problem in self._problems:
+        for problem in reversed(self._problems):
             yield from self.of_numbers(problem)
             yield from self._tried([problem], formulas.variants(problem))
 
@@ -91,9 +102,8 @@ class Search:
         first, found, seen = group[0], list[Solved](), set[float]()
         for priced in variants:
             self._check()
-            segment = self._segment(first, priced.variant)
-            if segment is None:
-                continue
+            alike = _counting(priced.variant.source) == _counting(first.loops.source)
+            segment = self._short if alike else self._whole
             ops = tuple(op for problem in group if (op := _edited(problem, priced.variant)))
             made = {}
             try:
@@ -108,12 +118,6 @@ class Search:
             except CannotRunError:
                 continue
         return sorted(found, key=lambda one: one.bits)
-
-    def _segment(self, problem: Problem, variant: Variant) -> Segment | None:
-        """What the variant is tried in; None where that takes too long."""
-        alike = _counting(variant.source) == _counting(problem.loops.source)
-        segment = self._short if alike else self._whole
-        return segment if segment.work <= _WORK else None
 
     def of_numbers(self, problem: Problem) -> list[Solved]:
         """Edits of an op whose numbers are fitted to what comes out at the end, and maps of its values."""
