@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracediff.cli.formats import Formats
-from tracediff.cli.options import Device, Ray, Require, Resolve, Time, Tolerance, Workers, grouped, policy_of
+from tracediff.cli.options import EffortOptions, Require, Resolve, Tolerance, grouped, policy_of
 from tracediff.cli.output import ended, print_report, progress_bars, say
 from tracediff.errors import TracediffError
 
@@ -46,17 +46,13 @@ def ci(
     tolerance: Tolerance = None,
     require: Require = None,
     resolve: Resolve = None,
-    device: Device = "cpu",
-    workers: Workers = 1,
-    ray: Ray = None,
-    time: Time = 60.0,
+    spent: EffortOptions = EffortOptions(),
     formats: Formats = Formats(),
 ) -> int:
     """Fail where anything got worse than its lock: an op, its arithmetic, what would be seen, what is recorded."""
     from tracediff.ci.config import Case, project
     from tracediff.ci.gate import joined
     from tracediff.ci.lock import read, write
-    from tracediff.pipeline import Effort
     from tracediff.report.ci import render, render_json
 
     found = project(config)
@@ -70,7 +66,7 @@ def ci(
     locked = read(found.lock) if found.lock.exists() else {}
     if not locked and not update and accept is None:
         raise TracediffError(f"{found.lock}: there is no lock yet. --update writes one, from traces that are right.")
-    results = {case.name: _judged(case, Effort(workers, time, device, ray)) for case in found.cases}
+    results = {case.name: _judged(case, spent.effort()) for case in found.cases}
     if update or accept is not None:
         write(found.lock, {**locked, **_changed(results, locked, accept, _date(until))})
         say(f"wrote {found.lock}")

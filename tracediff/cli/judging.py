@@ -10,18 +10,15 @@ from tracediff.cli.formats import Formats, report, report_all
 from tracediff.cli.options import (
     Allow,
     ArithmeticOption,
-    Device,
     DType,
+    EffortOptions,
     Explain,
     Fault,
     Json,
-    Ray,
     Require,
     Resolve,
     ShowPlan,
-    Time,
     Tolerance,
-    Workers,
     grouped,
     policy_of,
 )
@@ -55,19 +52,16 @@ def compare(
     allow: Allow = None,
     resolve: Resolve = None,
     explain: Explain = None,
-    workers: Workers = 1,
-    ray: Ray = None,
-    time: Time = 60.0,
-    device: Device = "cpu",
     plan: ShowPlan = False,
+    spent: EffortOptions = EffortOptions(),
     formats: Formats = Formats(),
 ) -> int:
     """Compare two traces, or three: op by op with the model, by drift alone without."""
-    from tracediff.pipeline import Effort, compare_traces
+    from tracediff.pipeline import compare_traces
     from tracediff.trace.runs import runs_of
 
     formats.check(reference, candidate, *(others or ()), model)
-    effort, policy = Effort(workers, time, device, ray), policy_of(tolerance, allow, require, resolve)
+    effort, policy = spent.effort(), policy_of(tolerance, allow, require, resolve)
     runs = runs_of([reference, candidate, *(others or ())])
     if not 2 <= len(runs) <= 3:
         raise TracediffError(f"{len(runs)} runs to compare: give two, or three. The traces of a run's ranks are one.")
@@ -133,23 +127,19 @@ def self_(
     dtype: DType = "f32",
     fault: Fault = None,
     tolerance: Tolerance = None,
-    workers: Workers = 1,
-    ray: Ray = None,
-    time: Time = 60.0,
-    device: Device = "cpu",
+    spent: EffortOptions = EffortOptions(),
     formats: Formats = Formats(),
 ) -> int:
     """Hold an engine against itself: decode against prefill, chunks against the whole, in a batch against alone."""
     from tracediff.itself import compare_with_itself
-    from tracediff.pipeline import Effort
     from tracediff.trace.runs import runs_of
 
-    policy, effort = policy_of(tolerance), Effort(workers, time, device, ray)
+    policy, effort = policy_of(tolerance), spent.effort()
     if engine:
         from tracediff.model.hparams import parse_tokens
 
         formats.check(a)
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "faults": tuple(fault or ())}
+        options: dict[str, Any] = {"dtype": dtype, "device": spent.device, "faults": tuple(fault or ())}
         return _each_way(a, engine, parse_tokens(tokens), options, policy, effort, formats)
     runs = runs_of([a, *(b or ())])
     if len(runs) != 2:
@@ -238,20 +228,19 @@ def check(
     require: Require = None,
     resolve: Resolve = None,
     explain: Explain = None,
-    workers: Workers = 1,
-    ray: Ray = None,
-    time: Time = 60.0,
-    device: Device = "cpu",
     plan: ShowPlan = False,
+    spent: EffortOptions = EffortOptions(),
     formats: Formats = Formats(),
 ) -> int:
     """Judge one trace by replay alone: no reference needed."""
-    from tracediff.pipeline import Effort, check_trace
+    from tracediff.pipeline import check_trace
 
     formats.check(*trace, model)
     if plan:
         return _show_plan([(trace, arithmetic)], model)
     with progress_bars() as progress:
-        policy, effort = policy_of(require=require, resolve=resolve), Effort(workers, time, device, ray)
-        result = check_trace(trace, model, policy=policy, arithmetic=arithmetic, effort=effort, progress=progress)
+        policy = policy_of(require=require, resolve=resolve)
+        result = check_trace(
+            trace, model, policy=policy, arithmetic=arithmetic, effort=spent.effort(), progress=progress
+        )
     return _explained(result, explain, report(result, formats))

@@ -14,6 +14,7 @@ from tracediff.errors import TracediffError
 
 if TYPE_CHECKING:
     from tracediff.judge import Policy
+    from tracediff.pipeline import Effort
     from tracediff_reference.protocol import Options
 
 ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.", show_default=False)]
@@ -61,19 +62,36 @@ Resolve = Annotated[
 Explain = Annotated[
     str | None, typer.Option(help="Show the numbers of a faulty op's explanation, as blk.0.attn_q, at three places.")
 ]
-Workers = Annotated[
-    int,
-    typer.Option(min=1, help="Processes that judge and explain, each with the memory of one; the result is the same."),
-]
-Ray = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="Judge on a Ray cluster: auto, ray://HOST:PORT, or local to start one."),
-]
-Time = Annotated[float, typer.Option(min=0, help="Seconds in which causes are sought, once it is known where.")]
 ShowPlan = Annotated[
     bool, typer.Option("--plan", help="Say how each sort of record would be recomputed, and judge nothing.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
+
+
+@dataclass(frozen=True, slots=True)
+class EffortOptions:
+    """What may be spent on judging; each field is an option of a command."""
+
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Processes that judge and explain, each with the memory of one; the result is the same."
+        ),
+    ] = 1
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Judge on a Ray cluster: auto, ray://HOST:PORT, or local to start one."),
+    ] = None
+    time: Annotated[float, typer.Option(min=0, help="Seconds in which causes are sought, once it is known where.")] = (
+        60.0
+    )
+    device: Device = "cpu"
+
+    def effort(self) -> "Effort":
+        """As the pipeline takes them."""
+        from tracediff.pipeline import Effort
+
+        return Effort(self.workers, self.time, self.device, self.ray)
 
 
 @dataclass(frozen=True, slots=True)

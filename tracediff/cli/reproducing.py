@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tracediff.cli.options import ArithmeticOption, Device, Time, Workers
+from tracediff.cli.options import ArithmeticOption, EffortOptions, grouped
 from tracediff.cli.output import MATCH, progress_bars, say
 from tracediff.files import check
 from tracediff.trace.staging import files_of
@@ -31,6 +31,7 @@ def reproduce(
     return MATCH
 
 
+@grouped
 def bundle(
     trace: Annotated[
         list[Path], typer.Argument(help="The trace to judge; of an engine of several ranks those of all.")
@@ -39,19 +40,17 @@ def bundle(
     out: Annotated[Path, typer.Option("-o", "--out", help="The archive to write: OUT.zip.")],
     reference: Annotated[Path | None, typer.Option(help="A trace that is right, to compare with.")] = None,
     arithmetic: ArithmeticOption = None,
-    device: Device = "cpu",
-    workers: Workers = 1,
-    time: Time = 60.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would contain, and write nothing.")] = False,
+    spent: EffortOptions = EffortOptions(),
 ) -> int:
     """Pack page, JSON, a reduced trace and versions for an issue tracker, and say first what can be read from them."""
     from tracediff.bundle import bundle as packed
     from tracediff.bundle import is_bundle
     from tracediff.model.model import Model
-    from tracediff.pipeline import Effort, check_trace, compare_traces
+    from tracediff.pipeline import check_trace, compare_traces
 
     check(out, [file for path in (*trace, reference, model) if path for file in files_of(path)], is_bundle)
-    opened, effort = Model(model), Effort(workers, time, device)
+    opened, effort = Model(model), spent.effort()
     with progress_bars() as progress:
         if reference:
             result = compare_traces(

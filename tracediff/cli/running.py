@@ -16,18 +16,16 @@ from tracediff.cli.options import (
     ArithmeticOption,
     CaptureOption,
     Decode,
-    Device,
     DType,
+    EffortOptions,
     Fault,
     LlamaCppOptions,
     ModelPath,
     PromptText,
     Require,
     Resolve,
-    Time,
     Tokens,
     Tolerance,
-    Workers,
     grouped,
     policy_of,
 )
@@ -87,7 +85,6 @@ def run(
     tokens: Tokens = None,
     decode: Decode = 0,
     dtype: DType = "f32",
-    device: Device = "cpu",
     capture: CaptureOption = "all",
     fault: Fault = None,
     arithmetic: ArithmeticOption = None,
@@ -95,21 +92,19 @@ def run(
     require: Require = None,
     allow: Allow = None,
     resolve: Resolve = None,
-    workers: Workers = 1,
-    time: Time = 60.0,
     save: Annotated[Path | None, typer.Option(help="Keep the traces in this folder.")] = None,
+    spent: EffortOptions = EffortOptions(),
     llama_cpp: LlamaCppOptions = LlamaCppOptions(),
     formats: Formats = Formats(),
 ) -> int:
     """Trace a model in llama.cpp and in torch, compare the two, and report."""
     from tracediff.model.model import Model
-    from tracediff.pipeline import Effort
 
     formats.check(model)
     opened = Model(model)
     given = prompt_of(prompt, tokens, opened.graph)
-    policy, effort = policy_of(tolerance, allow, require, resolve), Effort(workers, time, device)
-    torch: dict[str, Any] = {"dtype": dtype, "device": device, "capture": capture, "arithmetic": arithmetic}
+    policy, effort = policy_of(tolerance, allow, require, resolve), spent.effort()
+    torch: dict[str, Any] = {"dtype": dtype, "device": spent.device, "capture": capture, "arithmetic": arithmetic}
     torch["faults"], options = tuple(fault or ()), llama_cpp.options()
     with _folder(save) as folder:
         result = _trace_both(opened, given, folder, _written(save), decode, options, policy, effort, **torch)
