@@ -6,7 +6,6 @@ or that tracediff has not written, is never replaced.
 
 import errno
 import os
-import secrets
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -77,7 +76,7 @@ def replacing(out: Path, ours: Ours) -> Iterator[Path]:
             yield out
             return
         place = Path(os.path.realpath(out))
-        part = place.with_name(f".tracediff-{secrets.token_hex(8)}")  # of no length that the name's could exceed
+        part = place.with_name(f".tracediff-{os.urandom(8).hex()}")  # of no length that the name's could exceed
         try:
             yield part
             with suppress(FileNotFoundError):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tracediff import __version__, versions
+from tracediff import __version__
 from tracediff.cli.output import DIVERGED, INTERRUPTED
 from tracediff.errors import TracediffError
 from tracediff.printable import printable
@@ -129,5 +129,7 @@ def root(
 ) -> None:
     """Hold the options that belong to no command."""
     if version:
+        from tracediff import versions
+
         print("\n".join(versions.lines()))  # noqa: T201
         raise typer.Exit

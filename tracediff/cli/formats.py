@@ -10,10 +10,9 @@ import typer
 
 from tracediff import __version__
 from tracediff.cli.options import Json
-from tracediff.cli.output import ended, is_json, print_listing, print_report, write_json
+from tracediff.cli.output import ended, is_json, print_listing, print_report, read_of, write_json
 from tracediff.files import check, write_text
 from tracediff.printable import printable
-from tracediff.trace.staging import files_of
 
 if TYPE_CHECKING:
     from tracediff.result import Listing, Result
@@ -42,7 +41,7 @@ class Formats:
     def check(self, *inputs: Path | None) -> None:
         """Whether they may be written, before the work of which they are the result; raises OutputError."""
         files = list(self._files())
-        read = [file for path in inputs if path for file in files_of(path)] if files else []
+        read = read_of(inputs) if files else []
         for name, path in files:
             check(path, read, _ours(name))
 

@@ -2,7 +2,7 @@
 
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tracediff.files import check, write_text
 from tracediff.printable import escape_json, printable
 from tracediff.process import UNDECIDED, drop
-from tracediff.trace.staging import files_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -83,7 +82,14 @@ def ended(result: R) -> int:
 def check_json(json: Path | None, *inputs: Path | None) -> None:
     """Whether --json may be written, before the work of which it is the result; raises OutputError."""
     if json and str(json) != "-":
-        check(json, [file for path in inputs if path for file in files_of(path)], is_json)
+        check(json, read_of(inputs), is_json)
+
+
+def read_of(inputs: Iterable[Path | None]) -> list[Path]:
+    """The files that a command reads: of a trace its data too."""
+    from tracediff.trace.staging import files_of
+
+    return [file for path in inputs if path for file in files_of(path)]
 
 
 def write_json(path: Path, text: str) -> None:

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from tracediff.cli.options import ArithmeticOption, EffortOptions, grouped
-from tracediff.cli.output import MATCH, progress_bars, say
+from tracediff.cli.output import MATCH, progress_bars, read_of, say
 from tracediff.files import check
-from tracediff.trace.staging import files_of
 
 
 def reproduce(
@@ -49,7 +48,7 @@ def bundle(
     from tracediff.model.model import Model
     from tracediff.pipeline import check_trace, compare_traces
 
-    check(out, [file for path in (*trace, reference, model) if path for file in files_of(path)], is_bundle)
+    check(out, read_of((*trace, reference, model)), is_bundle)
     opened, effort = Model(model), spent.effort()
     with progress_bars() as progress:
         if reference:

@@ -33,7 +33,6 @@ from tracediff.cli.output import DIVERGED, MATCH, progress_bars, say
 from tracediff.cli.prompts import prompt_of, show_tokens
 from tracediff.errors import TracediffError
 from tracediff.files import temporary_folder
-from tracediff.trace.staging import check, staged
 
 if TYPE_CHECKING:
     from tracediff.engine.llama_cpp import Prompt
@@ -141,6 +140,7 @@ def _trace_both(
 ) -> "Result":
     """Trace llama.cpp with `options`, then torch with the options `torch` on the same tokens, and compare."""
     from tracediff.engine.llama_cpp import LlamaCpp
+    from tracediff.trace.staging import check
 
     reference, candidate, capture = folder / "reference.trace", folder / "candidate.trace", torch.get("capture", "all")
     for out in (reference, candidate):
@@ -182,4 +182,6 @@ def _folder(save: Path | None) -> Iterator[Path]:
 
 def _written(save: Path | None) -> Callable[[Path], AbstractContextManager[Path]]:
     """How traces are written: what nobody keeps needs no care."""
+    from tracediff.trace.staging import staged
+
     return staged if save else nullcontext

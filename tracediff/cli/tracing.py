@@ -23,7 +23,6 @@ from tracediff.cli.options import (
 from tracediff.cli.output import MATCH, progress_bars, say
 from tracediff.cli.prompts import ids_of, passes_after, prompt_of, show_tokens
 from tracediff.errors import EngineError
-from tracediff.trace.staging import staged
 
 # Of which engines `trace` takes an option; what is in none of these is for all.
 _OPTIONS = {
@@ -69,6 +68,7 @@ def trace(
     """Trace one engine."""
     from tracediff.engine.llama_cpp import LlamaCpp, tokenize
     from tracediff.model.model import Model
+    from tracediff.trace.staging import staged
 
     _refuse_options_of_others(context, engine)
     opened = Model(model)
