@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import logits_of
+from conftest import logits_of, some_of
 
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.planting import plant
@@ -397,6 +397,8 @@ def test_where_values_become_nan_and_not_what_they_make_of_others(models, tmp_pa
     assert result.faulty[0].shape == "96 of 480 values are NaN or Inf, all in token 3; the others are right"
     statuses = [op.status for op in result.ops]
     assert set(statuses[statuses.index("faulty") + 1 :]) == {"inherited"}
+    through = some_of(tmp_path / "nan.trace", tmp_path / "through.trace", lambda op: op != "blk.1.attn_q_rope")
+    assert [op.op for op in check_trace(through, model).faulty] == ["blk.0.ffn_down"]  # scores of one key are NaN
     compared = compare_traces(tmp_path / "right.trace", tmp_path / "nan.trace", model=model)
     assert [op.op for op in compared.faulty] == ["blk.0.ffn_down"]
     alone = check_trace(tmp_path / "right.trace", model)

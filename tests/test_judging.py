@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,3 +132,16 @@ def test_what_a_table_does_not_hold_leaves_a_floor() -> None:
     assert math.isinf(residual.excess)
     assert math.isfinite(residual.noise)
     assert 0 < residual.noise < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
+def test_of_another_norm_too_a_row_errs_by_one_factor(kind: str) -> None:
+    """A wrong norm that was right for most tokens was none for a row whose sum erred by more than most."""
+    x = torch.randn(1, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    op, weights = Op("norm", kind, ("x",), ("T", 96), attrs={"eps": 1e-5}), Weights.__new__(Weights)
+    weights.dtype = torch.float64
+    skipped = replace(op, function=lambda x, *weight, eps: x / x.square().sum(-1, keepdim=True).sqrt())
+    own, other = (
+        noise(one, [x], evaluate(one, [x], weights), weights, Energy(), Arithmetic(), "f32") for one in (op, skipped)
+    )
+    assert own.alike == other.alike == 96

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Models
+from conftest import Models, some_of
 
 from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.solve.arrays import CannotRunError, Flat
@@ -42,10 +42,11 @@ from tracediff.names import Capture, kind_of, layer_of
 from tracediff.numerics.arithmetic import EXACT, scheme_named
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.kinds.norm import rms_norm
+from tracediff.pipeline import check_trace
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.result import Local, OpResult
-from tracediff.trace.format import OpRecord
+from tracediff.trace.format import OpRecord, Step
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
@@ -588,3 +589,23 @@ def test_roundings_are_no_edit(models: Models, tmp_path: Path, arithmetic: str, 
     assert before.faulty
     for solved, scheme in islice(explanations(replay, record, lambda: None), 8):
         assert replay.under(record, solved.ops, before.nmse, scheme).faulty, solved.words
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("attn_kqv: the sum takes only keys 0 to 6: the last is left out",) * 2,
+        ("rope_shifted@attn_k_rope", "positions are shifted by +1"),
+    ],
+)
+def test_what_is_fed_token_by_token_has_one_explanation(
+    fault: str, text: str, models: Models, tmp_path: Path
+) -> None:  # fmt: skip
+    """Of the first tokens, with few keys, many edits are as good; zeros, as of no keys at all, tell no arithmetic."""
+    model, tokens = models(replace(TINY, n_layer=2, n_embd=16), "F32"), (*PROMPT, DECODED, 65, 66, 67)
+    steps = [Step(at, (token,), (at,)) for at, token in enumerate(tokens)]
+    options = TorchOptions(arithmetic="exact, KV cache in float16", faults=(fault,))
+    trace = trace_torch(model, tmp_path / "whole.trace", options, steps=steps)
+    some = some_of(trace, tmp_path / "some.trace", lambda op: not op.endswith("attn_probs"))
+    faulty = [op for op in check_trace(some, model).ops if op.status == "faulty"]
+    assert {op.cause and op.cause.text for op in faulty} == {text}

@@ -45,7 +45,7 @@ _BEAM = (6, 3)
 _ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
 _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for in vain
 _ALIKE = 4  # edits of an op that come to the same in a record, and not in others as a rule
-_COMPARED = 3  # records of a kind that choose between what explains the first of them
+_ENOUGH = 8  # tokens, and positions: with more a record tells no mistake from another that fewer do not
 # Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
 # With 4e7 on two cores it took a minute.
 _ONE_BY_ONE = 2e8
@@ -68,6 +68,12 @@ class _Kin:
     pending: list[_Faulty]
     found: list[Hypothesis] = field(default_factory=list)
     in_vain: list[_Faulty] = field(default_factory=list)
+
+    @property
+    def some(self) -> list[_Faulty]:
+        """A few that choose between what explains the first of them: the next, a middle one and the last."""
+        n = len(self.pending)
+        return [self.pending[i] for i in dict.fromkeys((0, n // 2, n - 1)) if 0 <= i < n]
 
 
 class Explainer:
@@ -104,9 +110,8 @@ class Explainer:
         """Those at the places of one kin's `members`, explained."""
         sound = {(op.step, op.op) for op in ops if op.local and op.status != "faulty"}
         records, explained = self._replay.trace.ops, dict[int, OpResult]()
-        kin = _Kin(
-            [_Faulty(at, records[ops[at].step, ops[at].op], error) for at in members if (error := ops[at].local)]
-        )
+        pending = [_Faulty(at, records[ops[at].step, ops[at].op], error) for at in members if (error := ops[at].local)]
+        kin = _Kin(sorted(pending, key=self._tells_little))
         left = {one.at: one for one in kin.pending}
         search = _Search(self._replay, budget, sound, kin)
         with suppress(OutOfTime):
@@ -116,6 +121,13 @@ class Explainer:
         for one in left.values():
             explained[one.at] = replace(self._described(ops[one.at], one), sought=False)
         return explained
+
+    def _tells_little(self, one: _Faulty) -> tuple[int, int]:
+        """Which records to look at last: of an engine that is fed token by token the first steps, of few keys, are
+        explained by many edits that no later step has.
+        """
+        step = self._replay.trace.steps[one.record.step]
+        return -min(len(step.tokens), _ENOUGH), -min(max(step.positions) + 1, _ENOUGH)
 
     def _explained(
         self, search: "_Search", kin: _Kin, progress: Progress
@@ -210,13 +222,24 @@ class _Search:
         tried = Least()
         for done, way in enumerate(ways):
             if found := self._single(one, way, tried, within(progress, done, len(ways))):
-                return self._chosen(found)
+                return self._unrivalled(self._chosen(found), one)
         if len(vain) >= _SEARCHES:
             return self._fewest(self.one_more(one), one)
         if found_one := self._solved(one):
             return found_one
         several = self._fewest(self.one_more(one) or self._several(one, tried), one)
         return several or (self._solved(one, in_whole=True) if len(one.error.segment) > 1 else None)
+
+    def _unrivalled(self, best: Hypothesis, one: _Faulty) -> Hypothesis:
+        """Or an edit of the op that explains more of its kin than a number that was fitted to one row: to that the mean
+        over n - 1 looks like a factor, and any factor like a wrong eps.
+        """
+        fitted = len(one.error.segment) == 1 and one.error.one_token and best.parts[-1].fitted
+        if not fitted or all(self._carried(best, other) for other in self._kin.pending):
+            return best
+        solved = self._solved(one)
+        carried = [sum(self._carried(h, other) is not None for other in self._kin.pending) for h in (best, solved) if h]
+        return solved if solved and carried[1] > carried[0] else best
 
     def _solutions(self, one: _Faulty, in_whole: bool) -> Iterable[tuple[Solved, Scheme | None]]:
         """Edits of an op by itself, or of one in a segment: of what its end tells, or, which takes longest, of all."""
@@ -242,8 +265,7 @@ class _Search:
             hypothesis = Hypothesis((part,), solved.ops, local)
             if self._explains(hypothesis, one):
                 found.append(hypothesis)
-                others = self._kin.pending[:_COMPARED]
-                if all(self._carried(hypothesis, other) for other in others):
+                if all(self._carried(hypothesis, other) for other in self._kin.some):
                     return hypothesis  # none of the others could explain more
             elif not solved.fitted and hypothesis.pays(one.error.nmse):
                 words = f"{solved.words}{IN_SOME}"
@@ -295,7 +317,7 @@ class _Search:
 
     def _chosen(self, found: list[Hypothesis]) -> Hypothesis:
         """Of what explains a record the one that explains most of its kin, then the best."""
-        others = self._kin.pending[:_COMPARED]
+        others = self._kin.some
         if len(found) == 1 or not others:
             return found[0]
         return max(found, key=lambda h: sum(self._carried(h, other) is not None for other in others))

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.solve.places import nth
 from tracediff.diagnose.solve.regions import around
 
 # NMSE that a stated relation may leave, and how much of the error: of a small one any relation leaves little.
@@ -124,7 +125,7 @@ def _ranges(indices: list[int]) -> str:
     if len(indices) > 2 and len({b - a for a, b in pairwise(indices)}) == 1:
         step = indices[1] - indices[0]
         if step > 1:
-            return f"every {step}th from {indices[0]} to {indices[-1]}"
+            return f"every {nth(step)} from {indices[0]} to {indices[-1]}"
     parts, start = [], indices[0]
     for a, b in zip(indices, [*indices[1:], -1], strict=True):
         if b != a + 1:

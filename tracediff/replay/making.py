@@ -166,9 +166,11 @@ def _sampled(own: Noise, y: Tensor, samples: Sequence[Tensor]) -> Noise:
 
 
 def _apart(sample: Tensor, y: Tensor) -> Tensor:
-    """How far a sample is off. Where a mask makes both infinite it is not."""
+    """How far a sample is off. Where a mask makes both infinite it is not, nor is what is no number: others of its row
+    have noise.
+    """
     apart = sample - y
-    return apart if _is_finite(apart) else torch.where(sample == y, 0.0, apart)
+    return apart if _is_finite(apart) else torch.where((sample == y) | y.isnan(), 0.0, apart)
 
 
 def _perturbed(x: Tensor, noise: Noise, random: torch.Generator) -> Tensor:

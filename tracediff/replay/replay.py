@@ -116,7 +116,8 @@ class Replay:
         """
         choice = self.choice(record)
         if self._planner.is_segment(record):
-            return self._fitting.best_of(record, choice.schemes)
+            others = () if choice.settled else self.plain_ones(record)
+            return self._fitting.best_of(record, tuple(filter(None, others)) or choice.schemes)
         if not choice.settled:
             return self._fitting.best_of(record, self._planner.candidates(record))
         local = self._fitting.best_of(record, choice.schemes, looked)
@@ -192,10 +193,11 @@ class Replay:
     def knowing(self, record: OpRecord, ops: Sequence[Op]) -> "Replay":
         """With the arithmetic of the record's sort as it shows under what explains the record, where none was settled.
 
-        A mistake in every record of a sort hides in which arithmetic they were computed, until it is undone.
+        A mistake in every record of a sort hides in which arithmetic they were computed, until it is undone. A record
+        that tells none leaves that open.
         """
         choice = self.choice(record)
-        if choice.settled:
+        if choice.settled or not self._tells(record):
             return self
         found = Supposed(self._fitting, ops).settle(self._planner.candidates(record), [record])
         if not found.settled:

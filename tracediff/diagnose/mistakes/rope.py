@@ -198,6 +198,12 @@ def _chunk(op: Op, _: Context) -> Variants:
     yield _repositioned(op, lambda p: p - p[0]), "positions of this step restart at 0"
 
 
+@AREA.mistake("rope_shifted", "positions are shifted", "the first position of the sequence", ROPE)
+def _shifted(op: Op, context: Context) -> Variants:
+    for by in (1,) if context.seen is None else (1, -1, 2, -2, 3, -3):
+        yield _repositioned(op, lambda p, by=by: p + by), f"positions are shifted by {by:+d}"  # type: ignore[misc]
+
+
 @AREA.mistake(
     "rope_decode_shifted", "decode positions are off by one", "the position of the first decoded token", ROPE,
     "openpi#705",
@@ -208,12 +214,6 @@ def _decode_shifted(op: Op, _: Context) -> Variants:
             _repositioned(op, lambda p, by=by: p + by if len(p) == 1 and p[0] else p),  # type: ignore[misc]
             f"decode positions are shifted by {by:+d}",
         )
-
-
-@AREA.mistake("rope_shifted", "positions are shifted", "the first position of the sequence", ROPE)
-def _shifted(op: Op, context: Context) -> Variants:
-    for by in (1,) if context.seen is None else (1, -1, 2, -2, 3, -3):
-        yield _repositioned(op, lambda p, by=by: p + by), f"positions are shifted by {by:+d}"  # type: ignore[misc]
 
 
 @AREA.mistake("rope_skipped", "rope is not applied", "whether rope is applied at all", ROPE)

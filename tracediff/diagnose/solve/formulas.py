@@ -50,12 +50,14 @@ def variants(problem: Problem) -> Iterator[Priced]:
     bits = math.log2(max(2, len(found)))
     found = _distinct(found, {**problem.loops.numbers, **sizes})
     found += _resized(problem)
+    kernel = ast.unparse(ast.parse(problem.loops.source).body[-1])
     for edit in found:
         memories = _memories(problem, edit)
+        around = edit.source.endswith(kernel)  # how values come to its cache, say: of what comes to the same the last
         for memory in memories:
             named = tuple((name, value) for name, value in sizes.items() if name in dict(edit.renamed).values())
             variant = Variant("", edit.source, edit.touches, memory, named, renamed=edit.renamed)
-            yield Priced(variant, bits + math.log2(len(memories)))
+            yield Priced(variant, bits + around + math.log2(len(memories)))
 
 
 def _memories(problem: Problem, edit: FormulaEdit) -> Sequence[tuple[tuple[str, Read], ...]]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.places import plural
+from tracediff.diagnose.solve.places import nth, plural
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import evaluate, noise
@@ -73,7 +73,7 @@ class Map:
             case "reversed", ():
                 return f"{all_of} reversed"
             case "shifted", (by,):
-                other = f"the {_nth(by)} after it" if by > 0 else f"the {_nth(-by)} before it"
+                other = f"the {nth(by)} after it" if by > 0 else f"the {nth(-by)} before it"
                 end = f"the last {by} are" if by > 1 else "the last is" if by == 1 else ""
                 end = end or (f"the first {-by} are" if by < -1 else "the first is")
                 return f"each {noun} has the values of {other}, {end} 0"
@@ -100,10 +100,6 @@ class Map:
     def bits(self) -> float:
         """What it takes to say it."""
         return _EACH * len(self.numbers) / 2 if self.kind == "listed" else _BITS + _NUMBER * len(self.numbers)
-
-
-def _nth(n: int) -> str:
-    return "one" if n == 1 else f"{n}th"
 
 
 def _listed(noun: str, pairs: Sequence[tuple[int, int]]) -> str:

@@ -119,6 +119,12 @@ def ranges(noun: str, old: range | None, new: range | None) -> tuple[str, str, b
     return f"only {said}", f": {' and '.join(left)} left out" if left else "", one
 
 
+def nth(n: int) -> str:
+    """As in "the 2nd after it" and "the one after it"."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th") if n // 10 % 10 != 1 else "th"
+    return "one" if n == 1 else f"{n}{ending}"
+
+
 def plural(noun: str) -> str:
     """Of what loops count."""
     return f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"

@@ -171,12 +171,12 @@ class Kind:
     `function` is its mathematics: a pure function of inputs, weights and attributes, in the dtype of its inputs.
     `inputs` names the part that each input plays, in order: mistakes are bound to these. `axes` names those of its
     value, outermost first. `keeps_part`: its value plays the part of its first input, as a normed query is a query.
-    `compute` says how inputs and weights are read and rounded, `noise` how far an honest engine may be off. `scheme`
-    is the entry of a Scheme that says what an engine rounds in it: of all small weights that of a norm's. `together`
-    computes several calls of an op that hold its weight alike, and reads that once; those for an energy come first.
-    Where the
-    value is places in its first input, `picks` gives what is found there: that is compared, and that has the noise, for
-    of equal values any may be taken.
+    `compute` says how inputs and weights are read and rounded, `noise` how far an honest engine may be off, and
+    `noise_of_any` the same with another function in the place of its own. `scheme` is the entry of a Scheme that says
+    what an engine rounds in it: of all small weights that of a norm's. `together` computes several calls of an op that
+    hold its weight alike, and reads that once; those for an energy come first. Where the value is places in its first
+    input, `picks` gives what is found there: that is compared, and that has the noise, for of equal values any may be
+    taken.
     """
 
     name: str
@@ -185,6 +185,7 @@ class Kind:
     axes: tuple[str, ...] = ("token", "head", "channel")
     compute: Callable[[Call], Tensor] = applied
     noise: Callable[[Made], Noise] = analysed
+    noise_of_any: Callable[[Made], Noise] = analysed
     scheme: str | None = None
     keeps_part: bool = False
     picks: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -192,7 +193,7 @@ class Kind:
 
     def noise_of(self, made: Made) -> Noise:
         """Its noise, or that of the function in its place: formulas hold for their own."""
-        return (analysed if made.op.function and self.compute is applied else self.noise)(made)
+        return (self.noise_of_any if made.op.function and self.compute is applied else self.noise)(made)
 
     def axis_names(self, op: Op, n: int) -> tuple[str, ...]:
         """Names of the `n` axes of a value of this kind; heads may lie side by side, and any kind may be of scores."""

@@ -74,8 +74,8 @@ def _of_rows(made: Made) -> Noise:
 
 
 KINDS = (
-    Kind("rms_norm", rms_norm, ("x",), noise=_noise, scheme="rms_norm", keeps_part=True),
-    Kind("layer_norm", layer_norm, ("x",), noise=_of_rows, scheme="rms_norm", keeps_part=True),
-    Kind("l2_norm", l2_norm, ("x",), noise=_of_rows, keeps_part=True),
-    Kind("group_norm", group_norm, ("x",), noise=_of_rows, scheme="rms_norm", keeps_part=True),
+    Kind("rms_norm", rms_norm, ("x",), noise=_noise, scheme="rms_norm", keeps_part=True, noise_of_any=_of_rows),
+    Kind("layer_norm", layer_norm, ("x",), noise=_of_rows, scheme="rms_norm", keeps_part=True, noise_of_any=_of_rows),
+    Kind("l2_norm", l2_norm, ("x",), noise=_of_rows, keeps_part=True, noise_of_any=_of_rows),
+    Kind("group_norm", group_norm, ("x",), noise=_of_rows, scheme="rms_norm", keeps_part=True, noise_of_any=_of_rows),
 )
