@@ -118,8 +118,8 @@ def test_logits_of_a_loud_model_are_clean(
 ) -> None:
     """Eight layers recomputed as one op: most roundings turn, and the right one leaves little less than none."""
     model = models(FAMILIES["demo"], weights)
-    records = judged(logits_of(llama_cpp_trace(model, tokens_of(17), **options, threads=1)), model)
-    assert len(records) == 3
+    records = judged(logits_of(llama_cpp_trace(model, tokens_of(17), 1, **options, threads=1)), model)
+    assert len(records) == 2
     assert alarms(records) == []
     assert all(
         local.blind or "KV cache" in local.arithmetic or "activations" in local.arithmetic for _, local in records
@@ -236,7 +236,7 @@ def test_block_arithmetic_of_wide_heads_is_clean(models: Models, torch_trace: Tr
 def test_what_may_be_drowned_roundings_or_a_mistake_of_their_size_is_blind(models: Models, torch_trace: Tracer) -> None:
     """A float32 engine whose logits are 4% off: about as far from right as a quantised cache would take them."""
     model = models(Shape("qwen2", n_layer=3, n_embd=256, n_head=8, n_head_kv=2, n_ff=512), "Q8_0")
-    path = logits_of(torch_trace(model, tokens=tokens_of(17)))
+    path = logits_of(torch_trace(model, tokens=tokens_of(17), n_decode=0))
     values = np.memmap(path.with_name(f"{path.stem.removesuffix('-logits')}.bin"), np.float32, "r+")
     for record in Trace(path).ops.values():
         values[record.offset // 4 : record.offset // 4 + record.size] *= np.float32(1.04)

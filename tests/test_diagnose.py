@@ -101,18 +101,6 @@ def test_an_unusual_arithmetic_is_known_beside_a_mistake_and_under_it(
     assert {(op.cause or op.local).arithmetic for op in layers} == {"activations in bfloat16"}
 
 
-def test_several_mistakes_in_a_layer_are_named_from_hidden_states(models, torch_trace) -> None:
-    """Three in the first layer, two in the next: what explains one of several is known from another layer."""
-    everywhere, more = ("attention_scale", "act_relu"), ("norm_weight_minus_one@0", "rope_pairing@2")
-    model = models("k-quants", "F16")
-    result = check_trace(torch_trace(model, capture="layers", faults=(*everywhere, *more), n_decode=0), model)
-    assert {op.op: op.cause and set(op.cause.name.split(" + ")) for op in result.faulty} == {
-        "blk.0.ffn_residual": {*everywhere, "norm_weight_minus_one"},
-        "blk.1.ffn_residual": {*everywhere},
-        "blk.2.ffn_residual": {*everywhere, "rope_pairing"},
-    }
-
-
 def test_norms_that_were_never_loaded_are_no_other_model(models, torch_trace) -> None:
     model = models("k-quants", "F16")
     result = check_trace(torch_trace(model, faults=("norm_without_weight",)), model)

@@ -97,12 +97,17 @@ def test_weights_that_are_wrong_come_before_what_drifts() -> None:
 
 
 def test_each_of_several_mistakes_is_said_once(models: Models, torch_trace: Callable[..., Path]) -> None:
-    """Three of them behind one hidden state; what is in all layers is said of all, and a mask only of the step in which
-    it shows.
+    """Three of them behind one hidden state, for what explains one of several is known from another layer; what is in
+    all layers is said of all, and a mask only of the step in which it shows.
     """
     model = models("k-quants", "F16")
     faults = ("act_relu", "no_mask", "norm_weight_minus_one@0", "bias_missing@2")
     result = check_trace(torch_trace(model, capture="layers", faults=faults, n_decode=1), model)
+    assert {op.op: op.cause and {*op.cause.each} for op in result.faulty if op.step == 0} == {
+        "blk.0.ffn_residual": {"act_relu", "no_mask", "norm_weight_minus_one"},
+        "blk.1.ffn_residual": {"act_relu", "no_mask"},
+        "blk.2.ffn_residual": {"act_relu", "no_mask", "bias_missing"},
+    }
     inside = "the trace holds no values between"
     assert words(result).startswith(
         "DIVERGED: all 3 layers (seen in ffn_residual): ffn_act: ReLU is used for SiLU. "

@@ -13,7 +13,7 @@ from tracediff.audit.held import compare_weights, refuse_another_model, rounded_
 from tracediff.compare.align import Pair, plan, same_input
 from tracediff.compare.logits import compare_logits
 from tracediff.compare.measure import measure_pairs, record_statistics
-from tracediff.compare.sides import gathered, weights_of
+from tracediff.compare.sides import gathered, side_of, weights_of
 from tracediff.compare.storage import measure_storage
 from tracediff.compare.vital_signs import measure_normal
 from tracediff.findings.doubts import doubts
@@ -24,7 +24,7 @@ from tracediff.model.vocabulary import Vocabulary
 from tracediff.names import kind_of, layer_of
 from tracediff.replay.coverage import measure_coverage
 from tracediff.replay.starting import begin
-from tracediff.result import Cause, OpResult, Result, Side, WeightResult
+from tracediff.result import Cause, OpResult, Result, WeightResult
 from tracediff.trace.ranks import Ranks
 from tracediff.trace.reader import Trace
 from tracediff.trace.runs import Paths, open_trace
@@ -216,8 +216,8 @@ def _result(
         ops=tuple(ops),
         weights=tuple(weights),
         logits=tuple(compare_logits(reference, candidate, model)) if reference else (),
-        reference=_side(reference) if reference else None,
-        candidate=_side(candidate),
+        reference=side_of(reference) if reference else None,
+        candidate=side_of(candidate),
         tokens=tuple(candidate.tokens),
         steps=tuple(candidate.steps),
         normal=measure_normal(reference, candidate),
@@ -228,10 +228,6 @@ def _result(
         model=str(model.path) if model else None,
     )
     return told(result)
-
-
-def _side(trace: Trace) -> Side:
-    return Side(str(trace.path), trace.header.engine, trace.header.model, len(trace.ops), trace.cut)
 
 
 def _replayed(

@@ -4,13 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from tracediff.result import OpResult, Status, TensorResult, WeightResult
+from tracediff.result import OpResult, Side, Status, TensorResult, WeightResult
 from tracediff.trace.ranks import Ranks, on_ranks
 from tracediff.trace.reader import Trace
 
 _TELLING: tuple[Status, ...] = ("faulty", "drift", "undecided", "inherited", "ok", "unmatched")
 _WEIGHTS = ("wrong", "rounded", "unmatched", "identical")
 Found = TypeVar("Found", OpResult, WeightResult, TensorResult)
+
+
+def side_of(trace: Trace) -> Side:
+    """A trace in a result."""
+    return Side(str(trace.path), trace.header.engine, trace.header.model, len(trace.ops), trace.cut)
 
 
 def gathered(sides: Sequence[Trace], by_side: Sequence[Sequence[OpResult]]) -> list[tuple[int, OpResult]]:

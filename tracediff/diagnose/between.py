@@ -124,12 +124,8 @@ class Between:
             yield "term_missing", "all_reduce", f"the term of rank {rank} is missing in the all-reduce", y - term
             yield "term_twice", "all_reduce", f"the term of rank {rank} is added twice in the all-reduce", y + term
         if bool(bias.any()):
-            yield (
-                "bias_on_every_rank",
-                "every_rank",
-                "the bias is added on every rank before the all-reduce",
-                (y + (n - 1) * bias),
-            )
+            text = "the bias is added on every rank before the all-reduce"
+            yield "bias_on_every_rank", "every_rank", text, y + (n - 1) * bias
         for name, x in zip(self.op.inputs, self.known.inputs, strict=True) if self.op.kind == "add" else ():
             text = f"{name} is added on every rank before the all-reduce, {n} times in all"
             yield "residual_on_every_rank", "every_rank", text, y + (n - 1) * x.reshape(y.shape)
@@ -147,13 +143,8 @@ class Between:
             return zero, {}
         record = self.trace.ops.get((self.record.step, self.op.inputs[0]))
         parts = self.trace.parts(record) if record else ()
-        if (
-            record is None
-            or not parts
-            or parts[0].shard is None
-            or parts[0].shard.axis is None
-            or parts[0].shard.axis == 0
-        ):
+        shard = parts[0].shard if parts else None
+        if record is None or shard is None or not shard.axis:  # tokens are no terms of a sum
             return zero, {}
         x, weights = self.known.inputs[0], self.replay.weights
         bias = evaluate(self.op, [torch.zeros_like(x)], weights)

@@ -48,26 +48,20 @@ def _row(op: Op, i: int, x: Tensor, at: tuple[int, ...]) -> Tensor:
         case "scores", 0:
             return x[at[1], at[0]]
         case "scores", 1:
-            return x[at[2], at[0] * x.shape[1] // op_heads(op)]
+            return x[at[2], at[0] * x.shape[1] // _size(op, 0)]
         case "weighted_values", 0:
-            return x[at[-1] // (_width(op) // x.shape[0]), at[0]]
+            return x[at[-1] // (_size(op, -1) // x.shape[0]), at[0]]
         case "weighted_values", 1:
             d = x.shape[2]
-            return x[:, at[-1] // d * x.shape[1] * d // _width(op), at[-1] % d]
+            return x[:, at[-1] // d * x.shape[1] * d // _size(op, -1), at[-1] % d]
     if x.shape == op.shape(len(x)) and op.kind in ("add", "swiglu"):
         return x[at].reshape(1)
     leading = at[: max(1, min(x.ndim - 1, len(at) - 1))]
     return x[leading].flatten() if all(j < n for j, n in zip(leading, x.shape, strict=False)) else x.flatten()
 
 
-def op_heads(op: Op) -> int:
-    """How many query heads the scores have."""
-    heads = op.axes[0]
-    assert isinstance(heads, int)
-    return heads
-
-
-def _width(op: Op) -> int:
-    width = op.axes[-1]
-    assert isinstance(width, int)
-    return width
+def _size(op: Op, axis: int) -> int:
+    """Of an axis that is as long in every step: heads, or channels."""
+    size = op.axes[axis]
+    assert isinstance(size, int)
+    return size

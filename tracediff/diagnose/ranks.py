@@ -4,17 +4,16 @@ What no mistake between ranks explains is one rank's own, or all ranks', and is 
 the parts of those that err.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tracediff.diagnose.between import Between
 from tracediff.diagnose.explain import Explainer
+from tracediff.diagnose.hypothesis import Progress, within
 from tracediff.diagnose.judged import Judged
 from tracediff.replay.replay import Replay
 from tracediff.result import Cause, OpResult
 from tracediff.trace.ranks import Ranks, on_ranks
-
-Progress = Callable[[float], None]
 
 
 def explain_ranks(
@@ -44,7 +43,7 @@ def explain_ranks(
             ranks = tuple(sorted({rank for between in faulty for rank in between.ranks()}))
             groups.setdefault((side, ranks), []).append(at)
     for done, ((side, ranks), places) in enumerate(groups.items()):
-        told = progress if len(groups) == 1 else _part_of(progress, done, len(groups))
+        told = within(progress, done, len(groups))
         explained = _explained(judged[side].replay, ranks, [op for _, op in found], places, told, seconds)
         for at in places:
             found[at] = side, explained[at]
@@ -55,10 +54,6 @@ def _all_of(causes: Sequence[Cause]) -> Cause:
     """What the sides of a run have done wrong, as one."""
     text = "; ".join(dict.fromkeys(cause.text for cause in causes))
     return replace(causes[0], text=text, each={causes[0].name: text})
-
-
-def _part_of(progress: Progress, done: int, of: int) -> Progress:
-    return lambda fraction: progress((done + fraction) / of)
 
 
 def _explained(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tracediff.audit.held import compare_weights, refuse_another_model
+from tracediff.compare.sides import side_of
 from tracediff.compare.tokens import describe_difference
 from tracediff.errors import MismatchError
 from tracediff.judge import GROWTH, Policy, coarsest
@@ -16,7 +17,7 @@ from tracediff.mismatch.logprobs import Told, log_softmax
 from tracediff.mismatch.processed import Sampled, Sampling
 from tracediff.mismatch.words import with_words
 from tracediff.model.vocabulary import Vocabulary
-from tracediff.result import Gap, Mismatch, Processed, Side, TokenGap, Verdict, WeightResult
+from tracediff.result import Gap, Mismatch, Processed, TokenGap, Verdict, WeightResult
 from tracediff.trace.reader import Trace
 from tracediff.trace.runs import open_trace
 
@@ -81,8 +82,8 @@ def mismatch_traces(
         explained = None  # shares of noise
     result = Mismatch(
         verdict=verdict,
-        a=_side(one.trace),
-        b=_side(other.trace),
+        a=side_of(one.trace),
+        b=side_of(other.trace),
         gap=gap,
         floor=floors.match,
         beyond=floors.mismatch,
@@ -118,10 +119,6 @@ def _opened(model: "Path | Model | None") -> "Model | None":
     from tracediff.model.model import Model
 
     return Model.opened(model)
-
-
-def _side(trace: Trace) -> Side:
-    return Side(str(trace.path), trace.header.engine, trace.header.model, len(trace.ops), trace.cut)
 
 
 # --- the same tokens at the same positions --------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tracediff.findings.words import count, number
+from tracediff.report.json_report import written
 from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, headline, line
 from tracediff.result import AuditResult, TensorResult
 
@@ -31,9 +32,8 @@ def render(result: AuditResult, width: int = 100) -> RenderableType:
 
 
 def render_json(result: AuditResult) -> str:
-    """One JSON object; what is not finite becomes null."""
-    document = {"schema": SCHEMA, **msgspec.to_builtins(result)}
-    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+    """One JSON object."""
+    return written({"schema": SCHEMA, **msgspec.to_builtins(result)})
 
 
 def _of(result: AuditResult, *statuses: str) -> list[TensorResult]:

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tracediff.report.json_report import document
+from tracediff.report.json_report import document, written
 from tracediff.report.parts import LEVELS, Trimmed, hanging, headline, line
 from tracediff.report.sections.said import next_step
 from tracediff.report.sections.verdict import findings
@@ -36,4 +35,4 @@ def render_json(gate: Gate) -> str:
     """One JSON object, with the whole result of each case."""
     cases = {name: document(result) for name, result in gate.cases.items()}
     whole = {"schema": SCHEMA, "verdict": gate.verdict, "summary": gate.summary, "cases": cases}
-    return msgspec.json.format(msgspec.json.encode(whole), indent=1).decode() + "\n"
+    return written(whole)

@@ -12,16 +12,17 @@ SCHEMA = "tracediff/1"
 
 
 def render(result: Result) -> str:
-    """One JSON object; what is not finite becomes null. Of several sequences a "step" has its "sequence" beside it."""
-    return _written(_plain(result))
+    """One JSON object. Of several sequences a "step" has its "sequence" beside it."""
+    return written(_plain(result))
 
 
 def render_all(results: Mapping[str, Result]) -> str:
     """Several results under their names."""
-    return _written({"schema": SCHEMA, "ways": {name: _plain(result) for name, result in results.items()}})
+    return written({"schema": SCHEMA, "ways": {name: _plain(result) for name, result in results.items()}})
 
 
-def _written(whole: Any) -> str:
+def written(whole: Any) -> str:
+    """As it stands in a file; what is not finite becomes null."""
     return msgspec.json.format(msgspec.json.encode(whole), indent=1).decode() + "\n"
 
 

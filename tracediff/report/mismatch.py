@@ -7,7 +7,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tracediff.findings.words import number
+from tracediff.report.json_report import written
 from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, headline, line
+from tracediff.report.sections.said import notes
 from tracediff.result import Mismatch
 
 SCHEMA = "tracediff/mismatch/1"
@@ -22,7 +24,7 @@ def render(result: Mismatch, width: int = 100) -> RenderableType:
         _shares(result, width),
         _worst(result, width),
     )
-    return Trimmed(Group(*(part for section in (*sections, _notes(result)) for part in section)))
+    return Trimmed(Group(*(part for section in (*sections, notes(result.notes)) for part in section)))
 
 
 def render_json(result: Mismatch) -> str:
@@ -30,7 +32,7 @@ def render_json(result: Mismatch) -> str:
     document = {"schema": SCHEMA, **msgspec.to_builtins(result)}
     document["gap"]["unexplained"] = document.pop("rest")
     document["floor"] = {key: document.pop(key) for key in ("floor", "beyond", "noise")}
-    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+    return written(document)
 
 
 def _verdict(result: Mismatch) -> Iterator[RenderableType]:
@@ -89,9 +91,3 @@ def _worst(result: Mismatch, width: int) -> Iterator[RenderableType]:
         for token in result.worst
     ]
     yield fitting(["index", "token", "A", "B", "gap"], rows, width, [], left=2)
-
-
-def _notes(result: Mismatch) -> Iterator[RenderableType]:
-    if result.notes:
-        yield heading("Notes")
-        yield from (line(note) for note in result.notes)

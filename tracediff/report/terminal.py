@@ -24,7 +24,7 @@ def render(result: Result, width: int = 100) -> RenderableType:
         arithmetic(result),
         gaps(result),
         unmatched(result),
-        notes(result),
+        notes(result.notes),
         next_step(result),
     )
     return Trimmed(Group(*(part for section in sections for part in section)))

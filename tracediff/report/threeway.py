@@ -8,7 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tracediff.findings.words import number
+from tracediff.report.json_report import written
 from tracediff.report.parts import Rows, Trimmed, fitting, heading, headline, line
+from tracediff.report.sections.said import notes
 from tracediff.report.sections.verdict import findings
 from tracediff.result import ThreeOp, ThreeWay
 
@@ -25,15 +27,14 @@ def render(result: ThreeWay, width: int = 100) -> RenderableType:
     """The whole report for a terminal `width` columns wide."""
     sections = (
         _verdict(result), _sides(result), findings(result.findings), _layers(result, width),
-        _around(result, width), _unmatched(result), _notes(result),
+        _around(result, width), _unmatched(result), notes(result.notes),
     )  # fmt: skip
     return Trimmed(Group(*(part for section in sections for part in section)))
 
 
 def render_json(result: ThreeWay) -> str:
-    """One JSON object; what is not finite becomes null."""
-    document = {"schema": SCHEMA, **msgspec.to_builtins(result)}
-    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+    """One JSON object."""
+    return written({"schema": SCHEMA, **msgspec.to_builtins(result)})
 
 
 def _verdict(result: ThreeWay) -> Iterator[RenderableType]:
@@ -101,9 +102,3 @@ def _unmatched(result: ThreeWay) -> Iterator[RenderableType]:
     yield from (line(f"{op.op} in step {op.step}: {op.note}") for op in unmatched[:_LISTED])
     if len(unmatched) > _LISTED:
         yield line(f"... and {len(unmatched) - _LISTED} more")
-
-
-def _notes(result: ThreeWay) -> Iterator[RenderableType]:
-    if result.notes:
-        yield heading("Notes")
-        yield from (line(note) for note in result.notes)

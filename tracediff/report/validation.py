@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from operator import attrgetter
 
-import msgspec
-
+from tracediff.report.json_report import written
 from tracediff.result import Validation
 
 _ALIKE = 4  # findings in a row that differ in names and numbers alone; the rest is counted
@@ -19,7 +18,7 @@ def render(validation: Validation) -> str:
 def render_json(validation: Validation) -> str:
     """One JSON object: every finding that is listed, none left out."""
     document = {"schema": "tracediff/validation/1", "valid": not validation.n_violations, "trace": validation}
-    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+    return written(document)
 
 
 def _lines(validation: Validation) -> Iterator[str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from tracediff.diagnose.mistakes.mistake import reading
 from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors
 from tracediff.diagnose.solve.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.bound import bind, flat
@@ -133,14 +134,14 @@ def _readings(problem: Problem, words: str) -> Iterator[Op]:
     n, own = op.weights[0].shape[-1], op.weights[0].name
     if found := _ELEMENT.fullmatch(words):
         row, column, value = int(found[1]), int(found[2]), float(found[3])
-        yield readings.reading(op, readings.Reading(elements=((row, column, value),)))
+        yield reading(op, readings.Reading(elements=((row, column, value),)))
     elif found := _LATE.fullmatch(words):
         first, last, by = int(found[1]), int(found[2]), int(found[3]) * (1 if found[4] == "late" else -1)
-        yield readings.reading(op, readings.Reading((readings.Rows(first, last, own, first * n + by, n),)))
+        yield reading(op, readings.Reading((readings.Rows(first, last, own, first * n + by, n),)))
     elif found := _ROWS.fullmatch(words):
         tensors_ = problem.weights.file.tensors
         layer = op.name.rpartition(".")[0]
         name = found[4] if found[4] in tensors_ else f"{layer}.{found[4]}"
         if name in tensors_:
             run = readings.Rows(int(found[1]), int(found[2]), name, int(found[3]) * n, n)
-            yield readings.reading(op, readings.Reading((run,)))
+            yield reading(op, readings.Reading((run,)))

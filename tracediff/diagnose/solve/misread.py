@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tracediff.diagnose.mistakes.mistake import reading
 from tracediff.diagnose.solve.bound import flat
 from tracediff.diagnose.solve.maps import Found
 from tracediff.diagnose.solve.parts import excepting
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.readings import Reading, Rows, reading, words_of_rows
+from tracediff.diagnose.solve.readings import Reading, Rows, words_of_rows
 from tracediff.diagnose.solve.regions import ranges
 from tracediff.diagnose.solve.variant import Read
 from tracediff.diagnose.solve.words import some

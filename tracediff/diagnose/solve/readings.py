@@ -1,7 +1,7 @@
 """Another reading of a weight: some of its numbers are others of the file, or of nobody's."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,13 +52,6 @@ class Reading:
         for row, column, value in self.elements:
             values[row, column] = value
         return values.reshape(info.shape)
-
-
-def reading(op: Op, of: Reading, weight: int = 0) -> Op:
-    """The op with one of its weights read so."""
-    weights = list(op.weights)
-    weights[weight] = replace(weights[weight], read=of)
-    return replace(op, weights=tuple(weights))
 
 
 def words_of_rows(runs: Iterable[Rows], op: Op, weight: int = 0) -> str:

@@ -1,6 +1,6 @@
 """What is said of a result beside its findings, under headings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -59,8 +59,8 @@ def next_step(result: Result) -> Iterator[RenderableType]:
         yield line(f"{result.next.why}.")
 
 
-def notes(result: Result) -> Iterator[RenderableType]:
+def notes(told: Sequence[str]) -> Iterator[RenderableType]:
     """What a reader must know of the traces."""
-    if result.notes:
+    if told:
         yield heading("Notes")
-        yield from (line(note) for note in result.notes)
+        yield from (line(note) for note in told)
