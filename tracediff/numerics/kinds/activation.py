@@ -76,12 +76,12 @@ def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor],
 def _swiglu_noise(made: Made) -> Noise:
     """Of exp(-gate) the share sigmoid(-gate) reaches gate / (1 + exp(-gate)) * up."""
     gate, up = (wide(x) for x in made.inputs)
-    unit, share = made.unit, torch.sigmoid(-gate)
+    share = torch.sigmoid(-gate).square_()
     # Three operations; exp is good to 2 units, and to |gate| more where its argument is scaled first (ex2).
-    sigma = unit * made.size * torch.sqrt((3 + (4 + gate.square()) * share.square()) / 3)
+    units = gate.square().add_(4).mul_(share).add_(3).div_(3).sqrt_()
     # 1 / (1 + exp(88.8)) is 0 where exp overflows, though it should be a denormal.
-    lost = gate.abs() * up.abs() * TINY["f64" if made.storage == "f64" else "f32"]
-    return Noise(sigma, made.stored + lost)
+    lost = gate.abs().mul_(up.abs()).mul_(TINY["f64" if made.storage == "f64" else "f32"])
+    return Noise(units.mul_(made.unit * made.size), lost.add_(made.stored))
 
 
 # --- looked up in a table: ggml's CPU has GELU of every float16 -----------------------------------------------------

@@ -55,8 +55,9 @@ def products(
     x = torch.cat(rounded) if len(rounded) > 1 else rounded[0]
     asking = x[: sum(asking_lengths)]
     # Sums of squares have no cancellation: float32 is more than enough, and twice as fast as float64.
-    squares = asking.square().float()
-    parts, energies, turned, at = [], [], [], 0
+    squares, sums = asking.square().float(), _sums(asking, "F32" if hold.in_blocks else weights.type_of(weight))
+    energies = torch.empty(len(asking), weight.shape[0], dtype=dtype, device=x.device)
+    parts, turned, at = [], [], 0
     error = signal = 0.0  # of a matrix that the engine requantised
     for file in weights.slices(weight):
         rows = hold(file)
@@ -64,12 +65,13 @@ def products(
         part = first.function(x, rows.to(dtype), None if bias is None else bias[cut], **first.op.attrs)
         parts.append(part.to(weights.dtype))
         if len(asking):
-            energies.append(_energy(asking, squares, rows, "F32" if hold.in_blocks else weights.type_of(weight)))
+            energies[:, cut] = _energy(squares, sums, rows)
         if len(asking) and hold.in_blocks:
             turned.append(asking.abs() @ turns(file, arithmetic.stored).to(dtype).T)
             error, signal = error + float((rows - file).square().sum()), signal + float(file.square().sum())
         at = cut.stop
-    values, turning = ([*torch.cat(of, 1).split(asking_lengths)] if of else [] for of in (energies, turned))
+    values = [*energies.split(asking_lengths)] if asking_lengths else []
+    turning = [*torch.cat(turned, 1).split(asking_lengths)] if turned else []
     made = []
     for call, raw, y in zip(calls, xs, torch.cat(parts, 1).split(lengths), strict=True):
         if call.arithmetic.operands == "q8_1":
@@ -135,18 +137,22 @@ def matrix(weight: Weight, i: int) -> Weight:
     return replace(weight, shape=weight.shape[1:], first=(weight.first + i) * weight.shape[1])
 
 
-def _energy(x: Tensor, squares: Tensor, rows: Tensor, weight_type: str) -> Tensor:
-    """`Energy.value` for these rows, [T, n_rows]; squares is x^2 in float32."""
-    if weight_type in _SIGNED:
-        return (squares @ rows.float().square_().T).to(x.dtype)
+def _sums(x: Tensor, weight_type: str) -> Tensor | None:
+    """Of x over each block of weights that share an offset, float32 [T, n_in / block]; None where they have none."""
     block = _OFFSET_BLOCK.get(weight_type, 16)
-    rows = rows.float()
+    return None if weight_type in _SIGNED else x.unflatten(-1, (-1, block)).sum(-1).float()
+
+
+def _energy(squares: Tensor, sums: Tensor | None, rows: Tensor) -> Tensor:
+    """`Energy.value` for these rows, float32 [T, n_rows], of x^2 in float32."""
+    if sums is None:
+        return squares @ rows.float().square_().T
+    rows, block = rows.float(), rows.shape[-1] // sums.shape[-1]
     offset = max_pool1d(rows.abs(), block)  # amax over so few takes three times as long
     each = offset.unsqueeze(-1)
     parts = rows.unflatten(-1, (-1, block)).add(each).square_().add_(each.square()).flatten(-2)
     # The offset's share is a sum of its own, as large as the other part's: 2/3 y^2 in the variance of floors.py.
-    share = x.unflatten(-1, (-1, block)).sum(-1).float() @ offset.T
-    return (squares @ parts.T).add_(share.square_(), alpha=2 / 3).to(x.dtype)
+    return (squares @ parts.T).add_((sums @ offset.T).square_(), alpha=2 / 3)
 
 
 def _q8_1_sums(x: Tensor) -> Tensor:
