@@ -189,13 +189,12 @@ def report(rows: list[Row], command: str, seconds: float) -> str:
         f"{seconds / 60:.0f} minutes by\n",
         f"    {command}\n",
         f"with {', '.join(versions)}. {len(judged)} traces judged by replay, **{len(alarms)} not a match**.\n",
-        "| engine | model | recorded | verdict | reason |",
+        "| engine | model | recorded | verdict | its arithmetic |",
         "| --- | --- | --- | --- | --- |",
-        *(f"| {r.engine} | {r.model} | {r.capture} | {r.verdict} | {r.reason} |" for r in rows),
-        "\n## What it says of their arithmetic\n",
-        "| engine | model | recorded | arithmetic |",
-        "| --- | --- | --- | --- |",
-        *(f"| {r.engine} | {r.model} | {r.capture} | {r.said} |" for r in judged),
+        *(
+            f"| {r.engine} | {r.model} | {r.capture} | {r.verdict} | {'; '.join(filter(None, (r.reason, r.said)))} |"
+            for r in rows
+        ),
     ]
     return "\n".join(lines) + "\n"
 
