@@ -1,6 +1,5 @@
 """A real browser without a window, spoken to over a pipe in its own protocol (DevTools): no driver is needed."""
 
-import base64
 import json
 import os
 import shutil
@@ -102,10 +101,6 @@ class Browser:
     def text(self, selector: str) -> str:
         """What an element shows."""
         return self.run(f"document.querySelector({json.dumps(selector)}).innerText")
-
-    def picture(self, path: Path) -> None:
-        """The whole page, as PNG."""
-        path.write_bytes(base64.b64decode(self("Page.captureScreenshot", captureBeyondViewport=True)["data"]))
 
     def complaints(self) -> list[str]:
         """What the page's script threw, and what its policy refused."""
