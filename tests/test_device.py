@@ -11,7 +11,19 @@ from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import Effort, check_trace
 
 cuda = pytest.mark.cuda
-ROUNDINGS = ("tf32", "f16", "bf16", "q8_0", "q8_1", "q8_K", "int8/32", "int8/row", "uint8/64", "fp8/128")
+ROUNDINGS = (
+    "tf32",
+    "f16",
+    "bf16",
+    "q8_0",
+    "q8_1",
+    "q8_K",
+    "int8/32",
+    "int8/row",
+    "truncated int8/64",
+    "uint8/64",
+    "fp8/128",
+)
 
 
 @cuda

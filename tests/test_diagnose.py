@@ -46,6 +46,7 @@ FAULTS = {
     "act_swapped": {"ffn_act"},
     "residual_dropped@ffn_residual": {"ffn_residual"},
     "row_before@output": {"output"},
+    "activations_truncated@ffn_gate": {"ffn_gate"},
 }
 
 

@@ -145,6 +145,15 @@ def test_int8_groups_round_as_engines_do(size: int) -> None:
     np.testing.assert_allclose(ours.numpy(), (q * d.astype(np.float64)).reshape(x.shape), rtol=1e-6, atol=1e-29)
 
 
+def test_a_cast_to_int8_truncates_as_c_does() -> None:
+    x = np.random.default_rng(0).standard_normal((64, 192)).astype(np.float32)
+    groups = x.reshape(-1, 32)
+    scale = np.abs(groups).max(1, keepdims=True) / np.float32(127)
+    expected = (groups / scale).astype(np.int8) * scale.astype(np.float64)
+    kept = rounding_named("truncated int8/32")(torch.from_numpy(x).double())
+    np.testing.assert_array_equal(kept.numpy(), expected.reshape(x.shape))
+
+
 def test_asymmetric_groups_hold_zero_and_the_ends() -> None:
     x = torch.tensor([[-1.0, 0.0, 0.5, 3.0], [2.0, 2.5, 2.75, 4.0]], dtype=torch.float64)
     kept = rounding_named("uint8/row")(x)

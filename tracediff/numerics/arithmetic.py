@@ -190,7 +190,7 @@ _ON_TENSOR_CORES = " on tensor cores"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
 _HALVES, _EIGHTHS = ("f16", "bf16"), ("e5m2", "e4m3")
-_GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
+GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
 
 def _matmuls() -> Iterator[Scheme]:
@@ -205,9 +205,9 @@ def _matmuls() -> Iterator[Scheme]:
         yield Scheme(_phrase("rope tables", name), tables=name)
     for name in ("f16", "bf16", "tf32"):
         yield _matmul("activations and weights", name)
-    for name in ("f16", "bf16", "q8_0", "q8_K", *_GROUPS):
+    for name in ("f16", "bf16", "q8_0", "q8_K", *GROUPS):
         yield _matmul("activations", name)
-    for name in ("q8_0", *_GROUPS):  # an engine that quantises the file's weights by itself, as llama2.c's runq.c
+    for name in ("q8_0", *GROUPS):  # an engine that quantises the file's weights by itself, as llama2.c's runq.c
         yield _matmul("activations and weights", name)
 
 
@@ -218,7 +218,7 @@ def _matmul(what: str, rounding: str) -> Scheme:
     """
     operands = rounding if "activations" in what else "f64"
     stored = rounding if what != "activations" else "f64"
-    held = stored if stored != operands or stored in _GROUPS else "f64"
+    held = stored if stored != operands or stored in GROUPS else "f64"
     norms = held if what == "weights" and held in _HALVES else "f64"  # nobody quantises these few
     sums = "fp8 tensor cores" if "fp8" in operands else "f32"
     return Scheme(_phrase(what, rounding), Arithmetic(operands, stored, sums), held=held, norms=norms)

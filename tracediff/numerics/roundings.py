@@ -152,6 +152,23 @@ class Int8(Blocks):
 
 
 @dataclass(frozen=True, slots=True)
+class Truncated(Int8):
+    """The same by a cast, as C has it: towards 0. Nobody means it: it makes every sum smaller."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the integers stand for."""
+        quotients, scale, _ = self.grid(x)
+        return (torch.trunc(quotients).to(x.dtype) * scale.to(x.dtype)).flatten(-2)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """A scale towards 0 or away from it where the quotient is all but an integer."""
+        quotients, scale, _ = self.grid(x)
+        whole = torch.round(quotients)
+        other = torch.where(torch.trunc(quotients) == whole, -1.0, 1.0) * torch.sign(whole) * scale
+        return torch.where((quotients - whole).abs() < _NEAR, other, 0.0).to(x.dtype).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
 class UInt8(Blocks):
     """Asymmetric: scale (max - min) / 255 of a range that holds 0, which an integer of its own stands for.
 
@@ -235,18 +252,20 @@ _KNOWN = {
         Q8K("q8_K", "q8_K blocks", 256),
     )
 }
-_GROUPS: dict[str, Callable[[str, str, int], Blocks]] = {"int8": Int8, "uint8": UInt8, "fp8": FP8}
+_GROUPS: dict[str, Callable[[str, str, int], Blocks]] = {
+    "int8": Int8, "truncated int8": Truncated, "uint8": UInt8, "fp8": FP8,
+}  # fmt: skip
 
 
 @cache
 def rounding_named(name: str) -> Rounding:
-    """A rounding by its name: one of `_KNOWN`, or int8/N, uint8/N and fp8/N in groups of N values.
+    """A rounding by its name: one of `_KNOWN`, or int8/N, uint8/N and fp8/N in groups of N values, truncated int8/N.
 
     N may be `row`: one scale for each row. Scales of these are float32. Raises EngineError for any other name.
     """
     if name in _KNOWN:
         return _KNOWN[name]
-    if found := re.fullmatch(r"(int8|uint8|fp8)/(row|[1-9]\d{0,5})", name):
+    if found := re.fullmatch(r"((?:truncated )?int8|uint8|fp8)/(row|[1-9]\d{0,5})", name):
         kind, size = found[1], 0 if found[2] == "row" else int(found[2])
         of = f"{kind} groups of {size}" if size else f"{kind} rows"
         return _GROUPS[kind](name, of + " with float32 scales" + (" and zeros" if kind == "uint8" else ""), size)
