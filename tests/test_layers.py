@@ -28,7 +28,7 @@ MAY = {
     "tracediff.files": {"errors"},
     "tracediff.inputs": {"errors"},
     "tracediff.names": {"errors"},
-    "tracediff.result": {"errors"},
+    "tracediff.result": {"errors", "trace"},
     "tracediff.trace": {"errors", "files", "inputs", "names"},
     "tracediff.model": {"errors", "files", "inputs", "names", "reference"},
     "tracediff.numerics": {"errors", "names", "model"},

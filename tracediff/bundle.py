@@ -3,7 +3,7 @@
 import io
 import zipfile
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from tracediff.names import split
 from tracediff.printable import escape_json, printable
 from tracediff.report import html, json_report
 from tracediff.result import Finding, OpResult, Result
-from tracediff.trace.format import Statistics
 from tracediff.trace.reader import Trace
 from tracediff.trace.reduce import reduce
 from tracediff.trace.runs import Paths, open_trace
@@ -120,7 +119,7 @@ def _reduced(trace: Trace, kept: Container[tuple[int, str]]) -> dict[str, bytes]
     with temporary_folder() as folder:
         for one in trace.written:
             out = folder / f"reduced{'' if one.header.rank is None else one.header.rank}.trace"
-            reduce(one, out, kept, lambda record, of: Statistics(*astuple(record_statistics(record, of))))
+            reduce(one, out, kept, record_statistics)
         return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 

@@ -139,8 +139,8 @@ def compare_values(
         worst = Worst(tuple(map(int, np.unravel_index(whole.at, shape))), float(a(there)[0]), float(b(there)[0]))
     first_nmse, other_nmse = (part.nmse if by_token else None for part in parts)
     return (
-        _statistics(whole.reference),
-        _statistics(whole.candidate),
+        whole.reference.statistics(),
+        whole.candidate.statistics(),
         Drift(whole.nmse, whole.cosine, max(0.0, whole.max_abs), worst, first_nmse, other_nmse, whole.apart),
     )
 
@@ -155,7 +155,7 @@ def statistics_of(values: np.ndarray | Stored, hidden: np.ndarray | None = None)
         x = x.astype(np.promote_types(x.dtype, np.float32), copy=False)
         seen.merge(moments(x if hidden is None else np.where(hidden[cut], x.dtype.type(0), x)))
     seen.count -= 0 if hidden is None else int(hidden.sum())
-    return _statistics(seen)
+    return seen.statistics()
 
 
 def _flat(values: np.ndarray | Stored, scratch: np.ndarray) -> Callable[[slice], np.ndarray]:
@@ -163,11 +163,6 @@ def _flat(values: np.ndarray | Stored, scratch: np.ndarray) -> Callable[[slice],
     if isinstance(values, Stored):
         return lambda at: values.read(at, scratch)
     return values.reshape(-1).__getitem__
-
-
-def _statistics(m: Moments) -> Statistics:
-    s = m.statistics()
-    return Statistics(s.min, s.max, s.mean, s.rms, s.nan, s.inf)
 
 
 def _chunks(first: int, size: int) -> Iterator[slice]:

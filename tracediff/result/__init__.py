@@ -9,7 +9,6 @@ from tracediff.result.op import (
     Local,
     OpResult,
     Place,
-    Statistics,
     Status,
     Strip,
     WeightResult,
@@ -42,6 +41,7 @@ from tracediff.result.whole import (
     Token,
     Tokens,
 )
+from tracediff.trace.format import Statistics
 
 __all__ = [
     "AuditResult",

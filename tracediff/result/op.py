@@ -4,21 +4,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tracediff.trace.format import Statistics
+
 Status = Literal["ok", "faulty", "inherited", "drift", "unmatched", "undecided"]
 _UNSEEN = 100.0  # times what a sketch shows may be there, but in one of a million cases (trace/sketch.py)
 Judgement = Literal["sound", "faulty", "undecided"]  # of one record by itself
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Over the finite values of one side."""
-
-    min: float | None
-    max: float | None
-    mean: float | None
-    rms: float | None
-    nan: int = 0
-    inf: int = 0
 
 
 @dataclass(frozen=True, slots=True)

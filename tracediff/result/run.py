@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tracediff.result.op import Cause, Local, OpResult, Statistics, WeightResult
+from tracediff.result.op import Cause, Local, OpResult, WeightResult
 from tracediff.result.said import Finding, Next, Said
 from tracediff.result.whole import Coverage, Logits, Normal, Storage
+from tracediff.trace.format import Statistics
 
 Verdict = Literal["match", "diverged", "undecided"]
 Reason = Literal["local", "drift", "weights", "unmatched"]

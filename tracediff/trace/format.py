@@ -5,6 +5,7 @@ record types are ignored, so that writers may add their own.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -180,8 +181,9 @@ class End(Struct, frozen=True, tag_field="type", tag="end"):
     records: int
 
 
-class Statistics(Struct, frozen=True):
-    """What a record says of values that it does not hold: over the finite ones, and counts of the others."""
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What is said of values in a few numbers: over the finite ones, and counts of the others."""
 
     min: float | None
     max: float | None

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-import msgspec
 import numpy as np
 
 from tracediff.names import plain_step
@@ -117,7 +117,7 @@ class TraceWriter:
         shard: Shard | None = None,
     ) -> None:
         """An op's output as statistics, and a sketch of it where there is one."""
-        self._op(step, op, shape, rows, sequence, sketch=sketch, shard=shard, **msgspec.structs.asdict(statistics))
+        self._op(step, op, shape, rows, sequence, sketch=sketch, shard=shard, **asdict(statistics))
 
     def reserve(self, size: int) -> int:
         """Room for `size` bytes in the data file that come in pieces: the offset where they begin."""
