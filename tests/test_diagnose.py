@@ -47,6 +47,7 @@ FAULTS = {
     "residual_dropped@ffn_residual": {"ffn_residual"},
     "row_before@output": {"output"},
     "activations_truncated@ffn_gate": {"ffn_gate"},
+    "scales_of_first_row@attn_v": {"attn_v"},
 }
 
 

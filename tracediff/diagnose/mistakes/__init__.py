@@ -10,18 +10,18 @@ from tracediff.diagnose.mistakes import (
     embedding,
     experts,
     feed_forward,
+    integers,
     norms,
     parts,
     residual,
     rope,
-    rounding,
     rows,
     states,
     weights,
 )
 
 _AREAS = (
-    weights, blocks, rows, rounding, embedding, norms, rope, attention, feed_forward, residual, experts, states, parts,
+    weights, blocks, rows, integers, embedding, norms, rope, attention, feed_forward, residual, experts, states, parts,
 )  # fmt: skip
 BANK = {mistake.name: mistake for area in _AREAS for mistake in area.AREA}
 # From the outside of a segment these are one mistake: silu(up) * gate is what comes of swapped weights too, rope in the

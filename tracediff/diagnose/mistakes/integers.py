@@ -1,0 +1,103 @@
+"""Mistakes of engines that quantise by themselves: how values become 8-bit integers, and by what these are scaled."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.mistakes.mistake import MATMUL, Area, Context, Variants, reading, values_of
+from tracediff.model.gguf_file import GGUFFile, TensorInfo
+from tracediff.model.graph import Op
+from tracediff.model.weights import dequantize, raw_rows
+from tracediff.numerics.arithmetic import GROUPS, Arithmetic
+from tracediff.numerics.evaluate import noise
+from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.kind import Call, Made
+from tracediff.numerics.roundings import Blocks, Int8, rounding_named
+
+AREA = Area()
+_ROWS = 64  # of the weight, by which groups are told from one another
+_PART = 0.5  # of the error there: what leaves more is not tried
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounding:
+    """Computes an op as its kind does, with activations rounded in another way: `Op.rework`."""
+
+    operands: str
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        return KINDS[call.op.kind].compute(replace(call, arithmetic=self._arithmetic(call.arithmetic)))
+
+    def noise(self, made: Made) -> Noise:
+        """That of the op with activations rounded so."""
+        right, arithmetic = replace(made.op, rework=None), self._arithmetic(made.arithmetic)
+        return noise(right, made.inputs, made.y, made.weights, made.energy, arithmetic, made.storage)
+
+    def _arithmetic(self, other: Arithmetic) -> Arithmetic:
+        return replace(other, operands=self.operands)
+
+
+@AREA.mistake(
+    "activations_truncated", "8-bit activations are truncated towards 0, where rounding belongs",
+    "the cast to int8 in the quantisation of activations: round before it", MATMUL,
+)  # fmt: skip
+def _truncated(op: Op, context: Context) -> Variants:
+    for group in _groups(op):
+        name = f"truncated {group.name}"
+        if _is_near(op, context, of_input=rounding_named(name)):
+            words = f"activations in {group.words} are truncated towards 0, where rounding belongs"
+            yield replace(op, rework=_Rounding(name)), words
+
+
+@AREA.mistake(
+    "scales_of_first_row", "the 8-bit weights of every row are scaled as those of row 0",
+    "the index of a weight's scales: it counts groups from the tensor's start, not from the row's", MATMUL,
+)  # fmt: skip
+def _first_scales(op: Op, context: Context) -> Variants:
+    for group in _groups(op):
+
+        def scaled(rows: Tensor, group: Blocks = group) -> Tensor:
+            quotients, scales, _ = group.grid(rows)
+            return (torch.round(quotients) * scales[:1]).flatten(-2).to(rows.dtype)
+
+        def read(file: GGUFFile, info: TensorInfo, scaled: Callable[[Tensor], Tensor] = scaled) -> Tensor:
+            values = values_of(file, info)
+            return scaled(values.flatten(0, -2)).reshape(values.shape)
+
+        if _is_near(op, context, of_weight=scaled):
+            yield reading(op, read), f"each row of {op.weights[0].name}, in {group.words}, is scaled as row 0 is"
+
+
+def _groups(op: Op) -> Iterator[Blocks]:
+    """Groups of 8-bit integers that the rows of an op's weight are multiples of."""
+    columns = op.weights[0].shape[-1]
+    for group in map(rounding_named, GROUPS):
+        if isinstance(group, Int8) and columns % (group.block or columns) == 0:
+            yield group
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _is_near(
+    op: Op,
+    context: Context,
+    of_input: Callable[[Tensor], Tensor] = _as_it_is,
+    of_weight: Callable[[Tensor], Tensor] = _as_it_is,
+) -> bool:
+    """Whether these leave less of some channels: of several groups, that tells which. A bias is taken away with the
+    mean.
+    """
+    if op.kind != "linear" or context.seen is None:
+        return True
+    info = context.file.tensors[op.weights[0].name]
+    rows = dequantize(info, raw_rows(context.file, info)[:_ROWS]).to(context.seen.output)
+    x, y = context.seen.inputs[0].flatten(1), context.seen.output.flatten(1)[:, : len(rows)]
+    left = (y - x @ rows.T, y - of_input(x) @ of_weight(rows).T)
+    before, after = (float((error - error.mean(0)).square().sum()) for error in left)
+    return after <= _PART * before
