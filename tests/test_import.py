@@ -378,7 +378,7 @@ def test_every_module_of_a_hugging_face_model_passes_the_replay(family: str, tmp
     seen["model.layers.1.self_attn.k_proj"] *= 1.01
     save_file(seen, tmp_path / "a.safetensors")
     imported(cli, "safetensors", tmp_path / "a.safetensors", tmp_path / "b.trace", "--model", gguf)
-    code, output, _ = cli("compare", tmp_path / "a.trace", tmp_path / "b.trace", "--model", gguf)
+    code, output, _ = cli("compare", tmp_path / "a.trace", tmp_path / "b.trace", "--model", gguf, "--time", 0)
     assert code == 1
     assert "first at blk.1.attn_k: local error" in output
 
