@@ -21,12 +21,12 @@ from tracediff_reference import ggml
 from tracediff_reference.description import Description, Node, Read, Size, encode
 from tracediff_reference.engine import context_params, start_library
 from tracediff_reference.protocol import DescribeRequest, Options
+from tracediff_reference.recognise import VIEWS
 
 _GRID = ((5, 256), (7, 256), (11, 256), (5, 512), (7, 512))  # tokens, cells: what sizes are fitted to
 _CHECK = (13, 768)  # and what they must predict
 _UBATCH = 64
 _CELLS = 256  # a cache is a multiple of so many
-_VIEWS = {"RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"}
 _IS_INPUT = 1  # GGML_TENSOR_FLAG_INPUT
 # llama_graph_reserve(llama_context *, uint32_t, uint32_t, uint32_t) is exported, though no part of the public header
 # (src/llama-ext.h): as C++ compilers of Linux and macOS name it, and that of Windows.
@@ -48,7 +48,7 @@ class Table:
 
     def base(self, row: int) -> int:
         """What a chain of views begins with."""
-        while self.ops[row] in _VIEWS:
+        while self.ops[row] in VIEWS:
             row = int(self.sources[row, 0])
         return row
 
@@ -209,7 +209,7 @@ class _Walk:
 def _nodes(tables: list[Table], windowed: np.ndarray) -> Iterator[Node]:
     """All tensors that are no views, with what they read resolved to where it lies."""
     first, sizes = tables[0], _sizes(tables)
-    number = {row: i for i, row in enumerate(row for row, op in enumerate(first.ops) if op not in _VIEWS)}
+    number = {row: i for i, row in enumerate(row for row, op in enumerate(first.ops) if op not in VIEWS)}
 
     def read(row: int, base: int) -> Read:
         offset = _minus(sizes[row].offset, sizes[base].offset)

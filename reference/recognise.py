@@ -7,7 +7,7 @@ from tracediff_reference import ggml
 from tracediff_reference.protocol import First, Node, Shown
 
 # Ops that show the same values under another shape.
-_VIEWS = {"RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"}
+VIEWS = {"RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"}
 
 
 class _Names:
@@ -40,7 +40,7 @@ class BySources:
         """The ops whose values the node will hold; of some ops it is a part."""
         tensor = ggml.at(address)
         op = self._ops.of(address, tensor)
-        if op in _VIEWS:
+        if op in VIEWS:
             return ()
         sources = frozenset(role for source in tensor.src if source and (role := self._role(source)) is not None)
         node = self._nodes.get((op, sources))
@@ -65,7 +65,7 @@ class BySources:
             if tensor.op == 0:  # GGML_OP_NONE: a leaf
                 name = ggml.name_of(tensor)
                 return name if name in self._leaves else self._by_name.get(name)
-            if self._ops.of(address, tensor) not in _VIEWS:
+            if self._ops.of(address, tensor) not in VIEWS:
                 return None
             address = tensor.src[0]
 
@@ -89,7 +89,7 @@ class ByName:
         """The ops whose values the node will hold; of some ops it is a part."""
         tensor = ggml.at(address)
         op = self._ops.of(address, tensor)
-        if op in _VIEWS:
+        if op in VIEWS:
             return ()
         key = (op, tensor.name.decode(errors="replace"))
         if key == (self._first.op, self._first.name):

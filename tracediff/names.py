@@ -127,12 +127,12 @@ NOT_OPS = {
 TOKEN_LOGPROBS = "token_logprobs"  # [T], in nats, of each token of the step; no op, but all that some engines tell
 Capture = Literal["all", "layers", "stats", "sketch"]
 _DIGITS = 10  # of a layer's number, below it
-_HIDDEN_STATES = ("token_embd", "ffn_residual", "output_norm", "output")
+HIDDEN_STATES = ("token_embd", "ffn_residual", "output_norm", "output")  # and the logits, which they end in
 
 
 def wanted(op: str, capture: Capture) -> bool:
     """Whether a capture records the op at all: `layers` keeps the hidden state after each layer, and the logits."""
-    return capture != "layers" or split(op)[1] in _HIDDEN_STATES
+    return capture != "layers" or split(op)[1] in HIDDEN_STATES
 
 
 @lru_cache(1 << 14)  # every record of every step is asked, and models have some thousand names

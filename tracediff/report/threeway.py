@@ -7,7 +7,8 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tracediff.findings.words import number
+from tracediff.findings.words import local_name, number
+from tracediff.names import HIDDEN_STATES
 from tracediff.report.json_report import written
 from tracediff.report.parts import Rows, Trimmed, fitting, heading, headline, line
 from tracediff.report.sections.said import notes
@@ -76,8 +77,7 @@ def _who(op: ThreeOp, result: ThreeWay) -> str:
 
 def _layers(result: ThreeWay, width: int) -> Iterator[RenderableType]:
     step = result.steps[0] if result.steps else 0
-    states = ("token_embd", "ffn_residual", "output_norm", "output")
-    shown = [op for op in result.ops if op.step == step and op.op.rpartition(".")[2] in states]
+    shown = [op for op in result.ops if op.step == step and local_name(op.op) in HIDDEN_STATES]
     if shown:
         numbered = ", ".join(f"{n} {name}" for n, name in enumerate(result.names, start=1))
         yield heading(f"Hidden states, NMSE of each pair ({numbered})")

@@ -7,10 +7,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tracediff.findings.words import local_name, number
+from tracediff.names import HIDDEN_STATES
 from tracediff.report.parts import STYLES, fitting, heading
 from tracediff.result import OpResult, Result, Statistics, Status
 
-_STATES = ("token_embd", "ffn_residual", "output_norm", "output")
 _STATISTICS = ("min", "max", "mean", "rms")
 # What goes where the terminal is narrow.
 _SPARE = [
@@ -28,7 +28,7 @@ _LAYERS = 4  # shown where nothing is wrong
 def states(result: Result, width: int) -> Iterator[RenderableType]:
     """A row per layer of the first step; a few of them where nothing diverges."""
     step = result.steps[0] if result.steps else 0
-    every = [op for op in result.ops if op.step == step and local_name(op.op) in _STATES]
+    every = [op for op in result.ops if op.step == step and local_name(op.op) in HIDDEN_STATES]
     if not every:
         return
     shown = every if result.verdict == "diverged" else _some(every)
