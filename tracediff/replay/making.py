@@ -162,7 +162,8 @@ def applied(function: Callable[..., Tensor], values: Sequence[Value]) -> Value:
 def _sampled(own: Noise, y: Tensor, samples: Sequence[Tensor]) -> Noise:
     """The noise of an op and of what is before it: the spread of a row, for two samples say little of one element."""
     spread = torch.stack([_apart(sample, y).square_() for sample in samples]).mean(0)
-    return replace(own, sigma=torch.sqrt(own.sigma.square() + torch.maximum(spread.mean(-1, keepdim=True), spread)))
+    larger = torch.maximum(spread.mean(-1, keepdim=True), spread)
+    return replace(own, sigma=larger.add_(own.sigma.square()).sqrt_())
 
 
 def _apart(sample: Tensor, y: Tensor) -> Tensor:
@@ -191,7 +192,7 @@ def numbers_of(step: int, name: str) -> torch.Generator:
 # Drawn in float32, which takes a sixth of the time: noise needs no more digits.
 def _flat(like: Tensor, random: torch.Generator) -> Tensor:
     """From -1 to 1."""
-    return torch.rand(like.shape, generator=random).to(like).mul_(2).sub_(1)
+    return torch.rand(like.shape, generator=random).mul_(2).sub_(1).to(like)  # exact: 24 bits
 
 
 def _gauss(like: Tensor, random: torch.Generator) -> Tensor:

@@ -76,16 +76,18 @@ class Made:
     arithmetic: Arithmetic
     storage: str
 
-    size: Tensor = field(init=False)  # |y|
     stored: Tensor = field(init=False)  # a bound on what storing the result costs; those who own it may add to it
 
     def __post_init__(self) -> None:
         # Engines in half precision round between the parts of an op too: the product before the bias, silu before
         # the gate, the normed value before its weight. Two roundings of the result's size allow for that.
-        size = self.y.abs()
-        stored = (size * (self.kept * (2 + self.kept if self.half else 1))).add_(TINY[self.storage])
-        object.__setattr__(self, "size", size)
+        stored = self.size.mul_(self.kept * (2 + self.kept if self.half else 1)).add_(TINY[self.storage])
         object.__setattr__(self, "stored", stored)
+
+    @property
+    def size(self) -> Tensor:
+        """|y|, made anew: of the values of a matmul nobody keeps it."""
+        return self.y.abs()
 
     @property
     def half(self) -> bool:

@@ -78,10 +78,11 @@ def _noise(made: Made) -> Noise:
         angles = torch.maximum(angles, made.inputs[1].abs().to(angles)[:, None])
     steps = torch.arange(rope.n_rot // 2, device=y.device) + 3.0
     slip = unit * (angles * steps + 2)[:, None, :]
-    before, rotated, rest = made.size.tensor_split((rope.first, rope.first + rope.n_rot), -1)
+    size = made.size
+    before, rotated, rest = size.tensor_split((rope.first, rope.first + rope.n_rot), -1)
     error = torch.hypot(*pairs_of(rotated, rope)) * (slip + 2 * unit + 3 * made.between)
     turned = torch.cat((torch.zeros_like(before), _together(error, error, rope), torch.zeros_like(rest)), -1)
-    return Noise(unit * made.size, made.stored + turned)
+    return Noise(unit * size, made.stored + turned)
 
 
 KINDS = (Kind("rope", rope, ("x", "positions"), compute=_computed, noise=_noise, scheme="rope", keeps_part=True),)
