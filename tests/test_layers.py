@@ -38,7 +38,7 @@ MAY = {
     "tracediff.judge": {"errors", "names", "result"},
     "tracediff.diagnose": {"errors", "names", "model", "numerics", "trace", "result", "replay"},
     "tracediff.audit": {"errors", "findings", "names", "model", "trace", "result", "compare", "diagnose"},
-    "tracediff.inspect": {"audit", "errors", "names", "model", "trace", "result", "compare", "diagnose"},
+    "tracediff.inspect": {"audit", "errors", "findings", "names", "model", "trace", "result", "compare", "diagnose"},
     "tracediff.interchange": {"errors", "files", "inputs", "names", "trace", "model", "numerics"},
     "tracediff.ci": {"errors", "files", "findings", "inputs", "judge", "result"},
     "tracediff.report": {"findings", "names", "result"},

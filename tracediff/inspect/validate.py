@@ -6,24 +6,20 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tracediff.compare.metrics import statistics_of
 from tracediff.errors import TraceError
-from tracediff.names import NAMES, kind_of, layer_of, split
+from tracediff.inspect.against_model import against_model, few, names
+from tracediff.names import kind_of, split
 from tracediff.result import Remark, Statistics, Validation
-from tracediff.trace.format import OpRecord, Values, same_shape
+from tracediff.trace.format import Values
 from tracediff.trace.reader import Trace
 from tracediff.trace.runs import files_of_run, together
-
-if TYPE_CHECKING:
-    from tracediff.model.graph import Graph
 
 _NOT_FINITE = "Is that memory written before it is recorded? If the engine computes it: the first of them is the place."
 _ZERO = "Is it recorded before the kernel has run, or from a buffer that nobody fills?"
@@ -39,7 +35,6 @@ _IN_PLACE = {
     "attn_q": "attn_q_rope", "attn_k": "attn_k_rope", "attn_output": "attn_residual", "ffn_gate": "ffn_act",
     "ffn_down": "ffn_residual",
 }  # fmt: skip
-_INSPECT = "`tracediff inspect MODEL --skeleton` lists names, shapes and order."
 
 
 def validate(paths: Path | Sequence[Path], model: Path | None = None) -> Validation:
@@ -64,7 +59,7 @@ def validate(paths: Path | Sequence[Path], model: Path | None = None) -> Validat
         found.add([Remark(1, "warning", what, "Give the traces of all ranks.")])
     elif whole and (whole.ops or whole.weights):
         graph = graph.with_scaled_scores(op for _, op in whole.ops) if graph else None
-        found.add(_against_model(whole, graph) if graph else _names(whole))
+        found.add(against_model(whole, graph) if graph else names(whole))
     listed = tuple(sorted(found.listed, key=lambda f: f.line))
     counts = found.counts["violation"], found.counts["warning"]
     last = whole or traces[0]
@@ -117,7 +112,7 @@ def _steps(trace: Trace) -> Iterator[Remark]:
         first = following.get(step.sequence, next(iter(step.positions), 0))
         expected = range(first, first + len(step.positions))
         if step.positions != tuple(expected):
-            what = f"step {number} has positions {_few(step.positions)}, where {_few(expected)} follow"
+            what = f"step {number} has positions {few(step.positions)}, where {few(expected)} follow"
             then = "Every step goes on where the last ended, unless that is the engine's mistake."
             yield Remark(trace.lines[number], "warning", what, then)
         following[step.sequence] = expected.stop
@@ -217,95 +212,3 @@ def _recorded_late(trace: Trace) -> Iterator[Remark]:
             what = f"{op}: holds the values of {after}, one by one"
             then = "Is one computed in the buffer of the other? Record each before the next kernel runs."
             yield Remark(trace.lines[step, op], "warning", what, then)
-
-
-def _names(trace: Trace) -> Iterator[Remark]:
-    """Without a model only the local part of a name is known."""
-    for step, op in trace.ops:
-        local = split(op)[1]
-        if local not in NAMES:
-            close = get_close_matches(local, NAMES, 1)
-            then = f"Did you mean {op.removesuffix(local) + close[0]}?" if close else _INSPECT
-            yield Remark(trace.lines[step, op], "warning", f"{op}: no name that tracediff knows", then)
-
-
-def _against_model(trace: Trace, graph: "Graph") -> Iterator[Remark]:
-    h = graph.hparams
-    if trace.header.arch and trace.header.arch != h.arch:
-        what = f"the trace is of architecture {trace.header.arch!r}, the model of {h.arch!r}"
-        yield Remark(1, "violation", what, "Give the GGUF file that the engine ran.")
-    for number, fed in trace.steps.items():
-        outside = [token for token in fed.tokens if token >= h.n_vocab]
-        if outside:
-            what = f"token id {outside[0]} is outside the vocabulary of {h.n_vocab}"
-            yield Remark(trace.lines[number], "violation", what, "Were the ids made by another tokeniser?")
-    for (step, op), record in trace.ops.items():
-        yield from _against_graph(trace, step, op, record, graph)
-    yield from _weights_against_graph(trace, graph)
-    yield from _never_written(trace, graph)
-
-
-def _weights_against_graph(trace: Trace, graph: "Graph") -> Iterator[Remark]:
-    shapes = {weight.name: weight.shape for op in graph for weight in op.weights}
-    for name, weight in trace.weights.items():
-        if name not in shapes:
-            close = get_close_matches(name, shapes, 1)
-            then = f"Did you mean {close[0]}?" if close else "Name the tensors as the GGUF file does."
-            yield Remark(trace.lines[name], "warning", f"{name}: no weight that this model reads", then)
-        elif weight.size != math.prod(shapes[name]):
-            what = f"{name}: shape {list(weight.shape)}; the file's is {list(shapes[name])}"
-            yield Remark(trace.lines[name], "violation", what, "Record the tensor of that name.")
-
-
-def _against_graph(trace: Trace, step: int, op: str, record: OpRecord, graph: "Graph") -> Iterator[Remark]:
-    line = trace.lines[step, op]
-    if op not in graph:
-        close = get_close_matches(op, graph.ops, 1)
-        then = f"Did you mean {close[0]}?" if close else _INSPECT
-        yield Remark(line, "violation", f"{op}: no op of this model", then)
-        return
-    n = len(trace.steps[step].tokens)
-    past = trace.n_before(step)
-    expected, found = graph[op].shape(n, past), record.whole_shape(n)
-    if not same_shape(found, expected, may_be_flat=record.token_axis == 0):
-        what = f"{op}: shape {list(record.shape)}; this model's is {list(expected)} for {n} tokens"
-        yield Remark(line, "violation", what, _reshaped(record, expected, graph, n, past))
-
-
-def _reshaped(record: OpRecord, expected: tuple[int, ...], graph: "Graph", n: int, past: int) -> str:
-    """What the shape may mean instead."""
-    axis = record.token_axis
-    held = record.shape[axis] if len(record.shape) > axis else 0
-    if record.rows is None and 0 < held < n and (*expected[:axis], held, *expected[axis + 1 :]) == record.shape:
-        return f'If it holds {held} of the {n} tokens, say which: "rows":[{n - 1}] is the last.'
-    if sorted(record.shape) == sorted(expected):
-        return 'Write this shape; for data in another order add "strides" in elements.'
-    alike = [op.name for op in graph if layer_of(op.name) == layer_of(record.op) and op.shape(n, past) == record.shape]
-    return f"That is the shape of {', '.join(alike[:4])}. {_INSPECT}" if alike else _INSPECT
-
-
-def _never_written(trace: Trace, graph: "Graph") -> Iterator[Remark]:
-    """Warnings: any subset of the ops will do, and the location is as close as they are."""
-    written = {op.removesuffix("_scaled") if op.endswith("attn_scores_scaled") else op for _, op in trace.ops}
-    missing = [op.name for op in graph.written() if op.name not in written]
-    last = max(trace.lines.values())
-    if missing:
-        n_ops = len(graph.written())
-        what = f"{len(missing)} of the model's {n_ops} ops were never written: {_few(_by_name(missing))}"
-        yield Remark(last, "warning", what, "None is required; each that is there makes the location closer.")
-    norms = dict.fromkeys(weight.name for weight in graph.norm_weights())
-    absent = [name for name in norms if name not in trace.weights]
-    if absent:
-        what = f"{len(absent)} of {len(norms)} norm weights were never written: {_few(absent)}"
-        yield Remark(last, "warning", what, "Write them as the engine holds them, once: a wrong one explains much.")
-
-
-def _by_name(ops: list[str]) -> list[str]:
-    """Names, or where several layers lack an op its local name and their number."""
-    names = [split(op)[1] for op in ops]
-    alike = dict(zip(names, ops, strict=True))
-    return [f"{n} in {names.count(n)} layers" if names.count(n) > 1 else op for n, op in alike.items()]
-
-
-def _few(items: Sequence[object]) -> str:
-    return ", ".join(map(str, items[:6])) + (", ..." if len(items) > 6 else "")
