@@ -4,8 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tracediff.errors import ModelError
+from tracediff.model.builder import Builder
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.graph import Builder, Graph
+from tracediff.model.graph import Graph
 from tracediff.model.hparams import Pairing, read_hparams
 from tracediff.model.lift.described import describe
 from tracediff.model.lift.lift import lift
