@@ -17,11 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.numerics.floors import TINY, Noise
-
-_Errors = tuple[Tensor, Tensor]  # variance and bound
-_Units = tuple[float, float]
-_NONE = torch.zeros((), dtype=torch.float64)
+from tracediff.numerics.error_rules import RULES, Errors, Operand, Units
+from tracediff.numerics.floors import Noise
 
 
 class Running(Tensor):
@@ -36,7 +33,7 @@ class Running(Tensor):
     sums: float
 
     @classmethod
-    def of(cls, value: Tensor, errors: _Errors, units: _Units) -> "Running":
+    def of(cls, value: Tensor, errors: Errors, units: Units) -> "Running":
         """A value with its errors; these are broadcast to its shape where they are needed."""
         made = value.as_subclass(cls)
         made.variance, made.hard = errors
@@ -65,25 +62,14 @@ class Running(Tensor):
                 )
             if not _is_float(value) or name in _CONSTANT:
                 return value
-            if name not in _RULES:
-                raise NotImplementedError(f"no rule for the errors of {name}: add one to running.py")
-            errors = _RULES[name](value, units, *map(_Operand, args), **kwargs)
+            if name not in RULES:
+                raise NotImplementedError(f"no rule for the errors of {name}: add one to error_rules.py")
+            errors = RULES[name](value, units, *map(_operand, args), **kwargs)
             return cls.of(value, _known(errors), units)
 
 
-class _Operand:
-    """One argument: its value, and its errors."""
-
-    def __init__(self, x: Any) -> None:
-        self.exact = not isinstance(x, Running)
-        self.x = x if self.exact else x.as_subclass(Tensor)
-        self.variance: Tensor = _NONE if self.exact else x.variance
-        self.hard: Tensor = _NONE if self.exact else x.hard
-
-    @property
-    def size(self) -> Any:
-        """The absolute value."""
-        return abs(self.x)
+def _operand(x: Any) -> Operand:
+    return Operand(x.as_subclass(Tensor), x.variance, x.hard, exact=False) if isinstance(x, Running) else Operand(x)
 
 
 def running(
@@ -133,165 +119,12 @@ def _is_float(value: Any) -> bool:
     return isinstance(first, Tensor) and first.is_floating_point()
 
 
-def _known(errors: _Errors) -> _Errors:
+def _known(errors: Errors) -> Errors:
     """Without what no number is: of a value that is infinite, or of 0 times infinity, there is no error to speak of."""
     variance, hard = (torch.nan_to_num(e, 0.0, 0.0, 0.0) for e in errors)
     return variance, hard
 
 
-# --- rules: (value, units, operands) -> variance and bound -------------------------------------------------------
-
-
-def _rounding(y: Tensor, unit: float) -> Tensor:
-    """Of one rounding of y: uniform to a unit on both sides."""
-    return unit * unit / 3 * y * y
-
-
-def _add(y: Tensor, units: _Units, a: _Operand, b: _Operand) -> _Errors:
-    return a.variance + b.variance + _rounding(y, units[0]), a.hard + b.hard
-
-
-def _mul(y: Tensor, units: _Units, a: _Operand, b: _Operand) -> _Errors:
-    variance = a.variance * b.x * b.x + b.variance * a.x * a.x + _rounding(y, units[0])
-    return variance, a.hard * b.size + b.hard * (a.size + a.hard) + TINY["f32"]
-
-
-def _div(y: Tensor, units: _Units, a: _Operand, b: _Operand) -> _Errors:
-    variance = (a.variance + b.variance * y * y) / (b.x * b.x) + _rounding(y, units[0])
-    return variance, (a.hard + b.hard * y.abs()) / b.size + TINY["f32"]
-
-
-def _pow(y: Tensor, units: _Units, a: _Operand, n: _Operand) -> _Errors:
-    slope = n.x * a.x ** (n.x - 1)
-    return slope * slope * a.variance + _rounding(2 * y, units[0]), abs(slope) * a.hard + TINY["f32"]
-
-
-def _matmul(y: Tensor, units: _Units, a: _Operand, b: _Operand) -> _Errors:
-    n, a2, b2 = a.x.shape[-1], a.x.square(), b.x.square()
-    variance = units[1] ** 2 * (n / 6 * (a2 @ b2) + n / 9 * y.square()) + _rounding(y, units[0])
-    hard = torch.zeros_like(y)
-    if not a.exact:
-        variance, hard = variance + a.variance.expand_as(a.x) @ b2, hard + _full(a) @ b.size
-    if not b.exact:
-        variance, hard = variance + a2 @ b.variance.expand_as(b.x), hard + (a.size + a.hard) @ _full(b)
-    return variance, hard
-
-
-def _full(operand: _Operand) -> Tensor:
-    return operand.hard + torch.zeros_like(operand.x)
-
-
-def _sum(y: Tensor, units: _Units, a: _Operand, *where: _Operand, **kwargs: Any) -> _Errors:
-    axes = [one.x for one in where]
-    n = a.x.numel() / max(y.numel(), 1)
-    squares = a.x.square().sum(*axes, **kwargs)
-    variance = units[1] ** 2 * (n / 6 * squares + n / 9 * y.square()) + _rounding(y, units[0])
-    passed = [(e + torch.zeros_like(a.x)).sum(*axes, **kwargs) for e in (a.variance, a.hard)]
-    return variance + passed[0], passed[1]
-
-
-def _mean(y: Tensor, units: _Units, a: _Operand, *where: _Operand, **kwargs: Any) -> _Errors:
-    n = a.x.numel() / max(y.numel(), 1)
-    variance, hard = _sum(y * n, units, a, *where, **kwargs)
-    return variance / n**2, hard / n
-
-
-def _cumsum(y: Tensor, units: _Units, a: _Operand, *where: _Operand, **kwargs: Any) -> _Errors:
-    (axis,) = [one.x for one in where] or kwargs.values()
-    n = torch.ones_like(a.x).cumsum(axis)
-    variance = units[1] ** 2 * (n / 6 * a.x.square().cumsum(axis) + n / 9 * y.square())
-    passed = [(e + torch.zeros_like(a.x)).cumsum(axis) for e in (a.variance, a.hard)]
-    return variance + passed[0], passed[1]
-
-
-def _where(y: Tensor, units: _Units, condition: _Operand, a: _Operand, b: _Operand) -> _Errors:
-    return tuple(  # type: ignore[return-value]
-        torch.where(condition.x, p + torch.zeros_like(y), q + torch.zeros_like(y))
-        for p, q in ((a.variance, b.variance), (a.hard, b.hard))
-    )
-
-
-def _masked_fill(y: Tensor, units: _Units, a: _Operand, mask: _Operand, value: _Operand) -> _Errors:
-    return tuple((e + torch.zeros_like(y)).masked_fill(mask.x, 0.0) for e in (a.variance, a.hard))  # type: ignore[return-value]
-
-
-def _extreme(y: Tensor, units: _Units, a: _Operand, b: _Operand) -> _Errors:
-    return _where(y, units, _Operand(y == a.x), a, b)
-
-
-def _clamp(y: Tensor, units: _Units, a: _Operand, *limits: _Operand, **kwargs: Any) -> _Errors:
-    return _where(y, units, _Operand(y == a.x), a, _Operand(0.0))
-
-
-def _amax(y: Tensor, units: _Units, a: _Operand, *where: _Operand, **kwargs: Any) -> _Errors:
-    axis = where[0].x if where else kwargs["dim"]
-    at = a.x.argmax(axis, keepdim=True)
-    errors = [(e + torch.zeros_like(a.x)).gather(axis, at).reshape(y.shape) for e in (a.variance, a.hard)]
-    return errors[0], errors[1]
-
-
-def _cast(y: Tensor, units: _Units, a: _Operand, *args: _Operand, **kwargs: Any) -> _Errors:
-    return a.variance, a.hard
-
-
-def _exactly(y: Tensor, units: _Units, a: _Operand) -> _Errors:
-    return _NONE, _NONE
-
-
-_Of = Callable[[Tensor, Tensor], Tensor]
-
-
-def _through(slope: _Of, own: _Of) -> Callable[..., _Errors]:
-    """The rule of a function of one variable x with value y: its slope, and what it adds, in units."""
-
-    def rule(y: Tensor, units: _Units, a: _Operand, **kwargs: Any) -> _Errors:
-        by = slope(a.x, y)
-        return by * by * a.variance + _rounding(own(a.x, y), units[0]), abs(by) * a.hard + TINY["f32"]
-
-    return rule
-
-
-# exp is good to two units, and to |x| more where its argument is scaled first, as for ex2 on GPUs.
-def _of_exp(x: Tensor) -> Tensor:
-    return torch.sqrt(4 + x.square())
-
-
-def _of_sigmoid(x: Tensor) -> Tensor:
-    """In units of 1 / (1 + exp(-x)): of exp(-x) its share of the divisor."""
-    return torch.sqrt(2 + (4 + x.square()) * torch.sigmoid(-x).square())
-
-
-def _silu(y: Tensor, units: _Units, a: _Operand, **kwargs: Any) -> _Errors:
-    s = torch.sigmoid(a.x)
-    slope = s * (1 + a.x * (1 - s))
-    own = y * torch.sqrt(3 + (4 + a.x.square()) * (1 - s).square())
-    # 1 / (1 + exp(88.8)) is 0 where exp overflows, though it should be a denormal.
-    hard = slope.abs() * a.hard + TINY["f32"] * (1 + a.x.abs())
-    return slope.square() * a.variance + _rounding(own, units[0]), hard
-
-
-_RULES: Mapping[str, Callable[..., _Errors]] = MappingProxyType({
-    "add": _add, "sub": _add, "__rsub__": _add, "mul": _mul, "div": _div, "matmul": _matmul, "pow": _pow,
-    "__rdiv__": lambda y, units, a, b: _div(y, units, b, a),
-    "sum": _sum, "mean": _mean, "cumsum": _cumsum, "where": _where, "masked_fill": _masked_fill,
-    "maximum": _extreme, "minimum": _extreme, "clamp": _clamp, "amax": _amax, "silu": _silu,
-    **dict.fromkeys(("to", "float", "half", "double", "bfloat16", "nan_to_num"), _cast),
-    "neg": _cast, "sign": _exactly, "trunc": _exactly, "floor": _exactly, "ceil": _exactly, "round": _exactly,
-    "abs": _cast,
-    "relu": _through(lambda x, y: (x > 0).to(y.dtype), lambda x, y: 0.0 * y),
-    "square": _through(lambda x, y: 2 * x, lambda x, y: y),
-    "sqrt": _through(lambda x, y: 0.5 / y, lambda x, y: y),
-    "rsqrt": _through(lambda x, y: 0.5 * y / x, lambda x, y: 2 * y),
-    "exp": _through(lambda x, y: y, lambda x, y: y * _of_exp(x)),
-    "expm1": _through(lambda x, y: y + 1, lambda x, y: 3 * y),
-    "log": _through(lambda x, y: 1 / x, lambda x, y: 2 * y),
-    "log1p": _through(lambda x, y: 1 / (1 + x), lambda x, y: 2 * y),
-    "sigmoid": _through(lambda x, y: y * (1 - y), lambda x, y: y * _of_sigmoid(x)),
-    "tanh": _through(lambda x, y: 1 - y * y, lambda x, y: 3 * y),
-    "erf": _through(lambda x, y: 2 / math.sqrt(math.pi) * torch.exp(-x * x), lambda x, y: 8 * y),
-    "sin": _through(lambda x, y: torch.cos(x), lambda x, y: torch.full_like(y, 2.0)),
-    "cos": _through(lambda x, y: torch.sin(x), lambda x, y: torch.full_like(y, 2.0)),
-})  # fmt: skip
 # Of these the errors lie where the values do.
 _STRUCTURAL = frozenset({
     "__get__", "__getitem__", "reshape", "view", "flatten", "unflatten", "permute", "transpose", "swapaxes", "movedim",
