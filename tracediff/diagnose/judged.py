@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from tracediff.diagnose.budget import Budget
+from tracediff.diagnose.explain import Explainer
+from tracediff.diagnose.hypothesis import Progress
 from tracediff.model.model import Model
 from tracediff.model.weights import check_device
 from tracediff.numerics.evaluate import is_covered
@@ -16,8 +18,6 @@ from tracediff.replay.shapes import Misshapen, misshapen
 from tracediff.replay.workers import ALONE, Workers, judged_by, spread
 from tracediff.result import Local, OpResult
 from tracediff.trace.reader import Trace
-
-Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,6 @@ def _explained(
     seconds: float = math.inf,
 ) -> list[OpResult]:
     """As `Explainer.explain`, by the workers: one kin each, for which each takes its share of the seconds."""
-    if not any(op.status == "faulty" for op in ops):
-        return ops
-    from tracediff.diagnose.explain import Explainer  # which takes 0.2 s
-
     explainer = Explainer(replay)
     kins = explainer.kins(ops)
     if workers == ALONE or len(kins) < 2:
@@ -111,6 +107,4 @@ def _explained(
 
 
 def _of_kin(replays: Sequence[Replay], kin: _Kin) -> dict[int, OpResult]:
-    from tracediff.diagnose.explain import Explainer
-
     return Explainer(replays[0]).of(kin.ops, kin.places, Budget(kin.seconds), lambda fraction: None)
