@@ -3,8 +3,8 @@
     python benchmarks/speed.py [--model MODEL.gguf] [--only NAME] [--out docs/performance.md]
 
 Each ratio is taken from timings that alternate in one process (or of processes that alternate), the least of
-several, in seconds of the processor but for `workers`; nothing here is an absolute figure. Needs the test extra
-(transformers) and 4 GB of disk.
+several, in seconds of the processor; nothing here is an absolute figure. Needs the test extra (transformers) and 4 GB
+of disk.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -350,22 +349,6 @@ def both_sides(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     return {"compare --model of two traces / check of one": (processor("compare", a, b, "--model", q4) / one, 1.4)}
 
 
-def workers(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
-    """`check --workers 2` over `check`, Q4_K_M, a thread each: seconds on the wall, the least of several, for they are
-    what workers spare. On two cores that nothing else uses.
-    """
-    q4, trace = in_q4_k_m(model, folder), folder / "workers.trace"
-    processor("trace", q4, "--tokens", ",".join(map(str, TOKENS)), "-o", trace)
-
-    def waited(n: int) -> float:
-        began = time.monotonic()
-        processor("check", trace, "--model", q4, "--workers", n)
-        return time.monotonic() - began
-
-    one, two = (min(taken) for taken in zip(*((waited(1), waited(2)) for _ in range(REPEATS)), strict=True))
-    return {"check --workers 2 / check, on the wall": (two / one, 0.75)}
-
-
 def hidden_states(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     """`check` of hidden states alone over `check` of every op, Q4_K_M: seconds of the processor."""
     q4, tokens = in_q4_k_m(model, folder), ",".join(map(str, TOKENS))
@@ -450,7 +433,6 @@ _ALL = (
     memory,
     whole_run,
     both_sides,
-    workers,
     hidden_states,
     unknown_mistake,
     formats,
