@@ -16,7 +16,7 @@ ROOTS = {"tracediff": Path(tracediff.__file__).parent, "tracediff_reference": Pa
 # Module or package -> what it may import of this project. A package may always import itself.
 EVERYTHING = {
     "audit", "bundle", "ci", "cli", "compare", "demo", "diagnose", "engine", "errors", "files", "findings", "inputs",
-    "inspect", "interchange", "itself", "judge", "mismatch", "model", "modes", "names", "numerics", "pipeline",
+    "inspect", "interchange", "itself", "judge", "mismatch", "model", "names", "numerics", "pipeline",
     "printable", "process", "reference", "replay", "report", "reproduce", "result", "threeway", "trace", "versions",
 }  # fmt: skip
 MAY = {
@@ -46,8 +46,7 @@ MAY = {
     "tracediff.pipeline": {
         "audit", "compare", "diagnose", "errors", "findings", "judge", "model", "names", "replay", "result", "trace",
     },
-    "tracediff.itself": {"judge", "model", "pipeline", "result", "trace"},
-    "tracediff.modes": {"engine", "errors", "itself", "judge", "model", "pipeline", "result", "trace"},
+    "tracediff.itself": {"engine", "errors", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.reproduce": {"errors", "files", "model", "numerics", "replay", "trace"},
     "tracediff.bundle": {

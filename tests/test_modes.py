@@ -9,8 +9,8 @@ import pytest
 from conftest import Models
 
 from tracediff.engine.torch_run import TorchOptions
+from tracediff.itself.every_way import engine_of, hold, ways
 from tracediff.model.model import Model
-from tracediff.modes import engine_of, hold, ways
 
 Cli = Callable[..., tuple[int, str, str]]
 ALONE = ["run twice", "prefill against decode", "whole against chunks", "causality"]

@@ -9,7 +9,7 @@ from conftest import Models
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import MismatchError
-from tracediff.itself import compare_with_itself
+from tracediff.itself.two_ways import compare_with_itself
 from tracediff.trace.format import Step
 from tracediff.trace.reader import Trace
 from tracediff.trace.restep import restep

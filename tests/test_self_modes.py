@@ -13,7 +13,7 @@ from tracediff.engine import torch_run
 from tracediff.engine.torch_engine import TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import MismatchError
-from tracediff.itself import compare_with_itself
+from tracediff.itself.two_ways import compare_with_itself
 from tracediff.model.graph import Op
 from tracediff.trace.format import Step
 from tracediff.trace.reader import Trace

@@ -9,7 +9,7 @@ import pytest
 from conftest import TOKENS, Models
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
-from tracediff.itself import compare_with_itself
+from tracediff.itself.two_ways import compare_with_itself
 from tracediff.pipeline import compare_traces
 from tracediff.trace.reader import Trace
 from tracediff.trace.sketch import LEAST, apart, sketch

@@ -131,7 +131,7 @@ def self_(
     formats: Formats = Formats(),
 ) -> int:
     """Hold an engine against itself: decode against prefill, chunks against the whole, in a batch against alone."""
-    from tracediff.itself import compare_with_itself
+    from tracediff.itself.two_ways import compare_with_itself
     from tracediff.trace.runs import runs_of
 
     policy, effort = policy_of(tolerance), spent.effort()
@@ -164,9 +164,9 @@ def _each_way(
 ) -> int:
     """A table of all ways; then the report of the first that is no match."""
     from tracediff.engine.torch_run import TorchOptions
+    from tracediff.itself.every_way import engine_of, hold, table, ways
     from tracediff.model.hparams import check_tokens
     from tracediff.model.model import Model
-    from tracediff.modes import engine_of, hold, table, ways
 
     model = Model(path)
     check_tokens(tokens, model.graph.hparams.n_vocab)

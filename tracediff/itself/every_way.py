@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tracediff.engine.torch_run import TorchOptions, passes, trace_torch
 from tracediff.errors import EngineError
-from tracediff.itself import compare_with_itself
+from tracediff.itself.two_ways import compare_with_itself
 from tracediff.judge import USUAL, Policy
 from tracediff.model.model import Model
 from tracediff.pipeline import NO_LIMIT, Effort, Progress
