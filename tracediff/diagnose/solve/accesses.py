@@ -9,9 +9,9 @@ import numpy as np
 from tracediff.diagnose.solve.arrays import Value
 from tracediff.diagnose.solve.bound import Bound, parsed
 from tracediff.diagnose.solve.interpret import Run
+from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS
 
 _EACH = 24  # values of a loop variable that are looked at: its first and its last ones
-_INTEGERS = ("tokens", "positions", "past", "starts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Places(Run):
         pass
 
     def _read(self, name: str, at: Value) -> Value:
-        if name in _INTEGERS:
+        if name in INTEGER_ARRAYS:
             return super()._read(name, at)
         return np.zeros((1,) * self._rank)
 

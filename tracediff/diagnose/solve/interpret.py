@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tracediff.diagnose.solve.arrays import Array, CannotRunError, Flat, Prepared, Stored, Value, contracted, over
+from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS
 from tracediff.diagnose.solve.program import Program, stores_to
 
 _BEYOND = 4  # times the largest array: so often may be stored, and so far; an engine that goes on crashes
 _SHORT = 1 << 16  # turns of loops that take no time
 _LARGE = 1 << 26  # values of an intermediate result: half a gigabyte
 _PREPARED = 8  # results of loops that are kept for other runs
-_INTEGERS = ("tokens", "positions", "past", "starts")  # arrays of these
 
 
 _FUNCTIONS: Mapping[str, Callable[[Value], Value]] = {
@@ -279,7 +279,7 @@ class Run:
             self.went_beyond = True
             inside = (at >= 0) & (at < array.size)
             values = np.where(inside, array.take(np.where(inside, at, 0)), self.beyond)
-            values = values if name not in _INTEGERS else values.astype(int)
+            values = values if name not in INTEGER_ARRAYS else values.astype(int)
         return values if _kind(values) == "i" else values.astype(self.dtype, copy=False)
 
     def _reduced(self, how: str, generator: ast.GeneratorExp) -> Value:

@@ -1,6 +1,6 @@
 """One faulty op with all that is known of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,6 +90,3 @@ def agree(a: np.ndarray, b: np.ndarray, within: np.ndarray) -> np.ndarray:
     """Where two arrays are the same to within so much, or NaN or infinite alike."""
     with np.errstate(invalid="ignore"):
         return (np.abs(a - b) <= within) | (a == b) | (np.isnan(a) & np.isnan(b))
-
-
-Arrays = Mapping[str, np.ndarray]
