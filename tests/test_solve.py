@@ -609,3 +609,17 @@ def test_what_is_fed_token_by_token_has_one_explanation(
     some = some_of(trace, tmp_path / "some.trace", lambda op: not op.endswith("attn_probs"))
     faulty = [op for op in check_trace(some, model).ops if op.status == "faulty"]
     assert {op.cause and op.cause.text for op in faulty} == {text}
+
+
+def test_a_search_for_which_there_is_too_little_time_is_not_begun_and_that_is_said(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a layer of billions of weights, for which no listed mistake and nothing that its end tells is the cause."""
+    replay = traced(models(TINY), tmp_path, rewritten("blk.0.ffn_act", "(1 + exp", "(1.37 + exp"), capture="layers")
+    _, record, local = layer_of_states(replay)
+    op = OpResult(record.op, 0, 0, "add", "faulty", local=local)
+    monkeypatch.setattr("tracediff.diagnose.explain._SEARCH", 1e9)
+    (described,) = Explainer(replay).explain([op], seconds=3600)
+    assert described.shape
+    assert not described.cause
+    assert not described.sought

@@ -13,6 +13,10 @@ class Budget:
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
+    def has(self, seconds: float) -> bool:
+        """Whether so many are left."""
+        return time.monotonic() + seconds <= self._end
+
     def check(self) -> None:
         """Raises OutOfTime where they are over."""
         if time.monotonic() > self._end:

@@ -11,7 +11,7 @@ from tracediff.names import layer_of
 from tracediff.result import Finding, OpResult, WeightResult
 
 _UNKNOWN = "wrong, and no known mistake explains it"
-_UNSOUGHT = "wrong; the time was over before all that may explain it had been tried"
+_UNSOUGHT = "wrong; the time was too short to try all that may explain it"
 _FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?![\w.]*\w)")
 _FITTED = re.compile(r"[.e]")  # in a figure that is no count
 _FIRST = re.compile(r"^[\w.]+\.(weight|bias) ")  # an op's own; that of a tied head is the embedding's

@@ -33,4 +33,4 @@ def unsought(ops: Iterable[OpResult], seconds: float) -> list[str]:
     """That so many causes were given up when the time was over."""
     n = sum(not op.sought for op in ops)
     causes = "1 cause was" if n == 1 else f"{n} causes were"
-    return [f"{causes} not sought to the end: --time {seconds:g} ended. Give it more seconds."] if n else []
+    return [f"{causes} not sought to the end: --time {seconds:g} was too short. Give it more seconds."] if n else []

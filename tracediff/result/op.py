@@ -144,7 +144,7 @@ class OpResult:
     reference_local: Local | None = None
     cause: Cause | None = None
     shape: str | None = None  # the error's shape in words, where no cause fits
-    sought: bool = True  # not where the time was over before all that may explain it had been tried
+    sought: bool = True  # not where the time was too short to try all that may explain it
     note: str | None = None
 
     @property
