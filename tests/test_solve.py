@@ -623,3 +623,17 @@ def test_a_search_for_which_there_is_too_little_time_is_not_begun_and_that_is_sa
     assert described.shape
     assert not described.cause
     assert not described.sought
+
+
+def test_a_first_position_does_not_err_by_what_its_cache_rounds(models: Models, tmp_path: Path) -> None:
+    """All later steps were wrong, so none told that the cache is float16: the first was explained by what changes
+    nothing there.
+    """
+    model, tokens = models(replace(TINY, n_layer=2, n_embd=16), "F32"), (*PROMPT, DECODED)
+    steps = [Step(at, (token,), (at,)) for at, token in enumerate(tokens)]
+    arithmetic = "exact, KV cache in float16"
+    options = TorchOptions(arithmetic=arithmetic, faults=("rope_pairing",), capture="layers")
+    result = check_trace(trace_torch(model, tmp_path / "t.trace", options, steps=steps), model)
+    faulty = [op for op in result.ops if op.status == "faulty"]
+    assert {op.step for op in faulty} == {*range(1, len(tokens))}
+    assert {op.cause and op.cause.name for op in faulty} == {"rope_pairing"}

@@ -39,7 +39,7 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     ratio = float((y * x).sum() / x.square().sum().clamp(min=1e-300))
     off, scaled = nmse(y, x), nmse(y, ratio * x)
     if scaled > 0.5 * off and off < _CLOSE and _of_each_value(y, x):  # the ratio explains none of it
-        yield f"right up to {math.sqrt(off):.0e} of it, as if rounded when it was recorded: record float32"
+        yield f"right up to {math.sqrt(off):.0e} of it, as if it, or what it is made of, was rounded"
         return
     little = min(_CLOSE, _LEFT * off)
     if scaled < _CLOSE and scaled < 0.5 * off:

@@ -120,6 +120,10 @@ class Fitting:
             return candidates
         return [s for s in candidates if short <= math.sqrt(_AS_FAR * self._apart(record, plain, s))]
 
+    def leaves(self, record: OpRecord, scheme: Scheme, most: float) -> bool:
+        """Whether the scheme leaves that much of the record at most."""
+        return self._left(record, scheme) <= most
+
     def _left(self, record: OpRecord, scheme: Scheme) -> float:
         """NMSE that the scheme leaves of the record, or of a part of a large one; without its noise."""
         unchanged = self.without_noise(record)

@@ -32,6 +32,7 @@ from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
+_IDLE = 2.0  # times what a hypothesis leaves: with no more without it, it does nothing
 _LITTLE, _HALF = 0.1, 0.5  # of the NMSE before: what leaves more is not looked at closely
 
 
@@ -116,8 +117,7 @@ class Replay:
         """
         choice = self.choice(record)
         if self._planner.is_segment(record):
-            others = () if choice.settled else self.plain_ones(record)
-            return self._fitting.best_of(record, tuple(filter(None, others)) or choice.schemes)
+            return self._fitting.best_of(record, choice.schemes if choice.settled else self._at_hand(record))
         if not choice.settled:
             return self._fitting.best_of(record, self._planner.candidates(record))
         local = self._fitting.best_of(record, choice.schemes, looked)
@@ -135,6 +135,16 @@ class Replay:
     def forget(self, all_of_it: bool = False) -> None:
         """Drop values of ops that are done."""
         self._recomputation.forget(all_of_it)
+
+    def _at_hand(self, record: OpRecord) -> Sequence[Scheme]:
+        """Under what a segment is judged whose sort is mistaken as far as was asked. A first position attends to itself
+        alone: there most mistakes of attention do not show, and what its value is held in does.
+        """
+        if self._recorded.n_tokens(record.step) > 1:
+            return [scheme for scheme in self.plain_ones(record) if scheme]
+        matmuls = {scheme.linear for scheme in PLAIN}
+        held = {(s.linear, s.values): s for s in reversed(self._planner.candidates(record)) if s.linear in matmuls}
+        return self._fitting.settle([*reversed(held.values())], [record]).schemes
 
     def _in_another(self, record: OpRecord, choice: Choice) -> Local | None:
         """The record in an arithmetic that its kin have not: in another kernel's, which leaves next to nothing."""
@@ -154,7 +164,7 @@ class Replay:
 
         `before` is the NMSE without it. What does not take nine tenths of that away is not looked at closely. Of a
         record whose arithmetic is not settled it is sought under the hypothesis, where that takes half away in the
-        `plain` one: one of `plain_ones`.
+        `plain` one: one of `plain_ones`. What fits without the hypothesis as well explains the record by itself.
         """
         before = math.inf if math.isnan(before) else before
         plain = plain or self.plain_ones(record)[0]
@@ -171,6 +181,8 @@ class Replay:
         other = Supposed(self._fitting, ops)
         found = other.settle(schemes, [record], enough)
         near = [scheme for scheme in found.schemes if other.near(record, scheme, found.nmse)]
+        if math.isfinite(before):  # of a record that is wrong as it is
+            near = [scheme for scheme in near if not self._fitting.leaves(record, scheme, _IDLE * found.nmse)]
         return look if found.nmse > enough or not near else other.best_of(record, near)
 
     def _as_elsewhere(self, segment: Sequence[str], schemes: Sequence[Scheme]) -> Sequence[Scheme]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -105,7 +105,7 @@ def edits(source: str, sizes: tuple[str, ...] = ()) -> list[FormulaEdit]:
         for new in _instead_of(place, arrays):
             edit = _edited(program, place, new)
             found.setdefault(edit.source, edit)
-    several = *_exchanged(tree, arrays), *_in_all_reads(tree), *_packed(tree)
+    several = *_exchanged(tree, arrays), *_in_all_reads(tree), *_in_place(tree), *_packed(tree)
     several += tuple(_in_two_loops(tree)) if program.reads_output else ()
     for edit in (*_renamed(program, sizes), *several):
         found.setdefault(edit.source, edit)
@@ -153,6 +153,7 @@ def _instead_of(place: Node, arrays: Sequence[str]) -> Iterator[ast.AST | None]:
             yield ast.Constant(0)
             if names[name] == "i" and not place.is_in("slice", ast.Subscript):
                 yield from (ast.BinOp(node, op(), ast.Constant(1)) for op in (ast.Add, ast.Sub))
+                yield from _running_on(place, name)
         case ast.Name(id=name) if isinstance(parent, ast.Subscript) and node is parent.value and name in arrays:
             kind = name in INTEGER_ARRAYS
             if isinstance(parent.ctx, ast.Load):
@@ -173,6 +174,17 @@ def _instead_of(place: Node, arrays: Sequence[str]) -> Iterator[ast.AST | None]:
         yield from (ast.BinOp(node, op, ast.Constant(1)) for op in (ast.Add(), ast.Sub()))
     if isinstance(node, ast.Assign):
         yield from _other_stores(node, names)
+
+
+def _running_on(place: Node, name: str) -> Iterator[ast.expr]:
+    """A loop's variable that does not begin anew in each pass of the loop around it."""
+    for outer, inner in pairwise(p.node for p in place.around if isinstance(p.node, ast.For)):
+        match outer, inner:
+            case ast.For(target=ast.Name(id=row)), ast.For(target=ast.Name(id=own), iter=ast.Call(args=[n])):
+                if own == name:
+                    yield ast.BinOp(
+                        ast.BinOp(ast.Name(row, ast.Load()), ast.Mult(), n), ast.Add(), ast.Name(name, ast.Load())
+                    )
 
 
 def _is_called(node: ast.AST, parent: ast.AST | None) -> bool:
@@ -277,6 +289,17 @@ def _in_all_reads(tree: ast.Module) -> Iterator[FormulaEdit]:
             for sign in "+-":
                 edited = f"{stored} = {value.replace(read, f'{read[:-1]} {sign} 1]')}"
                 yield FormulaEdit("\n".join([*lines[:at], edited, *lines[at + 1 :]]), "values")
+
+
+def _in_place(tree: ast.Module) -> Iterator[FormulaEdit]:
+    """The output lies where the input does, and a statement reads what the one before it stored."""
+    lines = ast.unparse(tree).splitlines()
+    for at, (before, line) in enumerate(pairwise(lines), 1):
+        stored, (to, _, value) = before.strip().partition(" = ")[0], line.partition(" = ")
+        read = stored.replace("y[", "x[").replace("there", "here")
+        if stored.startswith("y[") and read in value:
+            edited = f"{to} = {value.replace(read, stored)}"
+            yield FormulaEdit("\n".join([*lines[:at], edited, *lines[at + 1 :]]), "values")
 
 
 def _in_two_loops(tree: ast.Module) -> Iterator[FormulaEdit]:

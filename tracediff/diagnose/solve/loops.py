@@ -201,7 +201,5 @@ def _rope(op: Op, shape: tuple[int, ...]) -> Loops | None:
     if rope.freq_scale == 1:
         source = source.replace(" * freq_scale", "")
     t, h, d = shape
-    if rope.n_rot == d:
-        source = source.partition("        for j in")[0]
     numbers = {"T": t, "H": h, "D": d, "n_rot": rope.n_rot, "theta": float(rope.theta), "freq_scale": rope.freq_scale}
     return Loops(source, ("x", "positions"), ("factors",), numbers, shape)
