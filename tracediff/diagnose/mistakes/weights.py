@@ -47,7 +47,7 @@ def _transposed(op: Op, context: Context) -> Variants:
 def _zero(op: Op, _: Context) -> Variants:
     yield (
         reading(op, lambda file, info: torch.zeros(info.shape)),
-        f"{op.weights[0].name} counts as zeros: it was never loaded, or its product never computed",
+        f"{op.weights[0].name} counts as zeros: it was never loaded, its product never computed, or of zeros",
     )
 
 
