@@ -58,6 +58,8 @@ def _truncated(op: Op, context: Context) -> Variants:
     "the index of a weight's scales: it counts groups from the tensor's start, not from the row's", MATMUL,
 )  # fmt: skip
 def _first_scales(op: Op, context: Context) -> Variants:
+    if len(op.weights[0].shape) < 2:
+        return  # of a single row
     for group in _groups(op):
 
         def scaled(rows: Tensor, group: Blocks = group) -> Tensor:
@@ -66,7 +68,7 @@ def _first_scales(op: Op, context: Context) -> Variants:
 
         def read(file: GGUFFile, info: TensorInfo, scaled: Callable[[Tensor], Tensor] = scaled) -> Tensor:
             values = values_of(file, info)
-            return scaled(values.flatten(0, -2)).reshape(values.shape)
+            return scaled(values.reshape(-1, values.shape[-1])).reshape(values.shape)
 
         if _is_near(op, context, of_weight=scaled):
             yield reading(op, read), f"each row of {op.weights[0].name}, in {group.words}, is scaled as row 0 is"
