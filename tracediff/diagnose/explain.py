@@ -269,6 +269,7 @@ class _Search:
         found: list[Hypothesis] = []
         in_some: list[Hypothesis] = []
         for solved, scheme in self._solutions(one, in_whole):
+            self._budget.check()  # of a state of NaN thousands are found at once
             local = self._replay.under(one.record, solved.ops, one.error.nmse, scheme)
             part = Part(SOLVED, solved.words, solved.words, solved.fitted, solved.look)
             hypothesis = Hypothesis((part,), solved.ops, local)
