@@ -247,7 +247,7 @@ class _Search:
 
     def _solutions(self, one: _Faulty, in_whole: bool) -> Iterable[tuple[Solved, Scheme | None]]:
         """Edits of an op by itself, or of one in a segment: of what its end tells, or, which takes longest, of all."""
-        record, names, check = one.record, one.error.segment, self._trials.budget.check
+        record, names, check = one.record, one.error.segment, self._budget.check
         vain = any(split(other.record.op)[1] == split(record.op)[1] for other in self._kin.in_vain)
         if len(names) == 1:
             return solver.explanations(self._replay, record, check)

@@ -102,10 +102,10 @@ class Search:
         What does not count tokens is tried on the first of them.
         """
         first, found, seen = group[0], list[Solved](), set[float]()
+        counted = _counting(first.loops.source)
         for priced in variants:
             self._check()
-            alike = _counting(priced.variant.source) == _counting(first.loops.source)
-            segment = self._short if alike else self._whole
+            segment = self._short if _counting(priced.variant.source) == counted else self._whole
             ops = tuple(op for problem in group if (op := _edited(problem, priced.variant)))
             made = {}
             try:
