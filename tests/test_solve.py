@@ -35,7 +35,7 @@ from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.judge import Policy, judge
 from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.graph import Graph, Op
+from tracediff.model.graph import Graph, Op, Weight
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.names import Capture, kind_of, layer_of
@@ -237,6 +237,27 @@ def test_a_sum_of_products_is_not_spelled_out() -> None:
     arrays = {"x": Flat(np.ones(128 * 5000)), "w": Flat(np.ones(5000))}
     stores = Run(parse(source), {"T": 128, "n": 5000}, arrays, 128 * 5000).stores()
     assert np.all(stores[0].values == 5000)
+
+
+def test_what_no_memory_holds_does_not_run() -> None:
+    """Of NaN no matmul is asked, and all products at once would be 1 GB."""
+    total = "sum(x[t * n + i] * w[o * n + i] for i in range(n))"
+    source = f"for t in range(n):\n    for o in range(n):\n        y[t * n + o] = {total}"
+    arrays = {"x": Flat(np.full(512 * 512, math.nan)), "w": Flat(np.ones(512 * 512))}
+    with pytest.raises(CannotRunError, match="too large"):
+        Run(parse(source), {"n": 512}, arrays, 512 * 512).stores()
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 20])
+def test_rows_of_a_part_of_a_matrix(models: Models, keep_bytes: int) -> None:
+    """Of fused weights an op has rows from some on; kept in memory or not, they are these."""
+    weights = Weights(GGUFFile(models(TINY)), keep_bytes=keep_bytes)
+    whole = weights.load(Weight("blk.0.ffn_up.weight", (12, 8)))
+    part = Weight("blk.0.ffn_up.weight", (6, 8), first=4)
+    for _ in range(2):
+        assert torch.equal(weights.rows(part, 1, 5), whole[5:9])
+        assert torch.equal(weights.gather(part, torch.tensor([5, 0])), whole[[9, 4]])
+        assert torch.equal(torch.cat([*weights.slices(part)]), whole[4:10])
 
 
 # ---- found again
@@ -516,6 +537,21 @@ def test_the_first_tokens_of_a_segment_stand_for_all(
     assert first.n_tokens == n_tokens
     wrong = replace(right, function=late)
     assert first.left({right.name: wrong}) < 1e-12 < first.left({right.name: right})
+
+
+def test_what_follows_several_edits_is_computed_for_all_of_them_at_once(models: Models, tmp_path: Path) -> None:
+    """It comes to what it comes to of each alone, whichever token an edit changes."""
+    replay = traced(models(TINY), tmp_path, capture="layers")
+    segment, *_ = layer_of_states(replay)
+    right = replay.graph["blk.0.attn_output"]
+    edits = [
+        rewritten(right.name, "y[t * n_out + o] = sum", f"y[t * n_out + o] = {by} + sum") for by in ("t", "0.1", "o")
+    ]
+    changed = [{right.name: edit(replay.graph)} for edit in edits]
+    alone = [segment.left(one) for one in changed]
+    assert segment.lefts([segment.begun(one) for one in changed]) == pytest.approx(alone, rel=1e-9)
+    assert len(set(alone)) == 3
+    assert min(alone) > 1e-6
 
 
 def _wrong_from(token: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from tracediff.model.hparams import check_tokens
 # 4 MB of float32: a freshly mapped 17 MB block costs more in page faults (5 ms) than the float16 conversion
 # itself (0.3 ms); the allocator keeps blocks of this size. Row blocks also bound memory by the slice, not the matrix.
 _SLICE = 1 << 20
+_AHEAD = 3  # blocks that are dequantised before they are wanted
 _FLOATS = {
     GGMLQuantizationType.F32: (np.float32, torch.float32),
     GGMLQuantizationType.F16: (np.float16, torch.float16),
@@ -34,7 +35,7 @@ class Weights:
     def __init__(
         self, file: GGUFFile, dtype: torch.dtype = torch.float64, device: str = "cpu", keep_bytes: int = 0
     ) -> None:
-        """`keep_bytes` of slices stay in memory for the next use: steps and hypotheses read the same ones."""
+        """`keep_bytes` of matrices stay in memory for the next use: steps and hypotheses read the same ones."""
         self.file = file
         self.dtype = dtype
         self.device = device
@@ -75,42 +76,53 @@ class Weights:
         check_tokens(ids.tolist(), weight.shape[0])
         if self._in_memory(weight):
             return self.load(weight)[ids.to(self.device)]
-        return self._placed(self._rows(self._info(weight), ids.cpu().numpy()))
+        return self._placed(self._rows(self._info(weight), ids.cpu().numpy() + weight.first))
+
+    def rows(self, weight: Weight, first: int, end: int) -> Tensor:
+        """Rows from `first` to before `end` of a matrix: a view of it where it stays dequantised."""
+        if self._in_memory(weight) or not self._stays(weight):
+            return self.gather(weight, torch.arange(first, end))
+        if (kept := self._recent.get(_key(weight))) is None:
+            kept = torch.cat([*self.slices(weight)])
+        return kept[first:end]
 
     def slices(self, weight: Weight) -> Iterator[Tensor]:
         """The matrix as consecutive blocks of rows of about 4 MB; quantised ones are dequantised ahead."""
         n_rows, n_columns = weight.shape
         step = max(1, _SLICE // n_columns)
-        if self._in_memory(weight):
-            yield from self.load(weight).split(step)
+        kept = self.load(weight) if self._in_memory(weight) else self._recent.get(_key(weight))
+        if kept is not None:
+            yield from kept.split(step)
             return
-        info, end = self._info(weight), weight.first + n_rows
-        cuts = [slice(at, min(at + step, end)) for at in range(weight.first, end, step)]
-        keeps = self._recent.fits(n_rows * n_columns * self.dtype.itemsize)
-        if info.type in _FLOATS or self._recent.get((info.name, cuts[0].start, cuts[0].stop)) is not None:
-            yield from (self._slice(info, cut, keeps) for cut in cuts)
+        whole = torch.empty(n_rows, n_columns, dtype=self.dtype, device=self.device) if self._stays(weight) else None
+        for at, rows in self._in_blocks(weight, step):
+            yield self._placed(rows) if whole is None else whole[at : at + step].copy_(rows)
+        if whole is not None:
+            self._recent.keep(_key(weight), whole)
+
+    def _stays(self, weight: Weight) -> bool:
+        """Whether it is kept until it is wanted again: there is room for it."""
+        return math.prod(weight.shape) * self.dtype.itemsize <= self._recent.room
+
+    def _in_blocks(self, weight: Weight, step: int) -> Iterator[tuple[int, Tensor]]:
+        """So many rows at a time, as wide as they need to be, each with the first one's place."""
+        info, n_rows = self._info(weight), weight.shape[0]
+
+        def block(at: int) -> Tensor:
+            return self._rows(info, slice(weight.first + at, weight.first + min(at + step, n_rows)))
+
+        if info.type in _FLOATS:
+            yield from ((at, block(at)) for at in range(0, n_rows, step))
             return
-        ahead = [self._pool.submit(self._rows, info, cut) for cut in cuts[:3]]
-        for i, cut in enumerate(cuts):
-            rows = self._placed(ahead.pop(0).result())
-            if i + 3 < len(cuts):
-                ahead.append(self._pool.submit(self._rows, info, cuts[i + 3]))
-            if keeps:
-                self._recent.keep((info.name, cut.start, cut.stop), rows)
-            yield rows
+        ahead = [self._pool.submit(block, at) for at in range(0, min(n_rows, _AHEAD * step), step)]
+        for at in range(0, n_rows, step):
+            yield at, ahead.pop(0).result()
+            if (later := at + _AHEAD * step) < n_rows:
+                ahead.append(self._pool.submit(block, later))
 
     def _in_memory(self, weight: Weight) -> bool:
         """Whether it is not what the file holds."""
         return weight.read is not None or weight.name in self._held
-
-    def _slice(self, info: TensorInfo, cut: slice, keeps: bool) -> Tensor:
-        key = info.name, cut.start, cut.stop
-        rows = self._recent.get(key)
-        if rows is None:
-            rows = self._placed(self._rows(info, cut))
-            if keeps:
-                self._recent.keep(key, rows)
-        return rows
 
     def minima(self, weight: Weight) -> Tensor:
         """The float16 minimum of each block of a Q4_1 or Q5_1 matrix, [n_out, n_in / 32]."""
@@ -131,32 +143,35 @@ class Weights:
         return x.to(device=self.device).to(dtype or self.dtype)
 
 
+_Key = tuple[str, int, int]  # of a matrix: the tensor, the first row and how many
+
+
+def _key(weight: Weight) -> _Key:
+    return weight.name, weight.first, weight.shape[0]
+
+
 class _Recent:
-    """The tensors that were used last, as many as fit in so many bytes."""
+    """The matrices that were used last, as many as fit in so many bytes."""
 
     def __init__(self, room: int) -> None:
-        self._room = room
+        self.room = room
         self._size = 0
-        self._kept: dict[tuple[str, int, int], Tensor] = {}
+        self._kept: dict[_Key, Tensor] = {}
 
-    def fits(self, size: int) -> bool:
-        """Whether so many bytes are kept until they are wanted again: more would drive out their own beginning."""
-        return size <= self._room
-
-    def get(self, key: tuple[str, int, int]) -> Tensor | None:
+    def get(self, key: _Key) -> Tensor | None:
         """What is kept under the key, the last to be dropped from now on."""
         found = self._kept.pop(key, None)
         if found is not None:
             self._kept[key] = found
         return found
 
-    def keep(self, key: tuple[str, int, int], rows: Tensor) -> None:
+    def keep(self, key: _Key, matrix: Tensor) -> None:
         """Keep it, and drop what was not used for longest where there is no room."""
         if key in self._kept:
             return
-        self._kept[key] = rows
-        self._size += rows.nbytes
-        while self._size > self._room:
+        self._kept[key] = matrix
+        self._size += matrix.nbytes
+        while self._size > self.room:
             self._size -= self._kept.pop(next(iter(self._kept))).nbytes
 
 

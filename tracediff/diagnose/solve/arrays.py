@@ -10,8 +10,11 @@ import numpy as np
 Value = Any  # a number, or an array with an axis for each loop variable, of size 1 where it does not depend on it
 
 
+_LARGE = 1 << 26  # values of an intermediate result: half a gigabyte
+
+
 class CannotRunError(Exception):
-    """These loops cannot run: they divide integers by zero, or never end."""
+    """These loops cannot run: they divide integers by zero, never end, or hold too much at once."""
 
 
 class Array(Protocol):
@@ -23,6 +26,9 @@ class Array(Protocol):
 
     def take(self, at: np.ndarray) -> np.ndarray:
         """Those at these places, which are all inside."""
+
+    def between(self, low: int, high: int) -> np.ndarray:
+        """Those from one place to before another, both inside; not to be written to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,10 @@ class Flat:
     def take(self, at: np.ndarray) -> np.ndarray:
         """Those at these places."""
         return self.values[at]
+
+    def between(self, low: int, high: int) -> np.ndarray:
+        """Those from one place to before another."""
+        return self.values[low:high]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +86,15 @@ class Prepared:
     read: Sequence[Array | None]
 
 
+def held(*shapes: tuple[int, ...]) -> None:
+    """Raises CannotRunError if what is made of arrays of these shapes is too large to be held."""
+    if math.prod(np.broadcast_shapes(*shapes)) > _LARGE:
+        raise CannotRunError("too large")
+
+
 def over(how: str, terms: np.ndarray, axis: int, inside: Value) -> np.ndarray:
     """The sum, the largest, ... of terms along an axis, of those that are `inside`; raises CannotRunError."""
+    held(terms.shape)
     if inside is not None:
         terms = np.where(inside, terms, {"max": -np.inf, "min": np.inf}.get(how, 0))
     match how:
@@ -102,11 +119,13 @@ def contracted(a: np.ndarray, b: np.ndarray, axis: int, length: int) -> np.ndarr
     shape = np.broadcast_shapes(a.shape, b.shape)
     if a.shape[axis] == 1 and b.shape[axis] == 1:
         return a * b * length
-    if math.prod(shape) <= 2 * max(a.size, b.size) or not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return (a * b).sum(axis, keepdims=True)
-    # Axes that only one of the two has are matrix axes, those of both go along.
-    letters = "abcdefgh"[:rank]
-    of_a, of_b = ("".join(c for c, n in zip(letters, x.shape, strict=True) if n > 1) for x in (a, b))
-    kept = "".join(c for c in letters if c in of_a + of_b and c != letters[axis])
-    y = np.einsum(f"{of_a},{of_b}->{kept}", a.squeeze(), b.squeeze(), optimize=True)
-    return y.reshape([n if c in kept else 1 for c, n in zip(letters, shape, strict=True)])
+    if math.prod(shape) > 2 * max(a.size, b.size):
+        # Axes that only one of the two has are matrix axes, those of both go along.
+        letters = "abcdefgh"[:rank]
+        of_a, of_b = ("".join(c for c, n in zip(letters, x.shape, strict=True) if n > 1) for x in (a, b))
+        kept = "".join(c for c in letters if c in of_a + of_b and c != letters[axis])
+        y = np.einsum(f"{of_a},{of_b}->{kept}", a.squeeze(), b.squeeze(), optimize=True)
+        if np.isfinite(y).all():  # with NaN or infinite values BLAS need not make what the sums are
+            return y.reshape([n if c in kept else 1 for c, n in zip(letters, shape, strict=True)])
+    held(shape)
+    return (a * b).sum(axis, keepdims=True)

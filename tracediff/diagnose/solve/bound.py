@@ -23,6 +23,8 @@ SOMETHING = 0.731  # beyond arrays, where 0 was assumed
 _MOST = 0.5  # of all values: where more cannot be told, nothing is explained
 _ROWS = 1 << 19  # numbers of a weight from which only the rows that are needed are read
 
+_SPARSE = 4  # times what is read: rows between are read as well, which is less work than to tell which are needed
+
 parsed = lru_cache(4096)(parse)
 
 
@@ -179,15 +181,40 @@ class Rows:
 
     def take(self, at: np.ndarray) -> np.ndarray:
         """Those at these places."""
-        if self.size <= _ROWS or self.weight.read or len(self.weight.shape) < 2:
-            if self._whole is None:
-                self._whole = flat(self.hold(self.weights.load(self.weight)))
-            return self._whole[at]
+        low, high = int(at.min()), int(at.max()) + 1
+        if self._is_small or high - low <= _SPARSE * at.size:
+            return self.between(low, high)[at - low]
         width = self.weight.shape[-1]
         rows = at // width
         needed, place = np.unique(rows, return_inverse=True)
-        if not np.array_equal(needed, self._rows):  # one hypothesis after the other asks for the same
-            ids = torch.from_numpy(needed + self.weight.first)
-            self._table = self.hold(self.weights.gather(self.weight, ids)).double().cpu().numpy()
-            self._rows = needed
-        return self._table[place.reshape(rows.shape), at % width]
+        return self._of(needed)[place.reshape(rows.shape), at % width]
+
+    def between(self, low: int, high: int) -> np.ndarray:
+        """Those from one place to before another."""
+        if self._is_small:
+            return self._all[low:high]
+        width = self.weight.shape[-1]
+        first = low // width
+        rows = self._of(np.arange(first, (high - 1) // width + 1))
+        return rows.ravel()[low - first * width : high - first * width]
+
+    @property
+    def _is_small(self) -> bool:
+        return self.size <= _ROWS or self.weight.read is not None or len(self.weight.shape) < 2
+
+    @property
+    def _all(self) -> np.ndarray:
+        if self._whole is None:
+            self._whole = flat(self.hold(self.weights.load(self.weight)))
+        return self._whole
+
+    def _of(self, rows: np.ndarray) -> np.ndarray:
+        if not np.array_equal(rows, self._rows):  # one hypothesis after the other asks for the same
+            first, end = int(rows[0]), int(rows[-1]) + 1
+            if end - first == len(rows):
+                table = self.weights.rows(self.weight, first, end)
+            else:
+                table = self.weights.gather(self.weight, torch.from_numpy(rows))
+            self._table = self.hold(table).double().cpu().numpy()
+            self._rows = rows
+        return self._table

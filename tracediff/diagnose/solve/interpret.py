@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tracediff.diagnose.solve.arrays import Array, CannotRunError, Flat, Prepared, Stored, Value, contracted, over
+from tracediff.diagnose.solve.arrays import Array, CannotRunError, Flat, Prepared, Stored, Value, contracted, held, over
+from tracediff.diagnose.solve.lines import Line, line_of, line_through
 from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS
 from tracediff.diagnose.solve.program import Program, stores_to
 
 _BEYOND = 4  # times the largest array: so often may be stored, and so far; an engine that goes on crashes
 _SHORT = 1 << 16  # turns of loops that take no time
-_LARGE = 1 << 26  # values of an intermediate result: half a gigabyte
 _PREPARED = 8  # results of loops that are kept for other runs
 
 
@@ -63,6 +63,7 @@ class Run:
     def statements(self) -> list[Stored]:
         """What each statement stored to the output; raises CannotRunError."""
         self._names: dict[str, Value] = {"inf": math.inf, **self.numbers}
+        self._lines: dict[str, tuple[Value, Line | None]] = {}  # of values that were assigned
         self._in_place = self.program.reads_output and not self.places_only
         held = np.zeros(self.n_output if self.program.reads_output else 0) if self.before is None else self.before
         self._output: np.ndarray = held.astype(self.dtype)
@@ -95,6 +96,7 @@ class Run:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     if not self.places_only or name in self.program.placing:
                         self._names[name] = self.value(value)
+                        self._lines[name] = self._names[name], line_of(value, self._line)
                 case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name), slice=at)], value=value):
                     if not self.places_only:
                         self._store(name, self.value(at), self.value(value))
@@ -226,7 +228,7 @@ class Run:
                 test, a, b = self.value(test), self.value(a), self.value(b)
                 return np.where(test, *(np.asarray(x, self.dtype) for x in (a, b)))
             case ast.Subscript(value=ast.Name(id=name), slice=at):
-                return self._read(name, self.value(at))
+                return self._read(name, at)
             case ast.Call(func=ast.Name(id=name), args=[ast.GeneratorExp() as generator]):
                 return self._reduced(name, generator)
             case ast.Call(func=ast.Name(id=name), args=[argument]) if name in _FUNCTIONS:
@@ -241,8 +243,7 @@ class Run:
         return y.astype(self.dtype, copy=False) if _kind(y) == "f" else y
 
     def _binary(self, op: ast.operator, a: Value, b: Value) -> Value:
-        if np.ndim(a) and np.ndim(b) and math.prod(np.broadcast_shapes(a.shape, b.shape)) > _LARGE:
-            raise CannotRunError("too large")
+        held(np.shape(a), np.shape(b))
         match op:
             case ast.Add():
                 return a + b
@@ -262,14 +263,22 @@ class Run:
                 return np.power(float(a) if np.ndim(a) == 0 else a.astype(float), b)
         raise CannotRunError(type(op).__name__)
 
-    def _read(self, name: str, at: Value) -> Value:
-        if _kind(at) == "f":
-            raise CannotRunError("an index is no integer")
+    def _line(self, name: str) -> Line | None:
+        """Of a name that is linear in the loop variables."""
+        value = self._names.get(name)
+        known, line = self._lines.get(name, (None, None))
+        return line if known is value and line else line_through(value)
+
+    def _read(self, name: str, node: ast.expr) -> Value:
         own = self._output if name == "y" else self._local.get(name)
         array = self.arrays.get(name) if own is None else Flat(own)
         if array is None:
             raise CannotRunError(name)
-        at = np.asarray(at)
+        if own is None and (line := line_of(node, self._line)) and (values := line.of(array)) is not None:
+            return self._typed(values)
+        at: np.ndarray = np.asarray(self.value(node))
+        if _kind(at) == "f":
+            raise CannotRunError("an index is no integer")
         if not at.size or not array.size:
             self.went_beyond |= bool(at.size)
             return np.full(at.shape, self.beyond, self.dtype)
@@ -280,6 +289,9 @@ class Run:
             inside = (at >= 0) & (at < array.size)
             values = np.where(inside, array.take(np.where(inside, at, 0)), self.beyond)
             values = values if name not in INTEGER_ARRAYS else values.astype(int)
+        return self._typed(values)
+
+    def _typed(self, values: np.ndarray) -> np.ndarray:
         return values if _kind(values) == "i" else values.astype(self.dtype, copy=False)
 
     def _reduced(self, how: str, generator: ast.GeneratorExp) -> Value:

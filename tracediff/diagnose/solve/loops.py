@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from tracediff.model.graph import Op
 
+_BLOCK = 1 << 23  # numbers of a weight that are multiplied at a time: 64 MB in float64
+
 _EMBEDDING = """
 for t in range(T):
     for i in range(n):
@@ -155,7 +157,7 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
             source = _LINEAR if len(op.weights) > 1 else _LINEAR.replace(" + b[o]", "")
             numbers = {"T": first[0], "n_in": n_in, "n_out": n_out}
             shape = op.shape(first[0])
-            return Loops(source, ("x",), ("w", "b"), numbers, shape, ("o", max(1, (1 << 22) // n_in)))
+            return Loops(source, ("x",), ("w", "b"), numbers, shape, ("o", max(1, _BLOCK // n_in)))
         case "rope":
             return _rope(op, first)
         case "scores":

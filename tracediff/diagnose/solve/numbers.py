@@ -106,4 +106,4 @@ def best(left: Callable[[float], np.ndarray], right: float) -> float | None:
         if not np.isfinite(other) or not (size := float(np.square(left(other)).sum())) < least:
             break
         value, least = other, size
-    return value if np.isfinite(value) else None
+    return float(value) if np.isfinite(value) else None

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -25,6 +26,14 @@ from tracediff.trace.format import OpRecord
 
 _SHOWS = 0.01  # of the error of all tokens: where the first are off by less, they do not show the mistake
 _SAME = 1e-20  # NMSE: what float64 makes of the same ops on fewer tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What is made of a segment's ops with others among them, before the op at a place."""
+
+    at: int
+    values: Mapping[str, Tensor]
 
 
 class Segment:
@@ -83,21 +92,56 @@ class Segment:
         graph = self._replay.graph
         return graph[name].axes if name in graph else ("T",) if name in ("tokens", "positions") else ()
 
-    def left(self, changed: Mapping[str, Op], made: Mapping[str, Tensor] = MappingProxyType({})) -> float:
-        """NMSE of what is made at the end with these ops; of some of them it is known what they make."""
-        return nmse(self._made_at_end(changed, made), self._recorded)
+    def left(self, changed: Mapping[str, Op]) -> float:
+        """NMSE of what is made at the end with these ops."""
+        return self.lefts([self.begun(changed)])[0]
+
+    def lefts(self, begun: Sequence["Begun"]) -> list[float]:
+        """NMSE of what each comes to at the end; they begin the end at one place."""
+        return [nmse(y, self._recorded) for y in self._ended(begun).split(len(self._recorded))]
 
     def residual(self, changed: Mapping[str, Op], made: Mapping[str, Tensor] = MappingProxyType({})) -> np.ndarray:
-        """What is left of each recorded value then, as a share of their RMS."""
-        left = flat(self._recorded - self._made_at_end(changed, made).reshape(self._recorded.shape))
+        """What is left of each recorded value then, as a share of their RMS; of some ops it is known what they make."""
+        left = flat(self._recorded - self._ended([self.begun(changed, made)]).reshape(self._recorded.shape))
         return np.nan_to_num(left / float(self._recorded.square().mean().sqrt()), nan=math.inf)
 
-    def _made_at_end(self, changed: Mapping[str, Op], made: Mapping[str, Tensor]) -> Tensor:
-        values = dict(made)
-        for right in self.ops:
+    def begun(self, changed: Mapping[str, Op], made: Mapping[str, Tensor] = MappingProxyType({})) -> "Begun":
+        """What these ops make, and what follows up to where a token's values follow from its own alone."""
+        last = max((i for i, op in enumerate(self.ops) if op.name in changed or op.name in made), default=-1)
+        at, values = max(last + 1, self._apart), dict(made)
+        for right in self.ops[:at]:
             if right.name not in made and (right.name in changed or any(name in values for name in right.inputs)):
                 values[right.name] = self.made(changed.get(right.name, right), values)
-        return values[self._end][self._judged]
+        return Begun(at, values)
+
+    def _ended(self, begun: Sequence["Begun"]) -> Tensor:
+        """What each comes to at the end, one after the other along the tokens: each weight is read once for all."""
+        rest = self.ops[begun[0].at :]
+        passed = {name for one in begun for name in one.values} & {self._end, *(x for op in rest for x in op.inputs)}
+        values = {
+            name: torch.cat([one.values.get(name, self._known[name].exact)[self._judged] for one in begun])
+            for name in passed
+        }
+        for op in rest:
+            if any(name in values for name in op.inputs):
+                right = zip(op.inputs, self._known[op.name].inputs, strict=True)
+                given = [values[name] if name in values else _times(x[self._judged], len(begun)) for name, x in right]
+                values[op.name] = self._evaluated(op, given)
+        return values[self._end]
+
+    @cached_property
+    def _apart(self) -> int:
+        """The op from which on a token's values follow from its own alone."""
+        mixed = (i for i, op in enumerate(self.ops) if not self._is_by_token(op))
+        return max(mixed, default=-1) + 1
+
+    def _is_by_token(self, op: Op) -> bool:
+        """Whether of twice the tokens it makes twice what it makes of them."""
+        known = self._known[op.name]
+        if any(op.past) or any(self._axes(name)[:1] != ("T",) for name in (op.name, *op.inputs)):
+            return False
+        twice = self._evaluated(op, [_times(x, 2) for x in known.inputs])
+        return nmse(twice, _times(known.exact, 2)) <= _SAME
 
     def moved(self, op: Op, y: Tensor) -> float:
         """NMSE of what is made of an op against what it should be."""
@@ -113,9 +157,12 @@ class Segment:
                 given.append(torch.cat((known.inputs[i][: -len(values[name])], values[name])))
             else:
                 given.append(values.get(name, known.inputs[i]))
+        return self._evaluated(op, given)
+
+    def _evaluated(self, op: Op, given: Sequence[Tensor]) -> Tensor:
+        """What it makes under the arithmetic of the right op."""
         weights = self._replay.weights
-        right = self._replay.graph[op.name]
-        return evaluate(op, given, weights, arithmetic_of(right, self._scheme, weights))
+        return evaluate(op, given, weights, arithmetic_of(self._replay.graph[op.name], self._scheme, weights))
 
     def _held(self, name: str, past: Past) -> Tensor:
         if past is False and name in self._known:
@@ -139,3 +186,8 @@ class Segment:
         before = (layer_of(op.name) or 0) - 1  # whose buffers this layer may use
         names = [other.name for other in replay.graph if other.name in at_hand or layer_of(other.name) == before]
         return posed(op, replay.graph, replay.weights, self._known[op.name], held, names)
+
+
+def _times(x: Tensor, n: int) -> Tensor:
+    """So many copies, one after the other along the first axis."""
+    return x.repeat(n, *(1,) * (x.ndim - 1))

@@ -19,7 +19,7 @@ from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.bound import Bound
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import Solved, solve, words_of
-from tracediff.diagnose.solve.segment import Segment
+from tracediff.diagnose.solve.segment import Begun, Segment
 from tracediff.diagnose.solve.variant import Priced, Variant
 from tracediff.model.graph import Op
 from tracediff.names import split
@@ -30,6 +30,7 @@ from tracediff.trace.format import OpRecord
 _LEFT = 1e-4  # of the error: what leaves more is not looked at closely
 _SAME = 1e-12  # NMSE: an edit that moves less changes nothing
 _FIRST = 4  # tokens that are looked at first
+_TOGETHER = 128  # tokens of several edits that go through what follows at a time
 _OF_TOKENS = re.compile(r"\b(?:T|S|P|queries|keys)\b")  # numbers that are others for fewer tokens
 
 
@@ -72,6 +73,16 @@ def _placed(found: Iterator[Solved], scheme: Scheme | None) -> Explanations:
         yield replace(one, words=f"{places}: {one.words}"), scheme
 
 
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """An edit of some ops, computed as far as it must be alone."""
+
+    segment: Segment
+    begun: Begun
+    ops: tuple[Op, ...]
+    priced: Priced
+
+
 class Search:
     """Looks for an edit of a segment's ops that gives what was recorded."""
 
@@ -101,25 +112,49 @@ class Search:
 
         What does not count tokens is tried on the first of them.
         """
-        first, found, seen = group[0], list[Solved](), set[float]()
-        counted = _counting(first.loops.source)
+        found = list[Solved]()
+        waiting: dict[tuple[Segment, int], list[_Tried]] = {}
+        for one in self._begun(group, variants):
+            lot = waiting.setdefault((one.segment, one.begun.at), [])
+            lot.append(one)
+            if len(lot) * one.segment.n_tokens >= _TOGETHER:
+                found += self._fitting(group[0], lot)
+                lot.clear()
+        for lot in waiting.values():
+            found += self._fitting(group[0], lot)
+        return sorted(found, key=lambda one: one.bits)
+
+    def _begun(self, group: Sequence[Problem], variants: Iterator[Priced]) -> Iterator["_Tried"]:
+        """The edits that move something and come to the same as none before, each as far as it must be computed alone.
+
+        Of several ops the one of which most numbers differ, and the smallest of such, tells which edits do.
+        """
+        seen, counted = set[float](), _counting(group[0].loops.source)
+        telling = max(group, key=lambda problem: (len({*problem.loops.numbers.values()}), -problem.exact.size))
         for priced in variants:
             self._check()
             segment = self._short if _counting(priced.variant.source) == counted else self._whole
-            ops = tuple(op for problem in group if (op := _edited(problem, priced.variant)))
+            ops = {problem.op.name: op for problem in group if (op := _edited(problem, priced.variant))}
             made = {}
             try:
-                if len(group) == 1:
-                    made = {first.op.name: segment.made(ops[0])}
-                    moved = segment.moved(first.op, made[first.op.name])
+                if op := ops.get(telling.op.name):
+                    made = {op.name: segment.made(op)}
+                    moved = segment.moved(telling.op, made[op.name])
                     if moved <= _SAME or moved in seen:
                         continue
                     seen.add(moved)
-                if segment.left({op.name: op for op in ops}, made) <= _LEFT * self._off:
-                    found.append(Solved(ops, words_of(first, priced.variant), priced.bits, priced.look, priced.fitted))
+                begun = segment.begun(ops, made if len(group) == 1 else {})
             except CannotRunError:
                 continue
-        return sorted(found, key=lambda one: one.bits)
+            yield _Tried(segment, begun, tuple(ops.values()), priced)
+
+    def _fitting(self, problem: Problem, lot: Sequence["_Tried"]) -> Iterator[Solved]:
+        """Those of one lot that leave next to nothing."""
+        lefts = lot[0].segment.lefts([one.begun for one in lot]) if lot else ()
+        for one, left in zip(lot, lefts, strict=True):
+            if left <= _LEFT * self._off:
+                words = words_of(problem, one.priced.variant)
+                yield Solved(one.ops, words, one.priced.bits, one.priced.look, one.priced.fitted)
 
     def of_numbers(self, problem: Problem) -> list[Solved]:
         """Edits of an op whose numbers are fitted to what comes out at the end, and maps of its values."""
