@@ -301,7 +301,7 @@ def watching(path: Path) -> float:
         with TraceWriter(path.with_suffix(".trace"), "cost") as writer:
             writer.step(0, tokens, range(len(tokens)))
             observer: Any = Observer(asked, writer, lambda fraction: None)
-            context, _callback = engine._context(options, loaded, len(tokens), len(tokens), observer)
+            context, _callback = engine._context(options, loaded, len(tokens), len(tokens), observer, 1)
             if not watched:
                 observer._recogniser.look = lambda address: ()
                 observer.axes = {}

@@ -26,6 +26,7 @@ from mutants import PROMPT, SHAPES, first_difference, witnessed
 from second_opinion import Opinion
 
 from tracediff.diagnose.hypothesis import Hypothesis
+from tracediff.diagnose.mistakes import mistake
 from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors, terms
 from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.grammar import blank
@@ -83,7 +84,7 @@ def drawn(rng: random.Random, problem: Problem, sort: str) -> Edit | None:
             return maps.moved(op, how, axis, shape, follows), how.words(axes[axis], n)
         case "another reading of a weight" if op.kind == "linear":
             reading = _reading(rng, op, problem.weights.file)
-            return readings.reading(op, reading), readings.words_of_rows(reading.rows, op) or _of_elements(reading)
+            return mistake.reading(op, reading), readings.words_of_rows(reading.rows, op) or _of_elements(reading)
     assert loops
     return None
 

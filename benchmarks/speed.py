@@ -73,7 +73,7 @@ def llama_cpp(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     def decode(capture: str | None) -> Callable[[], None]:
         asked = request(capture or "all")
         observer = Observer(asked, None, lambda fraction: None) if capture else _Silent()
-        context, callback = engine._context(Options(), loaded, len(TOKENS), len(TOKENS), observer)
+        context, callback = engine._context(Options(), loaded, len(TOKENS), len(TOKENS), observer, 1)
         if capture is None:  # plain: no callback at all
             llama.llama_free(context)
             params = llama.llama_context_default_params()

@@ -79,12 +79,13 @@ class Weights:
         return self._placed(self._rows(self._info(weight), ids.cpu().numpy() + weight.first))
 
     def rows(self, weight: Weight, first: int, end: int) -> Tensor:
-        """Rows from `first` to before `end` of a matrix: a view of it where it stays dequantised."""
-        if self._in_memory(weight) or not self._stays(weight):
-            return self.gather(weight, torch.arange(first, end))
-        if (kept := self._recent.get(_key(weight))) is None:
+        """Rows from `first` to before `end` of a matrix: a view of it where it stays dequantised, as it does if these
+        are most of it.
+        """
+        kept = None if self._in_memory(weight) else self._recent.get(_key(weight))
+        if kept is None and self._stays(weight) and 2 * (end - first) > weight.shape[0]:
             kept = torch.cat([*self.slices(weight)])
-        return kept[first:end]
+        return self.gather(weight, torch.arange(first, end)) if kept is None else kept[first:end]
 
     def slices(self, weight: Weight) -> Iterator[Tensor]:
         """The matrix as consecutive blocks of rows of about 4 MB; quantised ones are dequantised ahead."""

@@ -63,7 +63,7 @@ class Look:
         points, found = self._points, {}
         wrong = self.problem.wrong[points["at"]]
         for name in points.keys() - {"at"}:
-            bad = np.unique(points[name][wrong])
+            bad = np.flatnonzero(np.bincount(points[name][wrong]))
             found[name] = bad, np.setdiff1d(points[name], bad)
         return found
 
@@ -82,8 +82,8 @@ class Look:
         only = {}
         if n > _POINTS and right.loops.block:
             name, _ = right.loops.block
-            wrong = np.flatnonzero(self.problem.wrong) % (n // int(right.numbers["T"]))
-            only = {name: np.union1d(_spread(np.unique(wrong), 64), np.arange(8))}
+            wrong = np.flatnonzero(self.problem.wrong.reshape(int(right.numbers["T"]), -1).any(0))
+            only = {name: np.union1d(_spread(wrong, 64), np.arange(8))}
         stores = right.places(only)
         names = set.intersection(*(set(stored.variables) for stored in stores)) & program.restrictable
         loops = [stored.loops() for stored in stores]
@@ -105,29 +105,27 @@ class Look:
 
     def _may_be(self, hypothesis: Bound, touches: Touches) -> bool:
         """Whether it gives any of the few wrong values that are looked at first, or what it gives is not known."""
+        unstored = 0
         if touches == "values":
             stores, beyond = hypothesis.stored(self.few, self._dtype)
             if beyond or not stores:
                 return beyond
             at, values = _joined(stores)
-        elif touches == "places" and self._all_are_stored(hypothesis):
+        elif touches == "places" and "before" not in hypothesis.arrays:
             at, values = self._sent(hypothesis)
+            unstored = self._zeros
         else:
             return True
         some = self.problem.wrong[at]
         at, values = at[some], values[some]
-        return not len(at) or bool(agree(self.problem.recorded[at], values, self.problem.near[at]).any())
-
-    def _all_are_stored(self, hypothesis: Bound) -> bool:
-        """Whether something was stored to each wrong place: no value is what the buffer held. Then each store is one
-        that stays: two turns that store to one place leave another without.
-        """
-        return "before" not in hypothesis.arrays and self._has_no_zeros
+        return len(at) <= unstored or bool(agree(self.problem.recorded[at], values, self.problem.near[at]).any())
 
     @cached_property
-    def _has_no_zeros(self) -> bool:
-        wrong = np.flatnonzero(self.problem.wrong)
-        return bool((np.abs(self.problem.recorded[wrong]) > self.problem.near[wrong]).all())
+    def _zeros(self) -> int:
+        """To how many wrong places nothing may have been stored. As many stores may not be the last to theirs: two
+        turns that store to one place leave another without.
+        """
+        return int((self.problem.recorded[self.problem.wrong] == 0).sum())
 
     def _sent(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
         """Of a few turns places that are not theirs and the right values that they store there."""
@@ -178,6 +176,8 @@ class Look:
 
     def _in_sample(self, at: np.ndarray) -> np.ndarray:
         """Where the sample has these places; -1 where it does not."""
+        if not at.size or (at.min() >= 0 and at.max() < self._place_in_sample.size):
+            return self._place_in_sample[at]
         found, inside = np.full(len(at), -1, np.int32), (at >= 0) & (at < self._place_in_sample.size)
         found[inside] = self._place_in_sample[at[inside]]
         return found
@@ -212,7 +212,8 @@ class Look:
         beyond those of the right loops make others.
         """
         edited = hypothesis.places()
-        if sum(len(stored.at) for stored in edited) < self.problem.exact.size and self._all_are_stored(hypothesis):
+        n = sum(len(stored.at) for stored in edited)
+        if "before" not in hypothesis.arrays and n + self._zeros < self.problem.exact.size:
             raise CannotRunError("too few stores")
         made, known = hypothesis.untouched(self._sample), np.ones(len(self._sample), bool)
         in_turn = len({len(stored.at) for stored in edited}) == 1  # statements of one loop
