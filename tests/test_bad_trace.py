@@ -330,7 +330,8 @@ def test_another_model_of_the_same_shape(command: str, pair: Pair, tmp_path: Pat
     traces = [pair.path] if command == "check" else [pair.reference, pair.path]
     assert refused(command, *traces, "--model", other) == (
         f"{pair.path}: none of its 5 norm weights is that of {other}: it is a trace of another model "
-        "(its first line says 'tiny-F32.gguf'). Give the GGUF file that it was made with."
+        "(its first line says 'tiny-F32.gguf'), or its engine loads them all wrongly. Give the GGUF file that it was "
+        "made with; if this is it, compare the sizes and offsets with which tensors are read."
     )
 
 

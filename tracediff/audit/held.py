@@ -56,7 +56,8 @@ def refuse_another_model(trace: Trace, model: "Model") -> None:
     if len(names) > 1 and all(weight.status == "wrong" and weight.cause is None for weight in found):
         raise MismatchError(
             f"{trace.path}: none of its {len(names)} norm weights is that of {model.path}: it is a trace of another "
-            f"model (its first line says {trace.header.model!r}). Give the GGUF file that it was made with."
+            f"model (its first line says {trace.header.model!r}), or its engine loads them all wrongly. Give the GGUF "
+            "file that it was made with; if this is it, compare the sizes and offsets with which tensors are read."
         )
 
 
