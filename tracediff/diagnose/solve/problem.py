@@ -35,6 +35,7 @@ class Problem:
     held: Callable[[Read], np.ndarray | None]
     names: Sequence[str]  # of all values recorded in this step
     earlier: Sequence[str]  # those that were computed before
+    is_told: bool = False  # what was made of it follows from another record: nobody can look up a value of it
 
     @cached_property
     def wrong(self) -> np.ndarray:

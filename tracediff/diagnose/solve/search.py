@@ -80,7 +80,7 @@ def _solved(problem: Problem, priced: Priced) -> Solved | None:
             untold = unknown[~agree(made.flat[unknown], problem.recorded[unknown], problem.near[unknown])]
         except CannotRunError:
             return None
-        if len(untold) > problem.wrong.sum() / 2:
+        if len(untold) > problem.wrong.sum() / 2 or (len(unknown) and problem.is_told):
             return None
         if len(untold):
             words += f" ({some(len(untold), 'value')} made of what lies beyond cannot be told: it is not in the trace)"

@@ -80,7 +80,7 @@ class Segment:
         error = flat(self._recorded - self._known[self._end].exact)
         for op in reversed(self.ops):
             if self._is_only_added(op) and (problem := self.problem(op)):
-                yield replace(problem, recorded=problem.exact + error, bound=flat(self._bound))
+                yield replace(problem, recorded=problem.exact + error, bound=flat(self._bound), is_told=True)
 
     def _is_only_added(self, op: Op) -> bool:
         """Whether it is the segment's end, or is added once to make a value that is."""
