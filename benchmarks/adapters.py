@@ -181,7 +181,7 @@ def llms_from_scratch(dtype: str) -> Trace:
                 "n_kv_groups": h.n_head_kv, "rope_base": h.rope.theta, "dtype": DTYPES[dtype],
             }
         )  # fmt: skip
-        names = {
+        names: dict[str, tuple[str, ...]] = {
             "att.W_query.weight": ("attn_q.weight",), "att.W_key.weight": ("attn_k.weight",),
             "att.W_value.weight": ("attn_v.weight",),
             "att.out_proj.weight": ("attn_output.weight",), "att.q_norm.scale": ("attn_q_norm.weight",),

@@ -231,7 +231,7 @@ def main() -> int:
         compiler = ["gcc", "-O3", "-w", f"-I{EMITTER}", "engine.c", "-o", "engine", "-lm"]
         subprocess.run(compiler, cwd=folder, check=True)
         (folder / "model.bin").write_bytes(b"".join(engine.checkpoint(model)))
-        given = [out.resolve(), name, engine.arch, model_path.name, *tokens.split(",")]
+        given = [str(out.resolve()), name, engine.arch, model_path.name, *tokens.split(",")]
         subprocess.run([folder / "engine", folder / "model.bin", *given], check=True)
     return 0
 

@@ -44,7 +44,7 @@ from tracediff.result import Local
 from tracediff.trace.reader import Trace
 from tracediff_reference.protocol import Options
 
-_SIZES = {"n_layer": 2, "n_embd": 256, "n_ff": 512}
+_SIZES: dict[str, Any] = {"n_layer": 2, "n_embd": 256, "n_ff": 512}
 # Heads are 32 or 64 channels wide: a q8_0 cache needs blocks of 32. "narrow" has rows that K-quants cannot hold.
 FAMILIES: Mapping[str, Shape] = MappingProxyType(
     {
@@ -188,14 +188,14 @@ def locals_of(run: Run, folder: Path) -> Iterator[Judged]:
     file = GGUFFile(model)
     graph = build_graph(file)
     tokens, out = tokens_of(run.length, graph.hparams.n_vocab), folder / "clean.trace"
-    options = {"capture": "all"} | (TORCH if run.engine == "torch" else LLAMA_CPP)[run.how]
+    options = {"capture": "all"} | (TORCH if run.engine == "torch" else LLAMA_CPP)[run.how]  # type: ignore[operator]
     wanted = options.pop("capture")
     capture = "layers" if wanted == "logits" else wanted
     if run.engine == "torch":
-        trace_torch(model, out, TorchOptions(capture=capture, **options), tokens, n_decode=2)
+        trace_torch(model, out, TorchOptions(capture=capture, **options), tokens, n_decode=2)  # type: ignore[arg-type]
     else:
         options = {"threads": 1} | options
-        LlamaCpp(model, Prompt(tokens=tokens), out, capture=capture, n_decode=2, options=Options(**options)).wait()
+        LlamaCpp(model, Prompt(tokens=tokens), out, capture=capture, n_decode=2, options=Options(**options)).wait()  # type: ignore[arg-type]
     trace = Trace(out)
     if wanted == "logits":
         trace = trace.without({key for key in trace.ops if key[1] != "output"})
@@ -227,7 +227,9 @@ def merged(found: Mapping[Key, Worst], **wanted: str) -> Worst:
     return total
 
 
-def report(found: Mapping[Key, Worst], alarms: list[str], command: str, seconds: float, n_runs: int) -> str:
+def report(
+    found: Mapping[Key, Worst], alarms: list[tuple[object, ...]], command: str, seconds: float, n_runs: int
+) -> str:
     """The document."""
     used = {run for run, _ in found}
     kinds = list(dict.fromkeys(kind for _, kind in found))
@@ -307,7 +309,7 @@ def sampled(
     """What comes of the cases, in so many processes; those that have not begun when the time is over are left out."""
     end = time.monotonic() + seconds
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        waiting, running = iter(cases), set()
+        waiting, running = iter(cases), set()  # type: ignore[var-annotated]
         while True:
             while len(running) < processes and time.monotonic() < end and (case := next(waiting, None)) is not None:
                 running.add(pool.submit(work, case))

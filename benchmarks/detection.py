@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ from tracediff.trace.writer import TraceWriter
 N_LAYER = 3
 TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 107, 260, 98)
 CHUNK = (97, 110, 32)
-_COMMON = {"n_layer": N_LAYER, "n_embd": 256, "n_head": 8, "n_head_kv": 2, "n_ff": 512, "n_vocab": 512}
+_COMMON: dict[str, Any] = {"n_layer": N_LAYER, "n_embd": 256, "n_head": 8, "n_head_kv": 2, "n_ff": 512, "n_vocab": 512}
 SHAPES = {
     "llama": Shape("llama", **_COMMON, theta=500_000.0, eps=1e-5, rope_factors=True),
     "qwen2": Shape("qwen2", **_COMMON, loud=True),
@@ -69,7 +69,8 @@ LOGITS_OF = (("qwen2", "F32"), ("llama", "F16"), ("qwen3", "Q8_0"), ("llama", "Q
 
 INNOCENT = "innocent"  # in the place of a mistake
 
-A, B = TypeVar("A"), TypeVar("B")
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def engine_arithmetic(family: str, weights: str) -> str:
@@ -87,7 +88,7 @@ def positions(step: int, shift: int = 0) -> tuple[int, ...]:
 class LogitsOnly(Recorder):
     """Records the last op alone."""
 
-    def op(self, step, op, values, hidden=None):  # noqa: D102
+    def op(self, step, op, values, hidden=None):  # type: ignore[no-untyped-def, override]  # noqa: D102
         if op == "output":
             super().op(step, op, values, hidden)
 
@@ -99,7 +100,7 @@ def make_model(folder: Path, family: str, weights: str) -> Path:
         if weights == "Q4_K_M":
             quantize(make_model(folder, family, "F32"), path, weights)
         else:
-            write_model(path, SHAPES[family], weights)
+            write_model(path, SHAPES[family], weights)  # type: ignore[arg-type]
     return path
 
 
@@ -129,7 +130,7 @@ class Bench:
         """
         path = self.folder / "detection.trace"
         with TraceWriter(path, "detection", graph.hparams.arch) as writer:
-            recorder = LogitsOnly(writer) if capture == "logits" else Recorder(writer, capture)
+            recorder = LogitsOnly(writer) if capture == "logits" else Recorder(writer, capture)  # type: ignore[arg-type]
             engine = TorchEngine(graph, weights or self.weights32, None if weights else self.scheme)
             engine.run(0, StepInput(TOKENS, positions(0, shift)), recorder)
             engine.run(1, StepInput(CHUNK, positions(1, shift)), recorder)
@@ -170,7 +171,7 @@ class Bench:
 
 def covered(faulty: list[OpResult]) -> set[str]:
     """The ops that these faulty records are computed from."""
-    return {op for result in faulty for op in result.local.segment}
+    return {op for result in faulty if result.local for op in result.local.segment}
 
 
 def run_one(bench: Bench, name: str, graph: Graph, capture: str, says: str = "") -> str:
@@ -183,13 +184,14 @@ def run_one(bench: Bench, name: str, graph: Graph, capture: str, says: str = "")
     finite = all(np.isfinite(trace.values(record)).all() for record in trace.ops.values())
     judged = bench.judged(trace)
     faulty = [op for op in judged if op.status == "faulty"]
+    strangers = [op.op for op in faulty if op.local and not set(op.local.segment) & changed.keys()]
     if not faulty and name in COARSE_TYPES and finite:
         return "innocent"
-    if any(not set(op.local.segment) & changed.keys() for op in faulty):
-        return "false alarm: " + ", ".join(op.op for op in faulty if not set(op.local.segment) & changed.keys())
+    if strangers:
+        return "false alarm: " + ", ".join(strangers)
     missed = bench.missed(changed, faulty, capture)
     if missed:
-        blind = covered([op for op in judged if op.local.blind])
+        blind = covered([op for op in judged if op.local and op.local.blind])
         return ("blind: " if blind.issuperset(missed) else "missed: ") + ", ".join(missed)
     if not faulty:
         return "not visible"
@@ -197,7 +199,7 @@ def run_one(bench: Bench, name: str, graph: Graph, capture: str, says: str = "")
     if says and names == {"solved"}:  # the solver, too, tells a number
         names = {name}
     if names <= {name, ALIKE.get(name, name) if capture != "all" else name}:
-        other = next((op.cause.text for op in faulty if says not in op.cause.text), None)
+        other = next((op.cause.text for op in faulty if op.cause and says not in op.cause.text), None)
         return "named" if other is None else f"misnamed: {other}"
     return "unnamed" if names <= {None, name} else "misnamed: " + ", ".join(sorted(filter(None, names - {name})))
 
@@ -284,7 +286,7 @@ def in_turn(a: Sequence[A], b: Sequence[B]) -> Iterator[tuple[A, B]]:
     """All pairs, in a random order that is the same in each run: among the first n each of `a` and of `b` is as often
     as any other, or once less.
     """
-    a, b = (random.Random(0).sample(of, len(of)) for of in (a, b))
+    a, b = random.Random(0).sample(a, len(a)), random.Random(0).sample(b, len(b))
     for i in range(len(a) * len(b)):
         yield a[i % len(a)], b[(i + i // math.lcm(len(a), len(b))) % len(b)]
 
@@ -363,7 +365,7 @@ def report(outcomes: list[Outcome], n_cases: int, command: str, seconds: float) 
         parts.append(
             "## Other variants, and numbers off the lists\n\nIn the middle layer: all variants of a mistake but the "
             "first, which the tables above have, and numbers that no list holds: they must be told to three digits.\n\n"
-            + table(("what", "recorded", *head), ((*key, *row(found)) for key, found in groups.items()))
+            + table(("what", "recorded", *head), ((*key, *row(found)) for key, found in groups.items()))  # type: ignore[misc]
         )
     innocent = [o for o in outcomes if o.kind == INNOCENT]
     if innocent:

@@ -51,7 +51,7 @@ def imported(form: str, path: Path, name_map: Path | None = None) -> None:
     from tracediff.trace.reader import Trace
 
     out = path.parent / "out.trace"
-    import_trace(form, path, out, Options(name_map, TOKENS, None, True), say=lambda message: None)
+    import_trace(form, path, out, Options(name_map, TOKENS, None, True), say=lambda message: None)  # type: ignore[arg-type]
     Trace(out)
 
 
@@ -112,8 +112,8 @@ def npz(data: bytes, folder: Path) -> None:
 def npz_seeds() -> list[bytes]:
     """Of each sort."""
     types = [X, X.astype(np.float16), X.astype(">f8"), np.asfortranarray(X), X.astype(np.int8), np.array([None])]
-    arrays = [saved(lambda f, x=x: np.save(f, x)) for x in types]
-    whole = saved(lambda f: np.savez_compressed(f, lm_head=X, tokens=np.array(TOKENS), **{"step1/output": X}))
+    arrays = [saved(lambda f, x=x: np.save(f, x)) for x in types]  # type: ignore[misc]
+    whole = saved(lambda f: np.savez_compressed(f, lm_head=X, tokens=np.array(TOKENS), **{"step1/output": X}))  # type: ignore[arg-type]
     return [b"z" + whole, *(b"a" + array for array in arrays), b"nblk.0.attn_q.npy\n" + arrays[0], b"nlm_head.rows\n"]
 
 
@@ -125,7 +125,7 @@ def sglang(data: bytes, folder: Path) -> None:
         members = {"data.pkl": data, "version": b"3\n", "byteorder": b"little", "data/0": X.tobytes()}
         data = packed({f"archive/{name}": content for name, content in members.items()})
     elif how == b"n":
-        name, _, data = (part.decode("latin-1") if i == 0 else part for i, part in enumerate(data.partition(b"\n")))
+        name, _, data = (part.decode("latin-1") if i == 0 else part for i, part in enumerate(data.partition(b"\n")))  # type: ignore[assignment]
     (folder / "in").mkdir(exist_ok=True)
     for path in (folder / "in").iterdir():
         path.unlink()
@@ -142,7 +142,7 @@ def sglang_seeds() -> list[bytes]:
 
     x = torch.from_numpy(X)
     values = [x, x.bfloat16(), x.to_sparse(), x.expand(3, 2, 3), {"value": x, "meta": {"a": [1, (2,)]}}, x.T]
-    files = [saved(lambda f, value=value: torch.save(value, f)) for value in values]
+    files = [saved(lambda f, value=value: torch.save(value, f)) for value in values]  # type: ignore[misc]
     old = saved(lambda f: torch.save(x, f, _use_new_zipfile_serialization=False))
     pickles = []
     for file in files:
@@ -212,7 +212,7 @@ def map_(data: bytes, folder: Path) -> None:
 
 def prepare_map(folder: Path) -> None:
     """The arrays that maps name."""
-    np.savez(folder / "named.npz", **{"a": X, "h.0": X, "h.1": X + 1, "lm_head": X})
+    np.savez(folder / "named.npz", **{"a": X, "h.0": X, "h.1": X + 1, "lm_head": X})  # type: ignore[arg-type]
 
 
 # ---- Models and traces
@@ -314,7 +314,8 @@ def trace(data: bytes, folder: Path) -> None:
 TARGETS = {
     "npy": Target(
         lambda: [
-            saved(lambda f, x=x: np.save(f, x)) for x in (X, np.asfortranarray(X), X.astype(">f2"), np.array([None]))
+            saved(lambda f, x=x: np.save(f, x))  # type: ignore[misc]
+            for x in (X, np.asfortranarray(X), X.astype(">f2"), np.array([None]))
         ],
         in_folder("npy", "lm_head.npy"),
     ),
@@ -423,7 +424,8 @@ def share(name: str, seconds: int, folder: Path) -> tuple[float, int, int, list[
         code = child.returncode = os.waitstatus_to_exitcode(status)
         log.seek(0)
         said = log.read()
-    inputs = int(re.search(r"number_of_executed_units: (\d+)", said)[1]) if "executed_units" in said else 0
+    ran = re.search(r"number_of_executed_units: (\d+)", said)
+    inputs = int(ran[1]) if ran else 0
     edges = max((int(n) for n in re.findall(r" cov: (\d+)", said)), default=0)
     wrong = [line.removeprefix("WRONG ") for line in said.splitlines() if line.startswith("WRONG ")]
     if code:

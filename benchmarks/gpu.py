@@ -35,7 +35,7 @@ from tracediff.pipeline import Effort, check_trace
 from tracediff.result import Result
 
 TOKENS = [256, *((37 * i + 11) % 250 for i in range(63))]
-SIZES = {"n_layer": 3, "n_embd": 512, "n_head": 8, "n_head_kv": 2, "n_ff": 1152, "n_vocab": 1024}
+SIZES: dict[str, Any] = {"n_layer": 3, "n_embd": 512, "n_head": 8, "n_head_kv": 2, "n_ff": 1152, "n_vocab": 1024}
 SHAPES = {
     "llama": Shape("llama", **SIZES, theta=500_000.0, eps=1e-5),
     "qwen3": Shape("qwen3", **{**SIZES, "n_head": 4}, head_dim=128),
@@ -91,7 +91,7 @@ def runs(
             yield (
                 f"torch, {dtype}, {arch} {weights}",
                 model,
-                lambda m=model, o=options: trace_torch(m, out, o, TOKENS, 2),
+                lambda m=model, o=options: trace_torch(m, out, o, TOKENS, 2),  # type: ignore[misc]
             )
     for arch in SHAPES:
         model = models[arch, "F16"]
@@ -100,7 +100,7 @@ def runs(
             ("bf16", False, "sdpa"), ("f16", False, "eager"), ("f16", False, "sdpa"),
         ):  # fmt: skip
             words = f"transformers, {attention}, {'tf32' if wide else dtype}, {arch} F16"
-            yield words, model, lambda m=model, d=dtype, w=wide, a=attention: transformers(m, out, device, d, w, a)
+            yield words, model, lambda m=model, d=dtype, w=wide, a=attention: transformers(m, out, device, d, w, a)  # type: ignore[misc]
 
 
 def transformers(model: Path, out: Path, device: str, dtype: str, wide: bool, attention: str) -> None:
@@ -177,11 +177,11 @@ def speed(device: str, folder: Path) -> Iterator[tuple[str, ...]]:
     base = seconds(device, plain)
     for capture in ("stats", "layers", "all"):
         options: Any = TorchOptions(dtype="bf16", device=device, capture=capture)
-        taken = seconds(device, lambda o=options: trace_model(loaded, model, folder / "speed.trace", o, TOKENS))
+        taken = seconds(device, lambda o=options: trace_model(loaded, model, folder / "speed.trace", o, TOKENS))  # type: ignore[misc]
         yield f"transformers, recorded ({capture}) / plain forward", f"{taken / base:.2f}"
     for dtype in ("f32", "bf16"):
         options = TorchOptions(dtype=dtype, device=device, capture="stats")
-        taken = seconds(device, lambda o=options: trace_torch(model, folder / "speed.trace", o, TOKENS))
+        taken = seconds(device, lambda o=options: trace_torch(model, folder / "speed.trace", o, TOKENS))  # type: ignore[misc]
         yield f"torch engine ({dtype}, stats, the file read again) / plain forward", f"{taken / base:.2f}"
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import linear_regression
+from typing import Any
 
 from rich.console import Console
 
@@ -43,7 +44,7 @@ from tracediff.trace.writer import TraceWriter
 from tracediff_reference.protocol import Options
 
 _MARK = "<!-- growth -->"  # around the tables in the page
-_TINY = {
+_TINY: dict[str, Any] = {
     "n_layer": 1,
     "n_embd": 32,
     "n_head": 2,
@@ -248,7 +249,7 @@ def measured(
                     with limit(seconds):
                         _ = [getattr(case, attribute) for attribute in ("model", *stage.before)]
                     with limit(seconds):
-                        took = cpu_seconds(lambda stage=stage, case=case: stage.run(case))
+                        took = cpu_seconds(lambda stage=stage, case=case: stage.run(case))  # type: ignore[misc]
                 except TooLong:
                     too_long.update(stages if name.startswith("trace") else [name])
                     print(f"{axis.name} {size:,} {name}: too long", file=sys.stderr, flush=True)

@@ -121,7 +121,7 @@ def of_kinds(folder: Path) -> str:
                     missed.append(f"{name} in {op.name} of {arch}")
         print(f"{arch}: {sum(c.total() for c in found.values())} mistakes, missed {missed}", file=sys.stderr)
     rows = [(kind, count["located"] + count["missed"], count["located"]) for kind, count in sorted(found.items())]
-    n, n_located = (sum(row[i] for row in rows) for i in (1, 2))
+    n, n_located = (sum(row[i] for row in rows) for i in (1, 2))  # type: ignore[misc]
     others = ", ".join(sorted({*KINDS} - {*found}))
     said = [
         f"## Kinds of op\n\n{n} mistakes in {len(rows)} kinds of op, each planted in one op: **{n_located} located**. "
@@ -214,7 +214,7 @@ def of_ties(folder: Path) -> str:
             made[1:6:2] = made[0:6:2]
         return made
 
-    tiny_models.values = values
+    tiny_models.values = values  # type: ignore[assignment]
     try:
         bench = Bench(Model(tiny_models.write("qwen3moe", folder / "twins.gguf")), folder)
     finally:
@@ -223,7 +223,9 @@ def of_ties(folder: Path) -> str:
     choices = [replace(op, function=last_of_equals) for op in graph if op.kind == "top_k"]
     result = check_trace(bench.trace(graph.changed(*choices), TOKENS * 30), bench.model)
     note = next(note for note in result.notes if "another choice" in note)
-    otherwise, n, n_ties = map(int, re.search(r"in (\d+) of (\d+) tokens .* (\d+) of these are ties", note).groups())
+    told = re.search(r"in (\d+) of (\d+) tokens .* (\d+) of these are ties", note)
+    assert told
+    otherwise, n, n_ties = map(int, told.groups())
     return (
         f"## Ties\n\nExperts in pairs that the router cannot tell apart, and an engine that takes the other one of a "
         f"pair: {otherwise} of {n} choices are not those of replay. **{n_ties} are said to be ties, "
@@ -306,7 +308,8 @@ def watching(path: Path) -> float:
                 observer._recogniser.look = lambda address: ()
                 observer.axes = {}
             began = time.process_time()
-            engine._decode(context, observer, 0, 0, tokens, asked)
+            observer.begin(0, range(len(tokens)))
+            engine._decode(context, observer, tokens, range(len(tokens)), [0] * len(tokens), asked)
             return time.process_time() - began
 
     decoded(True)

@@ -44,7 +44,7 @@ from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
 
 SOURCE = Path(__file__).parent.parent / "emitters/c/example_decoder.c"
-_COMMON = {"n_layer": 2, "n_embd": 256, "n_head": 8, "n_head_kv": 2, "n_ff": 512, "n_vocab": 320}
+_COMMON: dict[str, Any] = {"n_layer": 2, "n_embd": 256, "n_head": 8, "n_head_kv": 2, "n_ff": 512, "n_vocab": 320}
 SHAPES = {
     "llama": Shape("llama", **_COMMON, theta=10_000.0, eps=1e-5),
     "qwen2": Shape("qwen2", **_COMMON, tied=True),
@@ -273,7 +273,7 @@ def write_raw(folder: Path, shape: Shape, weights: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.gguf"
     if weights in ("F32", "F16", "Q8_0"):
-        write_model(path, shape, weights)
+        write_model(path, shape, weights)  # type: ignore[arg-type]
     else:
         quantize(write_model(folder / "f32.gguf", shape, "F32"), path, weights)
     file = GGUFFile(path)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import adapters
 from rich.console import Console
@@ -30,7 +31,7 @@ from tracediff.pipeline import check_trace
 from tracediff.report.sections.said import arithmetic
 from tracediff.result import Result
 
-SIZES = {"n_layer": 2, "n_embd": 256, "n_head_kv": 2, "n_ff": 512, "n_vocab": 320, "n_ctx": 64}
+SIZES: dict[str, Any] = {"n_layer": 2, "n_embd": 256, "n_head_kv": 2, "n_ff": 512, "n_vocab": 320, "n_ctx": 64}
 # With the constants that small engines have in their sources: Llama 2's, and Qwen's; heads of Qwen3's 128 channels.
 SHAPES = {
     "llama": Shape("llama", **SIZES, n_head=8, theta=10_000.0, eps=1e-5),
@@ -202,8 +203,8 @@ def report(rows: list[Row], command: str, seconds: float) -> str:
 def main() -> int:
     """Run the matrix; 1 when there was an alarm."""
     if sys.argv[1:2] == ["--child"]:
-        _, _, name, folder, command, *models = sys.argv
-        return child(name, Path(folder), command, [Path(model) for model in models])
+        _, _, name, out, command, *paths = sys.argv
+        return child(name, Path(out), command, [Path(path) for path in paths])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", type=Path)
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=COMMAND")

@@ -137,7 +137,9 @@ def repaired(script: str, right: str) -> str:
     for name, value in stated.items():
         right = re.sub(rf"\b{name.upper()}\b", value, right)
     right = right.replace("NEIGHBOURS", str(stated.get("pairing") == "'neighbours'"))
-    arguments = re.search(r"def yours\((.*)\)", script)[1].split(", ")
+    signature = re.search(r"def yours\((.*)\)", script)
+    assert signature
+    arguments = signature[1].split(", ")
     x, w = (
         f"[{', '.join(f'{a}.astype(float)' for a in arguments if a.startswith(what))}]" for what in ("input", "weight")
     )

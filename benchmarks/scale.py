@@ -10,7 +10,7 @@ prompts of several lengths, and the page says how far the fit is off.
 import os
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -171,7 +171,7 @@ def two_workers(folder: Path) -> tuple[int, float, float, float]:
         began = time.process_time()
         check_trace(trace, path, effort=Effort(2, ray="local"))
         first = time.process_time() - began  # opening, the plan, handing out, statistics
-    spent: Counter[int] = Counter()
+    spent: dict[int, float] = defaultdict(float)
     for process, opening, judging in done:
         spent[process] += opening + judging
     each = [judging for _, _, judging in done]

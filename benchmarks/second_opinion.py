@@ -78,7 +78,7 @@ class _C(ast.NodeVisitor):
     def expression(self, node: ast.expr) -> str:
         match node:
             case ast.Constant(value=value):
-                return f"{value}" if isinstance(value, int) else repr(float(value))
+                return f"{value}" if isinstance(value, int) else repr(float(value))  # type: ignore[arg-type]
             case ast.Name(id="inf"):
                 return "INFINITY"
             case ast.Name(id=name):

@@ -72,7 +72,7 @@ def run_one(bench: Bench, chosen: Set, capture: str) -> str:
     """Trace and judge: one word for what came of it, and where after a colon."""
     trace = bench.trace(chosen.graph, capture)
     faulty = [op for op in bench.judged(trace) if op.status == "faulty"]
-    clean = [op.op for op in faulty if not chosen.owner.keys() & set(op.local.segment)]
+    clean = [op.op for op in faulty if op.local and not chosen.owner.keys() & set(op.local.segment)]
     if clean:
         return "false alarm: " + ", ".join(clean)
     missed = bench.missed({name: chosen.graph[name] for name in chosen.owner}, faulty, capture)
@@ -82,6 +82,7 @@ def run_one(bench: Bench, chosen: Set, capture: str) -> str:
         return "not visible"
     wrong: dict[str, str] = {}
     for op in faulty:
+        assert op.local
         planted = {chosen.owner[name] for name in op.local.segment if name in chosen.owner}
         planted |= {ALIKE[name] for name in planted if name in ALIKE and capture != "all"}
         if not op.cause:

@@ -189,7 +189,7 @@ class Engine:
         if op.name == "token_embd":
             return self._summed(made), made
         if self._is("the residual added on every rank", op.name, "attn_residual"):
-            return [y + (self.n - 1) * evaluate(op, [torch.zeros_like(y), self._layer_input], self.weights)
+            return [y + (self.n - 1) * evaluate(op, [torch.zeros_like(y), self._layer_input], self.weights)  # type: ignore[has-type]
                     for y in made], None  # fmt: skip
         if self.mistake and local == "attn_norm":
             self._layer_input = inputs[0]

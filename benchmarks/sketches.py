@@ -31,7 +31,7 @@ def mistakes(folder: Path) -> Iterator[tuple[str, str, str, str]]:
     """Each mistake that can be planted: its words, the first op that differs by values, by sketches, by statistics."""
     model = Model(write_model(folder / "model.gguf", SHAPE, "Q8_0"))
     clean = {
-        capture: trace_torch(model, folder / f"{capture}.trace", TorchOptions(capture=capture), TOKENS, 1)  # type: ignore[arg-type]
+        capture: trace_torch(model, folder / f"{capture}.trace", TorchOptions(capture=capture), TOKENS, 1)
         for capture in ("all", "sketch", "stats")
     }
     steps = [*Trace(clean["all"]).steps.values()]
@@ -46,7 +46,7 @@ def mistakes(folder: Path) -> Iterator[tuple[str, str, str, str]]:
             out = trace_torch(model, folder / "fault.trace", options, steps=steps)
             found = compare_traces(reference, out).first_divergence
             first.append(found.op if found else "not seen")
-        yield mistake.text.replace("|", "/"), *first  # type: ignore[misc]
+        yield mistake.text.replace("|", "/"), *first
 
 
 def estimates() -> Iterator[tuple[str, str, str, str]]:
@@ -58,7 +58,7 @@ def estimates() -> Iterator[tuple[str, str, str, str]]:
         ratios = []
         for _ in range(400):
             error = np.zeros_like(x)
-            error[place] = rng.standard_normal(x[place].shape) * 1e-3
+            error[place] = rng.standard_normal(x[place].shape) * 1e-3  # type: ignore[call-overload]
             y = rng.standard_normal(x.shape)
             found = apart(sketch(y), sketch(y + error), len(y))
             assert found

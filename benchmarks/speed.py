@@ -18,6 +18,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from tracediff.names import Capture
 
 TOKENS = [256, *((37 * i + 11) % 250 for i in range(127))]
 REPEATS = 3
@@ -35,7 +38,7 @@ def least(*functions: Callable[[], object], repeats: int = REPEATS) -> list[floa
     """The least seconds of the processor that each function takes, of all threads and of the processes that it waits
     for, whoever shares the machine; their runs alternate.
     """
-    times = [[] for _ in functions]
+    times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
         for function, taken in zip(functions, times, strict=True):
             gc.collect()
@@ -62,7 +65,7 @@ def llama_cpp(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     graph = load_graph(model)
     h = graph.hparams
 
-    def request(capture: str) -> Request:
+    def request(capture: Capture) -> Request:
         return Request(
             model=str(model), arch=h.arch, out="", capture=capture, nodes=tuple(nodes(graph)),
             norm_weights=(), n_vocab=h.n_vocab, n_ctx_train=h.n_ctx, tokens=tuple(TOKENS),
@@ -70,9 +73,9 @@ def llama_cpp(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
 
     loaded = engine._load(request("all"))
 
-    def decode(capture: str | None) -> Callable[[], None]:
+    def decode(capture: Capture | None) -> Callable[[], None]:
         asked = request(capture or "all")
-        observer = Observer(asked, None, lambda fraction: None) if capture else _Silent()
+        observer: Any = Observer(asked, None, lambda fraction: None) if capture else _Silent()  # type: ignore[arg-type]
         context, callback = engine._context(Options(), loaded, len(TOKENS), len(TOKENS), observer, 1)
         if capture is None:  # plain: no callback at all
             llama.llama_free(context)
@@ -90,7 +93,8 @@ def llama_cpp(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
                 observer._writer.step(0, TOKENS, range(len(TOKENS)))
             llama.llama_memory_clear(llama.llama_get_memory(context), True)
             observer.seen_all = callback
-            engine._decode(context, observer, 0, 0, TOKENS, asked)
+            observer.begin(0, range(len(TOKENS)))
+            engine._decode(context, observer, TOKENS, range(len(TOKENS)), [0] * len(TOKENS), asked)
             if capture:
                 observer._writer.__exit__(None, None, None)
 
@@ -164,7 +168,8 @@ def recording(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     from tracediff.engine.transformers_run import load
 
     loaded, _ = load(model, None, torch.float32, "cpu")
-    ids, times = torch.tensor([TOKENS]), ([], [])
+    ids = torch.tensor([TOKENS])
+    times: tuple[list[float], list[float]] = ([], [])
 
     @torch.inference_mode()
     def forward(taken: list[float]) -> None:
@@ -305,7 +310,7 @@ def whole_run(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     tracediff = [sys.executable, "-m", "tracediff", "run", str(model), "--tokens", tokens, "--capture", "stats"]
     plain = [sys.executable, "-c", _PLAIN_SCRIPT, str(model), repr(TOKENS)]
 
-    def call(command: list[str]) -> Callable[[], None]:
+    def call(command: list[str]) -> Callable[[], object]:
         return lambda: subprocess.run(
             command, capture_output=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
         )
@@ -384,7 +389,7 @@ def unknown_mistake(model: Path, folder: Path) -> dict[str, tuple[float, float]]
         out = folder / f"{name}.trace"
         with TraceWriter(out, name, graph.hparams.arch) as writer:
             engine = TorchEngine(graph, q4.weights(torch.float32))
-            engine.run(0, StepInput(tokens, tuple(range(len(tokens)))), Recorder(writer, capture))
+            engine.run(0, StepInput(tokens, tuple(range(len(tokens)))), Recorder(writer, capture))  # type: ignore[arg-type]
         taken.append(processor("check", out, "--model", q4.path))
     return {"check of hidden states, one unknown mistake / of every op, sound": (taken[1] / taken[0], 4.0)}
 
@@ -419,7 +424,7 @@ def engines(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
 def start_up(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     """`tracediff --help` over importing what it is made of."""
 
-    def call(*command: str) -> Callable[[], None]:
+    def call(*command: str) -> Callable[[], object]:
         return lambda: subprocess.run([sys.executable, *command], capture_output=True, check=True)
 
     theirs, ours = least(call("-c", "import typer, rich"), call("-m", "tracediff", "--help"), repeats=7)

@@ -139,7 +139,7 @@ def _list_tensors(header: Path) -> None:
     lib.gguf_init_from_file.argtypes = [ctypes.c_char_p, Init]
     context = lib.gguf_init_from_file(str(header).encode(), Init(True, None))
 
-    @llama.llama_model_set_tensor_data_t
+    @llama.llama_model_set_tensor_data_t  # type: ignore[untyped-decorator]
     def show(address: int, _: Any) -> None:
         tensor = ggml.at(address)
         shape = [*tensor.ne][::-1]
