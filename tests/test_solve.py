@@ -25,7 +25,7 @@ from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.readings import Reading, Rows
 from tracediff.diagnose.solve.regions import around
 from tracediff.diagnose.solve.segment import Segment
-from tracediff.diagnose.solve.segments import Search, told
+from tracediff.diagnose.solve.segments import Search, _edited, told
 from tracediff.diagnose.solve.solver import explanations
 from tracediff.diagnose.solve.variant import Read, Variant
 from tracediff.diagnose.solve.words import Speaker
@@ -44,6 +44,7 @@ from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.pipeline import check_trace
 from tracediff.replay.judging import judge_all
+from tracediff.replay.recompute import CircularError
 from tracediff.replay.replay import Replay
 from tracediff.result import Local, OpResult
 from tracediff.trace.format import OpRecord, Step
@@ -552,6 +553,20 @@ def test_what_follows_several_edits_is_computed_for_all_of_them_at_once(models: 
     assert segment.lefts([segment.begun(one) for one in changed]) == pytest.approx(alone, rel=1e-9)
     assert len(set(alone)) == 3
     assert min(alone) > 1e-6
+
+
+def test_an_op_does_not_read_what_is_computed_after_it(models: Models, tmp_path: Path) -> None:
+    """An edit of the last sum of a layer, made in the first one too: replay would go in circles for ever."""
+    replay = traced(models(TINY), tmp_path, capture="layers")
+    segment, record, _ = layer_of_states(replay)
+    first, last = (segment.problem(replay.graph[f"blk.0.{name}"]) for name in ("attn_residual", "ffn_residual"))
+    assert first
+    assert last
+    variant = Variant("", last.loops.source, arrays=(("b", Read("blk.0.ffn_down")),))
+    assert _edited(last, variant)
+    assert _edited(first, variant) is None
+    with pytest.raises(CircularError, match=r"blk\.0\..* of step 0 follows from itself"):
+        replay.under(record, [variant.op(first.op, first.loops.loops)])
 
 
 def _wrong_from(token: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

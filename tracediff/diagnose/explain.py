@@ -33,6 +33,7 @@ from tracediff.diagnose.solve.search import Solved
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.kinds import KINDS
+from tracediff.replay.recompute import CircularError
 from tracediff.replay.replay import Replay
 from tracediff.result import Cause, Local, OpResult, Place
 from tracediff.trace.format import OpRecord
@@ -270,7 +271,10 @@ class _Search:
         in_some: list[Hypothesis] = []
         for solved, scheme in self._solutions(one, in_whole):
             self._budget.check()  # of a state of NaN thousands are found at once
-            local = self._replay.under(one.record, solved.ops, one.error.nmse, scheme)
+            try:
+                local = self._replay.under(one.record, solved.ops, one.error.nmse, scheme)
+            except CircularError:
+                continue
             part = Part(SOLVED, solved.words, solved.words, solved.fitted, solved.look)
             hypothesis = Hypothesis((part,), solved.ops, local)
             if self._explains(hypothesis, one):

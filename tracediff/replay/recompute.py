@@ -30,6 +30,10 @@ _RECENT = 48  # values kept from one layer to the next: more than a layer has, o
 _SMALL = 1 << 26  # bytes of values of many steps
 
 
+class CircularError(Exception):
+    """A changed op reads what follows from it."""
+
+
 class Recomputation:
     """Recomputes the ops of `graph`. What was recomputed is kept for the ops after it, until `forget`; what later steps
     read, for all of them.
@@ -215,15 +219,21 @@ class Recomputation:
         return unrounded(value, lost, numbers_of(*place[:2]), self._n_samples) if lost else Value(value)
 
     def _unrecorded(self, place: Place, scheme: Scheme) -> Iterator[Place]:
-        """What must be recomputed for a value, each after its inputs: deep models outgrow Python's recursion."""
-        stack = [(place, False)]
+        """What must be recomputed for a value, each after its inputs: deep models outgrow Python's recursion. Raises
+        CircularError where a changed op reads what follows from it.
+        """
+        stack, begun = [(place, False)], set[Place]()
         while stack:
             place, inputs_are_there = stack.pop()
             if self.recorded.holds(place) or self._key(place, scheme) in self._values:
                 continue
             if inputs_are_there:
+                begun.remove(place)
                 yield place
                 continue
+            if place in begun:
+                raise CircularError(f"{place[1]} of step {place[0]} follows from itself")
+            begun.add(place)
             stack += [(place, True), *((at, False) for at in self._reads(place, scheme))]
 
     def _reads(self, place: Place, scheme: Scheme) -> Iterator[Place]:

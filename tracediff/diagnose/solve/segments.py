@@ -222,8 +222,12 @@ def _alone(problem: Problem, has_kin: bool) -> Iterator[Priced]:
 
 
 def _edited(problem: Problem, variant: Variant) -> Op | None:
-    """The op with an edit of its kind; None where it has no bias and the edit is of that."""
+    """The op with an edit of its kind; None where it has no bias and the edit is of that, or where it would read what
+    is computed after it.
+    """
     source = variant.source
+    if any(read.when == "now" and read.name not in problem.earlier for _, read in variant.arrays):
+        return None
     if "b[" in source and "b" not in problem.loops.arrays:
         source = source.replace(" + b[o]", "")
         if "b[" in source:
