@@ -88,9 +88,10 @@ def positions(step: int, shift: int = 0) -> tuple[int, ...]:
 class LogitsOnly(Recorder):
     """Records the last op alone."""
 
-    def op(self, step, op, values, hidden=None):  # type: ignore[no-untyped-def, override]  # noqa: D102
+    def op(self, step: int, op: str, *rest: Any, **named: Any) -> None:
+        """The last op's output."""
         if op == "output":
-            super().op(step, op, values, hidden)
+            super().op(step, op, *rest, **named)
 
 
 def make_model(folder: Path, family: str, weights: str) -> Path:
