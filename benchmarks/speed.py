@@ -112,20 +112,13 @@ class _Silent:
     """Stands where an observer would, for the plain decode."""
 
     error = None
-
-    def __init__(self) -> None:
-        self.seen = _Everything()
+    axes = ()  # of what it waits for
 
     def begin(self, step: int, positions: range) -> None:
         """Nothing to begin."""
 
     def __call__(self, address: int, ask: bool, _: object) -> bool:
         return False
-
-
-class _Everything:
-    def __contains__(self, item: object) -> bool:
-        return True
 
 
 def torch_engine(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
