@@ -569,6 +569,24 @@ def test_an_op_does_not_read_what_is_computed_after_it(models: Models, tmp_path:
         replay.under(record, [variant.op(first.op, first.loops.loops)])
 
 
+def test_zeros_alone_tell_no_edit(models: Models, tmp_path: Path) -> None:
+    """Noise in as many values as heads by keys, and zeros: as many are stored where the channels of a head and the keys
+    are exchanged, and all of them follow from what lies beyond the cache.
+    """
+    shape = replace(TINY, n_embd=64)
+    faulty = explained(models(shape), tmp_path, lambda graph: replace(graph["blk.0.attn_kqv"], function=_noise))
+    causes = {(op.step, op.op): op.cause for op in faulty}
+    assert causes[1, "blk.0.attn_kqv"] is None
+
+
+def _noise(probs: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    n_heads, n_tokens, n_keys = probs.shape
+    y = torch.zeros(n_tokens, n_heads * v.shape[-1], dtype=v.dtype)
+    noise = torch.randn(n_tokens, n_heads * n_keys, generator=torch.Generator().manual_seed(n_tokens))
+    y[:, : n_heads * n_keys] = noise.to(v.dtype)
+    return y
+
+
 def _wrong_from(token: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     y = torch.nn.functional.silu(gate) * up
     return torch.cat((y[:token], 1.5 * y[token:]))
