@@ -17,7 +17,7 @@ from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.solve.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.bound import bind
 from tracediff.diagnose.solve.formulas import edits
-from tracediff.diagnose.solve.functions import Mapped
+from tracediff.diagnose.solve.functions import Mapped, _cap
 from tracediff.diagnose.solve.interpret import Run
 from tracediff.diagnose.solve.loops import loops_of
 from tracediff.diagnose.solve.maps import Map, Moved
@@ -259,6 +259,18 @@ def test_rows_of_a_part_of_a_matrix(models: Models, keep_bytes: int) -> None:
         assert torch.equal(weights.rows(part, 1, 5), whole[5:9])
         assert torch.equal(weights.gather(part, torch.tensor([5, 0])), whole[[9, 4]])
         assert torch.equal(torch.cat([*weights.slices(part)]), whole[4:10])
+
+
+def test_a_cap_of_the_least_numbers() -> None:
+    """The product of two of them is 0."""
+    right = np.array([3e-200, 1e-200])
+    assert _cap(right, 2e-200 * np.tanh(right / 2e-200)) == pytest.approx(2e-200, rel=1e-4)
+
+
+def test_scores_of_no_name_are_not_scaled(models: Models) -> None:
+    """What is no softmax has no scaled scores, whatever a broken trace calls its records."""
+    graph = load_graph(models(TINY))
+    assert graph.with_scaled_scores([""]) == graph
 
 
 # ---- found again

@@ -198,9 +198,9 @@ def _cap(x: np.ndarray, y: np.ndarray) -> float | None:
         return None
     low, high = cut, 1e6 * largest
     for _ in range(_CAPS):
-        middle = (low * high) ** 0.5
+        middle = low**0.5 * high**0.5  # of the least numbers the product is 0
         low, high = (middle, high) if middle * np.tanh(largest / middle) < cut else (low, middle)
-    found = (low * high) ** 0.5
+    found = low**0.5 * high**0.5
     return next(
         (near for digits in range(1, 6) if abs((near := float(f"{found:.{digits}g}")) / found - 1) < 1e-5), found
     )
