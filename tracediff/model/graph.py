@@ -165,8 +165,7 @@ class Graph:
         names = {*names}
         ops: dict[str, Op] = {}
         for op in self:
-            scaled = f"{op.inputs[0]}_scaled" if op.kind == "softmax" else None
-            if scaled and scaled in names and scaled not in ops:
+            if op.kind == "softmax" and (scaled := f"{op.inputs[0]}_scaled") in names and scaled not in ops:
                 scores = ops[op.inputs[0]]
                 attrs = {"scale": op.attrs["scale"]}
                 ops[scaled] = Op(scaled, "scale", (scores.name,), scores.axes, attrs=attrs)

@@ -84,7 +84,9 @@ class Weights:
         """
         kept = None if self._in_memory(weight) else self._recent.get(_key(weight))
         if kept is None and self._stays(weight) and 2 * (end - first) > weight.shape[0]:
-            kept = torch.cat([*self.slices(weight)])
+            for _ in self.slices(weight):
+                pass
+            kept = self._recent.get(_key(weight))
         return self.gather(weight, torch.arange(first, end)) if kept is None else kept[first:end]
 
     def slices(self, weight: Weight) -> Iterator[Tensor]:

@@ -9,8 +9,8 @@ import numpy as np
 
 Value = Any  # a number, or an array with an axis for each loop variable, of size 1 where it does not depend on it
 
-
 _LARGE = 1 << 26  # values of an intermediate result: half a gigabyte
+_SPARSE = 4  # times what is read: so long may be what it lies in
 
 
 class CannotRunError(Exception):
@@ -86,7 +86,12 @@ class Prepared:
     read: Sequence[Array | None]
 
 
-def held(*shapes: tuple[int, ...]) -> None:
+def is_dense(low: int, high: int, n: int) -> bool:
+    """Whether to read all from one place to before another, of which `n` are wanted, is less work than to pick them."""
+    return high - low <= _SPARSE * n
+
+
+def check_size(*shapes: tuple[int, ...]) -> None:
     """Raises CannotRunError if what is made of arrays of these shapes is too large to be held."""
     if math.prod(np.broadcast_shapes(*shapes)) > _LARGE:
         raise CannotRunError("too large")
@@ -94,7 +99,7 @@ def held(*shapes: tuple[int, ...]) -> None:
 
 def over(how: str, terms: np.ndarray, axis: int, inside: Value) -> np.ndarray:
     """The sum, the largest, ... of terms along an axis, of those that are `inside`; raises CannotRunError."""
-    held(terms.shape)
+    check_size(terms.shape)
     if inside is not None:
         terms = np.where(inside, terms, {"max": -np.inf, "min": np.inf}.get(how, 0))
     match how:
@@ -127,5 +132,5 @@ def contracted(a: np.ndarray, b: np.ndarray, axis: int, length: int) -> np.ndarr
         y = np.einsum(f"{of_a},{of_b}->{kept}", a.squeeze(), b.squeeze(), optimize=True)
         if np.isfinite(y).all():  # with NaN or infinite values BLAS need not make what the sums are
             return y.reshape([n if c in kept else 1 for c, n in zip(letters, shape, strict=True)])
-    held(shape)
+    check_size(shape)
     return (a * b).sum(axis, keepdims=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.arrays import Array, Flat, Prepared, Stored
+from tracediff.diagnose.solve.arrays import Array, Flat, Prepared, Stored, is_dense
 from tracediff.diagnose.solve.interpret import Run
 from tracediff.diagnose.solve.loops import Loops, loops_of
 from tracediff.diagnose.solve.program import parse
@@ -22,8 +22,6 @@ from tracediff.numerics.roundings import Rounding, rounding_named
 SOMETHING = 0.731  # beyond arrays, where 0 was assumed
 _MOST = 0.5  # of all values: where more cannot be told, nothing is explained
 _ROWS = 1 << 19  # numbers of a weight from which only the rows that are needed are read
-
-_SPARSE = 4  # times what is read: rows between are read as well, which is less work than to tell which are needed
 
 parsed = lru_cache(4096)(parse)
 
@@ -181,8 +179,10 @@ class Rows:
 
     def take(self, at: np.ndarray) -> np.ndarray:
         """Those at these places."""
+        if self._is_small:
+            return self._all[at]
         low, high = int(at.min()), int(at.max()) + 1
-        if self._is_small or high - low <= _SPARSE * at.size:
+        if is_dense(low, high, at.size):
             return self.between(low, high)[at - low]
         width = self.weight.shape[-1]
         rows = at // width

@@ -13,7 +13,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tracediff.diagnose.solve.arrays import Array, CannotRunError, Flat, Prepared, Stored, Value, contracted, held, over
+from tracediff.diagnose.solve.arrays import (
+    Array,
+    CannotRunError,
+    Flat,
+    Prepared,
+    Stored,
+    Value,
+    check_size,
+    contracted,
+    over,
+)
 from tracediff.diagnose.solve.lines import Line, line_of, line_through
 from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS
 from tracediff.diagnose.solve.program import Program, stores_to
@@ -243,7 +253,8 @@ class Run:
         return y.astype(self.dtype, copy=False) if _kind(y) == "f" else y
 
     def _binary(self, op: ast.operator, a: Value, b: Value) -> Value:
-        held(np.shape(a), np.shape(b))
+        if np.ndim(a) and np.ndim(b):
+            check_size(a.shape, b.shape)
         match op:
             case ast.Add():
                 return a + b

@@ -1,6 +1,7 @@
 """Places that are linear in the loop variables, as indices mostly are: what lies there is a view, nothing is copied."""
 
 import ast
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -8,9 +9,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from tracediff.diagnose.solve.arrays import Array, Value
-
-_SPARSE = 4  # times what is read: so long may be what it lies in
+from tracediff.diagnose.solve.arrays import Array, Value, is_dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Line:
         ways = [step * (n - 1) for step, n in zip(self.steps, self.turns, strict=True)]
         low = self.first + sum(min(way, 0) for way in ways)
         high = self.first + sum(max(way, 0) for way in ways) + 1
-        if low < 0 or high > array.size or 0 in self.turns or high - low > _SPARSE * np.prod(self.turns):
+        if low < 0 or high > array.size or 0 in self.turns or not is_dense(low, high, math.prod(self.turns)):
             return None
         values = array.between(low, high)
         apart = values.strides[0]

@@ -19,7 +19,7 @@ from tracediff.diagnose.solve.variant import SOURCES, Read
 from tracediff.model.graph import Axis, Op, Past
 from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import Scheme
-from tracediff.numerics.evaluate import arithmetic_of, evaluate
+from tracediff.numerics.evaluate import evaluate
 from tracediff.replay.look import Known
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
@@ -62,7 +62,7 @@ class Segment:
         for op in self.ops:
             known = self._known[op.name]
             given = tuple(short._first(x, name) for x, name in zip(known.inputs, op.inputs, strict=True))
-            y = evaluate(op, given, self._replay.weights, known.arithmetic)
+            y = self._evaluated(op, given)
             if nmse(y, short._first(known.exact, op.name)) > _SAME:
                 return self
             short._known[op.name] = Known(y, y, torch.zeros_like(y), given, known.arithmetic)
@@ -125,7 +125,9 @@ class Segment:
         for op in rest:
             if any(name in values for name in op.inputs):
                 right = zip(op.inputs, self._known[op.name].inputs, strict=True)
-                given = [values[name] if name in values else _times(x[self._judged], len(begun)) for name, x in right]
+                given = [
+                    values[name] if name in values else torch.cat([x[self._judged]] * len(begun)) for name, x in right
+                ]
                 values[op.name] = self._evaluated(op, given)
         return values[self._end]
 
@@ -140,8 +142,8 @@ class Segment:
         known = self._known[op.name]
         if any(op.past) or any(self._axes(name)[:1] != ("T",) for name in (op.name, *op.inputs)):
             return False
-        twice = self._evaluated(op, [_times(x, 2) for x in known.inputs])
-        return nmse(twice, _times(known.exact, 2)) <= _SAME
+        twice = self._evaluated(op, [torch.cat((x, x)) for x in known.inputs])
+        return nmse(twice, torch.cat((known.exact, known.exact))) <= _SAME
 
     def moved(self, op: Op, y: Tensor) -> float:
         """NMSE of what is made of an op against what it should be."""
@@ -161,8 +163,7 @@ class Segment:
 
     def _evaluated(self, op: Op, given: Sequence[Tensor]) -> Tensor:
         """What it makes under the arithmetic of the right op."""
-        weights = self._replay.weights
-        return evaluate(op, given, weights, arithmetic_of(self._replay.graph[op.name], self._scheme, weights))
+        return evaluate(op, given, self._replay.weights, self._known[op.name].arithmetic)
 
     def _held(self, name: str, past: Past) -> Tensor:
         if past is False and name in self._known:
@@ -186,8 +187,3 @@ class Segment:
         before = (layer_of(op.name) or 0) - 1  # whose buffers this layer may use
         names = [other.name for other in replay.graph if other.name in at_hand or layer_of(other.name) == before]
         return posed(op, replay.graph, replay.weights, self._known[op.name], held, names)
-
-
-def _times(x: Tensor, n: int) -> Tensor:
-    """So many copies, one after the other along the first axis."""
-    return x.repeat(n, *(1,) * (x.ndim - 1))

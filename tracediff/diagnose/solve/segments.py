@@ -113,11 +113,10 @@ class Search:
         found = list[Solved]()
         waiting: dict[tuple[Segment, int], list[_Tried]] = {}
         for one in self._begun(group, variants):
-            lot = waiting.setdefault((one.segment, one.begun.at), [])
-            lot.append(one)
-            if len(lot) * one.segment.n_tokens >= _TOGETHER:
-                found += self._fitting(group[0], lot)
-                lot.clear()
+            kin = one.segment, one.begun.at
+            waiting.setdefault(kin, []).append(one)
+            if len(waiting[kin]) * one.segment.n_tokens >= _TOGETHER:
+                found += self._fitting(group[0], waiting.pop(kin))
         for lot in waiting.values():
             found += self._fitting(group[0], lot)
         return sorted(found, key=lambda one: one.bits)
@@ -148,7 +147,7 @@ class Search:
 
     def _fitting(self, problem: Problem, lot: Sequence["_Tried"]) -> Iterator[Solved]:
         """Those of one lot that leave next to nothing."""
-        lefts = lot[0].segment.lefts([one.begun for one in lot]) if lot else ()
+        lefts = lot[0].segment.lefts([one.begun for one in lot])
         for one, left in zip(lot, lefts, strict=True):
             if left <= _LEFT * self._off:
                 words = words_of(problem, one.priced.variant)
