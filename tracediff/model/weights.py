@@ -80,7 +80,7 @@ class Weights:
 
     def rows(self, weight: Weight, first: int, end: int) -> Tensor:
         """Rows from `first` to before `end` of a matrix: a view of it where it stays dequantised, as it does if these
-        are most of it.
+        are most of it. Its dtype is that of `slices`, or the weights'.
         """
         kept = None if self._in_memory(weight) else self._recent.get(_key(weight))
         if kept is None and self._stays(weight) and 2 * (end - first) > weight.shape[0]:
@@ -90,22 +90,29 @@ class Weights:
         return self.gather(weight, torch.arange(first, end)) if kept is None else kept[first:end]
 
     def slices(self, weight: Weight) -> Iterator[Tensor]:
-        """The matrix as consecutive blocks of rows of about 4 MB; quantised ones are dequantised ahead."""
+        """The matrix as consecutive blocks of rows of about 4 MB, in float32 where that holds them and the weights'
+        dtype is no narrower; quantised ones are dequantised ahead.
+        """
         n_rows, n_columns = weight.shape
         step = max(1, _SLICE // n_columns)
         kept = self.load(weight) if self._in_memory(weight) else self._recent.get(_key(weight))
         if kept is not None:
             yield from kept.split(step)
             return
-        whole = torch.empty(n_rows, n_columns, dtype=self.dtype, device=self.device) if self._stays(weight) else None
+        dtype = self._dtype_of_slices(weight)
+        whole = torch.empty(n_rows, n_columns, dtype=dtype, device=self.device) if self._stays(weight) else None
         for at, rows in self._in_blocks(weight, step):
-            yield self._placed(rows) if whole is None else whole[at : at + step].copy_(rows)
+            yield self._placed(rows, dtype) if whole is None else whole[at : at + step].copy_(rows)
         if whole is not None:
             self._recent.keep(_key(weight), whole)
 
     def _stays(self, weight: Weight) -> bool:
         """Whether it is kept until it is wanted again: there is room for it."""
-        return math.prod(weight.shape) * self.dtype.itemsize <= self._recent.room
+        return math.prod(weight.shape) * self._dtype_of_slices(weight).itemsize <= self._recent.room
+
+    def _dtype_of_slices(self, weight: Weight) -> torch.dtype:
+        wider = self._info(weight).type == GGMLQuantizationType.F64 or self.dtype.itemsize < torch.float32.itemsize
+        return self.dtype if wider else torch.float32
 
     def _in_blocks(self, weight: Weight, step: int) -> Iterator[tuple[int, Tensor]]:
         """So many rows at a time, as wide as they need to be, each with the first one's place."""

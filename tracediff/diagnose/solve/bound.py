@@ -215,6 +215,6 @@ class Rows:
                 table = self.weights.rows(self.weight, first, end)
             else:
                 table = self.weights.gather(self.weight, torch.from_numpy(rows))
-            self._table = self.hold(table).double().cpu().numpy()
+            self._table = self.hold(table.double()).cpu().numpy()
             self._rows = rows
         return self._table

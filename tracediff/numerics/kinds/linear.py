@@ -59,7 +59,8 @@ def products(
     energies = torch.empty(len(asking), weight.shape[0], dtype=dtype, device=x.device)
     parts, turned, at = [], [], 0
     error = signal = 0.0  # of a matrix that the engine requantised
-    for file in weights.slices(weight):
+    for narrow in weights.slices(weight):
+        file = narrow.to(weights.dtype) if hold.in_blocks else narrow
         rows = hold(file)
         cut = slice(at, at + len(rows))
         part = first.function(x, rows.to(dtype), None if bias is None else bias[cut], **first.op.attrs)
@@ -146,7 +147,7 @@ def _sums(x: Tensor, weight_type: str) -> Tensor | None:
 def _energy(squares: Tensor, sums: Tensor | None, rows: Tensor) -> Tensor:
     """`Energy.value` for these rows, float32 [T, n_rows], of x^2 in float32."""
     if sums is None:
-        return squares @ rows.float().square_().T
+        return squares @ rows.float().square().T
     rows, block = rows.float(), rows.shape[-1] // sums.shape[-1]
     offset = max_pool1d(rows.abs(), block)  # amax over so few takes three times as long
     each = offset.unsqueeze(-1)
@@ -167,7 +168,7 @@ def _q8_1_sums(x: Tensor) -> Tensor:
 
 def columns(op: Op, at: Tensor, weights: Weights) -> Tensor:
     """Columns `at` [n] of a linear op's matrix, [n_out, n]."""
-    return torch.cat([rows[:, at] for rows in weights.slices(op.weights[0])])
+    return torch.cat([rows[:, at] for rows in weights.slices(op.weights[0])]).to(weights.dtype)
 
 
 def _noise(made: Made) -> Noise:
