@@ -199,7 +199,7 @@ def run_one(bench: Bench, name: str, graph: Graph, capture: str, says: str = "")
     names = {op.cause.name if op.cause else None for op in faulty}
     if says and names == {"solved"}:  # the solver, too, tells a number
         names = {name}
-    if names <= {name, ALIKE.get(name, name) if capture != "all" else name}:
+    if names <= {name, *(ALIKE.get(name, ()) if capture != "all" else ())}:
         other = next((op.cause.text for op in faulty if op.cause and says not in op.cause.text), None)
         return "named" if other is None else f"misnamed: {other}"
     return "unnamed" if names <= {None, name} else "misnamed: " + ", ".join(sorted(filter(None, names - {name})))

@@ -458,9 +458,9 @@ def witnessed(claims: dict[tuple[int, str], Hypothesis]) -> Iterator[None]:
     """Notes what each record is explained by, which a result has in words only."""
     named = Explainer._named
 
-    def noting(self: Explainer, result: OpResult, one: Any, best: Hypothesis) -> OpResult:
+    def noting(self: Explainer, result: OpResult, one: Any, best: Hypothesis, kin: Any) -> OpResult:
         claims[result.step, result.op] = best
-        return named(self, result, one, best)
+        return named(self, result, one, best, kin)
 
     Explainer._named = noting  # type: ignore[method-assign]
     try:

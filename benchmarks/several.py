@@ -84,7 +84,7 @@ def run_one(bench: Bench, chosen: Set, capture: str) -> str:
     for op in faulty:
         assert op.local
         planted = {chosen.owner[name] for name in op.local.segment if name in chosen.owner}
-        planted |= {ALIKE[name] for name in planted if name in ALIKE and capture != "all"}
+        planted |= {other for name in planted if capture != "all" for other in ALIKE.get(name, ())}
         if not op.cause:
             wrong[op.op] = "unnamed"
         elif not planted.issuperset(op.cause.name.split(" + ")):

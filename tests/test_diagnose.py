@@ -219,20 +219,38 @@ def test_positions_shifted_alike_are_no_mistake(models, torch_trace, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("fault", "either", "other"),
+    ("family", "fault", "either", "other"),
     [
-        ("rope_pairing", "rope pairs neighbouring channels", "are permuted for the other rope layout"),
-        ("act_swapped", "activation is applied to up", "each multiplies with the other's weight"),
+        (
+            "llama",
+            "rope_pairing",
+            "rope pairs halves",
+            "Q/K rows are permuted from halves to neighbours",
+        ),
+        ("qwen2", "act_swapped", "SiLU is applied to up", "each multiplies with the other's weight"),
     ],
 )
-def test_what_is_alike_from_outside_is_said_to_be(fault: str, either: str, other: str, models, torch_trace) -> None:
-    model = models("k-quants", "F32")
+def test_what_is_alike_from_outside_is_said_to_be(
+    family: str, fault: str, either: str, other: str, models, torch_trace
+) -> None:
+    model = models(family, "F32")
     (cause,) = {
         op.cause.text for op in check_trace(torch_trace(model, capture="layers", faults=(fault,)), model).faulty
     }
     assert "the same from here; record " in cause
     assert either in cause
     assert other in cause
+
+
+@pytest.mark.parametrize("fault", ["rope_pairing", "attention_scale"])
+def test_what_is_alike_elsewhere_is_not_said_where_it_is_not(fault: str, models, torch_trace) -> None:
+    """Permuted rows of Q and K come to the other pairing where they have no bias; one scale for another is no scale
+    that is applied twice.
+    """
+    model = models("qwen2", "F32")
+    faulty = check_trace(torch_trace(model, capture="layers", faults=(fault,)), model).faulty
+    assert faulty
+    assert not [op.cause.text for op in faulty if op.cause and "the same from here" in op.cause.text]
 
 
 def test_scores_that_are_scaled_are_told_how_to_be_called(models, torch_trace) -> None:

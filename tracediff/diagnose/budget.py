@@ -1,5 +1,6 @@
 """Time for the search of causes: where faults are is known before it begins."""
 
+import math
 import time
 
 
@@ -21,3 +22,6 @@ class Budget:
         """Raises OutOfTime where they are over."""
         if time.monotonic() > self._end:
             raise OutOfTime
+
+
+ENDLESS = Budget(math.inf)

@@ -4,16 +4,14 @@ Records of one kind are explained together: a mistake is looked for in one of th
 looked for again in what that leaves. So a mistake has the same numbers wherever it is.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, product
 
-from tracediff.diagnose.budget import Budget, OutOfTime
+from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime
 from tracediff.diagnose.evidence import places
 from tracediff.diagnose.hypothesis import (
-    IN_SOME,
     PART,
     SOLVED,
     Hypothesis,
@@ -26,7 +24,7 @@ from tracediff.diagnose.hypothesis import (
     weight_values,
     within,
 )
-from tracediff.diagnose.mistakes import ALIKE, BANK, NOT_ADDED
+from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.shapes import describe
 from tracediff.diagnose.solve import segments, solver
 from tracediff.diagnose.solve.search import Solved
@@ -49,6 +47,7 @@ _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for i
 # all of it takes. On one core, a layer of 15 million took five minutes and a half.
 _SEARCH = 5.5e-6
 _ALIKE = 4  # edits of an op that come to the same in a record, and not in others as a rule
+_ALSO = 3  # other mistakes that come to the same are said
 _ENOUGH = 8  # tokens, and positions: with more a record tells no mistake from another that fewer do not
 # Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
 # With 4e7 on two cores it took a minute.
@@ -73,6 +72,7 @@ class _Kin:
     found: list[Hypothesis] = field(default_factory=list)
     in_vain: list[_Faulty] = field(default_factory=list)
     unsought: list[_Faulty] = field(default_factory=list)  # for which there was too little time
+    alike: dict[tuple[str, str, str], str] = field(default_factory=dict)  # what else a mistake of an op comes to
 
     @property
     def some(self) -> list[_Faulty]:
@@ -88,13 +88,13 @@ class Explainer:
         self._replay = replay
 
     def explain(
-        self, ops: list[OpResult], progress: Progress = lambda fraction: None, seconds: float = math.inf
+        self, ops: list[OpResult], progress: Progress = lambda fraction: None, budget: Budget = ENDLESS
     ) -> list[OpResult]:
         """The ops, those that are faulty with their cause or the shape of their error.
 
-        After so many `seconds` no further cause is sought.
+        Where the time is over no further cause is sought.
         """
-        explained, budget, kins = list(ops), Budget(seconds), self.kins(ops)
+        explained, kins = list(ops), self.kins(ops)
         for done, kin in enumerate(kins):
             for at, op in self.of(ops, kin, budget, within(progress, done, len(kins))).items():
                 explained[at] = op
@@ -113,17 +113,20 @@ class Explainer:
 
     def of(self, ops: list[OpResult], members: list[int], budget: Budget, progress: Progress) -> dict[int, OpResult]:
         """Those at the places of one kin's `members`, explained."""
-        sound = {(op.step, op.op) for op in ops if op.local and op.status != "faulty"}
+        errors = {(op.step, op.op): op.local for op in ops if op.local}
         records, explained = self._replay.trace.ops, dict[int, OpResult]()
         pending = [_Faulty(at, records[ops[at].step, ops[at].op], error) for at in members if (error := ops[at].local)]
         kin = _Kin(sorted(pending, key=self._tells_little))
         left = {one.at: one for one in kin.pending}
-        search = _Search(self._replay, budget, sound, kin)
+        search = _Search(self._replay, budget, errors, kin)
         with suppress(OutOfTime):
             for one, best in self._explained(search, kin, progress):
                 del left[one.at]
-                explained[one.at] = self._named(ops[one.at], one, best) if best else self._described(ops[one.at], one)
-        for one in (*left.values(), *(one for one in kin.unsought if not explained[one.at].cause)):
+                explained[one.at] = (
+                    self._named(ops[one.at], one, best, kin) if best else self._described(ops[one.at], one)
+                )
+        unsought = [one for one in kin.unsought if one.at not in left and not explained[one.at].cause]
+        for one in (*left.values(), *unsought):
             explained[one.at] = replace(self._described(ops[one.at], one), sought=False)
         return explained
 
@@ -155,16 +158,14 @@ class Explainer:
         for one in kin.in_vain:
             yield one, search.one_more(one)
 
-    def _named(self, result: OpResult, one: _Faulty, best: Hypothesis) -> OpResult:
+    def _named(self, result: OpResult, one: _Faulty, best: Hypothesis, kin: _Kin) -> OpResult:
         """The op with what explains it."""
         segment, graph = one.error.segment, self._replay.graph
         each = {part.mistake: part.text for part in best.parts}
-        for name in each.keys() & ALIKE.keys() if len(segment) > 1 else ():
-            other = BANK[ALIKE[name]]
-            ops = dict.fromkeys(split(n)[1] for n in segment if other.where.holds(graph[n], graph))
-            each[name] += f" (or {other.text}: the same from here; record {' and '.join(ops)} to tell)"
-        if best.mistakes == ("weight_zero",) and len(segment) > 1:
-            each["weight_zero"] += self._not_added(one)
+        for part in best.parts if len(segment) > 1 else ():
+            key = one.record.op, part.mistake, part.variant  # the first of an op's records tells most
+            kin.alike[key] = kin.alike[key] if key in kin.alike else self._alike(one, best, part)
+            each[part.mistake] += kin.alike[key]
         name, text, under = " + ".join(each), ", and ".join(each.values()), best.local
         look = {part.mistake: BANK[part.mistake].look if part.mistake in BANK else part.look for part in best.parts}
         shown: tuple[Place, ...] = ()
@@ -175,12 +176,28 @@ class Explainer:
         cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each, look, shown)
         return replace(result, cause=cause, shape=None)
 
-    def _not_added(self, one: _Faulty) -> str:
-        """What a weight of zeros comes to as well, as a rule: that nothing is added of what follows from it."""
-        trials = Trials(self._replay, Budget(math.inf))
-        tried = (h for name in NOT_ADDED for h in trials.of(BANK[name], one.record, one.error))
-        same = next((h for h in tried if h.pays(one.error.nmse)), None)
-        return f" (or {same.parts[-1].text}: the same from here; record what is added to tell)" if same else ""
+    def _alike(self, one: _Faulty, best: Hypothesis, part: Part) -> str:
+        """What else comes to the same from the end of a segment, in words: the mistake in another op, or one that is
+        known to. Empty where nothing does.
+        """
+        if part.mistake == SOLVED:
+            return ""
+        trials, rest = Trials(self._replay, ENDLESS), [other for other in best.parts if other is not part]
+        given = [*trials.together(rest, one.record, one.error)] if rest else [None]
+        names, texts, ops = (part.mistake, *ALIKE.get(part.mistake, ())), list[str](), {op.name for op in best.ops}
+        for name, before in product(names, given):
+            ours = {op.name for op in best.ops} - {op.name for op in (before.ops if before else ())}
+            for tried in trials.of(BANK[name], one.record, one.error, before):
+                elsewhere = ours.isdisjoint(op.name for op in tried.ops)
+                if elsewhere and tried.pays(one.error.nmse) and len(texts) < _ALSO:
+                    there = split(tried.ops[-1].name)[1]
+                    texts.append(f"in {there} instead" if name == part.mistake else tried.parts[-1].text)
+                    ops |= {op.name for op in tried.ops}
+        if not texts:
+            return ""
+        *first, last = dict.fromkeys(split(name)[1] for name in one.error.segment[:-1] if name in ops)
+        record = f"{', '.join(first)} and {last}" if first else last
+        return f" (or {', or '.join(texts)}: the same from here; record {record} to tell)"
 
     def _described(self, result: OpResult, one: _Faulty) -> OpResult:
         known = self._replay.known(one.record)
@@ -204,16 +221,16 @@ def _is_long(segment: Sequence[str]) -> bool:
 class _Search:
     """Looks for mistakes in the records of one kin."""
 
-    def __init__(self, replay: Replay, budget: Budget, sound: set[tuple[int, str]], kin: _Kin) -> None:
+    def __init__(self, replay: Replay, budget: Budget, errors: Mapping[tuple[int, str], Local], kin: _Kin) -> None:
         self._replay = replay
         self._budget = budget
         self._trials = Trials(replay, budget)
-        self._sound = sound
+        self._errors = errors  # of all records that were judged
         self._kin = kin
 
     def knowing(self, one: _Faulty, best: Hypothesis) -> "_Search":
         """The search with the arithmetic that shows where this is explained."""
-        return _Search(self._replay.knowing(one.record, best.ops), self._budget, self._sound, self._kin)
+        return _Search(self._replay.knowing(one.record, best.ops), self._budget, self._errors, self._kin)
 
     def of(self, one: _Faulty, progress: Progress) -> Hypothesis | None:
         """What explains the record best, its kin asked where several do.
@@ -230,7 +247,8 @@ class _Search:
                 return self._unrivalled(self._chosen(found), one)
         if len(vain) >= _SEARCHES:
             return self._fewest(self.one_more(one), one)
-        if found_one := self._solved(one):
+        here = [h for h in tried.first(_ALIKE) if h.pays(one.error.nmse) and not h.parts[-1].fitted]
+        if found_one := self._solved(one, [h.but_in_some_steps() for h in here]):
             return found_one
         several = self._fewest(self.one_more(one) or self._several(one, tried), one)
         return several or (self._solved(one, in_whole=True) if len(one.error.segment) > 1 else None)
@@ -263,12 +281,11 @@ class _Search:
             return segments.searched(self._replay, record, names, one.error.nmse, check)
         return segments.told(self._replay, record, names, check)
 
-    def _solved(self, one: _Faulty, in_whole: bool = False) -> Hypothesis | None:
-        """What the solver makes of it. What would show in steps that are right is taken last, and where no number was
-        fitted: it is made in some steps alone.
+    def _solved(self, one: _Faulty, in_some: Iterable[Hypothesis] = (), in_whole: bool = False) -> Hypothesis | None:
+        """What the solver makes of it. What other steps contradict is taken last, and where no number was fitted: it is
+        made in some steps alone. So are those `in_some` that were found before.
         """
-        found: list[Hypothesis] = []
-        in_some: list[Hypothesis] = []
+        found, in_some = list[Hypothesis](), [*in_some]
         for solved, scheme in self._solutions(one, in_whole):
             self._budget.check()  # of a state of NaN thousands are found at once
             try:
@@ -282,11 +299,10 @@ class _Search:
                 if all(self._carried(hypothesis, other) for other in self._kin.some):
                     return hypothesis  # none of the others could explain more
             elif not solved.fitted and hypothesis.pays(one.error.nmse):
-                words = f"{solved.words}{IN_SOME}"
-                in_some.append(replace(hypothesis, parts=(replace(part, variant=words, text=words),)))
+                in_some.append(hypothesis.but_in_some_steps())
             if len(found) == _ALIKE:
                 break
-        return self._chosen(found) if found else next(iter(in_some), None)
+        return self._chosen(found or in_some) if found or in_some else None
 
     def carry(self, found: Hypothesis, members: list[_Faulty]) -> list[tuple[_Faulty, Hypothesis]]:
         """The members that what was found in one record explains too: they are taken from the list."""
@@ -326,8 +342,8 @@ class _Search:
             found += explain
             sure = [h for h in explain if h.left <= _BEYOND_DOUBT * one.error.nmse and not h.parts[-1].fitted]
             if sure:
-                return sure
-        return sorted(found, key=lambda h: -h.score)
+                return sorted(sure, key=lambda h: len(h.ops))
+        return sorted(found, key=lambda h: (-h.score, len(h.ops)))
 
     def _chosen(self, found: list[Hypothesis]) -> Hypothesis:
         """Of what explains a record the one that explains most of its kin, then the best."""
@@ -372,10 +388,18 @@ class _Search:
         return pays and (tried.in_some_steps or not self._contradicted(tried, one.record))
 
     def _contradicted(self, tried: Hypothesis, record: OpRecord) -> bool:
-        """Whether the mistake would show in another step of the op, which is as it should be.
+        """Whether the mistake would show in another step of the op, which is as it should be, or takes that of most
+        tokens further from what was recorded.
 
         To one row any factor looks like a wrong eps; in the prompt's rows that eps would show as well.
         """
-        others = [step for step in self._replay.trace.steps if (step, record.op) in self._sound]
-        records = (self._replay.trace.ops[step, record.op] for step in others)
-        return any(self._replay.under(other, tried.ops).faulty for other in records)
+        steps = self._replay.trace.steps
+        errors = {step: error for step in steps if (error := self._errors.get((step, record.op)))}
+        largest = max(errors, key=lambda step: len(steps[step].tokens))
+        for step, error in errors.items():
+            other = self._replay.trace.ops[step, record.op]
+            if not error.faulty and self._replay.under(other, tried.ops).faulty:
+                return True
+            if error.faulty and step == largest != record.step:
+                return not self._replay.under(other, tried.ops).nmse <= error.nmse
+        return False

@@ -20,7 +20,6 @@ from tracediff.trace.format import OpRecord
 
 # Errors of independent mistakes add up: of five the largest makes a fifth, and undone it leaves 0.8.
 PART = 0.9
-IN_SOME = ", in some steps alone"  # of an edit that other steps, which are right, do not have
 _TELLS = 1e-2  # NMSE: what leaves more tells nothing, however little an honest engine is held to there
 SOLVED = "solved"  # the name of a mistake that no known one is
 
@@ -35,6 +34,7 @@ class Part:
     fitted: bool
     look: str = ""  # where in an engine, of what no known mistake is
     number: float | None = None  # that was fitted to a segment
+    in_some_steps: bool = False  # other steps do not have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,11 @@ class Hypothesis:
     @property
     def in_some_steps(self) -> bool:
         """Whether it is known not to be made in all steps."""
-        return self.parts[-1].text.endswith(IN_SOME)
+        return self.parts[-1].in_some_steps
+
+    def but_in_some_steps(self) -> "Hypothesis":
+        """The same, where other steps contradict it."""
+        return replace(self, parts=(*self.parts[:-1], _in_some(self.parts[-1])))
 
     @property
     def left(self) -> float:
@@ -151,6 +155,7 @@ class Trials:
                 if only is None or only.variant == variant:
                     self.budget.check()
                     part = _said(mistake, variant, changed, way, len(error.segment) > 1)
+                    part = _in_some(part) if only and only.in_some_steps else part
                     ops = tuple({op.name: op for op in (*before, *(one.op for one in changed))}.values())
                     local = self._replay.under(record, ops, left, way.plain)
                     yield Hypothesis((*(given.parts if given else ()), part), ops, local)
@@ -250,6 +255,10 @@ def _by_variant(
             if not undoes(variant.op, op):
                 found.setdefault(variant.same_as(op), []).append(variant)
     return found
+
+
+def _in_some(part: Part) -> Part:
+    return replace(part, text=f"{part.text}, in some steps alone", in_some_steps=True)
 
 
 def _said(mistake: Mistake, variant: str, changed: Sequence[Variant], way: Way, in_segment: bool) -> Part:

@@ -93,7 +93,7 @@ def _explained(
     explainer = Explainer(replay)
     kins = explainer.kins(ops)
     if workers == ALONE or len(kins) < 2:
-        return explainer.explain(ops, progress, seconds)
+        return explainer.explain(ops, progress, Budget(seconds))
 
     def given(n: int) -> list[_Kin]:
         return [_Kin(ops, places, seconds * min(1.0, n / len(kins))) for places in kins]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tracediff.diagnose.between import Between
+from tracediff.diagnose.budget import Budget
 from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.hypothesis import Progress, within
 from tracediff.diagnose.judged import Judged
@@ -42,9 +43,10 @@ def explain_ranks(
         else:
             ranks = tuple(sorted({rank for between in faulty for rank in between.ranks()}))
             groups.setdefault((side, ranks), []).append(at)
+    budget = Budget(seconds)
     for done, ((side, ranks), places) in enumerate(groups.items()):
         told = within(progress, done, len(groups))
-        explained = _explained(judged[side].replay, ranks, [op for _, op in found], places, told, seconds)
+        explained = _explained(judged[side].replay, ranks, [op for _, op in found], places, told, budget)
         for at in places:
             found[at] = side, explained[at]
     return [op for _, op in found]
@@ -57,7 +59,7 @@ def _all_of(causes: Sequence[Cause]) -> Cause:
 
 
 def _explained(
-    replay: Replay, ranks: tuple[int, ...], ops: list[OpResult], places: list[int], progress: Progress, seconds: float
+    replay: Replay, ranks: tuple[int, ...], ops: list[OpResult], places: list[int], progress: Progress, budget: Budget
 ) -> list[OpResult]:
     """Those at these places with their cause, of the parts of these ranks alone."""
     trace = replay.trace
@@ -69,7 +71,7 @@ def _explained(
     asked = [op if op.status != "faulty" or at in places else replace(op, local=None) for at, op in enumerate(ops)]
     for at in [] if everyone else places:
         asked[at] = replace(asked[at], local=of.judge(of.trace.ops[asked[at].step, asked[at].op]))
-    explained = Explainer(of).explain(asked, progress, seconds)
+    explained = Explainer(of).explain(asked, progress, budget)
     return explained if everyone else [_named(op, ranks) for op in explained]
 
 

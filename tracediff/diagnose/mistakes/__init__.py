@@ -24,13 +24,11 @@ _AREAS = (
     weights, blocks, rows, integers, embedding, norms, rope, attention, feed_forward, residual, experts, states, parts,
 )  # fmt: skip
 BANK = {mistake.name: mistake for area in _AREAS for mistake in area.AREA}
-# From the outside of a segment these are one mistake: silu(up) * gate is what comes of swapped weights too, rope in the
-# other pairing is the right rope of rows permuted (q and k alike, so that q.k is the same), and so on.
+# What may come to the same, seen from the end of a segment: silu(up) * gate is what comes of swapped weights too, rope
+# in the other pairing is the right rope of rows permuted (q and k alike, so that q.k is the same), and so on.
 ALIKE = {
-    a: b
-    for pair in (
-        ("act_swapped", "gate_up_swapped"), ("rope_pairing", "rope_permuted"), ("attention_scale", "scores_scaled"),
-    )
-    for a, b in (pair, pair[::-1])
+    "act_swapped": ("gate_up_swapped",), "gate_up_swapped": ("act_swapped",),
+    "rope_pairing": ("rope_permuted",), "rope_permuted": ("rope_pairing",),
+    "attention_scale": ("scores_scaled",), "scores_scaled": ("attention_scale",),
+    "weight_zero": ("residual_dropped", "term_dropped"),
 }  # fmt: skip
-NOT_ADDED = ("residual_dropped", "term_dropped")  # what a weight of zeros comes to in the sum after it

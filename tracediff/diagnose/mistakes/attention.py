@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.fit import fitted
+from tracediff.diagnose.mistakes.fit import fitted, told_apart
 from tracediff.diagnose.mistakes.mistake import (
     Area,
     Context,
@@ -20,6 +20,7 @@ from tracediff.diagnose.mistakes.mistake import (
     Where,
     axes_of,
     computing,
+    weights_of,
 )
 from tracediff.model.graph import Graph, Op
 from tracediff.numerics.kinds import KINDS
@@ -85,7 +86,7 @@ def _caps(op: Op, graph: Graph) -> bool:
 
 
 def _scaled(op: Op, scale: float) -> Variant:
-    words = f"the attention scale is {scale:.6g} instead of {op.attrs['scale']:.6g}"
+    words = "the attention scale is {} instead of {}".format(*told_apart(scale, op.attrs["scale"]))
     return Variant(op.with_attrs(scale=scale), words, fitted=True)
 
 
@@ -189,13 +190,14 @@ def _scores_f16(op: Op, _: Context) -> Variants:
     SCORES, "shainet#110",
 )  # fmt: skip
 def _rotated_again(op: Op, context: Context) -> Variants:
-    rope_op = next(o for o in context.graph if o.name == op.inputs[1])
-    if rope_op.kind != "rope" or not any(op.past):
+    turn = context.graph.ops.get(op.inputs[1])
+    if turn is None or turn.kind != "rope" or not any(op.past):
         return
+    factors = weights_of(turn, context)
 
     def function(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
         n_new = len(q)
-        turned = rope(k[:-n_new], positions[:-n_new], rope=rope_op.attrs["rope"]) if len(k) > n_new else k[:0]
+        turned = rope(k[:-n_new], positions[:-n_new], *factors, **turn.attrs) if len(k) > n_new else k[:0]
         return scores(q, torch.cat((turned, k[-n_new:])))
 
     yield (

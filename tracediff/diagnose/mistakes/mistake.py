@@ -158,6 +158,12 @@ def values_of(file: GGUFFile, info: TensorInfo) -> Tensor:
     return dequantize(info, raw_rows(file, info)).reshape(info.shape)
 
 
+def weights_of(op: Op, context: Context) -> list[Tensor]:
+    """An op's weights, dequantised to float64, each of its shape."""
+    found = (values_of(context.file, context.file.tensors[weight.name]).double() for weight in op.weights)
+    return [values.reshape(weight.shape) for values, weight in zip(found, op.weights, strict=True)]
+
+
 def reading(op: Op, read: Callable[[GGUFFile, TensorInfo], Any], weight: int = 0) -> Op:
     """The op with one of its weights read in another way."""
     weights = list(op.weights)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.fit import fitted
+from tracediff.diagnose.mistakes.fit import fitted, told_apart
 from tracediff.diagnose.mistakes.mistake import (
     NORM,
     Area,
@@ -18,6 +18,7 @@ from tracediff.diagnose.mistakes.mistake import (
     computing,
     reading,
     values_of,
+    weights_of,
 )
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
@@ -29,7 +30,8 @@ _DECADES = range(-6, 7)  # about the right epsilon
 
 
 def _adding(op: Op, eps: float) -> Variant:
-    return Variant(op.with_attrs(eps=eps), f"eps is {eps:.6g} instead of {op.attrs['eps']:g}", fitted=True)
+    words = "eps is {} instead of {}".format(*told_apart(eps, op.attrs["eps"]))
+    return Variant(op.with_attrs(eps=eps), words, fitted=True)
 
 
 @AREA.mistake(
@@ -45,7 +47,7 @@ def _eps(op: Op, context: Context) -> Variants:
         if not math.isclose(eps, right):
             said = "1e-12 or 0" if eps == 1e-12 else f"{eps:g}"  # float32 cannot tell these
             yield op.with_attrs(eps=eps), f"eps is {said} instead of {right:g}"
-    seen, weights = context.seen, _weights_of(op, context)
+    seen, weights = context.seen, weights_of(op, context)
     number = fitted(
         lambda eps: KINDS[op.kind].function(seen.inputs[0], *weights, eps=eps),
         seen.output,
@@ -93,7 +95,7 @@ def _norm_scaled(op: Op, context: Context) -> Variants:
     if not op.weights:
         return
     if context.seen:
-        right = KINDS[op.kind].function(context.seen.inputs[0], *_weights_of(op, context), **op.attrs)
+        right = KINDS[op.kind].function(context.seen.inputs[0], *weights_of(op, context), **op.attrs)
         factor = float((right * context.seen.output).sum() / right.square().sum())
     if math.isfinite(factor) and factor not in (0.0, 1.0):
         yield Variant(
@@ -101,11 +103,6 @@ def _norm_scaled(op: Op, context: Context) -> Variants:
             f"{op.weights[0].name} or the result is multiplied by {factor:.4g}",
             fitted=True,
         )
-
-
-def _weights_of(op: Op, context: Context) -> list[Tensor]:
-    found = (values_of(context.file, context.file.tensors[weight.name]).double() for weight in op.weights)
-    return [values.reshape(weight.shape) for values, weight in zip(found, op.weights, strict=True)]
 
 
 def _times(x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:

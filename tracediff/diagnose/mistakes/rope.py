@@ -19,6 +19,7 @@ from tracediff.diagnose.mistakes.mistake import (
     Where,
     computing,
     values_of,
+    weights_of,
 )
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
@@ -58,14 +59,14 @@ def _theta(op: Op, context: Context) -> Variants:
     for theta in (1e4, 1e6, 5e5, 1e5):
         if theta != op.attrs["rope"].theta:
             yield _turning(op, theta)._replace(fitted=False)
-    if context.seen and (number := _fitted_theta(op, context.seen, context)):
+    if context.seen and (number := _fitted_theta(op, context, context.seen)):
         yield _turning(op, number)
 
 
-def _fitted_theta(op: Op, seen: Seen, context: Context) -> float | None:
+def _fitted_theta(op: Op, context: Context, seen: Seen) -> float | None:
     """Of the tokens that turn least, few angles go round."""
     x, positions = seen.inputs
-    factors = [values_of(context.file, context.file.tensors[w.name]).double() for w in op.weights]
+    factors = weights_of(op, context)
     first = positions.argsort()[:_ROWS]
     right = op.attrs["rope"]
 

@@ -53,7 +53,7 @@ NUMBERS = {
     "theta": "rope's base", "scale": "the scale", "eps": "eps", "freq_scale": "the frequency scale",
     "heads": "the number of heads", "queries": "the number of queries", "keys": "the number of keys",
     "channels": "the number of channels of a head", "width": "the width of a cached row",
-    "past[0]": "the number of cached positions", "P": "the number of cached positions",
+    "past[0]": "the number of positions cached before the step", "P": "the number of cached positions",
 }  # fmt: skip
 NAMED = {
     "squares": "the sum of squares", "largest": "the maximum", "total": "the sum", "visible": "the number of keys seen",
@@ -63,4 +63,6 @@ NAMED = {
 SUMS = {"sum": "the sum", "max": "the largest", "min": "the smallest", "first": "the first", "last": "the last"}
 OWN = {"scores": "the output's", "softmax": "the softmax's", "weighted_values": "the output's"}
 OF_STEPS = ("past", "starts")
+COUNTS_TOKENS = ("T", "S", "P", "queries", "keys")  # sizes that are others in each step
+OF_TOKENS = ("token", "query", "key", "position")  # what these count
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")

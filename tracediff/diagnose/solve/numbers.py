@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from tracediff.diagnose.mistakes.fit import told_apart
 from tracediff.diagnose.solve.bound import Bound
 from tracediff.diagnose.solve.nodes import nodes, type_of, with_node
 from tracediff.diagnose.solve.problem import Problem
@@ -34,7 +35,7 @@ def variants(problem: Problem, left: Left) -> Iterator[Priced]:
                 continue
             called = {"theta": "rope's base", "scale": "the scale", "freq_scale": "the frequency scale"}.get(name, name)
             for value, bits in (*((u, 6.0) for u in simpler(fitted)), (fitted, _BITS)):
-                words = f"{called} is {value:.6g}; it should be {right:.6g}"
+                words = "{} is {}; it should be {}".format(called, *told_apart(value, right))
                 yield Priced(
                     Variant(words, problem.loops.source, numbers=((name, value),)),
                     bits,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracediff.diagnose.solve.accesses import Access
+from tracediff.diagnose.solve.nouns import OF_TOKENS
 
 _LISTED = 8  # values of a map that is told one by one
 
@@ -97,9 +98,10 @@ def _linear(access: Access) -> dict[str, int] | None:
     return dict(zip(("", *access.loops), map(int, whole), strict=True))
 
 
-def ranges(noun: str, old: range | None, new: range | None) -> tuple[str, str, bool] | None:
+def ranges(noun: str, old: range | None, new: range | None, follows: bool) -> tuple[str, str, bool] | None:
     """What another count takes in words, what that leaves out or goes beyond, and whether it takes one thing alone.
-    None where that is not known.
+    None where that is not known. Of tokens each step has another number: what is said is true of all of them, be it
+    that the count `follows` theirs or not.
     """
     if old is None or new is None or not len(old):
         return None
@@ -109,14 +111,14 @@ def ranges(noun: str, old: range | None, new: range | None) -> tuple[str, str, b
     if new.step > 1:
         return f"only every {new.step}{'nd' if new.step == 2 else 'th'} {noun}", f", from {new[0]} to {last}", True
     said = f"{noun} {new[0]}" if one else f"{plural(noun)} {new[0]} to {last}"
-    if last > old[-1]:
-        return said, f", {last - old[-1]} beyond the last", one
-    left = []
-    if new[0] > old[0]:
-        left.append("the first is" if new[0] == old[0] + 1 else f"the first {new[0] - old[0]} are")
-    if last < old[-1]:
-        left.append("the last is" if last == old[-1] - 1 else f"the last {old[-1] - last} are")
-    return f"only {said}", f": {' and '.join(left)} left out" if left else "", one
+    n_first, n_last = new[0] - old[0], old[-1] - last
+    if n_last < 0:
+        return f"all {plural(noun)}" if noun in OF_TOKENS else said, f", {-n_last} beyond the last", one
+    pairs = ((n_first, "the first"), (n_last, "the last"))
+    left = " and ".join(words if n == 1 else f"{words} {n}" for n, words in pairs if n > 0)
+    if noun in OF_TOKENS:
+        return (f"all {plural(noun)} but {left}", "", False) if follows else (f"only {said}", "", one)
+    return f"only {said}", f": {left} {'is' if n_first + n_last == 1 else 'are'} left out" if left else "", one
 
 
 def nth(n: int) -> str:

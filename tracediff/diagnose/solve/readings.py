@@ -1,7 +1,8 @@
 """Another reading of a weight: some of its numbers are others of the file, or of nobody's."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -34,6 +35,10 @@ class Reading:
 
     rows: tuple[Rows, ...] = ()
     elements: tuple[tuple[int, int, float], ...] = ()  # row, column, value
+
+    def moved(self, name: Callable[[str], str]) -> Self:
+        """The same of tensors of other names."""
+        return replace(self, rows=tuple(replace(run, tensor=name(run.tensor)) for run in self.rows))
 
     def __call__(self, file: GGUFFile, info: TensorInfo) -> Tensor:
         """The weight as it is held."""

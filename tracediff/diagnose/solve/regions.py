@@ -1,7 +1,7 @@
 """Regions of an output in the op's own axes: which they are, and in words."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -94,6 +94,15 @@ def around(mask: np.ndarray) -> list[Region]:
     if len(there) and len(there) == there[-1] - there[0] + 1 < mask.size:
         found.append(Region((_along(0, there, mask.size),), flat=True))
     return found
+
+
+def widest(region: Region, fits: np.ndarray) -> Region:
+    """The region without the axes along which it need not end: all values `fits` there as well."""
+    for along in region.along if len(region.along) > 1 else ():
+        wider = replace(region, along=tuple(other for other in region.along if other is not along))
+        if fits[wider.mask(fits.shape)].all():
+            return widest(wider, fits)
+    return region
 
 
 def _along(axis: int, there: np.ndarray, size: int) -> Along:

@@ -22,7 +22,7 @@ from tracediff.diagnose.solve.bound import Bound, Rows, held_as
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.parts import in_region
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.regions import around
+from tracediff.diagnose.solve.regions import around, widest
 from tracediff.diagnose.solve.variant import Priced, Variant
 from tracediff.diagnose.solve.words import Speaker, some
 from tracediff.model.graph import Op
@@ -140,6 +140,7 @@ def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
         for region in regions:
             if np.all(fits[region.mask(shape).ravel()]):
                 inside = priced.variant.op(problem.op, problem.loops.loops)
+                region = widest(region, fits.reshape(shape))
                 words = f"{region.words(axes)}: {words_of(problem, priced.variant)}"
                 changed = in_region(problem.op, inside, region)
                 yield Solved((changed,), words, priced.bits + region.bits, priced.look)

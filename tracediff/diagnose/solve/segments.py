@@ -8,7 +8,7 @@ numbers of an edit are fitted to what comes out at the end.
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, tensors, terms
 from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.bound import Bound
+from tracediff.diagnose.solve.nouns import COUNTS_TOKENS
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import Solved, solve, words_of
 from tracediff.diagnose.solve.segment import Begun, Segment
@@ -31,7 +32,7 @@ _LEFT = 1e-4  # of the error: what leaves more is not looked at closely
 _SAME = 1e-12  # NMSE: an edit that moves less changes nothing
 _FIRST = 4  # tokens that are looked at first
 _TOGETHER = 128  # tokens of several edits that go through what follows at a time
-_OF_TOKENS = re.compile(r"\b(?:T|S|P|queries|keys)\b")  # numbers that are others for fewer tokens
+_OF_TOKENS = re.compile(rf"\b(?:{'|'.join(COUNTS_TOKENS)})\b")
 
 
 Explanations = Iterator[tuple[Solved, Scheme | None]]  # nothing was verified to the floor
@@ -79,6 +80,12 @@ class _Tried:
     begun: Begun
     ops: tuple[Op, ...]
     priced: Priced
+    same: list[tuple[tuple[Op, ...], Priced]] = field(default_factory=list)  # others that come to what it does here
+
+    def solved(self, problem: Problem) -> Iterator[Solved]:
+        """The edit, and those that come to the same."""
+        for ops, priced in ((self.ops, self.priced), *self.same):
+            yield Solved(ops, words_of(problem, priced.variant), priced.bits, priced.look, priced.fitted)
 
 
 class Search:
@@ -110,26 +117,27 @@ class Search:
 
         What does not count tokens is tried on the first of them.
         """
-        found = list[Solved]()
+        found = list[_Tried]()
         waiting: dict[tuple[Segment, int], list[_Tried]] = {}
         for one in self._begun(group, variants):
             kin = one.segment, one.begun.at
             waiting.setdefault(kin, []).append(one)
             if len(waiting[kin]) * one.segment.n_tokens >= _TOGETHER:
-                found += self._fitting(group[0], waiting.pop(kin))
+                found += self._fitting(waiting.pop(kin))
         for lot in waiting.values():
-            found += self._fitting(group[0], lot)
-        return sorted(found, key=lambda one: one.bits)
+            found += self._fitting(lot)
+        return sorted(chain.from_iterable(one.solved(group[0]) for one in found), key=lambda one: one.bits)
 
-    def _begun(self, group: Sequence[Problem], variants: Iterator[Priced]) -> Iterator["_Tried"]:
+    def _begun(self, group: Sequence[Problem], variants: Iterator[Priced]) -> Iterator[_Tried]:
         """The edits that move something and come to the same as none before, each as far as it must be computed alone.
 
         Of several ops the one of which most numbers differ, and the smallest of such, tells which edits do.
         """
-        seen, counted = set[float](), _counting(group[0].loops.source)
+        seen, counted = dict[float, _Tried](), _counting(group[0].loops.source)
         telling = max(group, key=lambda problem: (len({*problem.loops.numbers.values()}), -problem.exact.size))
         for priced in variants:
             self._check()
+            moved = math.nan
             segment = self._short if _counting(priced.variant.source) == counted else self._whole
             ops = {problem.op.name: op for problem in group if (op := _edited(problem, priced.variant))}
             made = {}
@@ -137,21 +145,20 @@ class Search:
                 if op := ops.get(telling.op.name):
                     made = {op.name: segment.made(op)}
                     moved = segment.moved(telling.op, made[op.name])
+                    if moved in seen:
+                        seen[moved].same.append((tuple(ops.values()), priced))
                     if moved <= _SAME or moved in seen:
                         continue
-                    seen.add(moved)
                 begun = segment.begun(ops, made if len(group) == 1 else {})
             except CannotRunError:
                 continue
-            yield _Tried(segment, begun, tuple(ops.values()), priced)
+            tried = seen[moved] = _Tried(segment, begun, tuple(ops.values()), priced)
+            yield tried
 
-    def _fitting(self, problem: Problem, lot: Sequence["_Tried"]) -> Iterator[Solved]:
+    def _fitting(self, lot: Sequence[_Tried]) -> Iterator[_Tried]:
         """Those of one lot that leave next to nothing."""
         lefts = lot[0].segment.lefts([one.begun for one in lot])
-        for one, left in zip(lot, lefts, strict=True):
-            if left <= _LEFT * self._off:
-                words = words_of(problem, one.priced.variant)
-                yield Solved(one.ops, words, one.priced.bits, one.priced.look, one.priced.fitted)
+        return (one for one, left in zip(lot, lefts, strict=True) if left <= _LEFT * self._off)
 
     def of_numbers(self, problem: Problem) -> list[Solved]:
         """Edits of an op whose numbers are fitted to what comes out at the end, and maps of its values."""

@@ -1,8 +1,9 @@
 """A changed op as the solver tries it: its loops, edited, and what the names in them stand for."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -101,8 +102,12 @@ def relayered(changed: Op, right: Op, other: Op) -> Op | None:
     def moved(text: str) -> str:
         return text.replace(f"blk.{here}.", f"blk.{there}.")
 
+    def elsewhere(weight: Weight) -> Weight:
+        read = getattr(weight.read, "moved", None)  # of what reads other tensors
+        return replace(weight, name=moved(weight.name), read=read(moved) if read else weight.read)
+
     weights = (
-        own if weight == before else replace(weight, name=moved(weight.name))
+        own if weight == before else elsewhere(weight)
         for weight, before, own in zip(changed.weights, right.weights, other.weights, strict=True)
     )
     carried = getattr(changed.rework, "carried", None)  # of what is done to an op's own value
@@ -130,6 +135,10 @@ class OtherTensor:
     """
 
     name: str
+
+    def moved(self, name: Callable[[str], str]) -> Self:
+        """The same of a tensor of another name."""
+        return replace(self, name=name(self.name))
 
     def __call__(self, file: GGUFFile, info: TensorInfo) -> Tensor:
         """The other tensor's numbers in the shape of `info`."""

@@ -17,7 +17,18 @@ from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.bound import Bound
 from tracediff.diagnose.solve.interpret import Run
 from tracediff.diagnose.solve.masks import LESS, seen_keys
-from tracediff.diagnose.solve.nouns import AXES, COUNTED, EACH, NAMED, NUMBERS, OF_STEPS, ORDINALS, OWN, SUMS
+from tracediff.diagnose.solve.nouns import (
+    AXES,
+    COUNTED,
+    COUNTS_TOKENS,
+    EACH,
+    NAMED,
+    NUMBERS,
+    OF_STEPS,
+    ORDINALS,
+    OWN,
+    SUMS,
+)
 from tracediff.diagnose.solve.places import mapped, plural, ranges
 from tracediff.diagnose.solve.program import Program
 from tracediff.diagnose.solve.syntax import chain, head, inlined, quotable, statements
@@ -54,6 +65,8 @@ class Speaker:
         if rest:
             first, second = (NUMBERS.get(x, "") if x in self.right.numbers else self.called(x) for x in (a, b))
             return f"{first} and {second} are exchanged"
+        if a in COUNTS_TOKENS:  # another number in each step
+            return f"{NUMBERS[a]} is taken for {NUMBERS.get(b, b)}"
         return f"{NUMBERS.get(a, a)} is taken for {self._size(b, edited)}; it is {self._size(a, self.right)}"
 
     def _size(self, name: str, bound: Bound) -> str:
@@ -100,12 +113,17 @@ class Speaker:
     def _loop(self, name: str, of: str, old: ast.Call, new: ast.Call, edited: Bound) -> str:
         """Another range of a loop that stores."""
         noun = self._noun(name)
-        said = ranges(noun, self._range(old, self.right), self._range(new, edited))
+        said = self._taken(noun, old, new, edited)
         if said:
             taken, left, one = said
             return f"{taken}{of} {'is' if one else 'are'} computed{left}"
         bounds = [self._bounds(call) for call in (new, old)]
         return f"{plural(noun)} {bounds[0]}{of} are computed, where {bounds[1]} belong{self._legend(*bounds)}"
+
+    def _taken(self, noun: str, old: ast.Call, new: ast.Call, edited: Bound) -> tuple[str, str, bool] | None:
+        return ranges(
+            noun, self._range(old, self.right), self._range(new, edited), bool(_names(*old.args) & _names(*new.args))
+        )
 
     def _bounds(self, call: ast.Call) -> str:
         start, end = ([ast.Constant(0), *call.args] if len(call.args) == 1 else call.args)[:2]
@@ -131,7 +149,10 @@ class Speaker:
             values = (_evaluated(node, bound) for node, bound in ((old, self.right), (new, edited)))
             pairs = zip((old, new), values, strict=True)
             a, b = (self._print(node) if value is None else f"{value:g}" for node, value in pairs)
-            return f"{NUMBERS[name].replace('the', OWN.get(self.op.kind, 'the'), 1)} is taken for {b}; it is {a}"
+            number = NUMBERS[name].replace("the", OWN.get(self.op.kind, "the"), 1)
+            if name in COUNTS_TOKENS:  # another in each step
+                return f"{number} is taken for {self._print(new) if _names(old) & _names(new) else b}"
+            return f"{number} is taken for {b}; it is {a}"
         if name in ("here", "there", "first", "second"):
             arrays = [array for array in edited.arrays if array not in OF_STEPS]
             said = [self._by_access(array, edited) for array in arrays]
@@ -164,7 +185,7 @@ class Speaker:
         """A sum over other terms."""
         noun = self._noun(name)
         whole = subject if subject in ("the sum of squares", "the sum", "the maximum") else "the sum"
-        said = ranges(noun, self._range(old, self.right), self._range(new, edited))
+        said = self._taken(noun, old, new, edited)
         if said:
             return f"{whole} takes {said[0]}{said[1]}"
         bounds = f"{self._bounds(new)}, where {self._bounds(old)} belong"
@@ -328,6 +349,10 @@ class _Named(ast.NodeTransformer):
 def some(n: int, noun: str) -> str:
     """As in "1 key" and "2 keys"."""
     return f"{n} {noun if n == 1 else plural(noun)}"
+
+
+def _names(*nodes: ast.AST) -> set[str]:
+    return {name.id for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name)}
 
 
 def _evaluated(node: ast.expr, bound: Bound) -> float | None:
