@@ -211,18 +211,21 @@ def _rotated_again(op: Op, context: Context) -> Variants:
     SCORES, "tt-metal#54413",
 )  # fmt: skip
 def _cache_zeros(op: Op, context: Context) -> Variants:
-    zero = torch.arange(1, 2)
+    zero, to_the_end = torch.arange(1, 2), False
     if context.seen:
-        zero = torch.nonzero((context.seen.output == 0).all(0).all(0)).flatten()
+        of_keys = (context.seen.output == 0).all(0).all(0)
+        zero = torch.nonzero(of_keys).flatten()
         if not len(zero):
             return
+        to_the_end = bool(of_keys[zero[0] :].all())
 
     def function(q: Tensor, k: Tensor) -> Tensor:
         k = k.clone()
-        k[zero[zero < len(k)]] = 0
+        k[slice(zero[0], None) if to_the_end else zero[zero < len(k)]] = 0
         return scores(q, k)
 
-    yield computing(op, function), f"the keys at positions {zero.tolist()} are zero"
+    which = f"from {zero[0]} on" if to_the_end else str(zero.tolist())
+    yield computing(op, function), f"the keys at positions {which} are zero"
 
 
 @AREA.mistake(

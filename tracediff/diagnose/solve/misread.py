@@ -36,6 +36,7 @@ _UNTOLD = 0.25  # of the wrong channels: so many may be made of what the file do
 _TOLD = 4  # numbers one after the other that are not found by chance
 _CHANCES = 64  # places of a number that are looked at
 _LOOK = "how the loader finds and copies this tensor: offsets, sizes, counts of rows"
+_LOOK_AT_ZEROS = "whether the matmul's loop reaches these channels; then how many rows the loader copies"
 _CHUNK = 1 << 18
 _NEAR = 1 << 12  # places by chance that are looked at
 _PAGE = 2048  # numbers before a tensor: buffers begin at pages
@@ -68,7 +69,7 @@ def _read(problem: Problem, weight: int, runs: list[Rows], wrong: np.ndarray) ->
     if len(untold):
         op, bits = excepting(op, untold), bits + _RUN * np.log2(2 + len(untold))
         words += f"; what {some(len(untold), 'channel')} ({ranges(untold.tolist())}) {_made(untold)} of cannot be told"
-    yield Found(op, words, bits, _LOOK)
+    yield Found(op, words, bits, _LOOK if any(run.tensor for run in told) else _LOOK_AT_ZEROS)
 
 
 def _made(places: np.ndarray) -> str:
