@@ -60,7 +60,7 @@ class Ranges(io.RawIOBase):
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
         return self._at
 
-    def readinto(self, into: "memoryview | bytearray") -> int:  # type: ignore[override]
+    def readinto(self, into: memoryview | bytearray) -> int:  # type: ignore[override]
         """As of any file; raises TracediffError where the storage does not give it."""
         n = max(0, min(len(into), self.size - self._at))
         try:
@@ -97,13 +97,13 @@ def fitting(path: Path) -> list[Path]:
     return [path] if os.path.exists(path) else [Path(name) for name in sorted(glob(str(path)))]
 
 
-def open_file(path: Path) -> "io.FileIO | Ranges":
+def open_file(path: Path) -> io.FileIO | Ranges:
     """A file of this machine, or by its URL of some storage, for reading. Raises OSError as `require_file` does."""
     url = url_of(path)
     return Ranges(url) if url else require_file(path).open("rb", buffering=0)
 
 
-def stamp(file: "io.FileIO | Ranges") -> tuple[int, int]:
+def stamp(file: io.FileIO | Ranges) -> tuple[int, int]:
     """Size, and when it was written: what tells that another has changed it. Of storage it is asked once."""
     if isinstance(file, Ranges):
         return file.size, 0

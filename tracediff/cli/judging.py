@@ -78,7 +78,7 @@ def compare(
     return _explained(result, explain, report(result, formats))
 
 
-def _show_plan(traces: "list[tuple[list[Path], str | None]]", model: Path | None) -> int:
+def _show_plan(traces: list[tuple[list[Path], str | None]], model: Path | None) -> int:
     from tracediff.pipeline import plan_traces
 
     if model is None or traces[2:]:

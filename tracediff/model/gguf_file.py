@@ -233,7 +233,7 @@ class GGUFFile:
         return TensorInfo(name, shape, kind, offset, math.prod(shape) // block * block_bytes)
 
 
-def _mapped(file: "io.FileIO | Ranges", size: int) -> mmap.mmap:
+def _mapped(file: io.FileIO | Ranges, size: int) -> mmap.mmap:
     """The file's bytes; of one in some storage room for them, which takes memory where something is read into it.
 
     Private pages: numpy and torch want writable memory, and nothing else ever writes.

@@ -109,7 +109,7 @@ class Op:
     past: tuple[Past, ...] = ()
     views: tuple[View | None, ...] = ()
     function: Callable[..., Any] | None = None
-    rework: "Rework | None" = None
+    rework: Rework | None = None
     stored: str = "f64"  # as it is
 
     @property

@@ -57,7 +57,7 @@ class Residual:
     error: float
     signal: float
     noise: float
-    own: "Own"
+    own: Own
     excess: float
     worst: Worst
     sharpness: float

@@ -71,7 +71,7 @@ class Ranks(Trace):
         self._parted = next((i for i, key in enumerate(self._all) if self._differs(key, digests)), None)
         return [self.of(ranks) for ranks, _ in signs]
 
-    def _differs(self, key: Key, digests: "dict[int, dict[tuple[Key, Shard | None], bytes]]") -> bool:
+    def _differs(self, key: Key, digests: dict[int, dict[tuple[Key, Shard | None], bytes]]) -> bool:
         of = {(part.shard, digests[part.rank].get((key, part.shard))) for part in self._all[key]}
         return len(of) > len({shard for shard, _ in of})
 

@@ -96,7 +96,7 @@ class Segment:
         """NMSE of what is made at the end with these ops."""
         return self.lefts([self.begun(changed)])[0]
 
-    def lefts(self, begun: Sequence["Begun"]) -> list[float]:
+    def lefts(self, begun: Sequence[Begun]) -> list[float]:
         """NMSE of what each comes to at the end; they begin the end at one place."""
         return [nmse(y, self._recorded) for y in self._ended(begun).split(len(self._recorded))]
 
@@ -105,7 +105,7 @@ class Segment:
         left = flat(self._recorded - self._ended([self.begun(changed, made)]).reshape(self._recorded.shape))
         return np.nan_to_num(left / float(self._recorded.square().mean().sqrt()), nan=math.inf)
 
-    def begun(self, changed: Mapping[str, Op], made: Mapping[str, Tensor] = MappingProxyType({})) -> "Begun":
+    def begun(self, changed: Mapping[str, Op], made: Mapping[str, Tensor] = MappingProxyType({})) -> Begun:
         """What these ops make, and what follows up to where a token's values follow from its own alone."""
         last = max((i for i, op in enumerate(self.ops) if op.name in changed or op.name in made), default=-1)
         at, values = max(last + 1, self._apart), dict(made)
@@ -114,7 +114,7 @@ class Segment:
                 values[right.name] = self.made(changed.get(right.name, right), values)
         return Begun(at, values)
 
-    def _ended(self, begun: Sequence["Begun"]) -> Tensor:
+    def _ended(self, begun: Sequence[Begun]) -> Tensor:
         """What each comes to at the end, one after the other along the tokens: each weight is read once for all."""
         rest = self.ops[begun[0].at :]
         passed = {name for one in begun for name in one.values} & {self._end, *(x for op in rest for x in op.inputs)}

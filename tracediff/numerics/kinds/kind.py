@@ -126,7 +126,7 @@ def kept(y: Tensor, weights: Weights) -> Tensor:
     return y.to(weights.dtype if y.is_floating_point() else torch.promote_types(weights.dtype, torch.float32))
 
 
-def held(of: "Call | Made") -> list[Tensor]:
+def held(of: Call | Made) -> list[Tensor]:
     """The whole weights, as the engine holds them."""
     hold = rounding_named(of.arithmetic.stored)
     return [hold(of.weights.load(weight)) for weight in of.op.weights]
