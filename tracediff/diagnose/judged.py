@@ -1,6 +1,5 @@
 """What replay says of traces, and how to explain what it found: by this process, or by workers a kind of op each."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,7 +86,7 @@ def _explained(
     replay: Replay,
     ops: list[OpResult],
     progress: Progress,
-    seconds: float = math.inf,
+    seconds: float,
 ) -> list[OpResult]:
     """As `Explainer.explain`, by the workers: one kin each, for which each takes its share of the seconds."""
     explainer = Explainer(replay)

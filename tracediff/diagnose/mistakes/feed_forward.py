@@ -105,12 +105,9 @@ def _act_f16(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
-    "scale_dropped",
-    "a factor is left out, or applied twice",
-    "the family's scales",
-    Where(("scale",)),
+    "scale_dropped", "a factor is left out, or applied twice", "the family's scales", Where(("scale",)),
     "sglang-jax#1282",
-)
+)  # fmt: skip
 def _no_scale(op: Op, _: Context) -> Variants:
     scale = op.attrs["scale"]
     if scale != 1.0:

@@ -153,8 +153,7 @@ def _rms_norm(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
-    "norm_bias_missing", "the norm's bias is not added", "whether the loader reads the norm's .bias",
-    Where(("layer_norm", "rms_norm")),
+    "norm_bias_missing", "the norm's bias is not added", "whether the loader reads the norm's .bias", NORM,
 )  # fmt: skip
 def _no_bias(op: Op, _: Context) -> Variants:
     if len(op.weights) > 1:

@@ -119,7 +119,7 @@ class Bound:
         if self.loops.block is None:
             return [{}]
         name, step = self.loops.block
-        n = int(self.loops.shape[-1]) if len(self.loops.shape) == 2 else int(np.prod(self.loops.shape[1:]))
+        n = math.prod(self.loops.shape[1:])
         return [{name: np.arange(at, at + step)} for at in range(0, n + 1, step)] if n > step else [{}]
 
 

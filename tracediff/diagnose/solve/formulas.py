@@ -14,6 +14,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
+from tracediff.diagnose.solve.interpret import COMPARISONS, ELEMENTARY
 from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS, REAL_NUMBERS, Node, free, nodes, type_of, with_node
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.program import Program, parse
@@ -22,10 +23,8 @@ from tracediff.diagnose.solve.variant import Priced, Read, Touches, Variant
 _INTEGER = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _REAL = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _RESIZED = ((ast.Add, 1), (ast.Sub, 1), (ast.FloorDiv, 2))
-_COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 _FAR = 24  # by which a count, or the place of a pair, may be off
 _REDUCTIONS = ("sum", "max", "min", "first", "last")
-_ELEMENTARY = ("sqrt", "exp", "cos", "sin", "abs", "log", "tanh")
 _OF_STEP = ("past[0]",)  # numbers that every step has
 _STORED = re.compile(r"y\[(\(\w \* \w+ \+ \w\) \* \w+ \+ \w)\] = ")
 
@@ -137,7 +136,7 @@ def _instead_of(place: Node, arrays: Sequence[str]) -> Iterator[ast.AST | None]:
             if isinstance(op, ast.Sub | ast.Div | ast.Pow | ast.FloorDiv):
                 yield ast.BinOp(b, op, a)
         case ast.Compare(left=a, ops=[op], comparators=[b]):
-            yield from (ast.Compare(a, [other()], [b]) for other in _COMPARISONS if not isinstance(op, other))
+            yield from (ast.Compare(a, [other()], [b]) for other in COMPARISONS if not isinstance(op, other))
         case ast.IfExp(test=test, body=a, orelse=b):
             yield from (a, b, ast.IfExp(test, b, a), ast.IfExp(test, a, ast.Constant(0)))
         case ast.UnaryOp(operand=a):
@@ -162,9 +161,9 @@ def _instead_of(place: Node, arrays: Sequence[str]) -> Iterator[ast.AST | None]:
                 ]
                 yield from (ast.Name(other, ast.Load()) for other in alike_names)
         case ast.Call(func=ast.Name(id=name), args=arguments):
-            kin = next((names for names in (_REDUCTIONS, _ELEMENTARY) if name in names), ())
+            kin = next((names for names in (_REDUCTIONS, ELEMENTARY) if name in names), ())
             yield from (ast.Call(ast.Name(other, ast.Load()), arguments, []) for other in kin if other != name)
-            if name in _ELEMENTARY:
+            if name in ELEMENTARY:
                 yield arguments[0]
             if name == "range":
                 yield from _other_ranges(arguments)
@@ -218,7 +217,7 @@ def _other_stores(node: ast.Assign, names: Mapping[str, str]) -> Iterator[ast.AS
             more = (ast.BinOp(node.value, op(), ast.Constant(c)) for op, c in _RESIZED)
             yield from (ast.Assign([target], value, lineno=0) for value in more)
         for read in _reads(node.value) if type_of(node.value, names) == "f" else ():
-            functions = (ast.Call(ast.Name(name, ast.Load()), [read], []) for name in _ELEMENTARY)
+            functions = (ast.Call(ast.Name(name, ast.Load()), [read], []) for name in ELEMENTARY)
             yield from (ast.Assign([target], value, lineno=0) for value in (read, *functions))
         return
     yield None

@@ -25,7 +25,7 @@ _LOOK = "what is done to its result: a scale, a clamp, a cap"
 _LOOK_BEFORE = "what is done to that value before it is used: a scale, a clamp, a cap"
 _NUMBER = 12.0  # bits of a fitted number
 _FITTED = 1 << 16  # values that a function is fitted to
-_CAPS = 60  # Newton steps of a fit
+_HALVINGS = 60  # of the interval that a cap is sought in
 
 Function = Callable[..., Tensor]
 FUNCTIONS: Mapping[str, Function] = {
@@ -197,7 +197,7 @@ def _cap(x: np.ndarray, y: np.ndarray) -> float | None:
     if not 0 < cut < largest:
         return None
     low, high = cut, 1e6 * largest
-    for _ in range(_CAPS):
+    for _ in range(_HALVINGS):
         middle = low**0.5 * high**0.5  # of the least numbers the product is 0
         low, high = (middle, high) if middle * np.tanh(largest / middle) < cut else (low, middle)
     found = low**0.5 * high**0.5

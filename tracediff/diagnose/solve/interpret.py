@@ -33,10 +33,10 @@ _SHORT = 1 << 16  # turns of loops that take no time
 _PREPARED = 8  # results of loops that are kept for other runs
 
 
-_FUNCTIONS: Mapping[str, Callable[[Value], Value]] = {
+ELEMENTARY: Mapping[str, Callable[[Value], Value]] = {
     "sqrt": np.sqrt, "exp": np.exp, "cos": np.cos, "sin": np.sin, "abs": np.abs, "log": np.log, "tanh": np.tanh,
 }  # fmt: skip
-_COMPARE: Mapping[type, Callable[[Value, Value], Value]] = {
+COMPARISONS: Mapping[type, Callable[[Value, Value], Value]] = {
     ast.Lt: np.less, ast.LtE: np.less_equal, ast.Gt: np.greater, ast.GtE: np.greater_equal, ast.Eq: np.equal,
     ast.NotEq: np.not_equal,
 }  # fmt: skip
@@ -57,7 +57,7 @@ class Run:
     places_only: bool = False  # whether values do not matter
     before: np.ndarray | None = None  # what the output's buffer held, where it is computed in place
     beyond: float = 0.0  # what is read where an array does not reach: unknown, so results that follow it are
-    prepared: "dict[object, Prepared]" = field(default_factory=dict)  # by earlier runs on the same arrays
+    prepared: dict[object, Prepared] = field(default_factory=dict)  # by earlier runs on the same arrays
 
     def stores(self) -> list[Stored]:
         """All stores to the output `y`, those that stay last; raises CannotRunError."""
@@ -233,7 +233,7 @@ class Run:
             case ast.BinOp(left=left, op=op, right=right):
                 return self._binary(op, self.value(left), self.value(right))
             case ast.Compare(left=left, ops=[op], comparators=[right]):
-                return _COMPARE[type(op)](self.value(left), self.value(right))
+                return COMPARISONS[type(op)](self.value(left), self.value(right))
             case ast.IfExp(test=test, body=a, orelse=b):
                 test, a, b = self.value(test), self.value(a), self.value(b)
                 return np.where(test, *(np.asarray(x, self.dtype) for x in (a, b)))
@@ -241,12 +241,12 @@ class Run:
                 return self._read(name, at)
             case ast.Call(func=ast.Name(id=name), args=[ast.GeneratorExp() as generator]):
                 return self._reduced(name, generator)
-            case ast.Call(func=ast.Name(id=name), args=[argument]) if name in _FUNCTIONS:
+            case ast.Call(func=ast.Name(id=name), args=[argument]) if name in ELEMENTARY:
                 return self._function(name, self.value(argument))
         raise CannotRunError(ast.unparse(node))
 
     def _function(self, name: str, x: Value) -> Value:
-        y = _FUNCTIONS[name](x)
+        y = ELEMENTARY[name](x)
         # Angles are computed in double precision, their cosines are kept in the arithmetic's.
         if not isinstance(y, np.ndarray):
             return float(y)

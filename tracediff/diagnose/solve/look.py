@@ -13,6 +13,7 @@ from tracediff.diagnose.solve.bound import SOMETHING, Bound, parsed
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.variant import Touches
 
+NEARLY_ALL = 0.98  # of some values: so many must a hypothesis give
 _NEARLY = 0.5  # of the wrong values: what gives fewer is not looked at again
 _EACH = 4, 2  # values of each loop variable at which the output is wrong, and right
 _GLANCE = 2  # the same of wrong ones, for a first look that most do not pass
@@ -30,7 +31,7 @@ class Seen:
     @property
     def passes(self) -> bool:
         """Whether nothing there speaks against it."""
-        return self.wrong > 0.98 and self.right > 0.98
+        return min(self.wrong, self.right) > NEARLY_ALL
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Look:
             seen = self._at(hypothesis, touches)
             # What lies beyond an array is not in the trace: what follows from it cannot be held against a hypothesis.
             if seen.wrong > _NEARLY and not seen.passes and touches != "places":
-                return self._at(hypothesis, touches, self._at_random(hypothesis))
+                return self._at(hypothesis, touches, replace(hypothesis, beyond=SOMETHING))
             return seen
         except CannotRunError:
             return None
@@ -136,9 +137,6 @@ class Look:
             places.append(stored.at[sent])
             values.append(self.problem.exact[own[sent]])
         return np.concatenate(places or [np.zeros(0, int)]), np.concatenate(values or [np.zeros(0)])
-
-    def _at_random(self, hypothesis: Bound) -> Bound:
-        return replace(hypothesis, beyond=SOMETHING)
 
     def _at(self, hypothesis: Bound, touches: Touches, other: Bound | None = None) -> Seen:
         """By its own values, or by those only that are the same under another."""

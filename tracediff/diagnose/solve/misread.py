@@ -68,12 +68,9 @@ def _read(problem: Problem, weight: int, runs: list[Rows], wrong: np.ndarray) ->
     bits = _RUN * len(told)
     if len(untold):
         op, bits = excepting(op, untold), bits + _RUN * np.log2(2 + len(untold))
-        words += f"; what {some(len(untold), 'channel')} ({ranges(untold.tolist())}) {_made(untold)} of cannot be told"
+        channels = f"{some(len(untold), 'channel')} ({ranges(untold.tolist())})"
+        words += f"; what {channels} {'is' if len(untold) == 1 else 'are'} made of cannot be told"
     yield Found(op, words, bits, _LOOK if any(run.tensor for run in told) else _LOOK_AT_ZEROS)
-
-
-def _made(places: np.ndarray) -> str:
-    return "is made" if len(places) == 1 else "are made"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from tracediff.diagnose.solve import (
 )
 from tracediff.diagnose.solve.arrays import Array, CannotRunError, Flat
 from tracediff.diagnose.solve.bound import Bound, Rows, held_as
-from tracediff.diagnose.solve.look import Look
+from tracediff.diagnose.solve.look import NEARLY_ALL, Look
 from tracediff.diagnose.solve.parts import in_region
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.regions import around, widest
@@ -28,7 +28,6 @@ from tracediff.diagnose.solve.words import Speaker, some
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
 
-_IN_PART = 0.98  # of the wrong values that a hypothesis must give to be tried in a region
 _LARGE = 1 << 22  # values: such outputs are not computed twice more
 _PARTS = 24  # hypotheses that are computed in whole for that
 
@@ -56,7 +55,7 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
         seen = look.at(bound, priced.variant.touches) if bound else None
         if seen and seen.passes:
             whole.append(priced)
-        elif seen and seen.wrong >= _IN_PART:
+        elif seen and seen.wrong >= NEARLY_ALL:  # to be tried in a region
             partial.append(priced)
     # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].
     alike = sorted(whole, key=lambda one: (one.bits, len(one.variant.source)))
