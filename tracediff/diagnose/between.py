@@ -32,6 +32,8 @@ _LOOK = {
     "experts": "which experts a rank computes: each must be on one of those that are added up",
 }
 
+Tries = Iterator[tuple[str, str, str, Tensor]]  # name, where to look, in words, and what comes of it
+
 
 @dataclass(frozen=True)
 class Between:
@@ -107,14 +109,14 @@ class Between:
 
     # --- copies of the whole: what was, or should have been, summed over the ranks ------------------------------------
 
-    def _of_copies(self) -> Iterator[tuple[str, str, str, Tensor]]:
+    def _of_copies(self) -> Tries:
         y, n = self.known.exact, len(self.trace.everyone)
         left_out = "the all-reduce is left out: every rank holds its own term of the sum"
         if len(self.parts) == n:
             copies = [self._values(part) for part in self.parts]
-            if any(not torch.equal(copy, copies[0]) for copy in copies):
+            if any(not torch.equal(copy, copies[0]) for copy in copies) and self._adds_up(copies):
                 mine = copies[[part.rank for part in self.parts].index(self.trace.members[0])]
-                yield "all_reduce_left_out", "all_reduce", left_out, y + (mine - y) * self._adds_up(copies)
+                yield "all_reduce_left_out", "all_reduce", left_out, mine
         yield "all_reduce_twice", "all_reduce", f"it is all-reduced twice: {n} times what it should be", n * y
         bias, terms = self._terms()
         for rank, term in terms.items():
@@ -130,11 +132,11 @@ class Between:
             text = f"{name} is added on every rank before the all-reduce, {n} times in all"
             yield "residual_on_every_rank", "every_rank", text, y + (n - 1) * x.reshape(y.shape)
 
-    def _adds_up(self, copies: Sequence[Tensor]) -> float:
-        """1 where the copies are the terms of what is right; 0 where they are not."""
+    def _adds_up(self, copies: Sequence[Tensor]) -> bool:
+        """Whether the copies are the terms of what is right."""
         y = self.known.exact
         left = float((sum(copies) - y).square().sum() / y.square().sum().clamp(min=1e-300))
-        return float(left <= max(100 * self.error.floor, _LITTLE * self.error.nmse))
+        return left <= max(100 * self.error.floor, _LITTLE * self.error.nmse)
 
     def _terms(self) -> tuple[Tensor, dict[int, Tensor]]:
         """The bias, and each rank's term of a row-parallel matmul: what its part of the input makes."""
@@ -157,7 +159,7 @@ class Between:
 
     # --- parts along an axis ------------------------------------------------------------------------------------------
 
-    def _of_parts(self) -> Iterator[tuple[str, str, str, Tensor]]:
+    def _of_parts(self) -> Tries:
         yield from self._of_part_alone()
         made, said = self.known.exact.clone().reshape(self.record.shape), []
         for part in self.parts:
@@ -168,22 +170,21 @@ class Between:
         if said:
             yield "part_elsewhere", "order", "; ".join(said), made
 
-    def _of_part_alone(self) -> Iterator[tuple[str, str, str, Tensor]]:
+    def _of_part_alone(self) -> Tries:
         """A norm or a softmax over the rank's own part of the axis."""
         axis, y = len(self.parts[0].at) - 1, self.known.exact
         if axis != y.ndim - 1 or y.shape != self.record.shape:
             return
         made = y.clone()
-        for part in self.parts:
-            if self.op.kind == "rms_norm":
-                eps, x = self.op.attrs["eps"], self.known.inputs[0].reshape(y.shape)
+        if self.op.kind == "rms_norm":
+            eps, x = self.op.attrs["eps"], self.known.inputs[0].reshape(y.shape)
+            for part in self.parts:
                 of_all, of_part = (v.square().mean(-1, keepdim=True) + eps for v in (x, x[part.at]))
                 made[part.at] *= (of_all / of_part).sqrt()
-            elif self.op.kind == "softmax":
-                made[part.at] /= y[part.at].sum(-1, keepdim=True).clamp(min=1e-300)
-        if self.op.kind == "rms_norm":
             yield "norm_of_part", "local", "every rank norms its part by that part's own mean of squares", made
         elif self.op.kind == "softmax":
+            for part in self.parts:
+                made[part.at] /= y[part.at].sum(-1, keepdim=True).clamp(min=1e-300)
             yield "softmax_of_part", "local", "every rank's probabilities add up to 1 over its own part", made
 
     def _shift(self, part: Part) -> int | None:
@@ -220,7 +221,7 @@ class Between:
 
     # --- terms of a sum -----------------------------------------------------------------------------------------------
 
-    def _of_terms(self) -> Iterator[tuple[str, str, str, Tensor]]:
+    def _of_terms(self) -> Tries:
         known, terms = self.known, {part.rank: self._values(part) for part in self.parts}
         if all(torch.equal(term, terms[self.parts[0].rank]) for term in terms.values()):
             text = f"every rank holds all of it: no term of a sum, which is {len(terms)} times what it should be"
@@ -246,7 +247,7 @@ class Between:
         ids = sorted({int(i) for i in chosen})
         return f"expert{'s' * (len(ids) > 1)} {', '.join(map(str, ids[:6]))}"
 
-    def _of_vocabulary(self, terms: dict[int, Tensor]) -> Iterator[tuple[str, str, str, Tensor]]:
+    def _of_vocabulary(self, terms: dict[int, Tensor]) -> Tries:
         tokens, y = self.known.inputs[0], self.known.exact
         for rank, term in terms.items():
             mine = term.any(-1, keepdim=True)
