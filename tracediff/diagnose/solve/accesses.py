@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tracediff.diagnose.solve.arrays import Value
-from tracediff.diagnose.solve.bound import Bound, parsed
+from tracediff.diagnose.solve.bound import Bound
 from tracediff.diagnose.solve.interpret import Run
 from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS
+from tracediff.diagnose.solve.program import parse
 
 _EACH = 24  # values of a loop variable that are looked at: its first and its last ones
 
@@ -29,7 +30,7 @@ class Access:
 
 def accesses(bound: Bound, array: str, stores: bool) -> list[Access]:
     """Where these loops read the array, or store to it, in the order of the source; raises CannotRunError."""
-    run = _Places(parsed(bound.source), bound.numbers, bound.arrays, 0, wanted=array, of_stores=stores)
+    run = _Places(parse(bound.source), bound.numbers, bound.arrays, 0, wanted=array, of_stores=stores)
     run.stores()
     return run.found
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from types import MappingProxyType
 
 import numpy as np
@@ -22,8 +21,6 @@ from tracediff.numerics.roundings import Rounding, rounding_named
 SOMETHING = 0.731  # beyond arrays, where 0 was assumed
 _MOST = 0.5  # of all values: where more cannot be told, nothing is explained
 _ROWS = 1 << 19  # numbers of a weight from which only the rows that are needed are read
-
-parsed = lru_cache(4096)(parse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ class Bound:
         return self._run(only, np.float64).statements()
 
     def _run(self, only: Mapping[str, np.ndarray], dtype: type) -> Run:
-        program = parsed(self.source)
+        program = parse(self.source)
         in_place = program.reads_output and "before" in self.arrays
         before = self.untouched(np.arange(self._n)) if in_place else None
         return Run(
@@ -70,7 +67,7 @@ class Bound:
 
     def places(self, only: Mapping[str, np.ndarray] = MappingProxyType({})) -> list[Stored]:
         """Where something is stored to, and at which values of the loop variables."""
-        return Run(parsed(self.source), self.numbers, self.arrays, self._n, only=only, places_only=True).stores()
+        return Run(parse(self.source), self.numbers, self.arrays, self._n, only=only, places_only=True).stores()
 
     @property
     def _n(self) -> int:

@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from tracediff.diagnose.solve.arrays import CannotRunError, Stored
-from tracediff.diagnose.solve.bound import SOMETHING, Bound, parsed
+from tracediff.diagnose.solve.bound import SOMETHING, Bound
 from tracediff.diagnose.solve.problem import Problem, agree
+from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.variant import Touches
 
 NEARLY_ALL = 0.98  # of some values: so many must a hypothesis give
@@ -78,7 +79,7 @@ class Look:
     def _points(self) -> dict[str, np.ndarray]:
         """Of each store: its place, "at", and the loop variables that may be restricted."""
         right = self.problem.loops
-        program = parsed(right.source)
+        program = parse(right.source)
         n = self.problem.exact.size
         only = {}
         if n > _POINTS and right.loops.block:
@@ -152,7 +153,7 @@ class Look:
 
     def _sampled(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
         """The values at some places, by the turns of the loops that store to them last."""
-        program = parsed(hypothesis.source)
+        program = parse(hypothesis.source)
         only: dict[str, np.ndarray] = {}
         for stored in hypothesis.places():
             last = self._last(stored)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracediff.diagnose.solve.arrays import CannotRunError, Value
-from tracediff.diagnose.solve.bound import Bound, parsed
+from tracediff.diagnose.solve.bound import Bound
 from tracediff.diagnose.solve.interpret import Run
+from tracediff.diagnose.solve.program import parse
 
 LESS = ast.parse("s < visible", mode="eval").body  # of the right loops
 
@@ -15,7 +16,7 @@ LESS = ast.parse("s < visible", mode="eval").body  # of the right loops
 def seen_keys(test: ast.expr, bound: Bound) -> np.ndarray | None:
     """Which keys each query of the softmax sees, bool [H, T, S]."""
     try:
-        return _Seen(parsed(bound.source), bound.numbers, bound.arrays, 0, test=test).of()
+        return _Seen(parse(bound.source), bound.numbers, bound.arrays, 0, test=test).of()
     except CannotRunError:
         return None
 

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,9 @@ class Program:
         return not self.reads_output or any(isinstance(node, ast.For) for node in loop.body)
 
 
+@lru_cache(4096)
 def parse(source: str) -> Program:
-    """Loops of a source."""
+    """Loops of a source. Nobody changes their tree: the next to ask gets the same."""
     return Program(ast.parse(source))
 
 

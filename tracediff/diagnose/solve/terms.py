@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracediff.diagnose.solve.arrays import CannotRunError
-from tracediff.diagnose.solve.bound import parsed
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.nodes import Path, nodes, with_node
 from tracediff.diagnose.solve.problem import Problem, agree
@@ -114,7 +113,7 @@ def _all_parts(node: ast.Call, how: str) -> ast.expr:
 
 def _counts(problem: Problem, look: Look, source: str) -> tuple[list[int], int]:
     """How many terms are left out in the parts that give the wrong values looked at, and how many there are."""
-    axis = parsed(source).axes[_TERMS]
+    axis = parse(source).axes[_TERMS]
     try:
         *_, stored = problem.loops.with_(source, {}, {}).statements(look.few)
     except (CannotRunError, ValueError):
