@@ -23,6 +23,7 @@ from tracediff.diagnose.solve.functions import Mapped, _cap
 from tracediff.diagnose.solve.interpret import Run
 from tracediff.diagnose.solve.loops import loops_of
 from tracediff.diagnose.solve.maps import Map, Moved
+from tracediff.diagnose.solve.places import taken
 from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.readings import Reading, Rows
 from tracediff.diagnose.solve.regions import Along, Region, around, widest
@@ -225,6 +226,8 @@ def test_regions_of_what_is_wrong() -> None:
     assert [region.words(("token", "channel")) for region in around(wrong)] == [
         "every 2nd token from 1 on, channels from 2 on"
     ]
+    assert Along(0, 2, 5).words("query") == "queries 2 to 4"
+    assert taken("head", range(12), range(0, 12, 3), False) == ("only every 3rd head", ", from 0 to 9", True)
 
 
 def test_maps_of_tokens_hold_in_steps_of_one_token() -> None:

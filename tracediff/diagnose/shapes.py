@@ -7,8 +7,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.places import nth
+from tracediff.diagnose.solve.english import nth, plural
 from tracediff.diagnose.solve.regions import around
+from tracediff.numerics.nmse import nmse
 
 # NMSE that a stated relation may leave, and how much of the error: of a small one any relation leaves little.
 _CLOSE, _LEFT = 1e-6, 0.1
@@ -92,12 +93,6 @@ def _size(y: Tensor, x: Tensor) -> Iterator[str]:
         yield f"there the rms is {sizes[1]:.4g} where it should be {sizes[0]:.4g}, and the correlation is {cosine:.2f}"
 
 
-def nmse(a: Tensor, b: Tensor) -> float:
-    """Of `a` against `b`; infinite where that is zero, NaN where they are not finite alike."""
-    signal = float(b.square().sum())
-    return float((a - b).square().sum()) / signal if signal else math.inf
-
-
 def _name_ratio(ratio: float, x: Tensor) -> str:
     """The usual suspects among constant factors."""
     n = x.shape[-1]
@@ -114,7 +109,7 @@ def _places(difference: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[st
     for axis, name in enumerate(axes):
         bad = torch.nonzero(wrong.movedim(axis, 0).reshape(x.shape[axis], -1).any(1)).flatten()
         if 0 < len(bad) < x.shape[axis]:
-            yield f"wrong in {len(bad)} of {x.shape[axis]} {name}s: {_ranges(bad.tolist())}"
+            yield f"wrong in {len(bad)} of {x.shape[axis]} {plural(name)}: {_ranges(bad.tolist())}"
     share = float(wrong.double().mean())
     if 0 < share < 1:
         yield f"{share:.1%} of the values are off by more than 1e-4 of the largest"
@@ -146,6 +141,6 @@ def _permutation(y: Tensor, x: Tensor, axes: tuple[str, ...], little: float) -> 
             order = source.tolist()
             n = len(order)
             how = "reversed" if order == list(range(n))[::-1] else f"in the order {', '.join(map(str, order[:8]))}..."
-            yield f"the right values with {name}s {how}"
+            yield f"the right values with {plural(name)} {how}"
             return
     yield "the right values in another order"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.places import nth, plural
+from tracediff.diagnose.solve.english import nth, plural
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import evaluate, noise

@@ -14,13 +14,12 @@ import numpy as np
 
 from tracediff.diagnose.mistakes.mistake import reading
 from tracediff.diagnose.solve.bound import flat
+from tracediff.diagnose.solve.english import ranges, some
 from tracediff.diagnose.solve.maps import Found
 from tracediff.diagnose.solve.parts import excepting
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.readings import Reading, Rows, words_of_rows
-from tracediff.diagnose.solve.regions import ranges
 from tracediff.diagnose.solve.variant import Read
-from tracediff.diagnose.solve.words import some
 from tracediff.model.gguf_file import TensorInfo
 from tracediff.model.weights import dequantize, raw_rows
 from tracediff.names import layer_of

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracediff.diagnose.solve.accesses import Access
+from tracediff.diagnose.solve.english import nth, plural
 from tracediff.diagnose.solve.nouns import OF_TOKENS
 
 _LISTED = 8  # values of a map that is told one by one
@@ -98,7 +99,7 @@ def _linear(access: Access) -> dict[str, int] | None:
     return dict(zip(("", *access.loops), map(int, whole), strict=True))
 
 
-def ranges(noun: str, old: range | None, new: range | None, follows: bool) -> tuple[str, str, bool] | None:
+def taken(noun: str, old: range | None, new: range | None, follows: bool) -> tuple[str, str, bool] | None:
     """What another count takes in words, what that leaves out or goes beyond, and whether it takes one thing alone.
     None where that is not known. Of tokens each step has another number: what is said is true of all of them, be it
     that the count `follows` theirs or not.
@@ -109,7 +110,7 @@ def ranges(noun: str, old: range | None, new: range | None, follows: bool) -> tu
         return f"no {noun}", "", True
     one, last = len(new) == 1, new[-1]
     if new.step > 1:
-        return f"only every {new.step}{'nd' if new.step == 2 else 'th'} {noun}", f", from {new[0]} to {last}", True
+        return f"only every {nth(new.step)} {noun}", f", from {new[0]} to {last}", True
     said = f"{noun} {new[0]}" if one else f"{plural(noun)} {new[0]} to {last}"
     n_first, n_last = new[0] - old[0], old[-1] - last
     if n_last < 0:
@@ -119,14 +120,3 @@ def ranges(noun: str, old: range | None, new: range | None, follows: bool) -> tu
     if noun in OF_TOKENS:
         return (f"all {plural(noun)} but {left}", "", False) if follows else (f"only {said}", "", one)
     return f"only {said}", f": {left} {'is' if n_first + n_last == 1 else 'are'} left out" if left else "", one
-
-
-def nth(n: int) -> str:
-    """As in "the 2nd after it" and "the one after it"."""
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th") if n // 10 % 10 != 1 else "th"
-    return "one" if n == 1 else f"{n}{ending}"
-
-
-def plural(noun: str) -> str:
-    """Of what loops count."""
-    return f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"

@@ -7,7 +7,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.places import plural
 from tracediff.diagnose.solve.variant import Read
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
@@ -85,7 +84,7 @@ def _of_run(run: Rows, op: Op, weight: int) -> str:
         return f"{which} weights at 0"
     n, count = op.weights[weight].shape[-1], run.last - run.first + 1
     tensor = Read(run.tensor).words(op)
-    channels = f"channel {run.first} is" if count == 1 else f"{plural('channel')} {run.first} to {run.last} are"
+    channels = f"channel {run.first} is" if count == 1 else f"channels {run.first} to {run.last} are"
     if run.step == n and run.start % n == 0:
         first = run.start // n
         rows = f"row {first}" if count == 1 else f"rows {first} to {first + count - 1}"

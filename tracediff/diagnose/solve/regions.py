@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
-_LISTED = 6  # ranges of one axis that are told one by one
+from tracediff.diagnose.solve.english import nth, plural, ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +28,15 @@ class Along:
 
     def words(self, name: str) -> str:
         """As in `channels 32 to 63`, `token 8`, `every 2nd head from 1 on`."""
+        several = plural(name)
         if self.listed:
-            return f"{name}s {ranges(self.listed)}"
+            return f"{several} {ranges(self.listed)}"
         if self.step > 1:
             end = " on" if self.stop is None else f" to {self.stop - 1}"
-            return f"every {_ordinal(self.step)} {name} from {self.start}{end}"
+            return f"every {nth(self.step)} {name} from {self.start}{end}"
         if self.stop is None:
-            return f"{name}s from {self.start} on"
-        return f"{name} {self.start}" if self.stop == self.start + 1 else f"{name}s {self.start} to {self.stop - 1}"
+            return f"{several} from {self.start} on"
+        return f"{name} {self.start}" if self.stop == self.start + 1 else f"{several} {self.start} to {self.stop - 1}"
 
     @property
     def bits(self) -> float:
@@ -112,17 +112,3 @@ def _along(axis: int, there: np.ndarray, size: int) -> Along:
     step = steps.pop() if steps else 1
     stop = None if there[-1] + step >= size and there[0] > 0 else int(there[-1]) + 1
     return Along(axis, int(there[0]), stop, step)
-
-
-def ranges(places: Sequence[int]) -> str:
-    """As in "3, 8 to 11 and 2 more"."""
-    parts, start = [], places[0]
-    for a, b in pairwise([*places, -1]):
-        if b != a + 1:
-            parts.append(f"{start}" if start == a else f"{start} to {a}")
-            start = b
-    return ", ".join(parts[:_LISTED]) + (f" and {len(parts) - _LISTED} more" if len(parts) > _LISTED else "")
-
-
-def _ordinal(n: int) -> str:
-    return f"{n}{'th' if n % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"

@@ -19,12 +19,13 @@ from tracediff.diagnose.solve import (
 )
 from tracediff.diagnose.solve.arrays import Array, CannotRunError, Flat
 from tracediff.diagnose.solve.bound import Bound, Rows, held_as
+from tracediff.diagnose.solve.english import some
 from tracediff.diagnose.solve.look import NEARLY_ALL, Look
 from tracediff.diagnose.solve.parts import in_region
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.regions import around, widest
 from tracediff.diagnose.solve.variant import Priced, Variant
-from tracediff.diagnose.solve.words import Speaker, some
+from tracediff.diagnose.solve.words import Speaker
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.shapes import nmse
 from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.bound import flat
 from tracediff.diagnose.solve.problem import Problem, posed
@@ -20,6 +19,7 @@ from tracediff.model.graph import Axis, Op, Past
 from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import evaluate
+from tracediff.numerics.nmse import nmse
 from tracediff.replay.look import Known
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord

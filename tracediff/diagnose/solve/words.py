@@ -15,6 +15,7 @@ import numpy as np
 from tracediff.diagnose.solve.accesses import Access, accesses
 from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.bound import Bound
+from tracediff.diagnose.solve.english import plural, some
 from tracediff.diagnose.solve.interpret import Run
 from tracediff.diagnose.solve.masks import LESS, seen_keys
 from tracediff.diagnose.solve.nouns import (
@@ -29,7 +30,7 @@ from tracediff.diagnose.solve.nouns import (
     OWN,
     SUMS,
 )
-from tracediff.diagnose.solve.places import mapped, plural, ranges
+from tracediff.diagnose.solve.places import mapped, taken
 from tracediff.diagnose.solve.program import Program
 from tracediff.diagnose.solve.syntax import chain, head, inlined, quotable, statements
 from tracediff.diagnose.solve.variant import Read, Variant
@@ -115,13 +116,13 @@ class Speaker:
         noun = self._noun(name)
         said = self._taken(noun, old, new, edited)
         if said:
-            taken, left, one = said
-            return f"{taken}{of} {'is' if one else 'are'} computed{left}"
+            terms, left, one = said
+            return f"{terms}{of} {'is' if one else 'are'} computed{left}"
         bounds = [self._bounds(call) for call in (new, old)]
         return f"{plural(noun)} {bounds[0]}{of} are computed, where {bounds[1]} belong{self._legend(*bounds)}"
 
     def _taken(self, noun: str, old: ast.Call, new: ast.Call, edited: Bound) -> tuple[str, str, bool] | None:
-        return ranges(
+        return taken(
             noun, self._range(old, self.right), self._range(new, edited), bool(_names(*old.args) & _names(*new.args))
         )
 
@@ -344,11 +345,6 @@ class _Named(ast.NodeTransformer):
         if node.id in numbers and isinstance(numbers[node.id], int):
             return ast.Constant(numbers[node.id])
         return node
-
-
-def some(n: int, noun: str) -> str:
-    """As in "1 key" and "2 keys"."""
-    return f"{n} {noun if n == 1 else plural(noun)}"
 
 
 def _names(*nodes: ast.AST) -> set[str]:

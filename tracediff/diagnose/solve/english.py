@@ -1,0 +1,32 @@
+"""Counts, ordinals and plurals."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+_LISTED = 6  # ranges that are told one by one
+
+
+def nth(n: int) -> str:
+    """As in "the 2nd after it" and "the one after it"."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th") if n // 10 % 10 != 1 else "th"
+    return "one" if n == 1 else f"{n}{ending}"
+
+
+def plural(noun: str) -> str:
+    """Of what loops count."""
+    return f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"
+
+
+def some(n: int, noun: str) -> str:
+    """As in "1 key" and "2 keys"."""
+    return f"{n} {noun if n == 1 else plural(noun)}"
+
+
+def ranges(places: Sequence[int]) -> str:
+    """As in "3, 8 to 11 and 2 more"."""
+    parts, start = [], places[0]
+    for a, b in pairwise([*places, -1]):
+        if b != a + 1:
+            parts.append(f"{start}" if start == a else f"{start} to {a}")
+            start = b
+    return ", ".join(parts[:_LISTED]) + (f" and {len(parts) - _LISTED} more" if len(parts) > _LISTED else "")
