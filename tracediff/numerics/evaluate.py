@@ -79,6 +79,12 @@ def evaluated(call: Call) -> Tensor:
     return _stored(call, (call.op.rework or KINDS[call.op.kind]).compute(call))
 
 
+def computed(op: Op, call: Call, inputs: Sequence[Tensor] | None = None) -> Tensor:
+    """What another op comes to in the place of the one that is called, of its inputs or of these."""
+    inputs = call.inputs if inputs is None else inputs
+    return evaluate(op, inputs, call.weights, call.arithmetic, call.energy, call.rounded)
+
+
 def evaluate_together(calls: Sequence[Call]) -> list[Tensor]:
     """The outputs of several calls of one op; what holds the weight alike reads it once, where the kind knows how."""
     op = calls[0].op
@@ -122,3 +128,9 @@ def noise(
         of = y.reshape(like.shape)
     found = kind.noise_of(Made(op, op.function or kind.function, inputs, of, weights, energy, arithmetic, storage))
     return found if y.shape == like.shape else found.reshaped(y.shape)
+
+
+def noise_of(op: Op, made: Made, inputs: Sequence[Tensor] | None = None, y: Tensor | None = None) -> Noise:
+    """The noise of another op in the place of the one that was made, of its inputs and output or of these."""
+    inputs, y = made.inputs if inputs is None else inputs, made.y if y is None else y
+    return noise(op, inputs, y, made.weights, made.energy, made.arithmetic, made.storage)

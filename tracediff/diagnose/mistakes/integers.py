@@ -11,7 +11,7 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import dequantize, raw_rows
 from tracediff.numerics.arithmetic import GROUPS, Arithmetic
-from tracediff.numerics.evaluate import noise
+from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Made
@@ -35,7 +35,7 @@ class _Rounding:
     def noise(self, made: Made) -> Noise:
         """That of the op with activations rounded so."""
         right, arithmetic = replace(made.op, rework=None), self._arithmetic(made.arithmetic)
-        return noise(right, made.inputs, made.y, made.weights, made.energy, arithmetic, made.storage)
+        return noise_of(right, replace(made, arithmetic=arithmetic))
 
     def _arithmetic(self, other: Arithmetic) -> Arithmetic:
         return replace(other, operands=self.operands)

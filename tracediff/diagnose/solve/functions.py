@@ -13,7 +13,7 @@ from tracediff.diagnose.solve.numbers import best, simpler
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.variant import Read
 from tracediff.model.graph import Op
-from tracediff.numerics.evaluate import evaluate, noise
+from tracediff.numerics.evaluate import computed, evaluate, noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Made
 
@@ -63,8 +63,7 @@ class Mapped:
 
     def compute(self, call: Call) -> Tensor:
         """The output."""
-        inputs = self._inputs(call.inputs)
-        y = evaluate(self.right, inputs, call.weights, call.arithmetic, call.energy, call.rounded)
+        y = computed(self.right, call, self._inputs(call.inputs))
         return y if self.operand is not None else FUNCTIONS[self.name](y, *self.numbers)
 
     def _inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -73,12 +72,9 @@ class Mapped:
     def noise(self, made: Made) -> Noise:
         """That of the right op times the slope of the function there, and one rounding more."""
         if self.operand is not None:
-            inputs = self._inputs(made.inputs)
-            return noise(
-                self.right, inputs, made.y, made.weights, made.energy, made.arithmetic, made.storage
-            )  # fmt: skip
+            return noise_of(self.right, made, self._inputs(made.inputs))
         x = evaluate(self.right, made.inputs, made.weights, made.arithmetic)
-        own = noise(self.right, made.inputs, x, made.weights, made.energy, made.arithmetic, made.storage)
+        own = noise_of(self.right, made, y=x)
         step = 1e-6 * (x.abs() + 1e-30)
         slope = (FUNCTIONS[self.name](x + step, *self.numbers) - made.y).abs() / step
         slope = slope.nan_to_num(0.0, 0.0, 0.0)

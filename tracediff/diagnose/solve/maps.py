@@ -17,7 +17,7 @@ from torch import Tensor
 from tracediff.diagnose.solve.english import nth, plural
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.model.graph import Op
-from tracediff.numerics.evaluate import evaluate, noise
+from tracediff.numerics.evaluate import computed, evaluate, noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Made
 
@@ -166,15 +166,13 @@ class Moved:
 
     def compute(self, call: Call) -> Tensor:
         """The output."""
-        y = evaluate(self.right, call.inputs, call.weights, call.arithmetic, call.energy, call.rounded)
-        return self._moved(y)
+        return self._moved(computed(self.right, call))
 
     def noise(self, made: Made) -> Noise:
         """That of the right op, moved alike."""
-        known = made.weights, made.energy, made.arithmetic, made.storage
         y = evaluate(self.right, made.inputs, made.weights, made.arithmetic)
-        own = noise(self.right, made.inputs, y, *known)
-        sigma, hard = (self._moved(noise.expand(y.shape)) for noise in (own.sigma, own.hard))
+        own = noise_of(self.right, made, y=y)
+        sigma, hard = (self._moved(part.expand(y.shape)) for part in (own.sigma, own.hard))
         return Noise(sigma, hard + made.stored, alike=own.alike)
 
     def _moved(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tracediff.diagnose.solve.regions import Region
 from tracediff.diagnose.solve.variant import relayered
 from tracediff.model.graph import Op
-from tracediff.numerics.evaluate import evaluate, noise
+from tracediff.numerics.evaluate import computed, noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Energy, Made
 
@@ -36,9 +36,8 @@ class Part:
     def compute(self, call: Call) -> Tensor:
         """The output."""
         energy = Energy() if call.energy else None
-        n = len(self.outside.inputs)
-        y = evaluate(self.outside, call.inputs[:n], call.weights, call.arithmetic, call.energy, call.rounded)
-        other = evaluate(self.inside, call.inputs, call.weights, call.arithmetic, energy, call.rounded)
+        y = computed(self.outside, call, call.inputs[: len(self.outside.inputs)])
+        other = computed(self.inside, replace(call, energy=energy))
         if call.energy:
             call.energy.inside = energy
         return torch.where(self._mask(y), other, y)
@@ -46,10 +45,8 @@ class Part:
     def noise(self, made: Made) -> Noise:
         """That of either op, each where it was computed."""
         assert made.energy.inside
-        n = len(self.outside.inputs)
-        rest = made.weights, made.energy, made.arithmetic, made.storage
-        outside = noise(self.outside, made.inputs[:n], made.y, *rest)
-        inside = noise(self.inside, made.inputs, made.y, made.weights, made.energy.inside, *rest[2:])
+        outside = noise_of(self.outside, made, made.inputs[: len(self.outside.inputs)])
+        inside = noise_of(self.inside, replace(made, energy=made.energy.inside))
         mask = self._mask(made.y)
         sigma, hard = torch.where(mask, inside.sigma, outside.sigma), torch.where(mask, inside.hard, outside.hard)
         return Noise(sigma, hard, alike=max(inside.alike, outside.alike))
@@ -81,11 +78,11 @@ class Excepting:
     def compute(self, call: Call) -> Tensor:
         """The output."""
         *inputs, recorded = call.inputs
-        y = evaluate(self.right, inputs, call.weights, call.arithmetic, call.energy, call.rounded).clone()
+        y = computed(self.right, call, inputs).clone()
         told = list(self.channels)
         y.view(len(y), -1)[:, told] = recorded.to(y.dtype).reshape(len(y), -1)[:, told]
         return y
 
     def noise(self, made: Made) -> Noise:
         """That of the op."""
-        return noise(self.right, made.inputs[:-1], made.y, made.weights, made.energy, made.arithmetic, made.storage)
+        return noise_of(self.right, made, made.inputs[:-1])

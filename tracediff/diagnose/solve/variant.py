@@ -16,7 +16,7 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Past, Weight
 from tracediff.model.weights import dequantize, raw_rows
 from tracediff.names import layer_of, split
-from tracediff.numerics.evaluate import noise
+from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Made, one_rounding
@@ -207,8 +207,7 @@ class Reworked:
         if KINDS[made.op.kind].scheme:
             own = one_rounding(made)
         else:
-            known = made.y, made.weights, made.energy, made.arithmetic, made.storage
-            own = noise(self._plain(made.op), made.inputs[: self.n_inputs], *known)
+            own = noise_of(self._plain(made.op), made, made.inputs[: self.n_inputs])
         rows = measured.square().mean(-1, keepdim=True).sqrt()
         sigma = _IN_SEQUENCE * (measured + rows)
         return replace(own, sigma=torch.hypot(own.sigma, sigma), hard=own.hard + 4 * made.unit * made.size)
