@@ -110,7 +110,7 @@ def _of(rng: random.Random, problem: Problem, variants: list[Variant]) -> Edit |
 def _fewer(rng: random.Random, problem: Problem) -> Iterator[Variant]:
     width = int(problem.loops.numbers.get("n_in", problem.loops.numbers.get("n", problem.loops.numbers.get("D", 4))))
     for sum_ in terms.reductions(problem.loops.source):
-        n = 8 if "range(S)" in ast.unparse(sum_.node) else width
+        n = 8 if "range(S)" in ast.unparse(sum_.generator) else width
         if n > 2:
             yield Variant("", next(sum_.with_terms(rng.randrange(1, n), n, "upto")))
 

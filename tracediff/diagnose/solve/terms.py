@@ -25,37 +25,36 @@ _TERMS = "term"  # the loop variable of a sum of which all parts are kept
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A sum of some loops."""
+    """A sum of some loops, over a loop that counts from 0 to before `end`."""
 
     tree: ast.Module
     path: Path
-    node: ast.Call
-
-    def replaced(self, new: ast.expr) -> str:
-        """The loops with something else in its place."""
-        return ast.unparse(with_node(self.tree, self.path, new))
+    generator: ast.GeneratorExp
+    end: ast.expr
 
     def n_terms(self, numbers: Mapping[str, float]) -> int:
         """How many terms it has, of loops with these numbers; 0 where no number says so."""
-        assert isinstance(self.node.args[0], ast.GeneratorExp)
-        loop = self.node.args[0].generators[0].iter
-        assert isinstance(loop, ast.Call)
-        return int(numbers.get(ast.unparse(loop.args[-1]), 0))
+        return int(numbers.get(ast.unparse(self.end), 0))
 
     def with_terms(self, count: int, n: int, how: str) -> Iterator[str]:
         """The loops with the sum over the first `count` of `n` terms, or from there on: by what is left out, and by
         what is taken.
         """
-        assert isinstance(self.node.args[0], ast.GeneratorExp)
-        term, loop = self.node.args[0].elt, self.node.args[0].generators[0]
-        assert isinstance(loop.iter, ast.Call)
-        *_, end = loop.iter.args
-        left_out = ast.BinOp(end, ast.Sub(), ast.Constant(n - count))
-        for bound in (left_out, ast.Constant(count)):
-            if how == "upto" or bound is not left_out:
-                new = ast.Call(loop.iter.func, [bound] if how == "upto" else [bound, end], [])
-                inner = ast.GeneratorExp(term, [ast.comprehension(loop.target, new, [], 0)])
-                yield self.replaced(ast.Call(self.node.func, [inner], []))
+        left_out, given = ast.BinOp(self.end, ast.Sub(), ast.Constant(n - count)), ast.Constant(count)
+        target = self.generator.generators[0].target
+        for bound in (left_out, given) if how == "upto" else (given,):
+            counted = ast.Call(ast.Name("range"), [bound] if how == "upto" else [bound, self.end], [])
+            inner = ast.GeneratorExp(self.generator.elt, [ast.comprehension(target, counted, [], 0)])
+            yield self._replaced(ast.Call(ast.Name("sum"), [inner], []))
+
+    def of_all_parts(self, how: str) -> str:
+        """The loops with all parts of the sum, along an axis of their own."""
+        name = ast.unparse(self.generator.generators[0].target)
+        renamed = re.sub(rf"\b{name}\b", _TERMS, ast.unparse(self.generator))
+        return self._replaced(ast.parse(f"{how}({renamed})", mode="eval").body)
+
+    def _replaced(self, new: ast.expr) -> str:
+        return ast.unparse(with_node(self.tree, self.path, new))
 
 
 def reductions(source: str) -> Iterator[Reduction]:
@@ -63,16 +62,18 @@ def reductions(source: str) -> Iterator[Reduction]:
     tree = parse(source).tree
     for place in nodes(tree):
         match place.node:
-            case ast.Call(func=ast.Name(id="sum"), args=[ast.GeneratorExp(generators=[loop])]) as node:
-                if isinstance(loop.iter, ast.Call) and len(loop.iter.args) == 1:
-                    yield Reduction(tree, place.path, node)
+            case ast.Call(
+                func=ast.Name(id="sum"),
+                args=[ast.GeneratorExp(generators=[ast.comprehension(iter=ast.Call(args=[end]))]) as generator],
+            ):
+                yield Reduction(tree, place.path, generator, end)
 
 
 def variants(problem: Problem, look: Look) -> Iterator[Priced]:
     """Each sum of the loops with the last terms left out, and with the first."""
     for sum_ in reductions(problem.loops.source):
         for how in ("upto", "onwards"):
-            counts, n = _counts(problem, look, sum_.replaced(_all_parts(sum_.node, how)))
+            counts, n = _counts(problem, look, sum_.of_all_parts(how))
             for count in counts[:_MOST]:
                 bits = 6.0 + math.log2(n)
                 for source in sum_.with_terms(count, n, how):
@@ -100,15 +101,6 @@ def _least(of: Callable[[int], float], first: int, last: int) -> int:
         at = int(np.argmin([of(place) for place in places]))
         first, last = places[max(0, at - 1)], places[min(_FINE - 1, at + 1)]
     return min(range(first, last + 1), key=of)
-
-
-def _all_parts(node: ast.Call, how: str) -> ast.expr:
-    """The sum as all of its parts, along an axis of their own."""
-    assert isinstance(node.args[0], ast.GeneratorExp)
-    target = node.args[0].generators[0].target
-    assert isinstance(target, ast.Name)
-    renamed = re.sub(rf"\b{target.id}\b", _TERMS, ast.unparse(node.args[0]))
-    return ast.parse(f"{how}({renamed})", mode="eval").body
 
 
 def _counts(problem: Problem, look: Look, source: str) -> tuple[list[int], int]:
