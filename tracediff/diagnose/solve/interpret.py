@@ -1,8 +1,9 @@
 """Runs loops of Python over flat arrays all at once: each loop variable is an axis.
 
 What runs: `for v in range(...)`, assignments to names and to array elements, arithmetic, comparisons, `a if c else b`,
-elementary functions, and sum, max, min, first and last of a generator. Reads beyond an array give 0, or what is asked
-for. Where several iterations store to one element the last one stays, in the order of the loops.
+elementary functions, and sum, max, min, first and last of a generator, or its upto and onwards: the sums of the terms
+before each, and from each on. Reads beyond an array give 0, or what is asked for. Where several iterations store to one
+element the last one stays, in the order of the loops.
 """
 
 import ast
@@ -44,8 +45,8 @@ COMPARISONS: Mapping[type, Callable[[Value, Value], Value]] = {
 
 @dataclass
 class Run:
-    """One run of a program. `dtype` is what its arithmetic is done in; `only` are the values that some loop variables
-    are to take, for a look at a part of the output.
+    """One run of a program, and the last of this object. `dtype` is what its arithmetic is done in; `only` are the
+    values that some loop variables are to take, for a look at a part of the output.
     """
 
     program: Program
@@ -59,6 +60,20 @@ class Run:
     beyond: float = 0.0  # what is read where an array does not reach: unknown, so results that follow it are
     prepared: dict[object, Prepared] = field(default_factory=dict)  # by earlier runs on the same arrays
 
+    def __post_init__(self) -> None:
+        self._names: dict[str, Value] = {"inf": math.inf, **self.numbers}
+        self._lines: dict[str, tuple[Value, Line | None]] = {}  # of values that were assigned
+        self._in_place = self.program.reads_output and not self.places_only
+        held = np.zeros(self.n_output if self.program.reads_output else 0) if self.before is None else self.before
+        self._output: np.ndarray = held.astype(self.dtype)
+        self.went_beyond = False  # whether something was read where an array does not reach
+        self._local: dict[str, np.ndarray] = {}
+        self._begun: set[ast.stmt] = set()
+        self._mask: Value = True
+        self._turns = 1
+        self._most_turns = _BEYOND * max(self.n_output, _SHORT, *(array.size for array in self.arrays.values()))
+        self._stored: list[Stored] = []
+
     def stores(self) -> list[Stored]:
         """All stores to the output `y`, those that stay last; raises CannotRunError."""
         stored = self.statements()
@@ -71,19 +86,7 @@ class Run:
         return []
 
     def statements(self) -> list[Stored]:
-        """What each statement stored to the output; raises CannotRunError."""
-        self._names: dict[str, Value] = {"inf": math.inf, **self.numbers}
-        self._lines: dict[str, tuple[Value, Line | None]] = {}  # of values that were assigned
-        self._in_place = self.program.reads_output and not self.places_only
-        held = np.zeros(self.n_output if self.program.reads_output else 0) if self.before is None else self.before
-        self._output: np.ndarray = held.astype(self.dtype)
-        self.went_beyond = False  # whether something was read where an array does not reach
-        self._local: dict[str, np.ndarray] = {}
-        self._begun: set[ast.stmt] = set()
-        self._mask: Value = True
-        self._turns = 1
-        self._most_turns = _BEYOND * max([self.n_output, _SHORT, *(array.size for array in self.arrays.values())])
-        self._stored: list[Stored] = []
+        """What each statement stores to the output; raises CannotRunError."""
         with np.errstate(all="ignore"):
             self._block(self.program.tree.body)
         return self._stored

@@ -364,8 +364,7 @@ def _evaluated(node: ast.expr, bound: Bound) -> float | None:
 
 def _of_numbers(node: ast.expr, names: Mapping[str, float]) -> float | None:
     try:
-        value = Run(Program(ast.Module([], [])), names, {}, 0)
-        value.stores()
-        return float(value.value(node)) if not any(isinstance(n, ast.Subscript) for n in ast.walk(node)) else None
+        run = Run(Program(ast.Module([], [])), names, {}, 0)
+        return float(run.value(node)) if not any(isinstance(n, ast.Subscript) for n in ast.walk(node)) else None
     except (CannotRunError, OverflowError):
         return None
