@@ -38,7 +38,7 @@ from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape, quantize, write_model
-from tracediff.model.weights import Weights, dequantize, raw_rows
+from tracediff.model.weights import Weights, values_of
 from tracediff.pipeline import check_trace
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
@@ -278,7 +278,7 @@ def write_raw(folder: Path, shape: Shape, weights: str) -> Path:
         quantize(write_model(folder / "f32.gguf", shape, "F32"), path, weights)
     file = GGUFFile(path)
     for name, info in file.tensors.items():
-        (folder / f"{name}.f32").write_bytes(dequantize(info, raw_rows(file, info)).float().numpy().tobytes())
+        (folder / f"{name}.f32").write_bytes(values_of(file, info).float().numpy().tobytes())
     keys = ("n_layer", "n_vocab", "n_embd", "n_head", "n_head_kv", "n_ff")
     sizes = {key: getattr(shape, key) for key in keys} | {"head_dim": shape.d, "rope_theta": shape.theta}
     sizes |= {"rms_eps": shape.eps, "rope_halves": int(shape.arch != "llama")}

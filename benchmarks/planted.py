@@ -26,7 +26,6 @@ from mutants import PROMPT, SHAPES, first_difference, witnessed
 from second_opinion import Opinion
 
 from tracediff.diagnose.hypothesis import Hypothesis
-from tracediff.diagnose.mistakes import mistake
 from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors, terms
 from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.grammar import blank
@@ -40,7 +39,7 @@ from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
 from tracediff.model.synthetic import quantize, write_model
-from tracediff.model.weights import Weights
+from tracediff.model.weights import Weights, reading
 from tracediff.pipeline import check_trace
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
@@ -83,8 +82,8 @@ def drawn(rng: random.Random, problem: Problem, sort: str) -> Edit | None:
             how = maps.Map("reversed") if n < 3 else _map(rng, n)
             return maps.moved(op, how, axis, shape, follows), how.words(axes[axis], n)
         case "another reading of a weight" if op.kind == "linear":
-            reading = _reading(rng, op, problem.weights.file)
-            return mistake.reading(op, reading), readings.words_of_rows(reading.rows, op) or _of_elements(reading)
+            other = _reading(rng, op, problem.weights.file)
+            return reading(op, other), readings.words_of_rows(other.rows, op) or _of_elements(other)
     assert loops
     return None
 

@@ -2,9 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from tracediff.errors import EngineError
 from tracediff.model.dequantise import dequantise
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
-from tracediff.model.graph import Weight
+from tracediff.model.graph import Op, Weight
 from tracediff.model.hparams import check_tokens
 
 # 4 MB of float32: a freshly mapped 17 MB block costs more in page faults (5 ms) than the float16 conversion
@@ -196,6 +198,18 @@ def dequantize(info: TensorInfo, raw: np.ndarray) -> Tensor:
         stored, dtype = _FLOATS[info.type]
         return torch.from_numpy(raw.view(stored)).view(dtype)
     return torch.from_numpy(dequantise(raw, info.type, info.name))
+
+
+def values_of(file: GGUFFile, info: TensorInfo) -> Tensor:
+    """The whole tensor, dequantised."""
+    return dequantize(info, raw_rows(file, info)).reshape(info.shape)
+
+
+def reading(op: Op, read: Callable[[GGUFFile, TensorInfo], Any], weight: int = 0) -> Op:
+    """The op with one of its weights read in another way."""
+    weights = list(op.weights)
+    weights[weight] = replace(weights[weight], read=read)
+    return replace(op, weights=tuple(weights))
 
 
 def check_device(device: str) -> None:

@@ -9,10 +9,10 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import MATMUL, Area, Change, Context, Variants, Where, reading, values_of
+from tracediff.diagnose.mistakes.mistake import MATMUL, Area, Change, Context, Variants, Where
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
-from tracediff.model.weights import raw_rows
+from tracediff.model.weights import raw_rows, reading, values_of
 
 Blocks = np.ndarray  # uint8 [blocks, bytes per block]
 

@@ -4,9 +4,10 @@ import math
 
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing, reading, values_of
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
+from tracediff.model.weights import reading, values_of
 
 AREA = Area()
 

@@ -6,19 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import (
-    Area,
-    Context,
-    Variants,
-    Where,
-    computing,
-    first_alone,
-    reading,
-    second_alone,
-    values_of,
-)
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing, first_alone, second_alone
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Graph, Op
+from tracediff.model.weights import reading, values_of
 from tracediff.numerics.kinds.elementwise import repeated
 from tracediff.numerics.kinds.layout import get_rows
 from tracediff.numerics.kinds.reduction import argsort

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import MATMUL, Area, Context, Variants, reading, values_of
+from tracediff.diagnose.mistakes.mistake import MATMUL, Area, Context, Variants
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
-from tracediff.model.weights import dequantize, raw_rows
+from tracediff.model.weights import dequantize, raw_rows, reading, values_of
 from tracediff.numerics.arithmetic import GROUPS, Arithmetic
 from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise

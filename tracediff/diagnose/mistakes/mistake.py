@@ -3,13 +3,13 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from tracediff.model.gguf_file import GGUFFile, TensorInfo
+from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Axis, Graph, Op
-from tracediff.model.weights import dequantize, raw_rows
+from tracediff.model.weights import values_of
 from tracediff.names import layer_of
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.elementwise import repeated
@@ -153,22 +153,10 @@ def axes_of(op: Op, position: int, graph: Graph) -> tuple[Axis, ...]:
     return view.shape if view else graph[op.inputs[position]].axes
 
 
-def values_of(file: GGUFFile, info: TensorInfo) -> Tensor:
-    """The whole tensor, dequantised."""
-    return dequantize(info, raw_rows(file, info)).reshape(info.shape)
-
-
 def weights_of(op: Op, context: Context) -> list[Tensor]:
     """An op's weights, dequantised to float64, each of its shape."""
     found = (values_of(context.file, context.file.tensors[weight.name]).double() for weight in op.weights)
     return [values.reshape(weight.shape) for values, weight in zip(found, op.weights, strict=True)]
-
-
-def reading(op: Op, read: Callable[[GGUFFile, TensorInfo], Any], weight: int = 0) -> Op:
-    """The op with one of its weights read in another way."""
-    weights = list(op.weights)
-    weights[weight] = replace(weights[weight], read=read)
-    return replace(op, weights=tuple(weights))
 
 
 def computing(op: Op, function: Callable[..., Tensor]) -> Op:

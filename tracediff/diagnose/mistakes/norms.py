@@ -16,11 +16,10 @@ from tracediff.diagnose.mistakes.mistake import (
     Variants,
     Where,
     computing,
-    reading,
-    values_of,
     weights_of,
 )
 from tracediff.model.graph import Op
+from tracediff.model.weights import reading, values_of
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.norm import layer_norm, rms_norm
 

@@ -18,11 +18,11 @@ from tracediff.diagnose.mistakes.mistake import (
     Variants,
     Where,
     computing,
-    values_of,
     weights_of,
 )
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
+from tracediff.model.weights import values_of
 from tracediff.numerics.kinds.rope import rope as turned
 
 AREA = Area()

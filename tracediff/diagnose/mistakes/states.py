@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing, reading, values_of
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing
 from tracediff.model.graph import Op
+from tracediff.model.weights import reading, values_of
 from tracediff.numerics.kinds.recurrent import ssm_conv, ssm_scan
 
 AREA = Area()

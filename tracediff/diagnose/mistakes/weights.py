@@ -5,20 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import (
-    MATMUL,
-    NORM,
-    Area,
-    Context,
-    Variant,
-    Variants,
-    Where,
-    reading,
-    values_of,
-)
+from tracediff.diagnose.mistakes.mistake import MATMUL, NORM, Area, Context, Variant, Variants, Where
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Weight
 from tracediff.model.pairing import neighbours
+from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of, split
 from tracediff.numerics.kinds import KINDS
 

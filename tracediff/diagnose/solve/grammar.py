@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import torch
 
-from tracediff.diagnose.mistakes.mistake import reading
 from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors
 from tracediff.diagnose.solve.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.bound import bind, flat
@@ -13,7 +12,7 @@ from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import bound_of, words_of
 from tracediff.diagnose.solve.variant import SOURCES, Priced, Variant
 from tracediff.model.graph import Axis, Graph, Op
-from tracediff.model.weights import Weights
+from tracediff.model.weights import Weights, reading
 from tracediff.numerics.arithmetic import EXACT
 
 _TOKENS = 8  # of the step that words are about which name a number of tokens

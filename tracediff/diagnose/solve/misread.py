@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tracediff.diagnose.mistakes.mistake import reading
 from tracediff.diagnose.solve.bound import flat
 from tracediff.diagnose.solve.english import ranges, some
 from tracediff.diagnose.solve.maps import Found
@@ -21,7 +20,7 @@ from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.readings import Reading, Rows, words_of_rows
 from tracediff.diagnose.solve.variant import Read
 from tracediff.model.gguf_file import TensorInfo
-from tracediff.model.weights import dequantize, raw_rows
+from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of
 
 _TOKENS = 3  # with fewer, a number among some hundred thousand is found by chance
@@ -109,7 +108,7 @@ def _tensors(problem: Problem) -> Iterator[TensorInfo]:
 
 
 def _numbers(problem: Problem, info: TensorInfo) -> np.ndarray:
-    return flat(dequantize(info, raw_rows(problem.weights.file, info)))
+    return flat(values_of(problem.weights.file, info))
 
 
 Places = dict[int, tuple[str, int]]  # of rows: the tensor, and the number in it that each begins at

@@ -10,7 +10,7 @@ from torch import Tensor
 from tracediff.diagnose.solve.variant import Read
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
-from tracediff.model.weights import dequantize, raw_rows
+from tracediff.model.weights import values_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class Reading:
     def __call__(self, file: GGUFFile, info: TensorInfo) -> Tensor:
         """The weight as it is held."""
         n = info.shape[-1] if len(info.shape) > 1 else 1
-        values = dequantize(info, raw_rows(file, info)).reshape(-1, n).clone()
+        values = values_of(file, info).reshape(-1, n).clone()
         for run in self.rows:
             if not run.tensor:
                 values[run.first : run.last + 1] = 0
                 continue
             other = file.tensors[run.tensor]
-            numbers = dequantize(other, raw_rows(file, other)).flatten()
+            numbers = values_of(file, other).flatten()
             starts = run.start + run.step * torch.arange(run.last - run.first + 1)
             at = starts[:, None] + torch.arange(n)
             inside = (at >= 0) & (at < len(numbers))

@@ -14,7 +14,7 @@ from tracediff.diagnose.solve.bound import bind, flat
 from tracediff.diagnose.solve.loops import Loops
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Past, Weight
-from tracediff.model.weights import dequantize, raw_rows
+from tracediff.model.weights import values_of
 from tracediff.names import layer_of, split
 from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise
@@ -143,7 +143,7 @@ class OtherTensor:
     def __call__(self, file: GGUFFile, info: TensorInfo) -> Tensor:
         """The other tensor's numbers in the shape of `info`."""
         other = file.tensors[self.name]
-        values = dequantize(other, raw_rows(file, other)).flatten()
+        values = values_of(file, other).flatten()
         n = math.prod(info.shape)
         return torch.nn.functional.pad(values[:n], (0, max(0, n - len(values)))).reshape(info.shape)
 
