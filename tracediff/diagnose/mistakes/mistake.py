@@ -170,5 +170,5 @@ def first_alone(a: Tensor, b: Tensor) -> Tensor:
 
 
 def second_alone(a: Tensor, b: Tensor) -> Tensor:
-    """The second so."""
+    """The second operand, as if the first were not there."""
     return first_alone(b, a)

@@ -95,7 +95,7 @@ def variants(problem: Problem) -> Iterator[Found]:
 
 
 def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Found]:
-    """Each function of one number or none, fitted where the op's own values are not recorded: by what they leave."""
+    """Functions of at most one number, fitted to what comes out at the end of the segment."""
     largest = float(np.abs(problem.exact).max(initial=0.0))
     starts = [(name, sign * largest) for name in ("above", "below") for sign in (1, -1)]
     starts += [("cap", largest), ("power", 1.0), ("linear", 1.0)]

@@ -79,7 +79,7 @@ class Region:
 
 
 def around(mask: np.ndarray) -> list[Region]:
-    """The smallest regions that hold what is true in a mask: by its axes, and in memory. None where nothing is: all
+    """The smallest regions that hold what is true in a mask: by its axes, and in memory. Empty where nothing is: all
     may be off together, and no value beyond its own bound.
     """
     if not mask.any():

@@ -41,7 +41,7 @@ class Solved:
     words: str
     bits: float
     look: str  # where in an engine
-    fitted: bool = False  # a number in it was
+    fitted: bool = False  # whether a number in it was fitted
 
 
 def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:

@@ -32,7 +32,7 @@ def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None = None) -
 
 def explanations(replay: Replay, record: OpRecord, check: Callable[[], None]) -> Iterator[tuple[Solved, Scheme | None]]:
     """What gives a faulty record, the cheapest first, and the arithmetic under which it was found, where none is
-    settled. None where its op has no loops. `check` raises where the time is over.
+    settled. Nothing where its op has no loops. `check` raises where the time is over.
     """
     for scheme in replay.plain_ones(record):
         problem = problem_of(replay, record, scheme)

@@ -9,7 +9,7 @@ _NOT_QUOTED = ast.Name | ast.Constant | ast.GeneratorExp | ast.comprehension
 
 
 def inlined(node: ast.AST, bound: Bound) -> ast.AST:
-    """With what names of places stand for."""
+    """The expression with assigned names replaced by what they stand for."""
     statements = [n for n in ast.walk(ast.parse(bound.source)) if isinstance(n, ast.Assign)]
     known = {n.targets[0].id: n.value for n in statements if isinstance(n.targets[0], ast.Name)}
 
@@ -21,7 +21,7 @@ def inlined(node: ast.AST, bound: Bound) -> ast.AST:
 
 
 def statements(tree: ast.Module) -> list[ast.stmt]:
-    """All statements in order."""
+    """All statements, breadth first."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.Assign | ast.Pass)]
 
 

@@ -160,7 +160,7 @@ class Priced:
     variant: Variant
     bits: float
     look: str = "the loops, indices and arithmetic of its kernel"
-    fitted: bool = False  # a number in it was
+    fitted: bool = False  # whether a number in it was fitted
 
 
 @dataclass(frozen=True, slots=True)
