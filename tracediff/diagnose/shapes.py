@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.english import nth, plural
+from tracediff.diagnose.english import nth, plural
 from tracediff.diagnose.solve.regions import around
 from tracediff.numerics.nmse import nmse
 

@@ -11,8 +11,6 @@ _FIRST_STEP, _LAST_STEP, _NARROWER = 0.3, 1e-6, 0.25  # of the logarithm, where 
 _HARDLY_MORE = 4.0  # what two fits to within the noise differ by, in squared error
 _DIGITS = 6
 
-_MOST_DIGITS = 12
-
 Make = Callable[[float], Tensor]
 
 
@@ -61,9 +59,3 @@ def _round(number: float, least: float, error: Callable[[float], float]) -> floa
     """The number to the fewest digits that leave hardly more."""
     rounded = (float(f"{number:.{digits}e}") for digits in range(_DIGITS))
     return next((other for other in rounded if error(other) <= _HARDLY_MORE * least), number)
-
-
-def told_apart(number: float, right: float) -> tuple[str, str]:
-    """Two numbers to as many digits as tell them apart: six as a rule."""
-    both = ((f"{number:.{n}g}", f"{right:.{n}g}") for n in range(_DIGITS, _MOST_DIGITS))
-    return next((pair for pair in both if pair[0] != pair[1]), (f"{number!r}", f"{right!r}"))

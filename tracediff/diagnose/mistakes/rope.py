@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.fit import fitted, told_apart
+from tracediff.diagnose.english import told_apart
+from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.mistake import (
     Area,
     Context,

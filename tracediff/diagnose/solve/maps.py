@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.english import nth, plural
+from tracediff.diagnose.english import nth, plural
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import computed, evaluate, noise_of

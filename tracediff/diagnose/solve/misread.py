@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tracediff.diagnose.english import ranges, some
 from tracediff.diagnose.solve.bound import flat
-from tracediff.diagnose.solve.english import ranges, some
 from tracediff.diagnose.solve.maps import Found
 from tracediff.diagnose.solve.parts import excepting
 from tracediff.diagnose.solve.problem import Problem

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tracediff.diagnose.mistakes.fit import told_apart
+from tracediff.diagnose.english import told_apart
 from tracediff.diagnose.solve.bound import Bound
 from tracediff.diagnose.solve.nodes import nodes, type_of, with_node
 from tracediff.diagnose.solve.problem import Problem

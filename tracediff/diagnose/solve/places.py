@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tracediff.diagnose.english import nth, plural
 from tracediff.diagnose.solve.accesses import Access
-from tracediff.diagnose.solve.english import nth, plural
 from tracediff.diagnose.solve.nouns import OF_TOKENS
 
 _LISTED = 8  # values of a map that is told one by one

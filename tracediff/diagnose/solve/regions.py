@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tracediff.diagnose.solve.english import nth, plural, ranges
+from tracediff.diagnose.english import nth, plural, ranges
 
 
 @dataclass(frozen=True, slots=True)

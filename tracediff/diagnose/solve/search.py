@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tracediff.diagnose.english import some
 from tracediff.diagnose.solve import (
     copies,
     formulas,
@@ -19,7 +20,6 @@ from tracediff.diagnose.solve import (
 )
 from tracediff.diagnose.solve.arrays import Array, CannotRunError, Flat
 from tracediff.diagnose.solve.bound import Bound, Rows, held_as
-from tracediff.diagnose.solve.english import some
 from tracediff.diagnose.solve.look import NEARLY_ALL, Look
 from tracediff.diagnose.solve.parts import in_region
 from tracediff.diagnose.solve.problem import Problem, agree

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tracediff.diagnose.english import plural, some
 from tracediff.diagnose.solve.accesses import Access, accesses
 from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.bound import Bound
-from tracediff.diagnose.solve.english import plural, some
 from tracediff.diagnose.solve.interpret import Run
 from tracediff.diagnose.solve.masks import LESS, seen_keys
 from tracediff.diagnose.solve.nouns import (

@@ -1,9 +1,10 @@
-"""Counts, ordinals and plurals."""
+"""Numbers, counts, ordinals and plurals."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
 _LISTED = 6  # ranges that are told one by one
+_DIGITS, _MOST_DIGITS = 6, 12
 
 
 def nth(n: int) -> str:
@@ -30,3 +31,9 @@ def ranges(places: Sequence[int]) -> str:
             parts.append(f"{start}" if start == a else f"{start} to {a}")
             start = b
     return ", ".join(parts[:_LISTED]) + (f" and {len(parts) - _LISTED} more" if len(parts) > _LISTED else "")
+
+
+def told_apart(number: float, right: float) -> tuple[str, str]:
+    """Two numbers to as many digits as tell them apart: six as a rule."""
+    both = ((f"{number:.{n}g}", f"{right:.{n}g}") for n in range(_DIGITS, _MOST_DIGITS))
+    return next((pair for pair in both if pair[0] != pair[1]), (f"{number!r}", f"{right!r}"))
