@@ -28,9 +28,11 @@ from tracediff.diagnose.solve.arrays import (
 from tracediff.diagnose.solve.lines import Line, line_of, line_through
 from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS
 from tracediff.diagnose.solve.program import Program, stores_to
+from tracediff.diagnose.solve.turns import OutOfTurnError, Touched
 
 _BEYOND = 4  # times the largest array: so often may be stored, and so far; an engine that goes on crashes
 _SHORT = 1 << 16  # turns of loops that take no time
+_IN_TURN = 512  # turns that are taken one by one: each takes as long as all at once of few values
 _PREPARED = 8  # results of loops that are kept for other runs
 
 
@@ -61,6 +63,10 @@ class Run:
     prepared: dict[object, Prepared] = field(default_factory=dict)  # by earlier runs on the same arrays
 
     def __post_init__(self) -> None:
+        self._begin(in_turn=False)
+
+    def _begin(self, in_turn: bool) -> None:
+        """Forget what has run; turns that touch what others stored are taken one by one, or all at once."""
         self._names: dict[str, Value] = {"inf": math.inf, **self.numbers}
         self._lines: dict[str, tuple[Value, Line | None]] = {}  # of values that were assigned
         self._in_place = self.program.reads_output and not self.places_only
@@ -73,6 +79,8 @@ class Run:
         self._turns = 1
         self._most_turns = _BEYOND * max(self.n_output, _SHORT, *(array.size for array in self.arrays.values()))
         self._stored: list[Stored] = []
+        self._in_turn, self._taken = in_turn, 0
+        self._touched = Touched(self.n_output) if self._in_place and not in_turn else None
 
     def stores(self) -> list[Stored]:
         """All stores to the output `y`, those that stay last; raises CannotRunError."""
@@ -88,7 +96,11 @@ class Run:
     def statements(self) -> list[Stored]:
         """What each statement stores to the output; raises CannotRunError."""
         with np.errstate(all="ignore"):
-            self._block(self.program.tree.body)
+            try:
+                self._block(self.program.tree.body)
+            except OutOfTurnError:
+                self._begin(in_turn=True)
+                self._block(self.program.tree.body)
         return self._stored
 
     # --- statements
@@ -102,7 +114,8 @@ class Run:
                     self._prepare(node)
                 case ast.For(target=ast.Name(id=name), iter=counted, body=inner):
                     with self._loop(name, counted) as (any_left, _):
-                        if any_left and self._in_place and _in_sequence(inner):
+                        in_turn = self._in_turn and node in self.program.around_output
+                        if any_left and self._in_place and (in_turn or _in_sequence(inner)):
                             self._one_by_one(name, inner)
                         elif any_left:
                             self._block(inner)
@@ -142,6 +155,9 @@ class Run:
         """A loop whose turns read what others stored."""
         values = self._names[name]
         for value in values.ravel():
+            self._taken += self._in_turn
+            if self._taken > _IN_TURN:
+                raise CannotRunError("too many turns")
             self._names[name] = np.full((1,) * self._rank, value)
             self._block(inner)
         self._names[name] = values
@@ -206,6 +222,8 @@ class Run:
         self._stored.append(Stored(places, values, loops, shape, kept))
         if self._in_place:
             inside = (places >= 0) & (places < self.n_output)
+            if self._touched:
+                self._touched.store(places[inside], spread(self._turn())[inside])
             self._output[places[inside]] = values[inside]
 
     def _keep(self, name: str, places: np.ndarray, values: np.ndarray) -> None:
@@ -219,6 +237,15 @@ class Run:
         array = np.concatenate((array, np.zeros(max(0, needed - array.size), self.dtype)))
         array[places] = values
         self._local[name] = array
+
+    def _turn(self) -> np.ndarray:
+        """A number for each turn of the loops around all that touches the output."""
+        turn: np.ndarray = np.zeros((1,) * self._rank, int)
+        for loop in self.program.around_output:
+            assert isinstance(loop.target, ast.Name)
+            values = self._names[loop.target.id]
+            turn = turn * (int(values.max(initial=0)) + 1) + values
+        return turn
 
     # --- expressions
 
@@ -293,6 +320,11 @@ class Run:
         at: np.ndarray = np.asarray(self.value(node))
         if _kind(at) == "f":
             raise CannotRunError("an index is no integer")
+        if name == "y" and self._touched:
+            turns = self._turn()
+            places, turns = np.broadcast_arrays(at, turns)
+            inside = (places >= 0) & (places < self.n_output)
+            self._touched.read(places[inside], turns[inside])
         if not at.size or not array.size:
             self.went_beyond |= bool(at.size)
             return np.full(at.shape, self.beyond, self.dtype)

@@ -95,6 +95,22 @@ class Program:
         return any(isinstance(n.value, ast.Name) and n.value.id == "y" for n in subscripts)
 
     @cached_property
+    def around_output(self) -> Sequence[ast.For]:
+        """The loops, from the outermost, that hold everything that stores to the output or reads it."""
+        loops: list[ast.For] = []
+        body = self.tree.body
+        while len(touching := [node for node in body if self._touches_output(node)]) == 1:
+            (inner,) = touching
+            if not isinstance(inner, ast.For):
+                break
+            loops.append(inner)
+            body = inner.body
+        return loops
+
+    def _touches_output(self, node: ast.stmt) -> bool:
+        return any(isinstance(n, ast.Name) and n.id == "y" for n in ast.walk(node))
+
+    @cached_property
     def preparing(self) -> Mapping[ast.stmt, tuple[str, set[str]]]:
         """Outermost loops that store to arrays of their own alone: as text, with the names in them."""
         loops = (node for node in self.tree.body if isinstance(node, ast.For) and not self.stores_output(node))
