@@ -174,11 +174,11 @@ def _where(group: Sequence[OpResult], ops: Sequence[OpResult]) -> str:
 
 
 def _seen(group: Sequence[OpResult], ops: Sequence[OpResult]) -> str:
-    """Where a mistake is that shows in what a segment ends in: in these layers, or before these ops."""
+    """Where a mistake is that shows in what a segment ends in: in these layers, or in these ops or before them."""
     names = list(dict.fromkeys(op.op for op in group))
     layers = {op.layer for op in group if op.layer is not None}
     if any(op.layer is None for op in group):
-        return f"before {listed(names)} (seen in {names[0] if len(names) == 1 else 'them'})"
+        return f"{listed(names)}, or before {'it' if len(names) == 1 else 'them'}"
     ends = {local_name(name) for name in names}
     known = {op.layer for op in ops if op.layer is not None and local_name(op.op) in ends}
     return f"{of_layers(layers, known)} (seen in {listed([*ends])})"
