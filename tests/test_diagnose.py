@@ -138,7 +138,7 @@ def test_logits_alone_name_a_mistake_in_all_layers_or_one(
 
 
 def test_where_layers_are_too_many_to_be_tried_one_by_one_the_report_says_so(models, torch_trace, monkeypatch) -> None:
-    monkeypatch.setattr("tracediff.diagnose.explain._ONE_BY_ONE", 1.0)
+    monkeypatch.setattr("tracediff.diagnose.kin._ONE_BY_ONE", 1.0)
     model = models("k-quants")
     result = check_trace(logits_of(torch_trace(model, faults=("rope_pairing@1",))), model)
     assert {(op.cause, op.shape.rpartition("; ")[2]) for op in result.faulty} == {

@@ -14,8 +14,10 @@ import torch
 from conftest import Models, some_of
 
 from tracediff.diagnose.budget import Budget, OutOfTime
-from tracediff.diagnose.explain import Explainer, _Faulty, _Search
+from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.hypothesis import Hypothesis, Progress
+from tracediff.diagnose.kin import Faulty
+from tracediff.diagnose.kin import Search as KinSearch
 from tracediff.diagnose.solve.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.bound import bind
 from tracediff.diagnose.solve.formulas import edits
@@ -704,7 +706,7 @@ def test_a_search_for_which_there_is_too_little_time_is_not_begun_and_that_is_sa
     replay = traced(models(TINY), tmp_path, rewritten("blk.0.ffn_act", "(1 + exp", "(1.37 + exp"), capture="layers")
     _, record, local = layer_of_states(replay)
     op = OpResult(record.op, 0, 0, "add", "faulty", local=local)
-    monkeypatch.setattr("tracediff.diagnose.explain._SEARCH", 1e9)
+    monkeypatch.setattr("tracediff.diagnose.kin._SEARCH", 1e9)
     (described,) = Explainer(replay).explain([op], budget=Budget(3600))
     assert described.shape
     assert not described.cause
@@ -719,15 +721,15 @@ def test_where_the_time_ends_after_a_search_that_was_not_begun_all_that_was_not_
     replay = traced(models(replace(TINY, n_layer=2)), tmp_path, *wrong, capture="layers")
     records = [replay.trace.ops[0, f"blk.{layer}.ffn_residual"] for layer in range(2)]
     ops = [OpResult(r.op, 0, layer_of(r.op), "add", "faulty", local=replay.judge(r)) for r in records]
-    sought = _Search.of
+    sought = KinSearch.of
 
-    def until_the_time_is_over(self: _Search, one: _Faulty, progress: Progress) -> Hypothesis | None:
+    def until_the_time_is_over(self: KinSearch, one: Faulty, progress: Progress) -> Hypothesis | None:
         if one.record.op.startswith("blk.1"):
             raise OutOfTime
         return sought(self, one, progress)
 
-    monkeypatch.setattr("tracediff.diagnose.explain._SEARCH", 1e9)
-    monkeypatch.setattr(_Search, "of", until_the_time_is_over)
+    monkeypatch.setattr("tracediff.diagnose.kin._SEARCH", 1e9)
+    monkeypatch.setattr(KinSearch, "of", until_the_time_is_over)
     described = Explainer(replay).explain(ops, budget=Budget(3600))
     assert [(bool(op.shape), op.cause, op.sought) for op in described] == [(True, None, False)] * 2
 

@@ -10,7 +10,7 @@ from tracediff.diagnose.mistakes.fit import searched
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
 from tracediff.diagnose.solve.variant import relayered
-from tracediff.model.graph import Graph, Op
+from tracediff.model.graph import Op
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.replay import Replay
@@ -275,14 +275,3 @@ Progress = Callable[[float], None]  # told the share that is done
 def within(progress: Progress, done: int, of: int) -> Progress:
     """The progress of one part of several."""
     return lambda fraction: progress((done + fraction) / of)
-
-
-def several_layers(segment: Sequence[str]) -> list[int]:
-    """The layers of a segment of several; none of one."""
-    layers = sorted({layer for layer in map(layer_of, segment) if layer is not None})
-    return layers if len(layers) > 1 else []
-
-
-def weight_values(segment: Sequence[str], graph: Graph) -> int:
-    """How many values of weights a forward pass of the segment reads."""
-    return sum(math.prod(weight.shape) for name in segment for weight in graph[name].weights)

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.maps import Found
 from tracediff.diagnose.solve.numbers import best, simpler
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.variant import Read
+from tracediff.diagnose.solve.variant import Read, Solved
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import computed, evaluate, noise_of
 from tracediff.numerics.floors import Noise
@@ -82,19 +81,19 @@ class Mapped:
         return Noise(own.sigma * slope, hard, alike=own.alike)
 
 
-def variants(problem: Problem) -> Iterator[Found]:
+def variants(problem: Problem) -> Iterator[Solved]:
     """Each function, fitted, that gives all values: of the output, or of an operand."""
     x, y, near = problem.exact, problem.recorded, problem.near
     if not (np.isfinite(x).all() and np.isfinite(y).all()) or not x.any() or not y.any():
         return
     for name, numbers in _fits(x, y):
         if all(_gives(name, numbers, x[part], y[part], near[part]) for part in (_thin(x), slice(None))):
-            yield Found(mapped(problem.op, name, numbers), words(name, numbers), 4.0 + _NUMBER * len(numbers), _LOOK)
+            yield _solved(mapped(problem.op, name, numbers), words(name, numbers), numbers)
     for operand in _LINEAR_IN.get(problem.op.kind, ()):
         yield from _of_operand(problem, operand)
 
 
-def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Found]:
+def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solved]:
     """Functions of at most one number, fitted to what comes out at the end of the segment."""
     largest = float(np.abs(problem.exact).max(initial=0.0))
     starts = [(name, sign * largest) for name in ("above", "below") for sign in (1, -1)]
@@ -109,7 +108,13 @@ def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Found
         number = best(of, start)
         found += ((name, (one, *rest)) for one in ((*simpler(number), number) if number is not None else ()))
     for name, known in found:
-        yield Found(mapped(problem.op, name, known), words(name, known), 4.0 + _NUMBER * len(known), _LOOK)
+        yield _solved(mapped(problem.op, name, known), words(name, known), known)
+
+
+def _solved(op: Op, said: str, numbers: Sequence[float]) -> Solved:
+    operand = op.rework.operand if isinstance(op.rework, Mapped) else None
+    bits, look = (4.0, _LOOK) if operand is None else (6.0, _LOOK_BEFORE)
+    return Solved((op,), said, bits + _NUMBER * len(numbers), look, fitted=bool(numbers))
 
 
 def _gives(name: str, numbers: tuple[float, ...], x: np.ndarray, y: np.ndarray, near: np.ndarray) -> bool:
@@ -122,7 +127,7 @@ def _thin(x: np.ndarray) -> slice:
     return slice(None, None, max(1, x.size // _FITTED))
 
 
-def _of_operand(problem: Problem, operand: int) -> Iterator[Found]:
+def _of_operand(problem: Problem, operand: int) -> Iterator[Solved]:
     """The same of an input of which the output is a multiple, or a sum with: what it must have been, by division."""
     op = problem.op
     given = problem.held(Read(op.inputs[operand]))
@@ -136,7 +141,7 @@ def _of_operand(problem: Problem, operand: int) -> Iterator[Found]:
         moved = FUNCTIONS[name](torch.from_numpy(given), *numbers).numpy() - given
         if agree(problem.recorded, problem.exact + np.where(moved, moved * slope, 0), problem.near).all():
             said = words(name, numbers).replace("every value", f"every value of {Read(op.inputs[operand]).words(op)}")
-            yield Found(mapped(op, name, numbers, operand), said, 6.0 + _NUMBER * len(numbers), _LOOK_BEFORE)
+            yield _solved(mapped(op, name, numbers, operand), said, numbers)
 
 
 def mapped(op: Op, name: str, numbers: tuple[float, ...], operand: int | None = None) -> Op:

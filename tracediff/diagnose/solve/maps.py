@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tracediff.diagnose.english import nth, plural
 from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.variant import Solved
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import computed, evaluate, noise_of
 from tracediff.numerics.floors import Noise
@@ -25,6 +26,7 @@ _ZERO = -1  # in a map: the slice is 0
 _SLICES = 8192  # along an axis: more are not matched
 _LISTED = 12  # places of a list that are told
 _FEW = 8  # slices: heads, rather than channels
+_LOOK = "the strides of its output and of the rows that it is made of"
 _BITS, _NUMBER, _EACH = 12.0, 4.0, 12.0  # of a map in closed form, of a number in it, and of each place of a list
 
 
@@ -183,17 +185,7 @@ class Moved:
         return (moved * keep).reshape(x.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A changed op that gives what was recorded, in words, and the bits that these take."""
-
-    op: Op
-    words: str
-    bits: float
-    look: str = "the strides of its output and of the rows that it is made of"
-
-
-def variants(problem: Problem) -> Iterator[Found]:
+def variants(problem: Problem) -> Iterator[Solved]:
     """Maps along each axis of the output that give all of it."""
     for shape, axes, follows in views(problem):
         right, there = problem.exact.reshape(shape), problem.recorded.reshape(shape)
@@ -204,16 +196,16 @@ def variants(problem: Problem) -> Iterator[Found]:
                 found = named(source) if source is not None else None
                 if found:
                     op = moved(problem.op, found, axis, shape, follows)
-                    yield Found(op, found.words(noun, shape[axis]), found.bits + math.log2(len(axes)))
+                    yield Solved((op,), found.words(noun, shape[axis]), found.bits + math.log2(len(axes)), _LOOK)
 
 
-def usual(problem: Problem) -> Iterator[Found]:
+def usual(problem: Problem) -> Iterator[Solved]:
     """Maps along each axis that engines come to: by sizes that divide it, by few places; heads exchanged."""
     for shape, axes, follows in views(problem):
         for axis, noun in enumerate(axes):
             for how in _usual(shape[axis]):
                 op = moved(problem.op, how, axis, shape, follows)
-                yield Found(op, how.words(noun, shape[axis]), how.bits + math.log2(len(axes)))
+                yield Solved((op,), how.words(noun, shape[axis]), how.bits + math.log2(len(axes)), _LOOK)
 
 
 @lru_cache(64)

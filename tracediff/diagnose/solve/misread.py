@@ -14,11 +14,10 @@ import numpy as np
 
 from tracediff.diagnose.english import ranges, some
 from tracediff.diagnose.solve.bound import flat
-from tracediff.diagnose.solve.maps import Found
 from tracediff.diagnose.solve.parts import excepting
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.readings import Reading, Rows, words_of_rows
-from tracediff.diagnose.solve.variant import Read
+from tracediff.diagnose.solve.variant import Read, Solved
 from tracediff.model.gguf_file import TensorInfo
 from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of
@@ -41,7 +40,7 @@ _PAGE = 2048  # numbers before a tensor: buffers begin at pages
 _RUN, _ELEMENT = 30.0, 40.0  # bits of a run of rows, and of one element
 
 
-def variants(problem: Problem) -> Iterator[Found]:
+def variants(problem: Problem) -> Iterator[Solved]:
     """Readings of a weight that give all wrong channels, or all but some that nothing in the file does."""
     for weight, values, near in _vectors(problem):
         yield from _of_vector(problem, weight, values, near)
@@ -55,7 +54,7 @@ def variants(problem: Problem) -> Iterator[Found]:
     yield from _read(problem, 0, _joined(rows, known.x.shape[1]), known.wrong)
 
 
-def _read(problem: Problem, weight: int, runs: list[Rows], wrong: np.ndarray) -> Iterator[Found]:
+def _read(problem: Problem, weight: int, runs: list[Rows], wrong: np.ndarray) -> Iterator[Solved]:
     """The op that reads these rows, where they are most of those that are wrong."""
     told = sorted(sorted(runs, key=lambda run: run.first - run.last)[:_RUNS], key=lambda run: run.first)
     rows = [np.arange(run.first, run.last + 1) for run in told]
@@ -68,7 +67,7 @@ def _read(problem: Problem, weight: int, runs: list[Rows], wrong: np.ndarray) ->
         op, bits = excepting(op, untold), bits + _RUN * np.log2(2 + len(untold))
         channels = f"{some(len(untold), 'channel')} ({ranges(untold.tolist())})"
         words += f"; what {channels} {'is' if len(untold) == 1 else 'are'} made of cannot be told"
-    yield Found(op, words, bits, _LOOK if any(run.tensor for run in told) else _LOOK_AT_ZEROS)
+    yield Solved((op,), words, bits, _LOOK if any(run.tensor for run in told) else _LOOK_AT_ZEROS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +218,7 @@ def _vectors(problem: Problem) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
             yield 0, own * (y * exact).sum(0) / size, np.abs(own) * np.sqrt(np.square(near).sum(0) / size)
 
 
-def _of_vector(problem: Problem, weight: int, values: np.ndarray, near: np.ndarray) -> Iterator[Found]:
+def _of_vector(problem: Problem, weight: int, values: np.ndarray, near: np.ndarray) -> Iterator[Solved]:
     """Runs of the numbers as they stand in some tensor."""
     own = problem.loops.arrays[problem.loops.loops.weights[weight]].take(np.arange(len(values)))
     wrong = np.flatnonzero(~(np.abs(values - own) <= near))
@@ -255,7 +254,7 @@ def _run_in(numbers: np.ndarray, name: str, values: np.ndarray, near: np.ndarray
 # --- few wrong elements
 
 
-def _elements(problem: Problem, known: _Known) -> Iterator[Found]:
+def _elements(problem: Problem, known: _Known) -> Iterator[Solved]:
     """Rows whose residual follows one input channel each: one element of each is another."""
     if len(known.wrong) > _RUNS:
         return
@@ -277,4 +276,4 @@ def _elements(problem: Problem, known: _Known) -> Iterator[Found]:
         name = Read(problem.op.weights[0].name).words(problem.op)
         said.append(f"row {row} of {name} differs in column {column} alone: {value:.6g} where the file has {right:.6g}")
     op = reading(problem.op, Reading(elements=tuple(elements)))
-    yield Found(op, "; ".join(said), _ELEMENT * len(elements), _LOOK)
+    yield Solved((op,), "; ".join(said), _ELEMENT * len(elements), _LOOK)

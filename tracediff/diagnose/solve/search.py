@@ -1,7 +1,6 @@
 """The search: hypotheses of every sort, looked at and priced."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,24 +23,12 @@ from tracediff.diagnose.solve.look import NEARLY_ALL, Look
 from tracediff.diagnose.solve.parts import in_region
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.regions import around, widest
-from tracediff.diagnose.solve.variant import Priced, Variant
+from tracediff.diagnose.solve.variant import Priced, Solved, Variant
 from tracediff.diagnose.solve.words import Speaker
-from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
 
 _LARGE = 1 << 22  # values: such outputs are not computed twice more
 _PARTS = 24  # hypotheses that are computed in whole for that
-
-
-@dataclass(frozen=True, slots=True)
-class Solved:
-    """A changed op, or several changed alike, that give what was recorded, in words, and what these take, in bits."""
-
-    ops: tuple[Op, ...]
-    words: str
-    bits: float
-    look: str  # where in an engine
-    fitted: bool = False  # whether a number in it was fitted
 
 
 def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
@@ -62,8 +49,7 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
     alike = sorted(whole, key=lambda one: (one.bits, len(one.variant.source)))
     yield from filter(None, (_solved(problem, one) for one in alike))
     others = [*maps.variants(problem), *functions.variants(problem), *misread.variants(problem)]
-    for found in sorted(others, key=lambda one: one.bits):
-        yield Solved((found.op,), found.words, found.bits, found.look, isinstance(found.op.rework, functions.Mapped))
+    yield from sorted(others, key=lambda one: one.bits)
     partial.sort(key=lambda one: one.bits)
     yield from sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)
 
@@ -143,5 +129,5 @@ def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
                 region = widest(region, fits.reshape(shape))
                 words = f"{region.words(axes)}: {words_of(problem, priced.variant)}"
                 changed = in_region(problem.op, inside, region)
-                yield Solved((changed,), words, priced.bits + region.bits, priced.look)
+                yield Solved((changed,), words, priced.bits + region.bits, priced.look, priced.fitted)
                 break

@@ -19,9 +19,9 @@ from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.bound import Bound
 from tracediff.diagnose.solve.nouns import COUNTS_TOKENS
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.search import Solved, solve, words_of
+from tracediff.diagnose.solve.search import solve, words_of
 from tracediff.diagnose.solve.segment import Begun, Segment
-from tracediff.diagnose.solve.variant import Priced, Variant
+from tracediff.diagnose.solve.variant import Priced, Solved, Variant
 from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme
@@ -174,9 +174,8 @@ class Search:
             ),
         )
         for one in chain(maps.usual(problem), functions.fitted(short, end.of)):
-            if self._short.left({one.op.name: one.op}) <= _LEFT * self._off:
-                is_fitted = isinstance(one.op.rework, functions.Mapped)
-                found.append(Solved((one.op,), one.words, one.bits, one.look, is_fitted))
+            if self._short.left({op.name: op for op in one.ops}) <= _LEFT * self._off:
+                found.append(one)
             self._check()
         return sorted(found, key=lambda one: one.bits)
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from tracediff.diagnose.solve.bound import flat
 from tracediff.diagnose.solve.problem import Problem, posed
-from tracediff.diagnose.solve.search import Solved, solve
-from tracediff.diagnose.solve.variant import Read
+from tracediff.diagnose.solve.search import solve
+from tracediff.diagnose.solve.variant import Read, Solved
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord

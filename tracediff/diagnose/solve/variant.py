@@ -211,3 +211,14 @@ class Reworked:
         rows = measured.square().mean(-1, keepdim=True).sqrt()
         sigma = _IN_SEQUENCE * (measured + rows)
         return replace(own, sigma=torch.hypot(own.sigma, sigma), hard=own.hard + 4 * made.unit * made.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A changed op, or several changed alike, that give what was recorded, in words, and what these take, in bits."""
+
+    ops: tuple[Op, ...]
+    words: str
+    bits: float
+    look: str  # where in an engine
+    fitted: bool = False  # whether a number in it was fitted
