@@ -89,7 +89,11 @@ class Weights:
             for _ in self.slices(weight):
                 pass
             kept = self._recent.get(_key(weight))
-        return self.gather(weight, torch.arange(first, end)) if kept is None else kept[first:end]
+        if kept is not None:
+            return kept[first:end]
+        if self._in_memory(weight):
+            return self.load(weight)[first:end]
+        return self._placed(self._rows(self._info(weight), slice(weight.first + first, weight.first + end)))
 
     def slices(self, weight: Weight) -> Iterator[Tensor]:
         """The matrix as consecutive blocks of rows of about 4 MB, in float32 where that holds them and the weights'
@@ -109,8 +113,9 @@ class Weights:
             self._recent.keep(_key(weight), whole)
 
     def _stays(self, weight: Weight) -> bool:
-        """Whether it is kept until it is wanted again: there is room for it."""
-        return math.prod(weight.shape) * self._dtype_of_slices(weight).itemsize <= self._recent.room
+        """Whether it is kept until it is wanted again: there is room for it, and it is not at hand as it lies there."""
+        at_hand = self._info(weight).type in _FLOATS and self.device == "cpu"
+        return not at_hand and math.prod(weight.shape) * self._dtype_of_slices(weight).itemsize <= self._recent.room
 
     def _dtype_of_slices(self, weight: Weight) -> torch.dtype:
         wider = self._info(weight).type == GGMLQuantizationType.F64 or self.dtype.itemsize < torch.float32.itemsize
