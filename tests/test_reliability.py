@@ -274,7 +274,8 @@ def test_no_threads(tmp_path: Path, models: Models) -> None:
 
 def in_shell(redirections: str, *arguments: object) -> tuple[int, str, str]:
     line = " ".join(command(*arguments)) + f" {redirections}"
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as users have it
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=buffered)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -131,5 +131,5 @@ def root(
     if version:
         from tracediff import versions
 
-        print("\n".join(versions.lines()))  # noqa: T201
+        print("\n".join(versions.lines()), flush=True)  # noqa: T201  # at exit a full disk has a code of its own
         raise typer.Exit
