@@ -221,12 +221,7 @@ def test_positions_shifted_alike_are_no_mistake(models, torch_trace, tmp_path: P
 @pytest.mark.parametrize(
     ("family", "fault", "either", "other"),
     [
-        (
-            "llama",
-            "rope_pairing",
-            "rope pairs halves",
-            "Q/K rows are permuted from halves to neighbours",
-        ),
+        ("llama", "rope_pairing", "rope pairs halves", "Q/K rows are permuted from halves to neighbours"),
         ("qwen2", "act_swapped", "SiLU is applied to up", "each multiplies with the other's weight"),
     ],
 )

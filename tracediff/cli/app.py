@@ -31,6 +31,7 @@ class _Commands(TyperGroup):
             code = super().invoke(ctx)
             sys.stdout.flush()
         except typer.Exit:
+            sys.stdout.flush()  # of --version and --help too: at exit Python has a code of its own for a full disk
             raise
         except _UsageError as error:
             error.message = printable(error.message)
@@ -131,5 +132,5 @@ def root(
     if version:
         from tracediff import versions
 
-        print("\n".join(versions.lines()), flush=True)  # noqa: T201  # at exit a full disk has a code of its own
+        print("\n".join(versions.lines()))  # noqa: T201
         raise typer.Exit

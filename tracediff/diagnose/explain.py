@@ -77,7 +77,7 @@ class Explainer:
         step = self._replay.trace.steps[one.record.step]
         return -min(len(step.tokens), _ENOUGH), -min(max(step.positions) + 1, _ENOUGH)
 
-    def _explained(self, search: "Search", kin: Kin, progress: Progress) -> Iterable[tuple[Faulty, Hypothesis | None]]:
+    def _explained(self, search: Search, kin: Kin, progress: Progress) -> Iterable[tuple[Faulty, Hypothesis | None]]:
         n = len(kin.pending)
         while kin.pending:
             first = kin.pending.pop(0)

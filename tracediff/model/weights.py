@@ -84,15 +84,15 @@ class Weights:
         """Rows from `first` to before `end` of a matrix: a view of it where it stays dequantised, as it does if these
         are most of it. Its dtype is that of `slices`, or the weights'.
         """
-        kept = None if self._in_memory(weight) else self._recent.get(_key(weight))
+        if self._in_memory(weight):
+            return self.load(weight)[first:end]
+        kept = self._recent.get(_key(weight))
         if kept is None and self._stays(weight) and 2 * (end - first) > weight.shape[0]:
             for _ in self.slices(weight):
                 pass
             kept = self._recent.get(_key(weight))
         if kept is not None:
             return kept[first:end]
-        if self._in_memory(weight):
-            return self.load(weight)[first:end]
         return self._placed(self._rows(self._info(weight), slice(weight.first + first, weight.first + end)))
 
     def slices(self, weight: Weight) -> Iterator[Tensor]:

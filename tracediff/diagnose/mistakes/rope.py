@@ -23,7 +23,6 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
-from tracediff.model.weights import values_of
 from tracediff.numerics.kinds.rope import rope as turned
 
 AREA = Area()
@@ -233,8 +232,7 @@ def _before_norm(op: Op, context: Context) -> Variants:
     norm = context.graph.ops.get(op.inputs[0])
     if norm is None or norm.kind != "rms_norm" or len(norm.weights) != 1 or any(op.seen):
         return
-    name = norm.weights[0].name
-    weight = values_of(context.file, context.file.tensors[name])
+    (weight,) = weights_of(norm, context)
 
     def function(x: Tensor, positions: Tensor, *factors: Tensor, **attrs: Any) -> Tensor:
         # What is rotated is as long as before, in each head and in all of them: both are normed somewhere.

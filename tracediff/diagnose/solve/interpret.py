@@ -223,7 +223,7 @@ class Run:
         if self._in_place:
             inside = (places >= 0) & (places < self.n_output)
             if self._touched:
-                self._touched.store(places[inside], spread(self._turn())[inside])
+                self._touched.store(places, spread(self._turn()))
             self._output[places[inside]] = values[inside]
 
     def _keep(self, name: str, places: np.ndarray, values: np.ndarray) -> None:
@@ -321,10 +321,7 @@ class Run:
         if _kind(at) == "f":
             raise CannotRunError("an index is no integer")
         if name == "y" and self._touched:
-            turns = self._turn()
-            places, turns = np.broadcast_arrays(at, turns)
-            inside = (places >= 0) & (places < self.n_output)
-            self._touched.read(places[inside], turns[inside])
+            self._touched.read(at, self._turn())
         if not at.size or not array.size:
             self.went_beyond |= bool(at.size)
             return np.full(at.shape, self.beyond, self.dtype)

@@ -145,9 +145,10 @@ class Search:
                 if op := ops.get(telling.op.name):
                     made = {op.name: segment.made(op)}
                     moved = segment.moved(telling.op, made[op.name])
+                    if moved <= _SAME:
+                        continue
                     if moved in seen:
                         seen[moved].same.append((tuple(ops.values()), priced))
-                    if moved <= _SAME or moved in seen:
                         continue
                 begun = segment.begun(ops, made if len(group) == 1 else {})
             except CannotRunError:

@@ -17,17 +17,25 @@ class Touched:
 
     def store(self, places: np.ndarray, turns: np.ndarray) -> None:
         """Raises OutOfTurnError where another turn has stored or read one of these."""
+        places, turns = self._inside(places, turns)
         _check(self._stored[places], turns)
         _check(self._read[places], turns)
         self._stored[places] = turns
 
     def read(self, places: np.ndarray, turns: np.ndarray) -> None:
         """Raises OutOfTurnError where another turn has stored one of these."""
+        places, turns = self._inside(places, turns)
         _check(self._stored[places], turns)
         before = self._read[places]
         self._read[places] = turns
         several = (self._read[places] != turns) | ((before != _NOBODY) & (before != turns))
         self._read[places[several]] = _SEVERAL
+
+    def _inside(self, places: np.ndarray, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Those of the output's, each with its turn."""
+        places, turns = np.broadcast_arrays(places, turns)
+        inside = (places >= 0) & (places < len(self._stored))
+        return places[inside], turns[inside]
 
 
 def _check(before: np.ndarray, turns: np.ndarray) -> None:
