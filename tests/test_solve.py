@@ -679,6 +679,19 @@ def test_roundings_are_no_edit(models: Models, tmp_path: Path, arithmetic: str, 
         assert replay.under(record, solved.ops, before.nmse, scheme).faulty, solved.words
 
 
+def test_a_large_head_is_looked_at_in_the_arithmetic_of_the_other_matmuls(models: Models, tmp_path: Path) -> None:
+    """It is the only op of its weight type, and all of it is off: that nothing is rounded, the others tell."""
+    shape = Shape("llama", n_layer=2, n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_vocab=9_000)
+    path = models(shape, "Q4_K_S")
+    trace_torch(path, tmp_path / "t.trace", TorchOptions(faults=("output: channels reversed",)), PROMPT)
+    file = GGUFFile(path)
+    replay = Replay(Trace(tmp_path / "t.trace"), build_graph(file), Weights(file))
+    solved, scheme = next(explanations(replay, replay.trace.ops[0, "output"], lambda: None))
+    assert solved.words == "channels reversed"
+    assert scheme
+    assert scheme.name == "exact"
+
+
 @pytest.mark.parametrize(
     ("fault", "text"),
     [

@@ -225,14 +225,15 @@ class Replay:
         """What to look under first, one after the other; None where the arithmetic is settled.
 
         Else the one that leaves least, those that most engines have, and what this one was seen to have elsewhere: who
-        holds the embedding in int8 holds other weights so.
+        holds the embedding in int8 holds other weights so. First what its other matmuls have, where this is one.
         """
         choice = self.choice(record)
         if choice.settled:
             return (None,)
         elsewhere = {other.schemes[0] for other in self.plan.choices.values() if other.settled}
         usual = (scheme for scheme in self._planner.candidates(record) if scheme in PLAIN or scheme in elsewhere)
-        return list(dict.fromkeys((choice.schemes[0], *usual)))
+        matmuls = [scheme for _, scheme in self._seen()] if self._planner.sort(record).types else []
+        return sorted(dict.fromkeys((choice.schemes[0], *usual)), key=lambda scheme: scheme not in matmuls)
 
     def notes(self) -> Iterator[str]:
         """What a reader must know of how the trace was written."""

@@ -23,7 +23,8 @@ from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Made
 
 _ZERO = -1  # in a map: the slice is 0
-_SLICES = 8192  # along an axis: more are not matched
+_MATCHED = 1 << 22  # values of an output that are matched: of larger ones some slices of the other axes
+_AROUND = 3  # slices on either side of where a sum of one is sought among those of all
 _LISTED = 12  # places of a list that are told
 _FEW = 8  # slices: heads, rather than channels
 _LOOK = "the strides of its output and of the rows that it is made of"
@@ -191,7 +192,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
         right, there = problem.exact.reshape(shape), problem.recorded.reshape(shape)
         near = problem.near.reshape(shape)
         for axis, noun in enumerate(axes):
-            if 1 < shape[axis] <= _SLICES:
+            if shape[axis] > 1:
                 source = matched(there, right, near, axis)
                 found = named(source) if source is not None else None
                 if found:
@@ -250,7 +251,7 @@ def matched(there: np.ndarray, right: np.ndarray, near: np.ndarray, axis: int) -
     """For each slice of `there` along the axis the slice of `right` that it is, -1 where it is 0; None where some slice
     is none.
     """
-    a, b, within = (np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1) for x in (there, right, near))
+    a, b, within = (np.moveaxis(_some(x, axis), axis, 0).reshape(x.shape[axis], -1) for x in (there, right, near))
     if not np.isfinite(a).all() or not np.isfinite(b).all():
         return None
     source = np.arange(len(a))
@@ -259,15 +260,24 @@ def matched(there: np.ndarray, right: np.ndarray, near: np.ndarray, axis: int) -
     source[zero] = _ZERO
     wrong = np.setdiff1d(wrong, zero)
     if len(wrong):
-        # Two sums of a slice that hardly any two have alike tell which to compare.
-        mix = np.random.default_rng(0).standard_normal((a.shape[1], 2))
+        # A sum of a slice that hardly any two have alike tells which to compare.
+        mix = np.random.default_rng(0).standard_normal(a.shape[1])
         keys, sought = b @ mix, a[wrong] @ mix
-        order = np.argsort(keys[:, 0], kind="stable")
-        at = np.searchsorted(keys[order, 0], sought[:, 0])
-        for i, place in zip(wrong, at, strict=True):
-            some = order[max(0, place - 3) : place + 3]
-            fits = [j for j in some if (np.abs(a[i] - b[j]) <= within[i]).all()]
-            if not fits:
-                return None
-            source[i] = fits[0]
+        order = np.argsort(keys, kind="stable")
+        at = np.searchsorted(keys[order], sought)
+        for by in range(-_AROUND, _AROUND):
+            found = order[np.clip(at + by, 0, len(order) - 1)]
+            fits = (np.abs(a[wrong] - b[found]) <= within[wrong]).all(1)
+            source[wrong[fits]] = found[fits]
+            wrong, at = wrong[~fits], at[~fits]
+    if len(wrong):
+        return None
     return source if a.shape[1] > 1 or len(a) > 2 else None
+
+
+def _some(x: np.ndarray, axis: int) -> np.ndarray:
+    """Of a large output some slices along another axis: they tell which places along this one are which."""
+    other = 0 if axis else x.ndim - 1
+    n = x.shape[other]
+    some = min(n, max(_FEW, n * _MATCHED // x.size))
+    return x if some == n else np.take(x, np.linspace(0, n - 1, some).astype(int), other)
