@@ -72,9 +72,9 @@ def test_a_part_of_a_wide_op_tells_its_arithmetic(
     opened, read = Model(model), Counter[str]()
     dequantise = of_weights.dequantize
 
-    def counted(info: TensorInfo, raw: np.ndarray) -> object:
+    def counted(info: TensorInfo, raw: np.ndarray, into: np.ndarray | None = None) -> object:
         read[info.name] += len(raw)
-        return dequantise(info, raw)
+        return dequantise(info, raw, into)
 
     def planned() -> list[tuple[Scheme, ...]]:
         replay = Replay(Trace(reference), opened.graph, opened.weights())
@@ -92,9 +92,9 @@ def test_each_weight_is_dequantised_once(sides: tuple[Path, Path, Path], monkeyp
     read: Counter[str] = Counter()
     dequantise = of_weights.dequantize
 
-    def counted(info: TensorInfo, raw: np.ndarray) -> object:
+    def counted(info: TensorInfo, raw: np.ndarray, into: np.ndarray | None = None) -> object:
         read[info.name] += len(raw)
-        return dequantise(info, raw)
+        return dequantise(info, raw, into)
 
     model, *traces = sides
     opened = Model(model)

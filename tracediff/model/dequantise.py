@@ -31,17 +31,20 @@ class _Traits(ctypes.Structure):
     )
 
 
-def dequantise(raw: np.ndarray, kind: GGMLQuantizationType, tensor: str) -> np.ndarray:
-    """Rows of blocks, uint8 [rows, bytes per row], as float32 [rows, columns].
+def dequantise(
+    raw: np.ndarray, kind: GGMLQuantizationType, tensor: str, into: np.ndarray | None = None
+) -> np.ndarray:
+    """Rows of blocks, uint8 [rows, bytes per row], as float32 [rows, columns], be it `into` memory that is there.
 
     Raises ModelError, which names the `tensor`, for a type that neither ggml nor gguf-py knows.
     """
     convert = _to_float(kind)
-    if convert is None:
-        return _by_gguf(raw, kind, tensor)
     block, size = GGML_QUANT_SIZES[kind]
+    out = np.empty((*raw.shape[:-1], raw.shape[-1] // size * block), np.float32) if into is None else into
+    if convert is None:
+        out[...] = _by_gguf(raw, kind, tensor)
+        return out
     raw = np.ascontiguousarray(raw)
-    out = np.empty((*raw.shape[:-1], raw.shape[-1] // size * block), np.float32)
     convert(raw.ctypes.data, out.ctypes.data, out.size)  # the interpreter's lock is let go of meanwhile
     return out
 

@@ -107,8 +107,9 @@ class Weights:
             return
         dtype = self._dtype_of_slices(weight)
         whole = torch.empty(n_rows, n_columns, dtype=dtype, device=self.device) if self._stays(weight) else None
-        for at, rows in self._in_blocks(weight, step):
-            yield self._placed(rows, dtype) if whole is None else whole[at : at + step].copy_(rows)
+        into = whole if dtype == torch.float32 and self.device == "cpu" else None
+        for at, rows in self._in_blocks(weight, step, into):
+            yield self._placed(rows, dtype) if whole is into else whole[at : at + step].copy_(rows)
         if whole is not None:
             self._recent.keep(_key(weight), whole)
 
@@ -121,12 +122,15 @@ class Weights:
         wider = self._info(weight).type == GGMLQuantizationType.F64 or self.dtype.itemsize < torch.float32.itemsize
         return self.dtype if wider else torch.float32
 
-    def _in_blocks(self, weight: Weight, step: int) -> Iterator[tuple[int, Tensor]]:
-        """So many rows at a time, as wide as they need to be, each with the first one's place."""
+    def _in_blocks(self, weight: Weight, step: int, into: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """So many rows at a time, as wide as they need to be, each with the first one's place; quantised ones `into`
+        the whole matrix where it is given.
+        """
         info, n_rows = self._info(weight), weight.shape[0]
 
         def block(at: int) -> Tensor:
-            return self._rows(info, slice(weight.first + at, weight.first + min(at + step, n_rows)))
+            rows = slice(weight.first + at, weight.first + min(at + step, n_rows))
+            return self._rows(info, rows, None if into is None else into[at : at + step].numpy())
 
         if info.type in _FLOATS:
             yield from ((at, block(at)) for at in range(0, n_rows, step))
@@ -153,8 +157,8 @@ class Weights:
     def _info(self, weight: Weight) -> TensorInfo:
         return self.file.tensors[weight.name]
 
-    def _rows(self, info: TensorInfo, rows: slice | np.ndarray) -> Tensor:
-        return dequantize(info, raw_rows(self.file, info)[rows])
+    def _rows(self, info: TensorInfo, rows: slice | np.ndarray, into: np.ndarray | None = None) -> Tensor:
+        return dequantize(info, raw_rows(self.file, info)[rows], into)
 
     def _placed(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return x.to(device=self.device).to(dtype or self.dtype)
@@ -197,12 +201,14 @@ def raw_rows(file: GGUFFile, info: TensorInfo) -> np.ndarray:
     return np.frombuffer(file.raw(info), np.uint8).reshape(math.prod(info.shape[:-1]), -1)
 
 
-def dequantize(info: TensorInfo, raw: np.ndarray) -> Tensor:
-    """Rows of bytes, uint8 [rows, bytes per row], as a tensor [rows, columns] of the widest type they need."""
+def dequantize(info: TensorInfo, raw: np.ndarray, into: np.ndarray | None = None) -> Tensor:
+    """Rows of bytes, uint8 [rows, bytes per row], as a tensor [rows, columns] of the widest type they need; quantised
+    ones `into` float32 memory where it is given.
+    """
     if info.type in _FLOATS:
         stored, dtype = _FLOATS[info.type]
         return torch.from_numpy(raw.view(stored)).view(dtype)
-    return torch.from_numpy(dequantise(raw, info.type, info.name))
+    return torch.from_numpy(dequantise(raw, info.type, info.name, into))
 
 
 def values_of(file: GGUFFile, info: TensorInfo) -> Tensor:

@@ -49,11 +49,18 @@ class Noise:
     turned: Tensor | None = None
     alike: int = 1
 
-    def bound(self) -> Tensor:
-        """What no element's error exceeds, but for one op in a million (Gaussian tail over all elements)."""
-        tail = math.sqrt(2 * math.log(max(self.sigma.numel(), 2) / LUCK))
+    def bound(self, n: int | None = None) -> Tensor:
+        """What no element's error exceeds, but for one op in a million (Gaussian tail over all its `n` elements, where
+        these are a part of them).
+        """
+        tail = math.sqrt(2 * math.log(max(n or self.sigma.numel(), 2) / LUCK))
         bound = torch.add(self.hard, self.sigma, alpha=tail)
         return bound if self.turned is None else bound.add_(self.turned)
+
+    def part(self, cut: slice) -> "Noise":
+        """Some of the elements, flat."""
+        turned = None if self.turned is None else self.turned.flatten()[cut]
+        return Noise(self.sigma.flatten()[cut], self.hard.flatten()[cut], turned, self.alike)
 
     def without(self, lost: Tensor) -> "Noise":
         """None at the elements that are `lost`, bool of the same shape."""

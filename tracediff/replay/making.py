@@ -48,9 +48,13 @@ class Recomputed:
         """How many times its expectation the squared error may be."""
         return max(_SEGMENT_MARGIN, self.noise.margin) if self.samples else self.noise.margin
 
-    def bound(self) -> Tensor:
-        """Of each element. A sampled spread is that of its row: two samples say little of one element."""
-        return self.noise.bound() * math.sqrt(_SEGMENT_MARGIN) if self.samples else self.noise.bound()
+    def bound(self, cut: slice | None = None) -> Tensor:
+        """Of each element, or of some, flat. A sampled spread is that of its row: two samples say little of one
+        element.
+        """
+        noise = self.noise if cut is None else self.noise.part(cut)
+        bound = noise.bound(self.noise.sigma.numel())
+        return bound.mul_(math.sqrt(_SEGMENT_MARGIN)) if self.samples else bound
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds.attention import causal
 from tracediff.replay.storage import rounded_on_the_way, stored_as
+from tracediff.trace.data import Stored
 from tracediff.trace.format import OpRecord, Rows
 from tracediff.trace.ranks import Ranks
 from tracediff.trace.reader import Trace
@@ -94,9 +95,12 @@ class Recorded:
 
     def values(self, record: OpRecord, rows: Rows = None, channels: slice | None = None) -> Tensor:
         """The record's values, or those of the tokens `rows` or `channels` of it."""
-        values = self.trace.values(record, rows, channels)
         if channels is None:
+            held = self.trace.by_slice(record, rows)
+            values = held.wide() if isinstance(held, Stored) else held
             values = values.reshape(self.shape(record, rows or record.rows))
+        else:
+            values = self.trace.values(record, rows, channels)
         stored = torch.from_numpy(values).to(self._device)
         return stored.to(torch.float64, memory_format=torch.contiguous_format).contiguous()
 

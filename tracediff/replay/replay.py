@@ -88,8 +88,10 @@ class Replay:
         """Whether a record can tell arithmetics apart: of NaN or zeros any leaves nothing, and of a first position that
         attends to itself alone a cache may be held in anything.
         """
-        values = self.trace.values(record)
-        return bool(self._recorded.n_tokens(record.step) > 1 and np.isfinite(values).all() and values.any())
+        if self._recorded.n_tokens(record.step) == 1:
+            return False
+        seen = [(np.isfinite(piece).all(), piece.any()) for piece in self.trace.pieces(record)]
+        return all(finite for finite, _ in seen) and any(not_zero for _, not_zero in seen)
 
     def _judged_records(self) -> Iterator[OpRecord]:
         """Records with data, in the trace's order of steps and the graph's of ops."""

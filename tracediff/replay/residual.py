@@ -1,7 +1,10 @@
 """What replay leaves of an op: the error in figures, and roundings that went the other way."""
 
 import math
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 import torch
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
-from tracediff.numerics.floors import LUCK
+from tracediff.numerics.floors import LUCK, Noise
 from tracediff.numerics.kinds.linear import columns
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.making import Recomputed
@@ -18,6 +21,9 @@ from tracediff.result import Worst
 
 # A value within 2^-15 of a boundary is one in 16,000; more rows than this with such an event are no accident.
 _MOST_TURNED = 0.5
+# Values whose figures are taken at a time: in float64 256 kB, so that what is made of them stays in the second-level
+# cache.
+_PIECE = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ class Residual:
     flips: int = 0
 
     def __add__(self, other: "Residual") -> "Residual":
-        larger = other if other.excess > self.excess else self
+        larger = max(self, other, key=lambda one: (math.isnan(one.excess), one.excess))
         return Residual(
             self.error + other.error,
             self.signal + other.signal,
@@ -96,35 +102,81 @@ def measure(
 
     What was made may be `supposed`, by a hypothesis: then it is contradicted where it makes a NaN of a number.
     """
-    exact, bound, noise = made.exact, made.bound(), made.noise
-    error = recorded - exact
-    if not math.isfinite(_energy(error)):
+    exact, noise = made.exact, made.noise
+    if others is not None:
+        hidden, noise = others if hidden is None else hidden | others, noise.without(others)
+    pairs = Pairs(recorded, exact, made.bound, noise, hidden)
+    residual = pairs.residual()
+    if not math.isfinite(residual.error if hidden is None else _energy(recorded - exact)):
         # NaN and Inf that the inputs' own make are no mistake of this op. Of a masked key's an engine need make none.
         forgiven = made.not_finite and not supposed
         lost = ~exact.isfinite() if forgiven else ~(recorded.isfinite() | exact.isfinite())
         noise = noise.without(lost | ~exact.isfinite())  # of what is no number there is none
-        error, exact, bound = error.masked_fill(lost, 0.0), exact.masked_fill(lost, 0.0), bound.masked_fill(lost, 1.0)
-    if others is not None:
-        hidden, noise = others if hidden is None else hidden | others, noise.without(others)
-    if hidden is not None:
-        error, exact = error.masked_fill(hidden, 0.0), exact.masked_fill(hidden, 0.0)
-    squares = _energy(error)
-    excess, right, one = error.div_(bound).flatten(), exact.div(bound).flatten(), bound.reciprocal_().flatten()
-    own = Own(_energy(excess), float(excess @ right), _energy(right), float(excess @ one), _energy(one), len(excess))
-    excess, bounds_in_largest = excess.abs_(), float(torch.stack(torch.aminmax(right)).abs().max())
-    at = int(excess.argmax() if excess.is_cuda else excess.numpy().argmax())  # a NaN before all numbers
-    place = tuple(int(i) for i in np.unravel_index(at, error.shape))  # torch's own takes a second to load
-    is_off = not supposed and not excess[at] <= 1
-    return Residual(
-        error=squares,
-        signal=_energy(exact),
-        noise=noise.energy(),
-        own=own,
-        excess=math.inf if bool(excess[at].isnan()) else float(excess[at]),
-        worst=Worst(place, float(exact.flatten()[at]), float(recorded.flatten()[at])),
-        sharpness=1 / bounds_in_largest if bounds_in_largest else math.inf,
-        along=along(excess.view(error.shape)) if is_off else nothing(error.shape),
+        pairs = replace(pairs, noise=noise, lost=lost)
+        residual = pairs.residual()
+    place = tuple(int(i) for i in np.unravel_index(residual.worst.at[0], exact.shape))  # torch's own takes a second
+    is_off = not supposed and not residual.excess <= 1
+    return replace(
+        residual,
+        excess=math.inf if math.isnan(residual.excess) else residual.excess,
+        worst=replace(residual.worst, at=place),
+        along=along(pairs.excess().view(exact.shape)) if is_off else nothing(exact.shape),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Recorded values and what they should be; which do not count, for they are `hidden` or `lost`, be it by their
+    noise as well. What is asked of them is asked piece by piece.
+    """
+
+    recorded: Tensor
+    exact: Tensor
+    bound: Callable[[slice], Tensor]
+    noise: Noise
+    hidden: Tensor | None = None
+    lost: Tensor | None = None
+
+    def residual(self) -> Residual:
+        """What is left of all of them; `worst` is at a flat place, and nothing is said of where `along` axes."""
+        n = self.exact.numel()
+        step = n if self.exact.is_cuda else _PIECE
+        return reduce(operator.add, (self._piece(slice(at, min(at + step, n))) for at in range(0, n, step)))
+
+    def excess(self) -> Tensor:
+        """The errors in units of their bounds, flat."""
+        error, _, bound = self._at(slice(0, self.exact.numel()))
+        return error.div_(bound).abs_()
+
+    def _at(self, cut: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Errors, exact values and bounds."""
+        exact, bound = self.exact.flatten()[cut], self.bound(cut)
+        error = self.recorded.flatten()[cut] - exact
+        for mask in (self.lost, self.hidden):
+            if mask is not None:
+                not_counted = mask.expand_as(self.exact).flatten()[cut]
+                error, exact = error.masked_fill_(not_counted, 0.0), exact.masked_fill(not_counted, 0.0)
+        if self.lost is not None:
+            bound = bound.masked_fill_(self.lost.flatten()[cut], 1.0)
+        return error, exact, bound
+
+    def _piece(self, cut: slice) -> Residual:
+        error, exact, bound = self._at(cut)
+        squares, one = _energy(error), bound.reciprocal_()
+        excess, right = error.mul_(one), exact * one
+        own = Own(_energy(excess), float(excess @ right), _energy(right), float(excess @ one), _energy(one), len(one))
+        excess, bounds_in_largest = excess.abs_(), float(right.abs_().max())
+        at = int(excess.argmax() if excess.is_cuda else excess.numpy().argmax())  # a NaN before all numbers
+        return Residual(
+            error=squares,
+            signal=_energy(exact),
+            noise=self.noise.part(cut).energy(),
+            own=own,
+            excess=float(excess[at]),
+            worst=Worst((cut.start + at,), float(exact[at]), float(self.recorded.flatten()[cut.start + at])),
+            sharpness=1 / bounds_in_largest if bounds_in_largest else math.inf,
+            along=(),
+        )
 
 
 def ratio(error: float, signal: float) -> float:

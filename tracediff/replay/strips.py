@@ -27,7 +27,7 @@ def nothing(shape: Sequence[int]) -> Along:
 
 def joined(a: Along, b: Along) -> Along:
     """Of two parts of an output, the second of which has the channels that follow."""
-    return (*(torch.maximum(x, y) for x, y in zip(a[:-1], b[:-1], strict=True)), torch.cat((a[-1], b[-1])))
+    return a and (*(torch.maximum(x, y) for x, y in zip(a[:-1], b[:-1], strict=True)), torch.cat((a[-1], b[-1])))
 
 
 def strips(found: Along, names: Sequence[str], heads: int | None) -> tuple[Strip, ...]:

@@ -6,7 +6,7 @@ into it changes under its hands. A read is a copy more, which replay does not fe
 
 import errno
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import numpy as np
 from tracediff.errors import TraceError
 from tracediff.inputs import open_file, stamp, url_of
 from tracediff.trace.format import STORAGE, OpRecord, Rows, Values, to_float
+
+_PIECE = 1 << 16  # values that are read at a time, which stay in the second-level cache
 
 
 class DataFile:
@@ -119,6 +121,20 @@ class Stored:
         values = scratch[: (at.stop - at.start) * storage.itemsize].view(storage)
         self.file.read_into(values, self.offset + at.start * storage.itemsize)
         return to_float(values, self.stored_as)
+
+    def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """All of it piece by piece, each with where it lies. It is there until the next is asked for."""
+        scratch = np.empty(min(self.size, _PIECE) * 8, np.uint8)
+        for at in range(0, self.size, _PIECE):
+            cut = slice(at, min(at + _PIECE, self.size))
+            yield cut, self.read(cut, scratch)
+
+    def wide(self) -> np.ndarray:
+        """The values as float64, shaped."""
+        values = np.empty(self.size)
+        for cut, piece in self.pieces():
+            values[cut] = piece
+        return values.reshape(self.shape)
 
     @property
     def size(self) -> int:

@@ -121,6 +121,11 @@ class Trace:
         """What `values` gives; where it lies in C order it is read by the slice."""
         return self._data.by_slice(record, rows)
 
+    def pieces(self, record: Values) -> Iterator[np.ndarray]:
+        """All that `values` gives, in pieces that stay in the cache where it can be read so: each until the next."""
+        held = self.by_slice(record)
+        return (piece for _, piece in held.pieces()) if isinstance(held, Stored) else iter((held,))
+
     def stored(self, record: Values) -> np.ndarray:
         """The record's values as `format.STORAGE` holds them, shaped."""
         return self._data.stored(record)
