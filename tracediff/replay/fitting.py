@@ -35,7 +35,7 @@ class Fitting:
         self._planner = planner
         self._without_noise: tuple[OpRecord, Recomputation] | None = None
         self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
-        self._looks: dict[tuple[OpRecord, Scheme], Look] = {}
+        self._looks: dict[tuple[OpRecord, Scheme, bool], Look] = {}
 
     def settle(self, schemes: Sequence[Scheme], records: Sequence[OpRecord], enough: float = math.inf) -> Choice:
         """The arithmetic of these records, which share it. Where none leaves little `enough`, it is not asked what
@@ -85,11 +85,11 @@ class Fitting:
         alike = [seen.local for seen in looks if seen.local.faulty == (judgement == "faulty")]
         return replace((alike or [looks[0].local])[0], judgement="undecided" if blind else judgement, lead=leads)
 
-    def closely(self, record: OpRecord, scheme: Scheme) -> Look:
-        """The record under a scheme, with noise from more samples where a few do not cover it."""
-        key = record, scheme
+    def closely(self, record: OpRecord, scheme: Scheme, glance: bool = False) -> Look:
+        """The record under a scheme, with noise from more samples where a few do not cover it; at a `glance` a part."""
+        key = record, scheme, glance
         if key not in self._looks:
-            seen = look(self._recomputation, record, scheme)
+            seen = look(self._recomputation, record, scheme, glance)
             if len(seen.local.segment) > 1 and seen.local.faulty and seen.local.excess <= _FAR:
                 seen = look(self._recomputation.changed((), _MORE_SAMPLES), record, scheme)
             self._looks[key] = seen
@@ -125,7 +125,11 @@ class Fitting:
         return self._left(record, scheme) <= most
 
     def _left(self, record: OpRecord, scheme: Scheme) -> float:
-        """NMSE that the scheme leaves of the record, or of a part of a large one; without its noise."""
+        """NMSE that the scheme leaves of the record, or of a part of a large one; without its noise, but for what most
+        engines do: there it is asked next whether that is within the floor.
+        """
+        if scheme in PLAIN and not self._planner.is_segment(record):
+            return self._judged(record, scheme).nmse
         unchanged = self.without_noise(record)
         left = look(unchanged, record, scheme, self._glances_at(record)).local.nmse
         unchanged.keep_waists()
@@ -133,9 +137,7 @@ class Fitting:
 
     def _judged(self, record: OpRecord, scheme: Scheme) -> Local:
         """The record under a scheme, beside its floor; or a part of a large one."""
-        if self._glances_at(record):
-            return look(self._recomputation, record, scheme, glance=True).local
-        return self.closely(record, scheme).local
+        return self.closely(record, scheme, self._glances_at(record)).local
 
     def _glances_at(self, record: OpRecord) -> bool:
         """Whether a part of the record tells its arithmetic, for it is large; no rank hides in it."""
