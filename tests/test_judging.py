@@ -19,13 +19,14 @@ from tracediff.model.model import Model
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic, Scheme
 from tracediff.numerics.evaluate import evaluate, noise
+from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Energy
 from tracediff.pipeline import Effort, compare_traces
-from tracediff.replay import look
+from tracediff.replay import look, residual
 from tracediff.replay.judging import Subject, judge_all, replays_of
 from tracediff.replay.making import Recomputed
 from tracediff.replay.replay import Replay
-from tracediff.replay.residual import measure
+from tracediff.replay.residual import Residual, measure
 from tracediff.report.json_report import render
 from tracediff.trace.reader import Trace
 
@@ -128,10 +129,10 @@ def test_what_a_table_does_not_hold_leaves_a_floor() -> None:
     y = evaluate(op, [x], weights, table, energy)
     own = noise(op, [x], y, weights, energy, table, "f32")
     right = evaluate(op, [x], weights)
-    residual = measure(right, Recomputed(y, own, own, inputs=(x,)))
-    assert math.isinf(residual.excess)
-    assert math.isfinite(residual.noise)
-    assert 0 < residual.noise < 1e-6
+    left = measure(right, Recomputed(y, own, own, inputs=(x,)))
+    assert math.isinf(left.excess)
+    assert math.isfinite(left.noise)
+    assert 0 < left.noise < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
@@ -145,3 +146,25 @@ def test_of_another_norm_too_a_row_errs_by_one_factor(kind: str) -> None:
         noise(one, [x], evaluate(one, [x], weights), weights, Energy(), Arithmetic(), "f32") for one in (op, skipped)
     )
     assert own.alike == other.alike == 96
+
+
+@pytest.mark.parametrize("odd", [0.0, 1e-3, math.inf, math.nan])
+def test_figures_are_the_same_in_pieces(odd: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of scores some of which are hidden, one of which is off, or no number, or is in the input as well."""
+    exact = torch.randn(3, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    own = Noise(1e-9 * exact.abs(), torch.full_like(exact, 1e-8), 1e-9 * exact.square(), alike=7)
+    recorded, hidden = exact + 1e-9, torch.arange(7) > torch.arange(5)[:, None] + 2
+    recorded[0, 0, 1] += 1e-6
+    recorded[1, 2, 3] += odd
+    recorded[2, 0, 6] = math.inf  # hidden
+    made = Recomputed(exact, own, own, inputs=(recorded,) if math.isnan(odd) else (exact,))
+
+    def measured(piece: int) -> Residual:
+        monkeypatch.setattr(residual, "_PIECE", piece)
+        return measure(recorded, made, hidden)
+
+    whole, pieces = measured(1 << 15), measured(4)
+    for name in ("error", "signal", "noise", "excess", "sharpness", "shaped"):
+        assert getattr(pieces, name) == pytest.approx(getattr(whole, name), rel=1e-12, nan_ok=True), name
+    assert pieces.worst.at == whole.worst.at == ((1, 2, 3) if odd else (0, 0, 1))
+    torch.testing.assert_close(pieces.along, whole.along, equal_nan=True)

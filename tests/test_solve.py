@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import Models, some_of
 
-from tracediff.diagnose.budget import Budget, OutOfTime
+from tracediff.diagnose.budget import Budget, OutOfTime, Progress
 from tracediff.diagnose.explain import Explainer
-from tracediff.diagnose.hypothesis import Hypothesis, Progress
+from tracediff.diagnose.hypothesis import Hypothesis
 from tracediff.diagnose.kin import Faulty
 from tracediff.diagnose.kin import Search as KinSearch
 from tracediff.diagnose.solve.arrays import CannotRunError, Flat

@@ -1,7 +1,10 @@
-"""Time for the search of causes: where faults are is known before it begins."""
+"""Time for the search of causes: where faults are is known before it begins; and how much of the search is done."""
 
 import math
 import time
+from collections.abc import Callable
+
+Progress = Callable[[float], None]  # told the share that is done
 
 
 class OutOfTime(Exception):  # noqa: N818 - no error: what is found until then is said
@@ -25,3 +28,8 @@ class Budget:
 
 
 ENDLESS = Budget(math.inf)
+
+
+def within(progress: Progress, done: int, of: int) -> Progress:
+    """The progress of one part of several."""
+    return lambda fraction: progress((done + fraction) / of)

@@ -5,9 +5,9 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
-from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime
+from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
 from tracediff.diagnose.evidence import places
-from tracediff.diagnose.hypothesis import SOLVED, Hypothesis, Part, Progress, Trials, within
+from tracediff.diagnose.hypothesis import SOLVED, Hypothesis, Part, Trials
 from tracediff.diagnose.kin import Faulty, Kin, Search, ends_soon, several_layers
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.shapes import describe

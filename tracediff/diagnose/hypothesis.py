@@ -1,7 +1,7 @@
 """Hypotheses: known mistakes tried on a record, and what explained one record carried over to its kin."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tracediff.diagnose.budget import Budget
@@ -267,11 +267,3 @@ def _said(mistake: Mistake, variant: str, changed: Sequence[Variant], way: Way, 
     first = changed[0]
     said = (first.name or first.text.replace(f"{first.op.name}.", "their ")) if len(ops) > 1 else first.text
     return Part(mistake.name, variant, (f"{where}: " if in_segment else "") + said, first.fitted)
-
-
-Progress = Callable[[float], None]  # told the share that is done
-
-
-def within(progress: Progress, done: int, of: int) -> Progress:
-    """The progress of one part of several."""
-    return lambda fraction: progress((done + fraction) / of)

@@ -4,9 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tracediff.diagnose.budget import Budget
-from tracediff.diagnose.explain import Explainer
-from tracediff.diagnose.hypothesis import Progress
+from tracediff.diagnose.budget import Budget, Progress
 from tracediff.model.model import Model
 from tracediff.model.weights import check_device
 from tracediff.numerics.evaluate import is_covered
@@ -88,7 +86,14 @@ def _explained(
     progress: Progress,
     seconds: float,
 ) -> list[OpResult]:
-    """As `Explainer.explain`, by the workers: one kin each, for which each takes its share of the seconds."""
+    """As `Explainer.explain`, by the workers: one kin each, for which each takes its share of the seconds.
+
+    What explains is imported where there is anything to explain: a tenth of a second.
+    """
+    if not any(op.status == "faulty" for op in ops):
+        return ops
+    from tracediff.diagnose.explain import Explainer
+
     explainer = Explainer(replay)
     kins = explainer.kins(ops)
     if workers == ALONE or len(kins) < 2:
@@ -106,4 +111,6 @@ def _explained(
 
 
 def _of_kin(replays: Sequence[Replay], kin: _Kin) -> dict[int, OpResult]:
+    from tracediff.diagnose.explain import Explainer
+
     return Explainer(replays[0]).of(kin.ops, kin.places, Budget(kin.seconds), lambda fraction: None)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from tracediff.diagnose.budget import Budget
-from tracediff.diagnose.hypothesis import PART, SOLVED, Hypothesis, Least, Part, Progress, Trials, Way, within
+from tracediff.diagnose.budget import Budget, Progress, within
+from tracediff.diagnose.hypothesis import PART, SOLVED, Hypothesis, Least, Part, Trials, Way
 from tracediff.diagnose.solve import segments, solver
 from tracediff.diagnose.solve.variant import Solved
 from tracediff.model.graph import Graph

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tracediff.diagnose.between import Between
-from tracediff.diagnose.budget import Budget
+from tracediff.diagnose.budget import Budget, Progress, within
 from tracediff.diagnose.explain import Explainer
-from tracediff.diagnose.hypothesis import Progress, within
 from tracediff.diagnose.judged import Judged
 from tracediff.replay.replay import Replay
 from tracediff.result import Cause, OpResult

@@ -31,9 +31,7 @@ class _Traits(ctypes.Structure):
     )
 
 
-def dequantise(
-    raw: np.ndarray, kind: GGMLQuantizationType, tensor: str, into: np.ndarray | None = None
-) -> np.ndarray:
+def dequantise(raw: np.ndarray, kind: GGMLQuantizationType, tensor: str, into: np.ndarray | None = None) -> np.ndarray:
     """Rows of blocks, uint8 [rows, bytes per row], as float32 [rows, columns], be it `into` memory that is there.
 
     Raises ModelError, which names the `tensor`, for a type that neither ggml nor gguf-py knows.

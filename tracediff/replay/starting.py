@@ -17,7 +17,7 @@ from threading import Thread
 from typing import TypeVar
 
 Job = TypeVar("Job")
-_JUDGES = "tracediff.diagnose.judged"
+_NEEDED = ["tracediff.diagnose.judged", "tracediff.diagnose.explain"]
 
 
 def begin() -> BaseContext:
@@ -28,7 +28,7 @@ def begin() -> BaseContext:
     if sys.platform != "linux":
         return get_context("spawn")
     context = get_context("forkserver")
-    context.set_forkserver_preload([_JUDGES])
+    context.set_forkserver_preload(_NEEDED)
     with not_interrupted():
         forkserver.ensure_running()
     return context
