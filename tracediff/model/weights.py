@@ -109,7 +109,9 @@ class Weights:
         whole = torch.empty(n_rows, n_columns, dtype=dtype, device=self.device) if self._stays(weight) else None
         into = whole if dtype == torch.float32 and self.device == "cpu" else None
         for at, rows in self._in_blocks(weight, step, into):
-            yield self._placed(rows, dtype) if whole is into else whole[at : at + step].copy_(rows)
+            if whole is not None and into is None:
+                rows = whole[at : at + step].copy_(rows)
+            yield self._placed(rows, dtype)
         if whole is not None:
             self._recent.keep(_key(weight), whole)
 
