@@ -34,6 +34,7 @@ SHAPES = {
     "qwen2": Shape("qwen2", tied=True),
     "qwen3": Shape("qwen3", head_dim=24, n_head=5, n_head_kv=1, n_embd=80),
     "k-quants": Shape("qwen2", n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_layer=3),
+    "normed": Shape("qwen3", n_embd=256, n_head=6, n_head_kv=2, head_dim=32, n_ff=512, n_layer=2),
     "loud": Shape("qwen2", n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_layer=3, loud=True),
     "demo": DEMO,
     "tiny": Shape(n_layer=2, n_embd=48, n_ff=64, n_ctx=64),

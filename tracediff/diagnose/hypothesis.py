@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tracediff.diagnose.budget import Budget
 from tracediff.diagnose.mistakes import BANK
@@ -120,6 +121,7 @@ class Trials:
     def __init__(self, replay: Replay, budget: Budget) -> None:
         self._replay = replay
         self.budget = budget
+        self._firsts: dict[tuple[int, str], int] = {}  # of records, the first position that is wrong
 
     def applicable(self, segment: Sequence[str]) -> list[Mistake]:
         """Mistakes that can be made in some op of the segment."""
@@ -146,7 +148,8 @@ class Trials:
             for name in error.segment
             if mistake.where.holds(graph[name], graph) and way.layer in (None, layer_of(name))
         ]
-        context = Context(graph, self._replay.weights.file, self._seen(record, error))
+        seen = self._seen(record, error)
+        context = Context(graph, self._replay.weights.file, seen, None if seen else partial(self._wrong_from, record))
         names = list(dict.fromkeys(split(op.name)[1] for op in targets))
         # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone.
         for chosen in [names, *([name] for name in names if len(names) > 1)]:
@@ -205,10 +208,8 @@ class Trials:
             ops = found.ops
         elif SOLVED in found.mistakes or found.may_turn:
             ops = tuple(self._relayered(found.ops, error.segment))
-        elif len(found.ops) == 1 and len(error.segment) == 1 and found.parts[-1].fitted:
-            name = found.ops[0].name
-            like = transferred(found.ops[0], self._replay.graph[name], self._replay.graph[record.op])
-            ops = (like,) if like else ()
+        elif len(found.parts) == 1 and found.parts[-1].fitted and found.parts[-1].number is None:
+            ops = tuple(self._transferred(found.ops, error.segment))
         else:
             yield from self.together(found.parts, record, error)
             return
@@ -224,11 +225,32 @@ class Trials:
             alike = (relayered(op, graph[op.name], there[split(op.name)[1]]) for op in ops)
             yield from filter(None, alike)
 
+    def _transferred(self, ops: Sequence[Op], segment: Sequence[str]) -> Iterator[Op]:
+        """The same changes in another op of the kind, or in the ops of those names in another layer's segment."""
+        graph = self._replay.graph
+        there = {split(name)[1]: graph[name] for name in segment}
+        alike = [graph[segment[0]]] if len(segment) == len(ops) == 1 else [there.get(split(op.name)[1]) for op in ops]
+        changes = zip(ops, alike, strict=True)
+        made = [transferred(op, graph[op.name], other) if other else None for op, other in changes]
+        if all(made):
+            yield from filter(None, made)
+
     def _seen(self, record: OpRecord, error: Local) -> Seen | None:
         if len(error.segment) > 1:
             return None
         known = self._replay.known(record)
         return Seen(known.inputs, known.recorded)
+
+    def _wrong_from(self, record: OpRecord) -> int:
+        """The position of the first token whose values are wrong."""
+        key = record.step, record.op
+        if key not in self._firsts:
+            known, positions = self._replay.known(record), self._replay.trace.steps[record.step].positions
+            wrong = ((known.recorded - known.exact).abs() > known.bound).flatten(1).any(1)
+            rows = record.rows or range(len(positions))
+            at = (positions[row] for row, off in zip(rows, wrong.tolist(), strict=True) if off)
+            self._firsts[key] = min(at, default=0)
+        return self._firsts[key]
 
 
 def transferred(changed: Op, right: Op, other: Op) -> Op | None:

@@ -10,7 +10,9 @@ from tracediff.diagnose.mistakes import (
     embedding,
     experts,
     feed_forward,
+    heads,
     integers,
+    masks,
     norms,
     parts,
     residual,
@@ -21,7 +23,8 @@ from tracediff.diagnose.mistakes import (
 )
 
 _AREAS = (
-    weights, blocks, rows, integers, embedding, norms, rope, attention, feed_forward, residual, experts, states, parts,
+    weights, blocks, rows, integers, embedding, norms, rope, heads, masks, attention, feed_forward, residual, experts,
+    states, parts,
 )  # fmt: skip
 BANK = {mistake.name: mistake for area in _AREAS for mistake in area.AREA}
 # What may come to the same, seen from the end of a segment: silu(up) * gate is what comes of swapped weights too, rope

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tracediff.diagnose.english import told_apart
 from tracediff.diagnose.mistakes.fit import fitted
+from tracediff.diagnose.mistakes.masks import SOFTMAX
 from tracediff.diagnose.mistakes.mistake import (
     Area,
     Context,
@@ -25,59 +26,12 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.model.graph import Graph, Op
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.kinds.attention import causal, scores, softmax, weighted_values
+from tracediff.numerics.kinds.attention import scores, softmax, weighted_values
 from tracediff.numerics.kinds.rope import rope
 
 AREA = Area()
 _WRONG = 1e-3  # of a token's output: far more than rounding, far less than a value that is left out
-SCORES, SOFTMAX = Where(("scores",)), Where(("softmax",))
-
-
-def _nothing_hidden(queries: Tensor, keys: Tensor) -> Tensor:
-    return causal(queries, keys) & False
-
-
-@AREA.mistake(
-    "no_mask", "there is no causal mask", "the mask of the prefill", SOFTMAX, "TinyLLM#17",
-)  # fmt: skip
-def _no_mask(op: Op, _: Context) -> Variants:
-    yield op.with_attrs(mask=_nothing_hidden), "no causal mask: every query sees every key"
-
-
-@AREA.mistake(
-    "mask_shifted", "the causal mask is off by one", "the diagonal of the mask", SOFTMAX, "tt-metal#48899",
-)  # fmt: skip
-def _mask_shifted(op: Op, _: Context) -> Variants:
-    yield (
-        op.with_attrs(mask=lambda q, k: k[None, :] > q[:, None] + 1),
-        "the mask is off by one: each query sees the next token",
-    )
-    yield (
-        op.with_attrs(mask=lambda q, k: (k[None, :] >= q[:, None]) & (k[None, :] != k[0])),
-        "the mask is off by one: a query does not see its own token",
-    )
-
-
-@AREA.mistake(
-    "mask_without_offset", "the causal mask does not count the cache", "the cache length in the mask",
-    SOFTMAX, "hyprstream#1521",
-)  # fmt: skip
-def _mask_offset(op: Op, _: Context) -> Variants:
-    yield (
-        op.with_attrs(mask=lambda q, k: k[None, :] - k[0] > (q - q[0])[:, None]),
-        "the mask begins at 0: it does not count the cached positions",
-    )
-
-
-@AREA.mistake(
-    "cache_ignored", "a step sees only its own tokens, not the cache", "the cache length: stuck at 0?",
-    SOFTMAX, "rustorch 213b9180",
-)  # fmt: skip
-def _cache_ignored(op: Op, _: Context) -> Variants:
-    yield (
-        op.with_attrs(mask=lambda q, k: (k[None, :] > q[:, None]) | (k[None, :] < q[0])),
-        "the step sees only its own tokens: cached positions are not attended to",
-    )
+SCORES = Where(("scores",))
 
 
 def _caps(op: Op, graph: Graph) -> bool:
@@ -280,21 +234,7 @@ def _of_the_last(size: int, probs: Tensor, v: Tensor) -> Tensor:
     return weighted_values(torch.where((key > at - size).to(probs.device), probs, 0.0), v)
 
 
-# --- windows, sinks, caps -----------------------------------------------------------------------------------------
-
-
-@AREA.mistake(
-    "window", "another sliding window", "the window: n tokens with the token itself, in the layers that have it",
-    SOFTMAX, "mlx-lm#390",
-)  # fmt: skip
-def _window(op: Op, context: Context) -> Variants:
-    for name in ("window", "chunk"):
-        right = op.attrs.get(name, 0)
-        others = {o.attrs.get(name, 0) for o in context.graph if o.kind in SOFTMAX.kinds} - {right}
-        wrong = (right - 1, right + 1, 0) if right else tuple(sorted(others))
-        for size in wrong:
-            said = f"a {name} of {size}" if size else f"no {name}"
-            yield op.with_attrs(**{name: size}), f"{said} instead of " + (f"one of {right}" if right else "none")
+# --- sinks, caps ------------------------------------------------------------------------------------------------------
 
 
 @AREA.mistake(

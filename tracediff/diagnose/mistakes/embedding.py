@@ -1,15 +1,19 @@
 """Mistakes in the embedding."""
 
 import math
+from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing
+from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variant, Variants, Where, computing
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import reading, values_of
 
 AREA = Area()
+_CLOSE = 1e-3  # of a row's length: by so much a recorded row may be off the table's
+_LISTED = 4  # ids of which each is told what it was taken for
 
 
 @AREA.mistake(
@@ -48,3 +52,71 @@ def _embedding_row_off(op: Op, _: Context) -> Variants:
             return values_of(file, info).roll(-by, 0)
 
         yield reading(op, read), f"{what} t has row t {'+' if by > 0 else '-'} {abs(by)} of {op.weights[0].name}"
+
+
+@AREA.mistake(
+    "token_ids_cut", "token ids are clipped, taken modulo a number, or cut to fewer bits",
+    "the type of token ids, and a clamp of them to a vocabulary of another size", Where(("embedding",)),
+)  # fmt: skip
+def _cut(op: Op, context: Context) -> Variants:
+    what = "positions" if op.inputs[0] == "positions" else "token ids"
+    taken = _taken(op, context, context.seen) if context.seen else {}
+    for bits in (8, 16):
+        if op.weights[0].shape[0] > 1 << bits:
+            yield _other_rows(op, lambda t, bits=bits: t % (1 << bits)), f"{what} are cut to {bits} bits"  # type: ignore[misc]
+    for words, rows in _told(taken, _right(op, context.seen, taken)) if context.seen and taken else ():
+        yield Variant(_other_rows(op, rows), f"{what} {words}", fitted=True)
+
+
+def _other_rows(op: Op, rows: Callable[[Tensor], Tensor]) -> Op:
+    """The op with the rows of other ids, each in the place of an id's own."""
+
+    def read(file: GGUFFile, info: TensorInfo) -> Tensor:
+        values = values_of(file, info)
+        return values[rows(torch.arange(len(values)))]
+
+    return reading(op, read)
+
+
+def _taken(op: Op, context: Context, seen: Seen) -> dict[int, int]:
+    """Of ids whose rows are wrong the ids that have those rows; none where some have no such row."""
+    table = values_of(context.file, context.file.tensors[op.weights[0].name]).to(seen.output)
+    ids = seen.inputs[0].flatten().long()
+    y, near = seen.output.flatten(1), _CLOSE * table.norm(dim=1)
+    found: dict[int, int] = {}
+    for at, token in enumerate(ids.tolist()):
+        if token not in found and (y[at] - table[token]).norm() > near[token]:
+            apart = (table - y[at]).norm(dim=1)
+            row = int(apart.argmin())
+            if apart[row] > near[row]:
+                return {}
+            found[token] = row
+    return found
+
+
+def _right(op: Op, seen: Seen | None, taken: dict[int, int]) -> list[int]:
+    """The ids that have their own rows."""
+    return [token for token in (seen.inputs[0].flatten().tolist() if seen else ()) if token not in taken]
+
+
+def _told(taken: dict[int, int], right: list[int]) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """What makes these of those: a modulus, a clip, or a list."""
+    n, others = math.gcd(*(token - row for token, row in taken.items())), {*taken.values()}
+    if n > max((*others, *right)):
+        yield f"are taken modulo {n}", lambda ids: ids % n
+    (last, *more) = others
+    if not more and last >= max(right, default=0):
+        yield f"are clipped to {last}", lambda ids: ids.clamp(max=last)
+    if not more and min(taken) > max(right, default=-1):
+        first = min(taken)
+        yield f"from {first} on are taken for {last}", lambda ids: torch.where(ids < first, ids, last)
+    if len(taken) <= _LISTED:
+        listed = ", ".join(f"{token} for {row}" for token, row in sorted(taken.items()))
+        yield f"are taken for others: {listed}", lambda ids: _listed(ids, taken)
+
+
+def _listed(ids: Tensor, taken: dict[int, int]) -> Tensor:
+    other = ids.clone()
+    for token, row in taken.items():
+        other[token] = row
+    return other

@@ -25,11 +25,14 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a mistake may look at besides the op."""
+    """What a mistake may look at besides the op: of a record what was seen of it, or, where its op is one of several,
+    the position `wrong_from` which it is wrong.
+    """
 
     graph: Graph
     file: GGUFFile
     seen: Seen | None = None
+    wrong_from: Callable[[], int] | None = None
 
 
 class Variant(NamedTuple):

@@ -132,6 +132,28 @@ def _layer_norm(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
+    "norm_of_all_heads", "Q and K are normed over all heads at once where each has its own norm, or the reverse",
+    "the shape in which Q and K are normed: Qwen3 norms each head, OLMo2 all at once",
+    Where(NORM.kinds, ("q", "k")),
+)  # fmt: skip
+def _of_all_heads(op: Op, context: Context) -> Variants:
+    norm, head_dim = KINDS[op.kind].function, context.graph.hparams.head_dim
+    own = op.axes[-1]
+    if len(op.axes) == 3 and op.axes[1] != 1:
+
+        def function(x: Tensor, *weights: Tensor, eps: float) -> Tensor:
+            return _times(norm(x.flatten(1), eps=eps).unflatten(1, x.shape[1:]), weights)
+
+        yield computing(op, function), "all heads are normed at once, not each by itself"
+    elif len(op.axes) == 2 and isinstance(own, int) and own % head_dim == 0 and own > head_dim:
+
+        def each(x: Tensor, *weights: Tensor, eps: float) -> Tensor:
+            return _times(norm(x.unflatten(1, (-1, head_dim)), eps=eps).flatten(1), weights)
+
+        yield computing(op, each), "each head is normed by itself, not all at once"
+
+
+@AREA.mistake(
     "norm_f16_overflow", "the mean of squares is taken in float16, which overflows beyond |x| = 256",
     "the accumulator's type in the norm", RMS_NORM, "llama#1048",
 )  # fmt: skip

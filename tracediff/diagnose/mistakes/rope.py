@@ -1,6 +1,6 @@
 """Mistakes in rotary embedding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,11 +23,21 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
+from tracediff.numerics.kinds.rope import Angles
 from tracediff.numerics.kinds.rope import rope as turned
 
 AREA = Area()
 _ROWS = 64  # tokens that a base is fitted to
-_OCTAVES = range(-12, 13)  # about the right base
+_OCTAVES = range(-12, 13)  # about the right base, or scale
+_FACTORS = (0.5, 2.0, 0.25, 4.0, 0.125, 8.0)  # of linear rope scaling
+_MORE = (2, 4, 8, 16, 32, _ROWS)  # tokens that a scale is fitted to, one after the other
+_COARSE = {
+    ("frequencies",): "inverse frequencies are",
+    ("products",): "angles, position times frequency, are",
+    ("frequencies", "products"): "inverse frequencies and angles are",
+    ("positions",): "positions are",
+    ("positions", "frequencies", "products"): "positions, inverse frequencies and angles are",
+}
 ROPE = Where(("rope",))
 
 
@@ -65,15 +75,24 @@ def _theta(op: Op, context: Context) -> Variants:
 
 def _fitted_theta(op: Op, context: Context, seen: Seen) -> float | None:
     """Of the tokens that turn least, few angles go round."""
+    theta = op.attrs["rope"].theta
+    return _fitted(op, context, seen, lambda theta: {"theta": theta}, [theta * 2.0**i for i in _OCTAVES])
+
+
+def _fitted(
+    op: Op, context: Context, seen: Seen, numbers: Callable[[float], dict[str, float]], starts: Sequence[float],
+    rows: int = _ROWS,
+) -> float | None:  # fmt: skip
+    """The number of rope's that is nearest to what was seen of its first `rows` tokens."""
     x, positions = seen.inputs
     factors = weights_of(op, context)
-    first = positions.argsort()[:_ROWS]
+    first = positions.argsort()[:rows]
     right = op.attrs["rope"]
 
-    def made(theta: float) -> Tensor:
-        return turned(x[first], positions[first], *factors, rope=replace(right, theta=theta))
+    def made(number: float) -> Tensor:
+        return turned(x[first], positions[first], *factors, rope=replace(right, **numbers(number)))
 
-    return fitted(made, seen.output[first], (right.theta * 2.0**i for i in _OCTAVES))
+    return fitted(made, seen.output[first], starts)
 
 
 @AREA.mistake(
@@ -143,6 +162,17 @@ def _rope_dim(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
+    "rope_angles_coarse", "rope's angles are made in half precision",
+    "the type of inv_freq and of position ids: a model cast to half precision casts its buffers too", ROPE,
+)  # fmt: skip
+def _coarse(op: Op, _: Context) -> Variants:
+    for dtype, name in (("bf16", "bfloat16"), ("f16", "float16")):
+        for parts, words in _COARSE.items():
+            rounded = Angles(**dict.fromkeys(parts, dtype))
+            yield op.with_attrs(angles=rounded), f"rope's {words} {name}: only the tables of cos and sin may be"
+
+
+@AREA.mistake(
     "rope_over_heads", "frequencies go on from head to head instead of anew in each",
     "the channel in the frequency's exponent, which is one of a head", ROPE,
 )  # fmt: skip
@@ -154,12 +184,14 @@ def _over_heads(op: Op, context: Context) -> Variants:
         yield computing(op, partial(_on_and_on, all_heads=all_heads)), words
 
 
-def _on_and_on(x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope, all_heads: int) -> Tensor:
+def _on_and_on(
+    x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope, all_heads: int, **attrs: Any
+) -> Tensor:
     """Channel i of head h turns as i + h * head_dim of `all_heads` would."""
     of_all = replace(rope, theta=rope.theta ** (rope.n_rot / all_heads))
     slower = (rope.theta ** (-head * x.shape[-1] / all_heads) for head in range(x.shape[1]))
     heads = [
-        turned(x[:, head : head + 1], positions.double() * slow, factors, rope=of_all)
+        turned(x[:, head : head + 1], positions.double() * slow, factors, rope=of_all, **attrs)
         for head, slow in enumerate(slower)
     ]
     return torch.cat(heads, 1)
@@ -217,10 +249,34 @@ def _decode_shifted(op: Op, _: Context) -> Variants:
         )
 
 
+def _scaling(op: Op, scale: float) -> Variant:
+    right = op.attrs["rope"]
+    words = "rope's positions are multiplied by {} instead of {}".format(*told_apart(scale, right.freq_scale))
+    return Variant(op.with_attrs(rope=replace(right, freq_scale=scale)), words, fitted=True)
+
+
+@AREA.mistake(
+    "rope_scaled", "another scale of positions", "rope.scaling.* of the file: a linear factor divides positions, once",
+    ROPE, number=Number(lambda op: float(op.attrs["rope"].freq_scale), _scaling),
+)  # fmt: skip
+def _scale(op: Op, context: Context) -> Variants:
+    right = op.attrs["rope"].freq_scale
+    for factor in _FACTORS:
+        yield _scaling(op, right * factor)._replace(fitted=False)
+    if context.seen is None:
+        return
+    number: float | None = None
+    for rows in _MORE:  # the more positions the faster what is not quite right goes round
+        starts = [right * 2.0**i for i in _OCTAVES] if number is None else [number]
+        number = _fitted(op, context, context.seen, lambda scale: {"freq_scale": scale}, starts, rows) or number
+    if number is not None:
+        yield _scaling(op, number)
+
+
 @AREA.mistake("rope_skipped", "rope is not applied", "whether rope is applied at all", ROPE)
 def _no_rope(op: Op, _: Context) -> Variants:
     yield (
-        computing(op, lambda x, positions, factors=None, rope=None: x),
+        computing(op, lambda x, positions, *factors, **attrs: x),
         "the input passes through unrotated",
     )
 

@@ -8,19 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, pairwise
-from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tracediff.diagnose.english import nth, plural
+from tracediff.diagnose.rearranged import Rearranged
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.variant import Solved
 from tracediff.model.graph import Op
-from tracediff.numerics.evaluate import computed, evaluate, noise_of
-from tracediff.numerics.floors import Noise
-from tracediff.numerics.kinds.kind import Call, Made
 
 _ZERO = -1  # in a map: the slice is 0
 _MATCHED = 1 << 22  # values of an output that are matched: of larger ones some slices of the other axes
@@ -153,32 +150,17 @@ def named(source: np.ndarray) -> Map | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """Computes an op whose output has its slices along an axis elsewhere: `Op.rework`. The output is seen in `shape`,
-    where -1 is the axis that follows the step; without, as it is.
+class Moved(Rearranged):
+    """An op whose output has its slices along an axis elsewhere. The output is seen in `shape`, where -1 is the axis
+    that follows the step; without, as it is.
     """
 
-    right: Op
     map: Map
     axis: int
     shape: tuple[int, ...]
 
-    def carried(self, right: Op, other: Op) -> Self:
-        """The same in another layer's op."""
-        return replace(self, right=other)
-
-    def compute(self, call: Call) -> Tensor:
-        """The output."""
-        return self._moved(computed(self.right, call))
-
-    def noise(self, made: Made) -> Noise:
-        """That of the right op, moved alike."""
-        y = evaluate(self.right, made.inputs, made.weights, made.arithmetic)
-        own = noise_of(self.right, made, y=y)
-        sigma, hard = (self._moved(part.expand(y.shape)) for part in (own.sigma, own.hard))
-        return Noise(sigma, hard + made.stored, alike=own.alike)
-
-    def _moved(self, x: Tensor) -> Tensor:
+    def moved(self, x: Tensor) -> Tensor:
+        """With its slices elsewhere."""
         seen = x.reshape(self.shape) if self.shape else x
         source = torch.from_numpy(self.map.of(seen.shape[self.axis])).to(x.device)
         moved = seen.index_select(self.axis, source.clamp(min=0))
@@ -227,7 +209,7 @@ def _usual(n: int) -> Sequence[Map]:
 def moved(op: Op, how: Map, axis: int, shape: tuple[int, ...], follows: int) -> Op:
     """The op with slices of its output elsewhere, seen in a shape of which one axis may follow the step."""
     seen = tuple(-1 if i == follows else n for i, n in enumerate(shape)) if follows >= 0 else ()
-    return replace(op, rework=Moved(op, how, axis, seen))
+    return replace(op, rework=Moved(how, axis, seen))
 
 
 def views(problem: Problem) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], int]]:

@@ -213,6 +213,13 @@ def _softmax_noise(made: Made) -> Noise:
     return Noise(sigma, made.stored + magnified, alike=y.shape[-1])
 
 
+def _softmax_noise_of_any(made: Made) -> Noise:
+    """Of a mistaken softmax: the scale, a constant, is rounded too, which exp magnifies."""
+    own, scaled = analysed(made), (made.inputs[0] * made.op.attrs["scale"]).abs()
+    magnified = made.size * made.unit * (scaled + scaled.amax(-1, keepdim=True))
+    return replace(own, hard=own.hard + magnified)
+
+
 def lightning_indexer(q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
     """[T, H, D] x [S, D], [T, H], [T, S] -> [T, S]: sums over heads of weights * relu(q.k), and mask.
 
@@ -226,7 +233,8 @@ def lightning_indexer(q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Te
 _OF_KEYS = ("head", "token", "key")
 KINDS = (
     Kind("scores", scores, ("q", "k"), _OF_KEYS, _scores, _noise_of_keys, scheme="scores"),
-    Kind("softmax", softmax, ("scores", "queries", "keys"), _OF_KEYS, noise=_softmax_noise),
+    Kind("softmax", softmax, ("scores", "queries", "keys"), _OF_KEYS, noise=_softmax_noise,
+         noise_of_any=_softmax_noise_of_any),
     Kind("mask", mask, ("queries", "keys"), ("token", "key"), noise=none),
     Kind("temperature", temperature, ("positions",), ("token",)),
     Kind("lightning_indexer", lightning_indexer, ("q", "k", "weights", "mask"), ("token", "key")),

@@ -1,6 +1,8 @@
 """Rotary embedding (https://arxiv.org/abs/2104.09864)."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from tracediff.numerics.kinds.kind import Call, Kind, Made, wide
 from tracediff.numerics.roundings import Rounding, rounding_named
 
 _AS_IT_IS = rounding_named("f64")
+# By as much an inverse frequency in float32 may be off, where powers are taken by multiplying, of up to 64 pairs.
+_NEAR = 2.0**-18
 
 
 def rope_angles(positions: Tensor, factors: Tensor | None, rope: Rope) -> Tensor:
@@ -27,6 +31,26 @@ def rope_angles(positions: Tensor, factors: Tensor | None, rope: Rope) -> Tensor
     return extrapolated * rope.freq_scale * (1 - mix) + extrapolated * mix
 
 
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Angles that are made of rounded numbers: what positions, inverse frequencies and their products are kept in."""
+
+    positions: str = "f64"
+    frequencies: str = "f64"
+    products: str = "f64"
+
+    def __call__(self, positions: Tensor, factors: Tensor | None, rope: Rope, off: float = 0.0) -> Tensor:
+        """In the place of `rope_angles`; `off` is the share that the inverse frequencies are off by."""
+        position, frequency, product = map(rounding_named, (self.positions, self.frequencies, self.products))
+        inverse = frequency(rope_angles(torch.ones_like(positions[:1]), factors, rope) * (1 + off))
+        return product(position(positions.double())[:, None] * inverse)
+
+    def turns(self, positions: Tensor, factors: Tensor | None, rope: Rope) -> Tensor:
+        """By how much angles change where a rounding goes the other way; about nothing where none may."""
+        below, above = (self(positions, factors, rope, off) for off in (-_NEAR, _NEAR))
+        return (above - below).abs()
+
+
 def yarn_correction_range(rope: Rope) -> tuple[float, float]:
     """The pairs between which YaRN goes from extrapolation to interpolation (ggml.c, ggml_rope_yarn_corr_dims)."""
 
@@ -38,14 +62,20 @@ def yarn_correction_range(rope: Rope) -> tuple[float, float]:
 
 
 def rope(
-    x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope, tables: Rounding = _AS_IT_IS
+    x: Tensor,
+    positions: Tensor,
+    factors: Tensor | None = None,
+    *,
+    rope: Rope,
+    tables: Rounding = _AS_IT_IS,
+    angles: Callable[[Tensor, Tensor | None, Rope], Tensor] = rope_angles,
 ) -> Tensor:
     """Rotate pairs of channels of [T, heads, D] by their angles; those before and behind n_rot of them pass through.
 
-    `tables` is what an engine holds cosines and sines in.
+    `tables` is what an engine holds cosines and sines in, `angles` how a mistaken one makes them.
     """
-    angles = rope_angles(positions, factors, rope)[:, None, :]
-    cos, sin = (tables(f(angles).mul(rope.magnitude).to(wide(x).dtype)) for f in (torch.cos, torch.sin))
+    by = angles(positions, factors, rope)[:, None, :]
+    cos, sin = (tables(f(by).mul(rope.magnitude).to(wide(x).dtype)) for f in (torch.cos, torch.sin))
     before, rotated, rest = wide(x).tensor_split((rope.first, rope.first + rope.n_rot), -1)
     a, b = pairs_of(rotated, rope)
     return torch.cat((before, _together(a * cos - b * sin, a * sin + b * cos, rope), rest), -1).to(x.dtype)
@@ -77,7 +107,10 @@ def _noise(made: Made) -> Noise:
     if made.op.function:  # a mistaken one may turn any pair as fast as the first
         angles = torch.maximum(angles, made.inputs[1].abs().to(angles)[:, None])
     steps = torch.arange(rope.n_rot // 2, device=y.device) + 3.0
-    slip = unit * (angles * steps + 2)[:, None, :]
+    slip = unit * (angles * steps + 2)
+    if coarse := made.op.attrs.get("angles"):
+        slip = slip + coarse.turns(made.inputs[1], factors, rope)
+    slip = slip[:, None, :]
     size = made.size
     before, rotated, rest = size.tensor_split((rope.first, rope.first + rope.n_rot), -1)
     error = torch.hypot(*pairs_of(rotated, rope)) * (slip + 2 * unit + 3 * made.between)

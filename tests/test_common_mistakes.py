@@ -1,0 +1,189 @@
+"""Mistakes that engines often make, each written here by other means than the bank of known mistakes has, and named."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Models, some_of
+from test_mistakes import traced
+from torch import Tensor
+
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Op
+from tracediff.names import split
+from tracediff.pipeline import check_trace
+
+TOKENS = (256, 84, 104, 101, 32, 300, 117, 105, 99, 107, 311, 98, 114, 111, 119, 110, 260, 102)
+COARSE = {"token_embd", "ffn_residual", "output"}
+Function = Callable[..., Tensor]
+
+
+def attention(scale: float, visible: Callable[[Tensor, Tensor], Tensor], hide: Callable[[Tensor], Any]) -> Function:
+    """A softmax in which what is not visible is what `hide` makes of it."""
+
+    def function(scores: Tensor, queries: Tensor, keys: Tensor, **_: Any) -> Tensor:
+        scaled, sees = scores * scale, visible(queries[:, None], keys[None, :])
+        e = torch.exp(torch.where(sees, scaled, hide(scaled)))
+        return e / e.sum(-1, keepdim=True)
+
+    return function
+
+
+def causal(q: Tensor, k: Tensor) -> Tensor:
+    return k <= q
+
+
+def after_the_softmax(scores: Tensor, queries: Tensor, keys: Tensor, *, scale: float) -> Tensor:
+    return torch.softmax(scores * scale, -1) * causal(queries[:, None], keys[None, :])
+
+
+def rotated(angles: Callable[[Tensor, Tensor], Tensor]) -> Function:
+    """Halves turned by angles made of positions and of inverse frequencies in float32."""
+
+    def function(x: Tensor, positions: Tensor, *factors: Tensor, rope: Any, **_: Any) -> Tensor:
+        inverse = 1.0 / torch.tensor(rope.theta) ** (torch.arange(0, rope.n_rot, 2).float() / rope.n_rot)
+        by = angles(positions.float(), inverse).double()[:, None, :]
+        a, b = x.double().chunk(2, -1)
+        return torch.cat((a * by.cos() - b * by.sin(), a * by.sin() + b * by.cos()), -1).to(x.dtype)
+
+    return function
+
+
+def heads_before_tokens(p: Tensor, v: Tensor) -> Tensor:
+    y = torch.einsum("hts,shd->htd", p, v.repeat_interleave(len(p) // v.shape[1], 1))
+    return y.reshape(p.shape[1], -1)
+
+
+def viewed_as_heads(heads: int) -> Function:
+    return lambda x, w, b: (x @ w.T + b).reshape(heads, len(x), -1).permute(1, 0, 2).reshape(len(x), -1)
+
+
+def over_all_heads(x: Tensor, w: Tensor, *, eps: float) -> Tensor:
+    return x / (x.square().sum((1, 2), keepdim=True) / x[0].numel() + eps).sqrt() * w
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mistake in ops of a name, what of it is said, and whether hidden states show it."""
+
+    ops: str
+    function: Function
+    name: str
+    words: str
+    shape: str = "k-quants"
+    also_hidden: bool = True
+
+
+SCALE = 1 / math.sqrt(32)
+CASES = {
+    "output without its transpose": Case("attn_kqv", heads_before_tokens, "heads_first", "a transpose was forgotten"),
+    "q without its transpose": Case("attn_q", viewed_as_heads(8), "heads_first", "its view as heads needs a transpose"),
+    "frequencies cast with the model": Case(
+        "attn_q_rope attn_k_rope", rotated(lambda p, f: p[:, None] * f.bfloat16().float()), "rope_angles_coarse",
+        "rope's inverse frequencies are bfloat16: only the tables of cos and sin may be",
+    ),
+    "angles in float16": Case(
+        "attn_q_rope attn_k_rope", rotated(lambda p, f: (p[:, None] * f).half()), "rope_angles_coarse",
+        "rope's angles, position times frequency, are float16: only the tables of cos and sin may be",
+    ),
+    "positions halved": Case(
+        "attn_q_rope attn_k_rope", rotated(lambda p, f: p[:, None] / 2 * f), "rope_scaled",
+        "rope's positions are multiplied by 0.5 instead of 1",
+    ),
+    "positions by any factor": Case(
+        "attn_q_rope attn_k_rope", rotated(lambda p, f: p[:, None] * 0.37 * f), "rope_scaled",
+        "rope's positions are multiplied by 0.37 instead of 1",
+    ),
+    "a window": Case(
+        "attn_probs", attention(SCALE, lambda q, k: (k <= q) & (q - k < 7), lambda x: -math.inf), "window",
+        "a window of 7 instead of none",
+    ),
+    "a chunk": Case(
+        "attn_probs", attention(SCALE, lambda q, k: (k <= q) & (k >= q // 6 * 6), lambda x: -math.inf), "window",
+        "a chunk of 6 instead of none",
+    ),
+    "a window and the first tokens": Case(
+        "attn_probs", attention(SCALE, lambda q, k: (k <= q) & ((q - k < 5) | (k < 2)), lambda x: -math.inf), "window",
+        "a query sees the last 5 tokens, its own among them, and the first 2", also_hidden=False,
+    ),
+    "a mask of 0": Case(
+        "attn_probs", attention(SCALE, causal, lambda x: 0.0 * x), "mask_finite",
+        "masked scores are 0, where minus infinity belongs",
+    ),
+    "a mask that is added": Case(
+        "attn_probs", attention(SCALE, causal, lambda x: x - 3.5), "mask_finite",
+        "-3.5 is added to masked scores, where minus infinity belongs",
+    ),
+    "a mask that is set": Case(
+        "attn_probs", attention(SCALE, causal, lambda x: 0.0 * x - 7), "mask_finite",
+        "masked scores are -7, where minus infinity belongs", also_hidden=False,
+    ),
+    "a mask after the softmax": Case(
+        "attn_probs", after_the_softmax, "mask_after_softmax",
+        "the mask comes after the softmax: probabilities of hidden keys are lost",
+    ),
+    "Q and K normed over all heads": Case(
+        "attn_q_norm attn_k_norm", over_all_heads, "norm_of_all_heads",
+        "all heads are normed at once, not each by itself", "normed",
+    ),
+}  # fmt: skip
+HIDDEN = [case for case in CASES if CASES[case].also_hidden]
+
+
+def said_of(case: Case, models: Models, out: Path, kept: Callable[[str], bool] = lambda op: True) -> set[Any]:
+    """What is said of the trace of an engine that makes the mistake in all layers."""
+    model = models(case.shape, "F32")
+    graph, names = build_graph(GGUFFile(model)), case.ops.split()
+    wrong = [replace(op, function=case.function) for op in graph if split(op.name)[1] in names]
+    path = traced(graph.changed(*wrong), GGUFFile(model), out / "whole.trace", TOKENS)
+    return said(some_of(path, out / "some.trace", kept), model)
+
+
+def said(trace: Path, model: Path) -> set[Any]:
+    return {(op.cause.name, op.cause.text) if op.cause else op.shape for op in check_trace(trace, model).faulty}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_named_where_every_op_is_recorded(case: str, models: Models, tmp_path: Path) -> None:
+    found = said_of(CASES[case], models, tmp_path)
+    assert {name for name, _ in found} == {CASES[case].name}
+    assert all(text.endswith(CASES[case].words) for _, text in found)
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_it_is_named_behind_hidden_states(case: str, models: Models, tmp_path: Path) -> None:
+    found = said_of(CASES[case], models, tmp_path, lambda op: split(op)[1] in COARSE)
+    assert {name for name, _ in found} == {CASES[case].name}
+    assert {text.partition(" (or ")[0] for _, text in found} == {
+        f"{', '.join(CASES[case].ops.split())}: {CASES[case].words}"
+        if CASES[case].name != "heads_first" else next(iter(found))[1]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (lambda ids: ids % 290, "are taken modulo 290"),
+        (lambda ids: ids.clamp(max=299), "are clipped to 299"),
+        (lambda ids: ids % 256, "are cut to 8 bits"),
+        (lambda ids: torch.where(ids < 300, ids, 3), "from 300 on are taken for 3"),
+        (lambda ids: torch.where(ids == 300, 12, ids), "are taken for others: 300 for 12"),
+    ],
+)
+def test_other_token_ids_are_told(rows: Callable[[Tensor], Tensor], words: str, models: Models, tmp_path: Path) -> None:
+    model = models("k-quants", "Q8_0")
+    file = GGUFFile(model)
+    graph = build_graph(file)
+
+    def other(table: Op) -> Op:
+        from tracediff.model.weights import reading, values_of
+
+        return reading(table, lambda file, info: values_of(file, info)[rows(torch.arange(info.shape[0]))])
+
+    path = traced(graph.changed(other(graph["token_embd"])), file, tmp_path / "t.trace", TOKENS, n_decode=0)
+    assert said(path, model) == {("token_ids_cut", f"token ids {words}")}

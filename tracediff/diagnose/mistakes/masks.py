@@ -1,0 +1,196 @@
+"""Mistakes in which keys a query sees."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.english import some
+from tracediff.diagnose.mistakes.fit import fitted
+from tracediff.diagnose.mistakes.mistake import Area, Context, Number, Seen, Variant, Variants, Where, computing
+from tracediff.model.graph import Op
+from tracediff.numerics.kinds.attention import causal, hidden, softmax
+
+AREA = Area()
+SOFTMAX = Where(("softmax",))
+_VISIBLE = ("mask", "window", "chunk", "causal")  # attributes that say what a query sees
+_PLANTED = 4  # tokens of a window
+_USUAL = (1e4, 1e3, 1e2, 1e1, 1.0)  # in the place of infinity
+
+
+def _nothing_hidden(queries: Tensor, keys: Tensor) -> Tensor:
+    return causal(queries, keys) & False
+
+
+@AREA.mistake(
+    "no_mask", "there is no causal mask", "the mask of the prefill", SOFTMAX, "TinyLLM#17",
+)  # fmt: skip
+def _no_mask(op: Op, _: Context) -> Variants:
+    yield op.with_attrs(mask=_nothing_hidden), "no causal mask: every query sees every key"
+
+
+@AREA.mistake(
+    "mask_shifted", "the causal mask is off by one", "the diagonal of the mask", SOFTMAX, "tt-metal#48899",
+)  # fmt: skip
+def _mask_shifted(op: Op, _: Context) -> Variants:
+    yield (
+        op.with_attrs(mask=lambda q, k: k[None, :] > q[:, None] + 1),
+        "the mask is off by one: each query sees the next token",
+    )
+    yield (
+        op.with_attrs(mask=lambda q, k: (k[None, :] >= q[:, None]) & (k[None, :] != k[0])),
+        "the mask is off by one: a query does not see its own token",
+    )
+
+
+@AREA.mistake(
+    "mask_without_offset", "the causal mask does not count the cache", "the cache length in the mask",
+    SOFTMAX, "hyprstream#1521",
+)  # fmt: skip
+def _mask_offset(op: Op, _: Context) -> Variants:
+    yield (
+        op.with_attrs(mask=lambda q, k: k[None, :] - k[0] > (q - q[0])[:, None]),
+        "the mask begins at 0: it does not count the cached positions",
+    )
+
+
+@AREA.mistake(
+    "cache_ignored", "a step sees only its own tokens, not the cache", "the cache length: stuck at 0?",
+    SOFTMAX, "rustorch 213b9180",
+)  # fmt: skip
+def _cache_ignored(op: Op, _: Context) -> Variants:
+    yield (
+        op.with_attrs(mask=lambda q, k: (k[None, :] > q[:, None]) | (k[None, :] < q[0])),
+        "the step sees only its own tokens: cached positions are not attended to",
+    )
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+@AREA.mistake(
+    "window", "another sliding window, or one where there is none",
+    "the window: n tokens with the token itself, in the layers that have it", SOFTMAX, "mlx-lm#390",
+)  # fmt: skip
+def _window(op: Op, context: Context) -> Variants:
+    kept, shown = _shown(context)
+    for name, size in shown.items():
+        right = op.attrs.get(name, 0)
+        others = {o.attrs.get(name, 0) for o in context.graph if o.kind in SOFTMAX.kinds} - {right}
+        usual = (right - 1, right + 1, 0) if right else sorted(others)
+        for wrong in dict.fromkeys((*usual, size)):
+            if wrong != right and not (wrong == size and kept):
+                said = f"a {name} of {wrong}" if wrong else f"no {name}"
+                said += f" instead of one of {right}" if right else " instead of none"
+                yield Variant(op.with_attrs(**{name: wrong}), said, fitted=wrong not in usual)
+    if kept and not any(op.attrs.get(name) for name in shown):
+        words = f"a query sees the last {some(shown['window'], 'token')}, its own among them, and the first {kept}"
+        yield Variant(op.with_attrs(mask=partial(_but_the_first, size=shown["window"], kept=kept)), words, fitted=True)
+
+
+def _shown(context: Context) -> tuple[int, dict[str, int]]:
+    """What the zeros among probabilities show, or where tokens begin to be wrong: how many of the first keys every
+    query sees, and of how many keys a window or a chunk would be; 0 where nothing shows.
+    """
+    if context.seen is None:
+        size = context.wrong_from() if context.wrong_from else _PLANTED
+        return 0, {"window": size, "chunk": size}
+    _, queries, keys = context.seen.inputs[:3]
+    unseen = (context.seen.output == 0).all(0) & ~causal(queries, keys)
+    some_are = unseen.any(1)
+    if not bool(some_are.any()):
+        return 0, {"window": 0, "chunk": 0}
+    at = keys.expand(unseen.shape)[some_are]
+    first, last = (f(at, unseen[some_are]) for f in (_least, _most))
+    # What underflowed is 0 as well: it makes windows look smaller, never larger.
+    return int(first.max()), {"window": int((queries[some_are] - last).max()), "chunk": int(last.min()) + 1}
+
+
+def _least(x: Tensor, where: Tensor) -> Tensor:
+    return x.masked_fill(~where, torch.iinfo(x.dtype).max).amin(1)
+
+
+def _most(x: Tensor, where: Tensor) -> Tensor:
+    return x.masked_fill(~where, -1).amax(1)
+
+
+def _but_the_first(queries: Tensor, keys: Tensor, size: int, kept: int) -> Tensor:
+    return hidden(queries, keys, window=size) & ((keys >= kept)[None, :] | causal(queries, keys))
+
+
+# --- what is added to masked scores -----------------------------------------------------------------------------------
+
+
+def _unseen(op: Op, queries: Tensor, keys: Tensor) -> Tensor:
+    visible = {name: op.attrs[name] for name in _VISIBLE if name in op.attrs}
+    mask = visible.pop("mask", causal)
+    return hidden(queries, keys, **visible) if visible else mask(queries, keys)
+
+
+def _masking(op: Op, value: float, added: bool) -> Variant:
+    """The op with `-value` added to the scores that it should hide, or in the place of these."""
+    words = f"{-value:g} is added to masked scores" if added else f"masked scores are {-value + 0.0:g}"
+    masked = computing(op, partial(_masked, op, value=value, added=added))
+    return Variant(masked, f"{words}, where minus infinity belongs", fitted=True)
+
+
+def _masked(
+    op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *sinks: Tensor, value: float, added: bool, **_: Any
+) -> Tensor:
+    plain = {name: attr for name, attr in op.attrs.items() if name not in _VISIBLE}
+    unseen, bias = _unseen(op, queries, keys), -value / op.attrs["scale"]
+    masked = scores + bias if added else torch.full_like(scores, bias)
+    return softmax(torch.where(unseen, masked, scores), queries, keys, *sinks, mask=_nothing_hidden, **plain)
+
+
+def _value(op: Op) -> float:
+    """What is taken from masked scores."""
+    return float(op.function.keywords["value"]) if isinstance(op.function, partial) else math.inf
+
+
+@AREA.mistake(
+    "mask_finite", "what hides a key is a finite number, which large scores outweigh",
+    "the value that the mask is filled with: minus infinity, or the least of its type", SOFTMAX,
+    number=Number(_value, lambda op, number: _masking(op, number, True), ()),
+)  # fmt: skip
+def _finite(op: Op, context: Context) -> Variants:
+    if op.attrs.get("softcap") or op.attrs.get("max_bias"):
+        return
+    yield _masking(op, 0.0, False)._replace(fitted=False)
+    for added in (True, False):
+        if context.seen is None:
+            yield from (_masking(op, value, added)._replace(fitted=False) for value in _USUAL)
+        elif number := _fitted(op, context.seen, added):
+            yield _masking(op, number, added)
+
+
+def _fitted(op: Op, seen: Seen, added: bool) -> float | None:
+    """From the largest of the probabilities that should be 0, against that of the token itself."""
+    scores, queries, keys = seen.inputs[:3]
+    scaled, own = scores * op.attrs["scale"], (queries[:, None] == keys[None, :]).expand(scores.shape)
+    shown = seen.output.masked_fill(~_unseen(op, queries, keys), 0.0)
+    head, token, key = (int(i) for i in torch.unravel_index(shown.argmax(), shown.shape))
+    here, itself = (x[head, token] for x in (scaled, own))
+    if not bool(shown.any()) or not bool(itself.any()):
+        return None
+    ratio = shown[head, token, key] / seen.output[head, token][itself][0]
+    value = float(ratio.log() + here[itself][0] - (here[key] if added else 0.0))
+    if not value < 0:
+        return None
+    return fitted(lambda x: _masked(op, *seen.inputs, value=x, added=added), seen.output, [-value])
+
+
+@AREA.mistake(
+    "mask_after_softmax", "masked keys have a part in the softmax's sum",
+    "the order of the mask and the softmax", SOFTMAX,
+)  # fmt: skip
+def _after(op: Op, _: Context) -> Variants:
+    plain = {name: attr for name, attr in op.attrs.items() if name not in _VISIBLE}
+
+    def function(scores: Tensor, queries: Tensor, keys: Tensor, *sinks: Tensor, **_: Any) -> Tensor:
+        probs = softmax(scores, queries, keys, *sinks, mask=_nothing_hidden, **plain)
+        return probs.masked_fill(_unseen(op, queries, keys), 0.0)
+
+    yield computing(op, function), "the mask comes after the softmax: probabilities of hidden keys are lost"

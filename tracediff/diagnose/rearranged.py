@@ -1,0 +1,31 @@
+"""Ops whose values come to lie in other places than they should."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from tracediff.numerics.evaluate import computed, evaluate, noise_of
+from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds.kind import Call, Made
+
+
+class Rearranged:
+    """Computes an op rightly, then puts its values elsewhere: `Op.rework`. Subclasses say where."""
+
+    __slots__ = ()
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        return self.moved(computed(replace(call.op, rework=None), call))
+
+    def noise(self, made: Made) -> Noise:
+        """That of the right op, moved alike."""
+        right = replace(made.op, rework=None)
+        y = evaluate(right, made.inputs, made.weights, made.arithmetic)
+        own = noise_of(right, made, y=y)
+        sigma, hard = (self.moved(part.expand(y.shape)) for part in (own.sigma, own.hard))
+        return Noise(sigma, hard + made.stored, alike=own.alike)
+
+    def moved(self, x: Tensor) -> Tensor:
+        """An output of the right op, its values where they come to lie."""
+        raise NotImplementedError
