@@ -6,15 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import Models, some_of
+from gguf import GGMLQuantizationType, quants
+from gguf.constants import GGML_QUANT_SIZES
 from test_mistakes import traced
 from torch import Tensor
 
+from tracediff.diagnose.mistakes.blocks import BlockMistake, misread
+from tracediff.diagnose.mistakes.fields import FIELDS
+from tracediff.diagnose.planting import plant
 from tracediff.model.families import build_graph
-from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
+from tracediff.model.weights import reading, values_of
 from tracediff.names import split
 from tracediff.pipeline import check_trace
 
@@ -181,9 +188,56 @@ def test_other_token_ids_are_told(rows: Callable[[Tensor], Tensor], words: str, 
     graph = build_graph(file)
 
     def other(table: Op) -> Op:
-        from tracediff.model.weights import reading, values_of
-
         return reading(table, lambda file, info: values_of(file, info)[rows(torch.arange(info.shape[0]))])
 
     path = traced(graph.changed(other(graph["token_embd"])), file, tmp_path / "t.trace", TOKENS, n_decode=0)
     assert said(path, model) == {("token_ids_cut", f"token ids {words}")}
+
+
+# --- quantised blocks -------------------------------------------------------------------------------------------------
+
+FILES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "Q6_K": "Q6_K"}  # that hold blocks of a type
+
+
+@pytest.mark.parametrize("of", FIELDS)
+def test_fields_of_blocks_are_what_ggml_makes_of_them(of: str) -> None:
+    type_ = GGMLQuantizationType[of]
+    blocks = np.random.default_rng(0).integers(0, 256, (64, GGML_QUANT_SIZES[type_][1]), np.uint8)
+    with np.errstate(all="ignore"):
+        right, made = quants.dequantize(blocks, type_), FIELDS[of](blocks).values()
+    finite = np.isfinite(right)
+    assert finite.mean() > 0.5
+    assert made[finite] == pytest.approx(right[finite], rel=1e-6)
+
+
+@pytest.mark.parametrize("of", FIELDS)
+def test_each_misreading_of_blocks_is_named(of: str, models: Models, tmp_path: Path) -> None:
+    model = models("k-quants", FILES.get(of, of))
+    file = GGUFFile(model)
+    graph = build_graph(file)
+    ops = [op for op in graph if op.kind == "linear" and file.tensors[op.weights[0].name].type.name == of]
+    op = max(ops, key=lambda op: op.weights[0].shape[1])
+    one_block = op.weights[0].shape[1] == GGML_QUANT_SIZES[GGMLQuantizationType[of]][0]
+    for mistake in misread(of):
+        if one_block and "row" in mistake.text:  # which is right then, or another of these
+            continue
+        wrong = reading(op, lambda file, info, m=mistake: misreading(m, file, info))
+        found = said(traced(graph.changed(wrong), file, tmp_path / "t.trace", TOKENS, n_decode=0), model)
+        assert {name for name, _ in found} == {mistake.name}
+        assert {text for _, text in found} == {f"{mistake.text.format(of)} ({op.weights[0].name})"}
+
+
+def misreading(mistake: BlockMistake, file: GGUFFile, info: TensorInfo) -> Tensor:
+    values, bytes_ = GGML_QUANT_SIZES[info.type]
+    blocks = np.frombuffer(file.raw(info), np.uint8).reshape(-1, bytes_)
+    made = mistake.dequantise(blocks, info.type.name, info.shape[-1] // values)
+    return torch.from_numpy(made.reshape(info.shape))
+
+
+def test_blocks_misread_in_all_matmuls_are_named_behind_hidden_states(models: Models, tmp_path: Path) -> None:
+    model = models("k-quants", "Q5_1")
+    file = GGUFFile(model)
+    graph = plant(build_graph(file), file, "block_minimum")
+    path = traced(graph, file, tmp_path / "whole.trace", TOKENS)
+    found = said(some_of(path, tmp_path / "some.trace", lambda op: split(op)[1] in COARSE), model)
+    assert {name for name, _ in found} == {"block_minimum"}

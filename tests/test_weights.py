@@ -329,7 +329,7 @@ def test_each_mistake_of_a_loader(models: Models, tmp_path: Path) -> None:
     t, file = tensors_of(model), GGUFFile(model)
     nibbles = next(m for m in BLOCK_MISTAKES if m.name == "q4_k_nibbles")
     q4_k = next(name for name, info in file.tensors.items() if info.type.name == "Q4_K")
-    misread = nibbles.dequantise(np.frombuffer(file.raw(file.tensors[q4_k]), np.uint8).reshape(-1, 144))
+    misread = nibbles.dequantise(np.frombuffer(file.raw(file.tensors[q4_k]), np.uint8).reshape(-1, 144), "Q4_K")
     changed = {
         q4_k: misread.reshape(t[q4_k].shape),
         "blk.0.attn_q.bias": 0 * t["blk.0.attn_q.bias"],

@@ -160,10 +160,11 @@ def _misread_blocks(name: str, file: "GGUFFile") -> Iterator[Reading]:
     """The mistakes of dequantisation that the bank of faults knows for this type."""
     from gguf.constants import GGML_QUANT_SIZES
 
-    from tracediff.diagnose.mistakes.blocks import BLOCK_MISTAKES
+    from tracediff.diagnose.mistakes.blocks import misread
 
     info = file.tensors[name]
     blocks = np.frombuffer(file.raw(info), np.uint8).reshape(-1, GGML_QUANT_SIZES[info.type][1])
-    for mistake in BLOCK_MISTAKES:
-        if mistake.type == info.type.name and mistake.name != "bf16_as_f16":  # which needs no blocks
-            yield Reading(mistake.name, mistake.text, mistake.dequantise(blocks))
+    row = info.shape[-1] // GGML_QUANT_SIZES[info.type][0]
+    for mistake in misread(info.type.name):
+        made = mistake.dequantise(blocks, info.type.name, row)
+        yield Reading(mistake.name, mistake.text.format(info.type.name), made)

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from tracediff.diagnose.budget import Budget
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.fit import searched
@@ -242,14 +244,16 @@ class Trials:
         return Seen(known.inputs, known.recorded)
 
     def _wrong_from(self, record: OpRecord) -> int:
-        """The position of the first token whose values are wrong."""
-        key = record.step, record.op
+        """The position of the first token whose values are wrong; 0 where that cannot be told."""
+        key, axes = (record.step, record.op), self._replay.graph[record.op].axes
         if key not in self._firsts:
             known, positions = self._replay.known(record), self._replay.trace.steps[record.step].positions
-            wrong = ((known.recorded - known.exact).abs() > known.bound).flatten(1).any(1)
-            rows = record.rows or range(len(positions))
-            at = (positions[row] for row, off in zip(rows, wrong.tolist(), strict=True) if off)
-            self._firsts[key] = min(at, default=0)
+            if "T" in axes and known.exact.ndim == len(axes):
+                wrong = ((known.recorded - known.exact).abs() > known.bound).movedim(axes.index("T"), 0)
+                rows = torch.tensor([positions[row] for row in record.rows or range(len(positions))])
+                self._firsts[key] = min(rows[wrong.flatten(1).any(1).cpu()].tolist(), default=0)
+            else:
+                self._firsts[key] = 0
         return self._firsts[key]
 
 

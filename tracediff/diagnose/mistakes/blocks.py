@@ -1,164 +1,256 @@
-"""Mistaken dequantisations, block by block, in numpy. Layouts: ggml/src/ggml-common.h and ggml-quants.c."""
+"""Mistaken dequantisations, block by block: each an edit of what the fields of a type hold or mean."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
+from tracediff.diagnose.mistakes.fields import FIELDS, Blocks, Fields
 from tracediff.diagnose.mistakes.mistake import MATMUL, Area, Change, Context, Variants, Where
+from tracediff.diagnose.mistakes.near import is_near
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import raw_rows, reading, values_of
 
-Blocks = np.ndarray  # uint8 [blocks, bytes per block]
+_OF_32, _OF_256 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1"), ("Q4_K", "Q5_K")
+_WITH_MINIMUM, _WITH_HIGH = ("Q4_1", "Q5_1", *_OF_256), ("Q5_0", "Q5_1", "Q5_K", "Q6_K")
+_OFFSET, _ALL = ("Q4_0", "Q5_0", "Q6_K"), tuple(FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMistake:
-    """A wrong way to read blocks of one type: -> float32 [blocks, values per block]."""
+    """A wrong way to read blocks of some types: what it makes of their fields. `text` has the type in its braces."""
 
     name: str
     text: str
-    type: str
-    dequantise: Callable[[Blocks], np.ndarray]
-    link: str
+    types: tuple[str, ...]
+    edit: Callable[[Fields], Fields]
+    link: str = ""
+
+    def dequantise(self, blocks: Blocks, type_: str, row: int = 1) -> np.ndarray:
+        """Float32 [blocks, values per block]; there are `row` blocks in a row."""
+        return self.edit(replace(FIELDS[type_](blocks), row=row)).values()
 
 
-def _half(blocks: Blocks, at: int) -> np.ndarray:
-    return blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32)  # [blocks, 1]
+# --- scales -----------------------------------------------------------------------------------------------------------
 
 
-def _q4_k_integers(blocks: Blocks) -> np.ndarray:
-    """[blocks, 8, 32]: of each 32 bytes the low nibbles come first, then the high ones."""
-    nibbles = blocks[:, 16:144].reshape(-1, 4, 1, 32) >> np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
-    return (nibbles & 15).reshape(-1, 8, 32).astype(np.float32)
+def _at(f: Fields) -> np.ndarray:
+    return np.arange(len(f.d))
 
 
-def _q4_k(blocks: Blocks, scales: np.ndarray, minima: np.ndarray, integers: np.ndarray, sign: float) -> np.ndarray:
-    d, d_min = _half(blocks, 0), _half(blocks, 2)
-    return ((d * scales)[:, :, None] * integers + sign * (d_min * minima)[:, :, None]).reshape(len(blocks), 256)
+def _as_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _q4_k_scales(blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    scales, minima = quants.Q4_K.get_scale_min(blocks[:, 4:16])
-    return scales.astype(np.float32), minima.astype(np.float32)
+def _scales(f: Fields, make: Callable[[np.ndarray], np.ndarray]) -> Fields:
+    """With other scales and minima of the parts of blocks."""
+    assert f.scales is not None
+    return replace(f, scales=make(f.scales), minima=None if f.minima is None else make(f.minima))
 
 
-def _q4_k_adds_minimum(blocks: Blocks) -> np.ndarray:
-    return _q4_k(blocks, *_q4_k_scales(blocks), _q4_k_integers(blocks), +1.0)
+def _naive(scales: np.ndarray) -> np.ndarray:
+    """Parts 4 to 7 from four bits of their bytes, without the two that lie elsewhere."""
+    return np.concatenate((scales[:, :4], scales[:, 4:] & 15), 1)
 
 
-def _q4_k_no_scales(blocks: Blocks) -> np.ndarray:
-    ones = np.ones((len(blocks), 8), np.float32)
-    return _q4_k(blocks, ones, ones, _q4_k_integers(blocks), -1.0)
-
-
-def _q4_k_naive_scales(blocks: Blocks) -> np.ndarray:
-    """Sub-blocks 4 to 7 from the low six bits of their bytes, as if packed like the first four."""
-    scales, minima = _q4_k_scales(blocks)
-    packed = blocks[:, 4:16]
-    scales[:, 4:], minima[:, 4:] = packed[:, 8:12] & 15, packed[:, 8:12] >> 4
-    return _q4_k(blocks, scales, minima, _q4_k_integers(blocks), -1.0)
-
-
-def _q4_k_sequential(blocks: Blocks) -> np.ndarray:
-    packed = blocks[:, 16:144]
-    integers = np.stack((packed & 15, packed >> 4), -1).reshape(-1, 8, 32).astype(np.float32)
-    return _q4_k(blocks, *_q4_k_scales(blocks), integers, -1.0)
-
-
-def _q4_0_sequential(blocks: Blocks) -> np.ndarray:
-    packed = blocks[:, 2:18]
-    integers = np.stack((packed & 15, packed >> 4), -1).reshape(-1, 32).astype(np.float32)
-    return _half(blocks, 0) * (integers - 8)
-
-
-def _q5_0_high_bits(blocks: Blocks) -> np.ndarray:
-    """The fifth bit of value i from bit 2i of the mask, where it is bit i."""
-    mask = blocks[:, 2:6].copy().view(np.uint32).astype(np.uint64)
-    bits = (mask >> (2 * np.arange(32, dtype=np.uint64) % 64)) & 1
-    packed = blocks[:, 6:22]
-    low = np.concatenate((packed & 15, packed >> 4), 1)
-    return _half(blocks, 0) * ((low | (bits << 4).astype(np.uint8)).astype(np.float32) - 16)
-
-
-def _q6_k_sequential(blocks: Blocks) -> np.ndarray:
-    """Integers in the order of the bytes; ggml interleaves l, l+32, l+64 and l+96 of each half."""
-    low, high = blocks[:, :128], blocks[:, 128:192]
-    low_nibbles = np.stack((low & 15, low >> 4), -1).reshape(-1, 256)
-    high_bits = np.stack([(high >> shift) & 3 for shift in (0, 2, 4, 6)], -1).reshape(-1, 256)
-    integers = (low_nibbles | (high_bits << 4)).astype(np.float32) - 32
-    scales = blocks[:, 192:208].copy().view(np.int8).astype(np.float32)
-    return (_half(blocks, 208) * scales).repeat(16, 1) * integers
-
-
-def _bf16_as_f16(blocks: Blocks) -> np.ndarray:
-    return np.nan_to_num(blocks.copy().view(np.float16).astype(np.float32), posinf=65504, neginf=-65504)
-
-
-BLOCK_MISTAKES = (
-    BlockMistake(
-        "bf16_as_f16", "the BF16 weights are decoded as F16", "BF16", _bf16_as_f16, "aprender#1601"
-    ),
-    BlockMistake(
-        "q4_k_scales", "Q4_K's 6-bit scales of sub-blocks 4 to 7 are unpacked like those of the first four",
-        "Q4_K", _q4_k_naive_scales, "aprender#2141",
-    ),
-    BlockMistake(
-        "q4_k_min_added", "Q4_K's minimum is added where it must be subtracted",
-        "Q4_K", _q4_k_adds_minimum, "llama-orch fba3827f",
-    ),
-    BlockMistake(
-        "q4_k_scales_dropped", "Q4_K's sub-block scales are dropped", "Q4_K", _q4_k_no_scales, "defenseclaw#679"
-    ),
-    BlockMistake(
-        "q4_k_nibbles", "Q4_K's nibbles are taken in sequence; low and high ones belong 32 values apart",
-        "Q4_K", _q4_k_sequential, "imp#567",
-    ),
-    BlockMistake(
-        "q4_0_nibbles", "Q4_0's nibbles are taken in sequence; low and high ones belong 16 values apart",
-        "Q4_0", _q4_0_sequential, "imp#567",
-    ),
-    BlockMistake(
-        "q5_0_high_bit", "Q5_0's fifth bit is taken from bit 2i of the mask; it is bit i",
-        "Q5_0", _q5_0_high_bits, "aprender#1621",
-    ),
-    BlockMistake(
-        "q6_k_order", "Q6_K's values are taken in the order of their bytes; they interleave l, l+32, l+64, l+96",
-        "Q6_K", _q6_k_sequential, "rustorch 5b0d5bb8",
-    ),
+_SCALES = (
+    BlockMistake("block_scale", "a block of {} has the scale of the next one", _ALL,
+                 lambda f: f.of(np.roll(_at(f), -1))),
+    BlockMistake("block_scale", "a block of {} has the scale of the next one in its row, the last that of the first",
+                 _ALL, lambda f: f.of(_at(f) // f.row * f.row + (_at(f) + 1) % f.row)),
+    BlockMistake("block_scale", "a block of {} has the scale of the one before", _ALL,
+                 lambda f: f.of(np.roll(_at(f), 1))),
+    BlockMistake("block_scale", "all blocks of a row in {} have the scale of its first", _ALL,
+                 lambda f: f.of(_at(f) // f.row * f.row)),
+    BlockMistake("block_scale", "all blocks of {} have the scale of the tensor's first", _ALL,
+                 lambda f: f.of(0 * _at(f))),
+    BlockMistake("block_scale_bits", "{}'s scales, which are float16, are read as bfloat16", _ALL,
+                 lambda f: replace(f, read=_as_bf16)),
+    BlockMistake("q4_k_scales", "{}'s 6-bit scales of sub-blocks 4 to 7 are unpacked like those of the first four",
+                 _OF_256, lambda f: _scales(f, _naive), "aprender#2141"),
+    BlockMistake("q4_k_scales_dropped", "{}'s sub-block scales are dropped", (*_OF_256, "Q6_K"),
+                 lambda f: _scales(f, np.ones_like), "defenseclaw#679"),
+    BlockMistake("block_subscales", "a sub-block of {} has the scale of the next one", (*_OF_256, "Q6_K"),
+                 lambda f: _scales(f, lambda s: np.roll(s, -1, 1))),
+    BlockMistake("block_subscales", "two sub-blocks of {} share a scale, as if they were twice as long",
+                 (*_OF_256, "Q6_K"), lambda f: _scales(f, lambda s: s.repeat(2, 1)[:, : s.shape[1]])),
 )  # fmt: skip
 
 
+# --- offsets, signs, minima -------------------------------------------------------------------------------------------
+
+
+def _signed(f: Fields) -> Fields:
+    """Integers as two's complement: those from the offset on are negative."""
+    top = f.offset if f.high is None else f.offset >> f.shift
+    return replace(f, low=f.low ^ top) if f.high is None else replace(f, high=f.high ^ top)
+
+
+_OFFSETS = (
+    BlockMistake("block_offset", "the offset of {}'s integers is not subtracted", _OFFSET,
+                 lambda f: replace(f, offset=0)),
+    BlockMistake("block_offset", "the offset of {}'s integers is one too small", _OFFSET,
+                 lambda f: replace(f, offset=f.offset - 1)),
+    BlockMistake("block_offset", "{}'s integers are taken for signed ones: they have an offset", _OFFSET, _signed),
+    BlockMistake("block_signs", "{}'s signed integers are read as unsigned", ("Q8_0",),
+                 lambda f: replace(f, low=f.low & 255)),
+    BlockMistake("block_signs", "{}'s signed integers are read as unsigned with an offset of 128", ("Q8_0",),
+                 lambda f: replace(f, low=f.low & 255, offset=128)),
+    BlockMistake("block_signs", "{}'s signed scales are read as unsigned", ("Q6_K",),
+                 lambda f: _scales(f, lambda s: s & 255)),
+    BlockMistake("q4_k_min_added", "{}'s minimum has the wrong sign", _WITH_MINIMUM,
+                 lambda f: replace(f, sign=-f.sign), "llama-orch fba3827f"),
+    BlockMistake("block_minimum", "{}'s minimum is left out", _WITH_MINIMUM, lambda f: replace(f, m=None)),
+    BlockMistake("block_minimum", "{}'s scale and minimum are exchanged", _WITH_MINIMUM,
+                 lambda f: replace(f, d=f.d if f.m is None else f.m, m=f.d)),
+    BlockMistake("block_minimum", "the scales and minima of {}'s sub-blocks are exchanged", _OF_256,
+                 lambda f: replace(f, scales=f.minima, minima=f.scales)),
+)  # fmt: skip
+
+
+# --- the order of integers --------------------------------------------------------------------------------------------
+
+
+def _pairs(f: Fields) -> np.ndarray:
+    """Low bits [n, parts, 2, bytes]: those of the low nibbles of a part's bytes, and of the high ones."""
+    return f.low.reshape(len(f.low), -1, 2, 16 if f.low.shape[1] == 1 else 32)
+
+
+def _low(f: Fields, low: np.ndarray) -> Fields:
+    return replace(f, low=low.reshape(f.low.shape))
+
+
+def _sequential(f: Fields) -> Fields:
+    return _low(f, _pairs(f).swapaxes(2, 3))
+
+
+def _in_order(f: Fields) -> Fields:
+    """Q6_K in the order of its bytes; ggml interleaves l, l+32, l+64 and l+96 of each half."""
+    made = _low(f, f.low.reshape(-1, 2, 2, 64).swapaxes(2, 3))
+    return _high(made, lambda high: high.swapaxes(2, 3))
+
+
+def _high(f: Fields, make: Callable[[np.ndarray], np.ndarray]) -> Fields:
+    """With other high bits, made of [n, *planes]."""
+    assert f.high is not None
+    return replace(f, high=make(f.high.reshape(len(f.high), *f.planes)))
+
+
+def _twice_as_far(high: np.ndarray) -> np.ndarray:
+    """Of 32 bits the one at 2i for that at i; beyond the mask there are none."""
+    flat = high.reshape(len(high), -1)
+    return np.concatenate((flat[:, ::2], 0 * flat[:, ::2]), 1)
+
+
+_ORDERS = (
+    BlockMistake("q4_k_nibbles", "{}'s nibbles are taken in sequence; low and high ones belong 32 values apart",
+                 _OF_256, _sequential, "imp#567"),
+    BlockMistake("q4_0_nibbles", "{}'s nibbles are taken in sequence; low and high ones belong 16 values apart",
+                 _OF_32, _sequential, "imp#567"),
+    BlockMistake("block_nibbles", "{}'s high nibbles are taken before the low ones", (*_OF_32, *_OF_256),
+                 lambda f: _low(f, _pairs(f)[:, :, ::-1])),
+    BlockMistake("q6_k_order", "{}'s values are taken in the order of their bytes; they interleave l, l+32, l+64, l+96",
+                 ("Q6_K",), _in_order, "rustorch 5b0d5bb8"),
+    BlockMistake("q5_0_high_bit", "{}'s fifth bit is taken from bit 2i of the mask; it is bit i", ("Q5_0", "Q5_1"),
+                 lambda f: _high(f, _twice_as_far), "aprender#1621"),
+    BlockMistake("block_high_bits", "{}'s high bits are left out", _WITH_HIGH, lambda f: _high(f, np.zeros_like)),
+    BlockMistake("block_high_bits", "the bytes of {}'s high bits are read in the reverse order", ("Q5_0", "Q5_1"),
+                 lambda f: _high(f, lambda high: high[:, ::-1])),
+    BlockMistake("block_high_bits", "the halves of {}'s high bits are exchanged", ("Q5_0", "Q5_1"),
+                 lambda f: _high(f, lambda high: np.roll(high, 2, 1))),
+    BlockMistake("block_high_bits", "{}'s high bits are taken from the other end of their bytes", _WITH_HIGH,
+                 lambda f: _high(f, lambda high: high[:, ::-1] if f.planes[0] == 8 else high[:, :, ::-1])),
+    BlockMistake("block_high_bits", "of {}'s high bits those of the first values are taken for all", ("Q5_K", "Q6_K"),
+                 lambda f: _high(f, lambda high: high[:, np.arange(f.planes[0]) % (f.planes[0] // 4 or 1)])),
+    BlockMistake("block_high_bits", "{}'s high bits of values l+32 and l+64 are exchanged", ("Q6_K",),
+                 lambda f: _high(f, lambda high: high[:, :, [0, 2, 1, 3]])),
+)  # fmt: skip
+BLOCK_MISTAKES = (*_SCALES, *_OFFSETS, *_ORDERS)
+_TEXTS = {
+    "block_scale": "blocks have the scale of another block",
+    "block_scale_bits": "the float16 scale of a block is read as bfloat16",
+    "q4_k_scales": "K-quants' 6-bit scales of sub-blocks 4 to 7 are unpacked like those of the first four",
+    "q4_k_scales_dropped": "K-quants' sub-block scales are dropped",
+    "block_subscales": "sub-blocks have the scales of others",
+    "block_offset": "the offset of a block's integers is left out, or another",
+    "block_signs": "signed integers of a block are read as unsigned",
+    "q4_k_min_added": "a block's minimum has the wrong sign",
+    "block_minimum": "a block's minimum is left out, or another",
+    "q4_k_nibbles": "K-quants' nibbles are taken in sequence; low and high ones belong 32 values apart",
+    "q4_0_nibbles": "nibbles are taken in sequence; low and high ones belong 16 values apart",
+    "block_nibbles": "the high nibbles of a block are taken before the low ones",
+    "q6_k_order": "Q6_K's values are taken in the order of their bytes; they interleave l, l+32, l+64, l+96",
+    "q5_0_high_bit": "the fifth bit is taken from bit 2i of the mask; it is bit i",
+    "block_high_bits": "the high bits of a block's integers are left out, or taken from elsewhere",
+}
+
+
+def misread(type_: str) -> Iterator[BlockMistake]:
+    """The wrong ways to read blocks of this type."""
+    yield from (mistake for mistake in BLOCK_MISTAKES if type_ in mistake.types)
+
+
+def _dequantised(mistake: BlockMistake, info: TensorInfo, raw: np.ndarray) -> Tensor:
+    """Rows of bytes as float32 [rows, columns]."""
+    blocks = raw.reshape(-1, GGML_QUANT_SIZES[info.type][1])
+    with np.errstate(invalid="ignore", over="ignore"):  # misread bits may be no number
+        values = mistake.dequantise(blocks, info.type.name, len(blocks) // len(raw))
+    return torch.from_numpy(values.reshape(len(raw), -1))
+
+
 def _reading_with(mistake: BlockMistake) -> Callable[[GGUFFile, TensorInfo], Tensor]:
-    """Blocks of the mistake's type that way, others as they are.
+    """Blocks of the mistake's types that way, others as they are.
 
     A file mixes types (Q4_K_M has Q6_K in some layers), and another mistake may have chosen the tensor.
     """
 
     def read(file: GGUFFile, info: TensorInfo) -> Tensor:
-        if info.type.name != mistake.type:
+        if info.type.name not in mistake.types:
             return values_of(file, info)
-        raw = raw_rows(file, info).reshape(-1, GGML_QUANT_SIZES[info.type][1])
-        with np.errstate(invalid="ignore", over="ignore"):  # misread bits may be no number
-            return torch.from_numpy(mistake.dequantise(raw).reshape(info.shape).astype(np.float32))
+        return _dequantised(mistake, info, raw_rows(file, info)).reshape(info.shape)
 
     return read
 
 
-def _changing(mistake: BlockMistake) -> Change:
+def _changing(name: str) -> Change:
     def change(op: Op, context: Context) -> Variants:
-        if context.file.tensors[op.weights[0].name].type.name == mistake.type:
-            yield reading(op, _reading_with(mistake)), f"{mistake.text} ({op.weights[0].name})"
+        weight = op.weights[0].name
+        info = context.file.tensors[weight]
+        for mistake in misread(info.type.name):
+            if mistake.name == name and is_near(op, context, read=lambda i, raw, m=mistake: _dequantised(m, i, raw)):
+                yield reading(op, _reading_with(mistake)), f"{mistake.text.format(info.type.name)} ({weight})"
 
     return change
 
 
 AREA = Area()
-for _block in BLOCK_MISTAKES:
-    _look = f"the dequantisation of {_block.type} blocks"
-    AREA.mistake(_block.name, _block.text, _look, Where((*MATMUL.kinds, "embedding")), _block.link)(_changing(_block))
+_WHERE = Where((*MATMUL.kinds, "embedding"))
+for _name, _text in _TEXTS.items():
+    _types = dict.fromkeys(t for mistake in BLOCK_MISTAKES if mistake.name == _name for t in mistake.types)
+    _link = next(mistake.link for mistake in BLOCK_MISTAKES if mistake.name == _name)
+    AREA.mistake(_name, _text, f"the dequantisation of {', '.join(_types)} blocks", _WHERE, _link)(_changing(_name))
+
+
+@AREA.mistake(
+    "bf16_as_f16", "the BF16 weights are decoded as F16", "the dequantisation of BF16 blocks", _WHERE, "aprender#1601",
+)  # fmt: skip
+def _bf16_as_f16(op: Op, context: Context) -> Variants:
+    def read(file: GGUFFile, info: TensorInfo) -> Tensor:
+        if info.type.name != "BF16":
+            return values_of(file, info)
+        return raw_as_f16(raw_rows(file, info)).reshape(info.shape)
+
+    if context.file.tensors[op.weights[0].name].type.name == "BF16":
+        yield reading(op, read), f"the BF16 weights are decoded as F16 ({op.weights[0].name})"
+
+
+def raw_as_f16(raw: np.ndarray) -> Tensor:
+    """Bytes as float16; what is none of its numbers as its largest."""
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(
+            np.nan_to_num(raw.copy().view(np.float16).astype(np.float32), posinf=65504, neginf=-65504)
+        )

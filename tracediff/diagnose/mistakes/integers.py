@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.mistake import MATMUL, Area, Context, Variants
+from tracediff.diagnose.mistakes.near import is_near
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
-from tracediff.model.weights import dequantize, raw_rows, reading, values_of
+from tracediff.model.weights import dequantize, reading, values_of
 from tracediff.numerics.arithmetic import GROUPS, Arithmetic
 from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise
@@ -18,8 +19,6 @@ from tracediff.numerics.kinds.kind import Call, Made
 from tracediff.numerics.roundings import Blocks, Int8, rounding_named
 
 AREA = Area()
-_ROWS = 64  # of the weight, by which groups are told from one another
-_PART = 0.5  # of the error there: what leaves more is not tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class _Rounding:
 def _truncated(op: Op, context: Context) -> Variants:
     for group in _groups(op):
         name = f"truncated {group.name}"
-        if _is_near(op, context, of_input=rounding_named(name)):
+        if is_near(op, context, of_input=rounding_named(name)):
             words = f"activations in {group.words} are truncated towards 0, where rounding belongs"
             yield replace(op, rework=_Rounding(name)), words
 
@@ -70,7 +69,7 @@ def _first_scales(op: Op, context: Context) -> Variants:
             values = values_of(file, info)
             return scaled(values.reshape(-1, values.shape[-1])).reshape(values.shape)
 
-        if _is_near(op, context, of_weight=scaled):
+        if is_near(op, context, read=lambda info, raw, as_=scaled: as_(dequantize(info, raw))):
             yield reading(op, read), f"each row of {op.weights[0].name}, in {group.words}, is scaled as row 0 is"
 
 
@@ -80,26 +79,3 @@ def _groups(op: Op) -> Iterator[Blocks]:
     for group in map(rounding_named, GROUPS):
         if isinstance(group, Int8) and columns % (group.block or columns) == 0:
             yield group
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
-def _is_near(
-    op: Op,
-    context: Context,
-    of_input: Callable[[Tensor], Tensor] = _as_it_is,
-    of_weight: Callable[[Tensor], Tensor] = _as_it_is,
-) -> bool:
-    """Whether these leave less of some channels: of several groups, that tells which. A bias is taken away with the
-    mean.
-    """
-    if op.kind != "linear" or context.seen is None:
-        return True
-    info = context.file.tensors[op.weights[0].name]
-    rows = dequantize(info, raw_rows(context.file, info)[:_ROWS]).to(context.seen.output)
-    x, y = context.seen.inputs[0].flatten(1), context.seen.output.flatten(1)[:, : len(rows)]
-    left = (y - x @ rows.T, y - of_input(x) @ of_weight(rows).T)
-    before, after = (float((error - error.mean(0)).square().sum()) for error in left)
-    return after <= _PART * before

@@ -16,6 +16,7 @@ from tracediff.numerics.kinds.matmul import noise_of_sums, sums_in, turns
 from tracediff.numerics.roundings import q8_0, rounding_named
 
 _OFFSET_BLOCK = {"TQ1_0": 256, "TQ2_0": 256}  # weights that share a scale; 16 is the least of all others
+_TINY = 1e-15  # products whose squares may be no number of float32
 _SIGNED = ("F64", "F32", "F16", "BF16", "Q8_0")
 
 
@@ -66,7 +67,8 @@ def products(
         part = first.function(x, rows.to(dtype), None if bias is None else bias[cut], **first.op.attrs)
         parts.append(part.to(weights.dtype))
         if len(asking):
-            energies[:, cut] = _energy(squares, sums, rows)
+            tiny = float(part.abs().amax()) < _TINY
+            energies[:, cut] = _energy(squares.double() if tiny else squares, sums, rows)
         if len(asking) and hold.in_blocks:
             turned.append(asking.abs() @ turns(file, arithmetic.stored).to(dtype).T)
             error, signal = error + float((rows - file).square().sum()), signal + float(file.square().sum())
@@ -145,10 +147,11 @@ def _sums(x: Tensor, weight_type: str) -> Tensor | None:
 
 
 def _energy(squares: Tensor, sums: Tensor | None, rows: Tensor) -> Tensor:
-    """`Energy.value` for these rows, float32 [T, n_rows], of x^2 in float32."""
+    """`Energy.value` for these rows, [T, n_rows], in the type of the squares of x."""
+    rows = rows.to(squares.dtype)
     if sums is None:
-        return squares @ rows.float().square().T
-    rows, block = rows.float(), rows.shape[-1] // sums.shape[-1]
+        return squares @ rows.square().T
+    sums, block = sums.to(squares.dtype), rows.shape[-1] // sums.shape[-1]
     offset = max_pool1d(rows.abs(), block)  # amax over so few takes three times as long
     each = offset.unsqueeze(-1)
     parts = rows.unflatten(-1, (-1, block)).add(each).square_().add_(each.square()).flatten(-2)

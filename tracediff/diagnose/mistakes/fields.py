@@ -1,0 +1,111 @@
+"""The fields of quantised blocks, in numpy. Layouts: ggml/src/ggml-common.h; what they mean: ggml-quants.c."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+from gguf import quants
+
+Blocks = np.ndarray  # uint8 [blocks, bytes per block]
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """What blocks of a type hold. A value is d * scale * (integer - offset) + m * minimum.
+
+    Of `n` blocks, each of g parts of l values: `d` and `m` are the bits of float16 [n], whose sign in the value is
+    `sign`; `scales` and `minima` [n, g]; `low` and `high` the bits of integers [n, g, l], of which `high` begin with
+    bit `shift`; `planes` is how the high bits lie, outermost first. There are `row` blocks in a row.
+    """
+
+    d: np.ndarray
+    low: np.ndarray
+    m: np.ndarray | None = None
+    scales: np.ndarray | None = None
+    minima: np.ndarray | None = None
+    high: np.ndarray | None = None
+    shift: int = 4
+    planes: tuple[int, ...] = ()
+    offset: int = 0
+    sign: float = 1.0
+    read: Callable[[np.ndarray], np.ndarray] = lambda bits: bits.view(np.float16)  # of d and m
+    row: int = 1
+
+    def of(self, blocks: np.ndarray) -> "Fields":
+        """With the scale and minimum of these blocks, one for each."""
+        return replace(self, d=self.d[blocks], m=None if self.m is None else self.m[blocks])
+
+    def values(self) -> np.ndarray:
+        """Float32 [n, g * l]."""
+        integers = self.low.astype(np.float32) - self.offset
+        if self.high is not None:
+            integers += self.high.reshape(self.low.shape).astype(np.float32) * (1 << self.shift)
+        made = self._times(self.d, self.scales) * integers
+        if self.m is not None:
+            made += self.sign * self._times(self.m, self.minima)
+        return made.reshape(len(made), -1).astype(np.float32)
+
+    def _times(self, bits: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+        each = self.read(bits).astype(np.float32)[:, None, None]
+        return each if scales is None else each * scales.astype(np.float32)[:, :, None]
+
+
+def _bits16(blocks: Blocks, at: int) -> np.ndarray:
+    return blocks[:, at : at + 2].copy().view(np.uint16)[:, 0]
+
+
+def _nibbles(packed: np.ndarray, parts: int) -> np.ndarray:
+    """Of each part's bytes the low nibbles, then the high ones: [n, 2 * parts, bytes]."""
+    each = packed.reshape(len(packed), parts, 1, -1) >> np.array([0, 4], np.uint8).reshape(2, 1) & 15
+    return each.reshape(len(packed), 2 * parts, -1)
+
+
+def _mask(blocks: Blocks, at: int) -> np.ndarray:
+    """Bits of four bytes, the lowest first: [n, 4, 8]."""
+    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little").reshape(-1, 4, 8)
+
+
+def _of_32(with_minimum: bool, with_high: bool) -> Callable[[Blocks], Fields]:
+    """Q4_0, Q4_1, Q5_0 and Q5_1."""
+    at = 4 if with_minimum else 2
+
+    def fields(blocks: Blocks) -> Fields:
+        low = _nibbles(blocks[:, -16:], 1).reshape(-1, 1, 32)
+        m = _bits16(blocks, 2) if with_minimum else None
+        high = _mask(blocks, at) if with_high else None
+        offset = 0 if with_minimum else 16 if with_high else 8
+        return Fields(_bits16(blocks, 0), low, m, high=high, planes=(4, 8), offset=offset)
+
+    return fields
+
+
+def _q8_0(blocks: Blocks) -> Fields:
+    return Fields(_bits16(blocks, 0), blocks[:, None, 2:].view(np.int8).astype(np.int16))
+
+
+def _q4_k(blocks: Blocks) -> Fields:
+    scales, minima = quants.Q4_K.get_scale_min(blocks[:, 4:16])
+    low = _nibbles(blocks[:, -128:], 4)
+    return Fields(_bits16(blocks, 0), low, _bits16(blocks, 2), scales, minima, sign=-1.0)
+
+
+def _q5_k(blocks: Blocks) -> Fields:
+    scales, minima = quants.Q4_K.get_scale_min(blocks[:, 4:16])
+    high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    low = _nibbles(blocks[:, -128:], 4)
+    return Fields(_bits16(blocks, 0), low, _bits16(blocks, 2), scales, minima, high, planes=(8, 32), sign=-1.0)
+
+
+def _q6_k(blocks: Blocks) -> Fields:
+    low, high = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    low = np.concatenate((low & 15, low >> 4), 2).reshape(-1, 16, 16)
+    high = high >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1) & 3
+    scales = blocks[:, 192:208].view(np.int8).astype(np.int16)
+    return Fields(_bits16(blocks, 208), low, scales=scales, high=high, planes=(2, 4, 32), offset=32)
+
+
+FIELDS: Mapping[str, Callable[[Blocks], Fields]] = MappingProxyType({
+    "Q4_0": _of_32(False, False), "Q4_1": _of_32(True, False), "Q5_0": _of_32(False, True), "Q5_1": _of_32(True, True),
+    "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+})  # fmt: skip

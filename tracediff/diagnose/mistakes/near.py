@@ -1,0 +1,38 @@
+"""A first look at how a weight may have been read: of many ways, which is near to what was seen of an op."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from tracediff.diagnose.mistakes.mistake import Context
+from tracediff.model.gguf_file import TensorInfo
+from tracediff.model.graph import Op
+from tracediff.model.weights import dequantize, raw_rows
+
+_ROWS = 64  # of the weight, by which ways to read it are told from one another
+_PART = 0.5  # of the error there: what leaves more is not tried
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def is_near(
+    op: Op,
+    context: Context,
+    of_input: Callable[[Tensor], Tensor] = _as_it_is,
+    read: Callable[[TensorInfo, Tensor], Tensor] = dequantize,
+) -> bool:
+    """Whether these leave less of some channels, `read` of the weight's raw rows. A bias is taken away with the mean.
+
+    Of what was not seen, and of other ops than matmuls, that is not known.
+    """
+    if op.kind != "linear" or context.seen is None:
+        return True
+    info = context.file.tensors[op.weights[0].name]
+    raw = raw_rows(context.file, info)[:_ROWS]
+    x, y = context.seen.inputs[0].flatten(1), context.seen.output.flatten(1)[:, :_ROWS]
+    right, rows = dequantize(info, raw).to(y), read(info, raw).to(y)
+    left = (y - x @ right.T, y - of_input(x) @ rows.T)
+    before, after = (float((error - error.mean(0)).square().sum()) for error in left)
+    return after <= _PART * before
