@@ -74,6 +74,37 @@ def over_all_heads(x: Tensor, w: Tensor, *, eps: float) -> Tensor:
     return x / (x.square().sum((1, 2), keepdim=True) / x[0].numel() + eps).sqrt() * w
 
 
+def in_blocks(size: int, of_sum: bool, of_output: bool) -> Function:
+    """Online softmax, key by key block, in which the sum or the output is not rescaled."""
+
+    def function(scores: Tensor, queries: Tensor, keys: Tensor, *, scale: float) -> Tensor:
+        s = (scores * scale).masked_fill(~causal(queries[:, None], keys[None, :]), -math.inf)
+        probs, total = torch.zeros_like(s), torch.zeros_like(s[..., 0])
+        largest = torch.full_like(total, -math.inf)
+        for at in range(0, len(keys), size):
+            part = s[..., at : at + size]
+            higher = torch.maximum(largest, part.amax(-1))
+            down, each = torch.exp(largest - higher), torch.exp(part - higher[..., None])
+            probs[..., :at] *= down[..., None] if of_output else 1.0
+            probs[..., at : at + size] = each
+            total, largest = (down if of_sum else 1.0) * total + each.sum(-1), higher
+        return probs / total[..., None]
+
+    return function
+
+
+def added_up_in(dtype: torch.dtype) -> Function:
+    """A norm whose squares are added up in half precision, channel by channel."""
+
+    def function(x: Tensor, w: Tensor, *, eps: float) -> Tensor:
+        total = torch.zeros(len(x), dtype=dtype)
+        for channel in x.float().square().T:
+            total = (total.float() + channel).to(dtype)
+        return x / (total.double()[:, None] / x.shape[-1] + eps).sqrt() * w
+
+    return function
+
+
 @dataclass(frozen=True)
 class Case:
     """A mistake in ops of a name, what of it is said, and whether hidden states show it."""
@@ -133,6 +164,22 @@ CASES = {
     "a mask after the softmax": Case(
         "attn_probs", after_the_softmax, "mask_after_softmax",
         "the mask comes after the softmax: probabilities of hidden keys are lost",
+    ),
+    "a sum that is not rescaled": Case(
+        "attn_probs", in_blocks(4, False, True), "flash_not_rescaled",
+        "flash attention in blocks of 4 keys does not rescale the sum when a block has a larger score",
+    ),
+    "an output that is not rescaled": Case(
+        "attn_probs", in_blocks(1, True, False), "flash_not_rescaled",
+        "flash attention in blocks of 1 key does not rescale the output when a block has a larger score",
+    ),
+    "nothing that is rescaled": Case(
+        "attn_probs", in_blocks(8, False, False), "flash_not_rescaled",
+        "flash attention in blocks of 8 keys does not rescale the sum and the output when a block has a larger score",
+    ),
+    "squares added up in bfloat16": Case(
+        "attn_norm ffn_norm output_norm", added_up_in(torch.bfloat16), "sums_in_half",
+        "its sum is kept in bfloat16 while terms are added one after the other", also_hidden=False,
     ),
     "Q and K normed over all heads": Case(
         "attn_q_norm attn_k_norm", over_all_heads, "norm_of_all_heads",
@@ -241,3 +288,26 @@ def test_blocks_misread_in_all_matmuls_are_named_behind_hidden_states(models: Mo
     path = traced(graph, file, tmp_path / "whole.trace", TOKENS)
     found = said(some_of(path, tmp_path / "some.trace", lambda op: split(op)[1] in COARSE), model)
     assert {name for name, _ in found} == {"block_minimum"}
+
+
+@pytest.mark.parametrize("terms", [False, True])
+def test_a_matmul_added_up_in_float16_is_named(terms: bool, models: Models, tmp_path: Path) -> None:
+    def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        total = torch.zeros(len(x), len(w), dtype=torch.float16)
+        for channel in range(x.shape[1]):
+            term = x[:, channel, None].float() * w[:, channel].float()
+            total = (total.float() + (term.half().float() if terms else term)).half()
+        return total.to(x.dtype) + b
+
+    model = models("k-quants", "Q8_0")
+    graph = build_graph(GGUFFile(model))
+    wrong = replace(graph["blk.1.attn_v"], function=product)
+    path = traced(graph.changed(wrong), GGUFFile(model), tmp_path / "t.trace", TOKENS)
+    also = ", rounded to it too," * terms
+    words = f"its sum is kept in float16 while terms{also} are added one after the other"
+    assert said(path, model) == {("sums_in_half", words)}
+
+
+def test_a_softmax_that_no_mistake_may_touch_is_right_in_blocks(models: Models, tmp_path: Path) -> None:
+    case = Case("attn_probs", in_blocks(4, True, True), "", "")
+    assert said_of(case, models, tmp_path) == set()

@@ -43,6 +43,8 @@ FAULTS = {
     "window": {"attn_probs"},
     "mask_finite": {"attn_probs"},
     "mask_after_softmax": {"attn_probs"},
+    "flash_not_rescaled": {"attn_probs"},
+    "sums_in_half@attn_v": {"attn_v"},
     "token_ids_cut": {"token_embd"},
     "no_mask": {"attn_probs"},
     "mask_shifted": {"attn_probs"},

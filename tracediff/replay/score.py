@@ -29,7 +29,7 @@ UNKNOWN = math.log(2.0)
 # A factor or an offset that nobody knows of. Numbers that are cut instead of rounded are 1 - u off on average: to take
 # that out leaves a quarter.
 SHAPE = math.log(50.0)
-# One known mistake of some sixty, in its usual form; of one op, whose values are many and independent, and of a
+# One known mistake of some hundred, in its usual form; of one op, whose values are many and independent, and of a
 # segment, where wrong ones leave half by chance, less where the floor hides everything.
 KNOWN, KNOWN_IN_SEGMENT, KNOWN_BLINDLY = math.log(2.0), math.log(10.0), math.log(20.0)
 EDITED_IN_SEGMENT = math.log(3000.0)  # one edit of some thousand, of an op that was not recorded

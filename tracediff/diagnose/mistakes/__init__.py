@@ -19,12 +19,13 @@ from tracediff.diagnose.mistakes import (
     rope,
     rows,
     states,
+    sums,
     weights,
 )
 
 _AREAS = (
     weights, blocks, rows, integers, embedding, norms, rope, heads, masks, attention, feed_forward, residual, experts,
-    states, parts,
+    states, parts, sums,
 )  # fmt: skip
 BANK = {mistake.name: mistake for area in _AREAS for mistake in area.AREA}
 # What may come to the same, seen from the end of a segment: silu(up) * gate is what comes of swapped weights too, rope

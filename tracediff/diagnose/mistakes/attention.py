@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.english import told_apart
+from tracediff.diagnose.english import some, told_apart
 from tracediff.diagnose.mistakes.fit import fitted
-from tracediff.diagnose.mistakes.masks import SOFTMAX
+from tracediff.diagnose.mistakes.masks import SOFTMAX, unseen
 from tracediff.diagnose.mistakes.mistake import (
     Area,
     Context,
@@ -94,6 +94,53 @@ def _half_row(op: Op, _: Context) -> Variants:
         return right / right[..., : max(1, right.shape[-1] // 2)].sum(-1, keepdim=True)
 
     yield computing(op, function), "probabilities are divided by the sum of half the row"
+
+
+@AREA.mistake(
+    "softmax_without_maximum", "the softmax does not subtract the largest score: exp overflows float32 beyond 88",
+    "the maximum that exp's argument is taken from", SOFTMAX, "llama-orch bf9f4fba",
+)  # fmt: skip
+def _no_maximum(op: Op, _: Context) -> Variants:
+    if op.attrs.get("softcap") or op.attrs.get("max_bias") or op.weights:
+        return
+
+    def function(scores: Tensor, queries: Tensor, keys: Tensor, **_: Any) -> Tensor:
+        each = torch.exp(scores * op.attrs["scale"]).float().masked_fill(unseen(op, queries, keys), 0.0)
+        return (each / each.sum(-1, keepdim=True)).to(scores.dtype)
+
+    yield computing(op, function), "the largest score is not subtracted: exp overflows beyond 88"
+
+
+_BLOCKS = tuple(1 << i for i in range(11))  # keys that flash attention takes at once
+_RESCALED = {(False, True): "sum", (True, False): "output", (False, False): "sum and the output"}
+
+
+@AREA.mistake(
+    "flash_not_rescaled", "online softmax: what was added up before is not rescaled when the maximum rises",
+    "exp(old maximum - new maximum), by which flash attention multiplies both its sum and its output", SOFTMAX,
+)  # fmt: skip
+def _not_rescaled(op: Op, context: Context) -> Variants:
+    if op.attrs.get("softcap") or op.attrs.get("max_bias") or op.weights:
+        return
+    # A query that sees one block alone has nothing to rescale.
+    most = context.wrong_from() if context.wrong_from else _BLOCKS[-1]
+    for block in _BLOCKS:
+        for (of_sum, of_output), what in _RESCALED.items() if block <= most else ():
+            online = partial(_online, op, block=block, of_sum=of_sum, of_output=of_output)
+            words = f"flash attention in blocks of {some(block, 'key')} does not rescale the {what}"
+            yield computing(op, online), f"{words} when a block has a larger score"
+
+
+def _online(
+    op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *, block: int, of_sum: bool, of_output: bool, **_: Any
+) -> Tensor:
+    """Probabilities as they come of sums of exp(score - largest score up to the key's block), some not rescaled."""
+    scaled = (scores * op.attrs["scale"]).masked_fill(unseen(op, queries, keys), -math.inf)
+    plain = scaled.as_subclass(Tensor)  # what the largest is off by makes no difference
+    blocks = torch.nn.functional.pad(plain, (0, -len(keys) % block), value=-math.inf).unflatten(-1, (-1, block))
+    largest = blocks.amax(-1).cummax(-1).values.repeat_interleave(block, -1)[..., : len(keys)]
+    before, after = (torch.exp(scaled - of) for of in (largest, largest[..., -1:]))
+    return (after if of_output else before) / (after if of_sum else before).sum(-1, keepdim=True)
 
 
 def _interleaved(x: Tensor, groups: int) -> Tensor:

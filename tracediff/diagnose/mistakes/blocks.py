@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -221,7 +222,7 @@ def _changing(name: str) -> Change:
         weight = op.weights[0].name
         info = context.file.tensors[weight]
         for mistake in misread(info.type.name):
-            if mistake.name == name and is_near(op, context, read=lambda i, raw, m=mistake: _dequantised(m, i, raw)):
+            if mistake.name == name and is_near(op, context, read=partial(_dequantised, mistake)):
                 yield reading(op, _reading_with(mistake)), f"{mistake.text.format(info.type.name)} ({weight})"
 
     return change

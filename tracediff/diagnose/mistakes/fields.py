@@ -98,9 +98,9 @@ def _q5_k(blocks: Blocks) -> Fields:
 
 
 def _q6_k(blocks: Blocks) -> Fields:
-    low, high = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    low = np.concatenate((low & 15, low >> 4), 2).reshape(-1, 16, 16)
-    high = high >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1) & 3
+    packed = blocks[:, :128].reshape(-1, 2, 2, 32)
+    low = np.concatenate((packed & 15, packed >> 4), 2).reshape(-1, 16, 16)
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1) & 3
     scales = blocks[:, 192:208].view(np.int8).astype(np.int16)
     return Fields(_bits16(blocks, 208), low, scales=scales, high=high, planes=(2, 4, 32), offset=32)
 

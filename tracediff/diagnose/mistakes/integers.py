@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,7 +70,10 @@ def _first_scales(op: Op, context: Context) -> Variants:
             values = values_of(file, info)
             return scaled(values.reshape(-1, values.shape[-1])).reshape(values.shape)
 
-        if is_near(op, context, read=lambda info, raw, as_=scaled: as_(dequantize(info, raw))):
+        def held(info: TensorInfo, raw: np.ndarray, scaled: Callable[[Tensor], Tensor] = scaled) -> Tensor:
+            return scaled(dequantize(info, raw))
+
+        if is_near(op, context, read=held):
             yield reading(op, read), f"each row of {op.weights[0].name}, in {group.words}, is scaled as row 0 is"
 
 

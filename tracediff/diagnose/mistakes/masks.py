@@ -123,7 +123,8 @@ def _but_the_first(queries: Tensor, keys: Tensor, size: int, kept: int) -> Tenso
 # --- what is added to masked scores -----------------------------------------------------------------------------------
 
 
-def _unseen(op: Op, queries: Tensor, keys: Tensor) -> Tensor:
+def unseen(op: Op, queries: Tensor, keys: Tensor) -> Tensor:
+    """Which keys a softmax's queries may not see, bool [T, S]."""
     visible = {name: op.attrs[name] for name in _VISIBLE if name in op.attrs}
     mask = visible.pop("mask", causal)
     return hidden(queries, keys, **visible) if visible else mask(queries, keys)
@@ -140,9 +141,9 @@ def _masked(
     op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *sinks: Tensor, value: float, added: bool, **_: Any
 ) -> Tensor:
     plain = {name: attr for name, attr in op.attrs.items() if name not in _VISIBLE}
-    unseen, bias = _unseen(op, queries, keys), -value / op.attrs["scale"]
+    hides, bias = unseen(op, queries, keys), -value / op.attrs["scale"]
     masked = scores + bias if added else torch.full_like(scores, bias)
-    return softmax(torch.where(unseen, masked, scores), queries, keys, *sinks, mask=_nothing_hidden, **plain)
+    return softmax(torch.where(hides, masked, scores), queries, keys, *sinks, mask=_nothing_hidden, **plain)
 
 
 def _value(op: Op) -> float:
@@ -167,16 +168,17 @@ def _finite(op: Op, context: Context) -> Variants:
 
 
 def _fitted(op: Op, seen: Seen, added: bool) -> float | None:
-    """From the largest of the probabilities that should be 0, against that of the token itself."""
+    """From the largest of the probabilities that should be 0, against the largest of its query's others."""
     scores, queries, keys = seen.inputs[:3]
-    scaled, own = scores * op.attrs["scale"], (queries[:, None] == keys[None, :]).expand(scores.shape)
-    shown = seen.output.masked_fill(~_unseen(op, queries, keys), 0.0)
+    hides = unseen(op, queries, keys).expand(scores.shape)
+    shown, right = seen.output.masked_fill(~hides, 0.0), seen.output.masked_fill(hides, 0.0)
     head, token, key = (int(i) for i in torch.unravel_index(shown.argmax(), shown.shape))
-    here, itself = (x[head, token] for x in (scaled, own))
-    if not bool(shown.any()) or not bool(itself.any()):
+    other = int(right[head, token].argmax())
+    if not bool(shown.any()) or not bool(right[head, token].any()):
         return None
-    ratio = shown[head, token, key] / seen.output[head, token][itself][0]
-    value = float(ratio.log() + here[itself][0] - (here[key] if added else 0.0))
+    ratio = shown[head, token, key] / right[head, token, other]
+    scaled = scores[head, token] * op.attrs["scale"]
+    value = float(ratio.log() + scaled[other] - (scaled[key] if added else 0.0))
     if not value < 0:
         return None
     return fitted(lambda x: _masked(op, *seen.inputs, value=x, added=added), seen.output, [-value])
@@ -191,6 +193,6 @@ def _after(op: Op, _: Context) -> Variants:
 
     def function(scores: Tensor, queries: Tensor, keys: Tensor, *sinks: Tensor, **_: Any) -> Tensor:
         probs = softmax(scores, queries, keys, *sinks, mask=_nothing_hidden, **plain)
-        return probs.masked_fill(_unseen(op, queries, keys), 0.0)
+        return probs.masked_fill(unseen(op, queries, keys), 0.0)
 
     yield computing(op, function), "the mask comes after the softmax: probabilities of hidden keys are lost"

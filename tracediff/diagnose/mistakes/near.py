@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 
+import numpy as np
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.mistake import Context
 from tracediff.model.gguf_file import TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import dequantize, raw_rows
+from tracediff.numerics.kinds.linear import linear
 
 _ROWS = 64  # of the weight, by which ways to read it are told from one another
 _PART = 0.5  # of the error there: what leaves more is not tried
@@ -21,7 +23,8 @@ def is_near(
     op: Op,
     context: Context,
     of_input: Callable[[Tensor], Tensor] = _as_it_is,
-    read: Callable[[TensorInfo, Tensor], Tensor] = dequantize,
+    read: Callable[[TensorInfo, np.ndarray], Tensor] = dequantize,
+    product: Callable[[Tensor, Tensor], Tensor] = linear,
 ) -> bool:
     """Whether these leave less of some channels, `read` of the weight's raw rows. A bias is taken away with the mean.
 
@@ -33,6 +36,6 @@ def is_near(
     raw = raw_rows(context.file, info)[:_ROWS]
     x, y = context.seen.inputs[0].flatten(1), context.seen.output.flatten(1)[:, :_ROWS]
     right, rows = dequantize(info, raw).to(y), read(info, raw).to(y)
-    left = (y - x @ right.T, y - of_input(x) @ rows.T)
+    left = (y - linear(x, right), y - product(of_input(x), rows))
     before, after = (float((error - error.mean(0)).square().sum()) for error in left)
     return after <= _PART * before
