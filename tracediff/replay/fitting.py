@@ -10,7 +10,7 @@ from statistics import median
 
 from tracediff.model.graph import Op
 from tracediff.numerics.arithmetic import PLAIN, Scheme
-from tracediff.replay.look import Look, has_parts, look
+from tracediff.replay.look import Look, can_glance, look
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.recompute import Recomputation
 from tracediff.replay.residual import ratio
@@ -85,6 +85,13 @@ class Fitting:
         alike = [seen.local for seen in looks if seen.local.faulty == (judgement == "faulty")]
         return replace((alike or [looks[0].local])[0], judgement="undecided" if blind else judgement, lead=leads)
 
+    def in_question(self, record: OpRecord, schemes: Sequence[Scheme]) -> Sequence[Scheme]:
+        """Under which schemes a record is judged whose arithmetic is not settled: all, or the first alone where it is
+        mistaken beyond doubt under each, at a glance.
+        """
+        seen = (self._judged(record, scheme) for scheme in schemes)
+        return schemes[:1] if all(local.faulty and local.excess > _FAR for local in seen) else schemes
+
     def closely(self, record: OpRecord, scheme: Scheme, glance: bool = False) -> Look:
         """The record under a scheme, with noise from more samples where a few do not cover it; at a `glance` a part."""
         key = record, scheme, glance
@@ -140,9 +147,9 @@ class Fitting:
         return self.closely(record, scheme, self._glances_at(record)).local
 
     def _glances_at(self, record: OpRecord) -> bool:
-        """Whether a part of the record tells its arithmetic, for it is large; no rank hides in it."""
+        """Whether a part of the record tells its arithmetic; no rank hides in it."""
         alone = not self._planner.is_segment(record) and self._recomputation.recorded.trace.own(record) is None
-        return alone and has_parts(self._recomputation, record)
+        return alone and can_glance(self._recomputation, record)
 
     def _reaches(self, record: OpRecord, scheme: Scheme, first: Scheme, left: float) -> bool:
         """Whether the record may be sound under the scheme, where `left` is left under the first.

@@ -29,6 +29,7 @@ from tracediff.trace.format import OpRecord
 
 _TYPED = ("linear", "linear_id", "embedding")  # kinds whose first weight has a type worth telling
 _PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
+_GLANCE = 1 << 14  # values that tell an arithmetic: what rounds anything rounds one of so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def known(by: Recomputation, record: OpRecord, scheme: Scheme) -> Known:
 
 
 def look(by: Recomputation, record: OpRecord, scheme: Scheme, glance: bool = False) -> Look:
-    """The record under a scheme; at a `glance` the first part of a large one."""
+    """The record under a scheme; at a `glance` so much of it as tells an arithmetic."""
     return look_together([Asked(by, record, scheme)], glance)[0]
 
 
@@ -99,7 +100,8 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
     storages: list[str] = []
     residuals: list[list[Residual]] = [[] for _ in asked]
     made: list[Recomputed] = []
-    parts = _parts(op, [one.by.recorded.shape(one.record, one.record.rows) for one in asked])
+    shapes = [one.by.recorded.shape(one.record, one.record.rows) for one in asked]
+    parts = _parts(op, shapes, _GLANCE if glance else _PART)
     for channels in islice(parts, 1) if glance else parts:
         part = op.channels(channels) if channels else op
         values = [one.by.values(one.record, channels) for one in asked]
@@ -115,19 +117,21 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
     ]
 
 
-def has_parts(by: Recomputation, record: OpRecord) -> bool:
-    """Whether the record is so large that it is looked at in parts."""
-    return next(_parts(by.graph[record.op], [by.recorded.shape(record, record.rows)])) is not None
+def can_glance(by: Recomputation, record: OpRecord) -> bool:
+    """Whether a glance at the record is less than all of it."""
+    return next(_parts(by.graph[record.op], [by.recorded.shape(record, record.rows)], _GLANCE)) is not None
 
 
-def _parts(op: Op, shapes: Sequence[tuple[int, ...]]) -> Iterator[slice | None]:
-    """The channels of an op's outputs in parts, where they are large and made channel by channel; None for all."""
+def _parts(op: Op, shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[slice | None]:
+    """The channels of an op's outputs in parts of this size, where they are larger and made channel by channel; None
+    for all.
+    """
     whole = op.kind != "linear" or op.function or op.rework or any(w.read for w in op.weights)
     n_tokens, n = sum(shape[0] for shape in shapes), shapes[0][-1]
-    if whole or len(shapes[0]) != 2 or n_tokens * n <= _PART:
+    if whole or len(shapes[0]) != 2 or n_tokens * n <= size:
         yield None
         return
-    step = max(1, _PART // n_tokens)
+    step = max(1, size // n_tokens)
     yield from (slice(at, min(at + step, n)) for at in range(0, n, step))
 
 

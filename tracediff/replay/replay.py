@@ -121,7 +121,7 @@ class Replay:
         if self._planner.is_segment(record):
             return self._fitting.best_of(record, choice.schemes if choice.settled else self._at_hand(record))
         if not choice.settled:
-            return self._fitting.best_of(record, self._planner.candidates(record))
+            return self._fitting.best_of(record, self._fitting.in_question(record, self._planner.candidates(record)))
         local = self._fitting.best_of(record, choice.schemes, looked)
         return self._in_another(record, choice) or local if local.faulty else local
 
