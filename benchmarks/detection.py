@@ -217,6 +217,12 @@ def off_lists(name: str, op: Op) -> Iterator[tuple[Op, str]]:
         for factor in (1.37, 0.61):
             scale = op.attrs["scale"] * factor
             yield op.with_attrs(scale=scale), f"{scale:.4g}"[:-1]
+    if name == "rope_scaled":
+        for factor in (0.37, 1.9):
+            yield op.with_attrs(rope=replace(op.attrs["rope"], freq_scale=factor)), f"multiplied by {factor:g} "
+    if name == "window":
+        for size in (3, 7):
+            yield op.with_attrs(window=size), f"a window of {size} "
 
 
 def others(bench: Bench, name: str) -> Iterator[tuple[str, Graph, str]]:

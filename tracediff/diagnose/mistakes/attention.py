@@ -111,7 +111,7 @@ def _no_maximum(op: Op, _: Context) -> Variants:
     yield computing(op, function), "the largest score is not subtracted: exp overflows beyond 88"
 
 
-_BLOCKS = tuple(1 << i for i in range(11))  # keys that flash attention takes at once
+_BLOCKS = tuple(1 << i for i in range(9))  # keys that flash attention takes at once
 _RESCALED = {(False, True): "sum", (True, False): "output", (False, False): "sum and the output"}
 
 
