@@ -26,7 +26,19 @@ from mutants import PROMPT, SHAPES, first_difference, witnessed
 from second_opinion import Opinion
 
 from tracediff.diagnose.hypothesis import Hypothesis
-from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors, terms
+from tracediff.diagnose.solve import (
+    copies,
+    formulas,
+    functions,
+    inputs,
+    maps,
+    numbers,
+    operands,
+    outputs,
+    readings,
+    tensors,
+    terms,
+)
 from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.grammar import blank
 from tracediff.diagnose.solve.problem import Problem
@@ -76,11 +88,19 @@ def drawn(rng: random.Random, problem: Problem, sort: str) -> Edit | None:
             numbers = tuple(float(f"{rng.uniform(0.2, 2):.3g}") for _ in range(functions.NUMBERS[name]))
             return functions.mapped(op, name, numbers), functions.words(name, numbers)
         case "an index map":
-            shape, axes, follows = rng.choice(list(maps.views(problem)))
+            shape, axes, follows = rng.choice(list(outputs.views(problem)))
             axis = rng.randrange(1 if len(shape) > 1 and op.kind not in ("scores", "softmax") else 0, len(shape))
             n = shape[axis]
             how = maps.Map("reversed") if n < 3 else _map(rng, n)
-            return maps.moved(op, how, axis, shape, follows), how.words(axes[axis], n)
+            return outputs.moved(op, how, axis, shape, follows), how.words(axes[axis], n)
+        case "an index map of an input":
+            choices = [(operand, axis) for operand in operands.operands(problem) for axis in operand.along]
+            if choices:
+                operand, axis = rng.choice(choices)
+                n = operand.shape[axis]
+                if n > 1:
+                    solved = operand.moved(problem, maps.Map("reversed") if n < 3 else _map(rng, n), axis)
+                    return solved.ops[0], solved.words
         case "another reading of a weight" if op.kind == "linear":
             other = _reading(rng, op, problem.weights.file)
             return reading(op, other), readings.words_of_rows(other.rows, op) or _of_elements(other)
@@ -90,7 +110,7 @@ def drawn(rng: random.Random, problem: Problem, sort: str) -> Edit | None:
 
 SORTS = (
     "another formula", "another input", "another weight", "another reading of a weight", "an index map",
-    "another function", "another number", "fewer terms", "nothing computed",
+    "an index map of an input", "another function", "another number", "fewer terms", "nothing computed",
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ recorded. Maps, functions and readings of weights are done over by a line of num
 
 import ast
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,9 @@ import torch
 from tracediff.diagnose.hypothesis import SOLVED, Hypothesis
 from tracediff.diagnose.solve.functions import Mapped
 from tracediff.diagnose.solve.loops import loops_of
-from tracediff.diagnose.solve.maps import Map, Moved
+from tracediff.diagnose.solve.maps import Map
+from tracediff.diagnose.solve.operands import MovedInput
+from tracediff.diagnose.solve.outputs import MovedOutput
 from tracediff.diagnose.solve.parts import Excepting, Part
 from tracediff.diagnose.solve.readings import Reading
 from tracediff.diagnose.solve.variant import OtherTensor, Reworked
@@ -48,7 +50,7 @@ static array load(const char *path) {
     a.p = malloc(a.n * 8 + 8); if (fread(a.p, 8, a.n, f) != (size_t)a.n) exit(4); fclose(f); return a;
 }
 """
-Function = tuple[str, tuple[float, ...]]  # its name and its numbers
+Function = Callable[[np.ndarray], np.ndarray]
 _INTEGERS = ("tokens", "positions", "past", "starts")
 
 
@@ -212,32 +214,27 @@ class Opinion:
                         1  # of nobody knows what
                     )
                 return made
-            case Moved(map=how, axis=axis, shape=shape):
-                return self._moved(self._made(right, record), record, how, axis, shape)
+            case MovedOutput(map=how, axis=axis, shape=shape):
+                plain, own = self._made(right, record), self._trace.values(record).shape
+                if plain is None:
+                    return None
+                return np.stack([_moved(y.reshape(own), how, axis, shape).ravel() for y in plain])
+            case MovedInput(position=position, map=how, axis=axis, shape=shape):
+                return self._by_loops(right, right, record, {position: lambda x: _moved(x, how, axis, shape)})
             case Mapped(name=name, numbers=numbers, operand=int(operand)):
-                return self._by_loops(right, right, record, {operand: (name, numbers)})
+                return self._by_loops(right, right, record, {operand: lambda x: _function(name, x, numbers)})
             case Mapped(name=name, numbers=numbers):
                 plain = self._made(right, record)
                 return None if plain is None else _function(name, plain, numbers)
         return self._by_loops(op, right, record)
-
-    def _moved(
-        self, plain: np.ndarray | None, record: OpRecord, how: Map, axis: int, shape: tuple[int, ...]
-    ) -> np.ndarray | None:
-        if plain is None:
-            return None
-        seen = [one.reshape(shape or self._trace.values(record).shape) for one in plain]
-        source = how.of(seen[0].shape[axis])
-        none = np.expand_dims(source, [a for a in range(seen[0].ndim) if a != axis]) < 0
-        return np.stack([np.where(none, 0.0, np.take(one, source, axis)).ravel() for one in seen])
 
     def _by_loops(
         self, op: Op, right: Op, record: OpRecord, mapped: Mapping[int, Function] = MappingProxyType({})
     ) -> np.ndarray | None:
         names, past = right.inputs, right.past or (False,) * len(right.inputs)
         inputs = [self._value(name, when, record.step) for name, when in zip(names, past, strict=True)]
-        for i, (name, numbers) in mapped.items():
-            inputs[i] = _function(name, inputs[i], numbers)
+        for i, function in mapped.items():
+            inputs[i] = function(inputs[i])
         loops = loops_of(right, [x.shape for x in inputs])
         if loops is None or any(x is None for x in inputs):
             return None
@@ -291,6 +288,13 @@ class Opinion:
             value = self._trace.values(self._trace.ops[number, name]).ravel()
             held = np.concatenate((value, held[value.size :]))
         return held
+
+
+def _moved(x: np.ndarray, how: Map, axis: int, shape: tuple[int, ...]) -> np.ndarray:
+    seen = x.reshape(shape) if shape else x
+    source = how.of(seen.shape[axis])
+    none = np.expand_dims(source, [a for a in range(seen.ndim) if a != axis]) < 0
+    return np.where(none, 0.0, np.take(seen, source, axis)).reshape(x.shape)
 
 
 def _function(name: str, x: np.ndarray, numbers: tuple[float, ...]) -> np.ndarray:

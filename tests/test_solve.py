@@ -24,7 +24,8 @@ from tracediff.diagnose.solve.formulas import edits
 from tracediff.diagnose.solve.functions import Mapped, _cap
 from tracediff.diagnose.solve.interpret import Run
 from tracediff.diagnose.solve.loops import loops_of
-from tracediff.diagnose.solve.maps import Map, Moved
+from tracediff.diagnose.solve.maps import Map
+from tracediff.diagnose.solve.outputs import MovedOutput
 from tracediff.diagnose.solve.places import taken
 from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.readings import Reading, Rows
@@ -46,6 +47,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import Capture, kind_of, layer_of
 from tracediff.numerics.arithmetic import EXACT, scheme_named
 from tracediff.numerics.evaluate import evaluate
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.numerics.kinds.rope import Rope
 from tracediff.numerics.kinds.rope import rope as turned
@@ -290,7 +292,7 @@ def traced(
         engine = TorchEngine(graph.changed(*(change(graph) for change in changed)), weights)
         engine.run(0, StepInput(PROMPT, tuple(range(len(PROMPT)))), Recorder(writer, capture))
         for i in range(n_decode):
-            engine.run(1 + i, StepInput((DECODED,), (len(PROMPT) + i,)), Recorder(writer, capture))
+            engine.run(1 + i, StepInput((DECODED + i,), (len(PROMPT) + i,)), Recorder(writer, capture))
     return Replay(Trace(folder / "t.trace"), graph, Weights(file))
 
 
@@ -301,9 +303,11 @@ def layer_of_states(replay: Replay, step: int = 0) -> tuple[Segment, OpRecord, L
     return Segment(replay, record, local.segment, scheme_named("exact")), record, local
 
 
-def explained(path: Path, folder: Path, *changed: Callable[[Graph], Op], capture: Capture = "all") -> list[OpResult]:
+def explained(
+    path: Path, folder: Path, *changed: Callable[[Graph], Op], capture: Capture = "all", n_decode: int = 1
+) -> list[OpResult]:
     """The faulty ops of that trace."""
-    replay = traced(path, folder, *changed, capture=capture)
+    replay = traced(path, folder, *changed, capture=capture, n_decode=n_decode)
     ops = [
         OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for _, r, local in judge_all([replay])
     ]
@@ -443,7 +447,7 @@ def test_an_edit_of_a_kernel_is_found_behind_hidden_states(models: Models, tmp_p
 
 def moved(name: str, how: Map, axis: int, *shape: int) -> Callable[[Graph], Op]:
     """An op whose output has slices elsewhere."""
-    return lambda graph: replace(graph[name], rework=Moved(graph[name], how, axis, shape))
+    return lambda graph: replace(graph[name], rework=MovedOutput(how, axis, shape))
 
 
 def mapped(name: str, function: str, *numbers: float, operand: int | None = None) -> Callable[[Graph], Op]:
@@ -656,6 +660,60 @@ def test_values_elsewhere_functions_and_readings_are_found(
     for op in faulty:
         assert op.cause, op.shape
         assert said in op.cause.text
+
+
+def in_cache(name: str, change: Callable[[torch.Tensor], torch.Tensor], decoding: bool) -> Callable[[Graph], Op]:
+    """An op of attention that reads K or V changed so, [S, G, D], in all steps or in those of one token."""
+
+    def changed(graph: Graph) -> Op:
+        right = KINDS[graph[name].kind].function
+        tokens = 0 if graph[name].kind == "scores" else 1
+
+        def function(a: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+            return right(a, cached if decoding and a.shape[tokens] > 1 else change(cached.clone()))
+
+        return replace(graph[name], function=function)
+
+    return changed
+
+
+def slot(place: int, values: Callable[[torch.Tensor], torch.Tensor | float]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A cache with something else in one place."""
+
+    def change(cached: torch.Tensor) -> torch.Tensor:
+        cached[place] = values(cached)
+        return cached
+
+    return change
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("attn_kqv", slot(3, lambda v: 0.0), "as it reads attn_v, position 3 is 0"),
+        ("attn_kqv", slot(2, lambda v: v[1]), "as it reads attn_v, position 2 has the values of position 1"),
+        ("attn_kqv", slot(-1, lambda v: v[-2]), "attn_v, the last position has the values of the one before it"),
+        ("attn_kqv", lambda v: v.flip(1), "as it reads attn_v, value heads reversed"),
+        ("attn_kqv", lambda v: torch.cat((v[:1], v[:-1])), "attn_v, each position has the values of the one before it"),
+        ("attn_scores", slot(-1, lambda k: k[-2]), "the last key has the values of the one before it"),
+        ("attn_scores", lambda k: k.flip(1), "as it reads attn_k_rope, key heads reversed"),
+    ],
+)
+def test_what_a_cache_holds_elsewhere_is_found(
+    models: Models,
+    tmp_path: Path,
+    name: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    said: str,
+    decoding: bool,
+) -> None:
+    faulty = explained(models("llama"), tmp_path, in_cache(f"blk.0.{name}", change, decoding), n_decode=2)
+    assert {op.step for op in faulty} == ({1, 2} if decoding else {0, 1, 2})
+    for op in faulty:
+        assert op.cause, op.shape
+        assert said in op.cause.text
+        assert ("in some steps alone" in op.cause.text) == decoding
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ class Search:
                 in_some.append(hypothesis.but_in_some_steps())
             if len(found) == _ALIKE:
                 break
-        return self._chosen(found or in_some) if found or in_some else None
+        return self._chosen([*found, *in_some]) if found or in_some else None
 
     def carry(self, found: Hypothesis, members: list[Faulty]) -> list[tuple[Faulty, Hypothesis]]:
         """The members that what was found in one record explains too: they are taken from the list."""

@@ -5,7 +5,18 @@ from collections.abc import Iterator
 
 import torch
 
-from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, readings, tensors
+from tracediff.diagnose.solve import (
+    copies,
+    formulas,
+    functions,
+    inputs,
+    maps,
+    numbers,
+    operands,
+    outputs,
+    readings,
+    tensors,
+)
 from tracediff.diagnose.solve.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.bound import bind, flat
 from tracediff.diagnose.solve.problem import Problem
@@ -28,6 +39,7 @@ EXAMPLES = (
     ("another weight", "uses attn_k.weight where attn_v.weight belongs"),
     ("another reading of a weight", "channels 256 to 511 are computed with rows 0 to 255 of ffn_gate.weight"),
     ("an index map", "heads reversed"),
+    ("an index map of an input", "as it reads attn_v, value heads reversed"),
     ("a part only", "the sum takes only input channels 0 to 254: the last is left out"),
     ("another function", "every value above 0.5 is 0.5"),
     ("another formula", "silu is computed with 2 + exp(-ffn_gate), where 1 + exp(-ffn_gate) belongs"),
@@ -93,23 +105,29 @@ def blank(op: Op, graph: Graph, weights: Weights) -> Problem | None:
 
 
 def _maps(problem: Problem, words: str) -> Iterator[Op]:
-    for shape, axes, follows in maps.views(problem):
+    for operand in operands.operands(problem):
+        for axis in operand.along:
+            for how in _every_map(operand.shape[axis], words):
+                solved = operand.moved(problem, how, axis)
+                if solved.words == words:
+                    yield solved.ops[0]
+    for shape, axes, follows in outputs.views(problem):
         for axis, noun in enumerate(axes):
             for how in _every_map(shape[axis], words):
                 if how.words(noun, shape[axis]) == words:
-                    yield maps.moved(problem.op, how, axis, shape, follows)
+                    yield outputs.moved(problem.op, how, axis, shape, follows)
 
 
 def _every_map(n: int, words: str) -> Iterator[maps.Map]:
     """Those whose numbers stand in the words."""
     yield maps.Map("reversed")
     given = sorted({int(x) for x in re.findall(r"\d+", words)} | {0, 1})
-    for kind in ("shifted", "rotated", "modulo", "repeated", "strided", "transposed", "all", "within"):
+    for kind in ("shifted", "rotated", "modulo", "repeated", "strided", "transposed", "all", "within", "last"):
         for k in given:
             if 0 < k < n or (kind == "all" and k == 0 < n):
                 yield maps.Map(kind, (k,))
             if kind == "shifted" and 0 < k < n:
-                yield maps.Map(kind, (-k,))
+                yield from (maps.Map("shifted", (-k,)), maps.Map("held", (k,)), maps.Map("held", (-k,)))
     if found := _EXCHANGED.fullmatch(words):
         a, b = int(found["a"]), int(found["b"])
         yield maps.Map("listed", (a, b, b, a))

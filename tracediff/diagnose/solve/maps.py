@@ -1,11 +1,10 @@
-"""The right values in other places, found by value: a slice of the output along an axis is another slice of it.
+"""Maps of slices along an axis: which is found where, in closed form and in words, and by their values.
 
-Heads reversed, rows repeated or exchanged, a query that has the next one's result: whatever loop made them.
+Heads reversed, rows repeated or exchanged, a slot of a cache that is stale.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, pairwise
 
@@ -14,17 +13,13 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.english import nth, plural
-from tracediff.diagnose.rearranged import Rearranged
-from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.variant import Solved
-from tracediff.model.graph import Op
 
-_ZERO = -1  # in a map: the slice is 0
+ZERO = -1  # in a map: the slice is 0
 _MATCHED = 1 << 22  # values of an output that are matched: of larger ones some slices of the other axes
 _AROUND = 3  # slices on either side of where a sum of one is sought among those of all
 _LISTED = 12  # places of a list that are told
 _FEW = 8  # slices: heads, rather than channels
-_LOOK = "the strides of its output and of the rows that it is made of"
+LOOK_AT_CACHE = "which slots of the cache are written, when, and which are read"
 _BITS, _NUMBER, _EACH = 12.0, 4.0, 12.0  # of a map in closed form, of a number in it, and of each place of a list
 
 
@@ -48,7 +43,7 @@ class Map:
             case "reversed", ():
                 return at[::-1].copy()
             case "shifted", (by,):
-                return np.where((at + by >= 0) & (at + by < n), at + by, _ZERO)
+                return np.where((at + by >= 0) & (at + by < n), at + by, ZERO)
             case "rotated", (by,):
                 return (at + by) % n
             case "modulo", (m,):
@@ -61,6 +56,10 @@ class Map:
                 return at.reshape(m, -1).T.ravel() if n % m == 0 else at
             case "all", (one,):
                 return np.full(n, one)
+            case "held", (by,):
+                return np.clip(at + by, 0, n - 1)
+            case "last", (by,):
+                return np.where(at == max(n - 1, by), at - by, at)
             case "within", (size,):  # reversed within groups
                 return at // size * size + np.minimum(size, n - at // size * size) - 1 - at % size
         listed = dict(zip(self.numbers[::2], self.numbers[1::2], strict=True))
@@ -89,6 +88,12 @@ class Map:
                 return f"{all_of} transposed, as {m} by {n // m}"
             case "all", (one,):
                 return f"every {noun} has the values of {noun} {one}"
+            case "held", (by,):
+                other, end = (f"the {nth(by)} after", "last") if by > 0 else (f"the {nth(-by)} before", "first")
+                ends = f"the {end} {noun} is right" if abs(by) == 1 else f"and the {end} {abs(by)} those of the {end}"
+                return f"each {noun} has the values of {other} it, {ends}"
+            case "last", (by,):
+                return f"the last {noun} has the values of the {nth(by)} before it"
             case "within", (size,):
                 return f"{all_of} reversed in each group of {size}"
         pairs = list(zip(self.numbers[::2], self.numbers[1::2], strict=True))
@@ -109,7 +114,7 @@ def _listed(noun: str, pairs: Sequence[tuple[int, int]]) -> str:
         if (
             runs
             and to == runs[-1][1] + 1
-            and source == (_ZERO if runs[-1][2] == _ZERO else runs[-1][2] + to - runs[-1][0])
+            and source == (ZERO if runs[-1][2] == ZERO else runs[-1][2] + to - runs[-1][0])
         ):
             runs[-1][1] = to
         else:
@@ -117,7 +122,7 @@ def _listed(noun: str, pairs: Sequence[tuple[int, int]]) -> str:
     said = []
     for first, last, source in map(tuple, runs):
         place = f"{noun} {first}" if first == last else f"{plural(noun)} {first} to {last}"
-        if source == _ZERO:
+        if source == ZERO:
             said.append(f"{place} {'is' if first == last else 'are'} 0")
         else:
             origin = f"{noun} {source}" if first == last else f"{plural(noun)} {source} to {source + last - first}"
@@ -125,17 +130,21 @@ def _listed(noun: str, pairs: Sequence[tuple[int, int]]) -> str:
     return ", ".join(said)
 
 
-def named(source: np.ndarray) -> Map | None:
-    """A map in closed form, or as a list where that is short; None for the identity, or what is neither."""
+def named(source: np.ndarray) -> Sequence[Map]:
+    """The map in closed form, or as a list where that is short; none for the identity, or what is neither. What is in
+    the last place may be there by its number, or in the last place of every step: both.
+    """
     n = len(source)
     wrong = np.flatnonzero(source != np.arange(n))
     if not len(wrong):
-        return None
+        return []
     first = source[0]
     candidates = [Map("reversed"), Map("all", (int(first),))]
-    shift = {int(s - i) for i, s in enumerate(source) if s != _ZERO}
+    shift = {int(s - i) for i, s in enumerate(source) if s != ZERO}
     candidates += [Map("shifted", (by,)) for by in shift if len(shift) == 1]
     candidates += [Map("rotated", (int(first),))] if first > 0 else []
+    middle = int(source[n // 2]) - n // 2
+    candidates += [Map("held", (middle,))] if middle else []
     candidates += [Map("modulo", (m,)) for m in {int(source.max()) + 1} if m < n]
     repeats = np.flatnonzero(source != first)
     candidates += [Map("repeated", (int(repeats[0]),))] if len(repeats) and repeats[0] > 1 else []
@@ -144,89 +153,26 @@ def named(source: np.ndarray) -> Map | None:
     candidates += [Map("strided", (int(source[1]),))] if n > 1 and source[1] > 1 else []
     for one in candidates:
         if (one.of(n) == source).all():
-            return one
+            return [one]
     runs = 1 + sum(source[b] - source[a] != b - a for a, b in pairwise(wrong))
-    return Map("listed", tuple(int(x) for i in wrong for x in (i, source[i]))) if runs <= _LISTED else None
-
-
-@dataclass(frozen=True, slots=True)
-class Moved(Rearranged):
-    """An op whose output has its slices along an axis elsewhere. The output is seen in `shape`, where -1 is the axis
-    that follows the step; without, as it is.
-    """
-
-    map: Map
-    axis: int
-    shape: tuple[int, ...]
-
-    def moved(self, x: Tensor) -> Tensor:
-        """With its slices elsewhere."""
-        seen = x.reshape(self.shape) if self.shape else x
-        source = torch.from_numpy(self.map.of(seen.shape[self.axis])).to(x.device)
-        moved = seen.index_select(self.axis, source.clamp(min=0))
-        keep = (source != _ZERO).reshape([-1 if a == self.axis else 1 for a in range(seen.ndim)])
-        return (moved * keep).reshape(x.shape)
-
-
-def variants(problem: Problem) -> Iterator[Solved]:
-    """Maps along each axis of the output that give all of it."""
-    for shape, axes, follows in views(problem):
-        right, there = problem.exact.reshape(shape), problem.recorded.reshape(shape)
-        near = problem.near.reshape(shape)
-        for axis, noun in enumerate(axes):
-            if shape[axis] > 1:
-                source = matched(there, right, near, axis)
-                found = named(source) if source is not None else None
-                if found:
-                    op = moved(problem.op, found, axis, shape, follows)
-                    yield Solved((op,), found.words(noun, shape[axis]), found.bits + math.log2(len(axes)), _LOOK)
-
-
-def usual(problem: Problem) -> Iterator[Solved]:
-    """Maps along each axis that engines come to: by sizes that divide it, by few places; heads exchanged."""
-    for shape, axes, follows in views(problem):
-        for axis, noun in enumerate(axes):
-            for how in _usual(shape[axis]):
-                op = moved(problem.op, how, axis, shape, follows)
-                yield Solved((op,), how.words(noun, shape[axis]), how.bits + math.log2(len(axes)), _LOOK)
+    listed = Map("listed", tuple(int(x) for i in wrong for x in (i, source[i])))
+    last = [Map("last", (n - 1 - int(source[-1]),))] if wrong[0] == n - 1 and source[-1] != ZERO else []
+    return [*last, listed] if runs <= _LISTED else []
 
 
 @lru_cache(64)
-def _usual(n: int) -> Sequence[Map]:
+def usual_of(n: int) -> Sequence[Map]:
     """Maps of an axis of `n`, without those that are the same."""
     sizes = [k for k in range(1, n) if n <= _FEW or k <= 4 or n % k == 0 or n - k == 1]
     every = [Map("reversed"), Map("all", (0,)), Map("all", (n - 1,))]
     for k in sizes:
         every += (Map(kind, (k,)) for kind in ("modulo", "repeated", "rotated", "transposed", "within", "strided"))
-        every += (Map("shifted", (k,)), Map("shifted", (-k,)))
+        every += (Map(kind, (by,)) for kind in ("shifted", "held") for by in (k, -k))
     if n <= _FEW:
         every += (Map("listed", (a, b, b, a)) for a, b in combinations(range(n), 2))
     distinct = {tuple(one.of(n).tolist()): one for one in reversed(every)}
     distinct.pop(tuple(range(n)), None)
     return list(reversed(distinct.values()))
-
-
-def moved(op: Op, how: Map, axis: int, shape: tuple[int, ...], follows: int) -> Op:
-    """The op with slices of its output elsewhere, seen in a shape of which one axis may follow the step."""
-    seen = tuple(-1 if i == follows else n for i, n in enumerate(shape)) if follows >= 0 else ()
-    return replace(op, rework=Moved(how, axis, seen))
-
-
-def views(problem: Problem) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], int]]:
-    """Shapes that the output can be seen in, with nouns for their axes, and which of these follows the step (-1: it is
-    seen as it is).
-    """
-    shape = problem.loops.loops.shape
-    h, kind = problem.graph.hparams, problem.op.kind
-    if problem.op.axes[1:] == ("T", "S"):
-        yield shape, ("head", "query", "key"), -1
-        return
-    if len(shape) == 3:
-        yield shape, ("token", "head", "head channel"), 0
-    width = math.prod(shape[1:])
-    yield (shape[0], width), ("token", "channel"), 0
-    if len(shape) == 2 and kind == "weighted_values":
-        yield (shape[0], h.n_head, width // h.n_head), ("token", "head", "head channel"), 0
 
 
 def matched(there: np.ndarray, right: np.ndarray, near: np.ndarray, axis: int) -> np.ndarray | None:
@@ -239,7 +185,7 @@ def matched(there: np.ndarray, right: np.ndarray, near: np.ndarray, axis: int) -
     source = np.arange(len(a))
     wrong = np.flatnonzero((np.abs(a - b) > within).any(1))
     zero = wrong[~a[wrong].any(1)]
-    source[zero] = _ZERO
+    source[zero] = ZERO
     wrong = np.setdiff1d(wrong, zero)
     if len(wrong):
         # A sum of a slice that hardly any two have alike tells which to compare.
@@ -263,3 +209,12 @@ def _some(x: np.ndarray, axis: int) -> np.ndarray:
     n = x.shape[other]
     some = min(n, max(_FEW, n * _MATCHED // x.size))
     return x if some == n else np.take(x, np.linspace(0, n - 1, some).astype(int), other)
+
+
+def slices(x: Tensor, how: Map, axis: int, shape: tuple[int, ...]) -> Tensor:
+    """A tensor whose slices along an axis are elsewhere, seen in a shape, of which an axis may be -1; () as it is."""
+    seen = x.reshape(shape) if shape else x
+    source = torch.from_numpy(how.of(seen.shape[axis])).to(x.device)
+    moved = seen.index_select(axis, source.clamp(min=0))
+    keep = (source != ZERO).reshape([-1 if a == axis else 1 for a in range(seen.ndim)])
+    return (moved * keep).reshape(x.shape)

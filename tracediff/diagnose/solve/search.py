@@ -10,9 +10,10 @@ from tracediff.diagnose.solve import (
     formulas,
     functions,
     inputs,
-    maps,
     misread,
     numbers,
+    operands,
+    outputs,
     overlaps,
     tensors,
     terms,
@@ -48,7 +49,8 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
     # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].
     alike = sorted(whole, key=lambda one: (one.bits, len(one.variant.source)))
     yield from filter(None, (_solved(problem, one) for one in alike))
-    others = [*maps.variants(problem), *functions.variants(problem), *misread.variants(problem)]
+    others = [*outputs.variants(problem), *functions.variants(problem), *misread.variants(problem)]
+    others += operands.variants(problem, look)
     yield from sorted(others, key=lambda one: one.bits)
     partial.sort(key=lambda one: one.bits)
     yield from sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)

@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from tracediff.diagnose.solve import copies, formulas, functions, inputs, maps, numbers, tensors, terms
+from tracediff.diagnose.solve import copies, formulas, functions, inputs, numbers, operands, outputs, tensors, terms
 from tracediff.diagnose.solve.arrays import CannotRunError
 from tracediff.diagnose.solve.bound import Bound
 from tracediff.diagnose.solve.nouns import COUNTS_TOKENS
@@ -174,7 +174,7 @@ class Search:
                 terms.counted(short, end.left),
             ),
         )
-        for one in chain(maps.usual(problem), functions.fitted(short, end.of)):
+        for one in chain(outputs.usual(problem), operands.usual(problem), functions.fitted(short, end.of)):
             if self._short.left({op.name: op for op in one.ops}) <= _LEFT * self._off:
                 found.append(one)
             self._check()

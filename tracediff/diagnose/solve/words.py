@@ -81,9 +81,10 @@ class Speaker:
         """What is where nothing is stored; empty where all is."""
         n = int(np.prod(self.right.loops.shape))
         stored = np.unique(np.concatenate([np.zeros(0, int), *(one.at for one in edited.places())]))
-        if ((stored >= 0) & (stored < n)).sum() == n:
+        n_stored = ((stored >= 0) & (stored < n)).sum()
+        if n_stored == n:
             return ""
-        return f"; elsewhere the output is {memory or 'as it was: 0'}"
+        return f"; {'elsewhere ' if n_stored else ''}the output is {memory or 'as it was: 0'}"
 
     def _statement(self, a: ast.stmt, b: ast.stmt, edited: Bound) -> str:
         match a, b:

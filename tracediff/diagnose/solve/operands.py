@@ -1,0 +1,198 @@
+"""The right values of an input in other places: slices of it along an axis are other slices of it.
+
+Heads of K and V paired otherwise, a cache of which a slot is stale or was never written, a projection that reads heads
+and channels transposed. Maps that engines come to are tried; of V, which comes out added up, what the sum had of each
+position is solved for.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.solve.arrays import Flat
+from tracediff.diagnose.solve.look import Look
+from tracediff.diagnose.solve.maps import LOOK_AT_CACHE, Map, matched, named, slices, usual_of
+from tracediff.diagnose.solve.nouns import AXES
+from tracediff.diagnose.solve.parts import in_region
+from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.regions import Along, Region
+from tracediff.diagnose.solve.variant import Read, Solved
+from tracediff.numerics.evaluate import computed, noise_of
+from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.kind import Call, Made
+
+# The axes of each kind's inputs along which nothing moves in the output alike: what does is found there.
+_AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "linear": {"x": ("channel",)},
+    "rms_norm": {"x": ("channel",)},
+    "rope": {"x": ("channel",)},
+    "scores": {"q": ("query head",), "k": ("key head", "channel")},
+    "weighted_values": {"p": ("head",), "v": ("position", "value head")},
+}
+_LOOK = "how this input is laid out, and the strides it is read with"
+_OF_INPUT = 2.0  # bits more than of the output
+_SAME = 1e-3  # of the root mean square, to which a value that was solved for is another: a look, no verdict
+
+
+@dataclass(frozen=True, slots=True)
+class MovedInput:
+    """Computes an op of which an input has its slices along an axis elsewhere: `Op.rework`. The input is seen in
+    `shape`, where -1 is the axis that follows the step or the positions; without, as it is.
+    """
+
+    position: int
+    map: Map
+    axis: int
+    shape: tuple[int, ...]
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        return computed(replace(call.op, rework=None), call, self._read(call.inputs))
+
+    def noise(self, made: Made) -> Noise:
+        """That of the op."""
+        return noise_of(replace(made.op, rework=None), made, self._read(made.inputs))
+
+    def _read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        read = list(inputs)
+        read[self.position] = slices(read[self.position], self.map, self.axis, self.shape)
+        return read
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An input of a problem's op: its name in the loops, its axes with their sizes, and along which of these what
+    moves is not found in the output.
+    """
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+    along: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the op reads it."""
+        return tuple(n for _, n in self.axes)
+
+    def moved(self, problem: Problem, how: Map, axis: int, look: str = _LOOK) -> Solved:
+        """The op that reads it so."""
+        op, position = problem.op, problem.loops.loops.inputs.index(self.name)
+        seen = () if self.name == "p" else (-1, *self.shape[1:])  # of [H, T, S] two axes follow the step
+        changed = replace(op, rework=MovedInput(position, how, axis, seen))
+        noun, n = self.axes[axis]
+        words = f"as it reads {Read(op.inputs[position]).words(op)}, {how.words(noun, n)}"
+        return Solved((changed,), words, how.bits + _OF_INPUT, look)
+
+
+def operands(problem: Problem) -> Iterator[Operand]:
+    """The inputs of which slices may be read elsewhere."""
+    kind = problem.op.kind
+    for name, nouns in _AXES.get(kind, {}).items():
+        axes = tuple((noun, int(problem.loops.numbers[size])) for noun, size in AXES[kind][name])
+        yield Operand(name, axes, tuple(i for i, (noun, _) in enumerate(axes) if noun in nouns))
+
+
+def usual(problem: Problem) -> Iterator[Solved]:
+    """Maps of each input that engines come to."""
+    for operand in operands(problem):
+        for axis in operand.along:
+            yield from (operand.moved(problem, how, axis) for how in usual_of(operand.shape[axis]))
+
+
+def variants(problem: Problem, look: Look) -> Iterator[Solved]:
+    """Maps of an input that give the output, as far as a look tells."""
+    loops = problem.loops
+    for operand in operands(problem):
+        values = torch.from_numpy(loops.arrays[operand.name].take(np.arange(math.prod(operand.shape))))
+        for axis in operand.along:
+            for how in usual_of(operand.shape[axis]):
+                elsewhere = Flat(slices(values, how, axis, operand.shape).numpy())
+                seen = look.at(loops.with_(loops.source, {operand.name: elsewhere}, {}), "values")
+                if seen and seen.passes:
+                    yield operand.moved(problem, how, axis)
+        if operand.name == "v":
+            yield from _cached(problem, operand)
+
+
+# --- what was added up ------------------------------------------------------------------------------------------------
+
+
+def _cached(problem: Problem, operand: Operand) -> Iterator[Solved]:
+    """Positions of which the sum has what belongs to others, or nothing, in all value heads or in some."""
+    sums = _Sums.of(problem)
+    if not len(sums.heads):
+        return
+    right = sums.values[:, sums.heads]
+    near = np.full(right.shape, _SAME * np.sqrt(np.square(sums.values).mean()))
+    for there in sums.told():
+        there[(np.abs(there) <= near).all((1, 2))] = 0
+        source = matched(there, right, near, 0)
+        for how in named(source) if source is not None else ():
+            yield from _in_heads(problem, operand.moved(problem, how, 0, LOOK_AT_CACHE), sums.heads)
+
+
+def _in_heads(problem: Problem, solved: Solved, heads: np.ndarray) -> Iterator[Solved]:
+    n_heads, (_, width) = int(problem.loops.numbers["G"]), problem.loops.loops.shape
+    if len(heads) == n_heads:
+        yield solved
+    elif len(heads) == heads[-1] - heads[0] + 1:
+        each = width // n_heads
+        region = Region((Along(1, int(heads[0]) * each, (int(heads[-1]) + 1) * each),))
+        op = in_region(problem.op, solved.ops[0], region)
+        words = f"{region.words(KINDS[problem.op.kind].axis_names(op, 2))}: {solved.words}"
+        yield replace(solved, ops=(op,), words=words, bits=solved.bits + region.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Values [S, G, D] and how they are added up, [G, sums, S], for each value head; what is left of the sums, and how
+    near that must come to 0, [G, sums, D]; and the value heads of which some are wrong.
+    """
+
+    values: np.ndarray
+    shares: np.ndarray
+    left: np.ndarray
+    near: np.ndarray
+    heads: np.ndarray
+
+    @classmethod
+    def of(cls, problem: Problem) -> Self:
+        """Those of a problem; no heads where something is not finite."""
+        h, t, s, g, d = (int(problem.loops.numbers[name]) for name in "HTSGD")
+        shares = problem.loops.arrays["p"].take(np.arange(h * t * s)).reshape(g, h // g * t, s)
+        values = problem.loops.arrays["v"].take(np.arange(s * g * d)).reshape(s, g, d)
+        left, near, wrong = (
+            x.reshape(t, g, h // g, d).transpose(1, 2, 0, 3).reshape(g, -1, d)
+            for x in (problem.recorded - problem.exact, problem.near, problem.wrong)
+        )
+        heads = np.flatnonzero(wrong.any((1, 2)) & np.isfinite(left).all())
+        return cls(values, shares, left, near, heads)
+
+    def told(self) -> Iterator[np.ndarray]:
+        """What the sums had of the wrong heads' values, [S, heads, D]. From as many sums as positions all of them
+        follow; from fewer, as in steps of one token, each is tried as the only one that is another.
+        """
+        right = self.values[:, self.heads]
+        if self.shares.shape[1] >= len(right):
+            found = right.copy()
+            for i, head in enumerate(self.heads):
+                found[:, i] += np.linalg.lstsq(self.shares[head], self.left[head], rcond=None)[0]
+            yield found
+            return
+        left, near = self.left[self.heads], self.near[self.heads]
+        for position in range(len(right)):
+            shares = self.shares[self.heads, :, position]  # heads, sums
+            sizes = np.square(shares).sum(1)
+            if not sizes.all():
+                continue
+            by = np.einsum("gn,gnd->gd", shares, left) / sizes[:, None]
+            if (np.abs(left - shares[:, :, None] * by[:, None]) <= near).all():
+                found = right.copy()
+                found[position] += by
+                yield found

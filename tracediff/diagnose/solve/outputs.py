@@ -1,0 +1,78 @@
+"""The right values in other places, found by value: a slice of the output along an axis is another slice of it.
+
+Heads reversed, rows repeated or exchanged, a query that has the next one's result: whatever loop made them.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from tracediff.diagnose.rearranged import Rearranged
+from tracediff.diagnose.solve.maps import LOOK_AT_CACHE, Map, matched, named, slices, usual_of
+from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.variant import Solved
+from tracediff.model.graph import Op
+
+_LOOK = "the strides of its output and of the rows that it is made of"
+
+
+@dataclass(frozen=True, slots=True)
+class MovedOutput(Rearranged):
+    """An op whose output has its slices along an axis elsewhere. The output is seen in `shape`, where -1 is the axis
+    that follows the step; without, as it is.
+    """
+
+    map: Map
+    axis: int
+    shape: tuple[int, ...]
+
+    def moved(self, x: Tensor) -> Tensor:
+        """With its slices elsewhere."""
+        return slices(x, self.map, self.axis, self.shape)
+
+
+def variants(problem: Problem) -> Iterator[Solved]:
+    """Maps along each axis of the output that give all of it."""
+    for shape, axes, follows in views(problem):
+        right, there = problem.exact.reshape(shape), problem.recorded.reshape(shape)
+        near = problem.near.reshape(shape)
+        for axis, noun in enumerate(axes):
+            if shape[axis] > 1:
+                source = matched(there, right, near, axis)
+                for how in named(source) if source is not None else ():
+                    op, look = moved(problem.op, how, axis, shape, follows), LOOK_AT_CACHE if noun == "key" else _LOOK
+                    yield Solved((op,), how.words(noun, shape[axis]), how.bits + math.log2(len(axes)), look)
+
+
+def usual(problem: Problem) -> Iterator[Solved]:
+    """Maps along each axis that engines come to: by sizes that divide it, by few places; heads exchanged."""
+    for shape, axes, follows in views(problem):
+        for axis, noun in enumerate(axes):
+            for how in usual_of(shape[axis]):
+                op = moved(problem.op, how, axis, shape, follows)
+                yield Solved((op,), how.words(noun, shape[axis]), how.bits + math.log2(len(axes)), _LOOK)
+
+
+def moved(op: Op, how: Map, axis: int, shape: tuple[int, ...], follows: int) -> Op:
+    """The op with slices of its output elsewhere, seen in a shape of which one axis may follow the step."""
+    seen = tuple(-1 if i == follows else n for i, n in enumerate(shape)) if follows >= 0 else ()
+    return replace(op, rework=MovedOutput(how, axis, seen))
+
+
+def views(problem: Problem) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], int]]:
+    """Shapes that the output can be seen in, with nouns for their axes, and which of these follows the step (-1: it is
+    seen as it is).
+    """
+    shape = problem.loops.loops.shape
+    h, kind = problem.graph.hparams, problem.op.kind
+    if problem.op.axes[1:] == ("T", "S"):
+        yield shape, ("head", "query", "key"), -1
+        return
+    if len(shape) == 3:
+        yield shape, ("token", "head", "head channel"), 0
+    width = math.prod(shape[1:])
+    yield (shape[0], width), ("token", "channel"), 0
+    if len(shape) == 2 and kind == "weighted_values":
+        yield (shape[0], h.n_head, width // h.n_head), ("token", "head", "head channel"), 0
