@@ -1,8 +1,8 @@
 """The right values of an input in other places: slices of it along an axis are other slices of it.
 
 Heads of K and V paired otherwise, a cache of which a slot is stale or was never written, a projection that reads heads
-and channels transposed. Maps that engines come to are tried; of V, which comes out added up, what the sum had of each
-position is solved for.
+and channels transposed. Maps that engines come to are tried; any map is found where the input follows from the output: a
+norm or a matmul is undone, and what a weighted sum had of each position is solved for.
 """
 
 import math
@@ -37,6 +37,8 @@ _AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 _LOOK = "how this input is laid out, and the strides it is read with"
 _OF_INPUT = 2.0  # bits more than of the output
+_TOKENS = 8  # whose inputs are solved for
+_UNDONE = 1e10  # products, a second: matmuls that take more are not undone
 _SAME = 1e-3  # of the root mean square, to which a value that was solved for is another: a look, no verdict
 
 
@@ -118,6 +120,45 @@ def variants(problem: Problem, look: Look) -> Iterator[Solved]:
                     yield operand.moved(problem, how, axis)
         if operand.name == "v":
             yield from _cached(problem, operand)
+        elif operand.name == "x":
+            yield from _undone(problem, operand, values.numpy().reshape(operand.shape))
+
+
+# --- what the output tells of an input --------------------------------------------------------------------------------
+
+
+def _undone(problem: Problem, operand: Operand, values: np.ndarray) -> Iterator[Solved]:
+    """Any map of channels, where the output has enough to tell each of them: the op is undone."""
+    right, there = values[:_TOKENS], _before(problem, values)
+    if there is None or not np.isfinite(there).all():
+        return
+    for how in _named(there, right, 1):
+        yield operand.moved(problem, how, 1)
+
+
+def _before(problem: Problem, values: np.ndarray) -> np.ndarray | None:
+    """The input [T, n] of some tokens of which the op makes what was recorded; None where that does not follow."""
+    n_out = problem.loops.loops.shape[-1]
+    recorded, exact = (x.reshape(len(values), -1)[:_TOKENS] for x in (problem.recorded, problem.exact))
+    values, n = values[:_TOKENS], values.shape[1]
+    if problem.op.kind == "rms_norm":  # of the same values in another order the sum of squares is the same
+        with np.errstate(all="ignore"):
+            return recorded.reshape(values.shape) * values / exact.reshape(values.shape)
+    if problem.op.kind != "linear" or n_out < n or n_out * n * n > _UNDONE:
+        return None
+    w = problem.loops.arrays["w"].take(np.arange(n_out * n)).reshape(n_out, n)
+    try:
+        return values + np.linalg.solve(w.T @ w, w.T @ (recorded - exact).T).T
+    except np.linalg.LinAlgError:
+        return None
+
+
+def _named(there: np.ndarray, right: np.ndarray, axis: int) -> Sequence[Map]:
+    """The map along an axis by which one is the other, nearly."""
+    near = np.full(right.shape, _SAME * np.sqrt(np.square(right).mean()))
+    zero = (np.abs(there) <= near).all(tuple(a for a in range(there.ndim) if a != axis), keepdims=True)
+    source = matched(np.where(zero, 0.0, there), right, near, axis)
+    return named(source) if source is not None else []
 
 
 # --- what was added up ------------------------------------------------------------------------------------------------
@@ -128,12 +169,8 @@ def _cached(problem: Problem, operand: Operand) -> Iterator[Solved]:
     sums = _Sums.of(problem)
     if not len(sums.heads):
         return
-    right = sums.values[:, sums.heads]
-    near = np.full(right.shape, _SAME * np.sqrt(np.square(sums.values).mean()))
     for there in sums.told():
-        there[(np.abs(there) <= near).all((1, 2))] = 0
-        source = matched(there, right, near, 0)
-        for how in named(source) if source is not None else ():
+        for how in _named(there, sums.values[:, sums.heads], 0):
             yield from _in_heads(problem, operand.moved(problem, how, 0, LOOK_AT_CACHE), sums.heads)
 
 
