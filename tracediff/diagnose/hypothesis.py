@@ -154,7 +154,8 @@ class Trials:
         context = Context(graph, self._replay.weights.file, seen, None if seen else partial(self._wrong_from, record))
         names = list(dict.fromkeys(split(op.name)[1] for op in targets))
         # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone.
-        for chosen in [names, *([name] for name in names if len(names) > 1)]:
+        alone = [] if mistake.everywhere or len(names) == 1 else [[name] for name in names]
+        for chosen in (names, *alone):
             alike = [op for op in targets if split(op.name)[1] in chosen]
             for variant, changed in _by_variant(mistake, alike, context, only).items():
                 if only is None or only.variant == variant:

@@ -43,7 +43,7 @@ class _Rounding:
 
 @AREA.mistake(
     "activations_truncated", "8-bit activations are truncated towards 0, where rounding belongs",
-    "the cast to int8 in the quantisation of activations: round before it", MATMUL,
+    "the cast to int8 in the quantisation of activations: round before it", MATMUL, everywhere=True,
 )  # fmt: skip
 def _truncated(op: Op, context: Context) -> Variants:
     for group in _groups(op):
@@ -56,6 +56,7 @@ def _truncated(op: Op, context: Context) -> Variants:
 @AREA.mistake(
     "scales_of_first_row", "the 8-bit weights of every row are scaled as those of row 0",
     "the index of a weight's scales: it counts groups from the tensor's start, not from the row's", MATMUL,
+    everywhere=True,
 )  # fmt: skip
 def _first_scales(op: Op, context: Context) -> Variants:
     if len(op.weights[0].shape) < 2:

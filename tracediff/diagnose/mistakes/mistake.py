@@ -124,7 +124,9 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One known mistake. `where` says in which ops it is made; `look` where to look in one's code."""
+    """One known mistake. `where` says in which ops it is made; `look` where to look in one's code; `everywhere` that it
+    is in a routine that all these ops share, so that behind hidden states it is not tried in one of several.
+    """
 
     name: str
     text: str
@@ -133,18 +135,26 @@ class Mistake:
     change: Change
     link: str = ""
     number: Number | None = None
+    everywhere: bool = False
 
 
 class Area(list[Mistake]):
     """Mistakes in one part of an engine, in the order in which they are tried."""
 
     def mistake(
-        self, name: str, text: str, look: str, where: Where, link: str = "", number: Number | None = None
+        self,
+        name: str,
+        text: str,
+        look: str,
+        where: Where,
+        link: str = "",
+        number: Number | None = None,
+        everywhere: bool = False,
     ) -> Callable[[Change], Change]:
         """Adds the decorated change under this name."""
 
         def add(change: Change) -> Change:
-            self.append(Mistake(name, text, look, where, change, link, number))
+            self.append(Mistake(name, text, look, where, change, link, number, everywhere))
             return change
 
         return add

@@ -1,8 +1,8 @@
 """The right values of an input in other places: slices of it along an axis are other slices of it.
 
 Heads of K and V paired otherwise, a cache of which a slot is stale or was never written, a projection that reads heads
-and channels transposed. Maps that engines come to are tried; any map is found where the input follows from the output: a
-norm or a matmul is undone, and what a weighted sum had of each position is solved for.
+and channels transposed. Maps that engines come to are tried; any map is found where the input follows from the output:
+a norm or a matmul is undone, and what a weighted sum had of each position is solved for.
 """
 
 import math
