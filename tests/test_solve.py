@@ -717,6 +717,28 @@ def test_what_a_cache_holds_elsewhere_is_found(
 
 
 @pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("attn_kqv", slot(-1, lambda v: v[-2]), "attn_v, the last position has the values of the one before it"),
+        ("attn_scores", slot(3, lambda k: 0.0), "as it reads attn_k_rope, key 3 is 0"),
+        ("attn_scores", lambda k: k.flip(1), "as it reads attn_k_rope, key heads reversed"),
+    ],
+)
+def test_what_a_cache_holds_elsewhere_is_found_behind_hidden_states(
+    models: Models, tmp_path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor], said: str
+) -> None:
+    shape = Shape("qwen2", n_layer=1, n_embd=48, n_head=6, n_head_kv=2, n_ff=64, n_vocab=300)
+    wrong = in_cache(f"blk.0.{name}", change, decoding=True)
+    faulty = explained(models(shape), tmp_path, wrong, capture="layers", n_decode=2)
+    assert {op.step for op in faulty} == {1, 2}
+    for op in faulty:
+        assert op.cause, op.shape
+        assert f"{name}: as it reads" in op.cause.text
+        assert said in op.cause.text
+        assert "in some steps alone" in op.cause.text
+
+
+@pytest.mark.parametrize(
     ("arithmetic", "name"),
     [
         ("activations in bfloat16", "blk.0.attn_q"),

@@ -164,7 +164,7 @@ def named(source: np.ndarray) -> Sequence[Map]:
 def usual_of(n: int) -> Sequence[Map]:
     """Maps of an axis of `n`, without those that are the same."""
     sizes = [k for k in range(1, n) if n <= _FEW or k <= 4 or n % k == 0 or n - k == 1]
-    every = [Map("reversed"), Map("all", (0,)), Map("all", (n - 1,))]
+    every = [Map("reversed"), Map("last", (1,)), Map("all", (0,)), Map("all", (n - 1,))]
     for k in sizes:
         every += (Map(kind, (k,)) for kind in ("modulo", "repeated", "rotated", "transposed", "within", "strided"))
         every += (Map(kind, (by,)) for kind in ("shifted", "held") for by in (k, -k))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tracediff.diagnose.solve.arrays import Flat
 from tracediff.diagnose.solve.look import Look
-from tracediff.diagnose.solve.maps import LOOK_AT_CACHE, Map, matched, named, slices, usual_of
+from tracediff.diagnose.solve.maps import LOOK_AT_CACHE, ZERO, Map, matched, named, slices, usual_of
 from tracediff.diagnose.solve.nouns import AXES
 from tracediff.diagnose.solve.parts import in_region
 from tracediff.diagnose.solve.problem import Problem
@@ -37,6 +37,7 @@ _AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 _LOOK = "how this input is laid out, and the strides it is read with"
 _OF_INPUT = 2.0  # bits more than of the output
+_SLOTS = 64  # positions of a cache that are tried one by one
 _TOKENS = 8  # whose inputs are solved for
 _UNDONE = 1e10  # products, a second: matmuls that take more are not undone
 _SAME = 1e-3  # of the root mean square, to which a value that was solved for is another: a look, no verdict
@@ -105,6 +106,18 @@ def usual(problem: Problem) -> Iterator[Solved]:
     for operand in operands(problem):
         for axis in operand.along:
             yield from (operand.moved(problem, how, axis) for how in usual_of(operand.shape[axis]))
+
+
+def cached(problem: Problem) -> Iterator[Solved]:
+    """What is read of a cache: positions or heads elsewhere, or one position that is empty or has what belongs to the
+    one before.
+    """
+    for operand in operands(problem):
+        if operand.name in ("k", "v"):
+            n, n_heads, _ = operand.shape
+            one = (Map("listed", (at, of)) for at in range(min(n, _SLOTS)) for of in (ZERO, at - 1) if at or of == ZERO)
+            yield from (operand.moved(problem, how, 0, LOOK_AT_CACHE) for how in (*usual_of(n), *one))
+            yield from (operand.moved(problem, how, 1) for how in usual_of(n_heads))
 
 
 def variants(problem: Problem, look: Look) -> Iterator[Solved]:

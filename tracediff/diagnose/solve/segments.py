@@ -97,10 +97,12 @@ class Search:
         self._problems = [problem for op in segment.ops if (problem := self._whole.problem(op))]
 
     def found(self) -> Iterator[Solved]:
-        """What comes near, of each lot the cheapest first: edits without numbers, then those whose numbers are fitted;
-        then one call of a kernel that computes otherwise than its others. The later an op, the less follows it, the
-        sooner it is tried.
+        """What comes near, of each lot the cheapest first: what is read of the cache, for these are few; edits without
+        numbers, then those whose numbers are fitted; then one call of a kernel that computes otherwise than its others.
+        The later an op, the less follows it, the sooner it is tried.
         """
+        for problem in reversed(self._problems):
+            yield from self._elsewhere(operands.cached(problem))
         kinds: set[str] = set()
         for problem in reversed(self._problems):
             kin = [other for other in self._problems if other.op.kind == problem.op.kind]
@@ -179,6 +181,15 @@ class Search:
                 found.append(one)
             self._check()
         return sorted(found, key=lambda one: one.bits)
+
+    def _elsewhere(self, found: Iterator[Solved]) -> list[Solved]:
+        """Those that leave next to nothing of all tokens."""
+        near = []
+        for one in found:
+            self._check()
+            if self._whole.left({op.name: op for op in one.ops}) <= _LEFT * self._off:
+                near.append(one)
+        return sorted(near, key=lambda one: one.bits)
 
 
 @dataclass(frozen=True)
