@@ -1,6 +1,7 @@
 """Hypotheses: known mistakes tried on a record, and what explained one record carried over to its kin."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.fit import searched
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
-from tracediff.diagnose.solve.variant import relayered
+from tracediff.diagnose.solve.variant import Read, relayered
 from tracediff.model.graph import Op
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme
@@ -218,7 +219,22 @@ class Trials:
             return
         if ops:
             before = math.inf if found.may_turn else error.nmse
-            yield replace(found, ops=ops, local=self._replay.under(record, ops, before))
+            parts = self._renamed(found, ops)
+            yield replace(found, parts=parts, ops=ops, local=self._replay.under(record, ops, before))
+
+    def _renamed(self, found: Hypothesis, ops: Sequence[Op]) -> tuple[Part, ...]:
+        """The words of a solved edit as they are true of the same op in another layer: its inputs may have other names,
+        as the first residual adds to the embedding.
+        """
+        if SOLVED not in found.mistakes:
+            return found.parts
+        graph, text = self._replay.graph, found.parts[-1].text
+        for a, b in zip(found.ops, ops, strict=False):
+            here, there = graph[a.name], graph[b.name]
+            for before, after in zip(here.inputs, there.inputs, strict=False):
+                before, after = Read(before).words(here), Read(after).words(there)
+                text = re.sub(rf"(?<![\w.]){re.escape(before)}(?![\w.])(?! of the)", after, text)
+        return (*found.parts[:-1], replace(found.parts[-1], text=text))
 
     def _relayered(self, ops: Sequence[Op], segment: Sequence[str]) -> Iterator[Op]:
         """The changed ops in the segment's layer, where it has them all."""

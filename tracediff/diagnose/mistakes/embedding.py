@@ -100,14 +100,15 @@ def _right(op: Op, seen: Seen | None, taken: dict[int, int]) -> list[int]:
 
 
 def _told(taken: dict[int, int], right: list[int]) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """What makes these of those: a modulus, a clip, or a list."""
+    """What makes these of those: a modulus, a clip, or a list. A single id tells no rule."""
+    is_rule = len(taken) + len(right) > 1
     n, others = math.gcd(*(token - row for token, row in taken.items())), {*taken.values()}
-    if n > max((*others, *right)):
+    if is_rule and n > max((*others, *right)):
         yield f"are taken modulo {n}", lambda ids: ids % n
     (last, *more) = others
-    if not more and last >= max(right, default=0):
+    if is_rule and not more and last >= max(right, default=0):
         yield f"are clipped to {last}", lambda ids: ids.clamp(max=last)
-    if not more and min(taken) > max(right, default=-1):
+    if is_rule and not more and min(taken) > max(right, default=-1):
         first = min(taken)
         yield f"from {first} on are taken for {last}", lambda ids: torch.where(ids < first, ids, last)
     if len(taken) <= _LISTED:

@@ -61,7 +61,7 @@ class _Added(ast.NodeTransformer):
 
 def cached(problem: Problem) -> Iterator[Priced]:
     """What an op reads from the cache of earlier steps is another value: of another layer, or of another buffer that
-    these steps wrote; or 0.
+    these steps wrote; or 0. Or what steps after the first wrote to it is: a prompt has other kernels.
     """
     op, loops = problem.op, problem.loops
     name = {"scores": "k", "weighted_values": "v"}.get(op.kind, "")
@@ -69,13 +69,16 @@ def cached(problem: Problem) -> Iterator[Priced]:
         return
     own = op.inputs[1]
     right, place = f"= {name}[c * width + i]", "c * width + i"
-    what = f"cached {Read(own).words(op)}, of steps before this,"
-    yield Priced(
-        Variant(f"{what} counts as 0", loops.source.replace(right, f"{right} if c >= past[0] else 0")), 4.0, _CACHE
-    )
-    layers = [Read(reader.name, "all") for reader in problem.graph if split(reader.name)[1] in _CACHED]
-    others = [read for read in (*layers, *(Read(n, "before") for n in problem.names)) if read.name != own]
-    for other in others:
-        source = loops.source.replace(right, f"{right} if c >= past[0] else other[{place}]")
-        words = f"{what} is {Read(other.name).words(op)}"
-        yield Priced(Variant(words, source, arrays=(("other", other),)), 2.0 + math.log2(len(others)), _CACHE)
+    earlier = f"cached {Read(own).words(op)}, of steps before this,"
+    decoded = f"cached {Read(own).words(op)}, of steps after the first,"
+    for what, kept in ((earlier, "c >= past[0]"), (decoded, "starts[c] == 0")):
+        source = loops.source.replace(right, f"{right} if {kept} else 0")
+        yield Priced(Variant(f"{what} counts as 0", source), 4.0, _CACHE)
+    cached_ = [Read(reader.name, "all") for reader in problem.graph if split(reader.name)[1] in _CACHED]
+    # Buffers end before this step: of its own positions they say nothing.
+    buffers = [Read(name, "before") for name in problem.names]
+    for what, kept, others in ((earlier, "c >= past[0]", cached_ + buffers), (decoded, "starts[c] == 0", cached_)):
+        for other in (read for read in others if read.name != own):
+            source = loops.source.replace(right, f"{right} if {kept} else other[{place}]")
+            words = f"{what} is {Read(other.name).words(op)}"
+            yield Priced(Variant(words, source, arrays=(("other", other),)), 2.0 + math.log2(len(others)), _CACHE)

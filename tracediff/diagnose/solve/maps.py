@@ -58,6 +58,10 @@ class Map:
                 return np.full(n, one)
             case "held", (by,):
                 return np.clip(at + by, 0, n - 1)
+            case "every", (first, step, by):
+                return np.where(
+                    (at >= first) & ((at - first) % step == 0) & (at + by >= 0) & (at + by < n), at + by, at
+                )
             case "last", (by,):
                 return np.where(at == max(n - 1, by), at - by, at)
             case "within", (size,):  # reversed within groups
@@ -92,6 +96,9 @@ class Map:
                 other, end = (f"the {nth(by)} after", "last") if by > 0 else (f"the {nth(-by)} before", "first")
                 ends = f"the {end} {noun} is right" if abs(by) == 1 else f"and the {end} {abs(by)} those of the {end}"
                 return f"each {noun} has the values of {other} it, {ends}"
+            case "every", (first, step, by):
+                other = f"the {nth(by)} after it" if by > 0 else f"the {nth(-by)} before it"
+                return f"every {nth(step)} {noun} from {first} on has the values of {other}"
             case "last", (by,):
                 return f"the last {noun} has the values of the {nth(by)} before it"
             case "within", (size,):
@@ -151,6 +158,9 @@ def named(source: np.ndarray) -> Sequence[Map]:
     candidates += [Map("transposed", (m,)) for m in range(2, n) if n % m == 0]
     candidates += [Map("within", (int(first) + 1,))] if first > 0 else []
     candidates += [Map("strided", (int(source[1]),))] if n > 1 and source[1] > 1 else []
+    if len(wrong) > 2:
+        first, step = int(wrong[0]), int(wrong[1] - wrong[0])
+        candidates += [Map("every", (first, step, int(source[first]) - first))] if step > 1 else []
     for one in candidates:
         if (one.of(n) == source).all():
             return [one]
