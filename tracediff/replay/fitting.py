@@ -73,7 +73,7 @@ class Fitting:
         kept: list[Scheme] = []
         for scheme in close:
             covered = {op for other in kept for op in sound[other]}
-            hidden = scheme in PLAIN and not all(self._judged(record, scheme).faulty for record in records)
+            hidden = scheme in PLAIN and not any(self._judged(record, scheme).faulty for record in records)
             if sound[scheme] - covered or not covered or hidden:
                 kept.append(scheme)
         return Choice(tuple(kept), True, least)

@@ -1,5 +1,6 @@
 """Mistakes in rotary embedding."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from tracediff.numerics.kinds.rope import Angles
 from tracediff.numerics.kinds.rope import rope as turned
 
 AREA = Area()
+_WHOLE = 1e-4  # to which a number of pairs is whole
 _ROWS = 64  # tokens that a base is fitted to
 _OCTAVES = range(-12, 13)  # about the right base, or scale
 _FACTORS = (0.5, 2.0, 0.25, 4.0, 0.125, 8.0)  # of linear rope scaling
@@ -269,8 +271,14 @@ def _scale(op: Op, context: Context) -> Variants:
     for rows in _MORE:  # the more positions the faster what is not quite right goes round
         starts = [right * 2.0**i for i in _OCTAVES] if number is None else [number]
         number = _fitted(op, context, context.seen, lambda scale: {"freq_scale": scale}, starts, rows) or number
-    if number is not None:
+    if number is not None and not _is_of_exponent(number / right, op.attrs["rope"]):
         yield _scaling(op, number)
+
+
+def _is_of_exponent(factor: float, rope: Rope) -> bool:
+    """Whether an exponent of the frequencies that is off by a whole number comes to this factor: that is said then."""
+    pairs = rope.n_rot / 2 * math.log(factor) / math.log(rope.theta)
+    return abs(pairs) > _WHOLE and abs(pairs - round(pairs)) < _WHOLE
 
 
 @AREA.mistake("rope_skipped", "rope is not applied", "whether rope is applied at all", ROPE)
