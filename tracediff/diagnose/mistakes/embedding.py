@@ -48,10 +48,10 @@ def _embedding_row_off(op: Op, _: Context) -> Variants:
     what = "position" if op.inputs[0] == "positions" else "token"
     for by in (1, -1, 2, -2):
 
-        def read(file: GGUFFile, info: TensorInfo, by: int = by) -> Tensor:
-            return values_of(file, info).roll(-by, 0)
+        def rows(ids: Tensor, by: int = by) -> Tensor:
+            return (ids + by) % len(ids)
 
-        yield reading(op, read), f"{what} t has row t {'+' if by > 0 else '-'} {abs(by)} of {op.weights[0].name}"
+        yield _other_rows(op, rows), f"{what} t has row t {'+' if by > 0 else '-'} {abs(by)} of {op.weights[0].name}"
 
 
 @AREA.mistake(
@@ -64,7 +64,7 @@ def _cut(op: Op, context: Context) -> Variants:
     for bits in (8, 16):
         if op.weights[0].shape[0] > 1 << bits:
             yield _other_rows(op, lambda t, bits=bits: t % (1 << bits)), f"{what} are cut to {bits} bits"  # type: ignore[misc]
-    for words, rows in _told(taken, _right(op, context.seen, taken)) if context.seen and taken else ():
+    for words, rows in _told(taken, _right(context.seen, taken)) if context.seen and taken else ():
         yield Variant(_other_rows(op, rows), f"{what} {words}", fitted=True)
 
 
@@ -94,26 +94,30 @@ def _taken(op: Op, context: Context, seen: Seen) -> dict[int, int]:
     return found
 
 
-def _right(op: Op, seen: Seen | None, taken: dict[int, int]) -> list[int]:
+def _right(seen: Seen, taken: dict[int, int]) -> list[int]:
     """The ids that have their own rows."""
-    return [token for token in (seen.inputs[0].flatten().tolist() if seen else ()) if token not in taken]
+    return [token for token in seen.inputs[0].flatten().tolist() if token not in taken]
 
 
 def _told(taken: dict[int, int], right: list[int]) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """What makes these of those: a modulus, a clip, or a list. A single id tells no rule."""
-    is_rule = len(taken) + len(right) > 1
-    n, others = math.gcd(*(token - row for token, row in taken.items())), {*taken.values()}
-    if is_rule and n > max((*others, *right)):
-        yield f"are taken modulo {n}", lambda ids: ids % n
-    (last, *more) = others
-    if is_rule and not more and last >= max(right, default=0):
-        yield f"are clipped to {last}", lambda ids: ids.clamp(max=last)
-    if is_rule and not more and min(taken) > max(right, default=-1):
-        first = min(taken)
-        yield f"from {first} on are taken for {last}", lambda ids: torch.where(ids < first, ids, last)
+    if len(taken) + len(right) > 1:
+        yield from _rules(taken, right)
     if len(taken) <= _LISTED:
         listed = ", ".join(f"{token} for {row}" for token, row in sorted(taken.items()))
         yield f"are taken for others: {listed}", lambda ids: _listed(ids, taken)
+
+
+def _rules(taken: dict[int, int], right: list[int]) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    n, others = math.gcd(*(token - row for token, row in taken.items())), {*taken.values()}
+    if n > max((*others, *right)):
+        yield f"are taken modulo {n}", lambda ids: ids % n
+    (last, *more) = others
+    if not more and last >= max(right, default=0):
+        yield f"are clipped to {last}", lambda ids: ids.clamp(max=last)
+    if not more and min(taken) > max(right, default=-1):
+        first = min(taken)
+        yield f"from {first} on are taken for {last}", lambda ids: torch.where(ids < first, ids, last)
 
 
 def _listed(ids: Tensor, taken: dict[int, int]) -> Tensor:

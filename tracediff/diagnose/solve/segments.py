@@ -102,7 +102,7 @@ class Search:
         The later an op, the less follows it, the sooner it is tried.
         """
         for problem in reversed(self._problems):
-            yield from self._elsewhere(operands.cached(problem))
+            yield from self._near(operands.cached(problem), self._whole)
         kinds: set[str] = set()
         for problem in reversed(self._problems):
             kin = [other for other in self._problems if other.op.kind == problem.op.kind]
@@ -176,18 +176,15 @@ class Search:
                 terms.counted(short, end.left),
             ),
         )
-        for one in chain(outputs.usual(problem), operands.usual(problem), functions.fitted(short, end.of)):
-            if self._short.left({op.name: op for op in one.ops}) <= _LEFT * self._off:
-                found.append(one)
-            self._check()
-        return sorted(found, key=lambda one: one.bits)
+        others = chain(outputs.usual(problem), operands.usual(problem), functions.fitted(short, end.of))
+        return sorted([*found, *self._near(others, self._short)], key=lambda one: one.bits)
 
-    def _elsewhere(self, found: Iterator[Solved]) -> list[Solved]:
-        """Those that leave next to nothing of all tokens."""
+    def _near(self, found: Iterator[Solved], segment: Segment) -> list[Solved]:
+        """Those that leave next to nothing of a segment, the cheapest first."""
         near = []
         for one in found:
             self._check()
-            if self._whole.left({op.name: op for op in one.ops}) <= _LEFT * self._off:
+            if segment.left({op.name: op for op in one.ops}) <= _LEFT * self._off:
                 near.append(one)
         return sorted(near, key=lambda one: one.bits)
 
