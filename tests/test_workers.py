@@ -44,8 +44,10 @@ def judged(trace: Path, model: Path, **effort: object) -> str:
 def test_a_cluster_gives_the_same_bytes_though_a_worker_dies(
     trace: Path, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed")
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    starts, start = [], ray.init
+    monkeypatch.setattr(ray, "init", lambda **how: starts.append(how) or start(**how))
     died, do = tmp_path / "died", workers._do_job
 
     def dies_once(job: workers._Job, one: object) -> object:
@@ -59,6 +61,7 @@ def test_a_cluster_gives_the_same_bytes_though_a_worker_dies(
     died.mkdir()
     alone, there = judged(trace, models("tiny")), judged(trace, models("tiny"), workers=2, ray="local")
     assert {mark.name for mark in died.iterdir()} == {"judging", "explaining"}
+    assert len(starts) == 1, "to start takes seconds: once for judging and explaining"
     assert alone == there
     assert {one["cause"]["name"] for one in json.loads(alone)["faulty"]} == {"rope_pairing", "act_gelu"}
 

@@ -22,6 +22,7 @@ from tracediff.findings.tell import told
 from tracediff.judge import UNCOVERED, USUAL, Policy, coarsest, judge, verdict
 from tracediff.model.vocabulary import Vocabulary
 from tracediff.names import kind_of, layer_of
+from tracediff.replay.cluster import Cluster, connected
 from tracediff.replay.coverage import measure_coverage
 from tracediff.replay.starting import begin
 from tracediff.result import Cause, OpResult, Result, WeightResult
@@ -81,12 +82,15 @@ def compare_traces(
     if model:
         refuse_another_model(c, model)
         refuse_another_model(r, model)
-        *judged, theirs = _replayed(model, [*((side, arithmetic) for side in sides), (r, None)], effort, progress)
-        measured = [
-            [_with_replay(op, model, one, theirs) for op in ops] for ops, one in zip(measured, judged, strict=True)
-        ]
-        notes += [*theirs.notes, *judged[0].notes, *judged[0].ties(r)]
-    return _result(measured, weights, notes, r, sides, judged, model, policy, effort, progress)
+    with connected(effort.ray if model else None, effort.workers) as cluster:
+        if model:
+            given = [*((side, arithmetic) for side in sides), (r, None)]
+            *judged, theirs = _replayed(model, given, effort, cluster, progress)
+            measured = [
+                [_with_replay(op, model, one, theirs) for op in ops] for ops, one in zip(measured, judged, strict=True)
+            ]
+            notes += [*theirs.notes, *judged[0].notes, *judged[0].ties(r)]
+        return _result(measured, weights, notes, r, sides, judged, model, policy, effort, progress)
 
 
 def check_trace(
@@ -105,10 +109,11 @@ def check_trace(
     policy.check([*(op for _, op in c.ops), *_required_of(model, policy)])
     refuse_another_model(c, model)
     weights = weights_of(sides, [list(compare_weights(None, side, model)) for side in sides])
-    judged = _replayed(model, [(side, arithmetic) for side in sides], effort, progress)
-    checked = [_checked(side, model, one) for side, one in zip(sides, judged, strict=True)]
-    notes = [*trace_notes(c), *judged[0].notes, *judged[0].ties(None)]
-    return _result(checked, weights, notes, None, sides, judged, model, policy, effort, progress)
+    with connected(effort.ray, effort.workers) as cluster:
+        judged = _replayed(model, [(side, arithmetic) for side in sides], effort, cluster, progress)
+        checked = [_checked(side, model, one) for side, one in zip(sides, judged, strict=True)]
+        notes = [*trace_notes(c), *judged[0].notes, *judged[0].ties(None)]
+        return _result(checked, weights, notes, None, sides, judged, model, policy, effort, progress)
 
 
 def _checked(trace: Trace, model: "Model", judged: "Judged") -> list[OpResult]:
@@ -231,17 +236,21 @@ def _result(
 
 
 def _replayed(
-    model: "Model", sides: Iterable[tuple[Trace, str | None]], effort: Effort, progress: Progress
+    model: "Model",
+    sides: Iterable[tuple[Trace, str | None]],
+    effort: Effort,
+    cluster: Cluster | None,
+    progress: Progress,
 ) -> "list[Judged]":
     """Each trace, in its arithmetic if given. Replay needs torch, which `compare` without a model does without."""
-    if effort.workers > 1 and not effort.ray:
+    if effort.workers > 1 and not cluster:
         begin()
     from tracediff.diagnose.judged import replay_and_explain
     from tracediff.replay.judging import Subject
     from tracediff.replay.workers import Workers
 
     subjects = [Subject(side, _held(side, model), arithmetic) for side, arithmetic in sides]
-    workers = Workers(effort.workers, effort.ray)
+    workers = Workers(effort.workers, cluster)
     return replay_and_explain(model, subjects, workers, lambda f: progress("replay", f), effort.device)
 
 

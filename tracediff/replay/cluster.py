@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -15,6 +16,16 @@ _PATIENCE = 5.0  # seconds in which an address answers; Ray waits for minutes
 # HTTP/2, which all of Ray speaks: a client's first bytes with empty settings, and how a server's begin to answer.
 _HELLO, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), 4
 _Done = TypeVar("_Done")
+
+
+@contextmanager
+def connected(address: str | None, n: int) -> "Iterator[Cluster | None]":
+    """The cluster at an address; "local" starts one of `n` cores of this machine, and ends it. None of no address."""
+    if address is None:
+        yield None
+        return
+    with Cluster(address, n) as cluster:
+        yield cluster
 
 
 class Cluster:

@@ -16,6 +16,8 @@ from multiprocessing.process import BaseProcess
 from threading import Thread
 from typing import TypeVar
 
+from tracediff.process import keep_memory
+
 Job = TypeVar("Job")
 _NEEDED = ["tracediff.diagnose.judged", "tracediff.diagnose.explain"]
 
@@ -40,6 +42,7 @@ def processes(n: int, prepare: Callable[[Job], object], job: Job) -> ProcessPool
 
 
 def _prepared(prepare: Callable[[Job], object], job: Job) -> None:
+    keep_memory()
     Thread(target=_end_with, args=[parent_process()], daemon=True).start()
     prepare(job)
 

@@ -30,13 +30,10 @@ Done = TypeVar("Done")
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """What judges and explains: so many processes of this machine, or as many of the Ray cluster at this address.
-
-    "local" starts a cluster of this machine alone.
-    """
+    """What judges and explains: so many processes of this machine, or those of a Ray cluster."""
 
     n: int = 1
-    ray: str | None = None
+    cluster: Cluster | None = None
 
 
 ALONE = Workers()
@@ -65,7 +62,7 @@ def judged_by(
 
     They share this process's threads, so figures may differ in the last of 16 digits from those of another number of
     them; with as many threads each the result is the same to the bit. Raises EngineError where a process is ended from
-    outside, or without Ray.
+    outside.
     """
     if workers == ALONE:
         yield from judge_all(replays, progress)
@@ -91,10 +88,9 @@ def spread(
     Each opens the files itself, and takes the plans that were made. `do` is a module's function.
     """
     plans = [replay.plan for replay in replays]
-    if workers.ray:
-        with Cluster(workers.ray, workers.n) as cluster:
-            job = _Job(os.urandom(8).hex(), do, model, subjects, plans, 1)  # to Ray a task is a core
-            yield from cluster.done(_do_job, job, given(cluster.n_cores))
+    if workers.cluster:
+        job = _Job(os.urandom(8).hex(), do, model, subjects, plans, 1)  # to Ray a task is a core
+        yield from workers.cluster.done(_do_job, job, given(workers.cluster.n_cores))
         return
     shares = given(workers.n)
     n = min(workers.n, len(shares))
