@@ -34,7 +34,7 @@ MAY = {
     "tracediff.numerics": {"errors", "names", "model"},
     "tracediff.engine": {"errors", "names", "model", "numerics", "trace", "diagnose", "reference"},
     "tracediff.compare": {"errors", "names", "model", "trace", "result"},
-    "tracediff.replay": {"errors", "names", "model", "numerics", "trace", "result"},
+    "tracediff.replay": {"errors", "names", "model", "numerics", "process", "trace", "result"},
     "tracediff.judge": {"errors", "names", "result"},
     "tracediff.diagnose": {"errors", "names", "model", "numerics", "trace", "result", "replay"},
     "tracediff.audit": {"errors", "findings", "names", "model", "trace", "result", "compare", "diagnose"},
