@@ -236,11 +236,11 @@ def _source(path: str) -> Any:
     return module
 
 
-# ---- tinygrad
+# ---- modules that no hooks of torch reach
 
 
 class _Tapped:
-    """A module of tinygrad whose output, and input where it has a name, are recorded."""
+    """A module whose output, and input where it has a name, are recorded."""
 
     def __init__(self, module: Any, output: Callable[[Any], Any], given: Callable[[Any], Any] = lambda x: x) -> None:
         self._module, self._output, self._given = module, output, given
@@ -248,8 +248,101 @@ class _Tapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def __call__(self, x: Any) -> Any:
-        return self._output(self._module(self._given(x)))
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._output(self._module(self._given(x), *args, **kwargs))
+
+
+# ---- mlx-lm
+
+# Of each module in a block of mlx-lm: the op that it is, and where it is the only one to be handed it, the op before.
+_MLX = {
+    "input_layernorm": ("attn_norm", ""), "self_attn.q_proj": ("attn_q", ""), "self_attn.k_proj": ("attn_k", ""),
+    "self_attn.v_proj": ("attn_v", ""), "self_attn.q_norm": ("attn_q_norm", ""),
+    "self_attn.k_norm": ("attn_k_norm", ""), "self_attn.o_proj": ("attn_output", "attn_kqv"),
+    "post_attention_layernorm": ("ffn_norm", "attn_residual"), "mlp.gate_proj": ("ffn_gate", ""),
+    "mlp.up_proj": ("ffn_up", ""), "mlp.down_proj": ("ffn_down", "ffn_act"),
+}  # fmt: skip
+
+
+def mlx(dtype: str) -> Trace:
+    """Its own classes, given the file's values."""
+
+    def trace(model: Path, out: Path) -> None:
+        import mlx.core as mx
+        from mlx_lm.models.cache import KVCache
+
+        lm = _mlx_model(model, getattr(mx, {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}[dtype]))
+        cache = [KVCache() for _ in lm.layers]
+        with taps(model, out, "mlx") as tap:
+            record = _recording(tap, lambda x: torch.from_numpy(np.array(x.astype(mx.float32))).to(DTYPES[dtype]))
+            _tap_mlx(lm, record)
+            for step, given in enumerate(STEPS):
+                tap.begin(step, given)
+                logits = lm(mx.array([list(given.tokens)]), cache=cache)
+                record("output")(logits)
+
+    return trace
+
+
+def _mlx_model(model: Path, dtype: Any) -> Any:
+    import importlib
+
+    import mlx.core as mx
+
+    opened = Model(model)
+    h = opened.graph.hparams
+    theirs = importlib.import_module(f"mlx_lm.models.{h.arch}")
+    tied = "output.weight" not in opened.tensors
+    lm = theirs.Model(
+        theirs.ModelArgs.from_dict(
+            {
+                "model_type": h.arch, "hidden_size": h.n_embd, "num_hidden_layers": h.n_layer,
+                "intermediate_size": h.n_ff, "num_attention_heads": h.n_head, "rms_norm_eps": h.eps,
+                "vocab_size": h.n_vocab, "num_key_value_heads": h.n_head_kv, "max_position_embeddings": 64,
+                "head_dim": h.head_dim, "tie_word_embeddings": tied, "rope_theta": h.rope.theta,
+            }
+        )
+    )  # fmt: skip
+    names: dict[str, tuple[str, ...]] = {
+        f"{at}.{part}": (f"{ours}.{part}",)
+        for at, (ours, _) in _MLX.items() for part in ("weight", "bias")
+    }  # fmt: skip
+    whole = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm"}
+    whole |= {} if tied else {"lm_head.weight": "output"}
+    state = _state(opened, whole, "model.layers", names, halves=True)
+    lm.load_weights([(name, mx.array(values.numpy()).astype(dtype)) for name, values in state.items()])
+    return lm
+
+
+def _tap_mlx(lm: Any, record: Callable[..., Callable[[Any], Any]]) -> None:
+    for n, block in enumerate(lm.layers):
+        for at, (ours, before) in _MLX.items():
+            *parents, name = at.split(".")
+            parent = getattr(block, parents[0]) if parents else block
+            if hasattr(parent, name):
+                before = before or (f"ffn_residual@{n - 1}" if n and ours == "attn_norm" else "")
+                earlier, _, layer = before.partition("@")
+                given = record(f"blk.{layer or n}.{earlier}") if before else lambda x: x
+                setattr(parent, name, _Tapped(getattr(parent, name), record(f"blk.{n}.{ours}"), given))
+        attention = block.self_attn
+        attention.rope = _Turns(attention.rope, [record(f"blk.{n}.attn_{x}_rope", heads=True) for x in "qk"])
+    last = record(f"blk.{len(lm.layers) - 1}.ffn_residual")
+    lm.model.norm = _Tapped(lm.model.norm, record("output_norm"), last)
+    lm.model.embed_tokens = _Tapped(lm.model.embed_tokens, record("token_embd"))
+
+
+class _Turns:
+    """Rope, called for Q and K by turns."""
+
+    def __init__(self, rope: Any, outputs: list[Callable[[Any], Any]]) -> None:
+        self._rope, self._outputs = rope, outputs
+
+    def __call__(self, x: Any, **given: Any) -> Any:
+        self._outputs.reverse()
+        return self._outputs[1](self._rope(x, **given))
+
+
+# ---- tinygrad
 
 
 def tinygrad(model: Path, out: Path) -> None:
@@ -261,7 +354,7 @@ def tinygrad(model: Path, out: Path) -> None:
     rotate = llm.apply_rope
     with taps(model, out, "tinygrad") as tap, ExitStack() as patched:
         patched.callback(setattr, llm, "apply_rope", rotate)
-        record = _recording(tap)
+        record = _recording(tap, lambda x: torch.from_numpy(x.realize().numpy()))
         for n, block in enumerate(transformer.blk):
             _tap_block(block, f"blk.{n}", record)
         for step, given in enumerate(STEPS):
@@ -275,10 +368,10 @@ def tinygrad(model: Path, out: Path) -> None:
             record("output")(transformer.output(record("output_norm")(transformer.output_norm(x))))
 
 
-def _recording(tap: Taps) -> Callable[..., Callable[[Any], Any]]:
+def _recording(tap: Taps, read: Callable[[Any], torch.Tensor]) -> Callable[..., Callable[[Any], Any]]:
     def record(name: str, heads: bool = False) -> Callable[[Any], Any]:
         def recorded(x: Any) -> Any:
-            values = torch.from_numpy(x.realize().numpy())
+            values = read(x)
             (tap.of_heads if heads else tap.op)(name, values)
             return x
 

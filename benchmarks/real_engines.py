@@ -2,12 +2,12 @@
 
     python benchmarks/real_engines.py [--packages FOLDER] [--engine NAME=COMMAND] [--only NAME] [--out PAGE]
 
-transformers, litgpt, LLMs-from-scratch and tinygrad come from PyPI: what is not installed beside tracediff may lie in
-FOLDER, as may a clone of gpt-fast (`pip install --target FOLDER --no-deps litgpt lightning lightning-utilities
-torchmetrics llms-from-scratch requests tinygrad==0.13.0`; tinygrad calls clang). Any other engine takes part by a
-command that writes a trace itself, as with emitters/c: {model}, {tokens} and {out} in it become the GGUF file, the
-prompt's ids with commas between, and the trace (`c_engines.py` runs C engines from their source so). A model that it
-cannot run it refuses with exit code 77. Each engine has a process of its own.
+transformers, litgpt, LLMs-from-scratch, mlx-lm and tinygrad come from PyPI: what is not installed beside tracediff may
+lie in FOLDER, as may a clone of gpt-fast (`pip install --target FOLDER --no-deps litgpt lightning lightning-utilities
+torchmetrics llms-from-scratch requests mlx mlx-cpu mlx-lm tinygrad==0.13.0`; tinygrad calls clang). Any
+other engine takes part by a command that writes a trace itself, as with emitters/c: {model}, {tokens} and {out} in it
+become the GGUF file, the prompt's ids with commas between, and the trace (`c_engines.py` runs C engines from their
+source so). A model that it cannot run it refuses with exit code 77. Each engine has a process of its own.
 """
 
 import argparse
@@ -54,6 +54,7 @@ ENGINES: dict[str, adapters.Trace] = {
     **{f"litgpt, {dtype}": adapters.litgpt(dtype) for dtype in ("f32", "bf16", "f16")},
     **{f"gpt-fast, {dtype}": adapters.gpt_fast(dtype) for dtype in ("f32", "bf16", "f16")},
     **{f"LLMs-from-scratch, {dtype}": adapters.llms_from_scratch(dtype) for dtype in ("f32", "bf16")},
+    **{f"mlx, {dtype}": adapters.mlx(dtype) for dtype in ("f32", "bf16", "f16")},
     "tinygrad": adapters.tinygrad,
 }
 
@@ -176,7 +177,7 @@ def report(rows: list[Row], command: str, seconds: float) -> str:
     judged = [row for row in rows if row.verdict != "not run"]
     alarms = [row for row in judged if not row.passes]
     versions = []
-    for package in ("transformers", "torch", "litgpt", "tinygrad"):
+    for package in ("transformers", "torch", "litgpt", "mlx", "tinygrad"):
         if package != "torch" and not any(row.engine.startswith(package) for row in judged):
             continue
         try:

@@ -57,14 +57,15 @@ def traced(
     change: Callable[[Op], Op] = lambda op: op,
     held: Callable[[str, np.ndarray], np.ndarray | None] = lambda name, values: None,
     arithmetic: str | None = None,
+    computed: torch.dtype = torch.float32,
     written: torch.dtype = torch.float32,
     capture: str = "all",
     says_its_weights: bool = True,
 ) -> Path:
-    """A float32 engine that `change`s ops, holds other weights, and writes its trace in another type."""
+    """An engine that `change`s ops, holds other weights, and writes its trace in another type."""
     file = GGUFFile(model)
     graph = build_graph(file)
-    weights = Weights(file, torch.float32)
+    weights = Weights(file, computed)
     tensors = FileTensors(file)
     mine = {weight.name: held(weight.name, tensors.get(weight.name)) for op in graph for weight in op.weights}
     weights = weights.holding({name: values for name, values in mine.items() if values is not None})
@@ -381,6 +382,25 @@ def test_an_engine_in_half_precision_reads_what_it_recorded(dtype: str, models: 
     result = check_trace(torch_trace(model, dtype=dtype), model)
     assert faulty(result) == []
     assert result.notes == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_silu_may_be_computed_in_half_precision_step_by_step(
+    dtype: torch.dtype, models: Models, tmp_path: Path
+) -> None:
+    """As MLX has it, x * sigmoid(x), where torch rounds once: every ffn_act was faulty."""
+
+    def silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.to(dtype), up.to(dtype)
+        low = 1 / (1 + gate.abs().exp())
+        return gate * torch.where(gate < 0, low, 1 - low) * up
+
+    model = models(SHAPE, "F16")
+    trace = traced(
+        model, tmp_path / "silu.trace", computed=dtype, written=dtype,
+        change=lambda op: replace(op, function=silu) if op.kind == "swiglu" else op,
+    )  # fmt: skip
+    assert faulty(check_trace(trace, model)) == []
 
 
 @pytest.mark.parametrize("capture", ["all", "layers"])
