@@ -265,6 +265,18 @@ def test_a_sink_takes_its_share_and_a_soft_cap_bends() -> None:
     np.testing.assert_allclose(softmax(x, at, at, sinks, scale=0.7, softcap=2.0), by_hand, rtol=1e-12)
 
 
+def test_a_scale_is_a_constant_that_roundings_made(tmp_path: Path) -> None:
+    """YaRN's mscale^2 / sqrt(40) for a factor of 40: in float64, and as llama.cpp has it, 2.5 units from that."""
+    in_float64, theirs = (0.1 * math.log(40) + 1) ** 2 / math.sqrt(40), 0.2962823212146759
+    at = torch.arange(T)
+    op = Op("softmax", "softmax", ("x", "positions", "positions"), (H, "T", "S"), attrs={"scale": theirs})
+    scores = 120 * torch.from_numpy(normal(H, T, T))
+    file = opened(CASES[0], tmp_path)[1]
+    exact, floor = made(op, file, [scores.double(), at, at], HELD["f32"], "f32")
+    engine = evaluate(op.with_attrs(scale=float(np.float32(in_float64))), [scores, at, at], Weights(file)).double()
+    assert excess(engine, exact, floor)[0] <= 1
+
+
 @pytest.mark.parametrize(
     ("visible", "keys"),
     [

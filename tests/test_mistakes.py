@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from conftest import some_of
+from conftest import Models, some_of
 
 from tracediff.diagnose.mistakes import BANK, experts, parts, states
 from tracediff.diagnose.mistakes.mistake import Context, Variant
@@ -27,6 +27,7 @@ from tracediff.names import split
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.views import seen
 from tracediff.pipeline import check_trace, compare_traces
+from tracediff.trace.shapes import Misfit, misfit
 from tracediff.trace.writer import TraceWriter
 
 Tiny = Callable[[str], Path]
@@ -165,6 +166,63 @@ def test_ties_are_no_faults_whichever_expert_is_taken(tiny: Tiny, tmp_path: Path
     n = 2 * (len(TOKENS * 9) + 2)
     assert f"ffn_moe_topk is another choice than its scores say in {n} of {n} tokens" in "".join(result.notes)
     assert f"{n} of these are ties" in "".join(result.notes)
+
+
+def test_a_choice_that_does_not_mind_groups_is_located(tmp_path: Path) -> None:
+    """Two of four groups of two experts are chosen first; what is tried on that has other shapes than experts have."""
+    groups = {"expert_count": 8, "expert_group_count": 4, "expert_group_used_count": 2}
+    model = tiny_models.write("deepseek2", tmp_path / "a.gguf", others=groups)
+    file = GGUFFile(model)
+    graph = build_graph(file)
+    choice = graph["blk.1.ffn_moe_topk"]
+    biased = replace(choice, inputs=("blk.1.ffn_moe_probs_biased",), views=())
+    left_out = [op for op in graph if "get_rows" in op.name or (op.kind in ("top_k", "fill") and op is not choice)]
+    path = without(traced(graph.changed(biased), file, tmp_path / "a.trace"), {op.name for op in left_out})
+    faulty = {op.op for op in check_trace(path, model).faulty}
+    assert faulty == {choice.name}
+
+
+def without(path: Path, ops: set[str]) -> Path:
+    """The trace as an engine writes it that does not show these."""
+    lines = [line for line in path.read_text().splitlines() if json.loads(line).get("op") not in ops]
+    end = json.loads(lines[-1]) | {"records": len(lines) - 1}
+    path.write_text("\n".join([*lines[:-1], json.dumps(end)]) + "\n")
+    return path
+
+
+def test_an_expert_that_is_not_added_is_said_by_its_slot(tiny: Tiny, tmp_path: Path) -> None:
+    file = GGUFFile(tiny("qwen3moe"))
+    graph = build_graph(file)
+    two = replace(graph["blk.1.ffn_moe_out"], function=lambda a, b: a)
+    (finding,) = check_trace(traced(graph.changed(two), file, tmp_path / "a.trace"), tiny("qwen3moe")).findings
+    assert finding.text == "ffn_moe_out in layer 1: slot 2 of blk.1.ffn_moe_weighted is not added."
+
+
+def test_a_number_that_suits_one_row_suits_the_others_too(models: Models, tmp_path: Path) -> None:
+    """A norm by the mean cube makes each row a multiple of the right one: of a single row, as another eps does."""
+    file = GGUFFile(model := models("k-quants", "F32"))
+    graph = build_graph(file)
+    norms = [op for op in graph if op.name.endswith("ffn_norm")]
+    cubes = [
+        replace(op, function=lambda x, w, eps: x / (x.abs() ** 3).mean(-1, keepdim=True).pow(1 / 3) * w) for op in norms
+    ]
+    path = traced(graph.changed(*cubes), file, tmp_path / "a.trace", n_decode=3)
+    faulty = check_trace(path, model).faulty
+    assert {op.op for op in faulty} == {op.name for op in norms}
+    assert [op.cause.text for op in faulty if op.cause] == []
+
+
+@pytest.mark.parametrize(
+    ("op", "found", "expected"),
+    [
+        ("ffn_moe_topk", (4, 2), (4, 3)),
+        ("ffn_moe_weights", (4, 2, 1), (4, 3, 1)),
+        ("ffn_moe_weights_norm", (4, 2), (4, 3)),
+        ("ffn_down_exps", (4, 2, 96), (4, 3, 96)),
+    ],
+)
+def test_what_a_mixture_has_of_each_chosen_expert(op: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    assert misfit(f"blk.0.{op}", found, expected, may_be_flat=True) == Misfit("1 slot fewer", ("slot",))
 
 
 @pytest.fixture(scope="module")

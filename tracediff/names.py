@@ -155,10 +155,16 @@ def matches(op: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(op, pattern) or fnmatch.fnmatchcase(split(op)[1], pattern)
 
 
+# Parts of the names of what a mixture has of each chosen expert; of two axes what the last two name.
+_OF_SLOTS = ("_exps", "ffn_moe_", "ffn_moe_topk", "ffn_moe_weights")
+
+
 def axes_of(op: str, n: int, kind: str = "unknown") -> tuple[str, ...]:
     """What the indices of an op's `n` axes count; none for a shape that no op has. A name may not say the kind."""
     if {kind, kind_of(op)} & {"scores", "softmax"} and n == 3:
         return "head", "token", "key"
+    if n > 1 and any(part in op for part in _OF_SLOTS[0 if n == 3 else 2 :]):
+        return ("token", "slot", "channel")[:n]
     return {1: ("token",), 2: ("token", "channel"), 3: ("token", "head", "channel")}.get(n, ())
 
 

@@ -26,6 +26,7 @@ _BEYOND_DOUBT = 1e-8
 _A_LAYER = 24  # ops: in longer segments of several layers the pairs are too many
 # Where one mistake does not suffice, every other is tried on top of so many that leave least: of one, of two.
 _BEAM = (6, 3)
+_TOLD = 1e-3  # of the squared error in other rows, by a number that is what is wrong: a row tells it to a few digits
 _ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
 _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for in vain
 # Seconds that the search of a segment must have, for each value of its weights, or it is not begun: a quarter of what
@@ -251,7 +252,8 @@ class Search:
             if not error.faulty and self._replay.under(other, tried.ops).faulty:
                 return True
             if error.faulty and step == largest != record.step:
-                return not self._replay.under(other, tried.ops).nmse <= error.nmse
+                allowed = _TOLD if tried.parts[-1].fitted else 1.0
+                return not self._replay.under(other, tried.ops).nmse <= allowed * error.nmse
         return False
 
 

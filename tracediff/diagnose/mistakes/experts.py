@@ -6,7 +6,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing, first_alone, second_alone
+from tracediff.diagnose.mistakes.mistake import (
+    Area,
+    Context,
+    Variants,
+    Where,
+    axes_of,
+    computing,
+    first_alone,
+    second_alone,
+)
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import reading, values_of
@@ -40,8 +49,10 @@ def _sigmoid(op: Op, _: Context) -> Variants:
     "PaddleFormers#3452",
 )  # fmt: skip
 def _biased(op: Op, context: Context) -> Variants:
-    choice = context.graph.ops.get(op.inputs[-1])
-    if choice and choice.kind == "top_k" and len(op.inputs) == 2 and choice.inputs[0] != op.inputs[0]:
+    graph, choice = context.graph, context.graph.ops.get(op.inputs[-1])
+    if not choice or choice.kind != "top_k" or len(op.inputs) != 2 or choice.inputs[0] == op.inputs[0]:
+        return
+    if graph[choice.inputs[0]].axes == graph[op.inputs[0]].axes:  # not so where it is groups that are chosen
         yield replace(op, inputs=(choice.inputs[0], op.inputs[1])), "the weights have the bias of the choice in them"
 
 
@@ -141,10 +152,12 @@ def _off_by_one(op: Op, _: Context) -> Variants:
 @AREA.mistake(
     "top_k_off_by_one", "the best expert is passed over", "the first rank of the choice", Where(("top_k",)),
 )  # fmt: skip
-def _off_by_one_rank(op: Op, _: Context) -> Variants:
+def _off_by_one_rank(op: Op, context: Context) -> Variants:
     def function(x: Tensor, k: int) -> Tensor:
         return argsort(x, descending=True)[..., 1 : k + 1]
 
+    if axes_of(op, 0, context.graph)[-1] == op.attrs["k"]:
+        return  # all are chosen
     yield computing(op, function), "the choice begins with the second best"
 
 

@@ -14,6 +14,7 @@ from tracediff.diagnose.mistakes.mistake import (
     second_alone,
 )
 from tracediff.model.graph import Graph, Op
+from tracediff.names import axes_of
 
 AREA = Area()
 SUM = Where(("add",))
@@ -50,12 +51,19 @@ def _no_residual(op: Op, context: Context) -> Variants:
 def _no_term(op: Op, context: Context) -> Variants:
     if _is_residual(op, context.graph):
         return
-    terms = [*op.inputs, *(weight.name for weight in op.weights)]
-    if terms[0] == terms[-1]:  # parts of one value
-        terms = [f"the {which} term, of {name}," for which, name in zip(("first", "second"), terms, strict=True)]
+    terms = [_term(op, i, context.graph) for i in range(len(op.inputs))] + [weight.name for weight in op.weights]
     yield computing(op, first_alone), f"{terms[-1]} is not added"
     if len(op.inputs) == 2:
         yield computing(op, second_alone), f"{terms[0]} is not added"
+
+
+def _term(op: Op, position: int, graph: Graph) -> str:
+    """An input in words: of a value with slots or heads that one alone is read of, which."""
+    name, view = op.inputs[position], op.seen[position]
+    axes = graph[name].axes if name in graph else ()
+    if view is None or len(axes) != 3 or view.shape != (axes[0], axes[2]):
+        return name
+    return f"{axes_of(name, 3)[1]} {int(view.offset) // int(axes[2])} of {name}"
 
 
 @AREA.mistake(

@@ -194,29 +194,34 @@ def _noise_of_values(made: Made) -> Noise:
 
 
 _VISIBLE = ("window", "chunk", "causal")
+# Units that two engines' scales are apart, each a constant that roundings made: YaRN's mscale^2 / sqrt(d) in float64,
+# and as llama.cpp has it in float32 (src/models/deepseek2.cpp), 2.5 of them for a factor of 40 and d of 40.
+_SCALE_UNITS = 4
 
 
 def _softmax_noise(made: Made) -> Noise:
-    """Exp magnifies the rounding of its argument: scaled score, maximum and their difference, a unit of each."""
+    """Exp magnifies the rounding of its argument: scaled score, maximum and their difference, a unit of each, and of
+    that difference what the scale is off by.
+    """
     op = made.op
     if op.weights or not op.attrs.keys() <= {"scale", "mask", *_VISIBLE}:
-        return analysed(made)
+        return _softmax_noise_of_any(made)
     scores, queries, keys = made.inputs
     y, unit = made.y, made.unit
     visible = {name: op.attrs[name] for name in _VISIBLE if name in op.attrs}
     unseen = hidden(queries, keys, **visible) if visible else op.attrs.get("mask", causal)(queries, keys)
     scaled = (scores * op.attrs["scale"]).masked_fill(unseen, -math.inf)
     largest = scaled.amax(-1, keepdim=True)
-    sizes = (scaled.abs() + largest.abs() + (largest - scaled)).masked_fill(unseen, 0.0)
+    sizes = (scaled.abs() + largest.abs() + (1 + _SCALE_UNITS) * (largest - scaled)).masked_fill(unseen, 0.0)
     magnified = y * ((unit + made.between) * sizes + 4 * unit)
     sigma = unit * made.size * math.sqrt(y.shape[-1]) / 3
     return Noise(sigma, made.stored + magnified, alike=y.shape[-1])
 
 
 def _softmax_noise_of_any(made: Made) -> Noise:
-    """Of a mistaken softmax: the scale, a constant, is rounded too, which exp magnifies."""
+    """Of a softmax with more to it, or a mistaken one: what the scale is off by, which exp magnifies."""
     own, scaled = analysed(made), (made.inputs[0] * made.op.attrs["scale"]).abs()
-    magnified = made.size * made.unit * (scaled + scaled.amax(-1, keepdim=True))
+    magnified = made.size * _SCALE_UNITS * made.unit * (scaled + scaled.amax(-1, keepdim=True))
     return replace(own, hard=own.hard + magnified)
 
 
