@@ -184,7 +184,7 @@ def _decode(
 
 def _check_seen(observer: Observer, request: Request) -> None:
     """Every op must have come, but flash attention hides scores and probabilities."""
-    hidden = ("attn_scores", "attn_probs") if request.options.flash_attn else ()
+    hidden = ("attn_scores", "attn_scores_scaled", "attn_probs") if request.options.flash_attn else ()
     missing = [role for role in observer.axes if role not in observer.seen and not role.endswith(hidden or ("\0",))]
     if missing:
         raise EngineError(

@@ -11,6 +11,7 @@ from tracediff.trace.statistics import Moments
 from tracediff.trace.writer import TraceWriter
 from tracediff_reference.description import Read, Size
 
+_OF_SCORES = ("attn_scores", "attn_scores_scaled")
 TOKENS, POSITIONS = (0, 1, 0, 0, 0), (0, 0, 1, 0, 0)  # axes of a described graph
 
 
@@ -65,7 +66,7 @@ class Pieces:
         if self._by_keys and self._sequences.size:
             return self._write_apart(x, dtype, writer)
         if self._moments:
-            self._moments.add(self._visible(x, first) if self._op.endswith("attn_scores") else x)
+            self._moments.add(self._visible(x, first) if self._op.endswith(_OF_SCORES) else x)
         elif rows == n_tokens:
             writer.op(self._step, self._op, x.reshape(self._shape), dtype)
             return True

@@ -22,6 +22,7 @@ from tracediff.errors import TraceError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
+from tracediff.model.model import Model
 from tracediff.model.weights import Weights
 from tracediff.names import split
 from tracediff.numerics.evaluate import evaluate
@@ -180,6 +181,26 @@ def test_a_choice_that_does_not_mind_groups_is_located(tmp_path: Path) -> None:
     path = without(traced(graph.changed(biased), file, tmp_path / "a.trace"), {op.name for op in left_out})
     faulty = {op.op for op in check_trace(path, model).faulty}
     assert faulty == {choice.name}
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "gemma2"])
+def test_scores_may_be_scaled_where_llama_cpp_scales_queries(arch: str, tiny: Tiny, tmp_path: Path) -> None:
+    """q.k is `attn_scores` in every engine, and the sound ones match, alone and against one another."""
+    model = tiny(arch)
+    file = GGUFFile(model)
+    graph = build_graph(file)
+    shown = [f"blk.{n}.attn_scores" for n in range(graph.hparams.n_layer)]
+    assert not {*shown} & {*graph.ops}
+    reference = traced(graph, file, tmp_path / "a.trace")
+    late = graph.with_scores(shown)
+    assert not [name for name in late.ops if name.endswith("attn_q_rope.scale")]
+    engine = without(traced(late, file, tmp_path / "b.trace"), {f"{name}_scaled" for name in shown})
+    for result in (check_trace(engine, model), compare_traces(reference, engine, model=Model(model))):
+        assert (result.verdict, result.findings) == ("match", ())
+    wrong = [late[f"{name}_scaled"].with_attrs(scale=0.3) for name in shown]
+    result = check_trace(traced(late.changed(*wrong), file, tmp_path / "c.trace"), model)
+    assert [op.cause.name for op in result.faulty if op.cause] == ["attention_scale"] * len(result.faulty)
+    assert {op.op for op in result.faulty} == {op.name for op in wrong}
 
 
 def without(path: Path, ops: set[str]) -> Path:

@@ -276,7 +276,7 @@ def test_a_cap_of_the_least_numbers() -> None:
 def test_scores_of_no_name_are_not_scaled(models: Models) -> None:
     """What is no softmax has no scaled scores, whatever a broken trace calls its records."""
     graph = load_graph(models(TINY))
-    assert graph.with_scaled_scores([""]) == graph
+    assert graph.with_scores([""]) == graph
 
 
 # ---- found again

@@ -115,9 +115,9 @@ class Recorder:
 
     def _check(self, op: str, shape: tuple[int, ...], n_rows: int, n_positions: int) -> None:
         """Raises TraceError where the model has no such op, or one of another shape."""
-        graph = self._graph
-        if graph is None or op.endswith("attn_scores_scaled"):
+        if self._graph is None:
             return
+        graph = self._graph.with_scores([op])
         if op not in graph:
             near = get_close_matches(op, graph.ops, 3) or [*graph.ops][:3]
             raise TraceError(

@@ -85,7 +85,9 @@ def _reshaped(record: OpRecord, expected: tuple[int, ...], graph: "Graph", n: in
 
 def _never_written(trace: Trace, graph: "Graph") -> Iterator[Remark]:
     """Warnings: any subset of the ops will do, and the location is as close as they are."""
-    written = {op.removesuffix("_scaled") if op.endswith("attn_scores_scaled") else op for _, op in trace.ops}
+    written = {op for _, op in trace.ops}
+    scores = {op.removesuffix("_scaled") for op in written if op.endswith(("attn_scores", "attn_scores_scaled"))}
+    written |= scores | {f"{op}_scaled" for op in scores}  # one of the two will do
     missing = [op.name for op in graph.written() if op.name not in written]
     last = max(trace.lines.values())
     if missing:

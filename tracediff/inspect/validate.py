@@ -58,7 +58,7 @@ def validate(paths: Path | Sequence[Path], model: Path | None = None) -> Validat
         what = f"rank {whole.header.rank} of {whole.header.ranks}: parts are held to no model, nor to one another"
         found.add([Remark(1, "warning", what, "Give the traces of all ranks.")])
     elif whole and (whole.ops or whole.weights):
-        graph = graph.with_scaled_scores(op for _, op in whole.ops) if graph else None
+        graph = graph.with_scores(op for _, op in whole.ops) if graph else None
         found.add(against_model(whole, graph) if graph else names(whole))
     listed = tuple(sorted(found.listed, key=lambda f: f.line))
     counts = found.counts["violation"], found.counts["warning"]

@@ -160,11 +160,20 @@ class Graph:
         """The graph with these ops in place of those of the same names."""
         return replace(self, ops={**self.ops, **{op.name: op for op in ops}})
 
-    def with_scaled_scores(self, names: Iterable[str]) -> "Graph":
-        """The graph of an engine that shows scores when they are scaled: softmax reads `NAME_scaled` of those here."""
+    def with_scores(self, names: Iterable[str]) -> "Graph":
+        """The graph of an engine that shows these scores: where here they are not scaled until softmax does it, those
+        that are, `NAME_scaled`; where the queries are scaled, q.k before it is.
+        """
         names = {*names}
         ops: dict[str, Op] = {}
         for op in self:
+            plain = op.name.removesuffix("_scaled")
+            if op.kind == "scores" and plain != op.name and plain in names and plain not in ops:
+                queries = ops[op.inputs[0]]
+                if queries.name not in names and len(self.readers(queries.name)) == 1:
+                    del ops[queries.name]
+                ops[plain] = replace(op, name=plain, inputs=(queries.inputs[0], *op.inputs[1:]))
+                op = Op(op.name, "scale", (plain,), op.axes, attrs=queries.attrs)
             if op.kind == "softmax" and (scaled := f"{op.inputs[0]}_scaled") in names and scaled not in ops:
                 scores = ops[op.inputs[0]]
                 attrs = {"scale": op.attrs["scale"]}

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from tracediff.model.weights import Weights
 
+_OF_SCORES = ("attn_scores", "attn_scores_scaled")
+
 
 class Model:
     """A GGUF file and all that is read of it; nothing is, before it is asked for.
@@ -40,15 +42,15 @@ class Model:
     @cached_property
     def graph(self) -> Graph:
         """Its ops; raises ModelError and EngineError as `build_graph` does."""
-        return build_graph(self.file).with_scaled_scores(self._shown).at_length(self._length)
+        return build_graph(self.file).with_scores(self._shown).at_length(self._length)
 
     def show(self, ops: Iterable[str], length: int = 0) -> None:
-        """Give the graph those of these ops that only some engines have: scores that are scaled before softmax is. And
+        """Give the graph those of these ops that only some engines have: scores before and after they are scaled. And
         the rope of a context of so many positions.
         """
-        self._shown |= {op for op in ops if op.endswith("attn_scores_scaled")}
+        self._shown |= {op for op in ops if op.endswith(_OF_SCORES)}
         self._length = max(self._length, length)
-        self.graph = self.graph.with_scaled_scores(self._shown).at_length(self._length)
+        self.graph = self.graph.with_scores(self._shown).at_length(self._length)
 
     @cached_property
     def tensors(self) -> FileTensors:

@@ -78,6 +78,8 @@ def _scale(op: Op, context: Context) -> Variants:
 )  # fmt: skip
 def _scaled_scores(op: Op, context: Context) -> Variants:
     scale = context.graph.hparams.attention_scale
+    if op.name.endswith("_scaled"):
+        return  # they have it in them
     yield (
         computing(op, lambda q, k: scores(q, k) * scale),
         f"the scores have the scale ({scale:.4g}) in them; if they are only recorded so, call them {op.name}_scaled",

@@ -63,7 +63,9 @@ def _term(op: Op, position: int, graph: Graph) -> str:
     axes = graph[name].axes if name in graph else ()
     if view is None or len(axes) != 3 or view.shape != (axes[0], axes[2]):
         return name
-    return f"{axes_of(name, 3)[1]} {int(view.offset) // int(axes[2])} of {name}"
+    width, offset = axes[2], view.offset
+    whole = isinstance(width, int) and isinstance(offset, int)
+    return f"{axes_of(name, 3)[1]} {offset // width} of {name}" if whole else name  # type: ignore[operator]
 
 
 @AREA.mistake(

@@ -40,7 +40,14 @@ def scores(lifter: Lifter, i: int, node: Node, keys: Input, queries: Read) -> No
     if q is None or not (keys.past or masked):
         lifter.plain(i, node)
         return
-    lifter.add(i, lifter.name(node, "scores", [q, keys]), "scores", [q, keys])
+    name = lifter.name(node, "scores", [q, keys])
+    lifter.add(i, _of_scaled(lifter, q, name), "scores", [q, keys])
+
+
+def _of_scaled(lifter: Lifter, queries: Input, name: str) -> str:
+    """The name of scores, which have the attention scale in them where the queries have."""
+    scaled = name.endswith("attn_scores") and lifter.ops[queries.name].kind == "scale"
+    return f"{name}_scaled" if scaled else name
 
 
 def weighted_values(lifter: Lifter, i: int, node: Node, values: Input, probs: Read) -> None:
@@ -114,7 +121,7 @@ def flash(lifter: Lifter, i: int, node: Node) -> None:
         return
     shape = (layout.axes(queries.shape)[0], "T", "S" if k.past else "T")
     names = [naming.in_layer(layer_of(q.name), f"attn_{part}") for part in ("scores", "probs", "kqv")]
-    scores = lifter.add(i, names[0], "scores", [q, k], (), shape)
+    scores = lifter.add(i, _of_scaled(lifter, q, names[0]), "scores", [q, k], (), shape)
     attrs = {"scale": patterns.number(node, 0), **lifter.visible(lifter.nodes[mask.of])}
     positions = [Input("positions"), Input("positions", k.past)]
     probs = lifter.add(i, names[1], "softmax", [Input(scores), *positions], sinks, shape, attrs)
