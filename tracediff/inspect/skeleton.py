@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
+from tracediff.inspect.formulas import formula
 from tracediff.model.graph import Graph, Op
-from tracediff.names import NAMES, layer_of, split
+from tracediff.names import layer_of, split
 from tracediff.trace.format import VERSION, End, Header, OpRecord, Step, Values, Weight, encode
 
 
@@ -23,7 +24,7 @@ def comments(graph: Graph) -> Iterator[str]:
             if layers and len(layers) > 1:
                 name, *weights = (text.replace(f"blk.{layers[0]}.", "blk.N.", 1) for text in (name, *weights))
             shape = f"[{', '.join(map(str, op.axes))}]"
-            yield f"// {name:<24} {shape:<16} {_value(op)}{'; ' if weights else ''}{', '.join(weights)}"
+            yield f"// {name:<24} {shape:<16} {formula(op, graph)}{'; ' if weights else ''}{', '.join(weights)}"
 
 
 def trace(graph: Graph, model: str, n_tokens: int) -> Iterator[str]:
@@ -40,7 +41,7 @@ def trace(graph: Graph, model: str, n_tokens: int) -> Iterator[str]:
     yield _line(Step(0, (0,) * n_tokens, tuple(range(n_tokens))))
     for op in graph.written():
         placed = OpRecord(step=0, op=op.name, shape=op.shape(n_tokens), dtype="f32", offset=offset)
-        yield _line(placed, value=_value(op), weights=[weight.name for weight in op.weights])
+        yield _line(placed, value=formula(op, graph), weights=[weight.name for weight in op.weights])
         offset, count = offset + placed.nbytes, count + 1
     yield _line(End(count + 1))
 
@@ -61,11 +62,6 @@ def _alike(graph: Graph) -> Iterator[tuple[list[int], list[Op]]]:
 
 def _form(ops: Iterable[Op]) -> list[tuple[object, ...]]:
     return [(split(op.name)[1], op.axes, [split(weight.name)[1] for weight in op.weights]) for op in ops]
-
-
-def _value(op: Op) -> str:
-    name = NAMES.get(split(op.name)[1])
-    return name.value if name else op.kind
 
 
 def _line(record: Header | Step | Values | End, **more: Any) -> str:
