@@ -1,6 +1,7 @@
 """Mistakes of lifted graphs: planted in one layer of the torch engine, located by its trace alone, and named."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ import tiny_models
 import torch
 from conftest import Models, some_of
 
-from tracediff.diagnose.mistakes import BANK, experts, parts, states
+from tracediff.diagnose.mistakes import BANK, experts, order, parts, states
 from tracediff.diagnose.mistakes.mistake import Context, Variant
 from tracediff.diagnose.planting import plant
 from tracediff.engine.recorder import Recorder
@@ -36,10 +37,13 @@ TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12, 13)
 # Of each architecture the mistakes that are planted in layer 1, but for one whose state shows in what reads it.
 PLANTED = {
     "qwen3moe": ("router_sigmoid", "weights_not_normalised", "expert_order", "expert_off_by_one", "top_k_off_by_one",
-                 "top_k_smallest", "too_few_experts", "rope_before_norm", "wrong_layer",
+                 "top_k_smallest", "too_few_experts", "rope_before_norm", "wrong_layer", "expert_weights",
                  "weight_transposed@blk.1.ffn_gate_exps"),
     "deepseek2": ("router_softmax", "selection_bias_in_weights", "weights_normalised", "scale_dropped", "term_dropped",
-                  "gate_up_swapped"),
+                  "gate_up_swapped", "weight_transposed@blk.1.attn_k_b", "expert_off_by_one@blk.1.attn_v_b",
+                  "parts_in_another_order@blk.1.q_pe", "parts_in_another_order@blk.1.attn_kv_a_norm"),
+    "cohere2": ("in_sequence@blk.1.ffn_gate", "rope_in_all_layers", "norm_bypassed@blk.1.ffn_up"),
+    "olmo2": ("input_normed@blk.1.ffn_gate", "sum_normed", "norm_of_all_heads@blk.1.attn_q_norm"),
     "gpt-oss": ("sinks_ignored", "window@0", "act_limits", "up_plus_one", "bias_missing@blk.1.ffn_down_exps"),
     "gemma3": ("window@blk.5.attn_probs", "act_silu", "scale_dropped@token_embd_scaled"),
     "qwen3next": ("gate_ignored", "act_skipped@0", "state_not_carried@blk.0.ssm_state"),
@@ -66,9 +70,10 @@ def test_a_planted_mistake_is_located_and_named(arch: str, fault: str, tiny: Tin
     file = GGUFFile(tiny(arch))
     clean = build_graph(file)
     planted = plant(clean, file, fault if "@" in fault else f"{fault}@1")
-    changed = {op.name for op in planted if op is not clean[op.name]}
+    changed = {op.name for op in planted if op.name in clean and op is not clean[op.name]}
     shows = {reader.name for name in changed for reader, _ in clean.readers(name)} if "state" in fault else changed
-    result = check_trace(traced(planted, file, tmp_path / "a.trace"), tiny(arch))
+    path = without(traced(planted, file, tmp_path / "a.trace"), planted.ops.keys() - clean.ops.keys())
+    result = check_trace(path, tiny(arch))
     assert {op.op for op in result.faulty} == shows
     assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {fault.partition("@")[0]}
 
@@ -136,7 +141,7 @@ def test_whatever_mistake_is_tried_the_op_makes_values_of_its_shape(arch: str, t
 
 def test_every_mistake_of_experts_and_states_is_planted_here() -> None:
     planted = {fault.partition("@")[0] for faults in PLANTED.values() for fault in faults}
-    assert {mistake.name for mistake in (*experts.AREA, *states.AREA, *parts.AREA)} <= planted <= set(BANK)
+    assert {mistake.name for mistake in (*experts.AREA, *order.AREA, *states.AREA, *parts.AREA)} <= planted <= set(BANK)
 
 
 def other_of_equals(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -167,6 +172,62 @@ def test_ties_are_no_faults_whichever_expert_is_taken(tiny: Tiny, tmp_path: Path
     n = 2 * (len(TOKENS * 9) + 2)
     assert f"ffn_moe_topk is another choice than its scores say in {n} of {n} tokens" in "".join(result.notes)
     assert f"{n} of these are ties" in "".join(result.notes)
+
+
+YARN = {
+    "linear": (
+        {"ext_factor": 0.0},
+        "all frequencies are divided by 40 (linear scaling); YaRN divides the slow ones alone",
+    ),
+    "betas": ({"beta_fast": 1.0, "beta_slow": 32.0}, "beta_fast and beta_slow are exchanged"),
+    "no scaling": ({"freq_scale": 1.0, "ext_factor": 0.0}, "rope scaling is ignored: plain frequencies are used"),
+    "mscale": (
+        {"magnitude": 0.1 * math.log(40) + 1},
+        "cos and sin are multiplied by YaRN's 0.1 ln(40) + 1 = 1.369 once more",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", YARN)
+def test_yarn_is_mistaken_in_ways_of_its_own(wrong: str, yarn: Path, tmp_path: Path) -> None:
+    """Of latent attention mscale is in the attention scale, and not in cos and sin."""
+    numbers, said = YARN[wrong]
+    file = GGUFFile(yarn)
+    graph = build_graph(file)
+    turned = [op.with_attrs(rope=replace(op.attrs["rope"], **numbers)) for op in graph if op.kind == "rope"]
+    (finding,) = check_trace(traced(graph.changed(*turned), file, tmp_path / "a.trace"), yarn).findings
+    assert finding.text == f"q_pe and k_pe in both layers: {said}."
+
+
+@pytest.mark.parametrize(
+    ("ramp", "said"),
+    [
+        (lambda pair: 1 - (pair / 3).clamp(0, 1), "runs the other way: the fast frequencies are divided"),
+        (lambda pair: (pair / 2.0160002).clamp(0, 1), "are not rounded outwards to whole ones"),
+    ],
+)  # fmt: skip
+def test_the_ramp_of_yarn(ramp: Callable[..., torch.Tensor], said: str, yarn: Path, tmp_path: Path) -> None:
+    file = GGUFFile(yarn)
+    graph = build_graph(file)
+
+    def turned(x: torch.Tensor, positions: torch.Tensor, *, rope: Any) -> torch.Tensor:
+        pair = torch.arange(8).double()
+        plain, scaled = 1e4 ** (-pair / 8), ramp(pair)
+        by = (positions.double()[:, None] * plain * (scaled / 40 + 1 - scaled))[:, None]
+        a, b = x.double().unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((a * by.cos() - b * by.sin(), a * by.sin() + b * by.cos()), -1).flatten(-2).to(x.dtype)
+
+    ropes = [replace(op, function=turned) for op in graph if op.kind == "rope"]
+    (finding,) = check_trace(traced(graph.changed(*ropes), file, tmp_path / "a.trace"), yarn).findings
+    assert said in finding.text
+
+
+@pytest.fixture(scope="module")
+def yarn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Latent attention for forty times the context that it was trained with."""
+    scaling = {"type": "yarn", "factor": 40.0, "original_context_length": 64, "yarn_log_multiplier": 0.1}
+    others = {f"rope.scaling.{key}": value for key, value in scaling.items()}
+    return tiny_models.write("deepseek2", tmp_path_factory.mktemp("yarn") / "yarn.gguf", others=others)
 
 
 def test_a_choice_that_does_not_mind_groups_is_located(tmp_path: Path) -> None:

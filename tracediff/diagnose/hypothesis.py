@@ -154,8 +154,8 @@ class Trials:
         seen = self._seen(record, error)
         context = Context(graph, self._replay.weights.file, seen, None if seen else partial(self._wrong_from, record))
         names = list(dict.fromkeys(split(op.name)[1] for op in targets))
-        # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone.
-        alone = [] if mistake.everywhere or len(names) == 1 else [[name] for name in names]
+        # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone, or at its twin's.
+        alone = [] if mistake.everywhere or len(names) == 1 else [[name] for name in names] + _twins(names)
         for chosen in (names, *alone):
             alike = [op for op in targets if split(op.name)[1] in chosen]
             for variant, changed in _by_variant(mistake, alike, context, only).items():
@@ -163,7 +163,7 @@ class Trials:
                     self.budget.check()
                     part = _said(mistake, variant, changed, way, len(error.segment) > 1)
                     part = _in_some(part) if only and only.in_some_steps else part
-                    ops = tuple({op.name: op for op in (*before, *(one.op for one in changed))}.values())
+                    ops = tuple({op.name: op for op in (*before, *(op for one in changed for op in one.ops))}.values())
                     local = self._replay.under(record, ops, left, way.plain)
                     yield Hypothesis((*(given.parts if given else ()), part), ops, local)
 
@@ -298,6 +298,14 @@ def _by_variant(
             if not undoes(variant.op, op):
                 found.setdefault(variant.same_as(op), []).append(variant)
     return found
+
+
+def _twins(names: Sequence[str]) -> list[list[str]]:
+    """Pairs of ops that are written side by side: of queries and keys, of gate and up."""
+    pairs = (
+        [name, name.replace(a, b)] for a, b in (("attn_q", "attn_k"), ("_gate", "_up")) for name in names if a in name
+    )
+    return [pair for pair in pairs if len(names) > 2 and pair[1] in names]
 
 
 def _in_some(part: Part) -> Part:

@@ -43,7 +43,7 @@ def plant(graph: Graph, file: GGUFFile, fault: str) -> Graph:
                     f"the fault {fault!r} would undo the one that is in {op.name} already: plant them in different ops."
                 )
             if variant:
-                changed.setdefault(variant.same_as(op), []).append(variant.op)
+                changed.setdefault(variant.same_as(op), []).extend(variant.ops)
     if not changed:
         raise TracediffError(
             f"the fault {fault!r} applies to nothing in this {graph.hparams.arch} model of "

@@ -157,8 +157,24 @@ class Graph:
         return name in self.ops
 
     def changed(self, *ops: Op) -> "Graph":
-        """The graph with these ops in place of those of the same names."""
-        return replace(self, ops={**self.ops, **{op.name: op for op in ops}})
+        """The graph with these ops in place of those of the same names; any other, and what that reads, before the
+        first op that reads it.
+        """
+        changed = {**self.ops, **{op.name: op for op in ops}}
+        if changed.keys() == self.ops.keys():
+            return replace(self, ops=changed)
+        found: dict[str, Op] = {}
+        for name in self.ops:
+            stack = [name]
+            while stack:
+                new = changed[stack[-1]]
+                is_early = len(stack) > 1 or not all(read in self.ops for read in new.inputs)
+                missing = [read for read in new.inputs if read in changed and read not in (*found, *stack)]
+                if is_early and missing:
+                    stack.append(missing[0])
+                else:
+                    found[stack.pop()] = new
+        return replace(self, ops=found)
 
     def with_scores(self, names: Iterable[str]) -> "Graph":
         """The graph of an engine that shows these scores: where here they are not scaled until softmax does it, those

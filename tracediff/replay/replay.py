@@ -193,7 +193,7 @@ class Replay:
         Without that, a wrong mistake was believed of experts in float32: blocks of 8 bits, which no other matmul had,
         hid what it left.
         """
-        ops = (self.graph[name] for name in segment)
+        ops = (self.graph[name] for name in segment if name in self.graph)  # a mistaken engine may have more
         types = {self.weights.type_of(op.weights[0]) for op in ops if op.weights and KINDS[op.kind].scheme == "linear"}
         seen = {(t, s.of("linear", t).operands) for sort, s in self._seen() if (t := sort.types[0]) in types}
         known = {t for t, _ in seen}

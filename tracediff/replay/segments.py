@@ -46,9 +46,11 @@ class Segments:
         self._found: dict[tuple[object, ...], tuple[str, ...]] = {}
 
     def changed(self, graph: Graph) -> "Segments":
-        """Those of a graph with other ops of the same names."""
+        """Those of a graph with other ops, of the same names or new ones."""
         other = copy(self)
         other._graph, other._found = graph, {}
+        if graph.ops.keys() != self._order.keys():
+            other._order = {name: i for i, name in enumerate(graph.ops)}
         return other
 
     def of(self, step: int, op: Op, rows: Rows) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from tracediff.diagnose.mistakes import (
     integers,
     masks,
     norms,
+    order,
     parts,
     residual,
     rope,
@@ -24,10 +25,12 @@ from tracediff.diagnose.mistakes import (
 )
 
 _AREAS = (
-    weights, blocks, rows, integers, embedding, norms, rope, heads, masks, attention, feed_forward, residual, experts,
-    states, parts, sums,
+    weights, blocks, rows, integers, embedding, norms, order, rope, heads, masks, attention, feed_forward, residual,
+    experts, states, parts, sums,
 )  # fmt: skip
 BANK = {mistake.name: mistake for area in _AREAS for mistake in area.AREA}
+# What was never added to a sum leaves what a weight of zeros does, and is said first: an engine has many weights.
+BANK["weight_zero"] = BANK.pop("weight_zero")
 # What may come to the same, seen from the end of a segment: silu(up) * gate is what comes of swapped weights too, rope
 # in the other pairing is the right rope of rows permuted (q and k alike, so that q.k is the same), and so on.
 ALIKE = {
@@ -35,4 +38,5 @@ ALIKE = {
     "rope_pairing": ("rope_permuted",), "rope_permuted": ("rope_pairing",),
     "attention_scale": ("scores_scaled",), "scores_scaled": ("attention_scale",),
     "weight_zero": ("residual_dropped", "term_dropped"),
+    "residual_dropped": ("weight_zero",), "term_dropped": ("weight_zero",),
 }  # fmt: skip

@@ -137,16 +137,36 @@ def _is_of_experts(name: str, graph: Graph) -> bool:
 
 
 @AREA.mistake(
-    "expert_off_by_one", "an expert's weights stand under another's number",
-    "the offset of an expert in the stacked weight", Where(("linear_id",)),
+    "expert_weights", "the outputs of experts have other weights", "what multiplies the output of each chosen expert",
+    Where(("mul",)),
+)  # fmt: skip
+def _weights(op: Op, context: Context) -> Variants:
+    if len(op.inputs) != 2 or not _is_of_experts(op.inputs[0], context.graph):
+        return
+    before = _ancestors(op.inputs[1], context.graph, 3)
+    yield computing(op, lambda a, b: a), "the outputs are not multiplied by their weights: each counts in whole"
+    yield computing(op, lambda a, b: a / a.shape[-2]), "each of the chosen experts has the same weight"
+    if not any(name in context.graph and context.graph[name].kind == "div" for name in (*before, op.inputs[1])):
+        yield (
+            computing(op, lambda a, b: a * (b / b.sum(-2, keepdim=True))),
+            "the weights are divided by their sum, which this model does not do",
+        )
+
+
+@AREA.mistake(
+    "expert_off_by_one", "the weights of an expert, or of a head, stand under another's number",
+    "the offset of each one's matrix in the stacked weight", Where(("linear_id", "mul_mat")),
 )  # fmt: skip
 def _off_by_one(op: Op, _: Context) -> Variants:
+    if not op.weights or len(op.weights[0].shape) < 3:
+        return
+    each = "expert" if op.kind == "linear_id" else "head"
     for by, words in ((1, "before"), (-1, "after")):
 
         def read(file: GGUFFile, info: TensorInfo, by: int = by) -> Tensor:
             return values_of(file, info).roll(by, 0)
 
-        yield reading(op, read), f"each expert multiplies with the matrix of the one {words} it"
+        yield reading(op, read), f"each {each} multiplies with the matrix of the one {words} it"
 
 
 @AREA.mistake(

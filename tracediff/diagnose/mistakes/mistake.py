@@ -36,7 +36,8 @@ class Context:
 
 
 class Variant(NamedTuple):
-    """The op as a mistaken engine has it, and what is wrong in words. `fitted`: a number in it was fitted.
+    """The op as a mistaken engine has it, and what is wrong in words. `fitted`: a number in it was fitted. `before` are
+    ops that the model has not, which it reads.
 
     Variants of one `name`, which says it of all of them, are made in several ops at once; without one their words tell,
     the op's own name apart.
@@ -46,6 +47,12 @@ class Variant(NamedTuple):
     text: str
     fitted: bool = False
     name: str = ""
+    before: tuple[Op, ...] = ()
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """All that the engine has otherwise, the op itself last."""
+        return (*self.before, self.op)
 
     def same_as(self, right: Op) -> str:
         """What the variant has in common with those of other ops; `right` is the op without the mistake.

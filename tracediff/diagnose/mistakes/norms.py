@@ -152,6 +152,13 @@ def _of_all_heads(op: Op, context: Context) -> Variants:
 
         yield computing(op, each), "each head is normed by itself, not all at once"
 
+        def alike(x: Tensor, *weights: Tensor, eps: float) -> Tensor:
+            first = tuple(weight[:head_dim] for weight in weights)
+            return _times(norm(x.unflatten(1, (-1, head_dim)), eps=eps), first).flatten(1)
+
+        words = "each head is normed by itself, with the weights of the first, not all at once"
+        yield computing(op, alike), words
+
 
 @AREA.mistake(
     "norm_f16_overflow", "the mean of squares is taken in float16, which overflows beyond |x| = 256",

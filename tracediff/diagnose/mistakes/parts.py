@@ -33,6 +33,45 @@ def _exchanged(op: Op, context: Context) -> Variants:
                 yield Variant(replace(op, views=tuple(views)), both if swapped else words, name=both)
 
 
+@AREA.mistake(
+    "parts_in_another_order", "a value is split into its parts in another order",
+    "the order in which a fused projection, or each of its heads, is split", Where(),
+)  # fmt: skip
+def _other_order(op: Op, context: Context) -> Variants:
+    for position, (name, own) in enumerate(zip(op.inputs, op.seen, strict=True)):
+        if own is None or name not in context.graph or not isinstance(own.offset, int):
+            continue
+        for view, order, words in _elsewhere(own, context.graph[name]):
+            views = [*op.seen]
+            views[position] = view
+            both = f"{split(name)[1]} is split in another order, {order}"
+            yield Variant(replace(op, views=tuple(views)), f"{both}: {words}", name=both)
+
+
+def _elsewhere(own: View, of: Op) -> Iterator[tuple[View, str, str]]:
+    """A part of each row, or of each head of it, at the other end; and a part of each head where all heads' parts lie
+    side by side.
+    """
+    row, offset = math.prod(axis for axis in of.axes[1:] if isinstance(axis, int)), own.offset
+    if of.axes[0] != "T" or own.strides[own.shape.index("T") if "T" in own.shape else 0] != row or not _size(own):
+        return
+    fixed = [(size, stride) for size, stride in zip(own.shape, own.strides, strict=True) if isinstance(size, int)]
+    *heads, (width, along) = [one for one in fixed if one[0] != 1] or [(1, 1)]
+    if along != 1 or len(heads) > 1 or not isinstance(offset, int):
+        return
+    n, each = heads[0] if heads else (1, row)
+    if not isinstance(each, int) or n * each != row or offset + width > each:
+        return  # no part of each
+    other, of_each = each - width - offset, " of each head" if heads else ""
+    read = f"channels {other} to {other + width - 1}{of_each} are read where {offset} to {offset + width - 1} belong"
+    if other != offset:
+        yield replace(own, offset=other), "the last part first", read
+    if heads and width < each:
+        strides = tuple(width if one == (n, each) else one[1] for one in zip(own.shape, own.strides, strict=True))
+        run = f"the parts of all heads are read from channel {n * offset} on, where each head has its own"
+        yield replace(own, offset=n * offset, strides=strides), "all heads' parts side by side", run
+
+
 def _others(name: str, own: View, graph: Graph) -> Iterator[int]:
     """Where the parts of the value begin that are as large as this one."""
     if not _size(own):

@@ -24,7 +24,7 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
-from tracediff.numerics.kinds.rope import Angles
+from tracediff.numerics.kinds.rope import Angles, rope_angles, yarn_range
 from tracediff.numerics.kinds.rope import rope as turned
 
 AREA = Area()
@@ -136,12 +136,61 @@ def _no_scaling(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _magnitude(op: Op, _: Context) -> Variants:
     rope = op.attrs["rope"]
+    mscale = 0.1 * math.log(1 / rope.freq_scale) + 1 if rope.freq_scale < 1 else 1.0
+    for by, words in ((mscale, "multiplied"), (1 / mscale, "divided")):
+        if mscale != 1.0 and not math.isclose(by * rope.magnitude, 1.0):
+            said = f"cos and sin are {words} by YaRN's 0.1 ln({1 / rope.freq_scale:.4g}) + 1 = {mscale:.4g}"
+            yield op.with_attrs(rope=replace(rope, magnitude=by * rope.magnitude)), f"{said} once more"
     if rope.magnitude != 1.0:
         yield op.with_attrs(rope=replace(rope, magnitude=1.0)), "YaRN's attention factor is dropped"
         yield (
             op.with_attrs(rope=replace(rope, magnitude=rope.magnitude**2)),
             "YaRN's attention factor is applied twice",
         )
+
+
+@AREA.mistake(
+    "rope_yarn", "YaRN mixes scaled and unscaled frequencies otherwise",
+    "the ramp of YaRN: from the pairs that beta_fast tells to those of beta_slow, both rounded outwards", ROPE,
+)  # fmt: skip
+def _yarn(op: Op, _: Context) -> Variants:
+    rope = op.attrs["rope"]
+    if not rope.ext_factor:
+        return
+    yield (
+        op.with_attrs(rope=replace(rope, ext_factor=0.0)),
+        f"all frequencies are divided by {1 / rope.freq_scale:.4g} (linear scaling); YaRN divides the slow ones alone",
+    )
+    betas = replace(rope, beta_fast=rope.beta_slow, beta_slow=rope.beta_fast)
+    yield op.with_attrs(rope=betas), "beta_fast and beta_slow are exchanged"
+    yield (
+        computing(op, partial(_mixed, angles=_reversed_ramp)),
+        "YaRN's ramp runs the other way: the fast frequencies are divided, the slow ones kept",
+    )
+    yield (
+        computing(op, partial(_mixed, angles=_ramp_as_it_is)),
+        "the pairs between which YaRN's ramp runs are not rounded outwards to whole ones",
+    )
+
+
+def _mixed(
+    x: Tensor, positions: Tensor, factors: Tensor | None = None, *,
+    angles: Callable[[Tensor, Tensor | None, Rope], Tensor], **attrs: Any,
+) -> Tensor:  # fmt: skip
+    return turned(x, positions, factors, angles=angles, **attrs)
+
+
+def _reversed_ramp(positions: Tensor, factors: Tensor | None, rope: Rope) -> Tensor:
+    plain = rope_angles(positions, factors, replace(rope, ext_factor=0.0, freq_scale=1.0))
+    return plain * (1 + rope.freq_scale) - rope_angles(positions, factors, rope)
+
+
+def _ramp_as_it_is(positions: Tensor, factors: Tensor | None, rope: Rope) -> Tensor:
+    plain = rope_angles(positions, factors, replace(rope, ext_factor=0.0, freq_scale=1.0))
+    low, high = yarn_range(rope)
+    pair = torch.arange(plain.shape[-1], device=plain.device, dtype=plain.dtype)
+    scaled = ((pair - max(0, low)) / max(0.001, min(rope.n_rot - 1, high) - max(0, low))).clamp(0, 1)
+    return plain * (1 + (rope.freq_scale - 1) * (1 - rope.ext_factor * (1 - scaled)))
 
 
 @AREA.mistake(

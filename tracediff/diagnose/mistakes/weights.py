@@ -18,10 +18,11 @@ AREA = Area()
 
 @AREA.mistake(
     "weight_transposed", "the matmul reads its weight transposed",
-    "the leading dimension and the transpose flag of the GEMM call", MATMUL, "llama-orch 63343209",
+    "the leading dimension and the transpose flag of the GEMM call", Where((*MATMUL.kinds, "mul_mat")),
+    "llama-orch 63343209",
 )  # fmt: skip
 def _transposed(op: Op, context: Context) -> Variants:
-    if len(context.file.tensors[op.weights[0].name].shape) < 2:
+    if not op.weights or len(context.file.tensors[op.weights[0].name].shape) < 2:
         return  # of a single row
 
     def read(file: GGUFFile, info: TensorInfo) -> Tensor:

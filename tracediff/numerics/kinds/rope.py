@@ -51,14 +51,22 @@ class Angles:
         return (above - below).abs()
 
 
-def yarn_correction_range(rope: Rope) -> tuple[float, float]:
-    """The pairs between which YaRN goes from extrapolation to interpolation (ggml.c, ggml_rope_yarn_corr_dims)."""
+def yarn_range(rope: Rope) -> tuple[float, float]:
+    """Between which pairs YaRN goes from extrapolation to interpolation: those of so many turns in the training's
+    context.
+    """
 
     def pair_with(rotations: float) -> float:
         turns = math.log(rope.n_ctx_orig / (rotations * 2 * math.pi))
         return rope.n_rot * turns / (2 * math.log(rope.theta))
 
-    return max(0, math.floor(pair_with(rope.beta_fast))), min(rope.n_rot - 1, math.ceil(pair_with(rope.beta_slow)))
+    return pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+
+
+def yarn_correction_range(rope: Rope) -> tuple[float, float]:
+    """The same, rounded outwards to pairs that there are (ggml.c, ggml_rope_yarn_corr_dims)."""
+    low, high = yarn_range(rope)
+    return max(0, math.floor(low)), min(rope.n_rot - 1, math.ceil(high))
 
 
 def rope(

@@ -1,0 +1,112 @@
+"""Mistakes in where a norm, a rotation or a residual stands: what an op reads has been through one more."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tracediff.diagnose.mistakes.mistake import MATMUL, NORM, Area, Context, Variant, Variants, Where
+from tracediff.model.graph import Graph, Op
+from tracediff.names import layer_of, split
+
+AREA = Area()
+_PROJECTION = Where(MATMUL.kinds, in_layer=True)
+
+
+def _reading(op: Op, name: str) -> Op:
+    """The op with another value in the place of its first input."""
+    return replace(op, inputs=(name, *op.inputs[1:]))
+
+
+def _norms(op: Op, graph: Graph) -> Iterator[Op]:
+    """The norms of the op's layer over as many channels as its input has, each but for the one that it reads."""
+    layer, axes = layer_of(op.name), graph[op.inputs[0]].axes
+    for norm in graph.layer(layer) if layer is not None else ():
+        if norm.kind in NORM.kinds and norm.axes == axes and norm.weights and norm.name != op.inputs[0]:
+            yield norm
+
+
+@AREA.mistake(
+    "input_normed", "a projection reads a value normed that it should read as it is",
+    "which norms the family has, before or after each part of a layer", _PROJECTION,
+)  # fmt: skip
+def _input_normed(op: Op, context: Context) -> Variants:
+    source = op.inputs[0]
+    if context.wrong_from or op.seen[0] is not None or source not in context.graph:  # in a segment they are too many
+        return
+    for norm in _norms(op, context.graph):
+        before = replace(norm, name=f"{op.name}.normed", inputs=(source,), views=())
+        words = f"what it reads is normed first, with {split(norm.name)[1]}.weight"
+        yield Variant(_reading(op, before.name), words, before=(before,))
+
+
+@AREA.mistake(
+    "norm_bypassed", "a projection reads as it is what should be normed first", "which buffer is passed to it",
+    _PROJECTION,
+)  # fmt: skip
+def _bypassed(op: Op, context: Context) -> Variants:
+    norm = context.graph.ops.get(op.inputs[0])
+    if norm and norm.kind in NORM.kinds and not op.seen[0] and not norm.seen[0] and norm.inputs[0] in context.graph:
+        stream, what = _value(norm.inputs[0], op), split(norm.name)[1]
+        yield _reading(op, norm.inputs[0]), f"reads {stream} where {what} belongs: the norm is bypassed"
+
+
+def _value(name: str, op: Op) -> str:
+    """A value by its own name in the op's layer; of another layer it is the stream."""
+    layer, local = split(name)
+    return local if layer == layer_of(op.name) else "the layer's input"
+
+
+@AREA.mistake(
+    "sum_normed", "a sum is normed of which one term should be", "whether the norm comes before or after the residual",
+    Where(("add",), in_layer=True),
+)  # fmt: skip
+def _sum_normed(op: Op, context: Context) -> Variants:
+    graph = context.graph
+    for position, name in enumerate(op.inputs):
+        norm = graph.ops.get(name)
+        if norm and norm.kind in NORM.kinds and len(op.inputs) == 2 and not any((*op.seen, *norm.seen)):
+            terms = (norm.inputs[0], op.inputs[1 - position])
+            total = replace(op, name=f"{op.name}.sum", inputs=terms)
+            words = f"the sum is normed, where {split(terms[0])[1]} alone is, before it is added"
+            yield Variant(replace(norm, name=op.name, inputs=(total.name,)), words, before=(total,))
+
+
+@AREA.mistake(
+    "in_sequence", "a projection reads a sum to which a part of the layer was added that should run beside it",
+    "whether attention and feed-forward read the same value, or one after the other", _PROJECTION,
+)  # fmt: skip
+def _in_sequence(op: Op, context: Context) -> Variants:
+    graph = context.graph
+    norm = graph.ops.get(op.inputs[0])
+    if norm is None or norm.kind not in NORM.kinds or op.seen[0] or norm.seen[0]:
+        return
+    stream, later = norm.inputs[0], graph.after([op.name])
+    for other in graph.layer(layer_of(op.name) or 0):
+        if other.kind != "linear" or other.axes != norm.axes or other.name in later:
+            continue
+        total = Op(f"{op.name}.sum", "add", (stream, other.name), norm.axes)
+        normed = replace(norm, name=f"{op.name}.normed", inputs=(total.name,))
+        beside, what = split(norm.name)[1], split(other.name)[1]
+        for name, before in ((normed.name, (total, normed)), (total.name, (total,))):
+            value = f"{'the norm of ' if name == normed.name else ''}{_value(stream, op)} + {what}"
+            words = f"reads {value}, where {beside} belongs: {what} runs beside it"
+            yield Variant(_reading(op, name), words, before=before)
+
+
+@AREA.mistake(
+    "rope_in_all_layers", "queries and keys are rotated in a layer that has no rotary embedding",
+    "which layers have rope: some families have it in layers with a window alone", Where(("scores",)),
+)  # fmt: skip
+def _rotated(op: Op, context: Context) -> Variants:
+    graph = context.graph
+    if any(op.seen) or any(name not in graph or graph[name].kind in ("rope", "concat") for name in op.inputs):
+        return
+    ropes = {other.attrs["rope"]: other for other in graph if other.kind == "rope"}
+    for turn in ropes.values():
+        if any(graph[name].axes[-1] != turn.axes[-1] for name in op.inputs):
+            continue
+        before = tuple(
+            replace(turn, name=f"{op.name}.{i}", inputs=(name, *turn.inputs[1:]), axes=graph[name].axes, views=())
+            for i, name in enumerate(op.inputs)
+        )
+        changed = replace(op, inputs=tuple(one.name for one in before))
+        yield Variant(changed, "queries and keys are rotated; this layer has no rotary embedding", before=before)
