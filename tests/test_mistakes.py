@@ -29,6 +29,7 @@ from tracediff.names import split
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.views import seen
 from tracediff.pipeline import check_trace, compare_traces
+from tracediff.trace.reader import Trace
 from tracediff.trace.shapes import Misfit, misfit
 from tracediff.trace.writer import TraceWriter
 
@@ -128,14 +129,18 @@ def test_whatever_mistake_is_tried_the_op_makes_values_of_its_shape(arch: str, t
         of = (op.kind, split(op.name)[1])
         for mistake in BANK.values() if of not in tried and op.kind != "state" else ():
             for one in mistake.change(op, context) if mistake.where.holds(op, graph) else ():
-                given = []
-                for (name, past), view in zip((wrong := Variant(*one).op).reads, wrong.seen, strict=True):
-                    shape = graph[name].shape(t, s - t) if name in graph else ()
-                    x = integers[name] if name in integers else torch.rand((s, *shape[1:]) if past is True else shape)
-                    x = torch.arange(s) if name == "positions" and past else x
-                    given.append(seen(view, t, s, x) if view else x)
-                made = evaluate(wrong, given, weights)
-                assert made.shape == op.shape(t, s - t), (mistake.name, op.name)
+                ops = Variant(*one).ops
+                there = graph.changed(*ops)
+                for wrong in ops:
+                    given = []
+                    for (name, past), view in zip(wrong.reads, wrong.seen, strict=True):
+                        shape = there[name].shape(t, s - t) if name in there else ()
+                        whole = (s, *shape[1:]) if past is True else shape
+                        x = integers[name] if name in integers else torch.rand(whole)
+                        x = torch.arange(s) if name == "positions" and past else x
+                        given.append(seen(view, t, s, x) if view else x)
+                    made = evaluate(wrong, given, weights)
+                    assert made.shape == there[wrong.name].shape(t, s - t), (mistake.name, op.name)
         tried.add(of)
 
 
@@ -253,6 +258,10 @@ def test_scores_may_be_scaled_where_llama_cpp_scales_queries(arch: str, tiny: Ti
     shown = [f"blk.{n}.attn_scores" for n in range(graph.hparams.n_layer)]
     assert not {*shown} & {*graph.ops}
     reference = traced(graph, file, tmp_path / "a.trace")
+    scaled = [f"blk.{n}.attn_q_rope.scale" for n in range(graph.hparams.n_layer)]
+    named = traced(graph.with_scores(shown + scaled), file, tmp_path / "d.trace")
+    assert {*shown, *scaled} < {op for _, op in Trace(named).ops}
+    assert check_trace(named, model).verdict == "match"  # q.k of the scaled queries, under the shorter name
     late = graph.with_scores(shown)
     assert not [name for name in late.ops if name.endswith("attn_q_rope.scale")]
     engine = without(traced(late, file, tmp_path / "b.trace"), {f"{name}_scaled" for name in shown})

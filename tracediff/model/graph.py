@@ -178,17 +178,24 @@ class Graph:
 
     def with_scores(self, names: Iterable[str]) -> "Graph":
         """The graph of an engine that shows these scores: where here they are not scaled until softmax does it, those
-        that are, `NAME_scaled`; where the queries are scaled, q.k before it is.
+        that are, `NAME_scaled`; where the queries are scaled, q.k before it is, or, if these are shown and the scores
+        under one name, that of the scaled ones.
         """
         names = {*names}
         ops: dict[str, Op] = {}
+        called: dict[str, str] = {}
         for op in self:
+            if called.keys() & {*op.inputs}:
+                op = replace(op, inputs=tuple(called.get(name, name) for name in op.inputs))
             plain = op.name.removesuffix("_scaled")
             if op.kind == "scores" and plain != op.name and plain in names and plain not in ops:
-                queries = ops[op.inputs[0]]
+                queries, own = ops[op.inputs[0]], replace(op, name=plain)
+                if queries.name in names and op.name not in names:
+                    ops[plain], called[op.name] = own, plain
+                    continue
                 if queries.name not in names and len(self.readers(queries.name)) == 1:
                     del ops[queries.name]
-                ops[plain] = replace(op, name=plain, inputs=(queries.inputs[0], *op.inputs[1:]))
+                ops[plain] = replace(own, inputs=(queries.inputs[0], *op.inputs[1:]))
                 op = Op(op.name, "scale", (plain,), op.axes, attrs=queries.attrs)
             if op.kind == "softmax" and (scaled := f"{op.inputs[0]}_scaled") in names and scaled not in ops:
                 scores = ops[op.inputs[0]]

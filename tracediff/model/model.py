@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tracediff.model.weights import Weights
 
-_OF_SCORES = ("attn_scores", "attn_scores_scaled")
+_OF_SCORES = ("attn_scores", "attn_scores_scaled", ".scale")  # ends of the names of these and of scaled queries
 
 
 class Model:
@@ -42,7 +42,11 @@ class Model:
     @cached_property
     def graph(self) -> Graph:
         """Its ops; raises ModelError and EngineError as `build_graph` does."""
-        return build_graph(self.file).with_scores(self._shown).at_length(self._length)
+        return self._built.with_scores(self._shown).at_length(self._length)
+
+    @cached_property
+    def _built(self) -> Graph:
+        return build_graph(self.file)
 
     def show(self, ops: Iterable[str], length: int = 0) -> None:
         """Give the graph those of these ops that only some engines have: scores before and after they are scaled. And
@@ -50,7 +54,7 @@ class Model:
         """
         self._shown |= {op for op in ops if op.endswith(_OF_SCORES)}
         self._length = max(self._length, length)
-        self.graph = self.graph.with_scores(self._shown).at_length(self._length)
+        self.graph = self._built.with_scores(self._shown).at_length(self._length)
 
     @cached_property
     def tensors(self) -> FileTensors:

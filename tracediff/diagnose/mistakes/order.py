@@ -65,6 +65,8 @@ def _sum_normed(op: Op, context: Context) -> Variants:
         norm = graph.ops.get(name)
         if norm and norm.kind in NORM.kinds and len(op.inputs) == 2 and not any((*op.seen, *norm.seen)):
             terms = (norm.inputs[0], op.inputs[1 - position])
+            if any(term not in graph or graph[term].axes != op.axes for term in terms):
+                continue  # one of them is added to all rows of the other
             total = replace(op, name=f"{op.name}.sum", inputs=terms)
             words = f"the sum is normed, where {split(terms[0])[1]} alone is, before it is added"
             yield Variant(replace(norm, name=op.name, inputs=(total.name,)), words, before=(total,))
