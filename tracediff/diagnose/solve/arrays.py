@@ -10,6 +10,7 @@ import numpy as np
 Value = Any  # a number, or an array with an axis for each loop variable, of size 1 where it does not depend on it
 
 _LARGE = 1 << 26  # values of an intermediate result: half a gigabyte
+_PERIODS = (*range(2, 17), 32, 64, 128, 256)  # of unrolled loops, of vectors, of blocks of quantised types
 _SPARSE = 4  # times what is read: so long may be what it lies in
 
 
@@ -112,9 +113,44 @@ def over(how: str, terms: np.ndarray, axis: int, inside: Value) -> np.ndarray:
         case "upto" | "onwards":  # all parts of the sum: of the terms before each, and from it on
             whole, parts = terms.sum(axis, keepdims=True), np.cumsum(terms, axis) - terms
             return parts if how == "upto" else whole - parts
+        case "without" | "alone":
+            parts = _of_strides(np.moveaxis(terms, axis, -1))
+            parts = np.moveaxis(parts, -1, axis)
+            return parts if how == "alone" else terms.sum(axis, keepdims=True) - parts
         case "first" | "last":
             return np.take(terms, [0 if how == "first" else -1], axis)
     raise CannotRunError(how)
+
+
+@dataclass(frozen=True, slots=True)
+class Stride:
+    """Of every `period` terms those from `first` to before `stop`."""
+
+    period: int
+    first: int
+    stop: int
+
+
+def strides(n: int) -> list[Stride]:
+    """Of `n` terms one of every so many, or the last of them."""
+    periods = [period for period in _PERIODS if 2 * period <= n]
+    return [
+        Stride(period, first, stop)
+        for period in periods
+        for stops in ([first + 1 for first in range(period)], [period] * period)
+        for first, stop in enumerate(stops)
+    ]
+
+
+def _of_strides(terms: np.ndarray) -> np.ndarray:
+    """Sums of the terms [..., n] of each of the `strides`."""
+    *around, n = terms.shape
+    found = [np.zeros((*around, 0))]
+    for period in dict.fromkeys(stride.period for stride in strides(n)):
+        padded = np.concatenate([terms, np.zeros((*around, -n % period))], -1)
+        each = padded.reshape(*around, -1, period).sum(-2)
+        found += each, np.cumsum(each[..., ::-1], -1)[..., ::-1]
+    return np.concatenate(found, -1)
 
 
 def contracted(a: np.ndarray, b: np.ndarray, axis: int, length: int) -> np.ndarray:

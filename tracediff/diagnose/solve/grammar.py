@@ -16,6 +16,7 @@ from tracediff.diagnose.solve import (
     outputs,
     readings,
     tensors,
+    terms,
 )
 from tracediff.diagnose.solve.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.bound import bind, flat
@@ -41,6 +42,7 @@ EXAMPLES = (
     ("an index map", "heads reversed"),
     ("an index map of an input", "as it reads attn_v, value heads reversed"),
     ("a part only", "the sum takes only input channels 0 to 254: the last is left out"),
+    ("a part of every block", "of every 32 input channels the sum leaves out the last 4"),
     ("another function", "every value above 0.5 is 0.5"),
     ("another formula", "silu is computed with 2 + exp(-ffn_gate), where 1 + exp(-ffn_gate) belongs"),
     ("another number", "positions are 1 too high"),
@@ -69,6 +71,7 @@ def every(problem: Problem) -> Iterator[Priced]:
     """All edits by loops that need no fit."""
     for variants in (
         copies.variants, inputs.variants, inputs.cached, tensors.variants, numbers.positions, formulas.variants,
+        terms.every,
     ):  # fmt: skip
         yield from variants(problem)
 

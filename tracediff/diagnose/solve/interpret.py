@@ -1,9 +1,10 @@
 """Runs loops of Python over flat arrays all at once: each loop variable is an axis.
 
 What runs: `for v in range(...)`, assignments to names and to array elements, arithmetic, comparisons, `a if c else b`,
-elementary functions, and sum, max, min, first and last of a generator, or its upto and onwards: the sums of the terms
-before each, and from each on. Reads beyond an array give 0, or what is asked for. Where several iterations store to one
-element the last one stays, in the order of the loops.
+elementary functions, and sum, max, min, first and last of a generator, or all parts of a sum: its upto and onwards, of
+the terms before each and from each on, its without and alone, of all but every nth and of these. Reads beyond an array
+give 0, or what is asked for. Where several iterations store to one element the last one stays, in the order of the
+loops.
 """
 
 import ast

@@ -1,6 +1,6 @@
-"""A sum over fewer terms: of the first so many, or from one on, whatever their number.
+"""A sum over fewer terms: of the first so many, or from one on, whatever their number; or without every nth.
 
-The sums up to each term tell which.
+The sums up to each term tell which, and those of the terms of each remainder.
 """
 
 import ast
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracediff.diagnose.solve.arrays import CannotRunError
+from tracediff.diagnose.english import nth, plural
+from tracediff.diagnose.solve.arrays import CannotRunError, Stride, strides
 from tracediff.diagnose.solve.look import Look
-from tracediff.diagnose.solve.nodes import Path, nodes, with_node
+from tracediff.diagnose.solve.nodes import Node, Path, nodes, with_node
+from tracediff.diagnose.solve.nouns import COUNTED, EACH, NAMED
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.variant import Priced, Variant
@@ -25,12 +27,18 @@ _TERMS = "term"  # the loop variable of a sum of which all parts are kept
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A sum of some loops, over a loop that counts from 0 to before `end`."""
+    """A sum of some loops, over a loop that counts from 0 to before `end`; `whole` is what the loops call it."""
 
     tree: ast.Module
     path: Path
     generator: ast.GeneratorExp
     end: ast.expr
+    whole: str
+
+    @property
+    def name(self) -> str:
+        """The loop's variable."""
+        return ast.unparse(self.generator.generators[0].target)
 
     def n_terms(self, numbers: Mapping[str, float]) -> int:
         """How many terms it has, of loops with these numbers; 0 where no number says so."""
@@ -47,10 +55,30 @@ class Reduction:
             inner = ast.GeneratorExp(self.generator.elt, [ast.comprehension(target, counted, [], 0)])
             yield self._replaced(ast.Call(ast.Name("sum"), [inner], []))
 
+    def with_stride(self, stride: Stride, how: str) -> str:
+        """The loops with the sum without these terms, or of these alone."""
+        one = stride.stop == stride.first + 1
+        kept = {("without", True): "!=", ("alone", True): "==", ("without", False): "<", ("alone", False): ">="}
+        taken = ast.parse(f"({self.name} % {stride.period} {kept[how, one]} {stride.first})", mode="eval").body
+        match self.generator.elt:
+            case ast.BinOp(left=a, op=ast.Mult(), right=b):  # no array of all terms is made of x * taken * w
+                term = ast.BinOp(ast.BinOp(a, ast.Mult(), taken), ast.Mult(), b)
+            case term:
+                term = ast.BinOp(term, ast.Mult(), taken)
+        return self._replaced(ast.Call(ast.Name("sum"), [ast.GeneratorExp(term, self.generator.generators)], []))
+
+    def stride_words(self, noun: str, stride: Stride, how: str) -> str:
+        """That in words, of terms called so."""
+        if stride.stop == stride.first + 1:
+            verb = "leaves out" if how == "without" else "takes only"
+            return f"{self.whole} {verb} every {nth(stride.period)} {noun}, from {stride.first} on"
+        n, which = (stride.period - stride.first, "last") if how == "without" else (stride.first, "first")
+        left = f"the {which}{f' {n}' if n > 1 else ''}"
+        return f"of every {stride.period} {plural(noun)} {self.whole} leaves out {left}"
+
     def of_all_parts(self, how: str) -> str:
         """The loops with all parts of the sum, along an axis of their own."""
-        name = ast.unparse(self.generator.generators[0].target)
-        renamed = re.sub(rf"\b{name}\b", _TERMS, ast.unparse(self.generator))
+        renamed = re.sub(rf"\b{self.name}\b", _TERMS, ast.unparse(self.generator))
         return self._replaced(ast.parse(f"{how}({renamed})", mode="eval").body)
 
     def _replaced(self, new: ast.expr) -> str:
@@ -66,18 +94,46 @@ def reductions(source: str) -> Iterator[Reduction]:
                 func=ast.Name(id="sum"),
                 args=[ast.GeneratorExp(generators=[ast.comprehension(iter=ast.Call(args=[end]))]) as generator],
             ):
-                yield Reduction(tree, place.path, generator, end)
+                yield Reduction(tree, place.path, generator, end, _called(place))
+
+
+def _called(place: Node) -> str:
+    """What a sum is assigned to."""
+    for outer in place.around:
+        match outer.node:
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                return NAMED.get(name, name)
+    return "the sum"
 
 
 def variants(problem: Problem, look: Look) -> Iterator[Priced]:
-    """Each sum of the loops with the last terms left out, and with the first."""
+    """Each sum of the loops with the last terms left out, with the first, or with one of every so many."""
     for sum_ in reductions(problem.loops.source):
         for how in ("upto", "onwards"):
-            counts, n = _counts(problem, look, sum_.of_all_parts(how))
-            for count in counts[:_MOST]:
+            counts, n = _fitting(problem, look, sum_.of_all_parts(how))
+            for count in [count for count in counts if count][:_MOST]:
                 bits = 6.0 + math.log2(n)
                 for source in sum_.with_terms(count, n, how):
                     yield Priced(Variant("", source), bits)
+        n = sum_.n_terms(problem.loops.numbers)
+        known = strides(n)
+        for how in ("without", "alone") if known else ():
+            fits, _ = _fitting(problem, look, sum_.of_all_parts(how))
+            for stride in [known[i] for i in fits][:_MOST]:
+                yield _strided(problem, sum_, stride, how)
+
+
+def every(problem: Problem) -> Iterator[Priced]:
+    """Each sum of the loops with one of every so many terms left out, or with these alone."""
+    for sum_ in reductions(problem.loops.source):
+        for stride in strides(sum_.n_terms(problem.loops.numbers)):
+            yield from (_strided(problem, sum_, stride, how) for how in ("without", "alone"))
+
+
+def _strided(problem: Problem, sum_: Reduction, stride: Stride, how: str) -> Priced:
+    noun = COUNTED.get(problem.op.kind, EACH)[sum_.name]
+    bits = 6.0 + math.log2(2 * len(strides(sum_.n_terms(problem.loops.numbers))))
+    return Priced(Variant(sum_.stride_words(noun, stride, how), sum_.with_stride(stride, how)), bits)
 
 
 def counted(problem: Problem, left: Callable[[Variant], float]) -> Iterator[Priced]:
@@ -103,8 +159,8 @@ def _least(of: Callable[[int], float], first: int, last: int) -> int:
     return min(range(first, last + 1), key=of)
 
 
-def _counts(problem: Problem, look: Look, source: str) -> tuple[list[int], int]:
-    """How many terms are left out in the parts that give the wrong values looked at, and how many there are."""
+def _fitting(problem: Problem, look: Look, source: str) -> tuple[list[int], int]:
+    """Which parts of a sum give the wrong values looked at, and how many there are."""
     axis = parse(source).axes[_TERMS]
     try:
         *_, stored = problem.loops.with_(source, {}, {}).statements(look.few)
@@ -116,4 +172,4 @@ def _counts(problem: Problem, look: Look, source: str) -> tuple[list[int], int]:
     n, at = made.shape[-1], at[..., 0].ravel()
     wrong = problem.wrong[at]
     fits = agree(problem.recorded[at, None], made.reshape(-1, n), problem.near[at, None])[wrong].all(0)
-    return [int(i) for i in np.flatnonzero(fits) if 0 < i < n] if wrong.any() else [], n
+    return [int(i) for i in np.flatnonzero(fits)] if wrong.any() else [], n

@@ -99,8 +99,10 @@ def relayered(changed: Op, right: Op, other: Op) -> Op | None:
     if name != same or here is None or len(right.weights) != len(other.weights):
         return None
 
+    inputs = dict(zip(right.inputs, other.inputs, strict=False))  # of the first layer it has another name
+
     def moved(text: str) -> str:
-        return text.replace(f"blk.{here}.", f"blk.{there}.")
+        return inputs.get(text) or text.replace(f"blk.{here}.", f"blk.{there}.")
 
     def elsewhere(weight: Weight) -> Weight:
         read = getattr(weight.read, "moved", None)  # of what reads other tensors
