@@ -161,6 +161,10 @@ CASES = {
         "attn_probs", attention(SCALE, causal, lambda x: 0.0 * x - 7), "mask_finite",
         "masked scores are -7, where minus infinity belongs", also_hidden=False,
     ),
+    "a mask that next to nothing leaks through": Case(  # 1e-31: the whole is within its floor
+        "attn_probs", attention(SCALE, causal, lambda x: 0.0 * x - 70), "mask_finite",
+        "masked scores are -70, where minus infinity belongs", also_hidden=False,
+    ),
     "a mask after the softmax": Case(
         "attn_probs", after_the_softmax, "mask_after_softmax",
         "the mask comes after the softmax: probabilities of hidden keys are lost",

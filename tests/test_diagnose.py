@@ -324,6 +324,17 @@ def test_what_is_said_of_an_error_is_of_the_error_and_not_of_what_is_right() -> 
     assert "the right values with tokens reversed" in describe(x.flip(0), x, axes)
 
 
+def test_what_leaks_where_0_belongs_is_not_called_rounding() -> None:
+    right = torch.linspace(1.0, 2.0, 12, dtype=torch.float64).reshape(3, 4).tril()
+    leaked = right.where(right != 0, 1e-31)
+    leaks = "6 of the 6 values that should be 0 are not: up to 1e-31; "
+    axes = ("query", "key")
+    assert describe(leaked, right, axes) == f"{leaks}each of the others is right"
+    assert describe(right.where(right == 0, 2 * right) + 1e-31 * (right == 0), right, axes) == (
+        f"{leaks}every other value is 2 times what it should be"
+    )
+
+
 def test_a_number_that_no_list_holds_is_told_from_hidden_states(models, tmp_path: Path) -> None:
     """In all layers alike: fitted to one of them, it holds in the others."""
     model = models("qwen2")

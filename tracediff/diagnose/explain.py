@@ -127,7 +127,7 @@ class Explainer:
             ours = {op.name for op in best.ops} - {op.name for op in (before.ops if before else ())}
             for tried in trials.of(BANK[name], one.record, one.error, before):
                 elsewhere = ours.isdisjoint(op.name for op in tried.ops)
-                if elsewhere and tried.pays(one.error.nmse) and len(texts) < _ALSO:
+                if elsewhere and tried.pays(one.error) and len(texts) < _ALSO:
                     there = split(tried.ops[-1].name)[1]
                     texts.append(f"in {there} instead" if name == part.mistake else tried.parts[-1].text)
                     ops |= {op.name for op in tried.ops}

@@ -88,9 +88,12 @@ class Hypothesis:
         """
         return not self.local.faulty and all(op.stored != "f64" for op in self.ops)
 
-    def pays(self, nmse: float) -> bool:
-        """Whether it is the better explanation of a record that is off by `nmse` without it."""
-        return not self.local.faulty and self.left <= _TELLS and self.score > score(nmse)
+    def pays(self, error: Local) -> bool:
+        """Whether it is the better explanation of a record that is so far off without it; where only single values
+        are, of these, and as a whole no worse.
+        """
+        better = self.left <= error.nmse if error.nmse <= error.floor else self.score > score(error.nmse)
+        return not self.local.faulty and self.left <= _TELLS and better
 
 
 class Least:
@@ -144,7 +147,7 @@ class Trials:
         every layer of it or in the one of `way`.
         """
         before = given.ops if given else ()
-        left = min(error.nmse, given.left) if given else error.nmse
+        left = min(to_beat(error), given.left) if given else to_beat(error)
         graph = self._replay.graph.changed(*before)
         targets = [
             graph[name]
@@ -218,7 +221,7 @@ class Trials:
             yield from self.together(found.parts, record, error)
             return
         if ops:
-            before = math.inf if found.may_turn else error.nmse
+            before = math.inf if found.may_turn else to_beat(error)
             parts = self._renamed(found, ops)
             yield replace(found, parts=parts, ops=ops, local=self._replay.under(record, ops, before))
 
@@ -272,6 +275,13 @@ class Trials:
             else:
                 self._firsts[key] = 0
         return self._firsts[key]
+
+
+def to_beat(error: Local) -> float:
+    """The NMSE of which a hypothesis must take a part away; infinite where that is within the floor, for single values
+    are beyond their bounds, as those that leak through a mask.
+    """
+    return math.inf if error.nmse <= error.floor else error.nmse
 
 
 def transferred(changed: Op, right: Op, other: Op) -> Op | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from tracediff.diagnose.budget import Budget, Progress, within
-from tracediff.diagnose.hypothesis import PART, SOLVED, Hypothesis, Least, Part, Trials, Way
+from tracediff.diagnose.hypothesis import PART, SOLVED, Hypothesis, Least, Part, Trials, Way, to_beat
 from tracediff.diagnose.solve import segments, solver
 from tracediff.diagnose.solve.variant import Solved
 from tracediff.model.graph import Graph
@@ -93,7 +93,7 @@ class Search:
                 return self._unrivalled(self._chosen(found), one)
         if len(vain) >= _SEARCHES:
             return self._fewest(self.one_more(one), one)
-        here = [h for h in tried.first(_ALIKE) if h.pays(one.error.nmse) and not h.parts[-1].fitted]
+        here = [h for h in tried.first(_ALIKE) if h.pays(one.error) and not h.parts[-1].fitted]
         if found_one := self._solved(one, [h.but_in_some_steps() for h in here]):
             return found_one
         several = self._fewest(self.one_more(one) or self._several(one, tried), one)
@@ -138,7 +138,7 @@ class Search:
         for solved, scheme in self._solutions(one, in_whole):
             self._budget.check()  # of a state of NaN thousands are found at once
             try:
-                local = self._replay.under(one.record, solved.ops, one.error.nmse, scheme)
+                local = self._replay.under(one.record, solved.ops, to_beat(one.error), scheme)
             except CircularError:
                 continue
             part = Part(SOLVED, solved.words, solved.words, solved.fitted, solved.look)
@@ -147,7 +147,7 @@ class Search:
                 found.append(hypothesis)
                 if all(self._carried(hypothesis, other) for other in self._kin.some):
                     return hypothesis  # none of the others could explain more
-            elif not solved.fitted and hypothesis.pays(one.error.nmse):
+            elif not solved.fitted and hypothesis.pays(one.error):
                 in_some.append(hypothesis.but_in_some_steps())
                 if in_whole and self._kin.some and all(self._carried(in_some[-1], other) for other in self._kin.some):
                     return in_some[-1]  # of thousands of edits few are tried in vain for one that all steps have
@@ -235,7 +235,7 @@ class Search:
         return max((h for h in both if h.left < little and self._explains(h, one)), key=lambda h: h.score, default=None)
 
     def _explains(self, tried: Hypothesis, one: Faulty, is_paid: bool = False) -> bool:
-        pays = is_paid or tried.pays(one.error.nmse)
+        pays = is_paid or tried.pays(one.error)
         return pays and (tried.in_some_steps or not self._contradicted(tried, one.record))
 
     def _contradicted(self, tried: Hypothesis, record: OpRecord) -> bool:

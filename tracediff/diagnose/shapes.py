@@ -37,14 +37,21 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     if not bool(y.any()):
         yield "all values are zero"
         return
-    ratio = float((y * x).sum() / x.square().sum().clamp(min=1e-300))
-    off, scaled = nmse(y, x), nmse(y, ratio * x)
-    if scaled > 0.5 * off and off < _CLOSE and _of_each_value(y, x):  # the ratio explains none of it
-        yield f"right up to {math.sqrt(off):.0e} of it, as if it, or what it is made of, was rounded"
+    leaked = (x == 0) & (y != 0)
+    others = y.masked_fill(leaked, 0.0)
+    ratio = float((others * x).sum() / x.square().sum().clamp(min=1e-300))
+    off, scaled = nmse(others, x), nmse(others, ratio * x)
+    if bool(leaked.any()):
+        most = float(y[leaked].abs().max())
+        yield f"{int(leaked.sum())} of the {int((x == 0).sum())} values that should be 0 are not: up to {most:.2g}"
+    if scaled >= 0.5 * off and off < _CLOSE and _of_each_value(others, x):  # the ratio explains none of it
+        rounded = f" up to {math.sqrt(off):.0e} of it, as if it, or what it is made of, was rounded" if off else ""
+        yield f"{'each of the others is ' * bool(leaked.any())}right{rounded}"
         return
     little = min(_CLOSE, _LEFT * off)
     if scaled < _CLOSE and scaled < 0.5 * off:
-        yield f"every value is {ratio:.6g} times what it should be{_name_ratio(ratio, x)}"
+        every = "every other value" if leaked.any() else "every value"
+        yield f"{every} is {ratio:.6g} times what it should be{_name_ratio(ratio, x)}"
         return
     difference = y - x
     if y.ndim >= 2 and len(y) > 2 and nmse(difference, difference.mean(0, keepdim=True).expand_as(difference)) < 1e-4:

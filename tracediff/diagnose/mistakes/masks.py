@@ -168,7 +168,9 @@ def _finite(op: Op, context: Context) -> Variants:
 
 
 def _fitted(op: Op, seen: Seen, added: bool) -> float | None:
-    """From the largest of the probabilities that should be 0, against the largest of its query's others."""
+    """From the largest of the probabilities that should be 0, against the largest of its query's others; fitted to
+    those that should be 0 alone, for beside the others they may be next to nothing.
+    """
     scores, queries, keys = seen.inputs[:3]
     hides = unseen(op, queries, keys).expand(scores.shape)
     shown, right = seen.output.masked_fill(~hides, 0.0), seen.output.masked_fill(hides, 0.0)
@@ -181,7 +183,7 @@ def _fitted(op: Op, seen: Seen, added: bool) -> float | None:
     value = float(ratio.log() + scaled[other] - (scaled[key] if added else 0.0))
     if not value < 0:
         return None
-    return fitted(lambda x: _masked(op, *seen.inputs, value=x, added=added), seen.output, [-value])
+    return fitted(lambda x: _masked(op, *seen.inputs, value=x, added=added)[hides], shown[hides], [-value])
 
 
 @AREA.mistake(
