@@ -245,8 +245,12 @@ def test_a_choice_that_does_not_mind_groups_is_located(tmp_path: Path) -> None:
     biased = replace(choice, inputs=("blk.1.ffn_moe_probs_biased",), views=())
     left_out = [op for op in graph if "get_rows" in op.name or (op.kind in ("top_k", "fill") and op is not choice)]
     path = without(traced(graph.changed(biased), file, tmp_path / "a.trace"), {op.name for op in left_out})
-    faulty = {op.op for op in check_trace(path, model).faulty}
-    assert faulty == {choice.name}
+    result = check_trace(path, model)
+    assert {op.op for op in result.faulty} == {choice.name}
+    assert [finding.text for finding in result.findings if finding.mistake] == []  # one token's choice is soon suited
+    weights = replace(graph["blk.1.ffn_moe_weights"], inputs=("blk.1.ffn_moe_probs_biased", choice.name))
+    path = traced(graph.changed(weights), file, tmp_path / "b.trace")
+    assert {finding.mistake for finding in check_trace(path, model).findings} == {"selection_bias_in_weights"}
 
 
 @pytest.mark.parametrize("arch", ["gemma3", "gemma2"])

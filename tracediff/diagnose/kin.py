@@ -16,6 +16,7 @@ from tracediff.diagnose.solve.variant import Solved
 from tracediff.model.graph import Graph
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.kinds import KINDS
 from tracediff.replay.recompute import CircularError
 from tracediff.replay.replay import Replay
 from tracediff.result import Local
@@ -26,7 +27,9 @@ _BEYOND_DOUBT = 1e-8
 _A_LAYER = 24  # ops: in longer segments of several layers the pairs are too many
 # Where one mistake does not suffice, every other is tried on top of so many that leave least: of one, of two.
 _BEAM = (6, 3)
-_TOLD = 1e-3  # of the squared error in other rows, by a number that is what is wrong: a row tells it to a few digits
+# Of the squared error in other rows what is wrong leaves no more, where one row is soon suited: by a number, which it
+# tells to a few digits, or in a choice of a few.
+_TOLD = 1e-3
 _ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
 _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for in vain
 # Seconds that the search of a segment must have, for each value of its weights, or it is not begun: a quarter of what
@@ -93,7 +96,7 @@ class Search:
                 return self._unrivalled(self._chosen(found), one)
         if len(vain) >= _SEARCHES:
             return self._fewest(self.one_more(one), one)
-        here = [h for h in tried.first(_ALIKE) if h.pays(one.error) and not h.parts[-1].fitted]
+        here = [h for h in tried.first(_ALIKE) if h.pays(one.error) and not self._is_soon_suited(h, one.record)]
         if found_one := self._solved(one, [h.but_in_some_steps() for h in here]):
             return found_one
         several = self._fewest(self.one_more(one) or self._several(one, tried), one)
@@ -238,6 +241,10 @@ class Search:
         pays = is_paid or tried.pays(one.error)
         return pays and (tried.in_some_steps or not self._contradicted(tried, one.record))
 
+    def _is_soon_suited(self, tried: Hypothesis, record: OpRecord) -> bool:
+        """Whether one row of the record tells little of what is tried: it has a number, or the row is a choice."""
+        return tried.parts[-1].fitted or KINDS[self._replay.graph[record.op].kind].picks is not None
+
     def _contradicted(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether the mistake would show in another step of the op, which is as it should be, or takes that of most
         tokens further from what was recorded.
@@ -252,8 +259,9 @@ class Search:
             if not error.faulty and self._replay.under(other, tried.ops).faulty:
                 return True
             if error.faulty and step == largest != record.step:
-                allowed = _TOLD if tried.parts[-1].fitted else 1.0
-                return not self._replay.under(other, tried.ops).nmse <= allowed * error.nmse
+                allowed = _TOLD if self._is_soon_suited(tried, record) else 1.0
+                left = self._replay.under(other, tried.ops).nmse
+                return math.isinf(left) or not left <= allowed * error.nmse  # infinite: what is hidden is chosen, say
         return False
 
 

@@ -1,5 +1,6 @@
 """Mistakes in mixtures of experts: in the choice, in the weights of the chosen, in whose matrix multiplies."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -52,7 +53,8 @@ def _biased(op: Op, context: Context) -> Variants:
     graph, choice = context.graph, context.graph.ops.get(op.inputs[-1])
     if not choice or choice.kind != "top_k" or len(op.inputs) != 2 or choice.inputs[0] == op.inputs[0]:
         return
-    if graph[choice.inputs[0]].axes == graph[op.inputs[0]].axes:  # not so where it is groups that are chosen
+    chosen, own = (math.prod(map(int, graph[one.inputs[0]].shape(1)[1:])) for one in (choice, op))
+    if chosen == own:  # not so where it is groups that are chosen
         yield replace(op, inputs=(choice.inputs[0], op.inputs[1])), "the weights have the bias of the choice in them"
 
 
