@@ -99,6 +99,31 @@ def test_steps_are_said_where_the_mistake_is_not_in_all() -> None:
     assert texts(ops) == ["attn_q in all 3 layers, in steps 1 to 3: a step sees only its own tokens."]
 
 
+def test_steps_are_those_of_each_op_that_is_named() -> None:
+    """In layer 2 it shows in the last step alone: layers and steps are no rectangle."""
+
+    def which(op: OpResult) -> bool:
+        return op.op.endswith("attn_q") and (op.layer != 2 or op.step == 2)
+
+    ops = made_wrong(model(steps=3), which, "cache_ignored", "a step sees only its own tokens")
+    assert texts(ops) == [
+        "attn_q in 2 of 3 layers (0, 1), in every step; attn_q in layer 2, in step 2: a step sees only its own tokens."
+    ]
+    later = made_wrong(model(steps=3), lambda op: which(op) and op.step > 0, "cache_ignored", "sees its own tokens")
+    assert texts(later) == [
+        "attn_q in 2 of 3 layers (0, 1), in steps 1, 2; attn_q in layer 2, in step 2: sees its own tokens."
+    ]
+
+
+def test_the_shape_of_an_error_is_of_the_step_that_it_is_of() -> None:
+    shapes = ["wrong in 2 of 5 tokens: 3-4", "all values are zero"]
+    ops = [faulty(sound("blk.0.attn_q", step), shape=shape) for step, shape in enumerate(shapes)]
+    assert texts(ops) == [
+        "attn_q in layer 0: wrong, and no known mistake explains it (blk.0.attn_q in step 0: wrong in 2 of 5 tokens: "
+        "3-4)."
+    ]
+
+
 def test_what_is_explained_comes_first_and_shapes_are_of_the_op_that_they_are_of() -> None:
     ops = [
         faulty(sound("blk.0.attn_q"), shape="every value is 2 times what it should be"),

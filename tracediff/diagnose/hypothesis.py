@@ -61,7 +61,7 @@ class Hypothesis:
 
     def but_in_some_steps(self) -> "Hypothesis":
         """The same, where other steps contradict it."""
-        return replace(self, parts=(*self.parts[:-1], _in_some(self.parts[-1])))
+        return replace(self, parts=(*self.parts[:-1], replace(self.parts[-1], in_some_steps=True)))
 
     @property
     def left(self) -> float:
@@ -165,7 +165,7 @@ class Trials:
                 if only is None or only.variant == variant:
                     self.budget.check()
                     part = _said(mistake, variant, changed, way, len(error.segment) > 1)
-                    part = _in_some(part) if only and only.in_some_steps else part
+                    part = replace(part, in_some_steps=only.in_some_steps) if only else part
                     ops = tuple({op.name: op for op in (*before, *(op for one in changed for op in one.ops))}.values())
                     local = self._replay.under(record, ops, left, way.plain)
                     yield Hypothesis((*(given.parts if given else ()), part), ops, local)
@@ -316,10 +316,6 @@ def _twins(names: Sequence[str]) -> list[list[str]]:
         [name, name.replace(a, b)] for a, b in (("attn_q", "attn_k"), ("_gate", "_up")) for name in names if a in name
     )
     return [pair for pair in pairs if len(names) > 2 and pair[1] in names]
-
-
-def _in_some(part: Part) -> Part:
-    return replace(part, text=f"{part.text}, in some steps alone", in_some_steps=True)
 
 
 def _said(mistake: Mistake, variant: str, changed: Sequence[Variant], way: Way, in_segment: bool) -> Part:

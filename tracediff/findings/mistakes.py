@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tracediff.findings.places import of_layers, of_names, of_ops, of_weights, runs
+from tracediff.findings.places import cut, of_layers, of_names, of_ops, of_weights, runs
 from tracediff.findings.words import by_name, listed, local_name
 from tracediff.names import layer_of
 from tracediff.result import Finding, OpResult, WeightResult
@@ -114,7 +114,8 @@ def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:
     where = _where(group.ops, ops)
     if group.mistake is None:
         shapes = {*group.texts}
-        of = f"{first.op}: " if len(shapes) > 1 else ""
+        step = f" in step {first.step}" * (len({op.step for op in group.ops}) > 1)
+        of = f"{first.op}{step}: " if len(shapes) > 1 else ""
         return f"{where}: {_UNKNOWN if first.sought else _UNSOUGHT} ({of}{group.texts[0]})."
     texts = group.texts
     if len(names) > 1:
@@ -161,16 +162,31 @@ def _op_of(weight: WeightResult) -> str:
 
 
 def _where(group: Sequence[OpResult], ops: Sequence[OpResult]) -> str:
-    """Ops and layers; the steps where it is not in all that these ops were judged in."""
-    names = {op.op for op in group}
-    steps = {op.step for op in group}
-    judged = {op.step for op in ops if op.op in names and (op.local or op.status == "faulty")}
+    """Ops and layers, those in the same steps together; the steps where these are not all that an op was judged in."""
+    judged: dict[str, set[int]] = {op.op: set() for op in group}
+    for op in ops:
+        if op.op in judged and (op.local or op.status == "faulty"):
+            judged[op.op].add(op.step)
+    wrong: dict[str, set[int]] = {}
+    for op in group:
+        wrong.setdefault(op.op, set()).add(op.step)
+    alike: dict[frozenset[int], list[OpResult]] = {}
+    for op in group:
+        steps = wrong[op.op]
+        alike.setdefault(frozenset() if steps >= judged[op.op] else frozenset(steps), []).append(op)
+    return cut([f"{_in_layers(some, ops)}{_in_steps(steps, len(alike) > 1)}" for steps, some in alike.items()], "; ")
+
+
+def _in_steps(steps: frozenset[int], others: bool) -> str:
+    """In these steps; in all where there are none: that is said where it is not so for `others`."""
+    if not steps:
+        return ", in every step" * others
+    return f", in step{'s' * (len(steps) > 1)} {runs(steps)}"
+
+
+def _in_layers(group: Sequence[OpResult], ops: Sequence[OpResult]) -> str:
     first = group[0].local
-    in_segment = first is not None and len(first.segment) > 1
-    where = _seen(group, ops) if in_segment else of_ops(group, ops)
-    if steps >= judged:
-        return where
-    return f"{where}, in step{'s' * (len(steps) > 1)} {runs(steps)}"
+    return _seen(group, ops) if first is not None and len(first.segment) > 1 else of_ops(group, ops)
 
 
 def _seen(group: Sequence[OpResult], ops: Sequence[OpResult]) -> str:

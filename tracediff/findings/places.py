@@ -9,7 +9,7 @@ from tracediff.result import OpResult
 
 # What all ops of a kind are called together.
 _WHOLE = (({"rms_norm", "layer_norm"}, "norms"), ({"linear", "linear_id"}, "matmuls"))
-_LAYERS = 6  # runs of layers that are listed
+_LISTED = 6  # runs of layers that are told, and places of other steps
 
 
 def of_ops(ops: Sequence[OpResult], among: Iterable[OpResult]) -> str:
@@ -80,4 +80,9 @@ def runs(numbers: Iterable[int]) -> str:
         joined.get(b - a, "{a} to {b}").format(a=plain_step(a) if a != b else a, b=b)
         for a, b in zip(starts, ends, strict=True)
     ]
-    return ", ".join(said[:_LAYERS]) + (", ..." if len(said) > _LAYERS else "")
+    return cut(said)
+
+
+def cut(parts: Sequence[str], between: str = ", ") -> str:
+    """The first of many."""
+    return between.join([*parts[:_LISTED], *["..."] * (len(parts) > _LISTED)])
