@@ -8,10 +8,11 @@ prompts of several lengths, and the page says how far the fit is off.
 """
 
 import os
+import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -24,14 +25,17 @@ from speed import TOKENS, peak
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.model import Model
 from tracediff.model.synthetic import QWEN25_05B, Shape, write_model
+from tracediff.names import Capture
 from tracediff.pipeline import Effort, check_trace
 from tracediff.replay import workers
 from tracediff.replay.cluster import Cluster
 from tracediff.replay.judging import Subject, judge_all, replays_of
+from tracediff.replay.look import PART
+from tracediff.replay.memory import memory_of, needed
 from tracediff.replay.tasks import tasks
 from tracediff.trace.reader import Trace
 
-LENGTHS, LONG = (8, 32, 64, 128, 256), (512, 1024)
+LENGTHS, LONG, WALL = (8, 32, 64, 128, 256), (512, 1024), (128, 384)
 SHAPE = Shape("llama", n_layer=2, n_embd=512, n_head=8, n_head_kv=2, n_ff=1792, n_vocab=4096, n_ctx=1024)
 PROMPTS = (128, 4096)
 LAYERS = (20, 80)
@@ -80,9 +84,9 @@ def decoder(shape: Shape) -> Decoder:
                    shape.n_vocab)  # fmt: skip
 
 
-def traced(model: Path, folder: Path, n: int) -> Path:
+def traced(model: Path, folder: Path, n: int, capture: Capture = "all") -> Path:
     """A trace of a prompt of so many tokens."""
-    return trace_torch(model, folder / "run.trace", TorchOptions(), [(7 * i) % 4000 for i in range(n)])
+    return trace_torch(model, folder / "run.trace", TorchOptions(capture=capture), [(7 * i) % 4000 for i in range(n)])
 
 
 def seconds(model: Path, trace: Path) -> float:
@@ -125,21 +129,41 @@ def multiplication() -> float:
     return total
 
 
-def memory(model: Path, folder: Path) -> float:
-    """How many bytes more judging takes for each that the largest record, of scores, is larger by in float64."""
-    (a, one), (b, other) = (
-        (peak("replay", model, traced(model, folder, n)), 8 * decoder(SHAPE).records(n)["scores"][0]) for n in LONG
-    )
-    return (b - a) / (other - one)
+def memory(name: str, trace: Path, model: Path) -> str:
+    """A line: what a process that judges a trace was said to take, and what it took."""
+    (replay,) = replays_of(Model(model), [Subject(Trace(trace), {})])
+    said, (_, took) = needed([replay]), peak("replay", model, trace)
+    return f"| {name} | {said.op} | {size(said.n_bytes)} | {size(took)} |"
 
 
-def over_layers(folder: Path) -> list[float]:
-    """Megabytes that judging takes of a model of so many layers, each."""
-    peaks = []
+def memories(folder: Path, small: Path, real: Path) -> Iterator[str]:
+    """A line for each of some traces: long prompts, hidden states alone, few layers and many."""
+    for n in LONG:
+        yield memory(f"2 layers, {n} tokens", traced(small, folder, n), small)
     for n in LAYERS:
-        model = write_model(folder / "deep.gguf", replace(SHAPE, n_layer=n, loud=True), "F16")
-        peaks.append(peak("replay", model, traced(model, folder, 64)) / 1e6)
-    return peaks
+        deep = write_model(folder / "deep.gguf", replace(SHAPE, n_layer=n, loud=True), "F16")
+        yield memory(f"{n} layers, 64 tokens", traced(deep, folder, 64), deep)
+    for capture in ("all", "layers"):
+        for n in WALL:
+            name = f"0.5B, {n} tokens" + (", hidden states alone" if capture == "layers" else "")
+            yield memory(name, traced(real, folder, n, capture), real)
+
+
+def on_the_wall(model: Path, trace: Path) -> tuple[float, float]:
+    """Seconds of the wall that `check` takes by itself and with two workers, one thread each, the least of several."""
+    command = [sys.executable, "-m", "tracediff", "check", str(trace), "--model", str(model)]
+    took: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(3):
+        for n, seconds in took.items():
+            began = time.perf_counter()
+            subprocess.run(
+                [*command, "--workers", str(n)],
+                check=True,
+                capture_output=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            seconds.append(time.perf_counter() - began)
+    return min(took[1]), min(took[2])
 
 
 def timed(job: workers._Job, ops: tuple[str, ...]) -> tuple[int, float, float]:
@@ -152,13 +176,12 @@ def timed(job: workers._Job, ops: tuple[str, ...]) -> tuple[int, float, float]:
     return os.getpid(), opened - began, time.process_time() - opened
 
 
-def two_workers(folder: Path) -> tuple[int, float, float, float]:
+def two_workers(path: Path, folder: Path) -> tuple[int, float, float, float]:
     """Tasks for two workers of a local Ray cluster; the share of the largest; how many times less the busier one and
     the first process take than one would for all of it, in judging and in all of a check.
 
     All in one run, for where others share the machine the same work takes now more CPU time and now less.
     """
-    path = write_model(folder / "shape.gguf", QWEN25_05B, "F16")
     trace = trace_torch(path, folder / "shape.trace", TorchOptions(), TOKENS)
     model, subjects = Model(path), [Subject(Trace(trace), {})]
     replays = replays_of(model, subjects)
@@ -188,7 +211,7 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.3g} PB"
 
 
-def rows(cost: Sequence[float], times: float) -> list[str]:
+def rows(cost: Sequence[float]) -> list[str]:
     """A line for each model and prompt."""
     lines = []
     for name, of in MODELS.items():
@@ -197,10 +220,10 @@ def rows(cost: Sequence[float], times: float) -> list[str]:
             flash, whole = sum(records["rows"]), sum(map(sum, records.values()))
             n_records = sum(map(len, records.values()))
             took = cost[0] * of.products(n) + cost[1] * flash + cost[2] * of.weights
-            largest = n * max(of.embd, of.ff, of.heads * of.width)
+            largest = max(n * max(of.embd, of.ff, of.heads * of.width), PART)
             cells = (
                 name, f"{n:,}", f"{n_records:,}", size(4 * whole), size(2 * flash), size(2000 * n_records),
-                f"{took / 3600:.2g} h", f"{ceil(took / WITHIN):,}", size(times * 8 * largest),
+                f"{took / 3600:.2g} h", f"{ceil(took / WITHIN):,}", size(memory_of(largest)),
             )  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -209,28 +232,49 @@ def rows(cost: Sequence[float], times: float) -> list[str]:
 def page(folder: Path) -> str:
     """The page."""
     torch.set_num_threads(1)
-    model = write_model(folder / "model.gguf", SHAPE, "F16")
+    model, real = write_model(folder / "model.gguf", SHAPE, "F16"), write_model(folder / "real.gguf", QWEN25_05B, "F16")
     cost, off = fitted(model, folder)
-    times = memory(model, folder)
-    n_tasks, largest, judging, check = two_workers(folder)
-    shallow, deep = over_layers(folder)
-    lines = "\n".join(rows(cost.tolist(), times))
+    n_tasks, largest, judging, check = two_workers(real, folder)
+    walls = "\n".join(
+        f"| {n} | {one:.1f} s | {two:.1f} s | {one / two:.2f} |"
+        for n, (one, two) in ((n, on_the_wall(real, traced(real, folder, n))) for n in WALL)
+    )
+    takes = "\n".join(memories(folder, model, real))
+    lines = "\n".join(rows(cost.tolist()))
     return f"""# Scale
 
-Made by `python benchmarks/scale.py --out docs/scale.md`: measured on one core of this machine with a llama of two layers
-of F16 weights and prompts of {LENGTHS[0]} to {LENGTHS[-1]} tokens, and computed for the sizes of Llama 3. No model of these sizes was
-run.
+Made by `python benchmarks/scale.py --out docs/scale.md`: measured on this machine, on one core where nothing else is
+said, with a llama of two layers of F16 weights and prompts of {LENGTHS[0]} to {LENGTHS[-1]} tokens, and computed for the sizes of
+Llama 3. No model of these sizes was run.
 
 Judging takes {cost[0]:.1e} s a multiplication (measured by itself), {cost[1]:.1e} s a recorded value and {cost[2]:.1e} s
-a weight, which fits what was measured within {100 * off:.0f}%. A check takes {times:.0f} times its largest record in
-float64, besides what it takes of any trace; of matmuls with weights, which are judged by parts of 2 million values, no record
-counts. Nor do layers: judging {LAYERS[0]} of them took {shallow:.0f} MB at most, judging {LAYERS[1]} {deep:.0f} MB.
+a weight, which fits what was measured within {100 * off:.0f}%.
 
-Two workers of a local Ray cluster, one thread each, on the trace of every op of a model of the shape of Qwen2.5-0.5B
-({len(TOKENS)} tokens): judging, cut into {n_tasks} tasks of which the head is {100 * largest:.0f}%, takes {judging:.2f} times less than in one process, all
-of a check {check:.2f} times less: the plan and statistics are the first process's. That is CPU time, of the first process
-and the busier worker, which opens the files again, over that of all, without what starting Python and torch takes. Time
-on the wall was not measured, for others shared the machine.
+## Two workers
+
+Of one thread each, on the trace of every op of a model of the shape of Qwen2.5-0.5B in F16; whole commands, in seconds of
+the wall on two idle cores, the least of three:
+
+| prompt | `check` | `check --workers 2` | times faster |
+|---|---|---|---|
+{walls}
+
+What they do not share is one process's: Python and torch being imported (1.4 s), the plan, statistics and the report.
+On a local Ray cluster judging, cut into {n_tasks} tasks of which the head is {100 * largest:.0f}%, takes {judging:.2f} times less than in one
+process, all of a check {check:.2f} times less: CPU time, of the first process and the busier worker, over that of all, without
+starting Ray, Python and torch.
+
+## Memory
+
+What a process takes is said before it judges (`check --plan`), and follows the largest record: of matmuls with weights, which
+are judged by parts of 2 million values, one part. Of hidden states alone it is all values of a layer, which are recomputed.
+What is read no more is dropped, so more layers take no more.
+
+| trace | most of it for | said: at most | taken |
+|---|---|---|---|
+{takes}
+
+## What real models cost
 
 | model | prompt | records | trace, all in f32 | without scores, bf16 | sketches | judging, one core | cores for 10 min | a worker's memory |
 |---|---|---|---|---|---|---|---|---|
@@ -239,7 +283,7 @@ on the wall was not measured, for others shared the machine.
 - *without scores*: flash attention has neither scores nor probabilities in memory; judging is of such a trace.
 - *cores*: with `--workers` or `--ray`, by layers, and where there are more cores by ops: an op is never cut, so the head
   bounds what many can do. Causes are sought by kinds of op, one each, as many at once.
-- *memory* is that of the largest record; `"rows"` of some tokens lessen it, and the time, as they lessen the values.
+- *memory* is what would be said; `"rows"` of some tokens lessen it, and the time, as they lessen the values.
 - Dequantised weights are read by slices of 4 MB and a worker holds 128 MB of them; a worker of a layer reads that
   layer's weights and records, from a shared folder or a URL, and no others.
 """  # noqa: E501

@@ -228,6 +228,8 @@ def replay(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
 _MEMORY = """
 import sys, threading, time
 from pathlib import Path
+from tracediff.process import tune
+tune()
 import tracediff.engine.torch_run as run
 from tracediff.diagnose.judged import replay_and_explain
 from tracediff.model.model import Model
@@ -248,14 +250,15 @@ if sys.argv[3] == 'trace':
 else:
     replay_and_explain(Model(model), [Subject(Trace(trace), {})])
 stop = True; thread.join()
-print(peak - base)
+print(base, peak)
 """
 
 
-def peak(what: str, model: Path, trace: Path) -> int:
-    """Bytes of anonymous memory above its imports at most that tracing `TOKENS` takes, or the replay of a trace."""
+def peak(what: str, model: Path, trace: Path) -> tuple[int, int]:
+    """Bytes of anonymous memory that imports take, and with them at most tracing `TOKENS`, or the replay of a trace."""
     command = [sys.executable, "-c", _MEMORY, str(model), str(trace), what, repr(TOKENS)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    imports, most = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return int(imports), int(most)
 
 
 def memory(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
@@ -272,12 +275,11 @@ def memory(model: Path, folder: Path) -> dict[str, tuple[float, float]]:
     values = 2 * layer + len(TOKENS) * h.n_vocab
 
     full = trace_torch(model, folder / "full.trace", TorchOptions(), TOKENS)
+    (engine, tracing), (imports, judging) = peak("trace", model, folder / "m.trace"), peak("replay", model, full)
     return {
-        "torch engine, peak memory / (2 layers + logits + 300 MB)": (
-            peak("trace", model, folder / "m.trace") / (4 * values + 300e6), 1.0
-        ),
+        "torch engine, peak memory / (2 layers + logits + 300 MB)": ((tracing - engine) / (4 * values + 300e6), 1.0),
         "replay, peak memory / (2 layers + logits in float64 + 300 MB)": (
-            peak("replay", model, full) / (8 * values + 300e6), 1.0
+            (judging - imports) / (8 * values + 300e6), 1.0
         ),
     }  # fmt: skip
 

@@ -19,11 +19,13 @@ from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import EngineError
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
+from tracediff.names import layer_of
 from tracediff.pipeline import Effort, check_trace
 from tracediff.process import Interrupted
 from tracediff.replay import cluster, workers
 from tracediff.replay.cluster import Cluster
-from tracediff.replay.judging import Subject, layers, replays_of
+from tracediff.replay.judging import Subject, judge_all, layers, replays_of
+from tracediff.replay.memory import needed
 from tracediff.replay.tasks import tasks
 from tracediff.report.json_report import render
 from tracediff.trace.reader import Trace
@@ -147,6 +149,25 @@ def test_what_costs_most_is_begun_first(capture: str, models: Models, tmp_path: 
     assert sorted(chain(*two)) == sorted(chain(*many)) == sorted(chain(*layers(replays)))
     assert {*layers(replays)[1:-1]} <= {*two}, "a layer is one task"
     assert (len(many) > 2 * len(two)) == (capture == "all"), "for many workers it is cut, as far as there are records"
+
+
+def test_the_memory_of_a_worker_is_said_beforehand(models: Models, tmp_path: Path) -> None:
+    """It follows the largest record; where that is recomputed, all that is made for it. Nothing read before is kept."""
+    path = models(Shape("llama", n_layer=3, n_embd=64, n_head=4, n_head_kv=2, n_ff=96, n_vocab=320, n_ctx=1024))
+    tokens = [7 * i % 300 for i in range(400)]
+    scores, layer = 4 * 400 * 400, 400 * (5 * 64 + 2 * 64 + 4 * 64 + 3 * 96)
+    said = {}
+    for capture in ("all", "layers"):
+        trace = trace_torch(path, tmp_path / f"{capture}.trace", TorchOptions(capture=capture), tokens)
+        (replay,) = replays_of(Model(path), [Subject(Trace(trace), {})])
+        said[capture] = needed([replay])
+        for _, record, _ in judge_all([replay]):
+            kept = {layer_of(name) for (_, name, _), _ in replay._recomputation._values} - {None}
+            assert kept <= {*range((layer_of(record.op) or 0) - 1, 3)}
+    assert str(said["all"]).endswith("GB of memory, most of it for blk.2.attn_scores")
+    bytes_each = 8 * 14
+    assert said["all"].n_bytes == 450e6 + bytes_each * scores
+    assert said["layers"].n_bytes == pytest.approx(450e6 + bytes_each * (2 * scores + layer), rel=0.1)
 
 
 @pytest.mark.parametrize("answers", [None, b"", b"HTTP/1.1 400 Bad Request\r\n", "not at all"])

@@ -140,6 +140,7 @@ def plan_traces(
 ) -> Iterator[str]:
     """How the records of each trace would be recomputed, given its arithmetic or None, in lines for a reader."""
     from tracediff.replay.judging import Subject, replays_of
+    from tracediff.replay.memory import needed
 
     for done, (path, arithmetic) in enumerate(traces):
         trace = open_trace(path).sides[0]
@@ -148,6 +149,7 @@ def plan_traces(
         (replay,) = replays_of(model, [Subject(trace, _held(trace, model), arithmetic)])
         yield f"{trace.path}: how each sort of record is recomputed from what was recorded of its inputs"
         yield from (f"  {line}" for line in replay.plan.lines())
+        yield f"  a process that judges it takes {needed([replay])}"
         progress((done + 1) / len(traces))
 
 

@@ -239,6 +239,13 @@ class Graph:
                     self._readers.setdefault(read, []).append((op, position))
         return self._readers.get(name, [])
 
+    def last_read(self) -> dict[str, int]:
+        """Of each value the place in the graph of the last op that reads it; its own where none after it does."""
+        last = {op.name: place for place, op in enumerate(self)}
+        for place, op in enumerate(self):
+            last |= {read: max(last.get(read, 0), place) for read in op.inputs}
+        return last
+
     def after(self, names: Iterable[str]) -> set[str]:
         """These ops and what is computed from them, in later steps too: a state stands before what it is handed."""
         found, before = {*names}, 0

@@ -106,7 +106,10 @@ class Weights:
             yield from kept.split(step)
             return
         dtype = self._dtype_of_slices(weight)
-        whole = torch.empty(n_rows, n_columns, dtype=dtype, device=self.device) if self._stays(weight) else None
+        whole = None
+        if self._stays(weight):
+            self._recent.make_room(n_rows * n_columns * dtype.itemsize)
+            whole = torch.empty(n_rows, n_columns, dtype=dtype, device=self.device)
         into = whole if dtype == torch.float32 and self.device == "cpu" else None
         for at, rows in self._in_blocks(weight, step, into):
             if whole is not None and into is None:
@@ -192,9 +195,13 @@ class _Recent:
         """Keep it, and drop what was not used for longest where there is no room."""
         if key in self._kept:
             return
+        self.make_room(matrix.nbytes)
         self._kept[key] = matrix
         self._size += matrix.nbytes
-        while self._size > self.room:
+
+    def make_room(self, n_bytes: int) -> None:
+        """Drop what was not used for longest, until so many more bytes can be kept."""
+        while self._kept and self._size + n_bytes > self.room:
             self._size -= self._kept.pop(next(iter(self._kept))).nbytes
 
 

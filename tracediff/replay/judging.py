@@ -100,7 +100,7 @@ def judge_ops(replays: Sequence[Replay], ops: Sequence[str]) -> Iterator[JudgedR
             for (side, record), looks in zip(batch, looked, strict=True):
                 yield JudgedRecord(side, record, replays[side].judge(record, looks))
         for replay in replays:
-            replay.forget()
+            replay.forget_until(name)
 
 
 def _batches(replays: Sequence[Replay], asked: Sequence[tuple[int, OpRecord]]) -> Iterator[list[tuple[int, OpRecord]]]:

@@ -28,7 +28,7 @@ from tracediff.result import Judgement, Local, Strip, Worst
 from tracediff.trace.format import OpRecord
 
 _TYPED = ("linear", "linear_id", "embedding")  # kinds whose first weight has a type worth telling
-_PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
+PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
 _GLANCE = 1 << 14  # values that tell an arithmetic: what rounds anything rounds one of so many
 
 
@@ -101,7 +101,7 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
     residuals: list[list[Residual]] = [[] for _ in asked]
     made: list[Recomputed] = []
     shapes = [one.by.recorded.shape(one.record, one.record.rows) for one in asked]
-    parts = _parts(op, shapes, _GLANCE if glance else _PART)
+    parts = _parts(op, shapes, _GLANCE if glance else PART)
     for channels in islice(parts, 1) if glance else parts:
         part = op.channels(channels) if channels else op
         values = [one.by.values(one.record, channels) for one in asked]

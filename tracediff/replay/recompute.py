@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
+from typing import Any
 
 from torch import Tensor
 
@@ -48,6 +49,7 @@ class Recomputation:
         self._segments = Segments(Patterns(recorded.trace), graph)
         self._states = graph.states()
         self._cached = graph.cached() - self._states
+        self._last_read = graph.last_read()
         self._values: dict[tuple[Place, str], Value] = {}
         self._exact: dict[tuple[str, int], Growing] = {}  # of what every step recorded, of each sequence
         self._held: dict[tuple[str, int, int], Past] = {}  # the same by number of samples
@@ -82,6 +84,10 @@ class Recomputation:
             if (not key[1] and n_samples <= self._n_samples) or (after is not None and key[0][1] not in after)
         }
         return other
+
+    def segment(self, record: OpRecord) -> tuple[str, ...]:
+        """The ops that are recomputed for the record, in execution order; its own is the last."""
+        return self._segments.of(record.step, self.graph[record.op], record.rows)
 
     def op(self, record: OpRecord, op: Op, scheme: Scheme, storage: str) -> Recomputed:
         """The op's output for the record's tokens, were it computed under `scheme` and stored as `storage`."""
@@ -133,6 +139,15 @@ class Recomputation:
         handed = [key for key in handed if self.recorded.n_until(s := key[0][0]) >= last[self.recorded.sequence(s)] - 1]
         self._values = {key: self._values[key] for key in (*handed, *recent)}
         self._n_kept = len(self._values)
+
+    def forget_read(self, until: int) -> None:
+        """Drop what is last read at this place of the graph or before it, of all steps."""
+        last = self._last_read
+        self._values = {key: value for key, value in self._values.items() if last[key[0][1]] > until}
+        kept: tuple[dict[Any, Any], ...] = self._exact, self._held, self._pasts  # by name first
+        for pasts in kept:
+            for key in [key for key in pasts if last[key[0]] <= until]:
+                del pasts[key]
 
     def _n_recent(self) -> int:
         """How many values stay: those of a layer in one step, and as many more as are small."""

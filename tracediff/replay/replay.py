@@ -134,9 +134,22 @@ class Replay:
             return ()
         return [Asked(self._recomputation, record, scheme) for scheme in choice.schemes]
 
+    def segment(self, record: OpRecord) -> tuple[str, ...]:
+        """The ops that are recomputed for the record; its own is the last."""
+        return self._recomputation.segment(record)
+
     def forget(self, all_of_it: bool = False) -> None:
         """Drop values of ops that are done."""
         self._recomputation.forget(all_of_it)
+
+    def forget_until(self, name: str) -> None:
+        """Drop what no op after this one reads, when all its records are judged."""
+        self._recomputation.forget_read(self._places[name])
+        self._recomputation.forget()
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {op.name: place for place, op in enumerate(self.graph)}
 
     def _at_hand(self, record: OpRecord) -> Sequence[Scheme]:
         """Under what a segment is judged whose sort is mistaken as far as was asked. A first position attends to itself

@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from threading import Thread
 from typing import TypeVar
 
-from tracediff.process import keep_memory
+from tracediff.process import tune
 
 Job = TypeVar("Job")
 _NEEDED = ["tracediff.diagnose.judged", "tracediff.diagnose.explain"]
@@ -42,7 +42,7 @@ def processes(n: int, prepare: Callable[[Job], object], job: Job) -> ProcessPool
 
 
 def _prepared(prepare: Callable[[Job], object], job: Job) -> None:
-    keep_memory()
+    tune()
     Thread(target=_end_with, args=[parent_process()], daemon=True).start()
     prepare(job)
 

@@ -18,6 +18,7 @@ from tracediff.errors import EngineError
 from tracediff.model.model import Model
 from tracediff.replay.cluster import Cluster
 from tracediff.replay.judging import JudgedRecord, Subject, judge_all, judge_ops, n_records, replays_of
+from tracediff.replay.memory import needed
 from tracediff.replay.plan import Plan
 from tracediff.replay.replay import Replay
 from tracediff.replay.starting import not_interrupted, processes
@@ -98,7 +99,13 @@ def spread(
         yield from (do(replays, one) for one in shares)
         return
     job = _Job(os.urandom(8).hex(), do, model, subjects, plans, max(1, torch.get_num_threads() // n))
-    yield from _in_processes(job, shares, n)
+    try:
+        yield from _in_processes(job, shares, n)
+    except BrokenProcessPool:
+        raise EngineError(
+            f"one of {n} workers was ended, for want of memory as a rule. Give fewer --workers: to judge this, each "
+            f"takes {needed(replays)}."
+        ) from None
 
 
 def _in_order(
@@ -122,11 +129,6 @@ def _in_processes(job: _Job, given: Sequence[Any], n: int) -> Iterator[Any]:
         with not_interrupted():
             done = pool.map(_do, repeat(job.key), repeat(job.do), given)
         yield from done
-    except BrokenProcessPool:
-        raise EngineError(
-            f"one of {n} workers was ended, for want of memory as a rule. Give fewer --workers, each of which takes as "
-            "much as one process."
-        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
