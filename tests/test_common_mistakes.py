@@ -45,6 +45,22 @@ def causal(q: Tensor, k: Tensor) -> Tensor:
     return k <= q
 
 
+def over_a_padded_cache(slots: int) -> Function:
+    """A softmax over all slots of a cache, of which those without a key are zeros: so are their scores."""
+
+    def function(scores: Tensor, queries: Tensor, keys: Tensor, *, scale: float) -> Tensor:
+        masked = (scores * scale).masked_fill(~causal(queries[:, None], keys[None, :]), -math.inf)
+        padded = torch.nn.functional.pad(masked, (0, slots - len(keys)))
+        return torch.softmax(padded, -1)[..., : len(keys)]
+
+    return function
+
+
+def rounded_before_the_weight(dtype: torch.dtype) -> Function:
+    """As transformers' LlamaRMSNorm, of a model in half precision whose norm weights are float32."""
+    return lambda x, w, *, eps: (x / (x.square().mean(-1, keepdim=True) + eps).sqrt()).to(dtype).to(x.dtype) * w
+
+
 def after_the_softmax(scores: Tensor, queries: Tensor, keys: Tensor, *, scale: float) -> Tensor:
     return torch.softmax(scores * scale, -1) * causal(queries[:, None], keys[None, :])
 
@@ -169,6 +185,10 @@ CASES = {
         "attn_probs", after_the_softmax, "mask_after_softmax",
         "the mask comes after the softmax: probabilities of hidden keys are lost",
     ),
+    "a softmax over a padded cache": Case(
+        "attn_probs", over_a_padded_cache(100), "softmax_padded",
+        "the softmax runs over 100 slots of a padded cache: those without a key are not hidden, and score 0",
+    ),
     "a sum that is not rescaled": Case(
         "attn_probs", in_blocks(4, False, True), "flash_not_rescaled",
         "flash attention in blocks of 4 keys does not rescale the sum when a block has a larger score",
@@ -184,6 +204,14 @@ CASES = {
     "squares added up in bfloat16": Case(
         "attn_norm ffn_norm output_norm", added_up_in(torch.bfloat16), "sums_in_half",
         "its sum is kept in bfloat16 while terms are added one after the other", also_hidden=False,
+    ),
+    "a norm that rounds before its weight": Case(
+        "attn_norm ffn_norm output_norm", rounded_before_the_weight(torch.bfloat16), "norm_rounded_before_weight",
+        "the normed value is rounded to bfloat16 before its weight multiplies it", also_hidden=False,
+    ),
+    "a norm that rounds to float16 before its weight": Case(
+        "attn_norm ffn_norm output_norm", rounded_before_the_weight(torch.float16), "norm_rounded_before_weight",
+        "the normed value is rounded to float16 before its weight multiplies it", also_hidden=False,
     ),
     "Q and K normed over all heads": Case(
         "attn_q_norm attn_k_norm", over_all_heads, "norm_of_all_heads",

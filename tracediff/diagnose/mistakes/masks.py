@@ -1,6 +1,7 @@
 """Mistakes in which keys a query sees."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,17 @@ from torch import Tensor
 
 from tracediff.diagnose.english import some
 from tracediff.diagnose.mistakes.fit import fitted
-from tracediff.diagnose.mistakes.mistake import Area, Context, Number, Seen, Variant, Variants, Where, computing
+from tracediff.diagnose.mistakes.mistake import (
+    Area,
+    Context,
+    Number,
+    Seen,
+    Variant,
+    Variants,
+    Where,
+    computing,
+    weights_of,
+)
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds.attention import causal, hidden, softmax
 
@@ -17,6 +28,7 @@ AREA = Area()
 SOFTMAX = Where(("softmax",))
 _VISIBLE = ("mask", "window", "chunk", "causal")  # attributes that say what a query sees
 _PLANTED = 4  # tokens of a window
+_CACHES = (512.0, 64.0, 4096.0)  # lengths
 _USUAL = (1e4, 1e3, 1e2, 1e1, 1.0)  # in the place of infinity
 
 
@@ -198,3 +210,49 @@ def _after(op: Op, _: Context) -> Variants:
         return probs.masked_fill(unseen(op, queries, keys), 0.0)
 
     yield computing(op, function), "the mask comes after the softmax: probabilities of hidden keys are lost"
+
+
+def _in_padded(op: Op, length: float) -> Variant:
+    """The op over so many keys, of which those beyond the cached ones have the score 0."""
+    words = f"the softmax runs over {length:g} slots of a padded cache: those without a key are not hidden, and score 0"
+    return Variant(computing(op, partial(_with_padding, length=length)), words, fitted=True)
+
+
+def _with_padding(
+    scores: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor | None = None, *, length: float, **attrs: Any
+) -> Tensor:
+    """So many keys with the score 0 are one sink: the logarithm of their number."""
+    padding = scores.new_full((len(scores),), max(0.0, length - len(keys))).log()
+    sinks = padding if sinks is None else torch.logaddexp(sinks.to(padding), padding)
+    return softmax(scores, queries, keys, sinks, **attrs)
+
+
+def _length(op: Op) -> float:
+    """Of the padded cache."""
+    return float(op.function.keywords["length"]) if isinstance(op.function, partial) else math.inf
+
+
+@AREA.mistake(
+    "softmax_padded", "the softmax's sum has keys in it that are not there: the padding of the cache",
+    "how many keys the softmax runs over: those cached so far, or all slots of which the others are hidden", SOFTMAX,
+    number=Number(_length, _in_padded, ()),
+)  # fmt: skip
+def _padded(op: Op, context: Context) -> Variants:
+    if op.attrs.get("softcap") or op.attrs.get("max_bias"):
+        return
+    if context.seen is None:
+        yield from (_in_padded(op, length)._replace(fitted=False) for length in _CACHES)
+    elif length := _missing(op, context.seen, weights_of(op, context)):
+        yield _in_padded(op, length)
+
+
+def _missing(op: Op, seen: Seen, sinks: Sequence[Tensor]) -> int | None:
+    """Of what the probabilities of a query lack to 1, so many scores of 0 have: told by the one that lacks most."""
+    scores, _, keys = seen.inputs
+    right = softmax(*seen.inputs, *sinks, **op.attrs)
+    share = seen.output.sum(-1) / right.sum(-1)
+    head, query = (int(i) for i in torch.unravel_index(share.argmin(), share.shape))
+    key = int(right[head, query].argmax())
+    total = (scores[head, query, key] * op.attrs["scale"]).exp() / right[head, query, key]
+    n = float(total * (1 / share[head, query] - 1))
+    return len(keys) + round(n) if 0.5 < n < math.inf else None

@@ -1,7 +1,7 @@
 """Mistakes in norms."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,8 +21,12 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.model.graph import Op
 from tracediff.model.weights import reading, values_of
+from tracediff.numerics.evaluate import computed, evaluate, noise_of
+from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.kind import Call, Made, held
 from tracediff.numerics.kinds.norm import layer_norm, rms_norm
+from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
 ANY_NORM, RMS_NORM = Where((*NORM.kinds, "l2_norm")), Where(("rms_norm",))
@@ -109,6 +113,42 @@ def _times(x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:
     """With the weight and bias that there are."""
     x = x * weight[0] if weight else x
     return x + weight[1] if len(weight) > 1 else x
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundedBetween:
+    """A norm whose value is rounded before the weight multiplies it: `Op.rework`."""
+
+    dtype: str
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        return _times(rounding_named(self.dtype)(computed(_unweighted(call.op), call)), tuple(held(call)))
+
+    def noise(self, made: Made) -> Noise:
+        """That of the norm; where the value lies so near the middle of two numbers that it may be rounded to either,
+        the weight times what these are apart.
+        """
+        rounding, weight = rounding_named(self.dtype), held(made)[0]
+        x = evaluate(_unweighted(made.op), made.inputs, made.weights)
+        own, step = noise_of(replace(made.op, rework=None), made), rounding.step(x)
+        middle = (step / 2 - (x - rounding(x)).abs()) * weight.abs()
+        return replace(own, hard=own.hard + torch.where(middle <= own.bound(), step * weight.abs(), 0.0))
+
+
+def _unweighted(op: Op) -> Op:
+    return replace(op, rework=None, weights=())
+
+
+@AREA.mistake(
+    "norm_rounded_before_weight", "the normed value is rounded to half precision before the weight multiplies it",
+    "the cast back to the input's type: transformers' LlamaRMSNorm has it before the weight, llama.cpp has none",
+    RMS_NORM,
+)  # fmt: skip
+def _rounded(op: Op, _: Context) -> Variants:
+    for dtype in ("bf16", "f16") if op.weights else ():
+        words = f"the normed value is rounded to {rounding_named(dtype).words} before its weight multiplies it"
+        yield replace(op, rework=_RoundedBetween(dtype)), words
 
 
 @AREA.mistake(
