@@ -83,6 +83,19 @@ def test_other_layers_are_named_from_where_the_op_stands() -> None:
     assert unnamed("blk.4.attn_q is read", "output") == "blk.4.attn_q is read"
 
 
+def test_one_mistake_in_ops_that_read_others_is_one_finding() -> None:
+    def op(which: str, layer: int) -> OpResult:
+        text = f"channels from 4 on: attn_{which} passes through unchanged"
+        return replace(faulty(sound(f"blk.{layer}.attn_{which}_rope"), "solved", text), reads=f"attn_{which}")
+
+    assert texts([op("q", 0), op("k", 0), op("q", 1), op("k", 1)]) == [
+        "attn_q_rope and attn_k_rope in both layers: channels from 4 on: its input passes through unchanged."
+    ]
+    assert texts([op("q", 0), op("q", 1)]) == [
+        "attn_q_rope in both layers: channels from 4 on: attn_q passes through unchanged."
+    ]
+
+
 def test_fitted_numbers_are_a_range_and_counts_are_not() -> None:
     ops = [faulty(sound(f"blk.{n}.attn_norm"), "eps", f"eps is {3.5 + n}e-06 instead of 1e-06") for n in range(3)]
     assert texts(ops) == ["attn_norm in all 3 layers: eps is 3.5e-06 to 5.5e-06 instead of 1e-06."]

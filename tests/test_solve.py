@@ -48,6 +48,7 @@ from tracediff.names import Capture, kind_of, layer_of
 from tracediff.numerics.arithmetic import EXACT, scheme_named
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.attention import weighted_values
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.numerics.kinds.rope import Rope
 from tracediff.numerics.kinds.rope import rope as turned
@@ -308,10 +309,14 @@ def explained(
 ) -> list[OpResult]:
     """The faulty ops of that trace."""
     replay = traced(path, folder, *changed, capture=capture, n_decode=n_decode)
-    ops = [
-        OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for _, r, local in judge_all([replay])
-    ]
-    return [op for op in Explainer(replay).explain(judge(ops, Policy())) if op.status == "faulty"]
+    return [op for op in Explainer(replay).explain(judged(replay)) if op.status == "faulty"]
+
+
+def judged(replay: Replay) -> list[OpResult]:
+    """What replay says of each record."""
+    found = judge_all([replay])
+    ops = [OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local) for _, r, local in found]
+    return judge(ops, Policy())
 
 
 def rewritten(name: str, old: str, new: str) -> Callable[[Graph], Op]:
@@ -694,6 +699,11 @@ def slot(place: int, values: Callable[[torch.Tensor], torch.Tensor | float]) -> 
         ("attn_kqv", slot(-1, lambda v: v[-2]), "attn_v, the last position has the values of the one before it"),
         ("attn_kqv", lambda v: v.flip(1), "as it reads attn_v, value heads reversed"),
         ("attn_kqv", lambda v: torch.cat((v[:1], v[:-1])), "attn_v, each position has the values of the one before it"),
+        (
+            "attn_kqv",
+            lambda v: v.roll(1, 0),
+            "attn_v, positions rotated: position 1 has the values of position 0, and so on around",
+        ),
         ("attn_scores", slot(-1, lambda k: k[-2]), "the last key has the values of the one before it"),
         ("attn_scores", lambda k: k.flip(1), "as it reads attn_k_rope, key heads reversed"),
     ],
@@ -711,6 +721,37 @@ def test_what_a_cache_holds_elsewhere_is_found(
     for op in faulty:
         assert op.cause, op.shape
         assert said in op.cause.text
+        assert ("slots of the cache" in op.cause.look["solved"]) == ("heads" not in said)
+
+
+def test_where_values_are_cached_is_said_of_the_cache(models: Models, tmp_path: Path) -> None:
+    """Each step writes from the first slot on; the last channel is not written."""
+    over = rewritten("blk.0.attn_kqv", "starts[c] * width + ", "0 * width + ")
+    short = rewritten("blk.0.attn_scores", "for i in range(width)", "for i in range(width - 1)")
+    causes = [(op.op, op.cause) for op in explained(models("llama"), tmp_path, over, short, n_decode=2)]
+    assert {(name, cause and cause.text) for name, cause in causes} == {
+        (
+            "blk.0.attn_kqv",
+            "cached value c is stored as position c - n (n: how many were cached before its step) of the cache, where "
+            "c belongs",
+        ),
+        ("blk.0.attn_scores", "only channels 0 to 30 are cached: the last is left out"),
+    }
+    assert all("slots of the cache" in cause.look["solved"] for _, cause in causes if cause)
+
+
+def test_what_other_layers_have_in_all_steps_one_may_have_in_some(models: Models, tmp_path: Path) -> None:
+    """A factor of one token alone may be any number: here it is the one that another layer has in every step."""
+
+    def scaled(layer: int, keys: int) -> Callable[[Graph], Op]:
+        def function(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return weighted_values(p, v) * (1.25 if p.shape[-1] >= keys else 1.0)
+
+        return lambda graph: replace(graph[f"blk.{layer}.attn_kqv"], function=function)
+
+    faulty = explained(models("llama"), tmp_path, scaled(0, 0), scaled(1, 6), n_decode=2)
+    assert [(op.op, op.step) for op in faulty if op.layer == 1] == [("blk.1.attn_kqv", 1), ("blk.1.attn_kqv", 2)]
+    assert {op.cause and op.cause.text for op in faulty} == {"every value is 1.25 times what it should be"}
 
 
 @pytest.mark.parametrize(

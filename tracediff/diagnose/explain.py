@@ -11,6 +11,8 @@ from tracediff.diagnose.hypothesis import SOLVED, Hypothesis, Part, Trials
 from tracediff.diagnose.kin import Faulty, Kin, Search, ends_soon, several_layers
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.shapes import describe
+from tracediff.diagnose.solve.variant import Read
+from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
@@ -91,7 +93,8 @@ class Explainer:
             yield from carried
             for one, same in carried:
                 search = search.knowing(one, same)
-        for best in kin.found:  # what was found in later layers may be one of several mistakes in an earlier one
+        # What was found in later layers may be one of several in an earlier one, or be made there in some steps.
+        for best in [*kin.found, *(best.but_in_some_steps() for best in kin.found)]:
             yield from search.carry(best, kin.in_vain)
         for one in kin.in_vain:
             yield one, search.one_more(one)
@@ -112,7 +115,7 @@ class Explainer:
                 graph[one.record.op], self._replay.known(one.record), self._replay.made(one.record, best.ops)
             )
         cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each, look, shown)
-        return replace(result, cause=cause, shape=None)
+        return replace(result, cause=cause, shape=None, reads=_one_input(graph[one.record.op]))
 
     def _alike(self, one: Faulty, best: Hypothesis, part: Part) -> str:
         """What else comes to the same from the end of a segment, in words: the mistake in another op, or one that is
@@ -144,3 +147,9 @@ class Explainer:
         shape = describe(known.recorded, known.exact, axes)
         untried = several_layers(one.error.segment) and not ends_soon(self._replay, one)
         return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
+
+
+def _one_input(op: Op) -> str | None:
+    """What words call the one value that the op reads; None where it reads several."""
+    names = [name for name in op.inputs if name not in ("tokens", "positions")]
+    return Read(names[0]).words(op) if len(names) == 1 else None

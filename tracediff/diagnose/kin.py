@@ -239,11 +239,15 @@ class Search:
 
     def _explains(self, tried: Hypothesis, one: Faulty, is_paid: bool = False) -> bool:
         pays = is_paid or tried.pays(one.error)
-        return pays and (tried.in_some_steps or not self._contradicted(tried, one.record))
+        in_some = tried.in_some_steps and not self._is_choice(one.record)
+        return pays and (in_some or not self._contradicted(tried, one.record))
+
+    def _is_choice(self, record: OpRecord) -> bool:
+        return KINDS[self._replay.graph[record.op].kind].picks is not None
 
     def _is_soon_suited(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether one row of the record tells little of what is tried: it has a number, or the row is a choice."""
-        return tried.parts[-1].fitted or KINDS[self._replay.graph[record.op].kind].picks is not None
+        return tried.parts[-1].fitted or self._is_choice(record)
 
     def _contradicted(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether the mistake would show in another step of the op, which is as it should be, or takes that of most

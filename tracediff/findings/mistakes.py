@@ -56,8 +56,8 @@ def _of_ops(ops: Iterable[OpResult]) -> list[_Group]:
             group.texts.append(op.shape or "")
             continue
         for mistake, text in op.cause.each.items():
-            alike = unnamed(text, op.op)
-            group = groups.setdefault((mistake, pattern(alike)), _Group(mistake, op.cause.look.get(mistake)))
+            alike = pattern(_of_any_input(op, text))
+            group = groups.setdefault((mistake, alike), _Group(mistake, op.cause.look.get(mistake)))
             group.ops.append(op)
             group.texts.append(text)
     return [*groups.values()]
@@ -120,6 +120,8 @@ def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:
     texts = group.texts
     if len(names) > 1:
         texts = [unnamed(text, op.op) for text, op in zip(texts, group.ops, strict=True)]
+        if len({*map(pattern, texts)}) > 1:
+            texts = [_of_any_input(op, text) for text, op in zip(group.texts, group.ops, strict=True)]
     return f"{where}: {in_common(texts)}."
 
 
@@ -217,6 +219,13 @@ def unnamed(text: str, name: str) -> str:
         return words.format(found[2])
 
     return _IN_LAYER.sub(relative, text)
+
+
+def _of_any_input(op: OpResult, text: str) -> str:
+    """The same in words that suit ops with other inputs: the rope of queries and that of keys, each norm."""
+    text = unnamed(text, op.op)
+    own = rf"(?<![\w.]){re.escape(op.reads)}(?![\w.])(?! of the)" if op.reads else None
+    return re.sub(own, "its input", text) if own else text
 
 
 def pattern(text: str) -> str:

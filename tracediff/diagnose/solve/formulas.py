@@ -15,6 +15,7 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from tracediff.diagnose.solve.interpret import COMPARISONS, ELEMENTARY
+from tracediff.diagnose.solve.maps import LOOK_AT_CACHE
 from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS, REAL_NUMBERS, Node, free, nodes, type_of, with_node
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.program import Program, parse
@@ -49,14 +50,25 @@ def variants(problem: Problem) -> Iterator[Priced]:
     bits = math.log2(max(2, len(found)))
     found = _distinct(found, {**problem.loops.numbers, **sizes})
     found += _resized(problem)
-    kernel = ast.unparse(ast.parse(problem.loops.source).body[-1])
+    *filling, kernel = _filling_and_kernel(problem.loops.source)
     for edit in found:
         memories = _memories(problem, edit)
         around = edit.source.endswith(kernel)  # how values come to its cache, say: of what comes to the same the last
+        of_cache = around and not all(edit.source.startswith(loops) for loops in filling)
         for memory in memories:
             named = tuple((name, value) for name, value in sizes.items() if name in dict(edit.renamed).values())
             variant = Variant("", edit.source, edit.touches, memory, named, renamed=edit.renamed)
-            yield Priced(variant, bits + around + math.log2(len(memories)))
+            price = bits + around + math.log2(len(memories))
+            yield Priced(variant, price, LOOK_AT_CACHE) if of_cache else Priced(variant, price)
+
+
+def _filling_and_kernel(source: str) -> Iterator[str]:
+    """The loops up to those that fill a cache, if any do; and the last loops."""
+    body = ast.parse(source).body
+    for at, statement in enumerate(body[:-1]):
+        if isinstance(statement, ast.For):
+            yield ast.unparse(ast.Module(body[: at + 1], []))
+    yield ast.unparse(body[-1])
 
 
 def _memories(problem: Problem, edit: FormulaEdit) -> Sequence[tuple[tuple[str, Read], ...]]:

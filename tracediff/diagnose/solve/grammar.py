@@ -129,6 +129,8 @@ def _every_map(n: int, words: str) -> Iterator[maps.Map]:
         for k in given:
             if 0 < k < n or (kind == "all" and k == 0 < n):
                 yield maps.Map(kind, (k,))
+            if kind == "rotated" and 0 < k < n:
+                yield maps.Map("rotated", (-k,))
             if kind == "shifted" and 0 < k < n:
                 yield from (maps.Map("shifted", (-k,)), maps.Map("held", (k,)), maps.Map("held", (-k,)))
     if found := _EXCHANGED.fullmatch(words):

@@ -81,7 +81,7 @@ class Map:
                 end = end or (f"the first {-by} are" if by < -1 else "the first is")
                 return f"each {noun} has the values of {other}, {end} 0"
             case "rotated", (by,):
-                return f"{all_of} rotated: {noun} 0 has the values of {noun} {by}, and so on around"
+                return f"{all_of} rotated: {noun} {max(0, -by)} has the values of {noun} {max(0, by)}, and so on around"
             case "modulo", (m,):
                 return f"{all_of} from {m} on repeat the first {m}"
             case "repeated", (m,):
@@ -149,7 +149,7 @@ def named(source: np.ndarray) -> Sequence[Map]:
     candidates = [Map("reversed"), Map("all", (int(first),))]
     shift = {int(s - i) for i, s in enumerate(source) if s != ZERO}
     candidates += [Map("shifted", (by,)) for by in shift if len(shift) == 1]
-    candidates += [Map("rotated", (int(first),))] if first > 0 else []
+    candidates += [Map("rotated", (int(first) if first <= n // 2 else int(first) - n,))] if first > 0 else []
     middle = int(source[n // 2]) - n // 2
     candidates += [Map("held", (middle,))] if middle else []
     candidates += [Map("modulo", (m,)) for m in {int(source.max()) + 1} if m < n]
@@ -176,8 +176,8 @@ def usual_of(n: int) -> Sequence[Map]:
     sizes = [k for k in range(1, n) if n <= _FEW or k <= 4 or n % k == 0 or n - k == 1]
     every = [Map("reversed"), Map("last", (1,)), Map("all", (0,)), Map("all", (n - 1,))]
     for k in sizes:
-        every += (Map(kind, (k,)) for kind in ("modulo", "repeated", "rotated", "transposed", "within", "strided"))
-        every += (Map(kind, (by,)) for kind in ("shifted", "held") for by in (k, -k))
+        every += (Map(kind, (k,)) for kind in ("modulo", "repeated", "transposed", "within", "strided"))
+        every += (Map(kind, (by,)) for kind in ("rotated", "shifted", "held") for by in (k, -k))
     if n <= _FEW:
         every += (Map("listed", (a, b, b, a)) for a, b in combinations(range(n), 2))
     distinct = {tuple(one.of(n).tolist()): one for one in reversed(every)}

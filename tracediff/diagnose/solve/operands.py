@@ -83,13 +83,14 @@ class Operand:
         """As the op reads it."""
         return tuple(n for _, n in self.axes)
 
-    def moved(self, problem: Problem, how: Map, axis: int, look: str = _LOOK) -> Solved:
+    def moved(self, problem: Problem, how: Map, axis: int) -> Solved:
         """The op that reads it so."""
         op, position = problem.op, problem.loops.loops.inputs.index(self.name)
         seen = () if self.name == "p" else (-1, *self.shape[1:])  # of [H, T, S] two axes follow the step
         changed = replace(op, rework=MovedInput(position, how, axis, seen))
         noun, n = self.axes[axis]
         words = f"as it reads {Read(op.inputs[position]).words(op)}, {how.words(noun, n)}"
+        look = LOOK_AT_CACHE if noun in ("key", "position") else _LOOK
         return Solved((changed,), words, how.bits + _OF_INPUT, look)
 
 
@@ -116,7 +117,7 @@ def cached(problem: Problem) -> Iterator[Solved]:
         if operand.name in ("k", "v"):
             n, n_heads, _ = operand.shape
             one = (Map("listed", (at, of)) for at in range(min(n, _SLOTS)) for of in (ZERO, at - 1) if at or of == ZERO)
-            yield from (operand.moved(problem, how, 0, LOOK_AT_CACHE) for how in (*usual_of(n), *one))
+            yield from (operand.moved(problem, how, 0) for how in (*usual_of(n), *one))
             yield from (operand.moved(problem, how, 1) for how in usual_of(n_heads))
 
 
@@ -184,7 +185,7 @@ def _cached(problem: Problem, operand: Operand) -> Iterator[Solved]:
         return
     for there in sums.told():
         for how in _named(there, sums.values[:, sums.heads], 0):
-            yield from _in_heads(problem, operand.moved(problem, how, 0, LOOK_AT_CACHE), sums.heads)
+            yield from _in_heads(problem, operand.moved(problem, how, 0), sums.heads)
 
 
 def _in_heads(problem: Problem, solved: Solved, heads: np.ndarray) -> Iterator[Solved]:

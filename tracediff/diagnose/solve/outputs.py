@@ -15,6 +15,7 @@ from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.variant import Solved
 from tracediff.model.graph import Op
 
+View = tuple[tuple[int, ...], tuple[str, ...], int]  # a shape, its axes, and which of these follows the step
 _LOOK = "the strides of its output and of the rows that it is made of"
 
 
@@ -38,21 +39,25 @@ def variants(problem: Problem) -> Iterator[Solved]:
     for shape, axes, follows in views(problem):
         right, there = problem.exact.reshape(shape), problem.recorded.reshape(shape)
         near = problem.near.reshape(shape)
-        for axis, noun in enumerate(axes):
+        for axis in range(len(axes)):
             if shape[axis] > 1:
                 source = matched(there, right, near, axis)
                 for how in named(source) if source is not None else ():
-                    op, look = moved(problem.op, how, axis, shape, follows), LOOK_AT_CACHE if noun == "key" else _LOOK
-                    yield Solved((op,), how.words(noun, shape[axis]), how.bits + math.log2(len(axes)), look)
+                    yield _solved(problem, how, axis, (shape, axes, follows))
 
 
 def usual(problem: Problem) -> Iterator[Solved]:
     """Maps along each axis that engines come to: by sizes that divide it, by few places; heads exchanged."""
     for shape, axes, follows in views(problem):
-        for axis, noun in enumerate(axes):
+        for axis in range(len(axes)):
             for how in usual_of(shape[axis]):
-                op = moved(problem.op, how, axis, shape, follows)
-                yield Solved((op,), how.words(noun, shape[axis]), how.bits + math.log2(len(axes)), _LOOK)
+                yield _solved(problem, how, axis, (shape, axes, follows))
+
+
+def _solved(problem: Problem, how: Map, axis: int, view: View) -> Solved:
+    shape, axes, follows = view
+    op, look = moved(problem.op, how, axis, shape, follows), LOOK_AT_CACHE if axes[axis] == "key" else _LOOK
+    return Solved((op,), how.words(axes[axis], shape[axis]), how.bits + math.log2(len(axes)), look)
 
 
 def moved(op: Op, how: Map, axis: int, shape: tuple[int, ...], follows: int) -> Op:
@@ -61,7 +66,7 @@ def moved(op: Op, how: Map, axis: int, shape: tuple[int, ...], follows: int) -> 
     return replace(op, rework=MovedOutput(how, axis, seen))
 
 
-def views(problem: Problem) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], int]]:
+def views(problem: Problem) -> Iterator[View]:
     """Shapes that the output can be seen in, with nouns for their axes, and which of these follows the step (-1: it is
     seen as it is).
     """

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -27,8 +28,16 @@ class Mapped:
     stride: tuple[str, int, int] | None = None
 
 
-def mapped(a: Access, b: Access, axes: Sequence[tuple[str, int]], nouns: Mapping[str, str]) -> Mapped:
-    """From the right access `a` to `b`, in an array with these axes; `nouns` say what each loop variable counts."""
+def mapped(
+    a: Access,
+    b: Access,
+    axes: Sequence[tuple[str, int]],
+    nouns: Mapping[str, str],
+    known: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> Mapped:
+    """From the right access `a` to `b`, in an array with these axes; `nouns` say what each loop variable counts.
+    `known` are what else places may be there, by their words.
+    """
     if a.at.shape != b.at.shape:
         return Mapped()
     along_a, along_b = _coordinates(a.at, axes), _coordinates(b.at, axes)
@@ -39,7 +48,7 @@ def mapped(a: Access, b: Access, axes: Sequence[tuple[str, int]], nouns: Mapping
     if len(differ) == 1:
         i = differ[0]
         for name, values in a.loops.items():
-            old, new = closed(name, values, along_a[i]), closed(name, values, along_b[i])
+            old, new = closed(name, values, along_a[i]), closed(name, values, along_b[i], known)
             if old and new:
                 return Mapped(axes[i][0], f"{nouns[name]} {name}", new, old)
     if (by == by[0]).all():
@@ -55,7 +64,9 @@ def _coordinates(at: np.ndarray, axes: Sequence[tuple[str, int]]) -> list[np.nda
     return [at, *reversed(found)]
 
 
-def closed(name: str, values: np.ndarray, of: np.ndarray) -> str:
+def closed(
+    name: str, values: np.ndarray, of: np.ndarray, known: Mapping[str, np.ndarray] = MappingProxyType({})
+) -> str:
     """`of` as a function of a variable that takes these values, as in "h // 4"; empty where it depends on more."""
     at, first = np.unique(values, return_index=True)
     f = of[first]
@@ -63,6 +74,8 @@ def closed(name: str, values: np.ndarray, of: np.ndarray) -> str:
         return ""
     if (f == f[0]).all():
         return str(f[0]) if len(at) > 1 else ""
+    if words := next((words for words, places in known.items() if (places == of).all()), ""):
+        return words
     steps = np.unique(np.diff(f) // np.maximum(np.diff(at), 1))
     if len(steps) == 1 and (f == f[0] + steps[0] * (at - at[0])).all():
         k, c = int(steps[0]), int(f[0] - steps[0] * at[0])

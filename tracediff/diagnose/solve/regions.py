@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tracediff.diagnose.english import nth, plural, ranges
+from tracediff.diagnose.solve.nouns import OF_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Along:
     """Some places along an axis: those from `start` to before `stop`, every `step`; or a list. An open end reaches as
-    far as the axis does, in longer steps too.
+    far as the axis does, in longer steps too; that axis has a `size` where it is known.
     """
 
     axis: int
@@ -19,6 +20,7 @@ class Along:
     stop: int | None = None
     step: int = 1
     listed: tuple[int, ...] = ()
+    size: int = 0
 
     def places(self, size: int) -> np.ndarray:
         """Along an axis of this size."""
@@ -34,9 +36,10 @@ class Along:
         if self.step > 1:
             end = " on" if self.stop is None else f" to {self.stop - 1}"
             return f"every {nth(self.step)} {name} from {self.start}{end}"
-        if self.stop is None:
+        stop = self.size if self.stop is None and self.size == self.start + 1 and name not in OF_TOKENS else self.stop
+        if stop is None:
             return f"{several} from {self.start} on"
-        return f"{name} {self.start}" if self.stop == self.start + 1 else f"{several} {self.start} to {self.stop - 1}"
+        return f"{name} {self.start}" if stop == self.start + 1 else f"{several} {self.start} to {stop - 1}"
 
     @property
     def bits(self) -> float:
@@ -111,4 +114,4 @@ def _along(axis: int, there: np.ndarray, size: int) -> Along:
         return Along(axis, listed=tuple(there.tolist()))
     step = steps.pop() if steps else 1
     stop = None if there[-1] + step >= size and there[0] > 0 else int(there[-1]) + 1
-    return Along(axis, int(there[0]), stop, step)
+    return Along(axis, int(there[0]), stop, step, size=size)

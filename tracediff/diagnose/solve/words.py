@@ -36,6 +36,9 @@ from tracediff.diagnose.solve.syntax import chain, head, inlined, quotable, stat
 from tracediff.diagnose.solve.variant import Read, Variant
 from tracediff.model.graph import Op
 
+_CACHE = "the cache"
+_WHOLE = ("the output", _CACHE)  # what is stored to, where it has no parts of its own
+
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
@@ -94,7 +97,8 @@ class Speaker:
                 stored = [one for one in a.body if isinstance(one, ast.Assign)]
                 subject = self._subject(stored[0].targets[0], stored[0].value) if stored else ""
                 of = f" of {subject}" if subject.startswith("the") and self.op.kind == "softmax" else ""
-                return self._loop(name, of, old, new, edited)
+                verb = "cached" if "cache[" in ast.unparse(a) else "computed"
+                return self._loop(name, of, old, new, edited, verb)
             case ast.Assign(targets=[target]), ast.Pass():
                 return f"{self._subject(target, a.value)} is not stored"
             case ast.Assign(targets=[ast.Name(id=name)], value=old), ast.Assign(value=new):
@@ -114,15 +118,15 @@ class Speaker:
 
     # --- loops
 
-    def _loop(self, name: str, of: str, old: ast.Call, new: ast.Call, edited: Bound) -> str:
+    def _loop(self, name: str, of: str, old: ast.Call, new: ast.Call, edited: Bound, verb: str) -> str:
         """Another range of a loop that stores."""
         noun = self._noun(name)
         said = self._taken(noun, old, new, edited)
         if said:
             terms, left, one = said
-            return f"{terms}{of} {'is' if one else 'are'} computed{left}"
+            return f"{terms}{of} {'is' if one else 'are'} {verb}{left}"
         bounds = [self._bounds(call) for call in (new, old)]
-        return f"{plural(noun)} {bounds[0]}{of} are computed, where {bounds[1]} belong{self._legend(*bounds)}"
+        return f"{plural(noun)} {bounds[0]}{of} are {verb}, where {bounds[1]} belong{self._legend(*bounds)}"
 
     def _taken(self, noun: str, old: ast.Call, new: ast.Call, edited: Bound) -> tuple[str, str, bool] | None:
         return taken(
@@ -235,13 +239,13 @@ class Speaker:
 
     def _access(self, array: str, a: Access, b: Access, edited: Bound, stores: bool, subject: str) -> str:
         nouns = {name: self._noun(name) for name in a.loops}
-        said = mapped(a, b, self._axes(array), nouns)
+        said = mapped(a, b, self._axes(array), nouns, self._of_steps(a))
         what = subject or "the output" if stores else self.called(array)
         verb = "is stored" if stores else "is read"
         if said.axis:
-            stored = "" if what == "the output" else f"{what} of "
+            stored = "" if what in _WHOLE else f"{what} of "
             to = f"{stored}{said.of} is stored as" if stores else f"{said.of} reads"
-            of = "" if stores else f" of {what}"
+            of = "" if stores and what != _CACHE else f" of {what}"
             old = "that of its token" if array == "table" and "in turn" in said.old else said.old
             return f"{to} {said.axis} {said.new}{of}, where {old} belongs"
         if said.shift:
@@ -250,6 +254,13 @@ class Speaker:
             noun, new, right = said.stride
             return f"from one {noun} to the next {what} {verb} {some(new, 'value')} further on, where {right} belong"
         return f"{what} {verb} at {self._placed(b.node, a.node, edited)}"
+
+    def _of_steps(self, access: Access) -> dict[str, np.ndarray]:
+        """Where what each step caches would lie if it were the first."""
+        c, starts = access.loops.get("c"), self.right.arrays.get("starts")
+        if c is None or starts is None:
+            return {}
+        return {"c - n (n: how many were cached before its step)": c - starts.take(c)}
 
     def _placed(self, new: ast.AST, old: ast.AST, edited: Bound) -> str:
         """Two formulas of a place, the first where the second belongs."""
@@ -288,7 +299,7 @@ class Speaker:
                 stages = {ast.IfExp: "the masked score", ast.Call: "the exponential"}
                 return stages.get(type(value), "the output")
             case ast.Subscript(value=ast.Name(id="cache")):
-                return "the cache"
+                return _CACHE
         return "the output"
 
     def _legend(self, *formulas: str) -> str:
