@@ -395,11 +395,41 @@ def test_a_side_that_does_not_say_its_weights_has_the_others_tolerance(
 
 
 def test_gap_in_the_positions(judge: tuple[object, ...], pair: Pair, refused: Callable[..., str]) -> None:
+    keys = (b".attn_scores", b".attn_probs")  # that step 1 has five keys tells that it follows step 0
+    pair.write([line for line in pair.lines if not any(name in line for name in keys)][:-1])
+    pair.lines = pair.path.read_bytes().splitlines()
+    pair.insert(len(pair.lines), b"{}")
     second = next(i for i, line in enumerate(pair.lines) if b'"type":"step","step":1' in line)
     pair.change(second, positions=[9])
     message = refused(*judge)
     assert "c.trace: step 1 begins at position 9, but the steps before end at 3: the keys and values" in message
     assert message.endswith("Record every step from the first.")
+
+
+def test_a_gap_that_the_keys_deny(
+    judge: tuple[object, ...], pair: Pair, cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    """No step is missing: it says another position than it has."""
+    second = next(i for i, line in enumerate(pair.lines) if b'"type":"step","step":1' in line)
+    pair.change(second, positions=[9])
+    code, report, _ = cli(*judge)
+    assert code == 2
+    assert report.startswith("UNDECIDED: ")
+    assert "step 1 says that it has the positions [9], where [4] follow" in report
+
+
+@pytest.mark.parametrize("width", [0, 24])
+def test_norm_weights_that_are_cut_short(
+    width: int, judge: tuple[object, ...], pair: Pair, model: Path, refused: Callable[..., str]
+) -> None:
+    """An engine that takes the model for one of other sizes: it is no other model, for what it read is right."""
+    for i, line in enumerate(pair.lines):
+        if b'"type":"weight"' in line:
+            pair.change(i, shape=[width])
+    assert (
+        f"{pair.path}: its 5 norm weights are those of {model}, cut short (blk.0.attn_norm.weight: it holds {width} "
+        "values, where 48 belong: only the first are read): the engine takes the model for one of other sizes. Compare"
+    ) in refused(*judge)
 
 
 def test_tokens_outside_the_vocabulary(pair: Pair, model: Path, refused: Callable[..., str]) -> None:

@@ -64,6 +64,10 @@ def test_what_follows_a_mistake_does_not_choose_the_arithmetic(bench: Bench, old
             "for (int i = 0; i < n; i++) sum += y[i]", "for (int i = 0; i < n - 1; i++) sum += y[i]", ("llama", "F32"),
             "all keys but the last of the exponential are computed; the sum takes all keys but the last",
         ),
+        (  # in steps of one token what the values before left is most of it, and tells nothing of the rest
+            "for (int d = 0; d < D; d++) {", "for (int d = 0; d < S; d++) {", ("qwen3", "F32"),
+            "the output's number of channels of a head is taken for 9; it is 48; elsewhere the output is as it was: 0",
+        ),
         (
             "q_size = n.n_head * D", "q_size = n.n_head * S", ("llama", "F32"),
             "the number of channels is taken for 72; it is 256",

@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import Models, some_of
 
-from tracediff.diagnose.budget import Budget, OutOfTime, Progress
+from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress
 from tracediff.diagnose.explain import Explainer
-from tracediff.diagnose.hypothesis import Hypothesis
+from tracediff.diagnose.hypothesis import SOLVED, Hypothesis, Part, Trials
 from tracediff.diagnose.kin import Faulty
 from tracediff.diagnose.kin import Search as KinSearch
 from tracediff.diagnose.solve.arrays import CannotRunError, Flat
@@ -341,6 +341,12 @@ def rewritten(name: str, old: str, new: str) -> Callable[[Graph], Op]:
             "x[here + second] * cos",
             "the first of each pair is computed with cos(angle), where sin(angle) belongs",
         ),
+        (
+            "blk.0.attn_k_rope",
+            "sin(angle)",
+            "cos(angle)",
+            "the first of each pair is computed with cos(angle), where sin(angle) belongs; the second of each pair is",
+        ),
         ("blk.1.attn_scores", "h // (H // G)", "h % G", "query head h reads key/value head h % 2; it is h // 4"),
         (
             "blk.1.attn_norm",
@@ -593,6 +599,22 @@ def test_an_op_does_not_read_what_is_computed_after_it(models: Models, tmp_path:
     assert _edited(first, variant) is None
     with pytest.raises(CircularError, match=r"blk\.0\..* of step 0 follows from itself"):
         replay.under(record, [variant.op(first.op, first.loops.loops)])
+
+
+def test_what_is_carried_to_another_layer_is_said_as_it_is_there(models: Models, tmp_path: Path) -> None:
+    """Layers share a buffer: what the last one left in the step before is, in the first, of the layer after."""
+    replay = traced(models(replace(TINY, n_layer=2)), tmp_path)
+    op, record = replay.graph["blk.0.attn_kqv"], replay.trace.ops[1, "blk.1.attn_kqv"]
+    left = Read("blk.1.attn_kqv", "before")
+    loops = loops_of(op, [(4, 1, 6), (6, 2, 2)])
+    assert loops
+    changed = Variant("", loops.source, arrays=(("before", left),)).op(op, loops)
+    said = f"attn_probs; elsewhere the output is {left.words(op)}"
+    local = replay.judge(record)
+    found = Hypothesis((Part(SOLVED, said, said, False),), (changed,), local)
+    (carried,) = Trials(replay, ENDLESS).carried(found, record, local)
+    assert said == "attn_probs; elsewhere the output is attn_kqv of the layer after of the step before"
+    assert carried.parts[-1].text == "attn_probs; elsewhere the output is attn_kqv of the step before"
 
 
 def test_zeros_alone_tell_no_edit(models: Models, tmp_path: Path) -> None:

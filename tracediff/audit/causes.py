@@ -14,7 +14,9 @@ import numpy as np
 
 # What the bank does not know, for it needs the tensor itself: name -> the mistake, and where to look in one's code.
 _TYPE = "the type that the loader takes the tensor for"
+CUT_SHORT = "cut_short"
 IN_MEMORY = {
+    CUT_SHORT: ("fewer values are read than a tensor has", "the sizes of the model as they are read from the file"),
     "offset": ("a tensor is read from another place", "the tensor's offset, and the alignment of the data section"),
     "wrong_tensor": ("another tensor of the same shape is read", "the loader's table of tensor names"),
     "weight_scaled": ("a weight is multiplied by a factor", "scales that are applied twice, or not at all"),

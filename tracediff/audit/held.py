@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from tracediff.audit.causes import IN_MEMORY, Reading, Readings, bfloat16, chunks, explain, residual
+from tracediff.audit.causes import CLOSE, CUT_SHORT, IN_MEMORY, Reading, Readings, bfloat16, chunks, explain, residual
 from tracediff.audit.requantised import requantised_as
 from tracediff.compare.metrics import compare_values
 from tracediff.errors import MismatchError
@@ -49,16 +49,25 @@ def rounded_weights(weights: Iterable[WeightResult], trace: Trace) -> dict[str, 
 
 
 def refuse_another_model(trace: Trace, model: "Model") -> None:
-    """Raises MismatchError when none of several norm weights is the file's and no known mistake explains one."""
+    """Raises MismatchError when none of several norm weights is the file's and no known mistake explains one, or when
+    all are cut short: with other sizes there is no op to compare.
+    """
     file = model.tensors
     names = [name for name in trace.weights if name.endswith("norm.weight") and name in file]
-    found = (compare_weight(name, file.get(name), trace, readings(file, name, file.file)) for name in names)
-    if len(names) > 1 and all(weight.status == "wrong" and weight.cause is None for weight in found):
+    found = [compare_weight(name, file.get(name), trace, readings(file, name, file.file)) for name in names]
+    if len(names) < 2 or any(w.status != "wrong" or w.cause not in (None, CUT_SHORT) for w in found):
+        return
+    if all(weight.cause == CUT_SHORT for weight in found):
         raise MismatchError(
-            f"{trace.path}: none of its {len(names)} norm weights is that of {model.path}: it is a trace of another "
-            f"model (its first line says {trace.header.model!r}), or its engine loads them all wrongly. Give the GGUF "
-            "file that it was made with; if this is it, compare the sizes and offsets with which tensors are read."
+            f"{trace.path}: its {len(names)} norm weights are those of {model.path}, cut short ({names[0]}: "
+            f"{found[0].note}): the engine takes the model for one of other sizes. Compare the width, the heads and "
+            "the layers that it reads from the file's metadata."
         )
+    raise MismatchError(
+        f"{trace.path}: none of its {len(names)} norm weights is that of {model.path}: it is a trace of another "
+        f"model (its first line says {trace.header.model!r}), or its engine loads them all wrongly. Give the GGUF "
+        "file that it was made with; if this is it, compare the sizes and offsets with which tensors are read."
+    )
 
 
 def compare_weight(
@@ -69,8 +78,11 @@ def compare_weight(
     if expected is None:
         return WeightResult(name, "unmatched", None, None, None, "no such weight to compare with")
     if record.size != expected.size:
-        note = f"it holds {record.size:,} values, where {expected.size:,} belong"
-        return WeightResult(name, "wrong", None, None, None, note)
+        note, cause = f"it holds {record.size:,} values, where {expected.size:,} belong", None
+        held = candidate.values(record).reshape(-1) if record.has_data and record.size < expected.size else None
+        if held is not None and (not held.size or residual(expected.reshape(-1)[: held.size], held) < CLOSE):
+            note, cause = f"{note}: only the first are read", CUT_SHORT
+        return WeightResult(name, "wrong", None, None, None, note, cause, look_at(cause))
     if not record.has_data:
         return WeightResult(name, "unmatched", None, None, None, "recorded without data")
     held = candidate.values(record)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -226,17 +226,17 @@ class Trials:
             yield replace(found, parts=parts, ops=ops, local=self._replay.under(record, ops, before))
 
     def _renamed(self, found: Hypothesis, ops: Sequence[Op]) -> tuple[Part, ...]:
-        """The words of a solved edit as they are true of the same op in another layer: its inputs may have other names,
-        as the first residual adds to the embedding.
+        """The words of a solved edit as they are true of the same op in another layer: what it reads may have another
+        name, as the first residual adds to the embedding, and the buffer of all layers holds the last one's value.
         """
         if SOLVED not in found.mistakes:
             return found.parts
         graph, text = self._replay.graph, found.parts[-1].text
         for a, b in zip(found.ops, ops, strict=False):
             here, there = graph[a.name], graph[b.name]
-            for before, after in zip(here.inputs, there.inputs, strict=False):
-                before, after = Read(before).words(here), Read(after).words(there)
-                text = re.sub(rf"(?<![\w.]){re.escape(before)}(?![\w.])(?! of the)", after, text)
+            pairs = zip((*here.reads, *a.reads), (*there.reads, *b.reads), strict=False)
+            names = {Read.of(*ours).words(here): Read.of(*theirs).words(there) for ours, theirs in pairs}
+            text = _with_names(text, names)
         return (*found.parts[:-1], replace(found.parts[-1], text=text))
 
     def _relayered(self, ops: Sequence[Op], segment: Sequence[str]) -> Iterator[Op]:
@@ -293,6 +293,12 @@ def transferred(changed: Op, right: Op, other: Op) -> Op | None:
     attrs = {key: value for key, value in changed.attrs.items() if right.attrs.get(key) != value}
     weights = tuple(replace(own, read=w.read) for w, own in zip(changed.weights, other.weights, strict=True))
     return replace(other.with_attrs(**attrs), weights=weights, function=changed.function, stored=changed.stored)
+
+
+def _with_names(text: str, names: Mapping[str, str]) -> str:
+    """The text with other names of values."""
+    known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.])({known})(?![\w.])(?! of the)", lambda m: names[m[0]], text)
 
 
 def _by_variant(

@@ -30,7 +30,7 @@ class Recorded:
         self.trace = trace
         self._graph = graph
         self._device = device
-        self._positions = _positions(trace)
+        self._positions = _positions(trace, graph)
         # Of each sequence: a step reads what went before in its own.
         self._steps: dict[int, list[int]] = {}
         self._n_until: dict[int, int] = {}
@@ -190,13 +190,16 @@ class Recorded:
         return len(self._positions[step] if rows is None else rows), self.n_tokens(step)
 
 
-def _positions(trace: Trace) -> dict[int, tuple[int, ...]]:
-    """The positions that each step should have: they go on where its sequence ended. Raises TraceError for a gap."""
+def _positions(trace: Trace, graph: Graph) -> dict[int, tuple[int, ...]]:
+    """The positions that each step should have: they go on where its sequence ended. Raises TraceError for a gap, but
+    where a record of the step has as many keys as there are: then it says other positions than it has.
+    """
     positions: dict[int, tuple[int, ...]] = {}
     following: dict[int, int] = {}  # of each sequence
     for number, step in trace.steps.items():
         first = following.get(step.sequence, step.positions[0])
-        if step.positions[0] > first:
+        known = (graph[record.op].axes for record in trace.step_ops(number) if record.op in graph)
+        if step.positions[0] > first and not any("S" in axes for axes in known):
             raise TraceError(
                 f"{trace.path}: step {number} begins at position {step.positions[0]}, but the steps before end at "
                 f"{first - 1}: the keys and values between are missing. Record every step from the first."

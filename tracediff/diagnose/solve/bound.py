@@ -19,7 +19,7 @@ from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.roundings import Rounding, rounding_named
 
 SOMETHING = 0.731  # beyond arrays, where 0 was assumed
-_MOST = 0.5  # of all values: where more cannot be told, nothing is explained
+_MOST = 0.5  # of the values that are stored: where more cannot be told, nothing is explained
 _ROWS = 1 << 19  # numbers of a weight from which only the rows that are needed are read
 
 
@@ -97,12 +97,19 @@ class Bound:
             beyond |= went
         return y.reshape(self.loops.shape), beyond
 
+    def stored_places(self) -> np.ndarray:
+        """Places of the output that something is stored to, each once."""
+        at = np.concatenate([np.zeros(0, int), *(stored.at for stored in self.places())])
+        return np.unique(at[(at >= 0) & (at < self._n)])
+
     def unknown(self, y: np.ndarray) -> np.ndarray:
-        """Places of values in the output `y` that follow from what lies beyond the arrays; none if these are many."""
+        """Places of values in the output `y` that follow from what lies beyond the arrays; none if these are many of
+        those that are stored: what was there before tells nothing of the loops.
+        """
         other = replace(self, beyond=SOMETHING).output()
         with np.errstate(invalid="ignore"):
             there = np.flatnonzero((y != other) & ~(np.isnan(y) & np.isnan(other)))
-        return there if len(there) <= _MOST * y.size else there[:0]
+        return there if len(there) <= _MOST * len(self.stored_places()) else there[:0]
 
     def measured(self) -> tuple[np.ndarray, np.ndarray]:
         """The output in float64, and how far float32 is from it. What overflows float32 does so here too."""

@@ -116,7 +116,7 @@ def edits(source: str, sizes: tuple[str, ...] = ()) -> list[FormulaEdit]:
         for new in _instead_of(place, arrays):
             edit = _edited(program, place, new)
             found.setdefault(edit.source, edit)
-    several = *_exchanged(tree, arrays), *_in_all_reads(tree), *_in_place(tree), *_packed(tree)
+    several = *_exchanged(tree, arrays), *_in_all_reads(tree), *_in_all_calls(tree), *_in_place(tree), *_packed(tree)
     several += tuple(_in_two_loops(tree)) if program.reads_output else ()
     for edit in (*_renamed(program, sizes), *several):
         found.setdefault(edit.source, edit)
@@ -300,6 +300,18 @@ def _in_all_reads(tree: ast.Module) -> Iterator[FormulaEdit]:
             for sign in "+-":
                 edited = f"{stored} = {value.replace(read, f'{read[:-1]} {sign} 1]')}"
                 yield FormulaEdit("\n".join([*lines[:at], edited, *lines[at + 1 :]]), "values")
+
+
+def _in_all_calls(tree: ast.Module) -> Iterator[FormulaEdit]:
+    """A function that is called several times of the same, as of rope's angle, is another in all of them, or left out:
+    engines keep what it gives.
+    """
+    source = ast.unparse(tree)
+    for call in dict.fromkeys(re.findall(rf"\b(?:{'|'.join(ELEMENTARY)})\(\w+\)", source)):
+        name, _, argument = call[:-1].partition("(")
+        others = (f"{other}({argument})" for other in ELEMENTARY if other != name)
+        for other in (argument, *others) if source.count(call) > 1 else ():
+            yield FormulaEdit(source.replace(call, other), "values")
 
 
 def _in_place(tree: ast.Module) -> Iterator[FormulaEdit]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tracediff.diagnose.english import some
 from tracediff.diagnose.solve import (
     copies,
     formulas,
@@ -72,7 +71,7 @@ def _solved(problem: Problem, priced: Priced) -> Solved | None:
         if len(untold) > something / 2 or (len(unknown) and problem.is_told):
             return None
         if len(untold):
-            words += f" ({some(len(untold), 'value')} made of what lies beyond cannot be told: it is not in the trace)"
+            words += " (some values are made of what lies beyond an array and cannot be told: it is not in the trace)"
     wrong = problem.recorded[problem.wrong]
     if not np.isfinite(wrong).any():  # many formulas make these: this one does, and needs fewest words
         words = f"{'all' if problem.wrong.all() else len(wrong)} values are NaN or Inf, as if {words}"

@@ -23,6 +23,7 @@ from tracediff.numerics.kinds.kind import Call, Made, one_rounding
 
 Touches = Literal["values", "places", "both"]  # what is stored, or where and in which order
 When = Literal["now", "all", "before"]  # in this step, in all so far, or what a buffer holds from earlier ones
+_PAST: dict[When, Past] = {"now": False, "all": True, "before": "before"}  # as ops name it
 # The op's own record among the arrays: of values that follow from what lies beyond an array nothing else is known.
 RECORDED = "recorded"
 
@@ -37,11 +38,15 @@ class Read:
     name: str
     when: When = "now"
 
+    @classmethod
+    def of(cls, name: str, past: Past) -> Self:
+        """What an op reads, as one of its inputs."""
+        return cls(name, next(when for when, as_read in _PAST.items() if as_read == past))
+
     @property
     def past(self) -> Past:
         """As an op reads it."""
-        past: dict[When, Past] = {"now": False, "all": True, "before": "before"}
-        return past[self.when]
+        return _PAST[self.when]
 
     def words(self, op: Op) -> str:
         """As an op of some layer says it."""

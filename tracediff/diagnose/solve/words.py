@@ -84,10 +84,8 @@ class Speaker:
 
     def rest(self, edited: Bound, memory: str) -> str:
         """What is where nothing is stored; empty where all is."""
-        n = int(np.prod(self.right.loops.shape))
-        stored = np.unique(np.concatenate([np.zeros(0, int), *(one.at for one in edited.places())]))
-        n_stored = ((stored >= 0) & (stored < n)).sum()
-        if n_stored == n:
+        n_stored = len(edited.stored_places())
+        if n_stored == np.prod(self.right.loops.shape):
             return ""
         return f"; {'elsewhere ' if n_stored else ''}the output is {memory or 'as it was: 0'}"
 
