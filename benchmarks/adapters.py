@@ -264,14 +264,17 @@ _MLX = {
 }  # fmt: skip
 
 
-def mlx(dtype: str) -> Trace:
-    """Its own classes, given the file's values."""
+def mlx(dtype: str, bits: int = 0) -> Trace:
+    """Its own classes, given the file's values; where `bits` are given its own quantisation of these."""
 
     def trace(model: Path, out: Path) -> None:
         import mlx.core as mx
+        from mlx import nn
         from mlx_lm.models.cache import KVCache
 
         lm = _mlx_model(model, getattr(mx, {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}[dtype]))
+        if bits:
+            nn.quantize(lm, bits=bits)
         cache = [KVCache() for _ in lm.layers]
         with taps(model, out, "mlx") as tap:
             record = _recording(tap, lambda x: torch.from_numpy(np.array(x.astype(mx.float32))).to(DTYPES[dtype]))

@@ -55,6 +55,7 @@ ENGINES: dict[str, adapters.Trace] = {
     **{f"gpt-fast, {dtype}": adapters.gpt_fast(dtype) for dtype in ("f32", "bf16", "f16")},
     **{f"LLMs-from-scratch, {dtype}": adapters.llms_from_scratch(dtype) for dtype in ("f32", "bf16")},
     **{f"mlx, {dtype}": adapters.mlx(dtype) for dtype in ("f32", "bf16", "f16")},
+    **{f"mlx, f32, {bits} bits": adapters.mlx("f32", bits) for bits in (4, 8)},
     "tinygrad": adapters.tinygrad,
 }
 

@@ -45,3 +45,32 @@ def _quantize_row(x: np.ndarray, function: str, size: int, nbytes: int, scale: t
 def test_blocks_of_next_to_nothing_are_zero(name: str) -> None:
     """127 / x overflows; the noise of a row of zeros is that small. They were NaN."""
     assert rounding_named(name)(torch.full((1, 256), 1e-38)).abs().max() < 2e-38
+
+
+# What MLX 0.32.4 keeps of two groups of 32: mx.dequantize(*mx.quantize(x.astype(T), group_size=32, bits=4), ...).
+MLX = {
+    "affine4/32": """
+        -1.312499762 1.837500095 1.3125 1.575000048 2.625 0 2.099999905 0.787500143 0.262500048 0.262500048 0.787500143
+        2.099999905 0 2.625 1.575000048 1.3125 1.837500095 -1.312499762 0.262500048 2.625 1.575000048 1.050000072
+        1.050000072 1.837500095 -0.787499905 1.3125 0 -0.787499905 -1.049999714 -0.524999857 0.525000095 2.362499952
+        0 -4.190476418 -2.285714388 -0.761904716 -4.952381134 -3.047619104 -1.523809433 -5.714285851 -3.809524059
+        -2.285714388 -0.380952358 -4.571428776 -2.666666746 -1.142857075 -5.333333492 -3.428571463 -1.90476203 0
+        -4.190476418 -2.666666746 -0.761904716 -4.952381134 -3.428571463 -1.523809433 -5.714285851 -3.809524059
+        -2.285714388 -0.380952358 -4.571428776 -3.047619104 -1.142857075 -5.333333492""",
+    "bf16 affine4/32": """
+        -1.296875 1.84375 1.3125 1.578125 2.625 0 2.09375 0.796875 0.265625 0.265625 0.796875 2.09375 0 2.625 1.578125
+        1.3125 1.84375 -1.296875 0.265625 2.625 1.578125 1.0546875 1.0546875 1.84375 -0.78125 1.3125 0 -0.78125 -1.03125
+        -0.515625 0.53125 2.359375
+        0 -4.1875 -2.296875 -0.78125 -4.96875 -3.046875 -1.53125 -5.71875 -3.8125 -2.296875 -0.375 -4.5625 -2.671875
+        -1.15625 -5.34375 -3.4375 -1.90625 0 -4.1875 -2.671875 -0.78125 -4.96875 -3.4375 -1.53125 -5.71875 -3.8125
+        -2.296875 -0.375 -4.5625 -3.046875 -1.15625 -5.34375""",
+}
+
+
+@pytest.mark.parametrize("name", MLX)
+def test_groups_with_an_offset_round_as_mlx_does(name: str) -> None:
+    """The edge that is farther from 0 is the offset, in one group the largest and in one the least."""
+    x = [((37 * i * i + 11 * i) % 64 - 20) / 16 for i in range(32)] + [-abs((29 * i) % 41) / 7 for i in range(32)]
+    kept = rounding_named(name)(torch.tensor(np.array([x], np.float32).astype(np.float64)))
+    assert [float(f"{value:.9f}") for value in kept.flatten().tolist()] == [*map(float, MLX[name].split())]
+    assert torch.equal(rounding_named(name)(torch.zeros(1, 64)), torch.zeros(1, 64))

@@ -51,6 +51,12 @@ class Weights:
         other._held = {name: values.reshape(self.file.tensors[name].shape) for name, values in held.items()}
         return other
 
+    def in_float32(self) -> "Weights":
+        """The same, multiplied in float32: half the time, and nothing is converted before."""
+        other = copy(self)
+        other.dtype = torch.float32
+        return other
+
     def source(self, weights: Iterable[Weight]) -> tuple[int, ...]:
         """What tells whose values these weights have: the file's, or those that are held in their place."""
         return tuple(id(self._held.get(weight.name, self.file)) for weight in weights)

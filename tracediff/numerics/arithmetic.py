@@ -185,12 +185,15 @@ class Scheme:
         return replace(self, name=name, linear=linear, scores=scores, values=values)
 
 
-_ASKED = ("activations in int8/N", "activations and weights in fp8/N")  # with any N
+_ASKED = ("activations in int8/N", "activations and weights in fp8/N", "matrices in affine4/N")  # with any N
 _ON_TENSOR_CORES = " on tensor cores"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
 _HALVES, _EIGHTHS = ("f16", "bf16"), ("e5m2", "e4m3")
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
+
+# MLX quantises so: four bits and groups of 64 unless told otherwise, with scales in the type of its weights.
+AFFINE = ("bf16 affine4/64", "f16 affine4/64", "affine4/64", "affine8/64")
 
 
 def _matmuls() -> Iterator[Scheme]:
@@ -207,6 +210,8 @@ def _matmuls() -> Iterator[Scheme]:
         yield _matmul("activations and weights", name)
     for name in ("f16", "bf16", "q8_0", "q8_K", *GROUPS):
         yield _matmul("activations", name)
+    for name in AFFINE:
+        yield _matmul("matrices", name)
     for name in ("q8_0", *GROUPS):  # an engine that quantises the file's weights by itself, as llama2.c's runq.c
         yield _matmul("activations and weights", name)
 
@@ -289,7 +294,7 @@ def scheme_named(name: str) -> Scheme:
     first, _, second = name.partition(", ")
     if not second and first in attentions:
         return _with(SCHEMES[0], attentions[first])
-    asked = re.fullmatch(r"(activations and weights|activations|weights|matrices) in ((?:u?int8|fp8)/\w+)", first)
+    asked = re.fullmatch(r"(activations and weights|activations|weights|matrices) in (.+/\w+)", first)
     matmul = _matmul(asked[1], asked[2]) if asked else matmuls.get(first)
     if matmul is None or second not in ("", *attentions):
         raise EngineError(

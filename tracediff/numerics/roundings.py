@@ -186,6 +186,33 @@ class UInt8(Blocks):
 
 
 @dataclass(frozen=True, slots=True)
+class Affine(Blocks):
+    """Levels from one edge of the group to the other, each a scale and an offset: that edge is the offset which is
+    farther from 0, and the scale is such that it is a multiple of it (MLX, `affine_quantize` in
+    mlx/backend/cpu/quantized.cpp, bit for bit).
+    """
+
+    bits: int = 4
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From 0 up to the last level; the third is the offset. Scales have the type that the values had."""
+        blocks = self.of(x.to(self.scales))
+        least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
+        is_least = least.abs() > most.abs()
+        edge = torch.where(is_least, least, most)
+        scale = ((most - least) / (2.0**self.bits - 1)).clamp(min=1e-7) * torch.where(is_least, 1.0, -1.0)
+        of_edge = torch.round(edge / scale)
+        scale, offset = torch.where(of_edge != 0, edge / of_edge, scale), torch.where(of_edge != 0, edge, 0.0)
+        return ((blocks - offset) / scale).clamp_(0.0, 2.0**self.bits - 1), scale, offset
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the integers stand for, in the type of the scales."""
+        quotients, scale, offset = self.grid(x)
+        product = torch.round(quotients).to(self.scales) * scale.to(self.scales)
+        return (product + offset.to(self.scales)).to(x.dtype).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
 class FP8(Blocks):
     """Scaled E4M3 (https://arxiv.org/abs/2209.05433): scale amax / 448, the quotient to nearest, ties to even."""
 
@@ -259,9 +286,10 @@ _GROUPS: dict[str, Callable[[str, str, int], Blocks]] = {
 
 @cache
 def rounding_named(name: str) -> Rounding:
-    """A rounding by its name: one of `_KNOWN`, or int8/N, uint8/N and fp8/N in groups of N values, truncated int8/N.
+    """A rounding by its name: one of `_KNOWN`, or int8/N, uint8/N and fp8/N in groups of N values, truncated int8/N,
+    or affineB/N of B bits, and f16 or bf16 affineB/N with scales and offsets in that.
 
-    N may be `row`: one scale for each row. Scales of these are float32. Raises EngineError for any other name.
+    N may be `row`: one scale for each row. Scales are float32 otherwise. Raises EngineError for any other name.
     """
     if name in _KNOWN:
         return _KNOWN[name]
@@ -269,6 +297,13 @@ def rounding_named(name: str) -> Rounding:
         kind, size = found[1], 0 if found[2] == "row" else int(found[2])
         of = f"{kind} groups of {size}" if size else f"{kind} rows"
         return _GROUPS[kind](name, of + " with float32 scales" + (" and zeros" if kind == "uint8" else ""), size)
+    if found := re.fullmatch(r"(|f16 |bf16 )affine([2-8])/([1-9]\d{0,5})", name):
+        scales, bits, size = _KNOWN[found[1].strip() or "f32"], int(found[2]), int(found[3])
+        assert isinstance(scales, Float)
+        return Affine(
+            name, f"{bits}-bit groups of {size} with {scales.words} scales and offsets", size, scales.dtype, bits
+        )
     raise EngineError(
-        f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, int8/N, uint8/N and fp8/N (N values or row)."
+        f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, int8/N, uint8/N and fp8/N (N values or row), "
+        "affineB/N (B bits; `f16 ` or `bf16 ` before it for scales in these)."
     )

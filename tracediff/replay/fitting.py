@@ -4,7 +4,7 @@ By the model's ops, or were some of them others: the same for a hypothesis.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -22,6 +22,8 @@ _PROMISING = math.log(100.0)  # of squared error: what leaves so much more of on
 # Where one large value makes most of the noise, two samples show less than a hundredth of it in one record of a
 # hundred; sixteen never do. What exceeds its bound that far is beyond such accidents.
 _MORE_SAMPLES, _FAR = 16, 100.0
+# NMSE. Through a layer float32 leaves 1e-13 and less, so a share of this is seen to its first digits.
+_ROUGH = 1e-8
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
 # was 0.55 to 2.8 times that in llama.cpp's records.
 _AS_FAR = 5.0
@@ -34,6 +36,7 @@ class Fitting:
         self._recomputation = recomputation
         self._planner = planner
         self._without_noise: tuple[OpRecord, Recomputation] | None = None
+        self._rough: tuple[OpRecord, Recomputation] | None = None
         self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
         self._looks: dict[tuple[OpRecord, Scheme, bool], Look] = {}
 
@@ -104,11 +107,11 @@ class Fitting:
             self._looks[key] = seen
         return self._looks[key]
 
-    def first_look(self, record: OpRecord, ops: Sequence[Op], scheme: Scheme) -> Local:
+    def first_look(self, record: OpRecord, ops: Sequence[Op], scheme: Scheme, before: float) -> Local:
         """The record if these ops were as given, without noise; what is computed before them is taken from other
-        hypotheses.
+        hypotheses. Where `before` is so much that float32 can tell what is left of it, it is computed in that.
         """
-        unchanged = self.without_noise(record)
+        unchanged = self._roughly(record) if _ROUGH < before < math.inf else self.without_noise(record)
         unchanged.inputs(record.step, unchanged.graph[record.op], scheme, record.rows)
         unchanged.keep_waists()
         return look(unchanged.changed(ops, n_samples=0), record, scheme).local
@@ -118,6 +121,11 @@ class Fitting:
         if self._without_noise is None or self._without_noise[0] is not record:
             self._without_noise = record, self._recomputation.changed((), n_samples=0)
         return self._without_noise[1]
+
+    def _roughly(self, record: OpRecord) -> Recomputation:
+        if self._rough is None or self._rough[0] is not record:
+            self._rough = record, self._recomputation.roughly()
+        return self._rough[1]
 
     def in_reach(self, record: OpRecord, plain: Scheme, left: float, enough: float) -> Sequence[Scheme]:
         """The schemes that may leave no more than `enough`, where the `plain` one leaves so much.
@@ -137,12 +145,21 @@ class Fitting:
         """NMSE that the scheme leaves of the record, or of a part of a large one; without its noise, but for what most
         engines do: there it is asked next whether that is within the floor.
         """
-        if scheme in PLAIN and not self._planner.is_segment(record):
+        if self._planner.is_segment(record):
+            return self._rough_or_not(record, lambda by: self._left_by(by, record, scheme))
+        if scheme in PLAIN:
             return self._judged(record, scheme).nmse
-        unchanged = self.without_noise(record)
+        return self._left_by(self.without_noise(record), record, scheme)
+
+    def _left_by(self, unchanged: Recomputation, record: OpRecord, scheme: Scheme) -> float:
         left = look(unchanged, record, scheme, self._glances_at(record)).local.nmse
         unchanged.keep_waists()
         return left
+
+    def _rough_or_not(self, record: OpRecord, nmse: Callable[[Recomputation], float]) -> float:
+        """What float32 can tell, and else what float64 does."""
+        rough = nmse(self._roughly(record))
+        return rough if rough > _ROUGH else nmse(self.without_noise(record))
 
     def _judged(self, record: OpRecord, scheme: Scheme) -> Local:
         """The record under a scheme, beside its floor; or a part of a large one."""
@@ -187,13 +204,15 @@ class Fitting:
         return self._distances[key]
 
     def _distance(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
-        unchanged = self.without_noise(record)
-        op = unchanged.graph[record.op]
-        x, y = (unchanged.op(record, op, scheme, "f64").exact for scheme in (a, b))
-        unchanged.keep_waists()
-        finite = x.isfinite() & y.isfinite()
-        x, y = x[finite], y[finite]
-        return ratio(float((y - x).square().sum()), float(x.square().sum()))
+        def between(unchanged: Recomputation) -> float:
+            op = unchanged.graph[record.op]
+            x, y = (unchanged.op(record, op, scheme, "f64").exact for scheme in (a, b))
+            unchanged.keep_waists()
+            finite = x.isfinite() & y.isfinite()
+            x, y = x[finite], y[finite]
+            return ratio(float((y - x).square().sum()), float(x.square().sum()))
+
+        return self._rough_or_not(record, between)
 
 
 class Supposed(Fitting):

@@ -75,6 +75,7 @@ class Making:
         """Of what the calls came to."""
         exact, (y, *samples) = self.calls[0], ys
         if exact.energy is None:
+            y = y.double()  # be it multiplied in float32
             none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
             return Recomputed(y, Noise(none, none), Noise(none, none), inputs=tuple(exact.inputs))
         terms = self._terms_of_ranks(exact.op, exact.energy.value)  # before it is used up
@@ -116,8 +117,9 @@ def calls_of(
 ) -> list[Call]:
     """The op of its inputs as they are, and where they carry noise of so many samples. Without samples it has none."""
     exact = [value.exact for value in inputs]
-    if not n_samples:
-        return [call_of(op, exact, weights, arithmetic)]
+    if not n_samples:  # as the weights are: of many hypotheses a look in float32 is enough
+        same = [x.to(weights.dtype) if x.is_floating_point() else x for x in exact]
+        return [call_of(op, same, weights, arithmetic)]
     calls = [call_of(op, exact, weights, arithmetic, Energy())]
     for i in range(n_samples if any(value.samples for value in inputs) else 0):
         sampled, rounded = [value.sample(i) for value in inputs], _rounded(inputs, random)

@@ -85,6 +85,13 @@ class Recomputation:
         }
         return other
 
+    def roughly(self) -> "Recomputation":
+        """The same without noise, multiplied in float32: what many hypotheses leave is seen so."""
+        other = self.changed((), n_samples=0)
+        other.weights, other._kept = self.weights.in_float32(), Kept()
+        other._pasts, other._unchanged = other._kept.of(other._changes, 0), None
+        return other
+
     def segment(self, record: OpRecord) -> tuple[str, ...]:
         """The ops that are recomputed for the record, in execution order; its own is the last."""
         return self._segments.of(record.step, self.graph[record.op], record.rows)

@@ -184,7 +184,7 @@ class Replay:
         before = math.inf if math.isnan(before) else before
         plain = plain or self.plain_ones(record)[0]
         scheme = plain or self.choice(record).schemes[0]
-        look = self._fitting.first_look(record, ops, scheme)
+        look = self._fitting.first_look(record, ops, scheme, before)
         if not look.nmse <= (_HALF if plain else _LITTLE) * before:
             return look
         if not plain:
