@@ -48,7 +48,7 @@ class Explainer:
         """
         by_kin: dict[str, list[int]] = {}
         for at, op in enumerate(ops):
-            if op.status == "faulty" and op.local:
+            if op.status == "faulty" and op.local and not op.cause:
                 alone = len(op.local.segment) == 1
                 by_kin.setdefault(self._replay.graph[op.op].kind if alone else f"... {split(op.op)[1]}", []).append(at)
         return [*by_kin.values()]

@@ -93,8 +93,9 @@ def _explained(
     if not any(op.status == "faulty" for op in ops):
         return ops
     from tracediff.diagnose.explain import Explainer
+    from tracediff.diagnose.misnamed import exchanged
 
-    explainer = Explainer(replay)
+    explainer, ops = Explainer(replay), exchanged(replay, ops)
     kins = explainer.kins(ops)
     if workers == ALONE or len(kins) < 2:
         return explainer.explain(ops, progress, Budget(seconds))
