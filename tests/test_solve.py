@@ -776,6 +776,26 @@ def test_what_other_layers_have_in_all_steps_one_may_have_in_some(models: Models
     assert {op.cause and op.cause.text for op in faulty} == {"every value is 1.25 times what it should be"}
 
 
+@pytest.mark.parametrize(("name", "value"), [("attn_kqv", "attn_v"), ("attn_scores", "attn_k_rope")])
+def test_what_decode_steps_cache_and_lose_is_said(models: Models, tmp_path: Path, name: str, value: str) -> None:
+    def lost(cached: torch.Tensor) -> torch.Tensor:
+        cached[len(PROMPT) : -1] = 0
+        return cached
+
+    faulty = explained(models("llama"), tmp_path, in_cache(f"blk.0.{name}", lost, decoding=True), n_decode=3)
+    assert [(op.step, op.cause and op.cause.text) for op in faulty] == [
+        (step, f"cached {value}, of steps after the first and before this, counts as 0") for step in (2, 3)
+    ]
+
+
+def test_a_step_that_reads_its_key_before_it_is_cached_is_one_finding(models: Models, tmp_path: Path) -> None:
+    wrong = in_cache("blk.0.attn_scores", slot(-1, lambda k: 0.0), decoding=True)
+    faulty = explained(models("llama"), tmp_path, wrong, n_decode=3)
+    assert [(op.step, op.cause and op.cause.text) for op in faulty] == [
+        (step, "in steps of one token its own key is zero, as if it was read before it is cached") for step in (1, 2, 3)
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [

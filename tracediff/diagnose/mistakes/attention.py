@@ -223,10 +223,17 @@ def _cache_zeros(op: Op, context: Context) -> Variants:
             return
         to_the_end = bool(of_keys[zero[0] :].all())
 
+    def zeroed(k: Tensor, where: slice | Tensor) -> Tensor:
+        return k.index_fill(0, torch.arange(len(k), device=k.device)[where], 0)
+
+    if context.seen and to_the_end and zero[0] == len(context.seen.inputs[1]) - 1:
+        own, words = slice(-1, None), "is zero, as if it was read before it is cached"
+        yield computing(op, lambda q, k: scores(q, zeroed(k, own))), f"the last key {words}"
+        decoded = computing(op, lambda q, k: scores(q, zeroed(k, own) if len(q) == 1 else k))
+        yield decoded, f"in steps of one token its own key {words}"
+
     def function(q: Tensor, k: Tensor) -> Tensor:
-        k = k.clone()
-        k[slice(zero[0], None) if to_the_end else zero[zero < len(k)]] = 0
-        return scores(q, k)
+        return scores(q, zeroed(k, slice(int(zero[0]), None) if to_the_end else zero[zero < len(k)]))
 
     which = f"from {zero[0]} on" if to_the_end else str(zero.tolist())
     yield computing(op, function), f"the keys at positions {which} are zero"
