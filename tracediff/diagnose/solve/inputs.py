@@ -61,8 +61,8 @@ class _Added(ast.NodeTransformer):
 
 def cached(problem: Problem) -> Iterator[Priced]:
     """What an op reads from the cache of earlier steps is another value: of another layer, or of another buffer that
-    these steps wrote; or 0. Or what steps after the first wrote to it is: a prompt has other kernels; or what they wrote
-    is lost when they are over.
+    these steps wrote; or 0. Or what steps after the first wrote to it is: a prompt has other kernels. Or that is lost
+    when these are over.
     """
     op, loops = problem.op, problem.loops
     name = {"scores": "k", "weighted_values": "v"}.get(op.kind, "")
@@ -72,12 +72,8 @@ def cached(problem: Problem) -> Iterator[Priced]:
     right, place = f"= {name}[c * width + i]", "c * width + i"
     earlier = f"cached {Read(own).words(op)}, of steps before this,"
     decoded = f"cached {Read(own).words(op)}, of steps after the first,"
-    lost = f"cached {Read(own).words(op)}, of steps after the first and before this,"
-    for what, kept in (
-        (earlier, "c >= past[0]"),
-        (decoded, "starts[c] == 0"),
-        (lost, "starts[c] * (c < past[0]) == 0"),
-    ):
+    lost = f"cached {Read(own).words(op)}, of steps after the first and before this,", "starts[c] * (c < past[0]) == 0"
+    for what, kept in ((earlier, "c >= past[0]"), (decoded, "starts[c] == 0"), lost):
         source = loops.source.replace(right, f"{right} if {kept} else 0")
         yield Priced(Variant(f"{what} counts as 0", source), 4.0, _CACHE)
     cached_ = [Read(reader.name, "all") for reader in problem.graph if split(reader.name)[1] in _CACHED]
