@@ -762,6 +762,22 @@ def test_where_values_are_cached_is_said_of_the_cache(models: Models, tmp_path: 
     assert all("slots of the cache" in cause.look["solved"] for _, cause in causes if cause)
 
 
+def test_positions_that_are_clipped_are_one_finding(models: Models, tmp_path: Path) -> None:
+    """In steps of one token that is any position, and in the prompt the last token's alone."""
+
+    def function(x: torch.Tensor, positions: torch.Tensor, *factors: torch.Tensor, rope: Rope) -> torch.Tensor:
+        return turned(x, positions.clamp(max=3), *factors, rope=rope)
+
+    faulty = explained(
+        models("llama"),
+        tmp_path,
+        *(lambda graph, which=which: replace(graph[f"blk.0.attn_{which}_rope"], function=function) for which in "qk"),
+        n_decode=2,
+    )
+    assert sorted(op.step for op in faulty) == [0, 0, 1, 1, 2, 2]
+    assert {op.cause and op.cause.text for op in faulty} == {"positions beyond 3 are taken for 3"}
+
+
 def test_what_other_layers_have_in_all_steps_one_may_have_in_some(models: Models, tmp_path: Path) -> None:
     """A factor of one token alone may be any number: here it is the one that another layer has in every step."""
 

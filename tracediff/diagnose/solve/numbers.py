@@ -14,6 +14,7 @@ from tracediff.diagnose.solve.variant import Priced, Variant
 
 CONSTANT = "constant"  # stands in the place of one
 _DECADES = 8  # on either side of the right number in which the fit may begin
+_LOOK_AT_TABLES = "for how many positions cosines and sines are made, and what is taken beyond"
 _LOOK = "the positions of each step: how many are cached before it"
 _POSITIONS = 64  # by which they may be off
 _ROUNDS = 40
@@ -66,7 +67,9 @@ def places(source: str) -> Iterator[tuple[float, str]]:
 
 
 def positions(problem: Problem) -> Iterator[Priced]:
-    """Of what is rotated, positions that are too high or too low by one number, or one position for all."""
+    """Of what is rotated, positions that are too high or too low by one number, one position for all, or the last that
+    is right for all that follow: of a table that is too short, say.
+    """
     source = problem.loops.source
     if "positions[t]" not in source:
         return
@@ -76,6 +79,12 @@ def positions(problem: Problem) -> Iterator[Priced]:
     for one in range(_POSITIONS):
         words = f"every token is rotated as position {one}"
         yield Priced(Variant(words, source.replace("positions[t]", str(one))), 8.0, _LOOK)
+    n = int(problem.loops.numbers["T"])
+    wrong = problem.loops.arrays["positions"].take(np.arange(n))[problem.wrong.reshape(n, -1).any(1)]
+    for last in dict.fromkeys((*(wrong[:1] - 1).astype(int).tolist(), *range(1, _POSITIONS))):
+        clipped = f"(positions[t] if positions[t] < {last} else {last})"
+        words = f"positions beyond {last} are taken for {last}"
+        yield Priced(Variant(words, source.replace("positions[t]", clipped)), 8.0, _LOOK_AT_TABLES)
 
 
 def simpler(fitted: float) -> list[float]:
