@@ -364,7 +364,7 @@ def rewritten(name: str, old: str, new: str) -> Callable[[Graph], Op]:
             "blk.0.ffn_norm",
             "squares / n",
             "squares / T",
-            "the scale is computed with squares / 5, where squares / 256 belongs",
+            "squares / T, where squares / 256 belongs (T: the number of tokens)",  # 5, and in step 1 one
         ),
         (
             "blk.1.ffn_gate",

@@ -17,6 +17,7 @@ import numpy as np
 from tracediff.diagnose.solve.interpret import COMPARISONS, ELEMENTARY
 from tracediff.diagnose.solve.maps import LOOK_AT_CACHE
 from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS, REAL_NUMBERS, Node, free, nodes, type_of, with_node
+from tracediff.diagnose.solve.nouns import COUNTS_TOKENS
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.program import Program, parse
 from tracediff.diagnose.solve.variant import Priced, Read, Touches, Variant
@@ -94,8 +95,11 @@ def _resized(problem: Problem) -> Iterator[FormulaEdit]:
 
 
 def _distinct(found: Sequence[FormulaEdit], numbers: Mapping[str, float]) -> list[FormulaEdit]:
-    """Of edits that are the same for these sizes the first: n_in where n_out belongs is n_embd, too."""
+    """Of edits that are the same for these sizes the first: n_in where n_out belongs is n_embd, too. Counts of tokens
+    are the same in some steps only.
+    """
     whole = {name: str(value) for name, value in numbers.items() if isinstance(value, int)}
+    whole = {name: value for name, value in whole.items() if name not in COUNTS_TOKENS}
     named = re.compile(r"\b[A-Za-z_]\w*\b")
     first: dict[str, FormulaEdit] = {}
     for edit in found:

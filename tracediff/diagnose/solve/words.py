@@ -76,11 +76,9 @@ class Speaker:
         return f"{NUMBERS.get(a, a)} is taken for {self._size(b, edited)}; it is {self._size(a, self.right)}"
 
     def _size(self, name: str, bound: Bound) -> str:
-        if name == "past[0]":
-            return f"{bound.arrays['past'].take(np.array([0]))[0]:g}" if "past" in bound.arrays else name
-        if name.isdigit():
-            return name
-        return f"{bound.numbers.get(name, 0):g}"
+        if name in (*COUNTS_TOKENS, "past[0]"):
+            return NUMBERS[name]
+        return name if name.isdigit() else f"{bound.numbers.get(name, 0):g}"
 
     def rest(self, edited: Bound, memory: str) -> str:
         """What is where nothing is stored; empty where all is."""
@@ -147,18 +145,21 @@ class Speaker:
 
     # --- values
 
+    def _count(self, node: ast.expr, bound: Bound) -> str:
+        """A size as a number, by its name where each step has another."""
+        value = None if _names(node) & {*COUNTS_TOKENS} else _evaluated(node, bound)
+        said = self._print(node)
+        return NUMBERS.get(said, said) if value is None else f"{value:g}"
+
     def _defined(self, name: str, old: ast.expr, new: ast.expr, edited: Bound) -> str:
         """A name that is something else."""
         if name == "visible":
             return self._mask(LESS, LESS, edited, f"{self._print(new)} keys", f"{self._print(old)}")
         if name in ("heads", "queries", "keys", "channels", "width", "n"):
-            values = (_evaluated(node, bound) for node, bound in ((old, self.right), (new, edited)))
-            pairs = zip((old, new), values, strict=True)
-            a, b = (self._print(node) if value is None else f"{value:g}" for node, value in pairs)
+            a, b = (self._count(node, bound) for node, bound in ((old, self.right), (new, edited)))
             number = NUMBERS[name].replace("the", OWN.get(self.op.kind, "the"), 1)
-            if name in COUNTS_TOKENS:  # another in each step
-                return f"{number} is taken for {self._print(new) if _names(old) & _names(new) else b}"
-            return f"{number} is taken for {b}; it is {a}"
+            right = "" if name in COUNTS_TOKENS else f"; it is {a}"
+            return f"{number} is taken for {b}{right}{self._legend(b, right)}"
         if name in ("here", "there", "first", "second"):
             arrays = [array for array in edited.arrays if array not in OF_STEPS]
             said = [self._by_access(array, edited) for array in arrays]
@@ -302,8 +303,9 @@ class Speaker:
 
     def _legend(self, *formulas: str) -> str:
         """What the variables in formulas count."""
-        used = {name for formula in formulas for name in re.findall(r"\b[a-z]\b", formula)}
-        said = [f"{v}: {noun}" for v, noun in COUNTED.get(self.op.kind, EACH).items() if v in used]
+        used = {name for formula in formulas for name in re.findall(r"\b[A-Za-z]\b", formula)}
+        called = {**COUNTED.get(self.op.kind, EACH), **{name: NUMBERS[name] for name in COUNTS_TOKENS}}
+        said = [f"{v}: {noun}" for v, noun in called.items() if v in used]
         return f" ({', '.join(said)})" if said else ""
 
     def _print(self, node: ast.AST, places: bool = False) -> str:
@@ -354,9 +356,9 @@ class _Named(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         numbers = self._speaker.right.numbers
-        if node.id in numbers and isinstance(numbers[node.id], int):
-            return ast.Constant(numbers[node.id])
-        return node
+        if node.id in COUNTS_TOKENS or not isinstance(numbers.get(node.id), int):  # of tokens each step has others
+            return node
+        return ast.Constant(numbers[node.id])
 
 
 def _names(*nodes: ast.AST) -> set[str]:
