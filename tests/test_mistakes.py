@@ -397,3 +397,15 @@ def test_choices_that_were_not_recorded_are_refused(tiny: Tiny, tmp_path: Path) 
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(TraceError, match=r"blk.0.ffn_moe_topk in step 0 has choices for 10 of 12 tokens"):
         check_trace(path, tiny("qwen3moe"))
+
+
+def test_a_norm_of_a_norm_that_another_mistake_inserted_is_no_circle(models: Models) -> None:
+    """Two mistakes insert a norm before one projection: each has a name of its own, or the second reads itself."""
+    file = GGUFFile(models("tiny"))
+    graph = build_graph(file)
+    for first in order._in_sequence(graph["blk.0.ffn_gate"], Context(graph, file)):
+        assert isinstance(first, Variant)
+        given = graph.changed(*first.ops)
+        for second in order._input_normed(given["blk.0.ffn_gate"], Context(given, file)):
+            assert isinstance(second, Variant)
+            assert all(op.name not in op.inputs for op in second.ops)

@@ -33,7 +33,7 @@ def _input_normed(op: Op, context: Context) -> Variants:
     if context.wrong_from or op.seen[0] is not None or source not in context.graph:  # in a segment they are too many
         return
     for norm in _norms(op, context.graph):
-        before = replace(norm, name=f"{op.name}.normed", inputs=(source,), views=())
+        before = replace(norm, name=f"{op.name}.read", inputs=(source,), views=())  # which may be its .normed
         words = f"what it reads is normed first, with {split(norm.name)[1]}.weight"
         yield Variant(_reading(op, before.name), words, before=(before,))
 

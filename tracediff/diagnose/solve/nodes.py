@@ -35,7 +35,10 @@ class Node:
 
 def nodes(tree: ast.Module) -> Iterator[Node]:
     """Each node that can be edited."""
-    names = {name: "f" if name in REAL_NUMBERS else "i" for name in free(tree)}
+    known = sorted(
+        free(tree), reverse=True
+    )  # where a prompt has as many of each: tokens, before keys, before positions
+    names = {name: "f" if name in REAL_NUMBERS else "i" for name in known}
     yield from _inside(Node(tree, (), (), names), names)
 
 
