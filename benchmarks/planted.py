@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -221,12 +221,12 @@ class Bed:
         """Whether anything is recorded otherwise."""
         return first_difference(self.clean, Trace(self.traced(graph, "whole", "all"))) is not None
 
-    def plant(self, rng: random.Random, n: int, capture: str) -> Planted | None:
-        """So many edits in as many ops, drawn; None where they do not show."""
+    def plant(self, rng: random.Random, n: int, capture: str, of: Sequence[str]) -> Planted | None:
+        """So many edits in as many ops, drawn, of these sorts; None where they do not show."""
         graph, sorts, words = self.graph, [], []
         names = rng.sample([op.name for op in graph if blank(op, graph, self.weights)], n)
         for name in sorted(names, key=list(graph.ops).index):
-            sort = rng.choice(SORTS)
+            sort = rng.choice(of)
             problem = blank(self.graph[name], self.graph, self.weights)
             assert problem
             edit = drawn(rng, problem, sort)
@@ -339,6 +339,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=1000, help="plants of one edit")
     parser.add_argument("--pairs", type=int, default=100, help="plants of two edits")
     parser.add_argument("--hidden", type=int, default=100, help="plants of one edit, hidden states alone recorded")
+    parser.add_argument("--sort", choices=SORTS, action="append", help="draw edits of this sort alone; may be repeated")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no more are planted")
     parser.add_argument("--out", type=Path)
@@ -352,7 +353,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         beds = [Bed(Path(folder), family, weights) for family in SHAPES for weights in WEIGHTS]
         for n, capture in wanted:
-            drawn_ones = (rng.choice(beds).plant(rng, n, capture) for _ in range(_DRAWS))
+            drawn_ones = (rng.choice(beds).plant(rng, n, capture, args.sort or SORTS) for _ in range(_DRAWS))
             one = next((planted for planted in drawn_ones if planted), None)
             if one:
                 done.append(one)

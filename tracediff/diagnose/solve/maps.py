@@ -3,7 +3,7 @@
 Heads reversed, rows repeated or exchanged, a slot of a cache that is stale.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, pairwise
@@ -183,6 +183,15 @@ def usual_of(n: int) -> Sequence[Map]:
     distinct = {tuple(one.of(n).tolist()): one for one in reversed(every)}
     distinct.pop(tuple(range(n)), None)
     return list(reversed(distinct.values()))
+
+
+def by_any_number(n: int) -> Iterator[Map]:
+    """Maps of an axis of `n` in closed form, by each number there is."""
+    yield from (Map("all", (k,)) for k in range(n))
+    for k in range(1, n):
+        yield from (Map(kind, (k,)) for kind in ("modulo", "repeated") if k > 1)
+        yield from (Map("shifted", (by,)) for by in (k, -k))
+        yield Map("rotated", (k if k <= n // 2 else k - n,))
 
 
 def matched(there: np.ndarray, right: np.ndarray, near: np.ndarray, axis: int) -> np.ndarray | None:

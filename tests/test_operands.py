@@ -1,0 +1,57 @@
+"""An input whose channels are read elsewhere, by a map of any number: each kind tells of it in its own way."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Models
+from test_solve import explained
+from torch import Tensor
+
+from tracediff.model.graph import Graph, Op
+from tracediff.model.synthetic import Shape
+from tracediff.numerics.kinds import KINDS
+
+# Heads of 48 channels, fewer K and V channels (96) than the norm has (144), and more of the feed-forward (200).
+SHAPE = Shape("llama", n_layer=2, n_embd=144, n_head=6, n_head_kv=2, head_dim=48, n_ff=200, n_vocab=300, bias=False)
+Read = Callable[[Tensor], Tensor]
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The last seven are 0."""
+    return torch.nn.functional.pad(x[..., 7:], (0, 7))
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "read", "said"),
+    [
+        ("attn_norm", 0, lambda x: x[..., torch.arange(144) % 68], "channels from 68 on repeat the first 68"),
+        ("attn_norm", 0, shifted, "each channel has the values of the 7th after it, the last 7 are 0"),
+        ("attn_q", 0, lambda x: x.roll(-67, -1), "channels rotated: channel 0 has the values of channel 67"),
+        ("attn_v", 0, lambda x: x[..., 93:94].expand(x.shape), "every channel has the values of channel 93"),
+        ("attn_k", 0, shifted, "each channel has the values of the 7th after it, the last 7 are 0"),
+        ("ffn_down", 0, lambda x: x[..., torch.arange(200) // 11], "channel i has the values of channel i // 11"),
+        ("attn_q_rope", 0, lambda x: x.roll(-19, -1), "channels rotated: channel 0 has the values of channel 19"),
+        ("attn_scores", 1, shifted, "each channel has the values of the 7th after it, the last 7 are 0"),
+    ],
+)
+def test_channels_that_are_read_elsewhere_are_found(
+    models: Models, tmp_path: Path, name: str, position: int, read: Read, said: str
+) -> None:
+    def changed(graph: Graph) -> Op:
+        op = graph[f"blk.1.{name}"]
+        right = KINDS[op.kind].function
+
+        def function(*inputs: Tensor, **attrs: object) -> Tensor:
+            return right(*(read(x) if i == position else x for i, x in enumerate(inputs)), **attrs)
+
+        return replace(op, function=function)
+
+    faulty = explained(models(SHAPE), tmp_path, changed)
+    assert [(op.step, op.op) for op in faulty] == [(0, f"blk.1.{name}"), (1, f"blk.1.{name}")]
+    for op in faulty:
+        assert op.cause, op.shape
+        assert op.cause.text.startswith("as it reads ")
+        assert said in op.cause.text
