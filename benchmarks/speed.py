@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tracediff.names import Capture
+from tracediff.process import tune
 
 TOKENS = [256, *((37 * i + 11) % 250 for i in range(127))]
 REPEATS = 3
@@ -450,6 +451,7 @@ def main() -> None:
     parser.add_argument("--only", choices=MEASURES)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    tune()  # as the command line does
     before, table, after = args.out.read_text().split(_MARK) if args.out else ("", "", "")
     found = rows_of(table)
     with tempfile.TemporaryDirectory() as name:

@@ -21,7 +21,7 @@ def main() -> None:
         process.complain(f"it could not start: {said}. Is the installation whole, and is there memory (ulimit -v)?")
         sys.exit(process.UNDECIDED)
     finally:
-        process.ignore_signals()
+        process.wind_up()
 
 
 if __name__ == "__main__":
