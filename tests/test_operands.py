@@ -24,6 +24,13 @@ def shifted(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x[..., 7:], (0, 7))
 
 
+def exchanged(x: Tensor) -> Tensor:
+    """Two of them."""
+    other = x.clone()
+    other[..., [9, 40]] = x[..., [40, 9]]
+    return other
+
+
 @pytest.mark.parametrize(
     ("name", "position", "read", "said"),
     [
@@ -32,6 +39,9 @@ def shifted(x: Tensor) -> Tensor:
         ("attn_q", 0, lambda x: x.roll(-67, -1), "channels rotated: channel 0 has the values of channel 67"),
         ("attn_v", 0, lambda x: x[..., 93:94].expand(x.shape), "every channel has the values of channel 93"),
         ("attn_k", 0, shifted, "each channel has the values of the 7th after it, the last 7 are 0"),
+        ("attn_k", 0, exchanged, "channels 9 and 40 are exchanged"),
+        ("attn_q_rope", 0, exchanged, "channels 9 and 40 are exchanged"),
+        ("attn_scores", 1, exchanged, "channels 9 and 40 are exchanged"),
         ("ffn_down", 0, lambda x: x[..., torch.arange(200) // 11], "channel i has the values of channel i // 11"),
         ("attn_q_rope", 0, lambda x: x.roll(-19, -1), "channels rotated: channel 0 has the values of channel 19"),
         ("attn_scores", 1, shifted, "each channel has the values of the 7th after it, the last 7 are 0"),

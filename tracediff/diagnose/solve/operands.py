@@ -8,13 +8,14 @@ a norm or a matmul is undone, and what a weighted sum had of each position is so
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import combinations
 from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.solve import channels
 from tracediff.diagnose.solve.arrays import Flat
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.maps import (
@@ -50,8 +51,7 @@ _OF_INPUT = 2.0  # bits more than of the output
 _SLOTS = 64  # positions of a cache that are tried one by one
 _TOKENS = 8  # whose inputs are solved for
 _UNDONE = 1e10  # products, a second: matmuls that take more are not undone
-_PLACES = 1e7  # channels squared: of more, maps are not tried by any number
-_FEW, _AT_ONCE = (2, 12), 128  # tokens and values that tell a map; maps that are tried together
+_PAIRED = 8  # channels of which any two may be exchanged
 _SAME = 1e-3  # of the root mean square, to which a value that was solved for is another: a look, no verdict
 
 
@@ -148,25 +148,33 @@ def variants(problem: Problem, look: Look) -> Iterator[Solved]:
             yield from _cached(problem, operand)
         elif operand.name == "x":
             yield from _of_channels(problem, operand, values.numpy().reshape(operand.shape))
+        elif operand.name == "k":
+            found = channels.maps_of(problem, values.numpy().reshape(operand.shape))
+            yield from (operand.moved(problem, how, 2) for how in found)
 
 
 def _tried(problem: Problem, operand: Operand, axis: int) -> Sequence[Map]:
-    """Maps that engines come to; of a head's few channels those by any number too."""
-    n, (noun, _) = operand.shape[axis], operand.axes[axis]
-    of_a_head = noun == "channel" and problem.op.kind in ("rope", "scores")
-    return [*dict.fromkeys((*usual_of(n), *(by_any_number(n) if of_a_head else ())))]
+    """Maps that engines come to; of channels that are rotated, a head's, those by any number too, and of any two that
+    are wrong.
+    """
+    n, tried = operand.shape[axis], [*usual_of(operand.shape[axis])]
+    if problem.op.kind == "rope":
+        wrong = np.flatnonzero(problem.wrong.reshape(-1, n).any(0)).tolist()
+        pairs = combinations(wrong if len(wrong) <= _PAIRED else (), 2)
+        tried += [*by_any_number(n), *(Map("listed", (a, b, b, a)) for a, b in pairs)]
+    return [*dict.fromkeys(tried)]
 
 
 # --- what the output tells of an input --------------------------------------------------------------------------------
 
 
 def _of_channels(problem: Problem, operand: Operand, values: np.ndarray) -> Iterator[Solved]:
-    """Any map of channels where the output has enough to tell each of them, for then the op is undone; else those in
-    closed form, by any number.
+    """Any map of channels where the output has enough to tell each of them, for then the op is undone; else those that
+    a few values tell.
     """
     right, there = values[:_TOKENS], _before(problem, values)
     found = _named(there, right, 1) if there is not None and np.isfinite(there).all() else ()
-    for how in found or _in_closed_form(problem, values):
+    for how in found or channels.maps_of(problem, values):
         yield operand.moved(problem, how, 1)
 
 
@@ -184,44 +192,6 @@ def _before(problem: Problem, values: np.ndarray) -> np.ndarray | None:
         return values + np.linalg.solve(w.T @ w, w.T @ (recorded - exact).T).T
     except np.linalg.LinAlgError:
         return None
-
-
-def _in_closed_form(problem: Problem, values: np.ndarray) -> Iterator[Map]:
-    """Maps of the channels of an input [T, n] that give some of the values that are wrong."""
-    n, kind = values.shape[1], problem.op.kind
-    if kind not in ("linear", "rms_norm") or n * n > _PLACES:
-        return
-    recorded, exact, near, wrong = (
-        x.reshape(len(values), -1) for x in (problem.recorded, problem.exact, problem.near, problem.wrong)
-    )
-    tokens = np.flatnonzero(wrong.any(1))[-_FEW[0] :]
-    at = _some(np.flatnonzero(wrong[tokens].any(0)), _FEW[1])
-    few = np.ix_(tokens, at)
-    x = np.concatenate([values[tokens], np.zeros((len(tokens), 1))], 1)  # what is from nowhere is 0
-    if kind == "linear":
-        w = problem.loops.arrays["w"].take((at[:, None] * n + np.arange(n)).ravel()).reshape(len(at), n)
-        right = x[:, :n] @ w.T
-    maps = by_any_number(n)
-    while tried := [*islice(maps, _AT_ONCE)]:
-        moved = x[:, np.stack([how.of(n) for how in tried])]  # tokens, maps, n
-        if kind == "linear":
-            made = moved @ w.T - right[:, None] + exact[few][:, None]
-        else:
-            made = _normed(moved, values[tokens], exact[tokens], problem.op.attrs["eps"])[..., at]
-        with np.errstate(invalid="ignore"):
-            fits = (np.abs(made - recorded[few][:, None]) <= near[few][:, None]).all((0, 2))
-        yield from (how for how, is_it in zip(tried, fits, strict=True) if is_it)
-
-
-def _normed(moved: np.ndarray, values: np.ndarray, normed: np.ndarray, eps: float) -> np.ndarray:
-    """Of a norm that makes `normed` of `values`, [T, n], what it makes of others, [T, maps, n]."""
-    sizes, others = np.square(values).mean(1) + eps, np.square(moved).mean(2) + eps
-    with np.errstate(all="ignore"):
-        return moved * (normed / values)[:, None] * np.sqrt(sizes[:, None] / others)[..., None]
-
-
-def _some(places: np.ndarray, n: int) -> np.ndarray:
-    return places[np.unique(np.linspace(0, len(places) - 1, min(n, len(places))).astype(int))]
 
 
 def _named(there: np.ndarray, right: np.ndarray, axis: int) -> Sequence[Map]:
