@@ -35,9 +35,7 @@ class Node:
 
 def nodes(tree: ast.Module) -> Iterator[Node]:
     """Each node that can be edited."""
-    known = sorted(
-        free(tree), reverse=True
-    )  # where a prompt has as many of each: tokens, before keys, before positions
+    known = sorted(free(tree), reverse=True)  # of what a prompt has as many: tokens, before keys, before positions
     names = {name: "f" if name in REAL_NUMBERS else "i" for name in known}
     yield from _inside(Node(tree, (), (), names), names)
 
