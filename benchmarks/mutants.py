@@ -495,7 +495,8 @@ position below 0) and were told so, {restated} wrote other positions into the he
 these, and {silent} computed the same. *Located*:
 the first faulty record is the first that differs from the unmutated engine's. *Explained*: what the report says of it
 recomputes it to the floor; of {untold} of these some channels, at most a quarter of the wrong ones, are made of what no
-tensor holds in one piece, and the report says so.
+tensor holds in one piece, or some values, at most half of those stored, of what lies beyond an array, and the report
+says so.
 
 {aim}
 
