@@ -45,9 +45,9 @@ class Recorded:
         self._uncovered = {op.name for op in graph if not is_covered(op)}
 
     def holds(self, place: Place) -> bool:
-        """Whether the trace has the value, for all these tokens."""
+        """Whether the trace has the value of an op of the model, for all these tokens."""
         step, name, rows = place
-        record = self.trace.ops.get((step, name))
+        record = self.trace.ops.get((step, name)) if name in self._graph else None
         return name in SOURCES or (record is not None and record.has_data and record.holds(rows))
 
     def always_holds(self, name: str) -> bool:
