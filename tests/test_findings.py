@@ -113,17 +113,21 @@ def test_steps_are_said_where_the_mistake_is_not_in_all() -> None:
 
 
 def test_steps_are_those_of_each_op_that_is_named() -> None:
-    """In layer 2 it shows in the last step alone: layers and steps are no rectangle."""
+    """In layer 2 it is in the last step alone: layers and steps are no rectangle, but where others only hide it."""
 
     def which(op: OpResult) -> bool:
         return op.op.endswith("attn_q") and (op.layer != 2 or op.step == 2)
 
+    def in_some(ops: list[OpResult]) -> list[OpResult]:
+        return [replace(op, in_some_steps=op.status == "faulty") for op in ops]
+
     ops = made_wrong(model(steps=3), which, "cache_ignored", "a step sees only its own tokens")
-    assert texts(ops) == [
+    assert texts(ops) == ["attn_q in all 3 layers: a step sees only its own tokens."]
+    assert texts(in_some(ops)) == [
         "attn_q in 2 of 3 layers (0, 1), in every step; attn_q in layer 2, in step 2: a step sees only its own tokens."
     ]
     later = made_wrong(model(steps=3), lambda op: which(op) and op.step > 0, "cache_ignored", "sees its own tokens")
-    assert texts(later) == [
+    assert texts(in_some(later)) == [
         "attn_q in 2 of 3 layers (0, 1), in steps 1, 2; attn_q in layer 2, in step 2: sees its own tokens."
     ]
 

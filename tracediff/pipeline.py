@@ -164,7 +164,7 @@ def _with_replay(op: OpResult, model: "Model", ours: "Judged", theirs: "Judged |
         return replace(op, status="unmatched", note=note)
     if wrong:
         cause = Cause("shape", math.nan, wrong.text, math.nan, "", {"shape": wrong.text})
-        return replace(op, status="faulty", note=wrong.shapes, cause=cause)
+        return replace(op, status="faulty", note=wrong.shapes, cause=cause, in_some_steps=True)
     if other:
         op = replace(op, status="unmatched", note=f"the reference's has {other.shapes}")
     local, reference_local = ours.locals.get(key), theirs.locals.get(key) if theirs else None

@@ -115,7 +115,8 @@ class Explainer:
                 graph[one.record.op], self._replay.known(one.record), self._replay.made(one.record, best.ops)
             )
         cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each, look, shown)
-        return replace(result, cause=cause, shape=None, reads=_one_input(graph[one.record.op]))
+        in_some, reads = any(part.in_some_steps for part in best.parts), _one_input(graph[one.record.op])
+        return replace(result, cause=cause, shape=None, in_some_steps=in_some, reads=reads)
 
     def _alike(self, one: Faulty, best: Hypothesis, part: Part) -> str:
         """What else comes to the same from the end of a segment, in words: the mistake in another op, or one that is

@@ -164,18 +164,21 @@ def _op_of(weight: WeightResult) -> str:
 
 
 def _where(group: Sequence[OpResult], ops: Sequence[OpResult]) -> str:
-    """Ops and layers, those in the same steps together; the steps where these are not all that an op was judged in."""
-    judged: dict[str, set[int]] = {op.op: set() for op in group}
-    for op in ops:
-        if op.op in judged and (op.local or op.status == "faulty"):
-            judged[op.op].add(op.step)
+    """Ops and layers; the steps where these are not all that they were judged in. Those in the same steps together,
+    where other steps would show it: what they merely do not show may be there.
+    """
+    one_by_one, names = any(not op.cause or op.in_some_steps for op in group), {op.op for op in group}
+    judged: dict[str, set[int]] = {}
     wrong: dict[str, set[int]] = {}
+    for op in ops:
+        if op.op in names and (op.local or op.status == "faulty"):
+            judged.setdefault(op.op * one_by_one, set()).add(op.step)
     for op in group:
-        wrong.setdefault(op.op, set()).add(op.step)
+        wrong.setdefault(op.op * one_by_one, set()).add(op.step)
     alike: dict[frozenset[int], list[OpResult]] = {}
     for op in group:
-        steps = wrong[op.op]
-        alike.setdefault(frozenset() if steps >= judged[op.op] else frozenset(steps), []).append(op)
+        of = op.op * one_by_one
+        alike.setdefault(frozenset() if wrong[of] >= judged[of] else frozenset(wrong[of]), []).append(op)
     return cut([f"{_in_layers(some, ops)}{_in_steps(steps, len(alike) > 1)}" for steps, some in alike.items()], "; ")
 
 

@@ -143,6 +143,7 @@ class OpResult:
     local: Local | None = None
     reference_local: Local | None = None
     cause: Cause | None = None
+    in_some_steps: bool = False  # its cause is not in others, which would show it
     reads: str | None = None  # what the cause's words call its input, where it has one
     shape: str | None = None  # the error's shape in words, where no cause fits
     sought: bool = True  # not where the time was too short to try all that may explain it
