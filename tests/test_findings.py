@@ -96,6 +96,16 @@ def test_one_mistake_in_ops_that_read_others_is_one_finding() -> None:
     ]
 
 
+def test_a_mistake_that_has_words_for_several_ops_is_one_finding() -> None:
+    def op(name: str, layer: int) -> OpResult:
+        wrong = faulty(sound(f"blk.{layer}.{name}"), "residual_dropped", f"blk.{layer}.{name[:4]} is not added")
+        return replace(wrong, common={"residual_dropped": "the stream is not added"})
+
+    ops = [op("attn_residual", 0), op("ffn_residual", 0), op("attn_residual", 1), op("ffn_residual", 1)]
+    assert texts(ops) == ["attn_residual and ffn_residual in both layers: the stream is not added."]
+    assert texts(ops[:1]) == ["attn_residual in layer 0: blk.0.attn is not added."]
+
+
 def test_fitted_numbers_are_a_range_and_counts_are_not() -> None:
     ops = [faulty(sound(f"blk.{n}.attn_norm"), "eps", f"eps is {3.5 + n}e-06 instead of 1e-06") for n in range(3)]
     assert texts(ops) == ["attn_norm in all 3 layers: eps is 3.5e-06 to 5.5e-06 instead of 1e-06."]

@@ -51,7 +51,7 @@ def test_weights_that_are_exchanged_are_not_said_to_be_names(models: Models, tor
     model = models("k-quants", "Q8_0")
     result = check_trace(torch_trace(model, faults=("gate_up_swapped",)), model)
     assert [one.text for one in result.findings] == [
-        "ffn_gate and ffn_up in all 3 layers: of gate's and up's weights the other one is used."
+        "ffn_gate and ffn_up in all 3 layers: each multiplies with the other's weight."
     ]
 
 

@@ -116,7 +116,8 @@ class Explainer:
             )
         cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each, look, shown)
         in_some, reads = any(part.in_some_steps for part in best.parts), _one_input(graph[one.record.op])
-        return replace(result, cause=cause, shape=None, in_some_steps=in_some, reads=reads)
+        common = {part.mistake: part.common for part in best.parts if len(segment) == 1}
+        return replace(result, cause=cause, shape=None, in_some_steps=in_some, reads=reads, common=common)
 
     def _alike(self, one: Faulty, best: Hypothesis, part: Part) -> str:
         """What else comes to the same from the end of a segment, in words: the mistake in another op, or one that is

@@ -39,6 +39,7 @@ class Part:
     look: str = ""  # where in an engine, of what no known mistake is
     number: float | None = None  # that was fitted to a segment
     in_some_steps: bool = False  # other steps do not have it
+    common: str = ""  # what is wrong in words that suit it in other ops, where its own do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,4 +330,4 @@ def _said(mistake: Mistake, variant: str, changed: Sequence[Variant], way: Way, 
     where = ", ".join(dict.fromkeys(split(op.name)[1] if way.layer is None else op.name for op in ops))
     first = changed[0]
     said = (first.name or first.text.replace(f"{first.op.name}.", "their ")) if len(ops) > 1 else first.text
-    return Part(mistake.name, variant, (f"{where}: " if in_segment else "") + said, first.fitted)
+    return Part(mistake.name, variant, (f"{where}: " if in_segment else "") + said, first.fitted, common=first.name)

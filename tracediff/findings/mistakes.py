@@ -56,7 +56,7 @@ def _of_ops(ops: Iterable[OpResult]) -> list[_Group]:
             group.texts.append(op.shape or "")
             continue
         for mistake, text in op.cause.each.items():
-            alike = pattern(_of_any_input(op, text))
+            alike = pattern(_in_any_op(op, mistake, text))
             group = groups.setdefault((mistake, alike), _Group(mistake, op.cause.look.get(mistake)))
             group.ops.append(op)
             group.texts.append(text)
@@ -121,7 +121,8 @@ def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:
     if len(names) > 1:
         texts = [unnamed(text, op.op) for text, op in zip(texts, group.ops, strict=True)]
         if len({*map(pattern, texts)}) > 1:
-            texts = [_of_any_input(op, text) for text, op in zip(group.texts, group.ops, strict=True)]
+            mistake, each = group.mistake, zip(group.texts, group.ops, strict=True)
+            texts = [_in_any_op(op, mistake, text) for text, op in each]
     return f"{where}: {in_common(texts)}."
 
 
@@ -224,8 +225,10 @@ def unnamed(text: str, name: str) -> str:
     return _IN_LAYER.sub(relative, text)
 
 
-def _of_any_input(op: OpResult, text: str) -> str:
+def _in_any_op(op: OpResult, mistake: str, text: str) -> str:
     """The same in words that suit ops with other inputs: the rope of queries and that of keys, each norm."""
+    if op.common.get(mistake):
+        return op.common[mistake]
     text = unnamed(text, op.op)
     own = rf"(?<![\w.]){re.escape(op.reads)}(?![\w.])(?! of the)" if op.reads else None
     return re.sub(own, "its input", text) if own else text

@@ -145,6 +145,7 @@ class OpResult:
     cause: Cause | None = None
     in_some_steps: bool = False  # its cause is not in others, which would show it
     reads: str | None = None  # what the cause's words call its input, where it has one
+    common: dict[str, str] = field(default_factory=dict)  # each mistake of it in words that suit others that have it
     shape: str | None = None  # the error's shape in words, where no cause fits
     sought: bool = True  # not where the time was too short to try all that may explain it
     note: str | None = None

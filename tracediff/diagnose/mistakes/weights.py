@@ -10,7 +10,7 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Weight
 from tracediff.model.pairing import neighbours
 from tracediff.model.weights import reading, values_of
-from tracediff.names import layer_of
+from tracediff.names import layer_of, split
 from tracediff.numerics.kinds import KINDS
 
 AREA = Area()
@@ -140,5 +140,6 @@ def _swapped(op: Op, context: Context) -> Variants:
 
         yield reading(op, read), f"the halves of {op.weights[0].name} are swapped"
     elif other.kind == op.kind:
-        words = "of gate's and up's weights the other one is used"
+        names = (split(o.name)[1] for o in (op, other))
+        words = "{} multiplies with {}.weight".format(*names)
         yield Variant(replace(op, weights=other.weights), words, name="each multiplies with the other's weight")
