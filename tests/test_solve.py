@@ -804,6 +804,25 @@ def test_what_decode_steps_cache_and_lose_is_said(models: Models, tmp_path: Path
     ]
 
 
+@pytest.mark.parametrize(("name", "value"), [("attn_kqv", "attn_v"), ("attn_scores", "attn_k_rope")])
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_a_prompt_that_is_cached_in_another_layout_is_said(
+    models: Models, tmp_path: Path, name: str, value: str, heads_first: bool
+) -> None:
+    def change(cached: torch.Tensor) -> torch.Tensor:
+        prompt = cached[: len(PROMPT)]
+        t, g, d = prompt.shape
+        lies = prompt.transpose(0, 1).reshape(t, g, d) if heads_first else prompt.reshape(g, t, d).transpose(0, 1)
+        return torch.cat((lies, cached[len(PROMPT) :]))
+
+    orders = ["[heads, tokens, channels]", "[tokens, heads, channels]"]
+    lies, read = orders if heads_first else reversed(orders)
+    faulty = explained(models("llama"), tmp_path, in_cache(f"blk.0.{name}", change, decoding=True), n_decode=2)
+    assert [(op.step, op.cause and op.cause.text) for op in faulty] == [
+        (step, f"cached {value}, of the first step, lies as {lies} and is read as {read}") for step in (1, 2)
+    ]
+
+
 def test_a_step_that_reads_its_key_before_it_is_cached_is_one_finding(models: Models, tmp_path: Path) -> None:
     wrong = in_cache("blk.0.attn_scores", slot(-1, lambda k: 0.0), decoding=True)
     faulty = explained(models("llama"), tmp_path, wrong, n_decode=3)

@@ -13,6 +13,7 @@ from tracediff.names import split
 _LOOK = "which buffer is passed to it"
 _SUM = "the order of norm and residual, and which buffer is passed to it"
 _CACHE = "where each layer's K and V begin in the cache, and what else is written there"
+_TRANSPOSED = "the layout of the cache: how the prompt writes it, and how decode steps read it"
 _CACHED = ("attn_k", "attn_k_norm", "attn_k_rope", "attn_v")  # what engines cache, or may by mistake
 
 
@@ -43,6 +44,19 @@ def _sums(problem: Problem, name: str, belongs: str, bits: float) -> Iterator[Pr
         if values is not None and values.size == own.size:
             words = f"reads {Read(belongs).words(op)} + {other.words(op)} where {Read(belongs).words(op)} belongs"
             yield Priced(Variant(words, both, arrays=(("other", other),)), bits, _SUM)
+
+
+def _transposed(problem: Problem, right: str, name: str) -> Iterator[Priced]:
+    """What the first step cached lies with its heads first and is read with its tokens first, or the reverse."""
+    loops, value = problem.loops, Read(problem.op.inputs[1]).words(problem.op)
+    first = int((loops.arrays["starts"].take(np.arange(int(loops.numbers["P"]))) == 0).sum())
+    orders = "[heads, tokens, channels]", "[tokens, heads, channels]"
+    at = "(c * width + i)"
+    places = f"{at} // D % {first} * width + {at} // ({first} * D) * D + i % D", f"(i // D * {first} + c) * D + i % D"
+    for place, lies, read in zip(places, orders, reversed(orders), strict=True):
+        words = f"cached {value}, of the first step, lies as {lies} and is read as {read}"
+        source = loops.source.replace(right, f"{right} if starts[c] > 0 else {name}[{place}]")
+        yield Priced(Variant(words, source), 4.0, _TRANSPOSED)
 
 
 class _Added(ast.NodeTransformer):
@@ -76,6 +90,7 @@ def cached(problem: Problem) -> Iterator[Priced]:
     for what, kept in ((earlier, "c >= past[0]"), (decoded, "starts[c] == 0"), lost):
         source = loops.source.replace(right, f"{right} if {kept} else 0")
         yield Priced(Variant(f"{what} counts as 0", source), 4.0, _CACHE)
+    yield from _transposed(problem, right, name)
     cached_ = [Read(reader.name, "all") for reader in problem.graph if split(reader.name)[1] in _CACHED]
     # Buffers end before this step: of its own positions they say nothing.
     buffers = [Read(name, "before") for name in problem.names]
