@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.english import some, told_apart
+from tracediff.diagnose.english import ranges, some, told_apart
 from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.masks import SOFTMAX, unseen
 from tracediff.diagnose.mistakes.mistake import (
@@ -223,20 +223,25 @@ def _cache_zeros(op: Op, context: Context) -> Variants:
             return
         to_the_end = bool(of_keys[zero[0] :].all())
 
-    def zeroed(k: Tensor, where: slice | Tensor) -> Tensor:
-        return k.index_fill(0, torch.arange(len(k), device=k.device)[where], 0)
+    def zeroed(chosen: Callable[[int, Tensor], Tensor]) -> Op:
+        def function(q: Tensor, k: Tensor) -> Tensor:
+            places = chosen(len(q), torch.arange(len(k), device=k.device))
+            return scores(q, k.masked_fill(places[:, None, None], 0.0))
 
-    if context.seen and to_the_end and zero[0] == len(context.seen.inputs[1]) - 1:
-        own, words = slice(-1, None), "is zero, as if it was read before it is cached"
-        yield computing(op, lambda q, k: scores(q, zeroed(k, own))), f"the last key {words}"
-        decoded = computing(op, lambda q, k: scores(q, zeroed(k, own) if len(q) == 1 else k))
-        yield decoded, f"in steps of one token its own key {words}"
+        return computing(op, function)
 
-    def function(q: Tensor, k: Tensor) -> Tensor:
-        return scores(q, zeroed(k, slice(int(zero[0]), None) if to_the_end else zero[zero < len(k)]))
-
-    which = f"from {zero[0]} on" if to_the_end else str(zero.tolist())
-    yield computing(op, function), f"the keys at positions {which} are zero"
+    which = f"keys at positions {ranges(zero.tolist())} are" if len(zero) > 1 else f"key at position {zero[0]} is"
+    which = f"keys from position {zero[0]} on are" if to_the_end else which
+    found = zeroed(lambda _, at: at >= zero[0] if to_the_end else torch.isin(at, zero)), f"the {which} zero"
+    early = "is zero, as if it was read before it is cached"
+    own = [
+        (zeroed(lambda _, at: at == len(at) - 1), f"the last key {early}"),
+        (zeroed(lambda n, at: (at == len(at) - 1) & (n == 1)), f"in steps of one token its own key {early}"),
+    ]
+    if context.seen is None:
+        yield from (found, *own)
+    else:
+        yield from (*own, found) if to_the_end and zero[0] == len(context.seen.inputs[1]) - 1 else (found,)
 
 
 @AREA.mistake(

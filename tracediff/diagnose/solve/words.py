@@ -93,7 +93,7 @@ class Speaker:
                 stored = [one for one in a.body if isinstance(one, ast.Assign)]
                 subject = self._subject(stored[0].targets[0], stored[0].value) if stored else ""
                 of = f" of {subject}" if subject.startswith("the") and self.op.kind == "softmax" else ""
-                verb = "cached" if "cache[" in ast.unparse(a) else "computed"
+                verb = "cached" if re.search(r"^ *cache\[", ast.unparse(a), re.MULTILINE) else "computed"
                 return self._loop(name, of, old, new, edited, verb)
             case ast.Assign(targets=[target]), ast.Pass():
                 return f"{self._subject(target, a.value)} is not stored"
