@@ -7,6 +7,7 @@ without, the usual wrong value is planted.
 from tracediff.diagnose.mistakes import (
     attention,
     blocks,
+    caches,
     embedding,
     experts,
     feed_forward,
@@ -25,8 +26,8 @@ from tracediff.diagnose.mistakes import (
 )
 
 _AREAS = (
-    weights, blocks, rows, integers, embedding, norms, order, rope, heads, masks, attention, feed_forward, residual,
-    experts, states, parts, sums,
+    weights, blocks, rows, integers, embedding, norms, order, rope, heads, masks, attention, caches, feed_forward,
+    residual, experts, states, parts, sums,
 )  # fmt: skip
 BANK = {mistake.name: mistake for area in _AREAS for mistake in area.AREA}
 # What was never added to a sum leaves what a weight of zeros does, and is said first: an engine has many weights.

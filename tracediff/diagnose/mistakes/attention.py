@@ -1,7 +1,6 @@
-"""Mistakes in attention and its cache."""
+"""Mistakes in attention."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,28 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.english import ranges, some, told_apart
+from tracediff.diagnose.english import some, told_apart
 from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.masks import SOFTMAX, unseen
 from tracediff.diagnose.mistakes.mistake import (
     Area,
     Context,
     Number,
-    Seen,
     Variant,
     Variants,
     Where,
     axes_of,
     computing,
-    weights_of,
 )
 from tracediff.model.graph import Graph, Op
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import scores, softmax, weighted_values
-from tracediff.numerics.kinds.rope import rope
 
 AREA = Area()
-_WRONG = 1e-3  # of a token's output: far more than rounding, far less than a value that is left out
 SCORES = Where(("scores",))
 
 
@@ -187,112 +182,6 @@ def _heads(op: Op, context: Context) -> Variants:
 )  # fmt: skip
 def _scores_f16(op: Op, _: Context) -> Variants:
     yield replace(op, stored="f16"), "scores are float16: coarse, and infinite beyond 65,504"
-
-
-@AREA.mistake(
-    "cached_k_rotated_again", "cached keys are rotated again at every step", "rope applied to the whole cache",
-    SCORES, "shainet#110",
-)  # fmt: skip
-def _rotated_again(op: Op, context: Context) -> Variants:
-    turn = context.graph.ops.get(op.inputs[1])
-    if turn is None or turn.kind != "rope" or not any(op.past):
-        return
-    factors = weights_of(turn, context)
-
-    def function(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
-        n_new = len(q)
-        turned = rope(k[:-n_new], positions[:-n_new], *factors, **turn.attrs) if len(k) > n_new else k[:0]
-        return scores(q, torch.cat((turned, k[-n_new:])))
-
-    yield (
-        replace(op, inputs=(*op.inputs, "positions"), past=(*op.past, True), function=function),
-        "cached keys are rotated once more by this step",
-    )
-
-
-@AREA.mistake(
-    "cache_zeros", "some cached positions are zero", "which slots of the cache are written",
-    SCORES, "tt-metal#54413",
-)  # fmt: skip
-def _cache_zeros(op: Op, context: Context) -> Variants:
-    zero, to_the_end = torch.arange(1, 2), False
-    if context.seen:
-        of_keys = (context.seen.output == 0).all(0).all(0)
-        zero = torch.nonzero(of_keys).flatten()
-        if not len(zero):
-            return
-        to_the_end = bool(of_keys[zero[0] :].all())
-
-    def zeroed(chosen: Callable[[int, Tensor], Tensor]) -> Op:
-        def function(q: Tensor, k: Tensor) -> Tensor:
-            places = chosen(len(q), torch.arange(len(k), device=k.device))
-            return scores(q, k.masked_fill(places[:, None, None], 0.0))
-
-        return computing(op, function)
-
-    which = f"keys at positions {ranges(zero.tolist())} are" if len(zero) > 1 else f"key at position {zero[0]} is"
-    which = f"keys from position {zero[0]} on are" if to_the_end else which
-    found = zeroed(lambda _, at: at >= zero[0] if to_the_end else torch.isin(at, zero)), f"the {which} zero"
-    early = "is zero, as if it was read before it is cached"
-    own = [
-        (zeroed(lambda _, at: at == len(at) - 1), f"the last key {early}"),
-        (zeroed(lambda n, at: (at == len(at) - 1) & (n == 1)), f"in steps of one token its own key {early}"),
-    ]
-    if context.seen is None:
-        yield from (found, *own)
-    else:
-        yield from (*own, found) if to_the_end and zero[0] == len(context.seen.inputs[1]) - 1 else (found,)
-
-
-@AREA.mistake(
-    "cache_wraps", "the cache is a ring that is shorter than what is read of it",
-    "the slot that a position is written to, and its size", Where(("scores", "weighted_values")),
-)  # fmt: skip
-def _ring(op: Op, context: Context) -> Variants:
-    sizes = [4]
-    if context.seen:
-        n = len(context.seen.inputs[1])
-        sizes = [_first_wrong(op, context.seen), *(1 << i for i in range(n.bit_length()) if 1 << i < n)]
-    for size in filter(None, dict.fromkeys(sizes)):
-        words = f"position p is cached in slot p % {size}, where"
-        for read, then in ((False, "slots beyond are read too: zeros"), (True, "it is read: what was there is gone")):
-            ring = computing(op, partial(_wrapped, KINDS[op.kind].function, size, read))
-            yield Variant(ring, f"{words} {then}", fitted=context.seen is not None)
-
-
-def _wrapped(function: Callable[..., Tensor], size: int, read: bool, left: Tensor, cached: Tensor) -> Tensor:
-    """With what a ring of `size` slots holds after all positions were written; without `read` its end is zeros."""
-    slots = torch.arange(len(cached), device=cached.device)
-    latest = slots % size + (len(cached) - 1 - slots % size) // size * size
-    held = cached[latest]
-    if not read:
-        held = torch.where((slots < size).reshape(-1, *[1] * (cached.ndim - 1)), held, torch.zeros_like(held))
-    return function(left, held)
-
-
-def _first_wrong(op: Op, seen: Seen) -> int:
-    """The position of the first token whose output is wrong: so many before it were cached, or added up, rightly."""
-    tokens = 1 if op.kind == "scores" else 0
-    apart = (KINDS[op.kind].function(*seen.inputs) - seen.output).transpose(0, tokens).flatten(1).norm(dim=1)
-    size = seen.output.transpose(0, tokens).flatten(1).norm(dim=1)
-    wrong = torch.nonzero(apart > _WRONG * size).flatten()
-    return len(seen.inputs[1]) - len(apart) + (int(wrong[0]) if len(wrong) else 0)
-
-
-@AREA.mistake(
-    "values_window", "the sum of values leaves out the oldest", "the bounds of the sum over positions",
-    Where(("weighted_values",)),
-)  # fmt: skip
-def _recent(op: Op, context: Context) -> Variants:
-    if size := _first_wrong(op, context.seen) if context.seen else 4:
-        words = f"of the cached values only the last {size} are added up, whatever the probabilities of those before"
-        yield Variant(computing(op, partial(_of_the_last, size)), words, fitted=context.seen is not None)
-
-
-def _of_the_last(size: int, probs: Tensor, v: Tensor) -> Tensor:
-    n_tokens, n = probs.shape[1:]
-    at, key = torch.arange(n - n_tokens, n)[:, None], torch.arange(n)[None, :]
-    return weighted_values(torch.where((key > at - size).to(probs.device), probs, 0.0), v)
 
 
 # --- sinks, caps ------------------------------------------------------------------------------------------------------
