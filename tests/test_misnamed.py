@@ -44,7 +44,12 @@ def test_names_that_are_exchanged_are_one_finding(
 ) -> None:
     model = models("k-quants", "Q8_0")
     trace = renamed(torch_trace(model, arithmetic="llama.cpp"), tmp_path / "other.trace", {a: b, b: a})
-    assert [(one.mistake, one.text) for one in check_trace(trace, model).findings] == [("names_exchanged", said)]
+    result = check_trace(trace, model)
+    assert [(one.mistake, one.text) for one in result.findings] == [("names_exchanged", said)]
+    for op in result.faulty:  # by numbers as well
+        assert op.cause
+        assert all(place.mistaken == pytest.approx(place.recorded, rel=1e-5) for place in op.cause.places)
+        assert len(op.cause.places) > 1
 
 
 def test_weights_that_are_exchanged_are_not_said_to_be_names(models: Models, torch_trace: Callable[..., Path]) -> None:

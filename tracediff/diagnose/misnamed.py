@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from tracediff.diagnose.evidence import places
 from tracediff.diagnose.hypothesis import to_beat
-from tracediff.model.graph import Graph
+from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of, split
 from tracediff.replay.replay import Replay
-from tracediff.result import Cause, Local, OpResult
+from tracediff.result import Cause, Local, OpResult, Place
 
 NAMES_EXCHANGED = "names_exchanged"
 _LOOK = "the names that these two are recorded under: what reads them has them right"
@@ -24,9 +25,13 @@ def exchanged(replay: Replay, ops: Sequence[OpResult]) -> list[OpResult]:
     for other in _pairs(replay.graph, ops):
         a, b = dict.fromkeys(split(name)[1] for name in other)
         text = f"{a} and {b} are recorded under each other's names"
-        for at, local in _explained(replay, ops, other).items():
-            named = {NAMES_EXCHANGED: text}, {NAMES_EXCHANGED: _LOOK}
-            cause = Cause(NAMES_EXCHANGED, local.nmse, text, local.floor, local.arithmetic, *named)
+        changed = _changed(replay.graph, other)
+        for at, local in _explained(replay, ops, changed, {*other}).items():
+            named, shown = ({NAMES_EXCHANGED: text}, {NAMES_EXCHANGED: _LOOK}), tuple[Place, ...]()
+            if len(local.segment) == 1:
+                op, record = replay.graph[ops[at].op], replay.trace.ops[ops[at].step, ops[at].op]
+                shown = places(op, replay.known(record), replay.made(record, [*changed.values()]))
+            cause = Cause(NAMES_EXCHANGED, local.nmse, text, local.floor, local.arithmetic, *named, shown)
             found[at] = replace(found[at], cause=cause)
     return found
 
@@ -47,23 +52,27 @@ def _pairs(graph: Graph, ops: Sequence[OpResult]) -> Iterator[dict[str, str]]:
     yield from found.values()
 
 
-def _explained(replay: Replay, ops: Sequence[OpResult], other: Mapping[str, str]) -> dict[int, Local]:
-    """What is left of each faulty op that is one of these or reads one, by its place; empty where one is still wrong,
-    or nothing that reads them tells.
+def _changed(graph: Graph, other: Mapping[str, str]) -> dict[str, Op]:
+    """The ops as their names say them: each makes what the other should, and what reads one reads the other."""
+    changed = {name: replace(graph[twin], name=name) for name, twin in other.items()}
+    for reader, _ in (one for name in other for one in graph.readers(name)):
+        inputs = tuple(other.get(name, name) for name in reader.inputs)
+        changed[reader.name] = replace(reader, inputs=inputs)
+    return changed
+
+
+def _explained(replay: Replay, ops: Sequence[OpResult], changed: Mapping[str, Op], pair: set[str]) -> dict[int, Local]:
+    """What is left of each faulty op that is one of these, by its place; empty where one is still wrong, or nothing
+    that reads the pair tells.
     """
-    graph = replay.graph
-    readers = {reader.name: reader for name in other for reader, _ in graph.readers(name)}
-    changed = [replace(graph[twin], name=name) for name, twin in other.items()]
-    for reader in readers.values():
-        changed.append(replace(reader, inputs=tuple(other.get(name, name) for name in reader.inputs)))
     left, told = dict[int, Local](), False
     for at, op in enumerate(ops):
-        if op.local and not {*other, *readers}.isdisjoint(op.local.segment):
+        if op.local and not changed.keys().isdisjoint(op.local.segment):
             before = to_beat(op.local) if op.local.faulty else math.inf
-            local = replay.under(replay.trace.ops[op.step, op.op], changed, before)
+            local = replay.under(replay.trace.ops[op.step, op.op], [*changed.values()], before)
             if local.faulty:
                 return {}
-            told |= not readers.keys().isdisjoint(op.local.segment)
+            told |= not (changed.keys() - pair).isdisjoint(op.local.segment)
             if op.status == "faulty":
                 left[at] = local
     return left if told else {}
