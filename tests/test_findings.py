@@ -96,6 +96,16 @@ def test_one_mistake_in_ops_that_read_others_is_one_finding() -> None:
     ]
 
 
+def test_own_weights_are_not_named_where_ops_are_several() -> None:
+    def op(name: str) -> OpResult:
+        text = f"the output is computed with x + {name}.weight, where x * {name}.weight belongs"
+        return faulty(sound(f"blk.0.{name}"), "solved", text)
+
+    assert texts([op("attn_norm"), op("ffn_norm")]) == [
+        "all 2 norms: the output is computed with x + the weight, where x * the weight belongs."
+    ]
+
+
 def test_a_mistake_that_has_words_for_several_ops_is_one_finding() -> None:
     def op(name: str, layer: int) -> OpResult:
         wrong = faulty(sound(f"blk.{layer}.{name}"), "residual_dropped", f"blk.{layer}.{name[:4]} is not added")

@@ -617,6 +617,17 @@ def test_what_is_carried_to_another_layer_is_said_as_it_is_there(models: Models,
     assert carried.parts[-1].text == "attn_probs; elsewhere the output is attn_kqv of the step before"
 
 
+def test_what_is_nan_is_not_the_nan_of_another_value(models: Models, tmp_path: Path) -> None:
+    """Of the step before, say, or of another layer: these all have the same value."""
+
+    def change(graph: Graph) -> Op:
+        return replace(graph["blk.0.attn_norm"], function=lambda x, w, eps: x * math.nan)
+
+    faulty = explained(models("llama"), tmp_path, change)
+    assert {(op.op, op.step) for op in faulty} == {("blk.0.attn_norm", 0), ("blk.0.attn_norm", 1)}
+    assert not any("attn_norm" in op.cause.text for op in faulty if op.cause)
+
+
 def test_zeros_alone_tell_no_edit(models: Models, tmp_path: Path) -> None:
     """Noise in as many values as heads by keys, and zeros: as many are stored where the channels of a head and the keys
     are exchanged, and all of them follow from what lies beyond the cache.

@@ -226,12 +226,15 @@ def unnamed(text: str, name: str) -> str:
 
 
 def _in_any_op(op: OpResult, mistake: str, text: str) -> str:
-    """The same in words that suit ops with other inputs: the rope of queries and that of keys, each norm."""
+    """The same in words that suit ops with other inputs: the rope of queries and that of keys, each norm
+    with its weight.
+    """
     if op.common.get(mistake):
         return op.common[mistake]
     text = unnamed(text, op.op)
-    own = rf"(?<![\w.]){re.escape(op.reads)}(?![\w.])(?! of the)" if op.reads else None
-    return re.sub(own, "its input", text) if own else text
+    if op.reads:
+        text = re.sub(rf"(?<![\w.]){re.escape(op.reads)}(?![\w.])(?! of the)", "its input", text)
+    return re.sub(rf"(?<![\w.]){re.escape(local_name(op.op))}\.(?=(weight|bias)\b)", "the ", text)
 
 
 def pattern(text: str) -> str:

@@ -43,6 +43,11 @@ class Problem:
         return ~agree(self.recorded, self.exact, self.bound)
 
     @cached_property
+    def is_lost(self) -> bool:
+        """Whether all that is wrong is NaN or Inf: any value that is would explain it, and explain nothing."""
+        return not np.isfinite(self.recorded[self.wrong]).any()
+
+    @cached_property
     def near(self) -> np.ndarray:
         """How near a look at a hypothesis must come: its own noise is not yet known. Nearer than the right values are
         where these are wrong, or what changes nothing would pass.

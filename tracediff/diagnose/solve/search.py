@@ -100,11 +100,11 @@ def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
 
 
 def bound_of(problem: Problem, variant: Variant) -> Bound | None:
-    """The variant's loops on the problem's values; None where one of them was not recorded."""
+    """The variant's loops on the problem's values; None where one of them was not recorded, or tells nothing."""
     arrays: dict[str, Array] = {}
     for name, read in variant.arrays:
         values = problem.held(read)
-        if values is None:
+        if values is None or (problem.is_lost and not np.isfinite(values).all()):
             return None
         arrays[name] = Flat(values)
     for name, weight in variant.weights:
