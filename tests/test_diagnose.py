@@ -130,7 +130,7 @@ def test_norms_that_were_never_loaded_are_no_other_model(models, torch_trace) ->
         ("rope_pairing@1", "blk.1.attn_q_rope, blk.1.attn_k_rope: ", "Q4_K_M", "llama.cpp"),
         ("residual_twice@blk.2.ffn_residual", "blk.2.ffn_residual: ", "F32", "exact"),
         # Whatever it is called in each.
-        ("residual_twice", "attn_residual, ffn_residual: the stream is added twice", "Q4_K_M", "llama.cpp"),
+        ("residual_twice", "attn_residual, ffn_residual: the residual stream is added twice", "Q4_K_M", "llama.cpp"),
     ],
 )
 def test_logits_alone_name_a_mistake_in_all_layers_or_one(

@@ -109,10 +109,10 @@ def test_own_weights_are_not_named_where_ops_are_several() -> None:
 def test_a_mistake_that_has_words_for_several_ops_is_one_finding() -> None:
     def op(name: str, layer: int) -> OpResult:
         wrong = faulty(sound(f"blk.{layer}.{name}"), "residual_dropped", f"blk.{layer}.{name[:4]} is not added")
-        return replace(wrong, common={"residual_dropped": "the stream is not added"})
+        return replace(wrong, common={"residual_dropped": "the residual stream is not added"})
 
     ops = [op("attn_residual", 0), op("ffn_residual", 0), op("attn_residual", 1), op("ffn_residual", 1)]
-    assert texts(ops) == ["attn_residual and ffn_residual in both layers: the stream is not added."]
+    assert texts(ops) == ["attn_residual and ffn_residual in both layers: the residual stream is not added."]
     assert texts(ops[:1]) == ["attn_residual in layer 0: blk.0.attn is not added."]
 
 

@@ -30,7 +30,7 @@ def _terms(op: Op, graph: Graph) -> tuple[str, str]:
     first, second = (len(graph.readers(name)) > 1 for name in op.inputs)
     if first == second:
         return "the first term", "the second term"
-    return ("the stream", "the new term") if first else ("the new term", "the stream")
+    return ("the residual stream", "the new term") if first else ("the new term", "the residual stream")
 
 
 @AREA.mistake(
@@ -90,5 +90,5 @@ def _normed(op: Op, context: Context) -> Variants:
     norm = next((reader for reader, _ in context.graph.readers(stream) if reader.kind in NORM.kinds), None)
     if norm:
         words = f"{norm.name} is added where {stream} belongs"
-        name = "the normed value is added where the stream belongs"
+        name = "the normed value is added where the residual stream belongs"
         yield Variant(replace(op, inputs=(op.inputs[0], norm.name)), words, name=name)
