@@ -15,6 +15,7 @@ from tracediff.numerics.nmse import nmse
 _CLOSE, _LEFT = 1e-6, 0.1
 _WRONG = 1e-4  # of the largest value: what is off by more is called wrong
 _ALIKE = 100.0  # times the median share that a rounded value is off by
+_ZEROS = 0.1  # of the values that should be 0, as by a mask: weights of few bits have some, which say nothing
 _MULTIPLES = 8  # values of a slice that can tell that it is one
 
 
@@ -37,7 +38,7 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     if not bool(y.any()):
         yield "all values are zero"
         return
-    leaked = (x == 0) & (y != 0)
+    leaked = (x == 0) & (y != 0) & (float((x == 0).double().mean()) >= _ZEROS)
     others = y.masked_fill(leaked, 0.0)
     ratio = float((others * x).sum() / x.square().sum().clamp(min=1e-300))
     off, scaled = nmse(others, x), nmse(others, ratio * x)
