@@ -45,6 +45,7 @@ FAULTS = {
     "mask_after_softmax": {"attn_probs"},
     "flash_not_rescaled": {"attn_probs"},
     "softmax_padded": {"attn_probs"},
+    "softmax_sum_begins": {"attn_probs"},
     "norm_rounded_before_weight@attn_norm": {"attn_norm"},
     "sums_in_half@attn_v": {"attn_v"},
     "token_ids_cut": {"token_embd"},

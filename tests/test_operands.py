@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Models
-from test_solve import explained
+from test_solve import PROMPT, explained, in_cache
 from torch import Tensor
 
 from tracediff.model.graph import Graph, Op
@@ -65,3 +65,38 @@ def test_channels_that_are_read_elsewhere_are_found(
         assert op.cause, op.shape
         assert op.cause.text.startswith("as it reads ")
         assert said in op.cause.text
+
+
+P = len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (
+            lambda v: torch.cat((v[: P - 1], v[P:], 0 * v[:1])),
+            f"from position {P - 1} on each has the values of the next, the last is 0: stored a slot early",
+        ),
+        (
+            lambda v: torch.cat((v[:P], 0 * v[:1], v[P:-1])),
+            f"position {P} is 0, each after it has the values of the one before: stored a slot late",
+        ),
+    ],
+)
+def test_slots_that_decode_steps_write_elsewhere_are_found(
+    models: Models, tmp_path: Path, held: Read, said: str
+) -> None:
+    faulty = explained(models("llama"), tmp_path, in_cache("blk.0.attn_kqv", held, True), n_decode=3)
+    assert [(op.step, op.cause and op.cause.text) for op in faulty] == [
+        (step, f"as it reads attn_v, {said}") for step in (1, 2, 3)
+    ]
+
+
+def test_an_activated_gate_that_is_clamped_is_found(models: Models, tmp_path: Path) -> None:
+    def changed(graph: Graph) -> Op:
+        return replace(
+            graph["blk.1.ffn_act"], function=lambda gate, up: torch.nn.functional.silu(gate).clamp(max=0.7) * up
+        )
+
+    faulty = explained(models("llama"), tmp_path, changed)
+    assert {op.cause and op.cause.text for op in faulty} == {"every activated value of ffn_gate above 0.7 is 0.7"}

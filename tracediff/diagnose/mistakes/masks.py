@@ -256,3 +256,30 @@ def _missing(op: Op, seen: Seen, sinks: Sequence[Tensor]) -> int | None:
     total = (scores[head, query, key] * op.attrs["scale"]).exp() / right[head, query, key]
     n = float(total * (1 / share[head, query] - 1))
     return len(keys) + round(n) if 0.5 < n < math.inf else None
+
+
+@AREA.mistake(
+    "softmax_sum_begins", "the softmax's sum does not begin with 0, or has an eps added to it",
+    "what the softmax's sum begins with, and what it is divided by", SOFTMAX,
+)  # fmt: skip
+def _begins(op: Op, context: Context) -> Variants:
+    if op.weights:
+        return
+    first = 1.0 if context.seen is None else _more(op, context.seen)
+    if first:
+        words = f"the sum of exponentials is more by {first:.6g}: it does not begin with 0, or an eps is added"
+        yield Variant(computing(op, partial(_begun_with, first=first)), words, fitted=context.seen is not None)
+
+
+def _begun_with(*operands: Tensor, first: float, **attrs: Any) -> Tensor:
+    """The sum is 1 over the largest probability, for exp(0) is the largest of its terms."""
+    right = softmax(*operands, **attrs)
+    return right / (1 + first * right.amax(-1, keepdim=True))
+
+
+def _more(op: Op, seen: Seen) -> float | None:
+    """By how much the sum is more, where the probabilities of a query do not add up to 1."""
+    lacking = float((1 / seen.output.sum(-1) - 1).abs().max())
+    if not 0 < lacking < math.inf:
+        return None
+    return fitted(lambda x: _begun_with(*seen.inputs, first=x, **op.attrs), seen.output, [lacking, 1.0])

@@ -12,6 +12,7 @@ from tracediff.diagnose.solve.numbers import best, simpler
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.variant import Read, Solved
 from tracediff.model.graph import Op
+from tracediff.names import split
 from tracediff.numerics.evaluate import computed, evaluate, noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Made
@@ -19,7 +20,9 @@ from tracediff.numerics.kinds.kind import Call, Made
 _SAME = 4  # values that are equal where a clamp is thought of
 _DIGITS = 3e-6  # within which they are, when they were divided by another value
 _SMALL = 1e-3  # of the largest factor: what is divided by a smaller one says little
-_LINEAR_IN = {"swiglu": (1,), "geglu": (1,), "reglu": (1,), "add": (0, 1)}  # inputs that the output is linear in
+_GATED = ("swiglu", "geglu", "reglu")
+_LINEAR_IN = {**dict.fromkeys(_GATED, (1,)), "add": (0, 1)}  # inputs that the output is linear in
+_ACTIVATED = -1  # in the place of an input's number: the activated gate
 _LOOK = "what is done to its result: a scale, a clamp, a cap"
 _LOOK_BEFORE = "what is done to that value before it is used: a scale, a clamp, a cap"
 _NUMBER = 12.0  # bits of a fitted number
@@ -49,7 +52,9 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Computes an op and then a function of each of its values, or of those of an input before: `Op.rework`."""
+    """Computes an op and then a function of each of its values, or of those of an input before, or of an activated
+    gate: `Op.rework`.
+    """
 
     right: Op
     name: str
@@ -62,6 +67,9 @@ class Mapped:
 
     def compute(self, call: Call) -> Tensor:
         """The output."""
+        if self.operand == _ACTIVATED:
+            gate, up = call.inputs
+            return FUNCTIONS[self.name](computed(self.right, call, [gate, torch.ones_like(up)]), *self.numbers) * up
         y = computed(self.right, call, self._inputs(call.inputs))
         return y if self.operand is not None else FUNCTIONS[self.name](y, *self.numbers)
 
@@ -91,6 +99,8 @@ def variants(problem: Problem) -> Iterator[Solved]:
             yield _solved(mapped(problem.op, name, numbers), words(name, numbers), numbers)
     for operand in _LINEAR_IN.get(problem.op.kind, ()):
         yield from _of_operand(problem, operand)
+    if problem.op.kind in _GATED:
+        yield from _of_activated(problem)
 
 
 def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solved]:
@@ -142,6 +152,22 @@ def _of_operand(problem: Problem, operand: int) -> Iterator[Solved]:
         if agree(problem.recorded, problem.exact + np.where(moved, moved * slope, 0), problem.near).all():
             said = words(name, numbers).replace("every value", f"every value of {Read(op.inputs[operand]).words(op)}")
             yield _solved(mapped(op, name, numbers, operand), said, numbers)
+
+
+def _of_activated(problem: Problem) -> Iterator[Solved]:
+    """The same of the activated gate, which `up` is multiplied with."""
+    gate, up = (problem.held(Read(name)) for name in problem.op.inputs)
+    if gate is None or up is None or not up.any():
+        return
+    with np.errstate(divide="ignore", invalid="ignore"):
+        right, there = problem.exact / up, problem.recorded / up
+    told = np.isfinite(right) & np.isfinite(there) & (np.abs(up) > _SMALL * np.abs(up).max())
+    for name, numbers in _fits(right[told], there[told]):
+        op = mapped(problem.op, name, numbers, _ACTIVATED)
+        moved = FUNCTIONS[name](torch.from_numpy(np.where(told, right, 0.0)), *numbers).numpy() * up
+        if agree(problem.recorded, moved, problem.near)[told].all():
+            said = words(name, numbers).replace("every value", f"every activated value of {split(op.inputs[0])[1]}")
+            yield _solved(op, said, numbers)
 
 
 def mapped(op: Op, name: str, numbers: tuple[float, ...], operand: int | None = None) -> Op:

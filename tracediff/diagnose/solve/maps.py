@@ -18,6 +18,7 @@ ZERO = -1  # in a map: the slice is 0
 _MATCHED = 1 << 22  # values of an output that are matched: of larger ones some slices of the other axes
 _AROUND = 3  # slices on either side of where a sum of one is sought among those of all
 _LISTED = 12  # places of a list that are told
+_SLOTS = 16  # of a cache, that are sought as the first that was written elsewhere
 _FEW = 8  # slices: heads, rather than channels
 LOOK_AT_CACHE = "which slots of the cache are written, when, and which are read"
 _BITS, _NUMBER, _EACH = 12.0, 4.0, 12.0  # of a map in closed form, of a number in it, and of each place of a list
@@ -64,6 +65,10 @@ class Map:
                 )
             case "last", (by,):
                 return np.where(at == max(n - 1, by), at - by, at)
+            case "early", (first,):  # from there on each is stored a slot before its own
+                return np.where((at < first) | (n == first + 1), at, np.where(at < n - 1, at + 1, ZERO))
+            case "late", (first,):
+                return np.where(at < first, at, np.where(at == first, ZERO, at - 1))
             case "within", (size,):  # reversed within groups
                 return at // size * size + np.minimum(size, n - at // size * size) - 1 - at % size
         listed = dict(zip(self.numbers[::2], self.numbers[1::2], strict=True))
@@ -101,6 +106,10 @@ class Map:
                 return f"every {nth(step)} {noun} from {first} on has the values of {other}"
             case "last", (by,):
                 return f"the last {noun} has the values of the {nth(by)} before it"
+            case "early", (first,):
+                return f"from {noun} {first} on each has the values of the next, the last is 0: stored a slot early"
+            case "late", (first,):
+                return f"{noun} {first} is 0, each after it has the values of the one before: stored a slot late"
             case "within", (size,):
                 return f"{all_of} reversed in each group of {size}"
         pairs = list(zip(self.numbers[::2], self.numbers[1::2], strict=True))
@@ -155,6 +164,7 @@ def named(source: np.ndarray) -> Sequence[Map]:
     candidates += [Map("modulo", (m,)) for m in {int(source.max()) + 1} if m < n]
     repeats = np.flatnonzero(source != first)
     candidates += [Map("repeated", (int(repeats[0]),))] if len(repeats) and repeats[0] > 1 else []
+    candidates += [Map(kind, (int(wrong[0]),)) for kind in ("early", "late")]
     candidates += [Map("transposed", (m,)) for m in range(2, n) if n % m == 0]
     candidates += [Map("within", (int(first) + 1,))] if first > 0 else []
     candidates += [Map("strided", (int(source[1]),))] if n > 1 and source[1] > 1 else []
@@ -183,6 +193,11 @@ def usual_of(n: int) -> Sequence[Map]:
     distinct = {tuple(one.of(n).tolist()): one for one in reversed(every)}
     distinct.pop(tuple(range(n)), None)
     return list(reversed(distinct.values()))
+
+
+def of_slots(n: int) -> Iterator[Map]:
+    """Maps of the slots of a cache of which the last few were written elsewhere."""
+    yield from (Map(kind, (k,)) for k in range(max(1, n - _SLOTS), n) for kind in ("early", "late"))
 
 
 def by_any_number(n: int) -> Iterator[Map]:

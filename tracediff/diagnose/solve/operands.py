@@ -25,6 +25,7 @@ from tracediff.diagnose.solve.maps import (
     by_any_number,
     matched,
     named,
+    of_slots,
     slices,
     usual_of,
 )
@@ -129,7 +130,7 @@ def cached(problem: Problem) -> Iterator[Solved]:
         if operand.name in ("k", "v"):
             n, n_heads, _ = operand.shape
             one = (Map("listed", (at, of)) for at in range(min(n, _SLOTS)) for of in (ZERO, at - 1) if at or of == ZERO)
-            yield from (operand.moved(problem, how, 0) for how in (*usual_of(n), *one))
+            yield from (operand.moved(problem, how, 0) for how in (*usual_of(n), *of_slots(n), *one))
             yield from (operand.moved(problem, how, 1) for how in usual_of(n_heads))
 
 
@@ -158,6 +159,8 @@ def _tried(problem: Problem, operand: Operand, axis: int) -> Sequence[Map]:
     are wrong.
     """
     n, tried = operand.shape[axis], [*usual_of(operand.shape[axis])]
+    if operand.axes[axis][0] == "position":
+        tried += of_slots(n)
     if problem.op.kind == "rope":
         wrong = np.flatnonzero(problem.wrong.reshape(-1, n).any(0)).tolist()
         pairs = combinations(wrong if len(wrong) <= _PAIRED else (), 2)
