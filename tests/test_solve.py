@@ -773,11 +773,20 @@ def test_where_values_are_cached_is_said_of_the_cache(models: Models, tmp_path: 
     assert all("slots of the cache" in cause.look["solved"] for _, cause in causes if cause)
 
 
-def test_positions_that_are_clipped_are_one_finding(models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("taken", "said"),
+    [
+        (lambda p: p.clamp(max=3), "positions beyond 3 are taken for 3"),
+        (lambda p: p % 3, "position p is taken for p % 3"),
+    ],
+)
+def test_positions_beyond_a_table_are_one_finding(
+    models: Models, tmp_path: Path, taken: Callable[[torch.Tensor], torch.Tensor], said: str
+) -> None:
     """In steps of one token that is any position, and in the prompt the last token's alone."""
 
     def function(x: torch.Tensor, positions: torch.Tensor, *factors: torch.Tensor, rope: Rope) -> torch.Tensor:
-        return turned(x, positions.clamp(max=3), *factors, rope=rope)
+        return turned(x, taken(positions), *factors, rope=rope)
 
     faulty = explained(
         models("llama"),
@@ -786,7 +795,7 @@ def test_positions_that_are_clipped_are_one_finding(models: Models, tmp_path: Pa
         n_decode=2,
     )
     assert sorted(op.step for op in faulty) == [0, 0, 1, 1, 2, 2]
-    assert {op.cause and op.cause.text for op in faulty} == {"positions beyond 3 are taken for 3"}
+    assert {op.cause and op.cause.text for op in faulty} == {said}
 
 
 def test_what_other_layers_have_in_all_steps_one_may_have_in_some(models: Models, tmp_path: Path) -> None:

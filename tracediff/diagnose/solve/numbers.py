@@ -17,6 +17,7 @@ _DECADES = 8  # on either side of the right number in which the fit may begin
 _LOOK_AT_TABLES = "for how many positions cosines and sines are made, and what is taken beyond"
 _LOOK = "the positions of each step: how many are cached before it"
 _POSITIONS = 64  # by which they may be off
+_SIZES = tuple(1 << i for i in range(6, 16))  # after which they may begin again
 _ROUNDS = 40
 _SHORT = 1e-5  # to which a fit is one of few digits: float32's noise takes it so far
 _SAME = 1e-6  # to which a fitted number is the right one
@@ -68,7 +69,7 @@ def places(source: str) -> Iterator[tuple[float, str]]:
 
 def positions(problem: Problem) -> Iterator[Priced]:
     """Of what is rotated, positions that are too high or too low by one number, one position for all, or the last that
-    is right for all that follow: of a table that is too short, say.
+    is right for all that follow, or the first again: of a table that is too short, or a type.
     """
     source = problem.loops.source
     if "positions[t]" not in source:
@@ -85,6 +86,12 @@ def positions(problem: Problem) -> Iterator[Priced]:
         clipped = f"(positions[t] if positions[t] < {last} else {last})"
         words = f"positions beyond {last} are taken for {last}"
         yield Priced(Variant(words, source.replace("positions[t]", clipped)), 8.0, _LOOK_AT_TABLES)
+    for size in dict.fromkeys((*wrong[:1].astype(int).tolist(), *range(2, _POSITIONS), *_SIZES)):
+        if size > 1:
+            words = f"position p is taken for p % {size}"
+            yield Priced(
+                Variant(words, source.replace("positions[t]", f"(positions[t] % {size})")), 8.0, _LOOK_AT_TABLES
+            )
 
 
 def simpler(fitted: float) -> list[float]:
