@@ -76,7 +76,7 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     for tap in list(_as_elsewhere(taps, [path for path, _ in unnamed], by_weight)):
         notes.append(f"{tap.path} holds other weights than {tap.op.weights[0].name}")
         taps.append(tap)
-    order = {name: i for i, name in enumerate(graph.ops)}
+    order = graph.places()
     return sorted(taps, key=lambda tap: order[tap.op.name]), notes
 
 

@@ -239,11 +239,16 @@ class Graph:
                     self._readers.setdefault(read, []).append((op, position))
         return self._readers.get(name, [])
 
+    def places(self) -> dict[str, int]:
+        """Of each op its place in execution order."""
+        return {name: place for place, name in enumerate(self.ops)}
+
     def last_read(self) -> dict[str, int]:
         """Of each value the place in the graph of the last op that reads it; its own where none after it does."""
-        last = {op.name: place for place, op in enumerate(self)}
-        for place, op in enumerate(self):
-            last |= {read: max(last.get(read, 0), place) for read in op.inputs}
+        places = self.places()
+        last = dict(places)
+        for op in self:
+            last |= {read: max(last.get(read, 0), places[op.name]) for read in op.inputs}
         return last
 
     def after(self, names: Iterable[str]) -> set[str]:

@@ -35,8 +35,7 @@ class Fitting:
     def __init__(self, recomputation: Recomputation, planner: Planner) -> None:
         self._recomputation = recomputation
         self._planner = planner
-        self._without_noise: tuple[OpRecord, Recomputation] | None = None
-        self._rough: tuple[OpRecord, Recomputation] | None = None
+        self._unchanged: dict[bool, tuple[OpRecord, Recomputation]] = {}  # in float32 or not
         self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
         self._looks: dict[tuple[OpRecord, Scheme, bool], Look] = {}
 
@@ -111,21 +110,19 @@ class Fitting:
         """The record if these ops were as given, without noise; what is computed before them is taken from other
         hypotheses. Where `before` is so much that float32 can tell what is left of it, it is computed in that.
         """
-        unchanged = self._roughly(record) if _ROUGH < before < math.inf else self.without_noise(record)
+        unchanged = self.without_noise(record, rough=_ROUGH < before < math.inf)
         unchanged.inputs(record.step, unchanged.graph[record.op], scheme, record.rows)
         unchanged.keep_waists()
         return look(unchanged.changed(ops, n_samples=0), record, scheme).local
 
-    def without_noise(self, record: OpRecord) -> Recomputation:
-        """What hypotheses of a record have in common: they differ from it in some ops and all after these."""
-        if self._without_noise is None or self._without_noise[0] is not record:
-            self._without_noise = record, self._recomputation.changed((), n_samples=0)
-        return self._without_noise[1]
-
-    def _roughly(self, record: OpRecord) -> Recomputation:
-        if self._rough is None or self._rough[0] is not record:
-            self._rough = record, self._recomputation.roughly()
-        return self._rough[1]
+    def without_noise(self, record: OpRecord, rough: bool = False) -> Recomputation:
+        """What hypotheses of a record have in common: they differ from it in some ops and all after these. At a
+        `rough` look it is multiplied in float32.
+        """
+        if rough not in self._unchanged or self._unchanged[rough][0] is not record:
+            of = self._recomputation
+            self._unchanged[rough] = record, of.roughly() if rough else of.changed((), n_samples=0)
+        return self._unchanged[rough][1]
 
     def in_reach(self, record: OpRecord, plain: Scheme, left: float, enough: float) -> Sequence[Scheme]:
         """The schemes that may leave no more than `enough`, where the `plain` one leaves so much.
@@ -158,7 +155,7 @@ class Fitting:
 
     def _rough_or_not(self, record: OpRecord, nmse: Callable[[Recomputation], float]) -> float:
         """What float32 can tell, and else what float64 does."""
-        rough = nmse(self._roughly(record))
+        rough = nmse(self.without_noise(record, rough=True))
         return rough if rough > _ROUGH else nmse(self.without_noise(record))
 
     def _judged(self, record: OpRecord, scheme: Scheme) -> Local:

@@ -1,6 +1,7 @@
 """How much memory a process takes that judges a trace: at most, and said before it does."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ def needed(replays: Sequence[Replay]) -> Need:
     """What a process takes that judges the records of these together: that of the largest of each, with all that is
     recomputed for it.
     """
-    records = [(_values(replay, record), record.op) for replay in replays for record in _records(replay)]
+    records = [(_values(replay, record), record.op) for replay in replays for record in chain(*replay.records.values())]
     n_values, op = max(records, default=(0, "nothing"))
     return Need(memory_of(n_values * len(replays)), op)
 
@@ -35,10 +36,6 @@ def needed(replays: Sequence[Replay]) -> Need:
 def memory_of(n_values: int) -> float:
     """Bytes that a process takes at most which judges so many values at once."""
     return _ALWAYS + 8 * _TIMES * n_values
-
-
-def _records(replay: Replay) -> Iterator[OpRecord]:
-    return (record for steps in replay.records.values() for record in steps)
 
 
 def _values(replay: Replay, record: OpRecord) -> int:

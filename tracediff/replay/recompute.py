@@ -49,7 +49,7 @@ class Recomputation:
         self._segments = Segments(Patterns(recorded.trace), graph)
         self._states = graph.states()
         self._cached = graph.cached() - self._states
-        self._last_read = graph.last_read()
+        self._places, self._last_read = graph.places(), graph.last_read()
         self._values: dict[tuple[Place, str], Value] = {}
         self._exact: dict[tuple[str, int], Growing] = {}  # of what every step recorded, of each sequence
         self._held: dict[tuple[str, int, int], Past] = {}  # the same by number of samples
@@ -147,9 +147,9 @@ class Recomputation:
         self._values = {key: self._values[key] for key in (*handed, *recent)}
         self._n_kept = len(self._values)
 
-    def forget_read(self, until: int) -> None:
-        """Drop what is last read at this place of the graph or before it, of all steps."""
-        last = self._last_read
+    def forget_until(self, name: str) -> None:
+        """Drop what is last read by this op of the model or by one before it, of all steps."""
+        last, until = self._last_read, self._places[name]
         self._values = {key: value for key, value in self._values.items() if last[key[0][1]] > until}
         kept: tuple[dict[Any, Any], ...] = self._exact, self._held, self._pasts  # by name first
         for pasts in kept:

@@ -144,12 +144,8 @@ class Replay:
 
     def forget_until(self, name: str) -> None:
         """Drop what no op after this one reads, when all its records are judged."""
-        self._recomputation.forget_read(self._places[name])
+        self._recomputation.forget_until(name)
         self._recomputation.forget()
-
-    @cached_property
-    def _places(self) -> Mapping[str, int]:
-        return {op.name: place for place, op in enumerate(self.graph)}
 
     def _at_hand(self, record: OpRecord) -> Sequence[Scheme]:
         """Under what a segment is judged whose sort is mistaken as far as was asked. A first position attends to itself

@@ -42,7 +42,7 @@ class Segments:
     def __init__(self, patterns: Patterns, graph: Graph) -> None:
         self._patterns = patterns
         self._graph = graph
-        self._order = {name: i for i, name in enumerate(graph.ops)}
+        self._order = graph.places()
         self._found: dict[tuple[object, ...], tuple[str, ...]] = {}
 
     def changed(self, graph: Graph) -> "Segments":
@@ -50,7 +50,7 @@ class Segments:
         other = copy(self)
         other._graph, other._found = graph, {}
         if graph.ops.keys() != self._order.keys():
-            other._order = {name: i for i, name in enumerate(graph.ops)}
+            other._order = graph.places()
         return other
 
     def of(self, step: int, op: Op, rows: Rows) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from itertools import islice
 
 import numpy as np
 
+from tracediff.diagnose.solve.look import spread
 from tracediff.diagnose.solve.maps import Map, by_any_number
 from tracediff.diagnose.solve.problem import Problem
 
@@ -88,7 +89,7 @@ def _of_scores(problem: Problem, keys: np.ndarray) -> _Products:
     """Some scores [H, T, S] of queries [T, H, D] and keys [S, G, D]."""
     n_heads, n_queries, width = (int(problem.loops.numbers[name]) for name in "HTD")
     q = problem.loops.arrays["q"].take(np.arange(n_queries * n_heads * width)).reshape(n_queries, n_heads, width)
-    places = _some(np.flatnonzero(problem.wrong), _FEW[0] * _FEW[1])
+    places = spread(np.flatnonzero(problem.wrong), _FEW[0] * _FEW[1])
     head, query, key = np.unravel_index(places, (n_heads, n_queries, problem.wrong.size // (n_heads * n_queries)))
     return _products(problem, keys[key, head * keys.shape[1] // n_heads], q[query, head], places)
 
@@ -120,8 +121,4 @@ def _wrong(problem: Problem, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Some tokens of which values are wrong, the last, and some channels that are wrong in these."""
     wrong = problem.wrong.reshape(n_tokens, -1)
     tokens = np.flatnonzero(wrong.any(1))[-_FEW[0] :]
-    return tokens, _some(np.flatnonzero(wrong[tokens].any(0)), _FEW[1])
-
-
-def _some(places: np.ndarray, n: int) -> np.ndarray:
-    return places[np.unique(np.linspace(0, len(places) - 1, min(n, len(places))).astype(int))]
+    return tokens, spread(np.flatnonzero(wrong[tokens].any(0)), _FEW[1])

@@ -138,36 +138,36 @@ def _thin(x: np.ndarray) -> slice:
 
 
 def _of_operand(problem: Problem, operand: int) -> Iterator[Solved]:
-    """The same of an input of which the output is a multiple, or a sum with: what it must have been, by division."""
+    """The same of an input of which the output is a multiple, or a sum with."""
     op = problem.op
     given = problem.held(Read(op.inputs[operand]))
     if given is None or not given.any():
         return
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = problem.exact / given if op.kind != "add" else np.ones_like(given)
+    yield from _before(problem, given, slope, operand, f"value of {Read(op.inputs[operand]).words(op)}")
+
+
+def _of_activated(problem: Problem) -> Iterator[Solved]:
+    """The same of the activated gate, which `up` is multiplied with."""
+    gate, up = problem.op.inputs
+    slope = problem.held(Read(up))
+    if slope is None or not slope.any():
+        return
+    given = np.divide(problem.exact, slope, out=np.zeros_like(slope), where=slope != 0)
+    yield from _before(problem, given, slope, _ACTIVATED, f"activated value of {split(gate)[1]}")
+
+
+def _before(problem: Problem, given: np.ndarray, slope: np.ndarray, operand: int, called: str) -> Iterator[Solved]:
+    """Functions of what is `given`, which the output has a `slope` in: what it must have been follows by division."""
+    with np.errstate(divide="ignore", invalid="ignore"):
         z = given + (problem.recorded - problem.exact) / slope
     told = np.isfinite(z) & (np.abs(slope) > _SMALL * np.abs(slope[np.isfinite(slope)]).max())
     for name, numbers in _fits(given[told], z[told]):
         moved = FUNCTIONS[name](torch.from_numpy(given), *numbers).numpy() - given
         if agree(problem.recorded, problem.exact + np.where(moved, moved * slope, 0), problem.near).all():
-            said = words(name, numbers).replace("every value", f"every value of {Read(op.inputs[operand]).words(op)}")
-            yield _solved(mapped(op, name, numbers, operand), said, numbers)
-
-
-def _of_activated(problem: Problem) -> Iterator[Solved]:
-    """The same of the activated gate, which `up` is multiplied with."""
-    gate, up = (problem.held(Read(name)) for name in problem.op.inputs)
-    if gate is None or up is None or not up.any():
-        return
-    with np.errstate(divide="ignore", invalid="ignore"):
-        right, there = problem.exact / up, problem.recorded / up
-    told = np.isfinite(right) & np.isfinite(there) & (np.abs(up) > _SMALL * np.abs(up).max())
-    for name, numbers in _fits(right[told], there[told]):
-        op = mapped(problem.op, name, numbers, _ACTIVATED)
-        moved = FUNCTIONS[name](torch.from_numpy(np.where(told, right, 0.0)), *numbers).numpy() * up
-        if agree(problem.recorded, moved, problem.near)[told].all():
-            said = words(name, numbers).replace("every value", f"every activated value of {split(op.inputs[0])[1]}")
-            yield _solved(op, said, numbers)
+            said = words(name, numbers).replace("every value", f"every {called}")
+            yield _solved(mapped(problem.op, name, numbers, operand), said, numbers)
 
 
 def mapped(op: Op, name: str, numbers: tuple[float, ...], operand: int | None = None) -> Op:

@@ -50,14 +50,13 @@ class Look:
     def only(self) -> dict[str, np.ndarray]:
         """The values of each loop variable that are looked at."""
         return {
-            name: np.union1d(_spread(bad, _EACH[0]), _spread(good, _EACH[1]))
-            for name, (bad, good) in self._turns.items()
+            name: np.union1d(spread(bad, _EACH[0]), spread(good, _EACH[1])) for name, (bad, good) in self._turns.items()
         }
 
     @cached_property
     def few(self) -> dict[str, np.ndarray]:
         """Those of wrong ones that are looked at first."""
-        return {name: _spread(bad, _GLANCE) for name, (bad, _) in self._turns.items()}
+        return {name: spread(bad, _GLANCE) for name, (bad, _) in self._turns.items()}
 
     @cached_property
     def _turns(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -73,7 +72,7 @@ class Look:
     def _sample(self) -> np.ndarray:
         """Some places of the output, wrong ones and right ones."""
         wrong = self.problem.wrong
-        return np.concatenate([_spread(np.flatnonzero(x), n) for x, n in zip((wrong, ~wrong), _SAMPLE, strict=True)])
+        return np.concatenate([spread(np.flatnonzero(x), n) for x, n in zip((wrong, ~wrong), _SAMPLE, strict=True)])
 
     @cached_property
     def _points(self) -> dict[str, np.ndarray]:
@@ -85,7 +84,7 @@ class Look:
         if n > _POINTS and right.loops.block:
             name, _ = right.loops.block
             wrong = np.flatnonzero(self.problem.wrong.reshape(int(right.numbers["T"]), -1).any(0))
-            only = {name: np.union1d(_spread(wrong, 64), np.arange(8))}
+            only = {name: np.union1d(spread(wrong, 64), np.arange(8))}
         stores = right.places(only)
         names = set.intersection(*(set(stored.variables) for stored in stores)) & program.restrictable
         loops = [stored.loops() for stored in stores]
@@ -259,7 +258,7 @@ def _joined(stores: list[Stored]) -> tuple[np.ndarray, np.ndarray]:
     return at, values
 
 
-def _spread(values: np.ndarray, n: int) -> np.ndarray:
+def spread(values: np.ndarray, n: int) -> np.ndarray:
     """At most `n` of them, the first and the last among them."""
     if len(values) <= n:
         return values
