@@ -26,21 +26,10 @@ from mutants import PROMPT, SHAPES, first_difference, witnessed
 from second_opinion import Opinion
 
 from tracediff.diagnose.hypothesis import Hypothesis
-from tracediff.diagnose.solve import (
-    copies,
-    formulas,
-    functions,
-    inputs,
-    maps,
-    numbers,
-    operands,
-    outputs,
-    readings,
-    tensors,
-    terms,
-)
-from tracediff.diagnose.solve.arrays import CannotRunError
+from tracediff.diagnose.solve.by_value import functions, maps, operands, outputs, readings
+from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, tensors, terms
 from tracediff.diagnose.solve.grammar import blank
+from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import bound_of, words_of
 from tracediff.diagnose.solve.variant import Variant

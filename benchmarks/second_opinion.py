@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from tracediff.diagnose.hypothesis import SOLVED, Hypothesis
-from tracediff.diagnose.solve.functions import Mapped
-from tracediff.diagnose.solve.loops import loops_of
-from tracediff.diagnose.solve.maps import Map
-from tracediff.diagnose.solve.operands import MovedInput
-from tracediff.diagnose.solve.outputs import MovedOutput
-from tracediff.diagnose.solve.parts import Excepting, Part
-from tracediff.diagnose.solve.readings import Reading
+from tracediff.diagnose.solve.by_value.functions import Mapped
+from tracediff.diagnose.solve.by_value.maps import Map
+from tracediff.diagnose.solve.by_value.operands import MovedInput
+from tracediff.diagnose.solve.by_value.outputs import MovedOutput
+from tracediff.diagnose.solve.by_value.parts import Excepting, Part
+from tracediff.diagnose.solve.by_value.readings import Reading
+from tracediff.diagnose.solve.loops.kernels import loops_of
 from tracediff.diagnose.solve.variant import OtherTensor, Reworked
 from tracediff.model.graph import Graph, Op, Weight
 from tracediff.model.weights import Weights

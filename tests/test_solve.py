@@ -18,23 +18,23 @@ from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.hypothesis import SOLVED, Hypothesis, Part, Trials
 from tracediff.diagnose.kin import Faulty
 from tracediff.diagnose.kin import Search as KinSearch
-from tracediff.diagnose.solve.arrays import CannotRunError, Flat
-from tracediff.diagnose.solve.bound import bind
-from tracediff.diagnose.solve.formulas import edits
-from tracediff.diagnose.solve.functions import Mapped, _cap
-from tracediff.diagnose.solve.interpret import Run
-from tracediff.diagnose.solve.loops import loops_of
-from tracediff.diagnose.solve.maps import Map
-from tracediff.diagnose.solve.outputs import MovedOutput
-from tracediff.diagnose.solve.places import taken
-from tracediff.diagnose.solve.program import parse
-from tracediff.diagnose.solve.readings import Reading, Rows
-from tracediff.diagnose.solve.regions import Along, Region, around, widest
+from tracediff.diagnose.solve.by_value.functions import Mapped, _cap
+from tracediff.diagnose.solve.by_value.maps import Map
+from tracediff.diagnose.solve.by_value.outputs import MovedOutput
+from tracediff.diagnose.solve.by_value.readings import Reading, Rows
+from tracediff.diagnose.solve.by_value.regions import Along, Region, around, widest
+from tracediff.diagnose.solve.edits.formulas import edits
+from tracediff.diagnose.solve.loops.arrays import CannotRunError, Flat
+from tracediff.diagnose.solve.loops.bound import bind
+from tracediff.diagnose.solve.loops.interpret import Run
+from tracediff.diagnose.solve.loops.kernels import loops_of
+from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.segment import Segment
 from tracediff.diagnose.solve.segments import Search, _edited, told
 from tracediff.diagnose.solve.solver import explanations
 from tracediff.diagnose.solve.variant import OtherTensor, Read, Variant, relayered
-from tracediff.diagnose.solve.words import Speaker
+from tracediff.diagnose.solve.words.places import taken
+from tracediff.diagnose.solve.words.speaker import Speaker
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.english import nth, plural
-from tracediff.diagnose.solve.regions import around
+from tracediff.diagnose.solve.by_value.regions import around
 from tracediff.numerics.nmse import nmse
 
 # NMSE that a stated relation may leave, and how much of the error: of a small one any relation leaves little.

@@ -5,21 +5,10 @@ from collections.abc import Iterator
 
 import torch
 
-from tracediff.diagnose.solve import (
-    copies,
-    formulas,
-    functions,
-    inputs,
-    maps,
-    numbers,
-    operands,
-    outputs,
-    readings,
-    tensors,
-    terms,
-)
-from tracediff.diagnose.solve.arrays import CannotRunError, Flat
-from tracediff.diagnose.solve.bound import bind, flat
+from tracediff.diagnose.solve.by_value import functions, maps, operands, outputs, readings
+from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, tensors, terms
+from tracediff.diagnose.solve.loops.arrays import CannotRunError, Flat
+from tracediff.diagnose.solve.loops.bound import bind, flat
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import bound_of, words_of
 from tracediff.diagnose.solve.variant import SOURCES, Priced, Variant

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
-from tracediff.diagnose.solve.arrays import CannotRunError, Stored
-from tracediff.diagnose.solve.bound import SOMETHING, Bound
+from tracediff.diagnose.solve.loops.arrays import CannotRunError, Stored
+from tracediff.diagnose.solve.loops.bound import SOMETHING, Bound
+from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.variant import Touches
 
 NEARLY_ALL = 0.98  # of some values: so many must a hypothesis give

@@ -6,8 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from tracediff.diagnose.solve.arrays import Flat
-from tracediff.diagnose.solve.bound import Bound, bind, flat
+from tracediff.diagnose.solve.loops.arrays import Flat
+from tracediff.diagnose.solve.loops.bound import Bound, bind, flat
 from tracediff.diagnose.solve.variant import SOURCES, Read
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights

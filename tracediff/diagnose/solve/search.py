@@ -4,27 +4,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tracediff.diagnose.solve import (
-    copies,
-    formulas,
-    functions,
-    inputs,
-    misread,
-    numbers,
-    operands,
-    outputs,
-    overlaps,
-    tensors,
-    terms,
-)
-from tracediff.diagnose.solve.arrays import Array, CannotRunError, Flat
-from tracediff.diagnose.solve.bound import Bound, Rows, held_as
+from tracediff.diagnose.solve.by_value import functions, misread, operands, outputs
+from tracediff.diagnose.solve.by_value.parts import in_region
+from tracediff.diagnose.solve.by_value.regions import around, widest
+from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, overlaps, tensors, terms
 from tracediff.diagnose.solve.look import NEARLY_ALL, Look
-from tracediff.diagnose.solve.parts import in_region
+from tracediff.diagnose.solve.loops.arrays import Array, CannotRunError, Flat
+from tracediff.diagnose.solve.loops.bound import Bound, Rows, held_as
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.regions import around, widest
 from tracediff.diagnose.solve.variant import Priced, Solved, Variant
-from tracediff.diagnose.solve.words import Speaker
+from tracediff.diagnose.solve.words.speaker import Speaker
 from tracediff.numerics.kinds import KINDS
 
 _LARGE = 1 << 22  # values: such outputs are not computed twice more

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.arrays import CannotRunError
-from tracediff.diagnose.solve.bound import flat
+from tracediff.diagnose.solve.loops.arrays import CannotRunError
+from tracediff.diagnose.solve.loops.bound import flat
 from tracediff.diagnose.solve.problem import Problem, posed
 from tracediff.diagnose.solve.variant import SOURCES, Read
 from tracediff.model.graph import Axis, Op, Past

@@ -14,14 +14,15 @@ from itertools import chain
 import numpy as np
 import torch
 
-from tracediff.diagnose.solve import copies, formulas, functions, inputs, numbers, operands, outputs, tensors, terms
-from tracediff.diagnose.solve.arrays import CannotRunError
-from tracediff.diagnose.solve.bound import Bound
-from tracediff.diagnose.solve.nouns import COUNTS_TOKENS
+from tracediff.diagnose.solve.by_value import functions, operands, outputs
+from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, tensors, terms
+from tracediff.diagnose.solve.loops.arrays import CannotRunError
+from tracediff.diagnose.solve.loops.bound import Bound
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import solve, words_of
 from tracediff.diagnose.solve.segment import Begun, Segment
 from tracediff.diagnose.solve.variant import Priced, Solved, Variant
+from tracediff.diagnose.solve.words.nouns import COUNTS_TOKENS
 from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme

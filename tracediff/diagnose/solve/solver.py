@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tracediff.diagnose.solve.bound import flat
+from tracediff.diagnose.solve.loops.bound import flat
 from tracediff.diagnose.solve.problem import Problem, posed
 from tracediff.diagnose.solve.search import solve
 from tracediff.diagnose.solve.variant import Read, Solved

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.regions import Region
+from tracediff.diagnose.solve.by_value.regions import Region
 from tracediff.diagnose.solve.variant import relayered
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import computed, noise_of

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tracediff.diagnose.solve.arrays import Value
-from tracediff.diagnose.solve.bound import Bound
-from tracediff.diagnose.solve.interpret import Run
-from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS
-from tracediff.diagnose.solve.program import parse
+from tracediff.diagnose.solve.loops.arrays import Value
+from tracediff.diagnose.solve.loops.bound import Bound
+from tracediff.diagnose.solve.loops.interpret import Run
+from tracediff.diagnose.solve.loops.nodes import INTEGER_ARRAYS
+from tracediff.diagnose.solve.loops.program import parse
 
 _EACH = 24  # values of a loop variable that are looked at: its first and its last ones
 

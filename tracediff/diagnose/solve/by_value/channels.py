@@ -8,8 +8,8 @@ from itertools import islice
 
 import numpy as np
 
+from tracediff.diagnose.solve.by_value.maps import Map, by_any_number
 from tracediff.diagnose.solve.look import spread
-from tracediff.diagnose.solve.maps import Map, by_any_number
 from tracediff.diagnose.solve.problem import Problem
 
 _PLACES = 1e7  # channels squared: of more there is none that is tried

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tracediff.diagnose.english import ranges, some
-from tracediff.diagnose.solve.bound import flat
-from tracediff.diagnose.solve.parts import excepting
+from tracediff.diagnose.solve.by_value.parts import excepting
+from tracediff.diagnose.solve.by_value.readings import Reading, Rows, words_of_rows
+from tracediff.diagnose.solve.loops.bound import flat
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.readings import Reading, Rows, words_of_rows
 from tracediff.diagnose.solve.variant import Read, Solved
 from tracediff.model.gguf_file import TensorInfo
 from tracediff.model.weights import reading, values_of

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.arrays import Array, Flat, Prepared, Stored, is_dense
-from tracediff.diagnose.solve.interpret import Run
-from tracediff.diagnose.solve.loops import Loops, loops_of
-from tracediff.diagnose.solve.program import parse
+from tracediff.diagnose.solve.loops.arrays import Array, Flat, Prepared, Stored, is_dense
+from tracediff.diagnose.solve.loops.interpret import Run
+from tracediff.diagnose.solve.loops.kernels import Loops, loops_of
+from tracediff.diagnose.solve.loops.program import parse
 from tracediff.model.graph import Op, Weight
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic

@@ -1,7 +1,7 @@
 """The mathematics of each kind of op as the loops that an engine writes, over flat arrays.
 
 They are Python that runs as it stands; `interpret.py` runs them all at once. Every single edit of them is a hypothesis
-(`formulas.py`), so they are written as engines write them: with strides.
+(`edits/formulas.py`), so they are written as engines write them: with strides.
 """
 
 import math

@@ -14,13 +14,13 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from tracediff.diagnose.solve.interpret import COMPARISONS, ELEMENTARY
-from tracediff.diagnose.solve.maps import LOOK_AT_CACHE
-from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS, REAL_NUMBERS, Node, free, nodes, type_of, with_node
-from tracediff.diagnose.solve.nouns import COUNTS_TOKENS
+from tracediff.diagnose.solve.by_value.maps import LOOK_AT_CACHE
+from tracediff.diagnose.solve.loops.interpret import COMPARISONS, ELEMENTARY
+from tracediff.diagnose.solve.loops.nodes import INTEGER_ARRAYS, REAL_NUMBERS, Node, free, nodes, type_of, with_node
+from tracediff.diagnose.solve.loops.program import Program, parse
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.program import Program, parse
 from tracediff.diagnose.solve.variant import Priced, Read, Touches, Variant
+from tracediff.diagnose.solve.words.nouns import COUNTS_TOKENS
 
 _INTEGER = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _REAL = (ast.Add, ast.Sub, ast.Mult, ast.Div)

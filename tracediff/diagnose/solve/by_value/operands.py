@@ -15,10 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve import channels
-from tracediff.diagnose.solve.arrays import Flat
-from tracediff.diagnose.solve.look import Look
-from tracediff.diagnose.solve.maps import (
+from tracediff.diagnose.solve.by_value import channels
+from tracediff.diagnose.solve.by_value.maps import (
     LOOK_AT_CACHE,
     ZERO,
     Map,
@@ -29,11 +27,13 @@ from tracediff.diagnose.solve.maps import (
     slices,
     usual_of,
 )
-from tracediff.diagnose.solve.nouns import AXES
-from tracediff.diagnose.solve.parts import in_region
+from tracediff.diagnose.solve.by_value.parts import in_region
+from tracediff.diagnose.solve.by_value.regions import Along, Region
+from tracediff.diagnose.solve.look import Look
+from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.regions import Along, Region
 from tracediff.diagnose.solve.variant import Read, Solved
+from tracediff.diagnose.solve.words.nouns import AXES
 from tracediff.numerics.evaluate import computed, noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from tracediff.diagnose.rearranged import Rearranged
-from tracediff.diagnose.solve.maps import LOOK_AT_CACHE, Map, matched, named, slices, usual_of
+from tracediff.diagnose.solve.by_value.maps import LOOK_AT_CACHE, Map, matched, named, slices, usual_of
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.variant import Solved
 from tracediff.model.graph import Op

@@ -9,7 +9,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from tracediff.diagnose.solve.arrays import Array, Value, is_dense
+from tracediff.diagnose.solve.loops.arrays import Array, Value, is_dense
 
 
 @dataclass(frozen=True, slots=True)

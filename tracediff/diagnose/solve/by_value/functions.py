@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.numbers import best, simpler
+from tracediff.diagnose.solve.edits.numbers import best, simpler
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.variant import Read, Solved
 from tracediff.model.graph import Op

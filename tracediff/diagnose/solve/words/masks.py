@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracediff.diagnose.solve.arrays import CannotRunError, Value
-from tracediff.diagnose.solve.bound import Bound
-from tracediff.diagnose.solve.interpret import Run
-from tracediff.diagnose.solve.program import parse
+from tracediff.diagnose.solve.loops.arrays import CannotRunError, Value
+from tracediff.diagnose.solve.loops.bound import Bound
+from tracediff.diagnose.solve.loops.interpret import Run
+from tracediff.diagnose.solve.loops.program import parse
 
 LESS = ast.parse("s < visible", mode="eval").body  # of the right loops
 

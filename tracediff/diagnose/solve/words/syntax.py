@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from tracediff.diagnose.solve.bound import Bound
+from tracediff.diagnose.solve.loops.bound import Bound
 
 _NOT_QUOTED = ast.Name | ast.Constant | ast.GeneratorExp | ast.comprehension
 

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracediff.diagnose.english import plural, some
-from tracediff.diagnose.solve.accesses import Access, accesses
-from tracediff.diagnose.solve.arrays import CannotRunError
-from tracediff.diagnose.solve.bound import Bound
-from tracediff.diagnose.solve.interpret import Run
-from tracediff.diagnose.solve.masks import LESS, seen_keys
-from tracediff.diagnose.solve.nouns import (
+from tracediff.diagnose.solve.loops.accesses import Access, accesses
+from tracediff.diagnose.solve.loops.arrays import CannotRunError
+from tracediff.diagnose.solve.loops.bound import Bound
+from tracediff.diagnose.solve.loops.interpret import Run
+from tracediff.diagnose.solve.loops.program import Program
+from tracediff.diagnose.solve.variant import Read, Variant
+from tracediff.diagnose.solve.words.masks import LESS, seen_keys
+from tracediff.diagnose.solve.words.nouns import (
     AXES,
     COUNTED,
     COUNTS_TOKENS,
@@ -30,10 +32,8 @@ from tracediff.diagnose.solve.nouns import (
     OWN,
     SUMS,
 )
-from tracediff.diagnose.solve.places import mapped, taken
-from tracediff.diagnose.solve.program import Program
-from tracediff.diagnose.solve.syntax import chain, head, inlined, quotable, statements
-from tracediff.diagnose.solve.variant import Read, Variant
+from tracediff.diagnose.solve.words.places import mapped, taken
+from tracediff.diagnose.solve.words.syntax import chain, head, inlined, quotable, statements
 from tracediff.model.graph import Op
 
 _CACHE = "the cache"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tracediff.diagnose.solve.arrays import (
+from tracediff.diagnose.solve.loops.arrays import (
     Array,
     CannotRunError,
     Flat,
@@ -26,10 +26,10 @@ from tracediff.diagnose.solve.arrays import (
     contracted,
     over,
 )
-from tracediff.diagnose.solve.lines import Line, line_of, line_through
-from tracediff.diagnose.solve.nodes import INTEGER_ARRAYS
-from tracediff.diagnose.solve.program import Program, stores_to
-from tracediff.diagnose.solve.turns import OutOfTurnError, Touched
+from tracediff.diagnose.solve.loops.lines import Line, line_of, line_through
+from tracediff.diagnose.solve.loops.nodes import INTEGER_ARRAYS
+from tracediff.diagnose.solve.loops.program import Program, stores_to
+from tracediff.diagnose.solve.loops.turns import OutOfTurnError, Touched
 
 _BEYOND = 4  # times the largest array: so often may be stored, and so far; an engine that goes on crashes
 _SHORT = 1 << 16  # turns of loops that take no time

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from tracediff.diagnose.english import told_apart
-from tracediff.diagnose.solve.bound import Bound
-from tracediff.diagnose.solve.nodes import nodes, type_of, with_node
+from tracediff.diagnose.solve.loops.bound import Bound
+from tracediff.diagnose.solve.loops.nodes import nodes, type_of, with_node
+from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.variant import Priced, Variant
 
 CONSTANT = "constant"  # stands in the place of one

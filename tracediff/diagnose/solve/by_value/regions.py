@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tracediff.diagnose.english import nth, plural, ranges
-from tracediff.diagnose.solve.nouns import OF_TOKENS
+from tracediff.diagnose.solve.words.nouns import OF_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracediff.diagnose.english import nth, plural
-from tracediff.diagnose.solve.arrays import CannotRunError, Stride, strides
 from tracediff.diagnose.solve.look import Look
-from tracediff.diagnose.solve.nodes import Node, Path, nodes, with_node
-from tracediff.diagnose.solve.nouns import COUNTED, EACH, NAMED
+from tracediff.diagnose.solve.loops.arrays import CannotRunError, Stride, strides
+from tracediff.diagnose.solve.loops.nodes import Node, Path, nodes, with_node
+from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.program import parse
 from tracediff.diagnose.solve.variant import Priced, Variant
+from tracediff.diagnose.solve.words.nouns import COUNTED, EACH, NAMED
 
 _MOST = 3  # counts that give the values that are looked at
 _FINE = 9  # places looked at in each step to the best

@@ -1,0 +1,1 @@
+"""Edits of loops in the reader's words."""
