@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_checkpoints
+import tiny_models
 import torch
 from conftest import Models
 from torch import Tensor, nn
@@ -14,11 +16,13 @@ from transformers import DynamicCache
 
 import tracediff
 from tracediff.engine.taps import find_taps
-from tracediff.engine.transformers_run import load
+from tracediff.engine.torch_run import TorchOptions
+from tracediff.engine.transformers_run import load, trace_model
 from tracediff.errors import EngineError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Weight
+from tracediff.model.model import Model
 from tracediff.model.pairing import neighbours
 from tracediff.model.weights import Weights
 from tracediff.pipeline import check_trace
@@ -316,3 +320,15 @@ def test_weights_that_are_not_the_file_s_are_said(models: Models, tmp_path: Path
     with said, tracediff.record(engine, out, gguf=model):
         passes(engine, 7)
     assert [op.op for op in check_trace(out, model).faulty] == ["blk.0.ffn_down"]
+
+
+@pytest.mark.parametrize("arch", ["hunyuan-dense", "llama4", "qwen3next", "deepseek2"])
+def test_transformers_of_other_architectures_are_sound(arch: str, tmp_path: Path) -> None:
+    """Norms behind rope, a router that puts out its scores first, a norm with its gate, latent attention."""
+    known = tiny_checkpoints.CLASSES[arch]
+    path = tiny_models.write(arch, tmp_path / "tiny.gguf", others=known.others, without=known.without)
+    loaded, model, out = tiny_checkpoints.load(arch, path), Model(path), tmp_path / "tiny.trace"
+    trace_model(loaded, model, out, TorchOptions(), (256, 84, 104, 101, 32, 113, 117), 2)
+    result = check_trace(out, model)
+    assert [finding.text for finding in result.findings] == []
+    assert result.verdict == "match"

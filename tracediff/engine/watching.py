@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tracediff.engine.attention import Attention
 from tracediff.engine.lanes import Pass, Passes
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.taps import Tap, weight_of
@@ -41,7 +42,7 @@ class Watch:
         self._progress = progress
         # Q and K that are parts of one value (a fused projection, without rope) are no ops that a product could show.
         of_heads = (op for op in graph if op.kind == "scores" and all(len(graph[x].axes) == 3 for x in op.inputs))
-        self._attention = {layer_of(op.name): _Attention(graph, op) for op in of_heads}
+        self._attention = {layer_of(op.name): Attention(graph, op) for op in of_heads}
         self._sources = {one.source for one in self._attention.values() if one.turned.kind == "rope"}
         self._step = -1
         self._running = False
@@ -95,7 +96,7 @@ class Watch:
             values = inputs[0]
             if len(inputs) > 1 and isinstance(inputs[1], Tensor) and inputs[1].shape == values.shape:
                 values = values + inputs[1]  # a norm that adds the residual first
-            self._record(name, self._like_rows(name, values))
+            self._record(name, self._like_rows(name, self._tokens_first(self._graph[name], values, values)))
 
         return record
 
@@ -104,10 +105,12 @@ class Watch:
 
         def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self._running:
-                values = output[0] if isinstance(output, tuple) else output
+                values = _of_several(output, module, inputs[0]) if isinstance(output, tuple) else output
                 for tap in taps:
                     if tap.op.kind == "embedding":
                         self._record(self._embedded(tap.op, module, inputs[0], values), values)
+                    elif len(inputs) > 1 and values is output and tap.op.kind == "rms_norm":
+                        self._record(self._gated(tap.op, module, inputs[0], inputs[1], values), values)
                     else:
                         self._record(tap.op.name, self._tokens_first(tap.op, inputs[0], tap.of(values)))
 
@@ -129,6 +132,15 @@ class Watch:
         ratio = float(values.detach().double().norm()) / rows
         return min((op.name, 1.0), (scaled.name, scaled.attrs["scale"]), key=lambda known: abs(ratio - known[1]))[0]
 
+    def _gated(self, op: Op, module: nn.Module, x: Tensor, gate: Any, values: Tensor) -> str:
+        """The op that a norm which is called with a gate puts out: itself, or already its product with the gate."""
+        product = next((reader for reader, _ in self._graph.readers(op.name) if reader.kind == "mul"), None)
+        if product is None or not isinstance(gate, Tensor) or gate.shape != x.shape:
+            return op.name
+        normed = nn.functional.rms_norm(x, x.shape[-1:], weight_of(module))
+        known = {op.name: normed, product.name: normed * nn.functional.silu(gate)}
+        return min(known, key=lambda name: _size(values - known[name]))
+
     def _tokens_first(self, op: Op, read: Tensor, values: Tensor) -> Tensor:
         """Heads of tokens, [..., H, T, D], in a trace's order; where H is T the strides of what was read tell."""
         if len(op.axes) != 3 or values.ndim < 3 or values.shape[-3:] != (op.axes[1], self._n_tokens, op.axes[2]):
@@ -149,7 +161,7 @@ class Watch:
         elif result is not None and attention.probs and attention.is_pv(left, right, n, s, self._pass.n_rows):
             self._record(attention.probs.name, left)
 
-    def _queries_and_keys(self, attention: "_Attention", left: Tensor, right: Tensor, scores: Tensor | None) -> None:
+    def _queries_and_keys(self, attention: Attention, left: Tensor, right: Tensor, scores: Tensor | None) -> None:
         heads, groups, dim = attention.sizes
         n_rows = self._pass.n_rows
         q = left.reshape(n_rows, heads, -1, dim).transpose(1, 2).reshape(-1, heads, dim)
@@ -233,47 +245,20 @@ class Watch:
                 self._recorder.op(self._step, name, values[lane.row], None, None if rows == (0,) else rows, of)
 
 
+def _of_several(output: tuple[Any, ...], module: nn.Module, read: Tensor) -> Any:
+    """What a module puts out first; of a router that has the chosen scores before all logits these."""
+    first, weight = output[0], weight_of(module)
+    alike = [x for x in output if isinstance(x, Tensor) and isinstance(first, Tensor) and x.shape == first.shape]
+    if len(alike) < 2 or weight.ndim != 2 or weight.shape != (first.shape[-1], read.shape[-1]):
+        return first
+    made = nn.functional.linear(read, weight).reshape(first.shape)
+    return min(alike, key=lambda x: _size(torch.nan_to_num(x - made)))
+
+
 def _size(values: Tensor) -> float:
     """Its norm, to the few digits that tell a scale."""
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
     return float(torch.linalg.vector_norm(values.detach(), dtype=wide))
-
-
-class _Attention:
-    """The ops of a layer's attention, by the one that multiplies Q and K."""
-
-    def __init__(self, graph: Graph, scores: Op) -> None:
-        self.scores = scores
-        self.q, self.k = (graph[name] for name in scores.inputs)
-        self.turned = graph[self.q.inputs[0]] if self.q.kind == "scale" else self.q
-        self.source, self.key_source = self.turned.inputs[0], self.k.inputs[0]
-        after = graph.layer(layer_of(scores.name) or 0)
-        self.probs = next((op for op in after[after.index(scores) :] if op.kind == "softmax"), None)
-        self._scale = graph.hparams.attention_scale
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Heads of Q, heads of K, channels."""
-        return self.q.axes[1], self.k.axes[1], self.q.axes[2]  # type: ignore[return-value]
-
-    def is_qk(self, left: Tensor, right: Tensor, n: int, n_rows: int) -> bool:
-        """Whether this is Q K^T; `right` is [..., D, S], its heads repeated or not. Of so many rows of `n` tokens."""
-        heads, groups, dim = self.sizes
-        if left.ndim < 3 or right.ndim < 3 or left.shape[-2:] != (n, dim) or left.numel() != n_rows * heads * n * dim:
-            return False
-        return right.shape[-2] == dim and right.numel() // (dim * right.shape[-1]) in (n_rows * heads, n_rows * groups)
-
-    def is_pv(self, left: Tensor, right: Tensor, n: int, n_keys: int, n_rows: int) -> bool:
-        """Whether this is the product of the probabilities with V."""
-        return left.shape[-2:] == (n, n_keys) and left.numel() == n_rows * self.sizes[0] * n * n_keys and right.ndim > 2
-
-    def op_of(self, size: float, before: float | None) -> Op | None:
-        """The op that Q is: rope keeps its norm, so one that is smaller by the scale was multiplied with it."""
-        if not before or not size:
-            return self.q
-        ratio = size / before
-        known = {1.0: self.turned, self._scale: self.q if self.q is not self.turned else None}
-        return known[min(known, key=lambda factor: abs(math.log(ratio / factor)))]
 
 
 class Products(TorchFunctionMode):

@@ -22,11 +22,13 @@ from tracediff.diagnose.mistakes.mistake import (
     weights_of,
 )
 from tracediff.model.graph import Op
+from tracediff.numerics.kinds import attention
 from tracediff.numerics.kinds.attention import causal, hidden, softmax
 
 AREA = Area()
 SOFTMAX = Where(("softmax",))
 _VISIBLE = ("mask", "window", "chunk", "causal")  # attributes that say what a query sees
+_NEAR = frozenset(("window", "chunk"))  # of these, what hides far keys
 _PLANTED = 4  # tokens of a window
 _CACHES = (512.0, 64.0, 4096.0)  # lengths
 _USUAL = (1e4, 1e3, 1e2, 1e1, 1.0)  # in the place of infinity
@@ -40,7 +42,10 @@ def _nothing_hidden(queries: Tensor, keys: Tensor) -> Tensor:
     "no_mask", "there is no causal mask", "the mask of the prefill", SOFTMAX, "TinyLLM#17",
 )  # fmt: skip
 def _no_mask(op: Op, _: Context) -> Variants:
-    yield op.with_attrs(mask=_nothing_hidden), "no causal mask: every query sees every key"
+    everything = op.with_attrs(mask=_nothing_hidden, **dict.fromkeys(_NEAR & op.attrs.keys(), 0))
+    yield everything, "no causal mask: every query sees every key"
+    if _NEAR & op.attrs.keys():
+        yield op.with_attrs(mask=_nothing_hidden), "no causal mask: every query sees all later keys"
 
 
 @AREA.mistake(
@@ -137,9 +142,7 @@ def _but_the_first(queries: Tensor, keys: Tensor, size: int, kept: int) -> Tenso
 
 def unseen(op: Op, queries: Tensor, keys: Tensor) -> Tensor:
     """Which keys a softmax's queries may not see, bool [T, S]."""
-    visible = {name: op.attrs[name] for name in _VISIBLE if name in op.attrs}
-    mask = visible.pop("mask", causal)
-    return hidden(queries, keys, **visible) if visible else mask(queries, keys)
+    return attention.unseen(queries, keys, **{name: op.attrs[name] for name in _VISIBLE if name in op.attrs})
 
 
 def _masking(op: Op, value: float, added: bool) -> Variant:

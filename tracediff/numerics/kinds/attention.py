@@ -48,6 +48,16 @@ def hidden(
     return unseen | (k < q // chunk * chunk) if chunk else unseen
 
 
+def unseen(query_positions: Tensor, key_positions: Tensor, *, mask: Mask | None = None, **visible: Any) -> Tensor:
+    """[T], [S] -> bool [T, S]: what is `hidden(**visible)`; for a mistaken engine what `mask` hides in the place of
+    later keys, and of those before what a window or a chunk hides.
+    """
+    right = hidden(query_positions, key_positions, **visible)
+    if mask is None:
+        return right
+    return mask(query_positions, key_positions) | (right & ~causal(query_positions, key_positions))
+
+
 def mask(query_positions: Tensor, key_positions: Tensor, **visible: Any) -> Tensor:
     """[T], [S] -> [T, S]: what is added to scores, 0 or minus infinity."""
     unseen = hidden(query_positions, key_positions, **visible)
@@ -83,7 +93,7 @@ def softmax(
     sinks: Tensor | None = None,
     *,
     scale: float,
-    mask: Mask = causal,
+    mask: Mask | None = None,
     softcap: float = 0.0,
     max_bias: float = 0.0,
     **visible: Any,
@@ -91,7 +101,7 @@ def softmax(
     """Softmax over the visible keys of scores * scale: [H, T, S] -> [H, T, S].
 
     `softcap` bends large scores, `max_bias` is that of ALiBi. A head's sink is one more score, of no key. What a query
-    sees is `hidden(**visible)`, or for a mistaken engine `mask`.
+    sees is not `unseen`.
     """
     scaled = scores * scale
     if softcap:
@@ -99,8 +109,7 @@ def softmax(
     if max_bias:
         distance = (query_positions[:, None] - key_positions[None, :]).abs()
         scaled = scaled - alibi(len(scores), max_bias).to(scores)[:, None, None] * distance
-    unseen = hidden(query_positions, key_positions, **visible) if visible else mask(query_positions, key_positions)
-    scaled = scaled.masked_fill(unseen, -math.inf)
+    scaled = scaled.masked_fill(unseen(query_positions, key_positions, mask=mask, **visible), -math.inf)
     if sinks is None:
         return torch.softmax(scaled, -1)
     sink = sinks[:, None, None].expand(*scaled.shape[:2], 1)
