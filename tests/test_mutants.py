@@ -54,7 +54,7 @@ def test_what_follows_a_mistake_does_not_choose_the_arithmetic(bench: Bench, old
         ),
         (
             '"attn_v.bias", kv', '"attn_v.bias", D', ("qwen2", "F32"),
-            "channels 36 to 63 have numbers 0 to 27 of ffn_norm.weight where those of attn_v.bias belong",
+            "channels 36 to 63 use elements 0 to 27 of ffn_norm.weight where those of attn_v.bias belong",
         ),
         (
             ".gate = allocate(ff)", ".gate = allocate(kv)", ("llama", "F32"),

@@ -58,6 +58,7 @@ class Replay:
         self._recomputation = Recomputation(self._recorded, graph, weights)
         self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
         self._fitting = Fitting(self._recomputation, self._planner)
+        self._known: tuple[tuple[OpRecord, Scheme], Known] | None = None  # of the last record that was asked of
         if planned:
             self.plan, self._recorded.on_the_way = planned, planned.on_the_way
 
@@ -160,7 +161,8 @@ class Replay:
     def _in_another(self, record: OpRecord, choice: Choice) -> Local | None:
         """The record in an arithmetic that its kin have not: in another kernel's, which leaves next to nothing."""
         others = (scheme for scheme in self._planner.candidates(record) if scheme not in choice.schemes)
-        locals_ = (self._fitting.closely(record, scheme).local for scheme in others)
+        near = (scheme for scheme in others if self._fitting.leaves(record, scheme, NOTHING))
+        locals_ = (self._fitting.closely(record, scheme).local for scheme in near)
         return next((local for local in locals_ if local.nmse <= NOTHING and local.judgement == "sound"), None)
 
     def choice(self, record: OpRecord) -> Choice:
@@ -258,7 +260,10 @@ class Replay:
 
     def known(self, record: OpRecord, scheme: Scheme | None = None) -> Known:
         """All that is known of a record's op by itself, under this arithmetic or the one that fits best."""
-        return known(self._recomputation, record, scheme or self.choice(record).schemes[0])
+        key = record, scheme or self.choice(record).schemes[0]
+        if self._known is None or self._known[0] != key:
+            self._known = key, known(self._recomputation, *key)
+        return self._known[1]
 
     def supposed(self, record: OpRecord, name: str, scheme: Scheme) -> Known:
         """All that is known of an op of the record's segment, as it should be: `recorded` is that too."""

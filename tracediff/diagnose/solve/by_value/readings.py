@@ -65,15 +65,17 @@ def words_of_rows(runs: Iterable[Rows], op: Op, weight: int = 0) -> str:
 
 
 def _of_number(run: Rows, op: Op, weight: int) -> str:
-    """As in "channels 32 to 63 have numbers 0 to 31 of ffn_norm.weight where those of attn_v.bias belong"."""
-    one, count = run.first == run.last, run.last - run.first + 1
-    channels = f"channel {run.first} has" if one else f"channels {run.first} to {run.last} have"
-    belongs = f"that of {(own := Read(op.weights[weight].name).words(op))} belongs"
-    belongs = belongs if one else f"those of {own} belong"
+    """As in "channels 32 to 63 use elements 0 to 31 of ffn_norm.weight where those of attn_v.bias belong"."""
+    one, own = run.first == run.last, op.weights[weight].name
+    channels = f"channel {run.first} uses" if one else f"channels {run.first} to {run.last} use"
+    belongs = f"that of {Read(own).words(op)} belongs" if one else f"those of {Read(own).words(op)} belong"
     if not run.tensor:
         return f"{channels} 0 where {belongs}"
-    numbers = f"number {run.start}" if one else f"numbers {run.start} to {run.start + count - 1}"
-    return f"{channels} {numbers} of {Read(run.tensor).words(op)} where {belongs}"
+    last = run.start + run.last - run.first
+    elements = f"element {run.start}" if one else f"elements {run.start} to {last}"
+    if run.tensor == own:
+        belongs = f"{run.first} belongs" if one else f"{run.first} to {run.last} belong"
+    return f"{channels} {elements} of {Read(run.tensor).words(op)} where {belongs}"
 
 
 def _of_run(run: Rows, op: Op, weight: int) -> str:
