@@ -27,12 +27,12 @@ from second_opinion import Opinion
 
 from tracediff.diagnose.hypothesis import Hypothesis
 from tracediff.diagnose.solve.by_value import functions, maps, operands, outputs, readings
+from tracediff.diagnose.solve.edit import Edit
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, tensors, terms
 from tracediff.diagnose.solve.grammar import blank
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import bound_of, words_of
-from tracediff.diagnose.solve.variant import Variant
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError
@@ -50,24 +50,24 @@ WEIGHTS = ("F32", "Q8_0", "Q4_K_M")
 DECODED = (17, 301)
 _DRAWS = 20  # of parameters, until an edit shows
 
-Edit = tuple[Op, str]  # the op as it is planted, and the planted words
+EditedOp = tuple[Op, str]  # the op as it is planted, and the planted words
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def drawn(rng: random.Random, problem: Problem, sort: str) -> Edit | None:
+def drawn(rng: random.Random, problem: Problem, sort: str) -> EditedOp | None:
     """An edit of this sort of the problem's op; None where it has none."""
     op, loops = problem.op, problem.loops
     match sort:
         case "another formula":
-            return _of(rng, problem, [p.variant for p in formulas.variants(problem)])
+            return _of(rng, problem, [p.edit for p in formulas.variants(problem)])
         case "another input":
-            return _of(rng, problem, [p.variant for p in inputs.variants(problem)])
+            return _of(rng, problem, [p.edit for p in inputs.variants(problem)])
         case "another weight":
-            return _of(rng, problem, [p.variant for p in tensors.variants(problem)])
+            return _of(rng, problem, [p.edit for p in tensors.variants(problem)])
         case "nothing computed":
-            return _of(rng, problem, [p.variant for p in copies.variants(problem)])
+            return _of(rng, problem, [p.edit for p in copies.variants(problem)])
         case "fewer terms":
             return _of(rng, problem, list(_fewer(rng, problem)))
         case "another number":
@@ -81,14 +81,14 @@ def drawn(rng: random.Random, problem: Problem, sort: str) -> Edit | None:
             axis = rng.randrange(1 if len(shape) > 1 and op.kind not in ("scores", "softmax") else 0, len(shape))
             n = shape[axis]
             how = maps.Map("reversed") if n < 3 else _map(rng, n)
-            return outputs.moved(op, how, axis, shape, follows), how.words(axes[axis], n)
+            return outputs.moved_output(op, how, axis, shape, follows), how.words(axes[axis], n)
         case "an index map of an input":
             choices = [(operand, axis) for operand in operands.operands(problem) for axis in operand.along]
             if choices:
                 operand, axis = rng.choice(choices)
                 n = operand.shape[axis]
                 if n > 1:
-                    solved = operand.moved(problem, maps.Map("reversed") if n < 3 else _map(rng, n), axis)
+                    solved = operand.solved(problem, maps.Map("reversed") if n < 3 else _map(rng, n), axis)
                     return solved.ops[0], solved.words
         case "another reading of a weight" if op.kind == "linear":
             other = _reading(rng, op, problem.weights.file)
@@ -103,34 +103,34 @@ SORTS = (
 )  # fmt: skip
 
 
-def _of(rng: random.Random, problem: Problem, variants: list[Variant]) -> Edit | None:
+def _of(rng: random.Random, problem: Problem, variants: list[Edit]) -> EditedOp | None:
     while variants:
-        variant = variants.pop(rng.randrange(len(variants)))
-        bound = bound_of(problem, variant)
+        edit = variants.pop(rng.randrange(len(variants)))
+        bound = bound_of(problem, edit)
         try:
             if bound and bound.output() is not None:
-                return variant.op(problem.op, problem.loops.loops), words_of(problem, variant)
+                return problem.edited(edit), words_of(problem, edit)
         except CannotRunError:  # it divides integers by 0: an engine would crash
             continue
     return None
 
 
-def _fewer(rng: random.Random, problem: Problem) -> Iterator[Variant]:
+def _fewer(rng: random.Random, problem: Problem) -> Iterator[Edit]:
     width = int(problem.loops.numbers.get("n_in", problem.loops.numbers.get("n", problem.loops.numbers.get("D", 4))))
     for sum_ in terms.reductions(problem.loops.source):
         n = 8 if "range(S)" in ast.unparse(sum_.generator) else width
         if n > 2:
-            yield Variant("", next(sum_.with_terms(rng.randrange(1, n), n, "upto")))
+            yield Edit("", next(sum_.with_terms(rng.randrange(1, n), n, "upto")))
 
 
-def _numbers(rng: random.Random, problem: Problem) -> Iterator[Variant]:
+def _numbers(rng: random.Random, problem: Problem) -> Iterator[Edit]:
     source = problem.loops.source
     for name, right in problem.loops.numbers.items():
         if isinstance(right, float) and name in source:
             value = float(f"{right * 10 ** rng.uniform(-2, 2):.4g}")
-            yield Variant(f"{name} is {value:.6g}", source, numbers=((name, value),))
-    for right, edited in numbers.places(source):
-        yield Variant("", edited.replace(numbers.CONSTANT, f"{right * rng.uniform(0.3, 3):.4g}"))
+            yield Edit(f"{name} is {value:.6g}", source, numbers=((name, value),))
+    for right, edited in numbers.each_constant(source):
+        yield Edit("", edited.replace(numbers.CONSTANT, f"{right * rng.uniform(0.3, 3):.4g}"))
 
 
 def _map(rng: random.Random, n: int) -> maps.Map:
@@ -152,11 +152,11 @@ def _reading(rng: random.Random, op: Op, file: GGUFFile) -> readings.Reading:
     first = rng.choice((0, rng.randrange(rows - 1)))
     if rng.random() < 1 / 2:
         start = first * n + rng.randrange(1, n)
-        return readings.Reading((readings.Rows(first, rows - 1, op.weights[0].name, start, n),))
+        return readings.Reading((readings.RowRun(first, rows - 1, op.weights[0].name, start, n),))
     others = [info.name for info in file.tensors.values() if len(info.shape) == 2 and info.shape[0] * info.shape[1] > n]
     name = rng.choice(others)
     last = min(rows, first + file.tensors[name].shape[0] * file.tensors[name].shape[1] // n) - 1
-    return readings.Reading((readings.Rows(first, last, name, 0, n),))
+    return readings.Reading((readings.RowRun(first, last, name, 0, n),))
 
 
 def _of_elements(reading: readings.Reading) -> str:

@@ -20,10 +20,10 @@ from tracediff.diagnose.solve.by_value.functions import Mapped
 from tracediff.diagnose.solve.by_value.maps import Map
 from tracediff.diagnose.solve.by_value.operands import MovedInput
 from tracediff.diagnose.solve.by_value.outputs import MovedOutput
-from tracediff.diagnose.solve.by_value.parts import Excepting, Part
+from tracediff.diagnose.solve.by_value.parts import Excepting, InRegion
 from tracediff.diagnose.solve.by_value.readings import Reading
+from tracediff.diagnose.solve.edit import OtherTensor, Reworked
 from tracediff.diagnose.solve.loops.kernels import loops_of
-from tracediff.diagnose.solve.variant import OtherTensor, Reworked
 from tracediff.model.graph import Graph, Op, Weight
 from tracediff.model.weights import Weights
 from tracediff.trace.format import OpRecord
@@ -203,7 +203,7 @@ class Opinion:
     def _made(self, op: Op, record: OpRecord) -> np.ndarray | None:
         right = self._graph[op.name]
         match op.rework:
-            case Part(region=region, outside=outside, inside=inside):
+            case InRegion(region=region, outside=outside, inside=inside):
                 out, within = self._made(outside, record), self._made(inside, record)
                 shape = self._trace.values(record).shape
                 return None if out is None or within is None else np.where(region.mask(shape).ravel(), within, out)

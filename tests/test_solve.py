@@ -15,14 +15,15 @@ from conftest import Models, some_of
 
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress
 from tracediff.diagnose.explain import Explainer
-from tracediff.diagnose.hypothesis import SOLVED, Hypothesis, Part, Trials
+from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, Trials
 from tracediff.diagnose.kin import Faulty
 from tracediff.diagnose.kin import Search as KinSearch
 from tracediff.diagnose.solve.by_value.functions import Mapped, _cap
 from tracediff.diagnose.solve.by_value.maps import Map
 from tracediff.diagnose.solve.by_value.outputs import MovedOutput
-from tracediff.diagnose.solve.by_value.readings import Reading, Rows
+from tracediff.diagnose.solve.by_value.readings import Reading, RowRun
 from tracediff.diagnose.solve.by_value.regions import Along, Region, around, widest
+from tracediff.diagnose.solve.edit import Edit, OtherTensor, Read, relayered
 from tracediff.diagnose.solve.edits.formulas import edits
 from tracediff.diagnose.solve.loops.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.loops.bound import bind
@@ -32,7 +33,6 @@ from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.segment import Segment
 from tracediff.diagnose.solve.segments import Search, _edited, told
 from tracediff.diagnose.solve.solver import explanations
-from tracediff.diagnose.solve.variant import OtherTensor, Read, Variant, relayered
 from tracediff.diagnose.solve.words.places import taken
 from tracediff.diagnose.solve.words.speaker import Speaker
 from tracediff.engine.recorder import Recorder
@@ -182,7 +182,7 @@ def test_edited_loops_run_as_python_runs_them(models: Models) -> None:
         bound = bind(op, inputs, weights, EXACT, BROUGHT)
         assert bound
         arrays = {name: np.asarray(array.take(np.arange(array.size))) for name, array in bound.arrays.items()}
-        n = int(np.prod(bound.loops.shape))
+        n = int(np.prod(bound.own.shape))
         found = edits(bound.source)
         for edit in random.Random(1).sample(found, min(60, len(found))):
             try:
@@ -327,7 +327,7 @@ def rewritten(name: str, old: str, new: str) -> Callable[[Graph], Op]:
         loops = loops_of(op, [graph[x].shape(5) for x in op.inputs if x in graph])
         assert loops
         assert old in loops.source
-        return Variant("", loops.source.replace(old, new)).op(op, loops)
+        return Edit("", loops.source.replace(old, new)).op(op, loops)
 
     return change
 
@@ -541,7 +541,7 @@ def test_what_an_engine_had_in_earlier_steps_is_recomputed(models: Models, tmp_p
         op = graph["blk.0.ffn_up"]
         loops = loops_of(op, [graph[x].shape(5) for x in op.inputs])
         assert loops
-        return Variant("", loops.source, arrays=(("x", read),)).op(op, loops)
+        return Edit("", loops.source, arrays=(("x", read),)).op(op, loops)
 
     every = traced(path, tmp_path, changed, n_decode=2).trace
     first, then = (every.values(every.ops[step, read.name]).ravel() for step in (0, 1))
@@ -594,11 +594,11 @@ def test_an_op_does_not_read_what_is_computed_after_it(models: Models, tmp_path:
     first, last = (segment.problem(replay.graph[f"blk.0.{name}"]) for name in ("attn_residual", "ffn_residual"))
     assert first
     assert last
-    variant = Variant("", last.loops.source, arrays=(("b", Read("blk.0.ffn_down")),))
-    assert _edited(last, variant)
-    assert _edited(first, variant) is None
+    edit = Edit("", last.loops.source, arrays=(("b", Read("blk.0.ffn_down")),))
+    assert _edited(last, edit)
+    assert _edited(first, edit) is None
     with pytest.raises(CircularError, match=r"blk\.0\..* of step 0 follows from itself"):
-        replay.under(record, [variant.op(first.op, first.loops.loops)])
+        replay.under(record, [first.edited(edit)])
 
 
 def test_what_is_carried_to_another_layer_is_said_as_it_is_there(models: Models, tmp_path: Path) -> None:
@@ -608,10 +608,10 @@ def test_what_is_carried_to_another_layer_is_said_as_it_is_there(models: Models,
     left = Read("blk.1.attn_kqv", "before")
     loops = loops_of(op, [(4, 1, 6), (6, 2, 2)])
     assert loops
-    changed = Variant("", loops.source, arrays=(("before", left),)).op(op, loops)
+    changed = Edit("", loops.source, arrays=(("before", left),)).op(op, loops)
     said = f"attn_probs; elsewhere the output is {left.words(op)}"
     local = replay.judge(record)
-    found = Hypothesis((Part(SOLVED, said, said, False),), (changed,), local)
+    found = Hypothesis((Assumed(SOLVED, said, said, False),), (changed,), local)
     (carried,) = Trials(replay, ENDLESS).carried(found, record, local)
     assert said == "attn_probs; elsewhere the output is attn_kqv of the layer after of the step before"
     assert carried.parts[-1].text == "attn_probs; elsewhere the output is attn_kqv of the step before"
@@ -673,11 +673,11 @@ GATE = "blk.0.ffn_gate"
         ),
         (mapped(GATE, "linear", 0.5, 0.25), "every value is 0.5 times what it should be, more by 0.25"),
         (
-            read(GATE, Reading(rows=(Rows(100, 511, "blk.0.ffn_gate.weight", 0, 256),))),
+            read(GATE, Reading(rows=(RowRun(100, 511, "blk.0.ffn_gate.weight", 0, 256),))),
             "channels 100 to 511 are computed with rows 0 to 411 of ffn_gate.weight",
         ),
         (
-            read(GATE, Reading(rows=(Rows(0, 511, "blk.0.ffn_gate.weight", 32, 256),))),
+            read(GATE, Reading(rows=(RowRun(0, 511, "blk.0.ffn_gate.weight", 32, 256),))),
             "channels 0 to 511 are computed with rows that start 32 values late in ffn_gate.weight",
         ),
         (
@@ -1003,13 +1003,13 @@ def test_a_mistake_that_takes_the_prompt_further_off_is_made_in_some_steps_alone
     assert texts.keys() >= {1}
 
 
-@pytest.mark.parametrize("reading", [OtherTensor("blk.0.b"), Reading((Rows(0, 3, "blk.0.b", 0, 1),))])
+@pytest.mark.parametrize("reading", [OtherTensor("blk.0.b"), Reading((RowRun(0, 3, "blk.0.b", 0, 1),))])
 def test_what_reads_another_tensor_reads_that_of_another_layer(reading: OtherTensor | Reading) -> None:
     here, there = (Op(f"blk.{n}.q", "linear", ("x",), (4,), (Weight(f"blk.{n}.a", (4, 4)),)) for n in range(2))
     (weight,) = here.weights
     carried = relayered(replace(here, weights=(replace(weight, read=reading),)), here, there)
     assert carried
-    assert carried.weights == (Weight("blk.1.a", (4, 4), read=reading.moved(lambda name: "blk.1.b")),)
+    assert carried.weights == (Weight("blk.1.a", (4, 4), read=reading.renamed(lambda name: "blk.1.b")),)
 
 
 def test_a_first_position_does_not_err_by_what_its_cache_rounds(models: Models, tmp_path: Path) -> None:

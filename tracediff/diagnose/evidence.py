@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.variant import Read
+from tracediff.diagnose.solve.edit import Read
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.look import Known

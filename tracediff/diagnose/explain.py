@@ -7,11 +7,11 @@ from itertools import product
 
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
 from tracediff.diagnose.evidence import places
-from tracediff.diagnose.hypothesis import SOLVED, Hypothesis, Part, Trials
+from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, Trials
 from tracediff.diagnose.kin import Faulty, Kin, Search, ends_soon, several_layers
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.shapes import describe
-from tracediff.diagnose.solve.variant import Read
+from tracediff.diagnose.solve.edit import Read
 from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.kinds import KINDS
@@ -119,7 +119,7 @@ class Explainer:
         common = {part.mistake: part.common for part in best.parts if len(segment) == 1}
         return replace(result, cause=cause, shape=None, in_some_steps=in_some, reads=reads, common=common)
 
-    def _alike(self, one: Faulty, best: Hypothesis, part: Part) -> str:
+    def _alike(self, one: Faulty, best: Hypothesis, part: Assumed) -> str:
         """What else comes to the same from the end of a segment, in words: the mistake in another op, or one that is
         known to. Empty where nothing does.
         """

@@ -13,7 +13,7 @@ from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.fit import searched
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
-from tracediff.diagnose.solve.variant import Read, relayered
+from tracediff.diagnose.solve.edit import Read, relayered
 from tracediff.model.graph import Op
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme
@@ -29,7 +29,7 @@ SOLVED = "solved"  # the name of a mistake that no known one is
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Assumed:
     """One mistake of a hypothesis: its variant apart from the op that it is in, and what is wrong in words."""
 
     mistake: str
@@ -46,7 +46,7 @@ class Part:
 class Hypothesis:
     """Mistakes tried on a record: the ops as they would be, and what replay leaves under them."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Assumed, ...]
     ops: tuple[Op, ...]
     local: Local
 
@@ -142,7 +142,7 @@ class Trials:
         error: Local,
         given: Hypothesis | None = None,
         way: Way = Way(),
-        only: Part | None = None,
+        only: Assumed | None = None,
     ) -> Iterator[Hypothesis]:
         """The mistake in all its variants or `only` that of a part, on top of what is `given`; in a segment, alike in
         every layer of it or in the one of `way`.
@@ -171,7 +171,7 @@ class Trials:
                     local = self._replay.under(record, ops, left, way.plain)
                     yield Hypothesis((*(given.parts if given else ()), part), ops, local)
 
-    def together(self, parts: Sequence[Part], record: OpRecord, error: Local) -> Iterator[Hypothesis]:
+    def together(self, parts: Sequence[Assumed], record: OpRecord, error: Local) -> Iterator[Hypothesis]:
         """These mistakes in these variants, each on top of the others."""
         *before, last = parts
         for given in self.together(before, record, error) if before else (None,):
@@ -226,7 +226,7 @@ class Trials:
             parts = self._renamed(found, ops)
             yield replace(found, parts=parts, ops=ops, local=self._replay.under(record, ops, before))
 
-    def _renamed(self, found: Hypothesis, ops: Sequence[Op]) -> tuple[Part, ...]:
+    def _renamed(self, found: Hypothesis, ops: Sequence[Op]) -> tuple[Assumed, ...]:
         """The words of a solved edit as they are true of the same op in another layer: what it reads may have another
         name, as the first residual adds to the embedding, and the buffer of all layers holds the last one's value.
         """
@@ -303,7 +303,7 @@ def _with_names(text: str, names: Mapping[str, str]) -> str:
 
 
 def _by_variant(
-    mistake: Mistake, ops: Sequence[Op], context: Context, only: Part | None = None
+    mistake: Mistake, ops: Sequence[Op], context: Context, only: Assumed | None = None
 ) -> dict[str, list[Variant]]:
     """The variants of a mistake in these ops, by what they have in common, or that of a part which was fitted."""
     if only and only.number is not None and mistake.number:
@@ -325,9 +325,9 @@ def _twins(names: Sequence[str]) -> list[list[str]]:
     return [pair for pair in pairs if len(names) > 2 and pair[1] in names]
 
 
-def _said(mistake: Mistake, variant: str, changed: Sequence[Variant], way: Way, in_segment: bool) -> Part:
+def _said(mistake: Mistake, variant: str, changed: Sequence[Variant], way: Way, in_segment: bool) -> Assumed:
     ops = [one.op for one in changed]
     where = ", ".join(dict.fromkeys(split(op.name)[1] if way.layer is None else op.name for op in ops))
     first = changed[0]
     said = (first.name or first.text.replace(f"{first.op.name}.", "their ")) if len(ops) > 1 else first.text
-    return Part(mistake.name, variant, (f"{where}: " if in_segment else "") + said, first.fitted, common=first.name)
+    return Assumed(mistake.name, variant, (f"{where}: " if in_segment else "") + said, first.fitted, common=first.name)

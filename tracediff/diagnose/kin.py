@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from tracediff.diagnose.budget import Budget, Progress, within
-from tracediff.diagnose.hypothesis import PART, SOLVED, Hypothesis, Least, Part, Trials, Way, to_beat
+from tracediff.diagnose.hypothesis import PART, SOLVED, Assumed, Hypothesis, Least, Trials, Way, to_beat
 from tracediff.diagnose.solve import segments, solver
-from tracediff.diagnose.solve.variant import Solved
+from tracediff.diagnose.solve.edit import Solved
 from tracediff.model.graph import Graph
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme
@@ -144,7 +144,7 @@ class Search:
                 local = self._replay.under(one.record, solved.ops, to_beat(one.error), scheme)
             except CircularError:
                 continue
-            part = Part(SOLVED, solved.words, solved.words, solved.fitted, solved.look)
+            part = Assumed(SOLVED, solved.words, solved.words, solved.fitted, solved.look)
             hypothesis = Hypothesis((part,), solved.ops, local)
             if self._explains(hypothesis, one):
                 found.append(hypothesis)

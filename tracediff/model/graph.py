@@ -130,6 +130,19 @@ class Op:
         """The same op with other attributes."""
         return replace(self, attrs={**self.attrs, **attrs})
 
+    def also_reading(self, *reads: tuple[str, Past]) -> "Op":
+        """The op with more inputs, after its own."""
+        return replace(
+            self,
+            inputs=(*self.inputs, *(name for name, _ in reads)),
+            past=(*(past for _, past in self.reads), *(past for _, past in reads)),
+            views=(*self.views, *(None for _ in reads)) if self.views else (),
+        )
+
+    def seeing(self, views: Mapping[int, View]) -> "Op":
+        """The op with other views of some inputs."""
+        return replace(self, views=tuple(views.get(i, own) for i, own in enumerate(self.seen)))
+
     def channels(self, cut: slice) -> "Op":
         """The part of a linear op that makes these channels of its output, [T, n]."""
         return replace(self, axes=("T", cut.stop - cut.start), weights=tuple(w.rows(cut) for w in self.weights))

@@ -23,7 +23,7 @@ from tracediff.trace.format import (
     decode,
     possible,
 )
-from tracediff.trace.sequences import Part, parts_of, split
+from tracediff.trace.sequences import SequencePart, parts_of, split
 
 Record = Header | Weight | Step | OpRecord | End
 _FORMAT = "The format is described in docs/trace-format.md."
@@ -60,7 +60,7 @@ class Reading:
         self.ops: dict[tuple[int, str], OpRecord] = {}
         self.lines: dict[tuple[int, str] | str | int, int] = {}  # of each op, weight and step
         self._last: dict[int, int] = {}  # of each sequence so far the last step's number
-        self._parts: list[Part] = []  # of the step begun last
+        self._parts: list[SequencePart] = []  # of the step begun last
         self._begun: dict[int, None] = {}  # numbers of the steps, as the file has them
 
     def problems(self) -> Iterator[Problem]:

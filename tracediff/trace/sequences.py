@@ -14,10 +14,10 @@ import msgspec
 from tracediff.names import StepOf
 from tracediff.trace.format import STORAGE, OpRecord, Step
 
-Part = tuple[Step, tuple[int, ...]]  # a step of one sequence, and its tokens' indices in the step of the file
+SequencePart = tuple[Step, tuple[int, ...]]  # a step of one sequence, and its tokens' indices in the step of the file
 
 
-def parts_of(step: Step) -> list[Part]:
+def parts_of(step: Step) -> list[SequencePart]:
     """The step of each sequence that it has tokens of, in the order of their numbers."""
     if step.sequences is None:
         number = StepOf(step.step, step.sequence) if step.sequence else step.step
@@ -35,7 +35,7 @@ def _step_of(step: Step, sequence: int) -> Step:
     return Step(StepOf(step.step, sequence), tokens, positions, sequence)
 
 
-def split(record: OpRecord, parts: Sequence[Part]) -> Iterator[OpRecord]:
+def split(record: OpRecord, parts: Sequence[SequencePart]) -> Iterator[OpRecord]:
     """The record of each sequence; raises ValueError, which says why, for one that cannot be split."""
     if record.sequence is not None:
         mine = [step for step, _ in parts if step.sequence == record.sequence]

@@ -1,7 +1,6 @@
 """Mistakes in the cache of keys and values: which slots are written, and which are read."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -35,7 +34,7 @@ def _rotated_again(op: Op, context: Context) -> Variants:
         return scores(q, torch.cat((turned, k[-n_new:])))
 
     yield (
-        replace(op, inputs=(*op.inputs, "positions"), past=(*op.past, True), function=function),
+        computing(op.also_reading(("positions", True)), function),
         "cached keys are rotated once more by this step",
     )
 

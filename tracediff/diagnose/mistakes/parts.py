@@ -16,21 +16,16 @@ AREA = Area()
     "the order in which a fused projection is split", Where(),
 )  # fmt: skip
 def _exchanged(op: Op, context: Context) -> Variants:
-    for position, (name, own) in enumerate(zip(op.inputs, op.seen, strict=True)):
-        if own is None or not isinstance(own.offset, int):
-            continue
+    for position, name, own in _parts(op):
         for offset in _others(name, own, context.graph):
             other = replace(own, offset=offset)
-            views = [*op.seen]
-            views[position] = other
             swapped = [n for n, view in enumerate(op.seen) if op.inputs[n] == name and view and view.offset == offset]
-            for n in swapped:
-                views[n] = own
             if all(n > position for n in swapped):  # a pair once
                 parts, what = sorted((own, other), key=_first), split(name)[1]
                 both = f"channels {_run(parts[0])} and {_run(parts[1])} of {what} are exchanged"
                 words = f"channels {_run(other)} of {what} are read where {_run(own)} belong"
-                yield Variant(replace(op, views=tuple(views)), both if swapped else words, name=both)
+                exchanged = op.seeing({position: other} | dict.fromkeys(swapped, own))
+                yield Variant(exchanged, both if swapped else words, name=both)
 
 
 @AREA.mistake(
@@ -38,14 +33,17 @@ def _exchanged(op: Op, context: Context) -> Variants:
     "the order in which a fused projection, or each of its heads, is split", Where(),
 )  # fmt: skip
 def _other_order(op: Op, context: Context) -> Variants:
-    for position, (name, own) in enumerate(zip(op.inputs, op.seen, strict=True)):
-        if own is None or name not in context.graph or not isinstance(own.offset, int):
-            continue
-        for view, order, words in _elsewhere(own, context.graph[name]):
-            views = [*op.seen]
-            views[position] = view
+    for position, name, own in _parts(op):
+        for view, order, words in _elsewhere(own, context.graph[name]) if name in context.graph else ():
             both = f"{split(name)[1]} is split in another order, {order}"
-            yield Variant(replace(op, views=tuple(views)), f"{both}: {words}", name=both)
+            yield Variant(op.seeing({position: view}), f"{both}: {words}", name=both)
+
+
+def _parts(op: Op) -> Iterator[tuple[int, str, View]]:
+    """The inputs that are read through a view that begins at a fixed place: which, of what value, how."""
+    for position, (name, own) in enumerate(zip(op.inputs, op.seen, strict=True)):
+        if own is not None and isinstance(own.offset, int):
+            yield position, name, own
 
 
 def _elsewhere(own: View, of: Op) -> Iterator[tuple[View, str, str]]:

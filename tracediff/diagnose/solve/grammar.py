@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import torch
 
 from tracediff.diagnose.solve.by_value import functions, maps, operands, outputs, readings
+from tracediff.diagnose.solve.edit import SOURCES, Edit, Priced
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, tensors, terms
 from tracediff.diagnose.solve.loops.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.loops.bound import bind, flat
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import bound_of, words_of
-from tracediff.diagnose.solve.variant import SOURCES, Priced, Variant
 from tracediff.model.graph import Axis, Graph, Op
 from tracediff.model.weights import Weights, reading
 from tracediff.numerics.arithmetic import EXACT
@@ -49,10 +49,10 @@ def edited(op: Op, graph: Graph, weights: Weights, words: str) -> Op | None:
     if found:
         return found[0]
     for priced in every(problem):
-        variant = priced.variant
-        said = variant.words or words  # those of formulas are made one by one
-        if said == words and _said(problem, variant) == words:
-            return variant.op(op, problem.loops.loops)
+        edit = priced.edit
+        said = edit.words or words  # those of formulas are made one by one
+        if said == words and _said(problem, edit) == words:
+            return problem.edited(edit)
     return None
 
 
@@ -65,11 +65,11 @@ def every(problem: Problem) -> Iterator[Priced]:
         yield from variants(problem)
 
 
-def _said(problem: Problem, variant: Variant) -> str:
-    if bound_of(problem, variant) is None:
+def _said(problem: Problem, edit: Edit) -> str:
+    if bound_of(problem, edit) is None:
         return ""
     try:
-        return words_of(problem, variant)
+        return words_of(problem, edit)
     except CannotRunError:
         return ""
 
@@ -86,7 +86,7 @@ def blank(op: Op, graph: Graph, weights: Weights) -> Problem | None:
     loops = bind(op, given, weights, EXACT, brought)
     if loops is None:
         return None
-    y = flat(torch.zeros(loops.loops.shape, dtype=torch.float64))
+    y = flat(torch.zeros(loops.own.shape, dtype=torch.float64))
     names = [other.name for other in graph]
 
     return Problem(
@@ -100,14 +100,14 @@ def _maps(problem: Problem, words: str) -> Iterator[Op]:
     for operand in operands.operands(problem):
         for axis in operand.along:
             for how in _every_map(operand.shape[axis], words):
-                solved = operand.moved(problem, how, axis)
+                solved = operand.solved(problem, how, axis)
                 if solved.words == words:
                     yield solved.ops[0]
     for shape, axes, follows in outputs.views(problem):
         for axis, noun in enumerate(axes):
             for how in _every_map(shape[axis], words):
                 if how.words(noun, shape[axis]) == words:
-                    yield outputs.moved(problem.op, how, axis, shape, follows)
+                    yield outputs.moved_output(problem.op, how, axis, shape, follows)
 
 
 def _every_map(n: int, words: str) -> Iterator[maps.Map]:
@@ -148,11 +148,11 @@ def _readings(problem: Problem, words: str) -> Iterator[Op]:
         yield reading(op, readings.Reading(elements=((row, column, value),)))
     elif found := _LATE.fullmatch(words):
         first, last, by = int(found[1]), int(found[2]), int(found[3]) * (1 if found[4] == "late" else -1)
-        yield reading(op, readings.Reading((readings.Rows(first, last, own, first * n + by, n),)))
+        yield reading(op, readings.Reading((readings.RowRun(first, last, own, first * n + by, n),)))
     elif found := _ROWS.fullmatch(words):
         tensors_ = problem.weights.file.tensors
         layer = op.name.rpartition(".")[0]
         name = found[4] if found[4] in tensors_ else f"{layer}.{found[4]}"
         if name in tensors_:
-            run = readings.Rows(int(found[1]), int(found[2]), name, int(found[3]) * n, n)
+            run = readings.RowRun(int(found[1]), int(found[2]), name, int(found[3]) * n, n)
             yield reading(op, readings.Reading((run,)))

@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
+from tracediff.diagnose.solve.edit import Touches
 from tracediff.diagnose.solve.loops.arrays import CannotRunError, Stored
 from tracediff.diagnose.solve.loops.bound import SOMETHING, Bound
 from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.variant import Touches
 
 NEARLY_ALL = 0.98  # of some values: so many must a hypothesis give
 _NEARLY = 0.5  # of the wrong values: what gives fewer is not looked at again
@@ -81,8 +81,8 @@ class Look:
         program = parse(right.source)
         n = self.problem.exact.size
         only = {}
-        if n > _POINTS and right.loops.block:
-            name, _ = right.loops.block
+        if n > _POINTS and right.own.block:
+            name, _ = right.own.block
             wrong = np.flatnonzero(self.problem.wrong.reshape(int(right.numbers["T"]), -1).any(0))
             only = {name: np.union1d(spread(wrong, 64), np.arange(8))}
         stores = right.places(only)

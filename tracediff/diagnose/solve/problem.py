@@ -6,9 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
+from tracediff.diagnose.solve.edit import SOURCES, Edit, Read
 from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.loops.bound import Bound, bind, flat
-from tracediff.diagnose.solve.variant import SOURCES, Read
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import split
@@ -53,7 +53,7 @@ class Problem:
         where these are wrong, or what changes nothing would pass.
         """
         sizes = np.abs(np.nan_to_num(self.recorded, nan=0.0, posinf=0.0, neginf=0.0))
-        width = self.loops.loops.shape[-1]
+        width = self.loops.own.shape[-1]
         rows = np.sqrt(np.square(sizes).reshape(-1, width).mean(1)).repeat(width)
         off = np.where(self.wrong, np.abs(self.recorded - self.exact) / 2, np.inf)
         return 10 * self.bound + np.fmin(1e-5 * sizes + 1e-6 * rows, off)
@@ -74,6 +74,10 @@ class Problem:
             last = self.graph.hparams.n_layer - 1
             found.append(Read(f"blk.{layer - 1}.{local}") if layer else Read(f"blk.{last}.{local}", "before"))
         return [read for read in dict.fromkeys(found) if (held := self.held(read)) is not None and held.size]
+
+    def edited(self, edit: Edit, beyond: bool = False) -> Op:
+        """The op with an edit of its loops. `beyond`: some values follow from what lies beyond an array."""
+        return edit.op(self.op, self.loops.own, beyond)
 
 
 def posed(

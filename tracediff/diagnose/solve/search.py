@@ -7,12 +7,12 @@ import numpy as np
 from tracediff.diagnose.solve.by_value import functions, misread, operands, outputs
 from tracediff.diagnose.solve.by_value.parts import in_region
 from tracediff.diagnose.solve.by_value.regions import around, widest
+from tracediff.diagnose.solve.edit import Edit, Priced, Solved
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, overlaps, tensors, terms
 from tracediff.diagnose.solve.look import NEARLY_ALL, Look
 from tracediff.diagnose.solve.loops.arrays import Array, CannotRunError, Flat
-from tracediff.diagnose.solve.loops.bound import Bound, Rows, held_as
+from tracediff.diagnose.solve.loops.bound import Bound, FlatWeight, held_as
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.variant import Priced, Solved, Variant
 from tracediff.diagnose.solve.words.speaker import Speaker
 from tracediff.numerics.kinds import KINDS
 
@@ -28,14 +28,14 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
     look, whole, partial = Look(problem), [], []
     for priced in _hypotheses(problem, look):
         check()
-        bound = bound_of(problem, priced.variant)
-        seen = look.at(bound, priced.variant.touches) if bound else None
+        bound = bound_of(problem, priced.edit)
+        seen = look.at(bound, priced.edit.touches) if bound else None
         if seen and seen.passes:
             whole.append(priced)
         elif seen and seen.wrong >= NEARLY_ALL:  # to be tried in a region
             partial.append(priced)
     # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].
-    alike = sorted(whole, key=lambda one: (one.bits, len(one.variant.source)))
+    alike = sorted(whole, key=lambda one: (one.bits, len(one.edit.source)))
     yield from filter(None, (_solved(problem, one) for one in alike))
     others = [*outputs.variants(problem), *functions.variants(problem), *misread.variants(problem)]
     others += operands.variants(problem, look)
@@ -46,9 +46,9 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
 
 def _solved(problem: Problem, priced: Priced) -> Solved | None:
     """The changed op; None where most of what is wrong, zeros apart, would follow from what nobody knows."""
-    words, unknown = words_of(problem, priced.variant), np.zeros(0, int)
+    words, unknown = words_of(problem, priced.edit), np.zeros(0, int)
     if problem.exact.size <= _LARGE:
-        bound = bound_of(problem, priced.variant)
+        bound = bound_of(problem, priced.edit)
         assert bound
         try:
             made, beyond = bound.computed()
@@ -64,15 +64,15 @@ def _solved(problem: Problem, priced: Priced) -> Solved | None:
     wrong = problem.recorded[problem.wrong]
     if not np.isfinite(wrong).any():  # many formulas make these: this one does, and needs fewest words
         words = f"{'all' if problem.wrong.all() else len(wrong)} values are NaN or Inf, as if {words}"
-    op = priced.variant.op(problem.op, problem.loops.loops, beyond=len(unknown) > 0)
+    op = problem.edited(priced.edit, beyond=len(unknown) > 0)
     return Solved((op,), words, priced.bits, priced.look, priced.fitted)
 
 
-def words_of(problem: Problem, variant: Variant) -> str:
-    """The variant in the reader's words."""
-    bound = bound_of(problem, variant)
+def words_of(problem: Problem, edit: Edit) -> str:
+    """The edit in the reader's words."""
+    bound = bound_of(problem, edit)
     assert bound
-    return Speaker(problem.op, problem.loops).variant(variant, bound)
+    return Speaker(problem.op, problem.loops).said(edit, bound)
 
 
 def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
@@ -88,26 +88,26 @@ def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
     yield from overlaps.variants(problem)
 
 
-def bound_of(problem: Problem, variant: Variant) -> Bound | None:
-    """The variant's loops on the problem's values; None where one of them was not recorded, or tells nothing."""
+def bound_of(problem: Problem, edit: Edit) -> Bound | None:
+    """The edited loops on the problem's values; None where one of them was not recorded, or tells nothing."""
     arrays: dict[str, Array] = {}
-    for name, read in variant.arrays:
+    for name, read in edit.arrays:
         values = problem.held(read)
         if values is None or (problem.is_lost and not np.isfinite(values).all()):
             return None
         arrays[name] = Flat(values)
-    for name, weight in variant.weights:
-        arrays[name] = Rows(weight, problem.weights, held_as(problem.op, name, problem.arithmetic))
-    return problem.loops.with_(variant.source, arrays, dict(variant.numbers))
+    for name, weight in edit.weights:
+        arrays[name] = FlatWeight(weight, problem.weights, held_as(problem.op, name, problem.arithmetic))
+    return problem.loops.with_(edit.source, arrays, dict(edit.numbers))
 
 
 def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
     """What gives all that is wrong, in the smallest region that holds it."""
-    shape = problem.loops.loops.shape
+    shape = problem.loops.own.shape
     axes = KINDS[problem.op.kind].axis_names(problem.op, len(shape))
     regions = around(problem.wrong.reshape(shape))
     for priced in partial:
-        bound = bound_of(problem, priced.variant)
+        bound = bound_of(problem, priced.edit)
         assert bound
         try:
             fits = agree(problem.recorded, bound.output().ravel(), problem.near)
@@ -115,9 +115,9 @@ def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
             continue
         for region in regions:
             if np.all(fits[region.mask(shape).ravel()]):
-                inside = priced.variant.op(problem.op, problem.loops.loops)
+                inside = problem.edited(priced.edit)
                 region = widest(region, fits.reshape(shape))
-                words = f"{region.words(axes)}: {words_of(problem, priced.variant)}"
+                words = f"{region.words(axes)}: {words_of(problem, priced.edit)}"
                 changed = in_region(problem.op, inside, region)
                 yield Solved((changed,), words, priced.bits + region.bits, priced.look, priced.fitted)
                 break

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.solve.edit import SOURCES, Read
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.loops.bound import flat
 from tracediff.diagnose.solve.problem import Problem, posed
-from tracediff.diagnose.solve.variant import SOURCES, Read
 from tracediff.model.graph import Axis, Op, Past
 from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import Scheme

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from tracediff.diagnose.solve.by_value import functions, operands, outputs
+from tracediff.diagnose.solve.edit import Edit, Priced, Solved
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, tensors, terms
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.loops.bound import Bound
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import solve, words_of
 from tracediff.diagnose.solve.segment import Begun, Segment
-from tracediff.diagnose.solve.variant import Priced, Solved, Variant
 from tracediff.diagnose.solve.words.nouns import COUNTS_TOKENS
 from tracediff.model.graph import Op
 from tracediff.names import split
@@ -86,7 +86,7 @@ class _Tried:
     def solved(self, problem: Problem) -> Iterator[Solved]:
         """The edit, and those that come to the same."""
         for ops, priced in ((self.ops, self.priced), *self.same):
-            yield Solved(ops, words_of(problem, priced.variant), priced.bits, priced.look, priced.fitted)
+            yield Solved(ops, words_of(problem, priced.edit), priced.bits, priced.look, priced.fitted)
 
 
 class Search:
@@ -141,8 +141,8 @@ class Search:
         for priced in variants:
             self._check()
             moved = math.nan
-            segment = self._short if _counting(priced.variant.source) == counted else self._whole
-            ops = {problem.op.name: op for problem in group if (op := _edited(problem, priced.variant))}
+            segment = self._short if _counting(priced.edit.source) == counted else self._whole
+            ops = {problem.op.name: op for problem in group if (op := _edited(problem, priced.edit))}
             made = {}
             try:
                 if op := ops.get(telling.op.name):
@@ -209,9 +209,9 @@ class _End:
         made = torch.from_numpy(loops.output()).to(self.problem.weights.device)
         return self.segment.residual({}, {self.problem.op.name: made})
 
-    def left(self, variant: Variant) -> float:
+    def left(self, edit: Edit) -> float:
         """NMSE."""
-        op = variant.op(self.problem.op, self.problem.loops.loops)
+        op = self.problem.edited(edit)
         return self.segment.left({op.name: op})
 
 
@@ -233,18 +233,18 @@ def _alone(problem: Problem, has_kin: bool) -> Iterator[Priced]:
     yield from inputs.cached(problem)
     yield from tensors.variants(problem)
     yield from numbers.positions(problem)
-    yield from (one for one in formulas.variants(problem) if one.variant.renamed or not has_kin)
+    yield from (one for one in formulas.variants(problem) if one.edit.renamed or not has_kin)
 
 
-def _edited(problem: Problem, variant: Variant) -> Op | None:
+def _edited(problem: Problem, edit: Edit) -> Op | None:
     """The op with an edit of its kind; None where it has no bias and the edit is of that, or where it would read what
     is computed after it.
     """
-    source = variant.source
-    if any(read.when == "now" and read.name not in problem.earlier for _, read in variant.arrays):
+    source = edit.source
+    if any(read.when == "now" and read.name not in problem.earlier for _, read in edit.arrays):
         return None
     if "b[" in source and "b" not in problem.loops.arrays:
         source = source.replace(" + b[o]", "")
         if "b[" in source:
             return None
-    return replace(variant, source=source).op(problem.op, problem.loops.loops)
+    return problem.edited(replace(edit, source=source))

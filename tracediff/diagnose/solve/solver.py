@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.loops.bound import flat
 from tracediff.diagnose.solve.problem import Problem, posed
 from tracediff.diagnose.solve.search import solve
-from tracediff.diagnose.solve.variant import Read, Solved
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord

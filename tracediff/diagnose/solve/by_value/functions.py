@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.edits.numbers import best, simpler
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.variant import Read, Solved
 from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.evaluate import computed, evaluate, noise_of

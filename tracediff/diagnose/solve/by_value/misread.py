@@ -14,10 +14,10 @@ import numpy as np
 
 from tracediff.diagnose.english import ranges, some
 from tracediff.diagnose.solve.by_value.parts import excepting
-from tracediff.diagnose.solve.by_value.readings import Reading, Rows, words_of_rows
+from tracediff.diagnose.solve.by_value.readings import Reading, RowRun, words_of_rows
+from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.loops.bound import flat
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.variant import Read, Solved
 from tracediff.model.gguf_file import TensorInfo
 from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of
@@ -54,7 +54,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
     yield from _read(problem, 0, _joined(rows, known.x.shape[1]), known.wrong)
 
 
-def _read(problem: Problem, weight: int, runs: list[Rows], wrong: np.ndarray) -> Iterator[Solved]:
+def _read(problem: Problem, weight: int, runs: list[RowRun], wrong: np.ndarray) -> Iterator[Solved]:
     """The op that reads these rows, where they are most of those that are wrong."""
     told = sorted(sorted(runs, key=lambda run: run.first - run.last)[:_RUNS], key=lambda run: run.first)
     rows = [np.arange(run.first, run.last + 1) for run in told]
@@ -182,9 +182,9 @@ def _place(made: np.ndarray, order: np.ndarray, sought: np.ndarray, close: np.nd
     return int(fits.min()) if len(fits) else None
 
 
-def _joined(rows: Places, n: int) -> list[Rows]:
+def _joined(rows: Places, n: int) -> list[RowRun]:
     """Runs of rows that are read at even distances."""
-    found: list[Rows] = []
+    found: list[RowRun] = []
     for row, (tensor, start) in sorted(rows.items()):
         last = found[-1] if found else None
         if last and row == last.last + 1 and tensor == last.tensor:
@@ -194,7 +194,7 @@ def _joined(rows: Places, n: int) -> list[Rows]:
             if start == last.start + last.step * (row - last.first):
                 found[-1] = replace(last, last=row)
                 continue
-        found.append(Rows(row, row, tensor, start, n if tensor else 0))
+        found.append(RowRun(row, row, tensor, start, n if tensor else 0))
     return found
 
 
@@ -220,17 +220,17 @@ def _vectors(problem: Problem) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
 
 def _of_vector(problem: Problem, weight: int, values: np.ndarray, near: np.ndarray) -> Iterator[Solved]:
     """Runs of the numbers as they stand in some tensor."""
-    own = problem.loops.arrays[problem.loops.loops.weights[weight]].take(np.arange(len(values)))
+    own = problem.loops.arrays[problem.loops.own.weights[weight]].take(np.arange(len(values)))
     wrong = np.flatnonzero(~(np.abs(values - own) <= near))
     tensors = [(info.name, _numbers(problem, info)) for info in _tensors(problem)] if len(wrong) else []
-    runs, at, untold = list[Rows](), 0, 0
+    runs, at, untold = list[RowRun](), 0, 0
     for i in map(int, wrong):
         if i < at:
             continue
         if untold > _UNTOLD * len(wrong):
             return
         zeros = int(np.argmax(np.append(np.abs(values[i:]) > near[i:], True)))
-        found = [Rows(i, i + zeros - 1, "", 0, 0)] if zeros else []
+        found = [RowRun(i, i + zeros - 1, "", 0, 0)] if zeros else []
         found = found or [run for name, numbers in tensors if (run := _run_in(numbers, name, values, near, i))]
         if found:
             runs.append(max(found, key=lambda run: run.last))
@@ -239,7 +239,7 @@ def _of_vector(problem: Problem, weight: int, values: np.ndarray, near: np.ndarr
     yield from _read(problem, weight, runs, wrong)
 
 
-def _run_in(numbers: np.ndarray, name: str, values: np.ndarray, near: np.ndarray, i: int) -> Rows | None:
+def _run_in(numbers: np.ndarray, name: str, values: np.ndarray, near: np.ndarray, i: int) -> RowRun | None:
     """The longest run of values from one on that this tensor has, one after the other."""
     best = None
     for start in np.flatnonzero(np.abs(numbers - values[i]) <= near[i])[:_CHANCES]:
@@ -247,7 +247,7 @@ def _run_in(numbers: np.ndarray, name: str, values: np.ndarray, near: np.ndarray
         same = np.abs(numbers[start : start + n] - values[i : i + n]) <= near[i : i + n]
         count = int(np.argmin(np.append(same, False)))
         if count >= _TOLD and (best is None or count > best.last - i + 1):
-            best = Rows(i, i + count - 1, name, int(start), 1)
+            best = RowRun(i, i + count - 1, name, int(start), 1)
     return best
 
 

@@ -29,10 +29,10 @@ from tracediff.diagnose.solve.by_value.maps import (
 )
 from tracediff.diagnose.solve.by_value.parts import in_region
 from tracediff.diagnose.solve.by_value.regions import Along, Region
+from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.variant import Read, Solved
 from tracediff.diagnose.solve.words.nouns import AXES
 from tracediff.numerics.evaluate import computed, noise_of
 from tracediff.numerics.floors import Noise
@@ -96,9 +96,9 @@ class Operand:
         """As the op reads it."""
         return tuple(n for _, n in self.axes)
 
-    def moved(self, problem: Problem, how: Map, axis: int) -> Solved:
+    def solved(self, problem: Problem, how: Map, axis: int) -> Solved:
         """The op that reads it so."""
-        op, position = problem.op, problem.loops.loops.inputs.index(self.name)
+        op, position = problem.op, problem.loops.own.inputs.index(self.name)
         seen = () if self.name == "p" else (-1, *self.shape[1:])  # of [H, T, S] two axes follow the step
         changed = replace(op, rework=MovedInput(position, how, axis, seen))
         noun, n = self.axes[axis]
@@ -119,7 +119,7 @@ def usual(problem: Problem) -> Iterator[Solved]:
     """Maps of each input that engines come to."""
     for operand in operands(problem):
         for axis in operand.along:
-            yield from (operand.moved(problem, how, axis) for how in usual_of(operand.shape[axis]))
+            yield from (operand.solved(problem, how, axis) for how in usual_of(operand.shape[axis]))
 
 
 def cached(problem: Problem) -> Iterator[Solved]:
@@ -130,8 +130,8 @@ def cached(problem: Problem) -> Iterator[Solved]:
         if operand.name in ("k", "v"):
             n, n_heads, _ = operand.shape
             one = (Map("listed", (at, of)) for at in range(min(n, _SLOTS)) for of in (ZERO, at - 1) if at or of == ZERO)
-            yield from (operand.moved(problem, how, 0) for how in (*usual_of(n), *of_slots(n), *one))
-            yield from (operand.moved(problem, how, 1) for how in usual_of(n_heads))
+            yield from (operand.solved(problem, how, 0) for how in (*usual_of(n), *of_slots(n), *one))
+            yield from (operand.solved(problem, how, 1) for how in usual_of(n_heads))
 
 
 def variants(problem: Problem, look: Look) -> Iterator[Solved]:
@@ -144,14 +144,14 @@ def variants(problem: Problem, look: Look) -> Iterator[Solved]:
                 elsewhere = Flat(slices(values, how, axis, operand.shape).numpy())
                 seen = look.at(loops.with_(loops.source, {operand.name: elsewhere}, {}), "values")
                 if seen and seen.passes:
-                    yield operand.moved(problem, how, axis)
+                    yield operand.solved(problem, how, axis)
         if operand.name == "v":
             yield from _cached(problem, operand)
         elif operand.name == "x":
             yield from _of_channels(problem, operand, values.numpy().reshape(operand.shape))
         elif operand.name == "k":
             found = channels.maps_of(problem, values.numpy().reshape(operand.shape))
-            yield from (operand.moved(problem, how, 2) for how in found)
+            yield from (operand.solved(problem, how, 2) for how in found)
 
 
 def _tried(problem: Problem, operand: Operand, axis: int) -> Sequence[Map]:
@@ -178,7 +178,7 @@ def _of_channels(problem: Problem, operand: Operand, values: np.ndarray) -> Iter
     right, there = values[:_TOKENS], _before(problem, values)
     found = _named(there, right, 1) if there is not None and np.isfinite(there).all() else ()
     for how in found or channels.maps_of(problem, values):
-        yield operand.moved(problem, how, 1)
+        yield operand.solved(problem, how, 1)
 
 
 def _before(problem: Problem, values: np.ndarray) -> np.ndarray | None:
@@ -215,11 +215,11 @@ def _cached(problem: Problem, operand: Operand) -> Iterator[Solved]:
         return
     for there in sums.told():
         for how in _named(there, sums.values[:, sums.heads], 0):
-            yield from _in_heads(problem, operand.moved(problem, how, 0), sums.heads)
+            yield from _in_heads(problem, operand.solved(problem, how, 0), sums.heads)
 
 
 def _in_heads(problem: Problem, solved: Solved, heads: np.ndarray) -> Iterator[Solved]:
-    n_heads, (_, width) = int(problem.loops.numbers["G"]), problem.loops.loops.shape
+    n_heads, (_, width) = int(problem.loops.numbers["G"]), problem.loops.own.shape
     if len(heads) == n_heads:
         yield solved
     elif len(heads) == heads[-1] - heads[0] + 1:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tracediff.diagnose.rearranged import Rearranged
 from tracediff.diagnose.solve.by_value.maps import LOOK_AT_CACHE, Map, matched, named, slices, usual_of
+from tracediff.diagnose.solve.edit import Solved
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.variant import Solved
 from tracediff.model.graph import Op
 
 View = tuple[tuple[int, ...], tuple[str, ...], int]  # a shape, its axes, and which of these follows the step
@@ -56,11 +56,11 @@ def usual(problem: Problem) -> Iterator[Solved]:
 
 def _solved(problem: Problem, how: Map, axis: int, view: View) -> Solved:
     shape, axes, follows = view
-    op, look = moved(problem.op, how, axis, shape, follows), LOOK_AT_CACHE if axes[axis] == "key" else _LOOK
+    op, look = moved_output(problem.op, how, axis, shape, follows), LOOK_AT_CACHE if axes[axis] == "key" else _LOOK
     return Solved((op,), how.words(axes[axis], shape[axis]), how.bits + math.log2(len(axes)), look)
 
 
-def moved(op: Op, how: Map, axis: int, shape: tuple[int, ...], follows: int) -> Op:
+def moved_output(op: Op, how: Map, axis: int, shape: tuple[int, ...], follows: int) -> Op:
     """The op with slices of its output elsewhere, seen in a shape of which one axis may follow the step."""
     seen = tuple(-1 if i == follows else n for i, n in enumerate(shape)) if follows >= 0 else ()
     return replace(op, rework=MovedOutput(how, axis, seen))
@@ -70,7 +70,7 @@ def views(problem: Problem) -> Iterator[View]:
     """Shapes that the output can be seen in, with nouns for their axes, and which of these follows the step (-1: it is
     seen as it is).
     """
-    shape = problem.loops.loops.shape
+    shape = problem.loops.own.shape
     h, kind = problem.graph.hparams, problem.op.kind
     if problem.op.axes[1:] == ("T", "S"):
         yield shape, ("head", "query", "key"), -1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.solve.by_value.regions import Region
-from tracediff.diagnose.solve.variant import relayered
+from tracediff.diagnose.solve.edit import relayered
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import computed, noise_of
 from tracediff.numerics.floors import Noise
@@ -17,11 +17,11 @@ from tracediff.numerics.kinds.kind import Call, Energy, Made
 
 def in_region(op: Op, inside: Op, region: Region) -> Op:
     """`op`, but in the region what `inside` makes. `inside` reads what the op does, and may read more."""
-    return replace(op, inputs=inside.inputs, past=inside.past, rework=Part(region, op, inside))
+    return replace(op, inputs=inside.inputs, past=inside.past, rework=InRegion(region, op, inside))
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class InRegion:
     """Computes an op that is another in a region: `Op.rework`."""
 
     region: Region
@@ -58,10 +58,7 @@ class Part:
 def excepting(op: Op, channels: np.ndarray) -> Op:
     """`op`, but in these channels, of which nothing known makes what was recorded: they are as they were."""
     right = replace(op, rework=None)
-    past = (*(op.past or (False,) * len(op.inputs)), False)
-    views = (*op.views, None) if op.views else ()
-    rework = Excepting(right, tuple(map(int, channels)))
-    return replace(op, inputs=(*op.inputs, op.name), past=past, views=views, rework=rework)
+    return replace(op.also_reading((op.name, False)), rework=Excepting(right, tuple(map(int, channels))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.variant import Read
+from tracediff.diagnose.solve.edit import Read
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import values_of
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowRun:
     """Rows `first` to `last` of a weight are read in `tensor` from number `start` on, `step` further on each; without a
     tensor they are 0.
     """
@@ -32,10 +32,10 @@ class Reading:
     vector are single numbers.
     """
 
-    rows: tuple[Rows, ...] = ()
+    rows: tuple[RowRun, ...] = ()
     elements: tuple[tuple[int, int, float], ...] = ()  # row, column, value
 
-    def moved(self, name: Callable[[str], str]) -> Self:
+    def renamed(self, name: Callable[[str], str]) -> Self:
         """The same of tensors of other names."""
         return replace(self, rows=tuple(replace(run, tensor=name(run.tensor)) for run in self.rows))
 
@@ -58,13 +58,13 @@ class Reading:
         return values.reshape(info.shape)
 
 
-def words_of_rows(runs: Iterable[Rows], op: Op, weight: int = 0) -> str:
+def words_of_rows(runs: Iterable[RowRun], op: Op, weight: int = 0) -> str:
     """What rows of a weight are read instead of its own."""
     of = _of_number if len(op.weights[weight].shape) == 1 else _of_run
     return "; ".join(of(run, op, weight) for run in runs)
 
 
-def _of_number(run: Rows, op: Op, weight: int) -> str:
+def _of_number(run: RowRun, op: Op, weight: int) -> str:
     """As in "channels 32 to 63 use elements 0 to 31 of ffn_norm.weight where those of attn_v.bias belong"."""
     one, own = run.first == run.last, op.weights[weight].name
     channels = f"channel {run.first} uses" if one else f"channels {run.first} to {run.last} use"
@@ -78,7 +78,7 @@ def _of_number(run: Rows, op: Op, weight: int) -> str:
     return f"{channels} {elements} of {Read(run.tensor).words(op)} where {belongs}"
 
 
-def _of_run(run: Rows, op: Op, weight: int) -> str:
+def _of_run(run: RowRun, op: Op, weight: int) -> str:
     """As in "channels 256 to 767 are computed with rows 0 to 511 of ffn_gate.weight"."""
     if not run.tensor:
         one = run.first == run.last

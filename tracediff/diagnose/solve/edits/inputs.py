@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tracediff.diagnose.solve.edit import Edit, Priced, Read
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.variant import Priced, Read, Variant
 from tracediff.names import split
 
 _LOOK = "which buffer is passed to it"
@@ -19,7 +19,7 @@ _CACHED = ("attn_k", "attn_k_norm", "attn_k_rope", "attn_v")  # what engines cac
 
 def variants(problem: Problem) -> Iterator[Priced]:
     """One input of the op is another value of the trace, read as flat numbers with the op's own strides."""
-    loops, op = problem.loops.loops, problem.op
+    loops, op = problem.loops.own, problem.op
     others = problem.others
     bits = math.log2(max(2, len(others) * len(loops.inputs)))
     verb = "adds" if op.kind == "add" else "reads"
@@ -29,7 +29,7 @@ def variants(problem: Problem) -> Iterator[Priced]:
         for other in others:
             if other != Read(belongs):
                 words = f"{verb} {other.words(op)} where {Read(belongs).words(op)} belongs"
-                yield Priced(Variant(words, problem.loops.source, arrays=((name, other),)), bits, _LOOK)
+                yield Priced(Edit(words, problem.loops.source, arrays=((name, other),)), bits, _LOOK)
         yield from _sums(problem, name, belongs, bits + 1)
 
 
@@ -43,7 +43,7 @@ def _sums(problem: Problem, name: str, belongs: str, bits: float) -> Iterator[Pr
         values = problem.held(other)
         if values is not None and values.size == own.size:
             words = f"reads {Read(belongs).words(op)} + {other.words(op)} where {Read(belongs).words(op)} belongs"
-            yield Priced(Variant(words, both, arrays=(("other", other),)), bits, _SUM)
+            yield Priced(Edit(words, both, arrays=(("other", other),)), bits, _SUM)
 
 
 def _transposed(problem: Problem, right: str, name: str) -> Iterator[Priced]:
@@ -56,7 +56,7 @@ def _transposed(problem: Problem, right: str, name: str) -> Iterator[Priced]:
     for place, lies, read in zip(places, orders, reversed(orders), strict=True):
         words = f"cached {value}, of the first step, lies as {lies} and is read as {read}"
         source = loops.source.replace(right, f"{right} if starts[c] > 0 else {name}[{place}]")
-        yield Priced(Variant(words, source), 4.0, _TRANSPOSED)
+        yield Priced(Edit(words, source), 4.0, _TRANSPOSED)
 
 
 class _Added(ast.NodeTransformer):
@@ -89,7 +89,7 @@ def cached(problem: Problem) -> Iterator[Priced]:
     lost = f"cached {Read(own).words(op)}, of steps after the first and before this,", "starts[c] * (c < past[0]) == 0"
     for what, kept in ((earlier, "c >= past[0]"), (decoded, "starts[c] == 0"), lost):
         source = loops.source.replace(right, f"{right} if {kept} else 0")
-        yield Priced(Variant(f"{what} counts as 0", source), 4.0, _CACHE)
+        yield Priced(Edit(f"{what} counts as 0", source), 4.0, _CACHE)
     yield from _transposed(problem, right, name)
     cached_ = [Read(reader.name, "all") for reader in problem.graph if split(reader.name)[1] in _CACHED]
     # Buffers end before this step: of its own positions they say nothing.
@@ -98,4 +98,4 @@ def cached(problem: Problem) -> Iterator[Priced]:
         for other in (read for read in others if read.name != own):
             source = loops.source.replace(right, f"{right} if {kept} else other[{place}]")
             words = f"{what} is {Read(other.name).words(op)}"
-            yield Priced(Variant(words, source, arrays=(("other", other),)), 2.0 + math.log2(len(others)), _CACHE)
+            yield Priced(Edit(words, source, arrays=(("other", other),)), 2.0 + math.log2(len(others)), _CACHE)

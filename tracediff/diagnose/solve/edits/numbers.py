@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from tracediff.diagnose.english import told_apart
+from tracediff.diagnose.solve.edit import Edit, Priced
 from tracediff.diagnose.solve.loops.bound import Bound
 from tracediff.diagnose.solve.loops.nodes import nodes, type_of, with_node
 from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.variant import Priced, Variant
 
 CONSTANT = "constant"  # stands in the place of one
 _DECADES = 8  # on either side of the right number in which the fit may begin
@@ -39,7 +39,7 @@ def variants(problem: Problem, left: Left) -> Iterator[Priced]:
             for value, bits in (*((u, 6.0) for u in simpler(fitted)), (fitted, _BITS)):
                 words = "{} is {}; it should be {}".format(called, *told_apart(value, right))
                 yield Priced(
-                    Variant(words, problem.loops.source, numbers=((name, value),)),
+                    Edit(words, problem.loops.source, numbers=((name, value),)),
                     bits,
                     f"where {called} is read from the file",
                     fitted=True,
@@ -48,15 +48,15 @@ def variants(problem: Problem, left: Left) -> Iterator[Priced]:
 
 def constants(problem: Problem, left: Left) -> Iterator[Priced]:
     """Each number in a formula, as it fits best."""
-    for right, source in places(problem.loops.source):
+    for right, source in each_constant(problem.loops.source):
         fitted = _of_name(problem.loops.with_(source, {}, {}), CONSTANT, right, left)
         if fitted is not None and abs(fitted / right - 1) > _SAME:
             for value, bits in (*((u, 8.0) for u in simpler(fitted)), (fitted, _BITS)):
                 edited = source.replace(CONSTANT, f"{value:.6g}")
-                yield Priced(Variant("", edited), bits, fitted=True)
+                yield Priced(Edit("", edited), bits, fitted=True)
 
 
-def places(source: str) -> Iterator[tuple[float, str]]:
+def each_constant(source: str) -> Iterator[tuple[float, str]]:
     """Each number that stands in a formula of values, and the loops with CONSTANT in its place."""
     tree = parse(source).tree
     for place in nodes(tree):
@@ -76,22 +76,20 @@ def positions(problem: Problem) -> Iterator[Priced]:
         return
     for by in (k for k in range(-_POSITIONS, _POSITIONS + 1) if k):
         words = f"positions are {abs(by)} too {'high' if by > 0 else 'low'}"
-        yield Priced(Variant(words, source.replace("positions[t]", f"(positions[t] + {by})")), 8.0, _LOOK)
+        yield Priced(Edit(words, source.replace("positions[t]", f"(positions[t] + {by})")), 8.0, _LOOK)
     for one in range(_POSITIONS):
         words = f"every token is rotated as position {one}"
-        yield Priced(Variant(words, source.replace("positions[t]", str(one))), 8.0, _LOOK)
+        yield Priced(Edit(words, source.replace("positions[t]", str(one))), 8.0, _LOOK)
     n = int(problem.loops.numbers["T"])
     wrong = problem.loops.arrays["positions"].take(np.arange(n))[problem.wrong.reshape(n, -1).any(1)]
     for last in dict.fromkeys((*(wrong[:1] - 1).astype(int).tolist(), *range(1, _POSITIONS))):
         clipped = f"(positions[t] if positions[t] < {last} else {last})"
         words = f"positions beyond {last} are taken for {last}"
-        yield Priced(Variant(words, source.replace("positions[t]", clipped)), 8.0, _LOOK_AT_TABLES)
+        yield Priced(Edit(words, source.replace("positions[t]", clipped)), 8.0, _LOOK_AT_TABLES)
     for size in dict.fromkeys((*wrong[:1].astype(int).tolist(), *range(2, _POSITIONS), *_SIZES)):
         if size > 1:
             words = f"position p is taken for p % {size}"
-            yield Priced(
-                Variant(words, source.replace("positions[t]", f"(positions[t] % {size})")), 8.0, _LOOK_AT_TABLES
-            )
+            yield Priced(Edit(words, source.replace("positions[t]", f"(positions[t] % {size})")), 8.0, _LOOK_AT_TABLES)
 
 
 def simpler(fitted: float) -> list[float]:

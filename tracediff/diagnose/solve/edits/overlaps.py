@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from tracediff.diagnose.solve.edit import Edit, Priced, Read
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.variant import Priced, Read, Variant
 
 _LOOK = "the sizes of its buffers: where each begins and ends in memory"
 _ALIGNED = 4  # values: allocators begin at multiples of 16 bytes
@@ -22,7 +22,7 @@ _ROWS: Mapping[str, Sequence[int | None]] = {
 def variants(problem: Problem) -> Iterator[Priced]:
     """From some value on, an input is a value that was computed after it: the op's own output among them."""
     op, loops = problem.op, problem.loops
-    for name, belongs, axis in zip(loops.loops.inputs, op.inputs, _ROWS.get(op.kind, ()), strict=False):
+    for name, belongs, axis in zip(loops.own.inputs, op.inputs, _ROWS.get(op.kind, ()), strict=False):
         if belongs not in problem.names:
             continue
         later = problem.earlier[problem.earlier.index(belongs) + 1 :] if belongs in problem.earlier else []
@@ -36,7 +36,7 @@ def variants(problem: Problem) -> Iterator[Priced]:
 
 def _places(problem: Problem, axis: int | None, size: int, length: int) -> Sequence[int]:
     """Where in the input so many other values may begin: they lie in all rows that are wrong, and in no other."""
-    wrong, width = problem.wrong.reshape(problem.loops.loops.shape), 1
+    wrong, width = problem.wrong.reshape(problem.loops.own.shape), 1
     if axis is None:
         low, high = 1 - length, size
     else:
@@ -61,4 +61,4 @@ def _overlaid(problem: Problem, name: str, belongs: str, other: Read, at: int, s
     source = copied + re.sub(rf"\b{name}\[", "held[", problem.loops.source)
     own, over = (read.words(problem.op) for read in (Read(belongs), other))
     words = f"values {first} to {last - 1} of {own} are those of {over} from {first - at} on: their buffers overlap"
-    return Priced(Variant(words, source, arrays=(("over", other),)), 12.0 + math.log2(size), _LOOK)
+    return Priced(Edit(words, source, arrays=(("over", other),)), 12.0 + math.log2(size), _LOOK)

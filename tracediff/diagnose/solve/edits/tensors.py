@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
+from tracediff.diagnose.solve.edit import Edit, Priced, Read
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.diagnose.solve.variant import Priced, Read, Variant
 from tracediff.model.graph import Weight
 from tracediff.names import layer_of
 
@@ -16,11 +16,11 @@ def variants(problem: Problem) -> Iterator[Priced]:
     tensors = problem.weights.file.tensors
     layer = layer_of(problem.op.name)
     bits = math.log2(max(2, len(tensors)))
-    for name, weight in zip(problem.loops.loops.weights, problem.op.weights, strict=False):
+    for name, weight in zip(problem.loops.own.weights, problem.op.weights, strict=False):
         for info in tensors.values():
             alike = (len(info.shape) == 2) == (len(weight.shape) == 2) or layer_of(info.name) == layer
             if info.name != weight.name and alike:
                 names = [Read(one).words(problem.op) for one in (info.name, weight.name)]
                 words = f"uses {names[0]} where {names[1]} belongs"
                 other = Weight(info.name, info.shape)
-                yield Priced(Variant(words, problem.loops.source, weights=((name, other),)), bits, _LOOK)
+                yield Priced(Edit(words, problem.loops.source, weights=((name, other),)), bits, _LOOK)

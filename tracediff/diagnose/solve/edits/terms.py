@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracediff.diagnose.english import nth, plural
+from tracediff.diagnose.solve.edit import Edit, Priced
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.loops.arrays import CannotRunError, Stride, strides
 from tracediff.diagnose.solve.loops.nodes import Node, Path, nodes, with_node
 from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.variant import Priced, Variant
 from tracediff.diagnose.solve.words.nouns import COUNTED, EACH, NAMED
 
 _MOST = 3  # counts that give the values that are looked at
@@ -114,7 +114,7 @@ def variants(problem: Problem, look: Look) -> Iterator[Priced]:
             for count in [count for count in counts if count][:_MOST]:
                 bits = 6.0 + math.log2(n)
                 for source in sum_.with_terms(count, n, how):
-                    yield Priced(Variant("", source), bits)
+                    yield Priced(Edit("", source), bits)
         n = sum_.n_terms(problem.loops.numbers)
         known = strides(n)
         for how in ("without", "alone") if known else ():
@@ -133,21 +133,21 @@ def every(problem: Problem) -> Iterator[Priced]:
 def _strided(problem: Problem, sum_: Reduction, stride: Stride, how: str) -> Priced:
     noun = COUNTED.get(problem.op.kind, EACH)[sum_.name]
     bits = 6.0 + math.log2(2 * len(strides(sum_.n_terms(problem.loops.numbers))))
-    return Priced(Variant(sum_.stride_words(noun, stride, how), sum_.with_stride(stride, how)), bits)
+    return Priced(Edit(sum_.stride_words(noun, stride, how), sum_.with_stride(stride, how)), bits)
 
 
-def counted(problem: Problem, left: Callable[[Variant], float]) -> Iterator[Priced]:
+def counted(problem: Problem, left: Callable[[Edit], float]) -> Iterator[Priced]:
     """The same by how many terms leave least, where the parts are not to be seen: the nearer the count, the less."""
     for sum_ in reductions(problem.loops.source):
         n = sum_.n_terms(problem.loops.numbers)
         for how in ("upto", "onwards") if n > 1 else ():
 
             def of(count: int, sum_: Reduction = sum_, n: int = n, how: str = how) -> float:
-                return left(Variant("", next(sum_.with_terms(count, n, how))))
+                return left(Edit("", next(sum_.with_terms(count, n, how))))
 
             count = _least(of, 1, n - 1)
             for source in sum_.with_terms(count, n, how):
-                yield Priced(Variant("", source), 6.0 + math.log2(n))
+                yield Priced(Edit("", source), 6.0 + math.log2(n))
 
 
 def _least(of: Callable[[int], float], first: int, last: int) -> int:

@@ -28,7 +28,7 @@ class Bound:
     """Loops with what their names stand for."""
 
     source: str
-    loops: Loops
+    own: Loops  # the op's, unedited
     numbers: Mapping[str, float]
     arrays: Mapping[str, Array]
     beyond: float = 0.0  # what lies beyond the arrays
@@ -72,7 +72,7 @@ class Bound:
     @property
     def _n(self) -> int:
         """Values of the output."""
-        return math.prod(self.loops.shape)
+        return math.prod(self.own.shape)
 
     def untouched(self, at: np.ndarray, dtype: type = np.float64) -> np.ndarray:
         """What the output's buffer held at these places: `before`, or 0."""
@@ -95,7 +95,7 @@ class Bound:
                 inside = (stored.at >= 0) & (stored.at < y.size)
                 y[stored.at[inside]] = stored.values[inside]
             beyond |= went
-        return y.reshape(self.loops.shape), beyond
+        return y.reshape(self.own.shape), beyond
 
     def stored_places(self) -> np.ndarray:
         """Places of the output that something is stored to, each once."""
@@ -120,10 +120,10 @@ class Bound:
         return np.where(finite, y, single), np.nan_to_num(error, nan=0.0, posinf=0.0)
 
     def _blocks(self) -> list[dict[str, np.ndarray]]:
-        if self.loops.block is None:
+        if self.own.block is None:
             return [{}]
-        name, step = self.loops.block
-        n = math.prod(self.loops.shape[1:])
+        name, step = self.own.block
+        n = math.prod(self.own.shape[1:])
         return [{name: np.arange(at, at + step)} for at in range(0, n + 1, step)] if n > step else [{}]
 
 
@@ -150,7 +150,7 @@ def bind(
     for i, (name, x) in enumerate(zip(loops.inputs, inputs, strict=False)):
         arrays[name] = Flat(flat(roundings[i](x.flatten(1) if op.kind == "linear" else x) if i < len(roundings) else x))
     for name, weight in zip(loops.weights, op.weights, strict=False):
-        arrays[name] = Rows(weight, weights, held_as(op, name, arithmetic))
+        arrays[name] = FlatWeight(weight, weights, held_as(op, name, arithmetic))
     return Bound(loops.source, loops, loops.numbers, arrays)
 
 
@@ -166,7 +166,7 @@ def flat(x: Tensor) -> np.ndarray:
 
 
 @dataclass(slots=True)
-class Rows:
+class FlatWeight:
     """A weight as flat numbers. Of a large matrix only the rows that are needed are read."""
 
     weight: Weight

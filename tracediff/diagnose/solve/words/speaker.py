@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracediff.diagnose.english import plural, some
+from tracediff.diagnose.solve.edit import Edit, Read
 from tracediff.diagnose.solve.loops.accesses import Access, accesses
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.loops.bound import Bound
 from tracediff.diagnose.solve.loops.interpret import Run
 from tracediff.diagnose.solve.loops.program import Program
-from tracediff.diagnose.solve.variant import Read, Variant
 from tracediff.diagnose.solve.words.masks import LESS, seen_keys
 from tracediff.diagnose.solve.words.nouns import (
     AXES,
@@ -55,11 +55,11 @@ class Speaker:
         pairs = [(a, b) for a, b in zip(right, other, strict=True) if head(a) != head(b)]
         return "; ".join(dict.fromkeys(self._statement(a, b, edited) for a, b in pairs))
 
-    def variant(self, variant: Variant, edited: Bound) -> str:
-        """What a variant does otherwise, bound to what it reads."""
-        memory = next((read.words(self.op) for name, read in variant.arrays if name == "before"), "")
-        said = variant.words or (self.renamed(dict(variant.renamed), edited) if variant.renamed else self.of(edited))
-        if variant.words or variant.touches == "values":
+    def said(self, edit: Edit, edited: Bound) -> str:
+        """What an edit does otherwise; `edited` are the loops with it, bound to what they read."""
+        memory = next((read.words(self.op) for name, read in edit.arrays if name == "before"), "")
+        said = edit.words or (self.renamed(dict(edit.renamed), edited) if edit.renamed else self.of(edited))
+        if edit.words or edit.touches == "values":
             return said.replace("what was there before", f"what was there before ({memory or '0'})")
         return said + self.rest(edited, memory)
 
@@ -83,7 +83,7 @@ class Speaker:
     def rest(self, edited: Bound, memory: str) -> str:
         """What is where nothing is stored; empty where all is."""
         n_stored = len(edited.stored_places())
-        if n_stored == np.prod(self.right.loops.shape):
+        if n_stored == np.prod(self.right.own.shape):
             return ""
         return f"; {'elsewhere ' if n_stored else ''}the output is {memory or 'as it was: 0'}"
 
@@ -275,7 +275,7 @@ class Speaker:
 
     def called(self, array: str) -> str:
         """An array by the name of the value or the weight that it is."""
-        loops = self.right.loops
+        loops = self.right.own
         if array in loops.inputs:
             return Read(self.op.inputs[loops.inputs.index(array)]).words(self.op)
         if array in loops.weights:

@@ -62,7 +62,7 @@ SOURCES = {"past": Read("past"), "starts": Read("past", "all")}
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class Edit:
     """An op by edited loops; without `words` the loops themselves are put into words.
 
     `arrays` are names in them that stand for another value of the trace ("before" is what the output's buffer held),
@@ -80,14 +80,10 @@ class Variant:
 
     def op(self, op: Op, loops: Loops, beyond: bool = False) -> Op:
         """The op so changed; `loops` are its own. `beyond`: some values follow from what lies beyond an array."""
-        past = op.past or (False,) * len(op.inputs)
         own = ((RECORDED, Read(op.name)),) if beyond else ()
         other, arrays = dict(self.weights), (*self.arrays, *sources(self.source), *own)
         return replace(
-            op,
-            inputs=(*op.inputs, *(read.name for _, read in arrays)),
-            past=(*past, *(read.past for _, read in arrays)),
-            views=(*op.views, *(None for _ in arrays)) if op.views else (),
+            op.also_reading(*((read.name, read.past) for _, read in arrays)),
             weights=tuple(
                 _instead(weight, other[name]) if name in other else weight
                 for name, weight in zip(loops.weights, op.weights, strict=False)
@@ -110,7 +106,7 @@ def relayered(changed: Op, right: Op, other: Op) -> Op | None:
         return inputs.get(text) or text.replace(f"blk.{here}.", f"blk.{there}.")
 
     def elsewhere(weight: Weight) -> Weight:
-        read = getattr(weight.read, "moved", None)  # of what reads other tensors
+        read = getattr(weight.read, "renamed", None)  # of what reads other tensors
         return replace(weight, name=moved(weight.name), read=read(moved) if read else weight.read)
 
     weights = (
@@ -143,7 +139,7 @@ class OtherTensor:
 
     name: str
 
-    def moved(self, name: Callable[[str], str]) -> Self:
+    def renamed(self, name: Callable[[str], str]) -> Self:
         """The same of a tensor of another name."""
         return replace(self, name=name(self.name))
 
@@ -164,7 +160,7 @@ def sources(source: str) -> list[tuple[str, Read]]:
 class Priced:
     """A hypothesis and what it takes to say it, in bits."""
 
-    variant: Variant
+    edit: Edit
     bits: float
     look: str = "the loops, indices and arithmetic of its kernel"
     fitted: bool = False  # whether a number in it was fitted
@@ -192,7 +188,7 @@ class Reworked:
                 unknown = edited.unknown(y)
                 y.flat[unknown] = extra[RECORDED].values[unknown]
         except CannotRunError:  # in this step: then it explains nothing here
-            y = np.full(bound.loops.shape, math.nan)
+            y = np.full(bound.own.shape, math.nan)
             error = np.zeros_like(y)
         if call.energy:
             call.energy.measured = torch.from_numpy(error).to(inputs[0].device)
