@@ -1,13 +1,11 @@
 """The arrow diagram as code: traces -> align -> compare -> replay -> judge -> diagnose -> result."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from tracediff.audit.held import compare_weights, refuse_another_model, rounded_weights
 from tracediff.compare.align import Pair, plan, same_input
@@ -77,20 +75,21 @@ def compare_traces(
             ops.append(op)
             progress("compare", (done + len(ops) / len(pairs)) / len(sides))
     notes = [*trace_notes(r), *trace_notes(c)]
-    weights = weights_of(sides, [list(compare_weights(r, side, model)) for side in sides])
+    weights = [list(compare_weights(r, side, model)) for side in sides]
     judged: list[Judged] = []
     if model:
-        refuse_another_model(c, model)
-        refuse_another_model(r, model)
+        held = list(compare_weights(None, r, model))
+        refuse_another_model(weights[0], c, model)
+        refuse_another_model(held, r, model)
     with connected(effort.ray if model else None, effort.workers) as cluster:
         if model:
-            given = [*((side, arithmetic) for side in sides), (r, None)]
+            given = [*((*one, arithmetic) for one in zip(sides, weights, strict=True)), (r, held, None)]
             *judged, theirs = _replayed(model, given, effort, cluster, progress)
             measured = [
                 [_with_replay(op, model, one, theirs) for op in ops] for ops, one in zip(measured, judged, strict=True)
             ]
             notes += [*theirs.notes, *judged[0].notes, *judged[0].ties(r)]
-        return _result(measured, weights, notes, r, sides, judged, model, policy, effort, progress)
+        return _result(measured, weights_of(sides, weights), notes, r, sides, judged, model, policy, effort, progress)
 
 
 def check_trace(
@@ -107,13 +106,14 @@ def check_trace(
     c = sides[0]
     model = opened(model, c)
     policy.check([*(op for _, op in c.ops), *_required_of(model, policy)])
-    refuse_another_model(c, model)
-    weights = weights_of(sides, [list(compare_weights(None, side, model)) for side in sides])
+    weights = [list(compare_weights(None, side, model)) for side in sides]
+    refuse_another_model(weights[0], c, model)
     with connected(effort.ray, effort.workers) as cluster:
-        judged = _replayed(model, [(side, arithmetic) for side in sides], effort, cluster, progress)
+        given = [(*one, arithmetic) for one in zip(sides, weights, strict=True)]
+        judged = _replayed(model, given, effort, cluster, progress)
         checked = [_checked(side, model, one) for side, one in zip(sides, judged, strict=True)]
         notes = [*trace_notes(c), *judged[0].notes, *judged[0].ties(None)]
-        return _result(checked, weights, notes, None, sides, judged, model, policy, effort, progress)
+        return _result(checked, weights_of(sides, weights), notes, None, sides, judged, model, policy, effort, progress)
 
 
 def _checked(trace: Trace, model: "Model", judged: "Judged") -> list[OpResult]:
@@ -131,10 +131,6 @@ def _checked(trace: Trace, model: "Model", judged: "Judged") -> list[OpResult]:
     return ops
 
 
-def _held(trace: Trace, model: "Model") -> Mapping[str, np.ndarray]:
-    return rounded_weights(compare_weights(None, trace, model), trace)
-
-
 def plan_traces(
     traces: Sequence[tuple[Paths, str | None]], model: "Path | Model", progress: Callable[[float], None]
 ) -> Iterator[str]:
@@ -145,8 +141,9 @@ def plan_traces(
     for done, (path, arithmetic) in enumerate(traces):
         trace = open_trace(path).sides[0]
         model = opened(model, trace)
-        refuse_another_model(trace, model)
-        (replay,) = replays_of(model, [Subject(trace, _held(trace, model), arithmetic)])
+        weights = list(compare_weights(None, trace, model))
+        refuse_another_model(weights, trace, model)
+        (replay,) = replays_of(model, [Subject(trace, rounded_weights(weights, trace, model), arithmetic)])
         yield f"{trace.path}: how each sort of record is recomputed from what was recorded of its inputs"
         yield from (f"  {line}" for line in replay.plan.lines())
         yield f"  a process that judges it takes {needed([replay])}"
@@ -239,19 +236,21 @@ def _result(
 
 def _replayed(
     model: "Model",
-    sides: Iterable[tuple[Trace, str | None]],
+    sides: Iterable[tuple[Trace, Iterable[WeightResult], str | None]],
     effort: Effort,
     cluster: Cluster | None,
     progress: Progress,
 ) -> "list[Judged]":
-    """Each trace, in its arithmetic if given. Replay needs torch, which `compare` without a model does without."""
+    """Each trace, with what was found of its weights, in its arithmetic if given. Replay needs torch, which `compare`
+    without a model does without.
+    """
     if effort.workers > 1 and not cluster:
         begin()
     from tracediff.diagnose.judged import replay_and_explain
     from tracediff.replay.judging import Subject
     from tracediff.replay.workers import Workers
 
-    subjects = [Subject(side, _held(side, model), arithmetic) for side, arithmetic in sides]
+    subjects = [Subject(side, rounded_weights(weights, side, model), arithmetic) for side, weights, arithmetic in sides]
     workers = Workers(effort.workers, cluster)
     return replay_and_explain(model, subjects, workers, lambda f: progress("replay", f), effort.device)
 

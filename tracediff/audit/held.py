@@ -43,32 +43,30 @@ def compare_weights(reference: Trace | None, candidate: Trace, model: "Model | N
             yield compare_weight(name, expected, candidate)
 
 
-def rounded_weights(weights: Iterable[WeightResult], trace: Trace) -> dict[str, np.ndarray]:
-    """What a trace holds of the file in a shorter type: its ops were computed with that, not with the file's values."""
-    return {w.weight: trace.values(trace.weights[w.weight]) for w in weights if w.status == "rounded"}
-
-
-def refuse_another_model(trace: Trace, model: "Model") -> None:
-    """Raises MismatchError when none of several norm weights is the file's and no known mistake explains one, or when
-    all are cut short: with other sizes there is no op to compare.
+def rounded_weights(weights: Iterable[WeightResult], trace: Trace, model: "Model") -> dict[str, np.ndarray]:
+    """What a trace holds of the file in a shorter type: its ops were computed with that, not with the file's values.
+    `weights` is what was found of those that it recorded.
     """
-    file = model.tensors
-    names = [name for name in trace.weights if name.endswith("norm.weight") and name in file]
-    found = []
-    for name in names if len(names) > 1 else ():
-        found.append(compare_weight(name, file.get(name), trace, readings(file, name, file.file)))
-        if found[-1].status != "wrong" or found[-1].cause not in (None, CUT_SHORT):
-            return  # as a rule the first is right, and no other is looked at
-    if not found:
+    names = [w.weight for w in weights if w.status == "rounded" and w.weight in model.tensors]
+    return {name: trace.values(trace.weights[name]) for name in names}
+
+
+def refuse_another_model(weights: Iterable[WeightResult], trace: Trace, model: "Model") -> None:
+    """Raises MismatchError when none of several norm weights is the file's and no known mistake explains one, or when
+    all are cut short: with other sizes there is no op to compare. `weights` is what was found of those that the trace
+    recorded.
+    """
+    norms = [w for w in weights if w.weight.endswith("norm.weight") and w.weight in model.tensors]
+    if len(norms) < 2 or any(w.status != "wrong" or w.cause not in (None, CUT_SHORT) for w in norms):
         return
-    if all(weight.cause == CUT_SHORT for weight in found):
+    if all(weight.cause == CUT_SHORT for weight in norms):
         raise MismatchError(
-            f"{trace.path}: its {len(names)} norm weights are those of {model.path}, cut short ({names[0]}: "
-            f"{found[0].note}): the engine takes the model for one of other sizes. Compare the width, the heads and "
+            f"{trace.path}: its {len(norms)} norm weights are those of {model.path}, cut short ({norms[0].weight}: "
+            f"{norms[0].note}): the engine takes the model for one of other sizes. Compare the width, the heads and "
             "the layers that it reads from the file's metadata."
         )
     raise MismatchError(
-        f"{trace.path}: none of its {len(names)} norm weights is that of {model.path}: it is a trace of another "
+        f"{trace.path}: none of its {len(norms)} norm weights is that of {model.path}: it is a trace of another "
         f"model (its first line says {trace.header.model!r}), or its engine loads them all wrongly. Give the GGUF "
         "file that it was made with; if this is it, compare the sizes and offsets with which tensors are read."
     )

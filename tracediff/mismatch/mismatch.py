@@ -291,7 +291,8 @@ def _wrong_weights(a: Trace, b: Trace, model: "Model | None") -> dict[str, tuple
     if model is None:
         found = {"B": tuple(compare_weights(a, b, None))}
     else:
-        for trace in (a, b):
-            refuse_another_model(trace, model)
-        found = {side: tuple(compare_weights(None, trace, model)) for side, trace in (("A", a), ("B", b))}
+        traces = {"A": a, "B": b}
+        found = {side: tuple(compare_weights(None, trace, model)) for side, trace in traces.items()}
+        for side, trace in traces.items():
+            refuse_another_model(found[side], trace, model)
     return {side: wrong for side, all_ in found.items() if (wrong := tuple(w for w in all_ if w.status == "wrong"))}
