@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tracediff.diagnose.english import some, told_apart
 from tracediff.diagnose.mistakes.fit import fitted
-from tracediff.diagnose.mistakes.masks import SOFTMAX, unseen
+from tracediff.diagnose.mistakes.masks import SOFTMAX, is_bent
 from tracediff.diagnose.mistakes.mistake import (
     Area,
     Context,
@@ -23,7 +23,7 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.model.graph import Graph, Op
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.kinds.attention import scores, softmax, weighted_values
+from tracediff.numerics.kinds.attention import scores, softmax, unseen_in, weighted_values
 
 AREA = Area()
 SCORES = Where(("scores",))
@@ -98,11 +98,11 @@ def _half_row(op: Op, _: Context) -> Variants:
     "the maximum that exp's argument is taken from", SOFTMAX, "llama-orch bf9f4fba",
 )  # fmt: skip
 def _no_maximum(op: Op, _: Context) -> Variants:
-    if op.attrs.get("softcap") or op.attrs.get("max_bias") or op.weights:
+    if is_bent(op) or op.weights:
         return
 
     def function(scores: Tensor, queries: Tensor, keys: Tensor, **_: Any) -> Tensor:
-        each = torch.exp(scores * op.attrs["scale"]).float().masked_fill(unseen(op, queries, keys), 0.0)
+        each = torch.exp(scores * op.attrs["scale"]).float().masked_fill(unseen_in(op.attrs, queries, keys), 0.0)
         return (each / each.sum(-1, keepdim=True)).to(scores.dtype)
 
     yield computing(op, function), "the largest score is not subtracted: exp overflows beyond 88"
@@ -117,7 +117,7 @@ _RESCALED = {(False, True): "sum", (True, False): "output", (False, False): "sum
     "exp(old maximum - new maximum), by which flash attention multiplies both its sum and its output", SOFTMAX,
 )  # fmt: skip
 def _not_rescaled(op: Op, context: Context) -> Variants:
-    if op.attrs.get("softcap") or op.attrs.get("max_bias") or op.weights:
+    if is_bent(op) or op.weights:
         return
     # A query that sees one block alone has nothing to rescale.
     most = context.wrong_from() if context.wrong_from else _BLOCKS[-1]
@@ -132,7 +132,7 @@ def _online(
     op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *, block: int, of_sum: bool, of_output: bool, **_: Any
 ) -> Tensor:
     """Probabilities as they come of sums of exp(score - largest score up to the key's block), some not rescaled."""
-    scaled = (scores * op.attrs["scale"]).masked_fill(unseen(op, queries, keys), -math.inf)
+    scaled = (scores * op.attrs["scale"]).masked_fill(unseen_in(op.attrs, queries, keys), -math.inf)
     plain = scaled.as_subclass(Tensor)  # what the largest is off by makes no difference
     blocks = torch.nn.functional.pad(plain, (0, -len(keys) % block), value=-math.inf).unflatten(-1, (-1, block))
     largest = blocks.amax(-1).cummax(-1).values.repeat_interleave(block, -1)[..., : len(keys)]

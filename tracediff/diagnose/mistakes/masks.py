@@ -22,13 +22,11 @@ from tracediff.diagnose.mistakes.mistake import (
     weights_of,
 )
 from tracediff.model.graph import Op
-from tracediff.numerics.kinds import attention
-from tracediff.numerics.kinds.attention import causal, hidden, softmax
+from tracediff.numerics.kinds.attention import VISIBLE, causal, hidden, softmax, unseen_in
 
 AREA = Area()
 SOFTMAX = Where(("softmax",))
-_VISIBLE = ("mask", "window", "chunk", "causal")  # attributes that say what a query sees
-_NEAR = frozenset(("window", "chunk"))  # of these, what hides far keys
+_NEAR = frozenset(("window", "chunk"))  # of what says what a query sees, what hides far keys
 _PLANTED = 4  # tokens of a window
 _CACHES = (512.0, 64.0, 4096.0)  # lengths
 _USUAL = (1e4, 1e3, 1e2, 1e1, 1.0)  # in the place of infinity
@@ -115,12 +113,12 @@ def _shown(context: Context) -> tuple[int, dict[str, int]]:
         size = context.wrong_from() if context.wrong_from else _PLANTED
         return 0, {"window": size, "chunk": size}
     _, queries, keys = context.seen.inputs[:3]
-    unseen = (context.seen.output == 0).all(0) & ~causal(queries, keys)
-    some_are = unseen.any(1)
+    empty = (context.seen.output == 0).all(0) & ~causal(queries, keys)
+    some_are = empty.any(1)
     if not bool(some_are.any()):
         return 0, {"window": 0, "chunk": 0}
-    at = keys.expand(unseen.shape)[some_are]
-    first, last = (f(at, unseen[some_are]) for f in (_least, _most))
+    at = keys.expand(empty.shape)[some_are]
+    first, last = (f(at, empty[some_are]) for f in (_least, _most))
     # What underflowed is 0 as well: it makes windows look smaller, never larger.
     return int(first.max()), {"window": int((queries[some_are] - last).max()), "chunk": int(last.min()) + 1}
 
@@ -140,9 +138,9 @@ def _but_the_first(queries: Tensor, keys: Tensor, size: int, kept: int) -> Tenso
 # --- what is added to masked scores -----------------------------------------------------------------------------------
 
 
-def unseen(op: Op, queries: Tensor, keys: Tensor) -> Tensor:
-    """Which keys a softmax's queries may not see, bool [T, S]."""
-    return attention.unseen(queries, keys, **{name: op.attrs[name] for name in _VISIBLE if name in op.attrs})
+def is_bent(op: Op) -> bool:
+    """Whether a softmax does more to scores than to scale and mask them: a soft cap, ALiBi's distances."""
+    return bool(op.attrs.get("softcap") or op.attrs.get("max_bias"))
 
 
 def _masking(op: Op, value: float, added: bool) -> Variant:
@@ -155,8 +153,8 @@ def _masking(op: Op, value: float, added: bool) -> Variant:
 def _masked(
     op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *sinks: Tensor, value: float, added: bool, **_: Any
 ) -> Tensor:
-    plain = {name: attr for name, attr in op.attrs.items() if name not in _VISIBLE}
-    hides, bias = unseen(op, queries, keys), -value / op.attrs["scale"]
+    plain = {name: attr for name, attr in op.attrs.items() if name not in VISIBLE}
+    hides, bias = unseen_in(op.attrs, queries, keys), -value / op.attrs["scale"]
     masked = scores + bias if added else torch.full_like(scores, bias)
     return softmax(torch.where(hides, masked, scores), queries, keys, *sinks, mask=_nothing_hidden, **plain)
 
@@ -172,7 +170,7 @@ def _value(op: Op) -> float:
     number=Number(_value, lambda op, number: _masking(op, number, True), ()),
 )  # fmt: skip
 def _finite(op: Op, context: Context) -> Variants:
-    if op.attrs.get("softcap") or op.attrs.get("max_bias"):
+    if is_bent(op):
         return
     yield _masking(op, 0.0, False)._replace(fitted=False)
     for added in (True, False):
@@ -187,7 +185,7 @@ def _fitted(op: Op, seen: Seen, added: bool) -> float | None:
     those that should be 0 alone, for beside the others they may be next to nothing.
     """
     scores, queries, keys = seen.inputs[:3]
-    hides = unseen(op, queries, keys).expand(scores.shape)
+    hides = unseen_in(op.attrs, queries, keys).expand(scores.shape)
     shown, right = seen.output.masked_fill(~hides, 0.0), seen.output.masked_fill(hides, 0.0)
     head, token, key = (int(i) for i in torch.unravel_index(shown.argmax(), shown.shape))
     other = int(right[head, token].argmax())
@@ -206,11 +204,11 @@ def _fitted(op: Op, seen: Seen, added: bool) -> float | None:
     "the order of the mask and the softmax", SOFTMAX,
 )  # fmt: skip
 def _after(op: Op, _: Context) -> Variants:
-    plain = {name: attr for name, attr in op.attrs.items() if name not in _VISIBLE}
+    plain = {name: attr for name, attr in op.attrs.items() if name not in VISIBLE}
 
     def function(scores: Tensor, queries: Tensor, keys: Tensor, *sinks: Tensor, **_: Any) -> Tensor:
         probs = softmax(scores, queries, keys, *sinks, mask=_nothing_hidden, **plain)
-        return probs.masked_fill(unseen(op, queries, keys), 0.0)
+        return probs.masked_fill(unseen_in(op.attrs, queries, keys), 0.0)
 
     yield computing(op, function), "the mask comes after the softmax: probabilities of hidden keys are lost"
 
@@ -241,7 +239,7 @@ def _length(op: Op) -> float:
     number=Number(_length, _in_padded, ()),
 )  # fmt: skip
 def _padded(op: Op, context: Context) -> Variants:
-    if op.attrs.get("softcap") or op.attrs.get("max_bias"):
+    if is_bent(op):
         return
     if context.seen is None:
         yield from (_in_padded(op, length)._replace(fitted=False) for length in _CACHES)

@@ -25,7 +25,7 @@ from tracediff.numerics.evaluate import computed, evaluate, noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Made, held
-from tracediff.numerics.kinds.norm import layer_norm, rms_norm
+from tracediff.numerics.kinds.norm import layer_norm, rms_norm, scaled
 from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
@@ -67,7 +67,7 @@ def _eps(op: Op, context: Context) -> Variants:
 )  # fmt: skip
 def _eps_outside(op: Op, _: Context) -> Variants:
     def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
-        return _times(x / (x.square().mean(-1, keepdim=True).sqrt() + eps), weight)
+        return scaled(x / (x.square().mean(-1, keepdim=True).sqrt() + eps), *weight)
 
     yield computing(op, function), "eps is added outside the root"
 
@@ -109,12 +109,6 @@ def _norm_scaled(op: Op, context: Context) -> Variants:
         )
 
 
-def _times(x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:
-    """With the weight and bias that there are."""
-    x = x * weight[0] if weight else x
-    return x + weight[1] if len(weight) > 1 else x
-
-
 @dataclass(frozen=True, slots=True)
 class _RoundedBetween:
     """A norm whose value is rounded before the weight multiplies it: `Op.rework`."""
@@ -123,7 +117,7 @@ class _RoundedBetween:
 
     def compute(self, call: Call) -> Tensor:
         """The output."""
-        return _times(rounding_named(self.dtype)(computed(_unweighted(call.op), call)), tuple(held(call)))
+        return scaled(rounding_named(self.dtype)(computed(_unweighted(call.op), call)), *held(call))
 
     def noise(self, made: Made) -> Noise:
         """That of the norm; where the value lies so near the middle of two numbers that it may be rounded to either,
@@ -182,19 +176,19 @@ def _of_all_heads(op: Op, context: Context) -> Variants:
     if len(op.axes) == 3 and op.axes[1] != 1:
 
         def function(x: Tensor, *weights: Tensor, eps: float) -> Tensor:
-            return _times(norm(x.flatten(1), eps=eps).unflatten(1, x.shape[1:]), weights)
+            return scaled(norm(x.flatten(1), eps=eps).unflatten(1, x.shape[1:]), *weights)
 
         yield computing(op, function), "all heads are normed at once, not each by itself"
     elif len(op.axes) == 2 and isinstance(own, int) and own % head_dim == 0 and own > head_dim:
 
         def each(x: Tensor, *weights: Tensor, eps: float) -> Tensor:
-            return _times(norm(x.unflatten(1, (-1, head_dim)), eps=eps).flatten(1), weights)
+            return scaled(norm(x.unflatten(1, (-1, head_dim)), eps=eps).flatten(1), *weights)
 
         yield computing(op, each), "each head is normed by itself, not all at once"
 
         def alike(x: Tensor, *weights: Tensor, eps: float) -> Tensor:
             first = tuple(weight[:head_dim] for weight in weights)
-            return _times(norm(x.unflatten(1, (-1, head_dim)), eps=eps), first).flatten(1)
+            return scaled(norm(x.unflatten(1, (-1, head_dim)), eps=eps), *first).flatten(1)
 
         words = "each head is normed by itself, with the weights of the first, not all at once"
         yield computing(op, alike), words
@@ -208,7 +202,7 @@ def _norm_f16(op: Op, _: Context) -> Variants:
     def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
         squares = x.half().square()
         mean = squares.double().mean(-1, keepdim=True).to(x.dtype)
-        return _times(x * torch.rsqrt(mean + eps), weight)
+        return scaled(x * torch.rsqrt(mean + eps), *weight)
 
     yield computing(op, function), "squares are float16: infinite where |x| > 256"
 

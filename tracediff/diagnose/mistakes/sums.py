@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.masks import unseen
+from tracediff.diagnose.mistakes.masks import is_bent
 from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where, computing
 from tracediff.diagnose.mistakes.near import is_near
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import computed, noise_of
 from tracediff.numerics.floors import UNIT, Noise
+from tracediff.numerics.kinds.attention import unseen_in
 from tracediff.numerics.kinds.kind import Call, Made
+from tracediff.numerics.kinds.norm import scaled
 from tracediff.numerics.roundings import rounding_named, single
 
 AREA = Area()
@@ -77,14 +79,12 @@ class _HalfMatmul:
 
 def _norm(x: Tensor, *weights: Tensor, eps: float, sums: _Sums) -> Tensor:
     mean = sums.along(x.square()) / x.shape[-1]
-    x = x * torch.rsqrt(mean + eps)
-    x = x * weights[0] if weights else x
-    return x + weights[1] if len(weights) > 1 else x
+    return scaled(x * torch.rsqrt(mean + eps), *weights)
 
 
 def _softmax(op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *, sums: _Sums, **_: Any) -> Tensor:
-    scaled = (scores * op.attrs["scale"]).masked_fill(unseen(op, queries, keys), -math.inf)
-    each = torch.exp(scaled - scaled.amax(-1, keepdim=True))
+    logits = (scores * op.attrs["scale"]).masked_fill(unseen_in(op.attrs, queries, keys), -math.inf)
+    each = torch.exp(logits - logits.amax(-1, keepdim=True))
     return each / sums.along(each)
 
 
@@ -93,7 +93,7 @@ def _softmax(op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *, sums: _Su
     "the type of the accumulator in the kernel: float32", Where(("linear", "rms_norm", "softmax")),
 )  # fmt: skip
 def _in_half(op: Op, context: Context) -> Variants:
-    if op.kind == "softmax" and (op.attrs.get("softcap") or op.attrs.get("max_bias") or op.weights):
+    if op.kind == "softmax" and (is_bent(op) or op.weights):
         return
     for dtype, name in _TYPES.items():
         for terms, also in ((False, ""), (True, ", rounded to it too,")):

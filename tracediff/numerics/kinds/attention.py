@@ -3,7 +3,7 @@ D head_dim.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -58,10 +58,18 @@ def unseen(query_positions: Tensor, key_positions: Tensor, *, mask: Mask | None 
     return mask(query_positions, key_positions) | (right & ~causal(query_positions, key_positions))
 
 
+VISIBLE = ("mask", "window", "chunk", "causal")  # attributes of a softmax that say what a query sees
+
+
+def unseen_in(attrs: Mapping[str, Any], query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    """[T], [S] -> bool [T, S]: what is `unseen` in a softmax with these attributes."""
+    return unseen(query_positions, key_positions, **{name: attrs[name] for name in VISIBLE if name in attrs})
+
+
 def mask(query_positions: Tensor, key_positions: Tensor, **visible: Any) -> Tensor:
     """[T], [S] -> [T, S]: what is added to scores, 0 or minus infinity."""
-    unseen = hidden(query_positions, key_positions, **visible)
-    return torch.zeros(unseen.shape, dtype=torch.float32, device=unseen.device).masked_fill(unseen, -math.inf)
+    hides = hidden(query_positions, key_positions, **visible)
+    return torch.zeros(hides.shape, dtype=torch.float32, device=hides.device).masked_fill(hides, -math.inf)
 
 
 def temperature(positions: Tensor, *, scale: float, every: int, offset: float) -> Tensor:
@@ -202,7 +210,6 @@ def _noise_of_values(made: Made) -> Noise:
     return own if n_runs >= len(v) else replace(own, sigma=own.sigma * math.sqrt(len(v) / n_runs))
 
 
-_VISIBLE = ("window", "chunk", "causal")
 # Units that two engines' scales are apart, each a constant that roundings made: YaRN's mscale^2 / sqrt(d) in float64,
 # and as llama.cpp has it in float32 (src/models/deepseek2.cpp), 2.5 of them for a factor of 40 and d of 40.
 _SCALE_UNITS = 4
@@ -213,15 +220,14 @@ def _softmax_noise(made: Made) -> Noise:
     that difference what the scale is off by.
     """
     op = made.op
-    if op.weights or not op.attrs.keys() <= {"scale", "mask", *_VISIBLE}:
+    if op.weights or not op.attrs.keys() <= {"scale", *VISIBLE}:
         return _softmax_noise_of_any(made)
     scores, queries, keys = made.inputs
     y, unit = made.y, made.unit
-    visible = {name: op.attrs[name] for name in _VISIBLE if name in op.attrs}
-    unseen = hidden(queries, keys, **visible) if visible else op.attrs.get("mask", causal)(queries, keys)
-    scaled = (scores * op.attrs["scale"]).masked_fill(unseen, -math.inf)
+    hides = unseen_in(op.attrs, queries, keys)
+    scaled = (scores * op.attrs["scale"]).masked_fill(hides, -math.inf)
     largest = scaled.amax(-1, keepdim=True)
-    sizes = (scaled.abs() + largest.abs() + (1 + _SCALE_UNITS) * (largest - scaled)).masked_fill(unseen, 0.0)
+    sizes = (scaled.abs() + largest.abs() + (1 + _SCALE_UNITS) * (largest - scaled)).masked_fill(hides, 0.0)
     magnified = y * ((unit + made.between) * sizes + 4 * unit)
     sigma = unit * made.size * math.sqrt(y.shape[-1]) / 3
     return Noise(sigma, made.stored + magnified, alike=y.shape[-1])

@@ -13,7 +13,7 @@ _ROWS = 8  # that are looked at for equal values
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float) -> Tensor:
     """[..., n] -> [..., n]: x / sqrt(mean(x^2) + eps) * weight + bias (https://arxiv.org/abs/1910.07467)."""
-    return _scaled(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), weight, bias)
+    return scaled(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), weight, bias)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float) -> Tensor:
@@ -33,10 +33,11 @@ def group_norm(
     x = x.reshape((1,) * (3 - x.ndim) + tuple(x.shape))
     parts = x.split(-(-len(x) // groups))
     normed = [layer_norm(part.flatten(), eps=eps).reshape(part.shape) for part in parts]
-    return _scaled(torch.cat(normed), weight, bias)
+    return scaled(torch.cat(normed), weight, bias)
 
 
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def scaled(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """[..., n] -> [..., n]: x * weight + bias, with those that there are."""
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
