@@ -9,7 +9,7 @@ import pytest
 from conftest import Models, some_of
 
 from tracediff.names import split
-from tracediff.pipeline import check_trace
+from tracediff.pipeline import Effort, check_trace
 
 
 def renamed(trace: Path, out: Path, names: dict[str, str]) -> Path:
@@ -50,6 +50,16 @@ def test_names_that_are_exchanged_are_one_finding(
         assert op.cause
         assert all(place.mistaken == pytest.approx(place.recorded, rel=1e-5) for place in op.cause.places)
         assert len(op.cause.places) > 1
+
+
+def test_names_are_sought_within_the_time(models: Models, torch_trace: Callable[..., Path], tmp_path: Path) -> None:
+    model = models("k-quants", "Q8_0")
+    trace = renamed(
+        torch_trace(model, arithmetic="llama.cpp"), tmp_path / "a.trace", {"attn_k": "attn_v", "attn_v": "attn_k"}
+    )
+    result = check_trace(trace, model, effort=Effort(seconds=0.0))
+    assert result.faulty
+    assert not any(op.cause for op in result.faulty)
 
 
 def test_weights_that_are_exchanged_are_not_said_to_be_names(models: Models, torch_trace: Callable[..., Path]) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from tracediff.cli.options import TraceOut
 from tracediff.cli.output import MATCH, say
 from tracediff.interchange import Format
 
@@ -12,7 +13,7 @@ from tracediff.interchange import Format
 def import_(
     form: Annotated[Format, typer.Argument(metavar="FORMAT", help=f"One of {', '.join(get_args(Format))}.")],
     path: Annotated[Path, typer.Argument(help="The file, or the folder of npy and sglang.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The trace to write: OUT.trace, and OUT.bin beside it.")],
+    out: TraceOut,
     name_map: Annotated[
         Path | None, typer.Option("--map", help="What foreign names stand for: lines of FOREIGN=CANONICAL, or JSON.")
     ] = None,

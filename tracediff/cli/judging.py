@@ -15,9 +15,11 @@ from tracediff.cli.options import (
     Explain,
     Fault,
     Json,
+    MadeWith,
     Require,
     Resolve,
     ShowPlan,
+    ToJudge,
     Tolerance,
     grouped,
     policy_of,
@@ -220,10 +222,8 @@ def _explained(result: "Result", op: str | None, code: int) -> int:
 
 @grouped
 def check(
-    trace: Annotated[
-        list[Path], typer.Argument(help="The trace to judge; of an engine of several ranks those of all.")
-    ],
-    model: Annotated[Path, typer.Option(help="The GGUF file that it was made with.")],
+    trace: ToJudge,
+    model: MadeWith,
     arithmetic: ArithmeticOption = None,
     require: Require = None,
     resolve: Resolve = None,

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tracediff.pipeline import Effort
     from tracediff_reference.protocol import Options
 
+MadeWith = Annotated[Path, typer.Option("--model", help="The GGUF file that it was made with.")]
+TraceOut = Annotated[Path, typer.Option("-o", "--out", help="The trace to write: OUT.trace, and OUT.bin beside it.")]
+ToJudge = Annotated[list[Path], typer.Argument(help="The trace to judge; of an engine of several ranks those of all.")]
 ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.", show_default=False)]
 PromptText = Annotated[str | None, typer.Option("-p", "--prompt", help="Text, tokenised by llama.cpp.")]
 Tokens = Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")]

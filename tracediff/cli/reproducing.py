@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tracediff.cli.options import ArithmeticOption, EffortOptions, grouped
+from tracediff.cli.options import ArithmeticOption, EffortOptions, MadeWith, ToJudge, grouped
 from tracediff.cli.output import MATCH, progress_bars, read_of, say
 from tracediff.files import check
 
@@ -15,7 +15,7 @@ def reproduce(
         list[Path],
         typer.Argument(help="The trace in which the op is faulty; of an engine of several ranks those of all."),
     ],
-    model: Annotated[Path, typer.Option(help="The GGUF file that it was made with.")],
+    model: MadeWith,
     op: Annotated[str, typer.Option(help="The op, as blk.2.attn_q.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The folder to write.")],
     step: Annotated[int, typer.Option(help="The step in which it is faulty.")] = 0,
@@ -32,10 +32,8 @@ def reproduce(
 
 @grouped
 def bundle(
-    trace: Annotated[
-        list[Path], typer.Argument(help="The trace to judge; of an engine of several ranks those of all.")
-    ],
-    model: Annotated[Path, typer.Option(help="The GGUF file that it was made with.")],
+    trace: ToJudge,
+    model: MadeWith,
     out: Annotated[Path, typer.Option("-o", "--out", help="The archive to write: OUT.zip.")],
     reference: Annotated[Path | None, typer.Option(help="A trace that is right, to compare with.")] = None,
     arithmetic: ArithmeticOption = None,

@@ -18,6 +18,7 @@ from tracediff.cli.options import (
     ModelPath,
     Prompts,
     PromptText,
+    TraceOut,
     grouped,
 )
 from tracediff.cli.output import MATCH, progress_bars, say
@@ -47,7 +48,7 @@ def _refuse_options_of_others(context: typer.Context, engine: str) -> None:
 def trace(
     context: typer.Context,
     model: ModelPath,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The trace to write: OUT.trace, and OUT.bin beside it.")],
+    out: TraceOut,
     engine: Annotated[
         Literal["torch", "llama.cpp", "transformers"], typer.Option(help="Which engine to trace.")
     ] = "torch",

@@ -46,10 +46,16 @@ def _named(token: int, vocabulary: Vocabulary) -> str:
 # --- what may have happened; each yields a sentence or nothing ----------------------------------------------------
 
 
+def _each_side(a: _Ids, b: _Ids) -> Iterator[tuple[str, _Ids, _Ids]]:
+    """Which side may be wrong, what the other was fed and what it was."""
+    yield "candidate", a, b
+    yield "reference", b, a
+
+
 def _leading_space(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:
     """Byte-level BPE marks a space by U+0120, SentencePiece by U+2581, and adds one in front of a text."""
     at = _first(a, b)
-    for name, x, y in (("candidate", a, b), ("reference", b, a)):
+    for name, x, y in _each_side(a, b):
         pieces = [(vocabulary.decode(x[at : at + 1]), vocabulary.decode(y[at : at + 1]))]
         pieces += [(vocabulary.decode(x[at:]), vocabulary.decode(y[at:]))]
         if any(longer and shorter and longer == f" {shorter}" for shorter, longer in pieces):
@@ -69,7 +75,7 @@ def _begin(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:
 
 def _end(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:
     eos = vocabulary.special("eos")
-    for name, x, y in (("candidate", a, b), ("reference", b, a)):
+    for name, x, y in _each_side(a, b):
         if y[:-1] == x and y[-1] != vocabulary.special("padding") and eos in (None, y[-1]):
             sure = "the EOS" if eos is not None else "an EOS, or padding"
             yield f"The {name} has one more token at the end, {y[-1]}: {sure}? A prompt to be continued has none."
@@ -77,7 +83,7 @@ def _end(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:
 
 def _padding(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:
     pad = vocabulary.special("padding")
-    for name, x, y in (("candidate", a, b), ("reference", b, a)):
+    for name, x, y in _each_side(a, b):
         n = len(y) - len(x)
         for where, added, rest in (("left", y[:n], y[n:]), ("right", y[len(x) :], y[: len(x)])):
             if n > 0 and rest == x and len({*added}) == 1 and (n > 1 or added[0] == pad):
@@ -88,7 +94,7 @@ def _padding(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:
 
 
 def _truncated(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:
-    for name, x, y in (("candidate", a, b), ("reference", b, a)):
+    for name, x, y in _each_side(a, b):
         n = len(x) - len(y)
         if n <= 0 or not y:
             continue
@@ -102,7 +108,7 @@ def _truncated(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:
 def _split_special(a: _Ids, b: _Ids, vocabulary: Vocabulary) -> Iterator[str]:
     """<|im_start|> read as text: "<", "|", "im", ..."""
     at = _first(a, b)
-    for name, x, y in (("candidate", a, b), ("reference", b, a)):
+    for name, x, y in _each_side(a, b):
         if at >= len(x) or not vocabulary or not vocabulary.is_special(x[at]):
             continue
         text = vocabulary.spelled(x[at]) or ""

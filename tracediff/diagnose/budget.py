@@ -21,6 +21,11 @@ class Budget:
         """Whether so many are left."""
         return time.monotonic() + seconds <= self._end
 
+    @property
+    def left(self) -> float:
+        """How many are left."""
+        return max(0.0, self._end - time.monotonic())
+
     def check(self) -> None:
         """Raises OutOfTime where they are over."""
         if time.monotonic() > self._end:

@@ -2,7 +2,7 @@
 what the mistake makes of it, and what was recorded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,12 +11,21 @@ from tracediff.diagnose.solve.edit import Read
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.look import Known
-from tracediff.result import Place
+from tracediff.replay.replay import Replay
+from tracediff.result import Local, Place
+from tracediff.trace.format import OpRecord
 
 _SHOWN = 2  # values of a row that a sum runs over
 
 
-def places(op: Op, known: Known, mistaken: Tensor) -> tuple[Place, ...]:
+def shown(replay: Replay, record: OpRecord, error: Local, ops: Sequence[Op]) -> tuple[Place, ...]:
+    """Three places of a record, if the engine computed these ops as given; none where it ends a segment."""
+    if len(error.segment) > 1:
+        return ()
+    return _places(replay.graph[record.op], replay.known(record), replay.made(record, ops))
+
+
+def _places(op: Op, known: Known, mistaken: Tensor) -> tuple[Place, ...]:
     """Where the op is off most, where by a middling amount, and where it is right, if anywhere."""
     off = (known.recorded - known.exact).abs().nan_to_num(torch.inf, torch.inf).flatten()
     order = off.argsort(descending=True, stable=True)

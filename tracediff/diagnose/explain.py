@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
-from tracediff.diagnose.evidence import places
+from tracediff.diagnose.evidence import shown
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, Trials
 from tracediff.diagnose.kin import Faulty, Kin, Search, ends_soon, several_layers
 from tracediff.diagnose.mistakes import ALIKE, BANK
@@ -16,7 +16,7 @@ from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
-from tracediff.result import Cause, OpResult, Place
+from tracediff.result import Cause, OpResult
 
 _ALSO = 3  # other mistakes that come to the same are said
 _ENOUGH = 8  # tokens, and positions: with more a record tells no mistake from another that fewer do not
@@ -109,12 +109,8 @@ class Explainer:
             each[part.mistake] += kin.alike[key]
         name, text, under = " + ".join(each), ", and ".join(each.values()), best.local
         look = {part.mistake: BANK[part.mistake].look if part.mistake in BANK else part.look for part in best.parts}
-        shown: tuple[Place, ...] = ()
-        if len(segment) == 1:
-            shown = places(
-                graph[one.record.op], self._replay.known(one.record), self._replay.made(one.record, best.ops)
-            )
-        cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each, look, shown)
+        places = shown(self._replay, one.record, one.error, best.ops)
+        cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each, look, places)
         in_some, reads = any(part.in_some_steps for part in best.parts), _one_input(graph[one.record.op])
         common = {part.mistake: part.common for part in best.parts if len(segment) == 1}
         return replace(result, cause=cause, shape=None, in_some_steps=in_some, reads=reads, common=common)

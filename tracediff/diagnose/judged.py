@@ -95,13 +95,14 @@ def _explained(
     from tracediff.diagnose.explain import Explainer
     from tracediff.diagnose.misnamed import exchanged
 
-    explainer, ops = Explainer(replay), exchanged(replay, ops)
+    explainer, budget = Explainer(replay), Budget(seconds)
+    ops = exchanged(replay, ops, budget)
     kins = explainer.kins(ops)
     if workers == ALONE or len(kins) < 2:
-        return explainer.explain(ops, progress, Budget(seconds))
+        return explainer.explain(ops, progress, budget)
 
     def given(n: int) -> list[_Kin]:
-        return [_Kin(ops, places, seconds * min(1.0, n / len(kins))) for places in kins]
+        return [_Kin(ops, places, budget.left * min(1.0, n / len(kins))) for places in kins]
 
     explained = list(ops)
     for done, found in enumerate(spread(workers, _of_kin, model, [subject], [replay], given), 1):

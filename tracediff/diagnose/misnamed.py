@@ -5,34 +5,37 @@ Each is then wrong, and so is what reads them, by three causes that undo one ano
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 
-from tracediff.diagnose.evidence import places
+from tracediff.diagnose.budget import Budget, OutOfTime
+from tracediff.diagnose.evidence import shown
 from tracediff.diagnose.hypothesis import to_beat
 from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of, split
 from tracediff.replay.replay import Replay
-from tracediff.result import Cause, Local, OpResult, Place
+from tracediff.result import Cause, Local, OpResult
 
 NAMES_EXCHANGED = "names_exchanged"
 _LOOK = "the names that these two are recorded under: what reads them has them right"
 
 
-def exchanged(replay: Replay, ops: Sequence[OpResult]) -> list[OpResult]:
-    """The ops, with this as the cause of those that it explains."""
+def exchanged(replay: Replay, ops: Sequence[OpResult], budget: Budget) -> list[OpResult]:
+    """The ops, with this as the cause of those that it explains. Where the time is over no further pair is tried."""
     found = list(ops)
-    for other in _pairs(replay.graph, ops):
-        a, b = dict.fromkeys(split(name)[1] for name in other)
-        text = f"{a} and {b} are recorded under each other's names"
-        changed = _changed(replay.graph, other)
-        for at, local in _explained(replay, ops, changed, {*other}).items():
-            named, shown = ({NAMES_EXCHANGED: text}, {NAMES_EXCHANGED: _LOOK}), tuple[Place, ...]()
-            if len(local.segment) == 1:
-                op, record = replay.graph[ops[at].op], replay.trace.ops[ops[at].step, ops[at].op]
-                shown = places(op, replay.known(record), replay.made(record, [*changed.values()]))
-            cause = Cause(NAMES_EXCHANGED, local.nmse, text, local.floor, local.arithmetic, *named, shown)
-            found[at] = replace(found[at], cause=cause)
+    with suppress(OutOfTime):
+        for other in _pairs(replay.graph, ops):
+            budget.check()
+            a, b = dict.fromkeys(split(name)[1] for name in other)
+            text = f"{a} and {b} are recorded under each other's names"
+            changed = _changed(replay.graph, other)
+            for at, local in _explained(replay, ops, changed, {*other}).items():
+                record = replay.trace.ops[ops[at].step, ops[at].op]
+                each, look = {NAMES_EXCHANGED: text}, {NAMES_EXCHANGED: _LOOK}
+                places = shown(replay, record, local, [*changed.values()])
+                cause = Cause(NAMES_EXCHANGED, local.nmse, text, local.floor, local.arithmetic, each, look, places)
+                found[at] = replace(found[at], cause=cause)
     return found
 
 
