@@ -15,7 +15,7 @@ from conftest import Models, some_of
 
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress
 from tracediff.diagnose.explain import Explainer
-from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, Trials
+from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
 from tracediff.diagnose.kin import Faulty
 from tracediff.diagnose.kin import Search as KinSearch
 from tracediff.diagnose.solve.by_value.functions import Mapped, _cap
@@ -35,6 +35,7 @@ from tracediff.diagnose.solve.segments import Search, _edited, told
 from tracediff.diagnose.solve.solver import explanations
 from tracediff.diagnose.solve.words.places import taken
 from tracediff.diagnose.solve.words.speaker import Speaker
+from tracediff.diagnose.trials import Trials
 from tracediff.engine.recorder import Recorder
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch

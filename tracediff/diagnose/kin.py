@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from tracediff.diagnose.budget import Budget, Progress, within
-from tracediff.diagnose.hypothesis import PART, SOLVED, Assumed, Hypothesis, Least, Trials, Way, to_beat
+from tracediff.diagnose.hypothesis import PART, SOLVED, Assumed, Hypothesis, Least, Way, to_beat
 from tracediff.diagnose.solve import segments, solver
 from tracediff.diagnose.solve.edit import Solved
+from tracediff.diagnose.trials import Trials
 from tracediff.model.graph import Graph
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme

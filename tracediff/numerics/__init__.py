@@ -1,1 +1,6 @@
-"""What each kind of op computes, how engines round it, and how far honest arithmetic can be from exact."""
+"""What each kind of op computes, how engines round it, and how far honest arithmetic can be from exact.
+
+`evaluate` computes one op of a graph by its entry in `kinds/`, with the roundings that an `arithmetic` names
+(`roundings`), and says its noise: by a formula of its kind (`floors`), or by `running` error analysis of its
+mathematics (`error_rules`).
+"""

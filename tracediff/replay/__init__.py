@@ -1,1 +1,7 @@
-"""Local error: every op of a trace recomputed in float64 from that trace's own recorded inputs."""
+"""Local error: every op of a trace recomputed in float64 from that trace's own recorded inputs.
+
+`recorded` is what a trace holds, `segments` what must be recomputed besides, and `recompute` does that, `making` each
+op with its noise. A `look` is what is left of a record under one arithmetic (`residual`), and `score` weighs looks
+against one another. `fitting` finds the arithmetic of each sort of record, which the `plan` holds; `replay` judges a
+record by it, `judging` all of them, `workers` in several processes.
+"""
