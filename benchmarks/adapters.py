@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import tracediff
-from tracediff.engine.recorder import DTYPES, Recorder
+from tracediff.engine.recorder import DTYPES, TensorWriter
 from tracediff.engine.torch_engine import StepInput
 from tracediff.engine.torch_run import TorchOptions
 from tracediff.engine.transformers_run import load, trace_model
@@ -42,7 +42,7 @@ class NotForThisModelError(Exception):
 class Taps:
     """Records values of an engine that pairs halves in rope, under the GGUF's names and in its order of channels."""
 
-    def __init__(self, graph: Graph, recorder: Recorder) -> None:
+    def __init__(self, graph: Graph, recorder: TensorWriter) -> None:
         self.graph = graph
         self.recorder = recorder
         self.permuted = graph.hparams.arch in PERMUTED_ARCHITECTURES
@@ -74,7 +74,7 @@ def taps(model: Path, out: Path, engine: str) -> Iterator[Taps]:
     """The taps of a trace that is being written."""
     graph = load_graph(model)
     with TraceWriter(out, engine, graph.hparams.arch, model.name, graph.matmul_type) as writer:
-        yield Taps(graph, Recorder(writer, "all"))
+        yield Taps(graph, TensorWriter(writer, "all"))
 
 
 # ---- transformers

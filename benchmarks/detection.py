@@ -33,7 +33,7 @@ from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.mistakes.mistake import Context
 from tracediff.diagnose.planting import plant
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError
 from tracediff.judge import Policy, judge
@@ -85,7 +85,7 @@ def positions(step: int, shift: int = 0) -> tuple[int, ...]:
     return tuple(range(cuts[step], cuts[step + 1]))
 
 
-class LogitsOnly(Recorder):
+class LogitsOnly(TensorWriter):
     """Records the last op alone."""
 
     def op(self, step: int, op: str, *rest: Any, **named: Any) -> None:
@@ -131,7 +131,7 @@ class Bench:
         """
         path = self.folder / "detection.trace"
         with TraceWriter(path, "detection", graph.hparams.arch) as writer:
-            recorder = LogitsOnly(writer) if capture == "logits" else Recorder(writer, capture)  # type: ignore[arg-type]
+            recorder = LogitsOnly(writer) if capture == "logits" else TensorWriter(writer, capture)  # type: ignore[arg-type]
             engine = TorchEngine(graph, weights or self.weights32, None if weights else self.scheme)
             engine.run(0, StepInput(TOKENS, positions(0, shift)), recorder)
             engine.run(1, StepInput(CHUNK, positions(1, shift)), recorder)

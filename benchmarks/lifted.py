@@ -29,7 +29,7 @@ from architectures import DOCS, table
 
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.planting import plant
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError
 from tracediff.model.graph import Graph, Op
@@ -87,7 +87,7 @@ class Bench:
     def trace(self, graph: Graph, tokens: tuple[int, ...] = TOKENS, name: str = "a") -> Path:
         """What the torch engine makes of the graph in float32, and one decode step."""
         with TraceWriter(self.folder / f"{name}.trace", "torch", graph.hparams.arch) as writer:
-            engine, recorder = TorchEngine(graph, self.model.weights(torch.float32)), Recorder(writer)
+            engine, recorder = TorchEngine(graph, self.model.weights(torch.float32)), TensorWriter(writer)
             engine.run(0, StepInput(tokens, tuple(range(len(tokens)))), recorder)
             engine.run(1, StepInput((int(engine.logits[-1].argmax()),), (len(tokens),)), recorder)
         return self.folder / f"{name}.trace"

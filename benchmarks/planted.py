@@ -33,7 +33,7 @@ from tracediff.diagnose.solve.grammar import blank
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import bound_of, words_of
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph
@@ -200,7 +200,7 @@ class Bed:
         """The trace of the engine in torch, of a prompt and two decode steps."""
         path = self.folder / f"{self.name}-{name}.trace"
         with TraceWriter(path, "planted", graph.hparams.arch) as writer:
-            engine, recorder, past = TorchEngine(graph, self.weights), Recorder(writer, capture), 0  # type: ignore[arg-type]
+            engine, recorder, past = TorchEngine(graph, self.weights), TensorWriter(writer, capture), 0  # type: ignore[arg-type]
             for step, tokens in enumerate((PROMPT, *((token,) for token in DECODED))):
                 engine.run(step, StepInput(tokens, tuple(range(past, past + len(tokens)))), recorder)
                 past += len(tokens)

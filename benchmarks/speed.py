@@ -367,7 +367,7 @@ def unknown_mistake(model: Path, folder: Path) -> dict[str, tuple[float, float]]
     """
     import torch
 
-    from tracediff.engine.recorder import Recorder
+    from tracediff.engine.recorder import TensorWriter
     from tracediff.engine.torch_engine import StepInput, TorchEngine
     from tracediff.model.model import Model
     from tracediff.trace.writer import TraceWriter
@@ -385,7 +385,7 @@ def unknown_mistake(model: Path, folder: Path) -> dict[str, tuple[float, float]]
         out = folder / f"{name}.trace"
         with TraceWriter(out, name, graph.hparams.arch) as writer:
             engine = TorchEngine(graph, q4.weights(torch.float32))
-            engine.run(0, StepInput(tokens, tuple(range(len(tokens)))), Recorder(writer, capture))  # type: ignore[arg-type]
+            engine.run(0, StepInput(tokens, tuple(range(len(tokens)))), TensorWriter(writer, capture))  # type: ignore[arg-type]
         taken.append(processor("check", out, "--model", q4.path))
     return {"check of hidden states, one unknown mistake / of every op, sound": (taken[1] / taken[0], 4.0)}
 

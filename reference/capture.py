@@ -19,7 +19,7 @@ import numpy as np
 from tracediff.errors import EngineError
 from tracediff_reference import ggml
 from tracediff_reference.description import Description, Node, Read, Size, encode
-from tracediff_reference.engine import context_params, start_library
+from tracediff_reference.engine import context_params, decoded, loaded, start_library
 from tracediff_reference.protocol import DescribeRequest, Options
 from tracediff_reference.recognise import VIEWS
 
@@ -80,13 +80,7 @@ def _load(path: Path, is_dry: bool) -> Any:
         params.load_mode = llama.LLAMA_LOAD_MODE_NONE  # to map the file and allocate nothing aborts
     params.use_extra_bufts = False
     params.n_gpu_layers = 0
-    model = llama.llama_model_load_from_file(str(path).encode(), params)
-    if not model:
-        raise EngineError(
-            f"llama.cpp cannot load {path}, for the reason below. Convert the model again, or install the "
-            f"llama-cpp-python that it was made for ({ggml.llama_version()} is installed)."
-        )
-    return model
+    return loaded(str(path), params)
 
 
 def _windowed(model: Any, options: Options, window: int) -> np.ndarray:
@@ -141,14 +135,7 @@ def _dry(model: Any, options: Options, n_tokens: int, n_cells: int, whole: bool)
 
 
 def _feed(context: Any, first: int, n: int) -> None:
-    batch = llama.llama_batch_init(n, 0, 1)
-    batch.n_tokens = n
-    for i in range(n):
-        batch.token[i], batch.pos[i], batch.logits[i] = 0, first + i, 1
-        batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-    result = llama.llama_decode(context, batch)
-    llama.llama_batch_free(batch)
-    if result:
+    if result := decoded(context, (0,) * n, range(first, first + n), (0,) * n):
         raise EngineError(f"llama.cpp does not take {n} tokens of this model: llama_decode answered {result}.")
 
 

@@ -11,6 +11,7 @@ VERSION = 3  # of this description: one of another version is made again
 # A whole number, or [a, b, c, d, e] for a + b T + c S + d T S + e T T: T tokens of the step, S positions visible.
 # None where neither fits: the size follows something else.
 Size = int | tuple[int, int, int, int, int] | None
+TOKENS, POSITIONS = (0, 1, 0, 0, 0), (0, 0, 1, 0, 0)
 
 
 class Read(Struct, frozen=True, array_like=True):

@@ -86,10 +86,15 @@ def _load(request: Request) -> llama.llama_model_p:
     params.n_gpu_layers = layers
     params.use_extra_bufts = request.options.extra_bufts
     params.vocab_only = request.out is None
-    model = llama.llama_model_load_from_file(str(request.model).encode(), params)
+    return loaded(request.model, params)
+
+
+def loaded(path: str, params: llama.llama_model_params) -> llama.llama_model_p:
+    """The model of a GGUF file; raises EngineError where llama.cpp refuses it."""
+    model = llama.llama_model_load_from_file(path.encode(), params)
     if not model:
         raise EngineError(
-            f"llama.cpp cannot load {request.model}, for the reason below. Convert the model again, or install the "
+            f"llama.cpp cannot load {path}, for the reason below. Convert the model again, or install the "
             f"llama-cpp-python that it was made for ({ggml.llama_version()} is installed)."
         )
     return model
@@ -162,14 +167,7 @@ def _decode(
     n_batch = request.options.n_batch or len(tokens)
     for first in range(0, len(tokens), n_batch):
         part = tokens[first : first + n_batch]
-        batch = llama.llama_batch_init(len(part), 0, 1)
-        batch.n_tokens = len(part)
-        for i, token in enumerate(part):
-            batch.token[i], batch.pos[i] = token, positions[first + i]
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequences[first + i]
-            batch.logits[i] = 1  # every row, or the last layer is pruned to the last row
-        result = llama.llama_decode(context, batch)
-        llama.llama_batch_free(batch)
+        result = decoded(context, part, positions[first:], sequences[first:])
         if observer.error:
             raise observer.error
         if result:
@@ -180,6 +178,21 @@ def _decode(
     _check_seen(observer, request)
     pointer = llama.llama_get_logits_ith(context, -1)
     return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), (request.n_vocab,))
+
+
+def decoded(
+    context: llama.llama_context_p, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
+) -> int:
+    """One batch of these tokens: what llama_decode answers."""
+    batch = llama.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i] = token, positions[i]
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequences[i]
+        batch.logits[i] = 1  # every row, or the last layer is pruned to the last row
+    result = llama.llama_decode(context, batch)
+    llama.llama_batch_free(batch)
+    return int(result)
 
 
 def _check_seen(observer: Observer, request: Request) -> None:

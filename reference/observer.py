@@ -9,8 +9,8 @@ from tracediff.errors import EngineError
 from tracediff.names import wanted
 from tracediff.trace.writer import TraceWriter
 from tracediff_reference import ggml
-from tracediff_reference.description import Size
-from tracediff_reference.pieces import POSITIONS, TOKENS, Pieces, WholePieces, part_of
+from tracediff_reference.description import POSITIONS, TOKENS, Size
+from tracediff_reference.pieces import Pieces, WholePieces, part_of
 from tracediff_reference.protocol import Request
 from tracediff_reference.recognise import ByName, BySources
 

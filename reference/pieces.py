@@ -9,10 +9,9 @@ from tracediff.errors import EngineError
 from tracediff.trace.format import DType
 from tracediff.trace.statistics import Moments
 from tracediff.trace.writer import TraceWriter
-from tracediff_reference.description import Read, Size
+from tracediff_reference.description import POSITIONS, TOKENS, Read, Size
 
 _OF_SCORES = ("attn_scores", "attn_scores_scaled")
-TOKENS, POSITIONS = (0, 1, 0, 0, 0), (0, 0, 1, 0, 0)  # axes of a described graph
 
 
 def at(size: Size, n_tokens: int, n_positions: int) -> int:

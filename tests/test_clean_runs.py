@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import SHAPES, TOKENS, Models, logits_of
 
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -221,7 +221,7 @@ def test_nan_in_one_token_hides_no_arithmetic(models: Models, tmp_path: Path) ->
         for step, tokens in enumerate((tokens_of(17), (84,), (104,))):
             first = 17 + step - 1 if step else 0
             positions = tuple(range(first, first + len(tokens)))
-            engine.run(step, StepInput(tokens, positions), Recorder(writer, "layers"))
+            engine.run(step, StepInput(tokens, positions), TensorWriter(writer, "layers"))
     assert [(r.step, r.op) for r, local in judged(path, model.path) if local.faulty] == [(0, "blk.0.ffn_residual")]
 
 

@@ -12,7 +12,7 @@ from conftest import logits_of, some_of
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.planting import plant
 from tracediff.diagnose.shapes import describe
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph, load_graph
@@ -350,7 +350,7 @@ def test_a_number_that_no_list_holds_is_told_from_hidden_states(models, tmp_path
     changed = graph.changed(*(op.with_attrs(rope=replace(op.attrs["rope"], theta=12_345.0)) for op in ropes))
     with TraceWriter(tmp_path / "base.trace", "base", "qwen2") as writer:
         tokens = tuple(range(1, 41))
-        TorchEngine(changed, weights).run(0, StepInput(tokens, tuple(range(40))), Recorder(writer, "layers"))
+        TorchEngine(changed, weights).run(0, StepInput(tokens, tuple(range(40))), TensorWriter(writer, "layers"))
     faulty = check_trace(tmp_path / "base.trace", model).faulty
     assert {op.op for op in faulty} == {f"blk.{layer}.ffn_residual" for layer in range(graph.hparams.n_layer)}
     assert {op.cause and op.cause.name for op in faulty} == {"rope_theta"}
@@ -366,7 +366,7 @@ def test_an_epsilon_far_too_large_is_told_from_hidden_states(eps: float, models,
     norms = [op for op in graph if op.name in ("blk.1.attn_norm", "blk.1.ffn_norm")]
     changed = graph.changed(*(op.with_attrs(eps=eps) for op in norms))
     with TraceWriter(tmp_path / "eps.trace", "eps", "qwen2") as writer:
-        TorchEngine(changed, weights).run(0, StepInput((1, 2, 3), (0, 1, 2)), Recorder(writer, "layers"))
+        TorchEngine(changed, weights).run(0, StepInput((1, 2, 3), (0, 1, 2)), TensorWriter(writer, "layers"))
     (faulty,) = check_trace(tmp_path / "eps.trace", model).faulty
     assert faulty.cause
     assert f"eps is {eps:g} instead of 1e-06" in faulty.cause.text
@@ -398,7 +398,7 @@ def test_what_makes_a_nan_of_a_number_explains_nothing(models, tmp_path: Path) -
         replace(graph["blk.1.ffn_act"], function=spoiled), replace(graph["blk.1.ffn_down"], function=unlike)
     )
     with TraceWriter(tmp_path / "nan.trace", "nan", "qwen2") as writer:
-        TorchEngine(changed, weights).run(0, StepInput((1, 2, 3, 4, 5), tuple(range(5))), Recorder(writer))
+        TorchEngine(changed, weights).run(0, StepInput((1, 2, 3, 4, 5), tuple(range(5))), TensorWriter(writer))
     down = next(op for op in check_trace(tmp_path / "nan.trace", model).faulty if op.op == "blk.1.ffn_down")
     assert not down.cause
     assert down.shape
@@ -420,7 +420,7 @@ def test_where_values_become_nan_and_not_what_they_make_of_others(models, tmp_pa
 
     for name, engine_graph in (("right", graph), ("nan", graph.changed(replace(down, function=spoiled)))):
         with TraceWriter(tmp_path / f"{name}.trace", name, "qwen2") as writer:
-            TorchEngine(engine_graph, weights).run(0, StepInput((1, 2, 3, 4, 5), tuple(range(5))), Recorder(writer))
+            TorchEngine(engine_graph, weights).run(0, StepInput((1, 2, 3, 4, 5), tuple(range(5))), TensorWriter(writer))
     result = check_trace(tmp_path / "nan.trace", model)
     assert [op.op for op in result.faulty] == ["blk.0.ffn_down"]
     assert result.faulty[0].shape == "96 of 480 values are NaN or Inf, all in token 3; the others are right"

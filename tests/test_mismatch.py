@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import TOKENS, Models, logits_of, some_of
 
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.mismatch.logprobs import Told, log_softmax
@@ -180,7 +180,7 @@ def changed(model: Path, out: Path, change: Callable[[Op], Op]) -> Path:
     graph = opened.graph.changed(*map(change, opened.graph))
     engine = TorchEngine(graph, opened.weights(torch.float32))
     with TraceWriter(out, "another engine", "llama", model.name, "F32") as writer:
-        engine.run(0, StepInput(IDS, tuple(range(len(IDS)))), Recorder(writer))
+        engine.run(0, StepInput(IDS, tuple(range(len(IDS)))), TensorWriter(writer))
     return out
 
 

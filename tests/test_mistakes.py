@@ -17,7 +17,7 @@ from conftest import Models, some_of
 from tracediff.diagnose.mistakes import BANK, experts, order, parts, states
 from tracediff.diagnose.mistakes.mistake import Context, Variant
 from tracediff.diagnose.planting import plant
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TraceError
 from tracediff.model.families import build_graph
@@ -59,7 +59,7 @@ PLANTED = {
 def traced(graph: Graph, file: GGUFFile, out: Path, tokens: tuple[int, ...] = TOKENS, n_decode: int = 2) -> Path:
     """A trace of the torch engine in float32."""
     with TraceWriter(out, "torch", graph.hparams.arch) as writer:
-        engine, recorder = TorchEngine(graph, Weights(file, torch.float32)), Recorder(writer)
+        engine, recorder = TorchEngine(graph, Weights(file, torch.float32)), TensorWriter(writer)
         engine.run(0, StepInput(tokens, tuple(range(len(tokens)))), recorder)
         for step in range(1, n_decode + 1):
             last = int(engine.logits[-1].argmax())

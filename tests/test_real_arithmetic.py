@@ -16,7 +16,7 @@ import torch
 from conftest import TOKENS, Models
 from rich.console import Console
 
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import EngineError
 from tracediff.model.families import build_graph
@@ -41,7 +41,7 @@ SHAPE = Shape("qwen3", n_layer=3, n_embd=128, n_head=4, n_head_kv=2, n_ff=192, n
 LLAMA = Shape("llama", n_layer=2, n_embd=128, n_head=4, n_head_kv=2, n_ff=256, n_vocab=320, theta=10_000.0, eps=1e-5)
 
 
-class Writes(Recorder):
+class Writes(TensorWriter):
     """Writes every value in a type that the engine does not compute in."""
 
     dtype = torch.float32

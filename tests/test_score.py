@@ -13,7 +13,7 @@ from conftest import TOKENS, some_of
 from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.mistake import computing
 from tracediff.diagnose.planting import plant
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -128,8 +128,8 @@ def _traced(graph: Graph, file: GGUFFile, path: Path) -> Path:
     """A float32 engine that computes this graph, with a decode step."""
     engine = TorchEngine(graph, Weights(file, torch.float32))
     with TraceWriter(path, "mistaken", graph.hparams.arch) as writer:
-        engine.run(0, StepInput(TOKENS, tuple(range(len(TOKENS)))), Recorder(writer))
-        engine.run(1, StepInput((65,), (len(TOKENS),)), Recorder(writer))
+        engine.run(0, StepInput(TOKENS, tuple(range(len(TOKENS)))), TensorWriter(writer))
+        engine.run(1, StepInput((65,), (len(TOKENS),)), TensorWriter(writer))
     return path
 
 

@@ -36,7 +36,7 @@ from tracediff.diagnose.solve.solver import explanations
 from tracediff.diagnose.solve.words.places import taken
 from tracediff.diagnose.solve.words.speaker import Speaker
 from tracediff.diagnose.trials import Trials
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.judge import Policy, judge
@@ -292,9 +292,9 @@ def traced(
     graph, weights = build_graph(file), Weights(file, torch.float32)
     with TraceWriter(folder / "t.trace", "solve", graph.hparams.arch) as writer:
         engine = TorchEngine(graph.changed(*(change(graph) for change in changed)), weights)
-        engine.run(0, StepInput(PROMPT, tuple(range(len(PROMPT)))), Recorder(writer, capture))
+        engine.run(0, StepInput(PROMPT, tuple(range(len(PROMPT)))), TensorWriter(writer, capture))
         for i in range(n_decode):
-            engine.run(1 + i, StepInput((DECODED + i,), (len(PROMPT) + i,)), Recorder(writer, capture))
+            engine.run(1 + i, StepInput((DECODED + i,), (len(PROMPT) + i,)), TensorWriter(writer, capture))
     return Replay(Trace(folder / "t.trace"), graph, Weights(file))
 
 

@@ -11,7 +11,7 @@ import torch
 from conftest import TOKENS, Models
 from torch import Tensor
 
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
@@ -60,7 +60,7 @@ def trace(model: Model, out: Path, function: Callable[..., Tensor], mistake: flo
         graph = graph.changed(replace(op, function=scaled(function, scale)))
     engine = TorchEngine(graph, model.weights(torch.float32))
     with TraceWriter(out, "tensor cores", "llama", model.path.name) as writer:
-        engine.run(0, StepInput(TOKENS[:5], tuple(range(5))), Recorder(writer))
+        engine.run(0, StepInput(TOKENS[:5], tuple(range(5))), TensorWriter(writer))
     return out
 
 

@@ -10,7 +10,7 @@ from conftest import Models
 from test_solve import DECODED, PROMPT, explained
 from torch import Tensor
 
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -77,6 +77,6 @@ def test_a_factor_of_one_token_does_not_win(models: Models, tmp_path: Path, kept
     with TraceWriter(tmp_path / "t.trace", "terms", graph.hparams.arch) as writer:
         engine = TorchEngine(graph.changed(*wrong), weights)
         for step, token in enumerate((*PROMPT[:4], DECODED)):
-            engine.run(step, StepInput((token,), (step,)), Recorder(writer))
+            engine.run(step, StepInput((token,), (step,)), TensorWriter(writer))
     result = check_trace(tmp_path / "t.trace", path)
     assert [one.text for one in result.findings] == [said]

@@ -12,13 +12,13 @@ from tracediff.model.families import has_family
 from tracediff.model.graph import Extent, Graph, Op
 from tracediff.model.hparams import check_tokens
 from tracediff.model.lift.described import describe
-from tracediff.model.lift.layout import TOKENS, read, size
+from tracediff.model.lift.layout import read, size
 from tracediff.model.lift.lift import Lifted, lift
 from tracediff.model.model import Model
 from tracediff.names import Capture
 from tracediff.trace.format import Step
 from tracediff_reference.child import Child
-from tracediff_reference.description import Description
+from tracediff_reference.description import TOKENS, Description
 from tracediff_reference.protocol import First, Node, Options, Request, Shown
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.taps import as_held, find_taps
 from tracediff.engine.watching import Products, Watch
 from tracediff.errors import EngineError
@@ -75,7 +75,7 @@ def recorded(
         )
     modules = dict(model.named_modules())
     with TraceWriter(out, engine, graph.hparams.arch, gguf.path.name, graph.matmul_type) as writer:
-        recorder = Recorder(writer, capture)
+        recorder = TensorWriter(writer, capture)
         for tap in taps:
             if tap.op.kind in ("rms_norm", "layer_norm"):
                 recorder.weight(tap.op.weights[0].name, as_held(modules[tap.path], tap.op, weights))

@@ -17,7 +17,7 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES: dict[torch.dtype, DType] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
 
 
-class Recorder:
+class TensorWriter:
     """Writes tensors to a trace as `capture` says. Statistics are computed on the tensor's own device."""
 
     def __init__(self, writer: TraceWriter, capture: Capture = "all") -> None:

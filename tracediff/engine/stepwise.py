@@ -61,7 +61,8 @@ class Recorder:
         model, graph = self._model, self._graph
         path = self._files.enter_context(staged(self._out, [model.path] if model else []))
         about = (graph.hparams.arch, model.path.name, graph.matmul_type) if model and graph else ()
-        self._to = recorder.Recorder(self._files.enter_context(TraceWriter(path, self._engine, *about)), self._capture)
+        writer = self._files.enter_context(TraceWriter(path, self._engine, *about))
+        self._to = recorder.TensorWriter(writer, self._capture)
         return self
 
     def __exit__(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import EXACT, Scheme
@@ -77,7 +77,7 @@ class TorchEngine:
             self._dead_after.setdefault(op, []).append(name)
 
     @torch.inference_mode()
-    def run(self, step: int, given: StepInput, recorder: Recorder | None = None) -> Tensor:
+    def run(self, step: int, given: StepInput, recorder: TensorWriter | None = None) -> Tensor:
         """One forward pass: records every op of the step and returns the logits, [T, n_vocab]."""
         if recorder:
             recorder.step(step, given.tokens, given.positions, given.sequences)
@@ -108,7 +108,7 @@ class TorchEngine:
         self.logits = torch.cat([*result.values()])
         return self.logits
 
-    def record_weights(self, recorder: Recorder) -> None:
+    def record_weights(self, recorder: TensorWriter) -> None:
         """The norm weights as this engine holds them."""
         by_name = {weight.name: weight for weight in self.graph.norm_weights()}  # a fault may read one twice
         for weight in by_name.values():

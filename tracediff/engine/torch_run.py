@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from tracediff import __version__
-from tracediff.engine.recorder import DTYPES, Recorder
+from tracediff.engine.recorder import DTYPES, TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph
@@ -55,7 +55,7 @@ def trace_torch(
     name = f"tracediff torch {__version__} ({options.dtype}, {options.device})"
     name += f", with {', '.join(options.faults)} planted" if options.faults else ""
     with TraceWriter(out, name, graph.hparams.arch, model.path.name, graph.matmul_type) as writer:
-        recorder = Recorder(writer, options.capture)
+        recorder = TensorWriter(writer, options.capture)
         engine.record_weights(recorder)
         for step, given in greedy(engine, tokens, n_decode, steps):
             try:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from tracediff.engine.attention import Attention
 from tracediff.engine.lanes import Pass, Passes
-from tracediff.engine.recorder import Recorder
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.taps import Tap, weight_of
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
@@ -31,7 +31,7 @@ class Watch:
         self,
         graph: Graph,
         taps: Sequence[Tap],
-        recorder: Recorder,
+        recorder: TensorWriter,
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
         self.seen: set[str] = set()

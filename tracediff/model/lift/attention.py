@@ -5,7 +5,7 @@ from tracediff.model.lift import layout, naming, patterns
 from tracediff.model.lift.lifter import Input, Lifter, Shown
 from tracediff.model.lift.nodes import KEYS, VALUES, operands
 from tracediff.names import layer_of
-from tracediff_reference.description import Node, Read
+from tracediff_reference.description import POSITIONS, Node, Read
 
 
 def keep(lifter: Lifter, i: int, node: Node) -> None:
@@ -80,7 +80,7 @@ def kept(lifter: Lifter, read: Read, order: tuple[int, int, int]) -> Input | Non
     if read.of not in lifter.cached:
         return _heads_of_step(lifter, read, order)
     tokens, channels = order.index(0) - 3, order.index(2) - 3
-    if read.shape[tokens] != layout.POSITIONS:
+    if read.shape[tokens] != POSITIONS:
         return None
     name = lifter.cached[read.of]
     shape = (*(1,) * (3 - len(read.shape)), *read.shape)
@@ -105,7 +105,7 @@ def softmax(lifter: Lifter, i: int, node: Node) -> None:
     attrs = {"scale": patterns.number(node, 0), **lifter.visible(lifter.nodes[mask.of])}
     if patterns.number(node, 1):
         attrs["max_bias"] = patterns.number(node, 1)
-    cached = mask.shape[-1] == layout.POSITIONS
+    cached = mask.shape[-1] == POSITIONS
     inputs = [lifter.input(scores), Input("positions"), Input("positions", cached)]
     name = lifter.name(node, "softmax", inputs)
     lifter.add(i, name, "softmax", inputs, sinks, attrs=attrs)

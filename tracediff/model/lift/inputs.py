@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tracediff.model.lift import layout
 from tracediff.model.lift.patterns import Attrs
-from tracediff_reference.description import Node
+from tracediff_reference.description import POSITIONS, Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ def made_of_positions(node: Node, metadata: Mapping[str, Any]) -> Made | None:
         return Made("attn_rot", "hadamard", {"n": node.shape[-1]})
     if name.startswith("pos_bucket"):
         n = metadata[f"{arch}.attention.relative_buckets_count"]
-        return Made(name, "relative_buckets", {"n": n, "causal": node.shape[-1] == layout.POSITIONS}, of_keys=True)
+        return Made(name, "relative_buckets", {"n": n, "causal": node.shape[-1] == POSITIONS}, of_keys=True)
     if name in _DECAYS:
         return Made(name, "decays", {"heads": metadata[f"{arch}.attention.head_count"], "of": name.partition("_")[0]})
     return None

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from tracediff.errors import ModelError
 from tracediff.model.graph import Axis, Extent, View, sizes
-from tracediff_reference.description import Node, Read, Size
+from tracediff_reference.description import POSITIONS, TOKENS, Node, Read, Size
 
-TOKENS: Size = (0, 1, 0, 0, 0)
-POSITIONS: Size = (0, 0, 1, 0, 0)
 _STEPS = ((5, 256), (7, 512), (13, 768))  # tokens and positions that layouts are compared at
 
 

@@ -13,7 +13,7 @@ from tracediff.model.lift import layout, naming, patterns
 from tracediff.model.lift.inputs import made_of_positions
 from tracediff.model.lift.nodes import Nodes, operands
 from tracediff.names import layer_of
-from tracediff_reference.description import Description, Node, Read
+from tracediff_reference.description import POSITIONS, TOKENS, Description, Node, Read
 
 _SOURCES = MappingProxyType({"inp_tokens": "tokens", "inp_pos": "positions"})
 _GATED = ("SWIGLU", "GEGLU", "REGLU", "GEGLU_ERF", "GEGLU_QUICK", "SWIGLU_OAI", "SWIGLU_CLAMP")
@@ -76,14 +76,14 @@ class Lifter:
         """What llama.cpp sets at each step: a source of ours, or a value that it makes of the step by itself."""
         if node.name in _SOURCES:
             return _SOURCES[node.name]
-        if node.type == "i32" and node.shape == (layout.TOKENS,):  # a second use of the tokens, without a name
+        if node.type == "i32" and node.shape == (TOKENS,):  # a second use of the tokens, without a name
             return "tokens"
         if i not in self.value:
             made = made_of_positions(node, self._file.metadata)
             if made is None:
                 self.add(i, naming.of_value(node.name) or "input", "input", ())
             else:
-                keys = [Input("positions", node.shape[-1] == layout.POSITIONS)] * made.of_keys
+                keys = [Input("positions", node.shape[-1] == POSITIONS)] * made.of_keys
                 attrs = self.visible(node) if made.kind == "mask" else made.attrs
                 self.add(i, made.name, made.kind, [Input("positions"), *keys], attrs=attrs)
         return self.value[i]
@@ -111,7 +111,7 @@ class Lifter:
         """How far a mask lets a token see: a window, a chunk, or both ways."""
         attrs: dict[str, object] = {}
         # Without a cache there is no width to tell a window by, but llama.cpp does not name its mask.
-        cached = mask.shape[-1] == layout.POSITIONS
+        cached = mask.shape[-1] == POSITIONS
         if mask.is_windowed or not (cached or naming.of_value(mask.name)):
             chunked = self._file.metadata.get("general.architecture") in patterns.CHUNKED
             attrs["chunk" if chunked else "window"] = self._window

@@ -6,7 +6,7 @@ from collections import defaultdict
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Axis, Weight
 from tracediff.model.lift import layout
-from tracediff_reference.description import Description, Node, Read
+from tracediff_reference.description import POSITIONS, Description, Node, Read
 
 
 class Nodes:
@@ -76,7 +76,7 @@ class Nodes:
         """The shape of a token's row in a cache as attention reads it: [T, heads, head_dim]."""
         for user, read in self.users(cache):
             if self.all[user].op != "SET_ROWS" and layout.covers(read, self.all[cache]):
-                rest = [size for size in read.shape if size != layout.POSITIONS]
+                rest = [size for size in read.shape if size != POSITIONS]
                 return ("T", *layout.axes((*(1,) * (2 - len(rest)), *rest)))
         return None
 

@@ -11,7 +11,7 @@ from tracediff.model.graph import View
 from tracediff.model.lift import attention, layout, naming, patterns
 from tracediff.model.lift.lifter import Input, Lifter, Shown
 from tracediff.model.lift.nodes import KEYS, VALUES, operands
-from tracediff_reference.description import Node, Read
+from tracediff_reference.description import TOKENS, Node, Read
 
 
 def _rows(lifter: Lifter, i: int, node: Node) -> None:
@@ -72,7 +72,7 @@ def _linear(lifter: Lifter, i: int, node: Node, weight: Read, x: Read) -> None:
     if stem in ("output", "token_embd"):
         name = "output_unscaled" if lifter.nodes.users(end) else "output"
     inputs = [lifter.input(read) for read in node.reads[1:] if read]
-    flat = len(x.shape) == 2 and x.shape[0] == layout.TOKENS and len(lifter.nodes[weight.of].shape) <= 2
+    flat = len(x.shape) == 2 and x.shape[0] == TOKENS and len(lifter.nodes[weight.of].shape) <= 2
     kind = "linear_id" if experts else "linear" if flat else "mul_mat"
     if kind != "mul_mat" and (lifter.nodes.is_leaf(x.of) or layout.is_whole(x, lifter.nodes[x.of])):
         inputs[0] = Input(inputs[0].name, inputs[0].past)  # it makes rows of any shape
@@ -144,10 +144,10 @@ def _silu(lifter: Lifter, i: int, node: Node) -> None:
 def _fill(lifter: Lifter, i: int, node: Node) -> None:
     """FILL: of memory that nobody has written the shape alone counts."""
     (read,) = operands(node)
-    if not lifter.nodes.is_cache(read) or layout.TOKENS not in node.shape:
+    if not lifter.nodes.is_cache(read) or TOKENS not in node.shape:
         lifter.plain(i, node)
         return
-    shape = View(layout.axes(node.shape), tuple(int(size == layout.TOKENS) for size in node.shape))
+    shape = View(layout.axes(node.shape), tuple(int(size == TOKENS) for size in node.shape))
     inputs = [Input("positions", view=shape)]
     lifter.add(i, lifter.name(node, "fill", inputs), "fill", inputs, attrs=patterns.attrs(node))
 
