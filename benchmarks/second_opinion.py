@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tracediff.diagnose.hypothesis import SOLVED, Hypothesis
+from tracediff.diagnose.solve.by_value.caches import Overlapping
 from tracediff.diagnose.solve.by_value.functions import Mapped
 from tracediff.diagnose.solve.by_value.maps import Map
 from tracediff.diagnose.solve.by_value.operands import MovedInput
@@ -221,6 +222,9 @@ class Opinion:
                 return np.stack([_moved(y.reshape(own), how, axis, shape).ravel() for y in plain])
             case MovedInput(position=position, map=how, axis=axis, shape=shape):
                 return self._by_loops(right, right, record, {position: lambda x: _moved(x, how, axis, shape)})
+            case Overlapping(layer=layer, layers=layers, apart=apart):
+                names = {**dict(zip(layers, op.inputs[2:], strict=False)), layer: op.inputs[1]}
+                return self._by_loops(right, right, record, {1: lambda _: self._written(names, apart, layer, record)})
             case Mapped(name=name, numbers=numbers, operand=int(operand)):
                 return self._by_loops(right, right, record, {operand: lambda x: _function(name, x, numbers)})
             case Mapped(name=name, numbers=numbers):
@@ -251,6 +255,21 @@ class Opinion:
                 arrays[name] = self._value(read, when, record.step).ravel()
         n = int(np.prod(loops.shape))
         return run(rework.source, {**loops.numbers, **dict(rework.numbers)}, arrays, n, self._folder)
+
+    def _written(self, names: Mapping[int, str], apart: int, layer: int, record: OpRecord) -> np.ndarray:
+        """What a layer reads of one memory into which layers write in turn, each `apart` values after the last."""
+        memory, n = np.zeros(0), 0
+        for number in (number for number in self._trace.steps if number <= record.step):
+            for each in sorted(names):
+                rows = self._trace.values(self._trace.ops[number, names[each]])
+                at = each * apart + n * rows[0].size
+                memory = np.concatenate((memory, np.zeros(max(0, at + rows.size - memory.size))))
+                memory[at : at + rows.size] = rows.ravel()
+                if (number, each) == (record.step, layer):
+                    n += len(rows)
+                    return memory[layer * apart :][: n * rows[0].size].reshape(n, *rows.shape[1:])
+            n += len(rows)
+        raise AssertionError(record)
 
     def _weight(self, weight: Weight) -> np.ndarray:
         values = self._weights.load(replace(weight, read=None)).double().numpy().ravel()

@@ -72,6 +72,14 @@ def test_what_follows_a_mistake_does_not_choose_the_arithmetic(bench: Bench, old
             "q_size = n.n_head * D", "q_size = n.n_head * S", ("llama", "F32"),
             "the number of channels is taken for 72; it is 256",
         ),
+        (
+            "*const keys = s->k_rope + il * MAX_TOKENS", "*const keys = s->k_rope + il + MAX_TOKENS", ("qwen3", "F32"),
+            "each layer's cached attn_k_rope begins 1 value after that of the layer before: they overlap",
+        ),
+        (
+            "*const values = s->v + il * MAX_TOKENS * kv", "*const values = s->v + il * 3 * kv", ("llama", "F32"),
+            "each layer's cached attn_v begins 192 values after that of the layer before: they overlap",
+        ),
     ],
 )  # fmt: skip
 def test_mistakes_of_loading_of_buffers_and_of_loops_are_explained(
