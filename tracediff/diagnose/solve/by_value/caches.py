@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.solve.edit import SOURCES, Read, Solved
 from tracediff.diagnose.solve.look import spread
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.diagnose.solve.variant import SOURCES, Read, Solved
 from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.evaluate import computed, noise_of
@@ -117,7 +117,7 @@ def _distances(problem: Problem, layer: int, caches: Mapping[int, Tensor], start
 def _terms(problem: Problem, place: int) -> tuple[Tensor, Tensor]:
     """Which values of the cache an output is the sum of, long [n], and what each is multiplied with, float64 [n]."""
     h, t, s, g, d = (int(problem.loops.numbers[name]) for name in "HTSGD")
-    first = problem.loops.arrays[problem.loops.loops.inputs[0]]
+    first = problem.loops.arrays[problem.loops.own.inputs[0]]
     factors = torch.from_numpy(first.take(np.arange(first.size)))
     if problem.op.kind == "scores":
         head, token, key = map(int, np.unravel_index(place, (h, t, s)))
