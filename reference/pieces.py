@@ -34,7 +34,7 @@ class Pieces:
         step: int,
         positions: range,
         statistics: bool,
-        sequences: Sequence[int] = (),
+        sequences: Sequence[int],
     ) -> None:
         """Of several `sequences` these are whose each cell of the cache is so far; `positions` are then cells."""
         sizes = {"T": len(positions), "S": positions.stop}

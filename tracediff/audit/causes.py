@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tracediff.trace.format import to_float
+
 # What the bank does not know, for it needs the tensor itself: name -> the mistake, and where to look in one's code.
 _TYPE = "the type that the loader takes the tensor for"
 CUT_SHORT = "cut_short"
@@ -130,7 +132,7 @@ def _reinterpreted(flat: Array) -> Iterator[Reading]:
     with np.errstate(over="ignore", invalid="ignore"):
         half, brain = flat.astype(np.float16), bfloat16_bits(flat)
         yield Reading("bf16_as_f16", "BF16 bits are read as F16", brain.view(np.float16))
-        yield Reading("f16_as_bf16", "F16 bits are read as BF16", _from_bfloat16(half.view(np.uint16)))
+        yield Reading("f16_as_bf16", "F16 bits are read as BF16", to_float(half.view(np.uint16), "bf16"))
         even = flat.size // 2 * 2
         for bits, name in ((half.view(np.uint16), "F16"), (brain, "BF16")):
             yield Reading(
@@ -149,11 +151,7 @@ def bfloat16_bits(x: Array) -> Array:
 
 def bfloat16(x: Array) -> Array:
     """Rounded to bfloat16, as float64."""
-    return _from_bfloat16(bfloat16_bits(x)).astype(np.float64)
-
-
-def _from_bfloat16(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    return to_float(bfloat16_bits(x), "bf16").astype(np.float64)
 
 
 def _describe(expected: Array, held: Array) -> str:

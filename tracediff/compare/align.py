@@ -28,7 +28,7 @@ class Pair:
     rows: Rows = None
 
 
-def same_input(reference: Trace, candidate: Trace, vocabulary: Callable[[], Vocabulary] = Vocabulary) -> None:
+def same_input(reference: Trace, candidate: Trace, vocabulary: Callable[[], Vocabulary]) -> None:
     """Raises MismatchError when the two sides were not fed the same tokens at the same steps, or differ in model.
 
     `vocabulary` is asked for where tokens differ, for their texts.

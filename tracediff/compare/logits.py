@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _TOP = 8
 
 
-def compare_logits(reference: Trace, candidate: Trace, model: "Model | None" = None) -> Iterator[Logits]:
+def compare_logits(reference: Trace, candidate: Trace, model: "Model | None") -> Iterator[Logits]:
     """The distributions after the last token of each step that both sides recorded with data."""
     texts, head = (model.vocabulary, _Head.of(model)) if model else (Vocabulary(), None)
     for step in sorted(reference.steps.keys() & candidate.steps.keys()):

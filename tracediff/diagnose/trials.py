@@ -197,7 +197,7 @@ def _with_names(text: str, names: Mapping[str, str]) -> str:
 
 
 def _by_variant(
-    mistake: Mistake, ops: Sequence[Op], context: Context, only: Assumed | None = None
+    mistake: Mistake, ops: Sequence[Op], context: Context, only: Assumed | None
 ) -> dict[str, list[Variant]]:
     """The variants of a mistake in these ops, by what they have in common, or that of a part which was fitted."""
     if only and only.number is not None and mistake.number:

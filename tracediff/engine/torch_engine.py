@@ -71,10 +71,7 @@ class TorchEngine:
         self._progress = progress
         self._states = graph.states()
         self._cached = graph.cached() - self._states
-        last_use = {name: op.name for op in graph for name in op.inputs}
-        self._dead_after: dict[str, list[str]] = {}
-        for name, op in last_use.items():
-            self._dead_after.setdefault(op, []).append(name)
+        self._done_after = graph.done_after()
 
     @torch.inference_mode()
     def run(self, step: int, given: StepInput, recorder: TensorWriter | None = None) -> Tensor:
@@ -100,7 +97,7 @@ class TorchEngine:
                     buffers[sequence][op.name] = in_buffer((buffers[sequence][op.name], part))
                 if op.name in self._states:
                     handed[sequence][op.name] = part
-            for name in self._dead_after.get(op.name, ()):
+            for name in self._done_after.get(op.name, ()):
                 values.pop(name, None)
             self._progress(done / len(self.graph.ops))
         for sequence in parts:

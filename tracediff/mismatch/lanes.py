@@ -96,10 +96,7 @@ class Lanes:
         self._passes = [*zip(*(side.trace.steps.values() for side in sides), strict=True)]
         # By side and op: `_excess` of the last run with noise, in the pass that shows least.
         self.erring: dict[tuple[int, str], float] = {}
-        last_use = {name: op.name for op in graph for name in op.inputs if name not in SOURCES}
-        self._dead_after: dict[str, list[str]] = {}
-        for name, user in last_use.items():
-            self._dead_after.setdefault(user, []).append(name)
+        self._done_after = graph.done_after()
 
     def groups(self) -> list[str]:
         """All, in the order of the graph; that of what values are kept in last, where the sides differ in it."""
@@ -131,7 +128,7 @@ class Lanes:
             results = self._op(op, lanes, (steps[0].step, steps[1].step))
             for lane, result in zip(lanes, results, strict=True):
                 lane.values[op.name] = result
-                for name in self._dead_after.get(op.name, ()):
+                for name in {*self._done_after.get(op.name, ())}.difference(SOURCES):
                     lane.values.pop(name, None)
             progress(done / len(self._graph.ops))
         return results

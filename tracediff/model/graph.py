@@ -264,6 +264,14 @@ class Graph:
             last |= {read: max(last.get(read, 0), places[op.name]) for read in op.inputs}
         return last
 
+    def done_after(self) -> dict[str, list[str]]:
+        """Of each op the values that it is the last to read."""
+        last = {name: op.name for op in self for name in op.inputs}
+        found: dict[str, list[str]] = {}
+        for name, reader in last.items():
+            found.setdefault(reader, []).append(name)
+        return found
+
     def after(self, names: Iterable[str]) -> set[str]:
         """These ops and what is computed from them, in later steps too: a state stands before what it is handed."""
         found, before = {*names}, 0

@@ -141,10 +141,9 @@ class TraceWriter:
         offset: int,
         rows: Rows = None,
         strides: tuple[int, ...] | None = None,
-        shard: Shard | None = None,
     ) -> None:
         """An op whose data was written in pieces; `strides`, in elements, where it is not in C order."""
-        self._op(step, op, shape, rows, None, dtype=dtype, offset=offset, strides=strides, shard=shard)
+        self._op(step, op, shape, rows, None, dtype=dtype, offset=offset, strides=strides)
 
     def _op(self, step: int, op: str, shape: tuple[int, ...], rows: Rows, sequence: int | None, **values: Any) -> None:
         self._line(OpRecord(step=plain_step(step), op=op, shape=shape, rows=rows, sequence=sequence, **values))

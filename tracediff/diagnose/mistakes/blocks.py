@@ -15,6 +15,7 @@ from tracediff.diagnose.mistakes.near import is_near
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import raw_rows, reading, values_of
+from tracediff.trace.format import to_float
 
 _OF_32, _OF_256 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1"), ("Q4_K", "Q5_K")
 _WITH_MINIMUM, _WITH_HIGH = ("Q4_1", "Q5_1", *_OF_256), ("Q5_0", "Q5_1", "Q5_K", "Q6_K")
@@ -43,10 +44,6 @@ def _at(f: Fields) -> np.ndarray:
     return np.arange(len(f.d))
 
 
-def _as_bf16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def _scales(f: Fields, make: Callable[[np.ndarray], np.ndarray]) -> Fields:
     """With other scales and minima of the parts of blocks."""
     assert f.scales is not None
@@ -70,7 +67,7 @@ _SCALES = (
     BlockMistake("block_scale", "all blocks of {} have the scale of the tensor's first", _ALL,
                  lambda f: f.of(0 * _at(f))),
     BlockMistake("block_scale_bits", "{}'s scales, which are float16, are read as bfloat16", _ALL,
-                 lambda f: replace(f, read=_as_bf16)),
+                 lambda f: replace(f, read=lambda bits: to_float(bits, "bf16"))),
     BlockMistake("q4_k_scales", "{}'s 6-bit scales of sub-blocks 4 to 7 are unpacked like those of the first four",
                  _OF_256, lambda f: _scales(f, _naive), "aprender#2141"),
     BlockMistake("q4_k_scales_dropped", "{}'s sub-block scales are dropped", (*_OF_256, "Q6_K"),

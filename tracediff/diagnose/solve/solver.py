@@ -13,7 +13,7 @@ from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
 
 
-def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None = None) -> Problem | None:
+def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None) -> Problem | None:
     """The problem that a record poses under an arithmetic; None where its op has no loops, or some tokens were not
     recorded.
     """
