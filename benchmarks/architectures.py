@@ -39,8 +39,8 @@ from tracediff.model.model import Model
 from tracediff.model.synthetic import quantize
 from tracediff.numerics.evaluate import is_covered
 from tracediff.replay.judging import judge_all
+from tracediff.replay.misshapen import misshapen
 from tracediff.replay.replay import Replay
-from tracediff.replay.shapes import misshapen
 from tracediff.trace.reader import Trace
 from tracediff_reference.protocol import Options
 

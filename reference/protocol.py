@@ -6,7 +6,7 @@ from tracediff.names import Capture
 from tracediff_reference.description import Read, Size
 
 
-class Node(Struct, frozen=True):
+class Sought(Struct, frozen=True):
     """A ggml node to recognise: its op and the roles or weight names of its sources.
 
     `axes` are those of the op to record under the name `role`; None for a node that only leads to others.
@@ -72,7 +72,7 @@ class Request(Struct, frozen=True, kw_only=True, tag="trace"):
     arch: str
     out: str | None
     capture: Capture
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[Sought, ...] = ()
     shown: tuple[Shown, ...] = ()
     first: First | None = None
     norm_weights: tuple[str, ...]

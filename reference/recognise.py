@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from tracediff_reference import ggml
-from tracediff_reference.protocol import First, Node, Shown
+from tracediff_reference.protocol import First, Shown, Sought
 
 # Ops that show the same values under another shape.
 VIEWS = {"RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"}
@@ -28,7 +28,7 @@ class BySources:
     after the matmul, the bias and the rope, and the output projection is only `node_N`.
     """
 
-    def __init__(self, nodes: Iterable[Node]) -> None:
+    def __init__(self, nodes: Iterable[Sought]) -> None:
         self.n_tokens = 0  # not known
         self._nodes = {(node.op, frozenset(node.sources)): node for node in nodes}
         self._leaves = {source for node in self._nodes.values() for source in node.sources}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import logits_of, some_of
 
+from tracediff.diagnose.error_shape import describe
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.planting import plant
-from tracediff.diagnose.shapes import describe
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TracediffError

@@ -16,8 +16,7 @@ from conftest import Models, some_of
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress
 from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
-from tracediff.diagnose.kin import Faulty
-from tracediff.diagnose.kin import Search as KinSearch
+from tracediff.diagnose.kin import Faulty, Search
 from tracediff.diagnose.solve.by_value.functions import Mapped, _cap
 from tracediff.diagnose.solve.by_value.maps import Map
 from tracediff.diagnose.solve.by_value.outputs import MovedOutput
@@ -31,7 +30,7 @@ from tracediff.diagnose.solve.loops.interpret import Run
 from tracediff.diagnose.solve.loops.kernels import loops_of
 from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.segment import Segment
-from tracediff.diagnose.solve.segments import Search, _edited, told
+from tracediff.diagnose.solve.segments import SegmentSearch, _edited, told
 from tracediff.diagnose.solve.solver import explanations
 from tracediff.diagnose.solve.words.places import taken
 from tracediff.diagnose.solve.words.speaker import Speaker
@@ -500,7 +499,7 @@ def test_numbers_and_maps_are_found_behind_hidden_states(
     segment, _, local = layer_of_states(replay)
     problem = segment.problem(replay.graph[changed(replay.graph).name])
     assert problem
-    found = Search(segment, local.nmse, lambda: None).of_numbers(problem)
+    found = SegmentSearch(segment, local.nmse, lambda: None).of_numbers(problem)
     assert said in [solved.words for solved in found]
 
 
@@ -949,15 +948,15 @@ def test_where_the_time_ends_after_a_search_that_was_not_begun_all_that_was_not_
     replay = traced(models(replace(TINY, n_layer=2)), tmp_path, *wrong, capture="layers")
     records = [replay.trace.ops[0, f"blk.{layer}.ffn_residual"] for layer in range(2)]
     ops = [OpResult(r.op, 0, layer_of(r.op), "add", "faulty", local=replay.judge(r)) for r in records]
-    sought = KinSearch.of
+    sought = Search.of
 
-    def until_the_time_is_over(self: KinSearch, one: Faulty, progress: Progress) -> Hypothesis | None:
+    def until_the_time_is_over(self: Search, one: Faulty, progress: Progress) -> Hypothesis | None:
         if one.record.op.startswith("blk.1"):
             raise OutOfTime
         return sought(self, one, progress)
 
     monkeypatch.setattr("tracediff.diagnose.kin._SEARCH", 1e9)
-    monkeypatch.setattr(KinSearch, "of", until_the_time_is_over)
+    monkeypatch.setattr(Search, "of", until_the_time_is_over)
     described = Explainer(replay).explain(ops, budget=Budget(3600))
     assert [(bool(op.shape), op.cause, op.sought) for op in described] == [(True, None, False)] * 2
 

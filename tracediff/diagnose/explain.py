@@ -6,11 +6,11 @@ from dataclasses import replace
 from itertools import product
 
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
+from tracediff.diagnose.error_shape import describe
 from tracediff.diagnose.evidence import shown
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
 from tracediff.diagnose.kin import Faulty, Kin, Search, ends_soon, several_layers
 from tracediff.diagnose.mistakes import ALIKE, BANK
-from tracediff.diagnose.shapes import describe
 from tracediff.diagnose.solve.edit import Read
 from tracediff.diagnose.trials import Trials
 from tracediff.model.graph import Op

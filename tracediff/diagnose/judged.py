@@ -10,8 +10,8 @@ from tracediff.model.weights import check_device
 from tracediff.numerics.evaluate import is_covered
 from tracediff.replay.choices import refuse_no_choice, ties
 from tracediff.replay.judging import Subject, replays_of
+from tracediff.replay.misshapen import Misshapen, misshapen
 from tracediff.replay.replay import Replay
-from tracediff.replay.shapes import Misshapen, misshapen
 from tracediff.replay.workers import ALONE, Workers, judged_by, spread
 from tracediff.result import Local, OpResult
 from tracediff.trace.reader import Trace
@@ -69,7 +69,7 @@ def replay_and_explain(
 
 
 @dataclass(frozen=True, slots=True)
-class _Kin:
+class _Task:
     """A task of a worker: the results of a trace, of which those at some places are to be explained within a time."""
 
     ops: list[OpResult]
@@ -101,8 +101,8 @@ def _explained(
     if workers == ALONE or len(kins) < 2:
         return explainer.explain(ops, progress, budget)
 
-    def given(n: int) -> list[_Kin]:
-        return [_Kin(ops, places, budget.left * min(1.0, n / len(kins))) for places in kins]
+    def given(n: int) -> list[_Task]:
+        return [_Task(ops, places, budget.left * min(1.0, n / len(kins))) for places in kins]
 
     explained = list(ops)
     for done, found in enumerate(spread(workers, _of_kin, model, [subject], [replay], given), 1):
@@ -112,7 +112,7 @@ def _explained(
     return explained
 
 
-def _of_kin(replays: Sequence[Replay], kin: _Kin) -> dict[int, OpResult]:
+def _of_kin(replays: Sequence[Replay], task: _Task) -> dict[int, OpResult]:
     from tracediff.diagnose.explain import Explainer
 
-    return Explainer(replays[0]).of(kin.ops, kin.places, Budget(kin.seconds), lambda fraction: None)
+    return Explainer(replays[0]).of(task.ops, task.places, Budget(task.seconds), lambda fraction: None)

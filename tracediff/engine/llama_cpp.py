@@ -19,7 +19,7 @@ from tracediff.names import Capture
 from tracediff.trace.format import Step
 from tracediff_reference.child import Child
 from tracediff_reference.description import TOKENS, Description
-from tracediff_reference.protocol import First, Node, Options, Request, Shown
+from tracediff_reference.protocol import First, Options, Request, Shown, Sought
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,40 +30,40 @@ class Prompt:
     tokens: tuple[int, ...] | None = None
 
 
-def nodes(graph: Graph) -> list[Node]:
+def nodes(graph: Graph) -> list[Sought]:
     """How ggml computes each op of a family's graph: the node that holds its value, and those that lead to it."""
     return [node for op in graph for node in _nodes_of(op, graph)]
 
 
-def _nodes_of(op: Op, graph: Graph) -> Iterator[Node]:
+def _nodes_of(op: Op, graph: Graph) -> Iterator[Sought]:
     names = tuple(weight.name for weight in op.weights)
     axes = tuple(axis for axis in op.axes if not isinstance(axis, Extent))  # no family has any
     match op.kind:
         case "embedding":
-            yield Node("GET_ROWS", names, op.name, axes)
+            yield Sought("GET_ROWS", names, op.name, axes)
         case "linear" if len(names) == 2:
-            yield Node("MUL_MAT", (names[0], *op.inputs), f"{op.name} matmul")
-            yield Node("ADD", (f"{op.name} matmul", names[1]), op.name, axes)
+            yield Sought("MUL_MAT", (names[0], *op.inputs), f"{op.name} matmul")
+            yield Sought("ADD", (f"{op.name} matmul", names[1]), op.name, axes)
         case "linear":
-            yield Node("MUL_MAT", (*names, *op.inputs), op.name, axes)
+            yield Sought("MUL_MAT", (*names, *op.inputs), op.name, axes)
         case "rms_norm":
-            yield Node("RMS_NORM", op.inputs, f"{op.inputs[0]} normed")
-            yield Node("MUL", (f"{op.inputs[0]} normed", *names), op.name, axes)
+            yield Sought("RMS_NORM", op.inputs, f"{op.inputs[0]} normed")
+            yield Sought("MUL", (f"{op.inputs[0]} normed", *names), op.name, axes)
         case "rope":
-            yield Node("ROPE", (op.inputs[0], *names), op.name, axes)
+            yield Sought("ROPE", (op.inputs[0], *names), op.name, axes)
         case "scores":  # K comes from the cache, which is a leaf
-            yield Node("MUL_MAT", op.inputs[:1], op.name, axes)
+            yield Sought("MUL_MAT", op.inputs[:1], op.name, axes)
         case "softmax":
-            yield Node("SOFT_MAX", op.inputs[:1], op.name, axes)
+            yield Sought("SOFT_MAX", op.inputs[:1], op.name, axes)
         case "weighted_values":
-            yield Node("MUL_MAT", op.inputs[:1], f"{op.name} per head")
-            yield Node("CONT", (f"{op.name} per head",), op.name, axes)
+            yield Sought("MUL_MAT", op.inputs[:1], f"{op.name} per head")
+            yield Sought("CONT", (f"{op.name} per head",), op.name, axes)
             query = graph[graph[op.inputs[0]].inputs[0]].inputs[0]
-            yield Node("FLASH_ATTN_EXT", (query,), op.name, axes)
+            yield Sought("FLASH_ATTN_EXT", (query,), op.name, axes)
         case "add":
-            yield Node("ADD", op.inputs, op.name, axes)
+            yield Sought("ADD", op.inputs, op.name, axes)
         case "swiglu":
-            yield Node("SWIGLU", op.inputs, op.name, axes)
+            yield Sought("SWIGLU", op.inputs, op.name, axes)
 
 
 def shown(lifted: Lifted, description: Description) -> list[Shown]:

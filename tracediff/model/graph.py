@@ -34,7 +34,7 @@ class Extent:
 
 
 Axis = str | int | Extent  # "T" tokens of the step, "S" positions visible so far, or a fixed size
-Past = Literal[False, True, "before"]
+Span = Literal[False, True, "before"]  # of steps that an input is read over: this one, all so far, those before it
 # What a step brings, int64 of shape [T]: its tokens, their positions, and how many positions were cached before it.
 SOURCES = ("tokens", "positions", "past")
 
@@ -106,7 +106,7 @@ class Op:
     axes: tuple[Axis, ...]
     weights: tuple[Weight, ...] = ()
     attrs: Mapping[str, Any] = field(default_factory=dict)
-    past: tuple[Past, ...] = ()
+    past: tuple[Span, ...] = ()
     views: tuple[View | None, ...] = ()
     function: Callable[..., Any] | None = None
     rework: Rework | None = None
@@ -118,7 +118,7 @@ class Op:
         return self.views or (None,) * len(self.inputs)
 
     @property
-    def reads(self) -> tuple[tuple[str, Past], ...]:
+    def reads(self) -> tuple[tuple[str, Span], ...]:
         """Each input, and whether it is read over all steps so far, or earlier ones."""
         return tuple(zip(self.inputs, self.past or (False,) * len(self.inputs), strict=True))
 
@@ -130,7 +130,7 @@ class Op:
         """The same op with other attributes."""
         return replace(self, attrs={**self.attrs, **attrs})
 
-    def also_reading(self, *reads: tuple[str, Past]) -> "Op":
+    def also_reading(self, *reads: tuple[str, Span]) -> "Op":
         """The op with more inputs, after its own."""
         return replace(
             self,

@@ -16,9 +16,9 @@ from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import Scheme, scheme_named
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.look import Look, look_together
+from tracediff.replay.misshapen import misshapen
 from tracediff.replay.plan import Plan
 from tracediff.replay.replay import Replay
-from tracediff.replay.shapes import misshapen
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace

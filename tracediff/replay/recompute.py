@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tracediff.model.graph import Graph, Op
-from tracediff.model.graph import Past as Reading
+from tracediff.model.graph import Graph, Op, Span
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.buffers import in_buffer
@@ -116,7 +115,7 @@ class Recomputation:
         pairs = zip(values, op.seen, strict=True)
         return [applied(partial(seen, view, *sizes), [value]) if view else value for value, view in pairs]
 
-    def read(self, step: int, name: str, past: Reading, scheme: Scheme, rows: Rows = None) -> Value:
+    def read(self, step: int, name: str, past: Span, scheme: Scheme, rows: Rows = None) -> Value:
         """A value as a step has it: of these tokens, of all tokens so far, or what a buffer holds of earlier steps."""
         if past == "before":
             return self._left_of(step, name, scheme)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.model.graph import Graph, Op, Past
+from tracediff.model.graph import Graph, Op, Span
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import PLAIN, SCHEMES, Scheme
 from tracediff.numerics.buffers import in_buffer
@@ -272,7 +272,7 @@ class Replay:
         y = of.op(record, op, scheme, "f64").exact
         return Known(y, y, torch.zeros_like(y), inputs, arithmetic_of(op, scheme, self.weights))
 
-    def read(self, record: OpRecord, name: str, past: Past, scheme: Scheme) -> Tensor:
+    def read(self, record: OpRecord, name: str, past: Span, scheme: Scheme) -> Tensor:
         """A value as the record's step has it, or all steps so far, or a buffer: recorded, or as it should be."""
         return self._fitting.without_noise(record).read(record.step, name, past, scheme).exact
 
@@ -284,7 +284,7 @@ class Replay:
         op = self.graph.changed(*ops)[record.op]
         return other.op(record, op, scheme, record.dtype or "f32").exact
 
-    def held(self, step: int, name: str, past: Past) -> Tensor | None:
+    def held(self, step: int, name: str, past: Span) -> Tensor | None:
         """A value that the trace has of a step or of all so far, flat, or what a buffer would hold of it from earlier
         steps; None where it was not recorded.
         """

@@ -7,20 +7,20 @@ from tracediff.model.graph import SOURCES, Graph, Op
 from tracediff.trace.format import Rows
 from tracediff.trace.reader import Trace
 
-Held = frozenset[tuple[str, Rows]]  # what a step recorded values of, and of which tokens
-Numbers = tuple[int, ...]
-Place = tuple[str, Rows, int]  # a value of these tokens, in steps of this pattern
+_Held = frozenset[tuple[str, Rows]]  # what a step recorded values of, and of which tokens
+_Numbers = tuple[int, ...]
+_Place = tuple[str, Rows, int]  # a value of these tokens, in steps of this pattern
 
 
 class Patterns:
     """What the steps of a trace recorded. Those that recorded alike share a number: a thousand decode steps are one."""
 
     def __init__(self, trace: Trace) -> None:
-        numbers: dict[Held, int] = {}
+        numbers: dict[_Held, int] = {}
         self.of: dict[int, int] = {}  # of each step
-        self.before: dict[int, Numbers] = {}  # of the step before each in its sequence, where there is one
-        self.until: dict[int, Numbers] = {}  # of the steps of its sequence until each, itself included
-        last: dict[int, tuple[Numbers, Numbers]] = {}  # the two of the step before, by sequence
+        self.before: dict[int, _Numbers] = {}  # of the step before each in its sequence, where there is one
+        self.until: dict[int, _Numbers] = {}  # of the steps of its sequence until each, itself included
+        last: dict[int, tuple[_Numbers, _Numbers]] = {}  # the two of the step before, by sequence
         for step, fed in trace.steps.items():
             held = frozenset((record.op, record.rows) for record in trace.step_ops(step) if record.has_data)
             self.of[step] = numbers.setdefault(held, len(numbers))
@@ -62,9 +62,9 @@ class Segments:
             self._found[key] = (*sorted(before, key=self._order.__getitem__), op.name)
         return self._found[key]
 
-    def _lacking(self, op: Op, rows: Rows, here: int, before: Numbers, so_far: Numbers) -> Iterable[str]:
+    def _lacking(self, op: Op, rows: Rows, here: int, before: _Numbers, so_far: _Numbers) -> Iterable[str]:
         """Names of what is not held, of all that the op is made of."""
-        found: set[Place] = set()
+        found: set[_Place] = set()
         stack = [*_read(op, rows, here, before, so_far)]
         while stack:
             name, tokens, pattern = place = stack.pop()
@@ -74,7 +74,7 @@ class Segments:
         return (name for name, _, _ in found)
 
 
-def _read(op: Op, rows: Rows, here: int, before: Numbers, so_far: Numbers) -> Iterator[Place]:
+def _read(op: Op, rows: Rows, here: int, before: _Numbers, so_far: _Numbers) -> Iterator[_Place]:
     """What the op reads: a state of the step before, others of this one or of all so far."""
     for name, past in op.reads:
         if past or op.kind == "state":

@@ -13,7 +13,7 @@ from tracediff.diagnose.solve.loops.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.loops.bound import bind, flat
 from tracediff.diagnose.solve.loops.kernels import Loops
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
-from tracediff.model.graph import Op, Past, Weight
+from tracediff.model.graph import Op, Span, Weight
 from tracediff.model.weights import values_of
 from tracediff.names import layer_of, split
 from tracediff.numerics.evaluate import noise_of
@@ -23,7 +23,7 @@ from tracediff.numerics.kinds.kind import Call, Made, one_rounding
 
 Touches = Literal["values", "places", "both"]  # what is stored, or where and in which order
 When = Literal["now", "all", "before"]  # in this step, in all so far, or what a buffer holds from earlier ones
-_PAST: dict[When, Past] = {"now": False, "all": True, "before": "before"}  # as ops name it
+_SPANS: dict[When, Span] = {"now": False, "all": True, "before": "before"}  # as ops name it
 # The op's own record among the arrays: of values that follow from what lies beyond an array nothing else is known.
 RECORDED = "recorded"
 
@@ -39,14 +39,14 @@ class Read:
     when: When = "now"
 
     @classmethod
-    def of(cls, name: str, past: Past) -> Self:
+    def of(cls, name: str, past: Span) -> Self:
         """What an op reads, as one of its inputs."""
-        return cls(name, next(when for when, as_read in _PAST.items() if as_read == past))
+        return cls(name, next(when for when, as_read in _SPANS.items() if as_read == past))
 
     @property
-    def past(self) -> Past:
+    def past(self) -> Span:
         """As an op reads it."""
-        return _PAST[self.when]
+        return _SPANS[self.when]
 
     def words(self, op: Op) -> str:
         """As an op of some layer says it."""

@@ -23,7 +23,7 @@ _POINTS = 1 << 22  # of the loops that are looked at as a whole to find those
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Shares:
     """What of a part of the output a hypothesis gives: shares of the wrong and of the right values there."""
 
     wrong: float
@@ -91,11 +91,11 @@ class Look:
         found = {name: np.concatenate([one[name] for one in loops]) for name in names}
         return {**found, "at": np.concatenate([stored.at for stored in stores])}
 
-    def at(self, hypothesis: Bound, touches: Touches) -> Seen | None:
+    def at(self, hypothesis: Bound, touches: Touches) -> Shares | None:
         """What a hypothesis gives that touches values or places; None where its loops cannot run."""
         try:
             if not self._may_be(hypothesis, touches):
-                return Seen(0.0, 0.0)
+                return Shares(0.0, 0.0)
             seen = self._at(hypothesis, touches)
             # What lies beyond an array is not in the trace: what follows from it cannot be held against a hypothesis.
             if seen.wrong > _NEARLY and not seen.passes and touches != "places":
@@ -138,7 +138,7 @@ class Look:
             values.append(self.problem.exact[own[sent]])
         return np.concatenate(places or [np.zeros(0, int)]), np.concatenate(values or [np.zeros(0)])
 
-    def _at(self, hypothesis: Bound, touches: Touches, other: Bound | None = None) -> Seen:
+    def _at(self, hypothesis: Bound, touches: Touches, other: Bound | None = None) -> Shares:
         """By its own values, or by those only that are the same under another."""
         if touches == "places":
             return self._seen(*self._moved(hypothesis))
@@ -199,11 +199,11 @@ class Look:
         with np.errstate(all="ignore"):
             return np.nan_to_num((self.problem.recorded[at] - values) / self.problem.near[at])
 
-    def _seen(self, at: np.ndarray, made: np.ndarray) -> Seen:
+    def _seen(self, at: np.ndarray, made: np.ndarray) -> Shares:
         problem = self.problem
         matched, wrong = agree(problem.recorded[at], made, problem.near[at]), problem.wrong[at]
         shares = (float(matched[some].mean()) if some.any() else 1.0 for some in (wrong, ~wrong))
-        return Seen(*shares)
+        return Shares(*shares)
 
     def _moved(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
         """Places of the sample and the right values that the edited stores put there, where these are known: turns

@@ -15,7 +15,7 @@ from tracediff.diagnose.solve.edit import SOURCES, Read
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.loops.bound import flat
 from tracediff.diagnose.solve.problem import Problem, posed
-from tracediff.model.graph import Axis, Op, Past
+from tracediff.model.graph import Axis, Op, Span
 from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import evaluate
@@ -165,7 +165,7 @@ class Segment:
         """What it makes under the arithmetic of the right op."""
         return evaluate(op, given, self._replay.weights, self._known[op.name].arithmetic)
 
-    def _held(self, name: str, past: Past) -> Tensor:
+    def _held(self, name: str, past: Span) -> Tensor:
         if past is False and name in self._known:
             return self._known[name].exact.flatten()
         if name not in self._replay.graph and name not in SOURCES:

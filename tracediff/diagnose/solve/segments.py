@@ -55,7 +55,7 @@ def searched(
     large layer takes minutes. `off` is the record's NMSE under the right ops.
     """
     for segment, scheme in _segments(replay, record, names) if math.isfinite(off) else ():
-        yield from _placed(Search(segment, off, check).found(), scheme)
+        yield from _placed(SegmentSearch(segment, off, check).found(), scheme)
 
 
 def _segments(replay: Replay, record: OpRecord, names: Sequence[str]) -> Iterator[tuple[Segment, Scheme | None]]:
@@ -89,7 +89,7 @@ class _Tried:
             yield Solved(ops, words_of(problem, priced.edit), priced.bits, priced.look, priced.fitted)
 
 
-class Search:
+class SegmentSearch:
     """Looks for an edit of a segment's ops that gives what was recorded."""
 
     def __init__(self, segment: Segment, off: float, check: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from tracediff.diagnose.solve.edit import Solved
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.model.graph import Op
 
-View = tuple[tuple[int, ...], tuple[str, ...], int]  # a shape, its axes, and which of these follows the step
+OutputView = tuple[tuple[int, ...], tuple[str, ...], int]  # a shape, its axes, and which of these follows the step
 _LOOK = "the strides of its output and of the rows that it is made of"
 
 
@@ -54,7 +54,7 @@ def usual(problem: Problem) -> Iterator[Solved]:
                 yield _solved(problem, how, axis, (shape, axes, follows))
 
 
-def _solved(problem: Problem, how: Map, axis: int, view: View) -> Solved:
+def _solved(problem: Problem, how: Map, axis: int, view: OutputView) -> Solved:
     shape, axes, follows = view
     op, look = moved_output(problem.op, how, axis, shape, follows), LOOK_AT_CACHE if axes[axis] == "key" else _LOOK
     return Solved((op,), how.words(axes[axis], shape[axis]), how.bits + math.log2(len(axes)), look)
@@ -66,7 +66,7 @@ def moved_output(op: Op, how: Map, axis: int, shape: tuple[int, ...], follows: i
     return replace(op, rework=MovedOutput(how, axis, seen))
 
 
-def views(problem: Problem) -> Iterator[View]:
+def views(problem: Problem) -> Iterator[OutputView]:
     """Shapes that the output can be seen in, with nouns for their axes, and which of these follows the step (-1: it is
     seen as it is).
     """

@@ -14,7 +14,7 @@ _LISTED = 8  # values of a map that is told one by one
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class Difference:
     """How the places of two accesses differ. One of these is set: an `axis`, along which what is read of a variable
     (`of`) is `new` where `old` belongs; a `shift` of all by so many values; a `stride` from one value of a variable
     to the next, another where one belongs; or none, where only the formula tells.
@@ -28,32 +28,32 @@ class Mapped:
     stride: tuple[str, int, int] | None = None
 
 
-def mapped(
+def difference(
     a: Access,
     b: Access,
     axes: Sequence[tuple[str, int]],
     nouns: Mapping[str, str],
     known: Mapping[str, np.ndarray] = MappingProxyType({}),
-) -> Mapped:
+) -> Difference:
     """From the right access `a` to `b`, in an array with these axes; `nouns` say what each loop variable counts.
     `known` are what else places may be there, by their words.
     """
     if a.at.shape != b.at.shape:
-        return Mapped()
+        return Difference()
     along_a, along_b = _coordinates(a.at, axes), _coordinates(b.at, axes)
     by = b.at - a.at
     if len(axes) == 1 and (by == by[0]).all():
-        return Mapped(shift=int(by[0]))
+        return Difference(shift=int(by[0]))
     differ = [i for i in range(len(axes)) if (along_a[i] != along_b[i]).any()]
     if len(differ) == 1:
         i = differ[0]
         for name, values in a.loops.items():
             old, new = closed(name, values, along_a[i]), closed(name, values, along_b[i], known)
             if old and new:
-                return Mapped(axes[i][0], f"{nouns[name]} {name}", new, old)
+                return Difference(axes[i][0], f"{nouns[name]} {name}", new, old)
     if (by == by[0]).all():
-        return Mapped(shift=int(by[0]))
-    return Mapped(stride=_stride(a, b, nouns))
+        return Difference(shift=int(by[0]))
+    return Difference(stride=_stride(a, b, nouns))
 
 
 def _coordinates(at: np.ndarray, axes: Sequence[tuple[str, int]]) -> list[np.ndarray]:

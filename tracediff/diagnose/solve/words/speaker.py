@@ -32,7 +32,7 @@ from tracediff.diagnose.solve.words.nouns import (
     OWN,
     SUMS,
 )
-from tracediff.diagnose.solve.words.places import mapped, taken
+from tracediff.diagnose.solve.words.places import difference, taken
 from tracediff.diagnose.solve.words.syntax import chain, head, inlined, quotable, statements
 from tracediff.model.graph import Op
 
@@ -238,7 +238,7 @@ class Speaker:
 
     def _access(self, array: str, a: Access, b: Access, edited: Bound, stores: bool, subject: str) -> str:
         nouns = {name: self._noun(name) for name in a.loops}
-        said = mapped(a, b, self._axes(array), nouns, self._of_steps(a))
+        said = difference(a, b, self._axes(array), nouns, self._of_steps(a))
         what = subject or "the output" if stores else self.called(array)
         verb = "is stored" if stores else "is read"
         if said.axis:
