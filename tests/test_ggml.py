@@ -6,7 +6,7 @@ import pytest
 
 from tracediff.errors import EngineError
 from tracediff_reference import ggml
-from tracediff_reference.protocol import Node
+from tracediff_reference.protocol import Sought
 from tracediff_reference.recognise import BySources
 
 FIELDS = [name for name, _ in ggml.Tensor._fields_]
@@ -53,7 +53,7 @@ def test_copies_for_another_back_end_are_what_they_are_copies_of() -> None:
     """Where a model lies on two, the scheduler gives a node of the one a leaf of another name for its source."""
     lib = ggml.library()
     context = lib.ggml_init(ggml._InitParams(1 << 16, None, False))
-    looked = BySources([Node("RMS_NORM", ("w",), "one", ("T", 3)), Node("RMS_NORM", ("one",), "two", ("T", 3))])
+    looked = BySources([Sought("RMS_NORM", ("w",), "one", ("T", 3)), Sought("RMS_NORM", ("one",), "two", ("T", 3))])
 
     def leaf(name: bytes) -> int:
         tensor = lib.ggml_new_tensor_3d(context, ggml.F32, 3, 5, 7)
