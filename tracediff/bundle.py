@@ -9,8 +9,9 @@ from pathlib import Path
 
 from tracediff import versions
 from tracediff.compare.measure import record_statistics
+from tracediff.english import count, few
 from tracediff.files import replacing, temporary_folder
-from tracediff.findings.words import count, listed
+from tracediff.findings.words import listed
 from tracediff.model.model import Model
 from tracediff.names import split
 from tracediff.printable import escape_json, printable
@@ -125,8 +126,7 @@ def _reduced(trace: Trace, kept: Container[tuple[int, str]]) -> dict[str, bytes]
 
 def _told(result: Result, trace: Trace, kept: Mapping[tuple[int, str], None], left: Sequence[str]) -> Iterator[str]:
     """What whoever opens it learns of the prompt and the model."""
-    more = ", ..." if len(trace.tokens) > _SHOWN else ""
-    yield f"{count(len(trace.tokens), 'token')}: {', '.join(map(str, trace.tokens[:_SHOWN]))}{more}"
+    yield f"{count(len(trace.tokens), 'token')}: {few(trace.tokens, _SHOWN)}"
     if result.logits:
         yield "texts of the tokens that come next, by their logits"
     if result.weights:

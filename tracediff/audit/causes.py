@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tracediff.english import few
 from tracediff.trace.format import to_float
 
 # What the bank does not know, for it needs the tensor itself: name -> the mistake, and where to look in one's code.
@@ -163,6 +164,5 @@ def _describe(expected: Array, held: Array) -> str:
     wrong = ~np.isclose(*rows, rtol=1e-2, atol=1e-6).all(1)
     if 0 < wrong.sum() <= len(wrong) // 2:
         what = "rows" if expected.ndim > 1 else "values"
-        first = ", ".join(map(str, np.flatnonzero(wrong)[:6]))
-        return f"{int(wrong.sum())} of {len(wrong)} {what} are wrong: {first}{', ...' * bool(wrong.sum() > 6)}"
+        return f"{int(wrong.sum())} of {len(wrong)} {what} are wrong: {few(np.flatnonzero(wrong).tolist(), 6)}"
     return "other values: another tensor's, or another model's"

@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.english import nth, plural
 from tracediff.diagnose.solve.by_value.regions import around
+from tracediff.english import few, nth, plural, runs
 from tracediff.numerics.nmse import nmse
 
 # NMSE that a stated relation may leave, and how much of the error: of a small one any relation leaves little.
@@ -129,12 +129,7 @@ def _ranges(indices: list[int]) -> str:
         step = indices[1] - indices[0]
         if step > 1:
             return f"every {nth(step)} from {indices[0]} to {indices[-1]}"
-    parts, start = [], indices[0]
-    for a, b in zip(indices, [*indices[1:], -1], strict=True):
-        if b != a + 1:
-            parts.append(str(start) if start == a else f"{start}-{a}")
-            start = b
-    return ", ".join(parts[:6]) + (", ..." if len(parts) > 6 else "")
+    return few([str(a) if a == b else f"{a}-{b}" for a, b in runs(indices)], 6)
 
 
 def _permutation(y: Tensor, x: Tensor, axes: tuple[str, ...], little: float) -> Iterator[str]:

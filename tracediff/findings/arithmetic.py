@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from tracediff.findings.words import count, listed, local_name, number
+from tracediff.english import count
+from tracediff.findings.words import listed, local_name, number
 from tracediff.result import Local, OpResult, Result, Said, Storage
 
 _Fits = list[tuple[OpResult, Local]]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from tracediff.english import few
 from tracediff.findings.words import by_name, listed
 from tracediff.judge import UNRESOLVED
 from tracediff.result import Coverage, OpResult
@@ -72,8 +73,8 @@ def _positions(reference: Trace | None, candidate: Trace) -> Iterator[str]:
         expected = tuple(range(first, first + len(step.positions)))
         if step.positions != expected:
             yield (
-                f"{candidate.path}: step {number} says that it has the positions {_few(step.positions)}, where "
-                f"{_few(expected)} follow. Record those that the engine computes with"
+                f"{candidate.path}: step {number} says that it has the positions [{few(step.positions)}], where "
+                f"[{few(expected)}] follow. Record those that the engine computes with"
             )
             return
         following[step.sequence] = first + len(step.positions)
@@ -82,7 +83,7 @@ def _positions(reference: Trace | None, candidate: Trace) -> Iterator[str]:
         theirs, ours = reference.steps[number].positions, candidate.steps[number].positions
         if theirs != ours:
             yield (
-                f"step {number} has the positions {_few(ours)} in {candidate.path}, {_few(theirs)} in "
+                f"step {number} has the positions [{few(ours)}] in {candidate.path}, [{few(theirs)}] in "
                 f"{reference.path}. Run both at the same positions"
             )
             return
@@ -99,7 +100,3 @@ def _record(undecided: Sequence[OpResult], coverage: Coverage | None) -> str:
         f". Record {' and '.join(longest.record)} as well: of {len(longest.ops)} ops that are judged as one "
         f"{longest.largest} at most are left"
     )
-
-
-def _few(positions: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, positions[:6]))}{', ...' if len(positions) > 6 else ''}]"

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from tracediff.findings.words import by_name, count, listed, number
+from tracediff.english import count
+from tracediff.findings.words import by_name, listed, number
 from tracediff.result import Coverage, Result, Said
 
 _LISTED = 8

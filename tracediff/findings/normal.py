@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from tracediff.findings.words import count, number
+from tracediff.english import count
+from tracediff.findings.words import number
 from tracediff.result import Lean, Result, Said, StepEnds
 
 _SAME = 0.02  # figures so near are the same to a reader

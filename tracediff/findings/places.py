@@ -1,8 +1,9 @@
 """Where a mistake is, in words that are true of every op they name, and leave none out."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 
+from tracediff.english import few
+from tracediff.english import runs as runs_of
 from tracediff.findings.words import listed, local_name
 from tracediff.names import layer_of, plain_step
 from tracediff.result import OpResult
@@ -72,17 +73,14 @@ def of_layers(layers: set[int], known: set[int]) -> str:
 
 def runs(numbers: Iterable[int]) -> str:
     """1, 2, 3, 7 -> "1 to 3, 7"; many are cut."""
-    ordered = sorted(numbers)
-    starts = [ordered[0], *(b for a, b in pairwise(ordered) if b != a + 1)]
-    ends = [*(a for a, b in pairwise(ordered) if b != a + 1), ordered[-1]]
     joined = {0: "{a}", 1: "{a}, {b}"}
     said = [
         joined.get(b - a, "{a} to {b}").format(a=plain_step(a) if a != b else a, b=b)
-        for a, b in zip(starts, ends, strict=True)
+        for a, b in runs_of(sorted(numbers))
     ]
     return cut(said)
 
 
 def cut(parts: Sequence[str], between: str = ", ") -> str:
     """The first of many."""
-    return between.join([*parts[:_LISTED], *["..."] * (len(parts) > _LISTED)])
+    return few(parts, _LISTED, between)

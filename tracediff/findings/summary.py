@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from tracediff.findings.words import are, count, listed, local_name, number
+from tracediff.english import count
+from tracediff.findings.words import are, listed, local_name, number
 from tracediff.result import OpResult, Result
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
+from tracediff.english import count
 from tracediff.names import split
 
 
@@ -13,11 +14,6 @@ def number(value: float | None) -> str:
     if value == 0 or 0.01 <= abs(value) < 100_000:
         return f"{value:.4g}"
     return f"{value:.2e}"
-
-
-def count(n: int, noun: str) -> str:
-    """The number with its noun: 1 op, 2 ops."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def are(n: int, noun: str) -> str:

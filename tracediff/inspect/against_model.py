@@ -1,10 +1,11 @@
 """A trace held to the names, shapes and weights of a model; without one to the names that tracediff knows."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from tracediff.english import few
 from tracediff.findings.words import by_name
 from tracediff.names import NAMES, layer_of, split
 from tracediff.result import Remark
@@ -99,8 +100,3 @@ def _never_written(trace: Trace, graph: "Graph") -> Iterator[Remark]:
     if absent:
         what = f"{len(absent)} of {len(norms)} norm weights were never written: {few(absent)}"
         yield Remark(last, "warning", what, "Write them as the engine holds them, once: a wrong one explains much.")
-
-
-def few(items: Sequence[object]) -> str:
-    """The first of them."""
-    return ", ".join(map(str, items[:6])) + (", ..." if len(items) > 6 else "")

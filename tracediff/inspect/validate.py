@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from tracediff.compare.metrics import statistics_of
+from tracediff.english import few
 from tracediff.errors import TraceError
-from tracediff.inspect.against_model import against_model, few, names
+from tracediff.inspect.against_model import against_model, names
 from tracediff.names import kind_of, split
 from tracediff.result import Remark, Statistics, Validation
 from tracediff.trace.format import Values

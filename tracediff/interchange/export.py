@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tracediff.english import count
 from tracediff.errors import InterchangeError
 from tracediff.files import check, replacing
 from tracediff.interchange.entry import ROWS, Say
@@ -58,7 +59,7 @@ def export_trace(path: Path, out: Path, say: Say) -> None:
         raise InterchangeError(f"{path}: an op bears the name of {twice[0]!r}, which is exported too. Rename the op.")
     with replacing(out, _is_export) as part:
         write(tensors, trace.header.engine, part, say)
-    say(f"exported {n} records and the tokens of {len(trace.steps)} step{'s' * (len(trace.steps) > 1)}")
+    say(f"exported {n} records and the tokens of {count(len(trace.steps), 'step')}")
 
 
 def _is_export(head: bytes) -> bool:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tracediff.english import count
 from tracediff.errors import InterchangeError
 from tracediff.interchange import (
     Format,
@@ -119,7 +120,7 @@ def import_trace(
         TraceWriter(part, engine, arch, model.name if model else None, weights) as writer,
     ):
         n = write(writer, found.weights, found.ops, steps, graph, say)
-    say(f"imported {n} records in {len(steps)} step{'s' * (len(steps) > 1)}")
+    say(f"imported {n} records in {count(len(steps), 'step')}")
 
 
 def _reader(form: Format, options: Options, graph: "Graph | None") -> Callable[[Path, Say], Iterator[Entry]]:

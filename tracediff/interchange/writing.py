@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from tracediff.english import few
 from tracediff.errors import InterchangeError
 from tracediff.interchange.border import checked, is_rotated_by, pair_neighbours, rows, shape_of
 from tracediff.interchange.entry import Array, Entry, Say, Summary, some
@@ -91,7 +92,7 @@ class _Step:
         if self._uneven:
             self._say(
                 f"step {self._step} has {self._n_tokens} tokens, but not so many rows in {len(self._uneven)} records: "
-                f"{', '.join(self._uneven[:8])}{', ...' if len(self._uneven) > 8 else ''}"
+                f"{few(self._uneven, 8)}"
             )
 
     def _held(self, named: Named) -> tuple[int, ...] | None:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tracediff.findings.words import by_name, count, listed, number
+from tracediff.english import count
+from tracediff.findings.words import by_name, listed, number
 from tracediff.result import Finding, Mismatch, Processed, Share
 
 UNKNOWN = "in no arithmetic known here"

@@ -7,7 +7,8 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tracediff.findings.words import count, number
+from tracediff.english import count
+from tracediff.findings.words import number
 from tracediff.report.json_report import written
 from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, headline, line
 from tracediff.result import AuditResult, TensorResult

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from importlib.resources import files
 
-from tracediff.findings.words import count, number
+from tracediff.english import count
+from tracediff.findings.words import number
 from tracediff.names import layer_of, split
 from tracediff.report.chart import drift_by_depth
 from tracediff.report.figures import packed, steps

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tracediff.english import few
 from tracediff.errors import TraceError
 from tracediff.inputs import fitting
 from tracediff.names import kind_of
@@ -205,5 +206,4 @@ def _key(record: Values) -> Key:
 
 def on_ranks(ranks: Sequence[int]) -> str:
     """These ranks in words."""
-    few = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"on rank{'s' * (len(ranks) != 1)} {few}"
+    return f"on rank{'s' * (len(ranks) != 1)} {few(ranks, 8)}"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from tracediff.english import few
 from tracediff.errors import TraceError
 from tracediff.inputs import open_file
 from tracediff.names import StepOf, plain_step
@@ -257,7 +258,7 @@ def _decoded(line: bytes) -> Record | str | None:
 
 def _wrong_rows(record: OpRecord, rows: tuple[int, ...], n_tokens: int) -> Iterator[str]:
     if not rows or any(b <= a for a, b in pairwise(rows)) or rows[-1] >= n_tokens:
-        yield f"'rows' {_excerpt(rows)}: indices of tokens of the step ascend, below {n_tokens}"
+        yield f"'rows' [{few(rows, 8)}]: indices of tokens of the step ascend, below {n_tokens}"
     axis = record.token_axis
     if len(record.shape) <= axis or record.shape[axis] != len(rows):
         yield f"{len(rows)} rows, but axis {axis} of the shape {list(record.shape)} counts the tokens held"
@@ -279,7 +280,3 @@ def _wrong_shard(record: Values, shard: Shard) -> Iterator[str]:
         yield f"shard {shard.rank} of {shard.of}: they count from 0"
     elif shard.axis is not None and shard.axis >= len(record.shape):
         yield f"a shard along axis {shard.axis} of the shape {list(record.shape)}"
-
-
-def _excerpt(rows: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, rows[:8]))}{', ...' if len(rows) > 8 else ''}]"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from tracediff.english import few
 from tracediff.errors import TraceError
 from tracediff.inputs import fitting, open_file
 from tracediff.trace.format import Header, Step, decode
@@ -79,7 +80,7 @@ def _by_rank(traces: Sequence[Trace]) -> dict[int, Trace]:
     lacking = [str(rank) for rank in range(n or 0) if rank not in found]
     if lacking:
         raise TraceError(
-            f"{traces[0].path}: of {n} ranks {', '.join(lacking[:8])}{', ...' if lacking[8:] else ''} "
+            f"{traces[0].path}: of {n} ranks {few(lacking, 8)} "
             f"{'is' if len(lacking) == 1 else 'are'} missing: give the traces of all, as in rank*.trace."
         )
     return dict(sorted(found.items()))

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from tracediff.english import count, few
 from tracediff.errors import MismatchError
 from tracediff.trace.reader import Trace
 
@@ -176,16 +177,14 @@ def passes(trace: Trace) -> str:
     said = {sequence: _passes(fed.sizes) for sequence, fed in fed_to(trace).items()}
     if len(said) == 1:
         return next(iter(said.values()))
-    few = [f"sequence {sequence} in {words}" for sequence, words in [*said.items()][:4]]
-    return ", ".join([*few, "..."] if len(said) > 4 else few)
+    return few([f"sequence {sequence} in {words}" for sequence, words in said.items()], 4)
 
 
 def _passes(sizes: list[int]) -> str:
     if len(sizes) == 1:
         return f"one pass of {sizes[0]} tokens"
     if len(set(sizes)) == 1:
-        return f"{len(sizes)} passes of {sizes[0]} token{'s' * (sizes[0] > 1)} each"
+        return f"{len(sizes)} passes of {count(sizes[0], 'token')} each"
     if len(set(sizes[1:])) == 1 and len(sizes) > 2:
         return f"one pass of {sizes[0]} tokens and {len(sizes) - 1} of {sizes[1]}"
-    few = [*map(str, sizes)] if len(sizes) < 6 else [*map(str, sizes[:4]), "..."]
-    return f"passes of {', '.join(few)} tokens"
+    return f"passes of {few(sizes, 5 if len(sizes) < 6 else 4)} tokens"

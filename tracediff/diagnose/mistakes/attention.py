@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.english import some, told_apart
 from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.masks import SOFTMAX, is_bent
 from tracediff.diagnose.mistakes.mistake import (
@@ -21,6 +20,7 @@ from tracediff.diagnose.mistakes.mistake import (
     axes_of,
     computing,
 )
+from tracediff.english import count, told_apart
 from tracediff.model.graph import Graph, Op
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import scores, softmax, unseen_in, weighted_values
@@ -124,7 +124,7 @@ def _not_rescaled(op: Op, context: Context) -> Variants:
     for block in _BLOCKS:
         for (of_sum, of_output), what in _RESCALED.items() if block <= most else ():
             online = partial(_online, op, block=block, of_sum=of_sum, of_output=of_output)
-            words = f"flash attention in blocks of {some(block, 'key')} does not rescale the {what}"
+            words = f"flash attention in blocks of {count(block, 'key')} does not rescale the {what}"
             yield computing(op, online), f"{words} when a block has a larger score"
 
 

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.english import ranges
 from tracediff.diagnose.mistakes.attention import SCORES
 from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variant, Variants, Where, computing, weights_of
+from tracediff.english import ranges
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import scores, weighted_values

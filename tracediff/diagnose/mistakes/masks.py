@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.english import some
 from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.mistake import (
     Area,
@@ -21,6 +20,7 @@ from tracediff.diagnose.mistakes.mistake import (
     computing,
     weights_of,
 )
+from tracediff.english import count
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds.attention import VISIBLE, causal, hidden, softmax, unseen_in
 
@@ -101,7 +101,7 @@ def _window(op: Op, context: Context) -> Variants:
                 said += f" instead of one of {right}" if right else " instead of none"
                 yield Variant(op.with_attrs(**{name: wrong}), said, fitted=wrong not in usual)
     if kept and not any(op.attrs.get(name) for name in shown):
-        words = f"a query sees the last {some(shown['window'], 'token')}, its own among them, and the first {kept}"
+        words = f"a query sees the last {count(shown['window'], 'token')}, its own among them, and the first {kept}"
         yield Variant(op.with_attrs(mask=partial(_but_the_first, size=shown["window"], kept=kept)), words, fitted=True)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.english import told_apart
 from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.mistake import (
     NORM,
@@ -19,6 +18,7 @@ from tracediff.diagnose.mistakes.mistake import (
     computing,
     weights_of,
 )
+from tracediff.english import told_apart
 from tracediff.model.graph import Op
 from tracediff.model.weights import reading, values_of
 from tracediff.numerics.evaluate import computed, evaluate, noise_of

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.english import told_apart
 from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.mistake import (
     Area,
@@ -22,6 +21,7 @@ from tracediff.diagnose.mistakes.mistake import (
     computing,
     weights_of,
 )
+from tracediff.english import told_apart
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
 from tracediff.numerics.kinds.rope import Angles, rope_angles, yarn_range

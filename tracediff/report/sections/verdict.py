@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from tracediff.findings.words import count, number
+from tracediff.english import count, few
+from tracediff.findings.words import number
 from tracediff.report.parts import hanging, heading, headline, line
 from tracediff.result import Finding, Result
 
@@ -23,8 +24,8 @@ def sides(result: Result) -> Iterator[RenderableType]:
             cut = f", cut off: {side.cut}" if side.cut else ""
             said = f"{side.engine}, {side.n_ops} ops ({side.path}){cut}"
             yield line(f"{name}: {said}", style="dim")
-    ids = ", ".join(map(str, result.tokens[:16])) + (", ..." if len(result.tokens) > 16 else "")
-    yield line(f"{count(len(result.tokens), 'token')} in {count(len(result.steps), 'step')}: {ids}", style="dim")
+    sizes = f"{count(len(result.tokens), 'token')} in {count(len(result.steps), 'step')}"
+    yield line(f"{sizes}: {few(result.tokens, 16)}", style="dim")
 
 
 def findings(found: tuple[Finding, ...]) -> Iterator[RenderableType]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.english import nth, plural
+from tracediff.english import nth, plural
 
 ZERO = -1  # in a map: the slice is 0
 _MATCHED = 1 << 22  # values of an output that are matched: of larger ones some slices of the other axes

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tracediff.diagnose.english import ranges, some
 from tracediff.diagnose.solve.by_value.parts import excepting
 from tracediff.diagnose.solve.by_value.readings import Reading, RowRun, words_of_rows
 from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.loops.bound import flat
 from tracediff.diagnose.solve.problem import Problem
+from tracediff.english import count, ranges
 from tracediff.model.gguf_file import TensorInfo
 from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of
@@ -65,7 +65,7 @@ def _read(problem: Problem, weight: int, runs: list[RowRun], wrong: np.ndarray) 
     bits = _RUN * len(told)
     if len(untold):
         op, bits = excepting(op, untold), bits + _RUN * np.log2(2 + len(untold))
-        channels = f"{some(len(untold), 'channel')} ({ranges(untold.tolist())})"
+        channels = f"{count(len(untold), 'channel')} ({ranges(untold.tolist())})"
         words += f"; what {channels} {'is' if len(untold) == 1 else 'are'} made of cannot be told"
     yield Solved((op,), words, bits, _LOOK if any(run.tensor for run in told) else _LOOK_AT_ZEROS)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tracediff.diagnose.english import nth, plural, ranges
 from tracediff.diagnose.solve.words.nouns import OF_TOKENS
+from tracediff.english import nth, plural, ranges
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tracediff.diagnose.english import told_apart
 from tracediff.diagnose.solve.edit import Edit, Priced
 from tracediff.diagnose.solve.loops.bound import Bound
 from tracediff.diagnose.solve.loops.nodes import nodes, type_of, with_node
 from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.problem import Problem
+from tracediff.english import told_apart
 
 CONSTANT = "constant"  # stands in the place of one
 _DECADES = 8  # on either side of the right number in which the fit may begin

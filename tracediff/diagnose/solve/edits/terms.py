@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracediff.diagnose.english import nth, plural
 from tracediff.diagnose.solve.edit import Edit, Priced
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.loops.arrays import CannotRunError, Stride, strides
@@ -19,6 +18,7 @@ from tracediff.diagnose.solve.loops.nodes import Node, Path, nodes, with_node
 from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.diagnose.solve.words.nouns import COUNTED, EACH, NAMED
+from tracediff.english import nth, plural
 
 _MOST = 3  # counts that give the values that are looked at
 _FINE = 9  # places looked at in each step to the best

@@ -6,9 +6,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from tracediff.diagnose.english import nth, plural
 from tracediff.diagnose.solve.loops.accesses import Access
 from tracediff.diagnose.solve.words.nouns import OF_TOKENS
+from tracediff.english import nth, plural
 
 _LISTED = 8  # values of a map that is told one by one
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracediff.diagnose.english import plural, some
 from tracediff.diagnose.solve.edit import Edit, Read
 from tracediff.diagnose.solve.loops.accesses import Access, accesses
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
@@ -34,6 +33,7 @@ from tracediff.diagnose.solve.words.nouns import (
 )
 from tracediff.diagnose.solve.words.places import difference, taken
 from tracediff.diagnose.solve.words.syntax import chain, head, inlined, quotable, statements
+from tracediff.english import count, plural
 from tracediff.model.graph import Op
 
 _CACHE = "the cache"
@@ -212,7 +212,7 @@ class Speaker:
             k = int(by[np.argmax(np.abs(by))])
             prefix = all(row[: int(row.sum())].all() for row in seen[1].reshape(-1, seen[1].shape[-1]))
             if prefix and (counts[1] == np.clip(counts[0] + k, 0, seen[0].shape[-1])).all():
-                return f"the mask: each query sees {some(abs(k), 'key')} too {'many' if k > 0 else 'few'}"
+                return f"the mask: each query sees {count(abs(k), 'key')} too {'many' if k > 0 else 'few'}"
         return f"the mask: query t sees {said}, where {belongs} belong{self._legend(said, belongs)}"
 
     def _formula(self, subject: str, old: ast.expr, new: ast.expr) -> str:
@@ -248,10 +248,10 @@ class Speaker:
             old = "that of its token" if array == "table" and "in turn" in said.old else said.old
             return f"{to} {said.axis} {said.new}{of}, where {old} belongs"
         if said.shift:
-            return f"{what} {verb} {some(abs(said.shift), 'value')} {'later' if said.shift > 0 else 'earlier'}"
+            return f"{what} {verb} {count(abs(said.shift), 'value')} {'later' if said.shift > 0 else 'earlier'}"
         if said.stride:
             noun, new, right = said.stride
-            return f"from one {noun} to the next {what} {verb} {some(new, 'value')} further on, where {right} belong"
+            return f"from one {noun} to the next {what} {verb} {count(new, 'value')} further on, where {right} belong"
         return f"{what} {verb} at {self._placed(b.node, a.node, edited)}"
 
     def _of_steps(self, access: Access) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Numbers, counts, ordinals and plurals."""
+"""Numbers, counts, ordinals, plurals and lists in words."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,18 +18,25 @@ def plural(noun: str) -> str:
     return f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"
 
 
-def some(n: int, noun: str) -> str:
+def count(n: int, noun: str) -> str:
     """As in "1 key" and "2 keys"."""
     return f"{n} {noun if n == 1 else plural(noun)}"
 
 
+def few(items: Sequence[object], most: int = 6, between: str = ", ") -> str:
+    """As in "1, 2, 3, ...": the first of more than `most`."""
+    return between.join([*map(str, items[:most]), *["..."] * (len(items) > most)])
+
+
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and the last of each run of numbers, which ascend: of 3, 8, 9 and 10 it is (3, 3), (8, 10)."""
+    breaks = [(a, b) for a, b in pairwise(numbers) if b != a + 1]
+    return [*zip([numbers[0], *(b for _, b in breaks)], [*(a for a, _ in breaks), numbers[-1]], strict=True)]
+
+
 def ranges(places: Sequence[int]) -> str:
     """As in "3, 8 to 11 and 2 more"."""
-    parts, start = [], places[0]
-    for a, b in pairwise([*places, -1]):
-        if b != a + 1:
-            parts.append(f"{start}" if start == a else f"{start} to {a}")
-            start = b
+    parts = [f"{a}" if a == b else f"{a} to {b}" for a, b in runs(places)]
     return ", ".join(parts[:_LISTED]) + (f" and {len(parts) - _LISTED} more" if len(parts) > _LISTED else "")
 
 
