@@ -56,10 +56,7 @@ def _scale(op: Op, context: Context) -> Variants:
     }  # fmt: skip
     for scale, word in named.items():
         if not math.isclose(scale, right):
-            yield (
-                op.with_attrs(scale=scale),
-                f"the attention scale is {word} ({scale:.4g} instead of {right:.4g})",
-            )
+            yield op.with_attrs(scale=scale), f"the attention scale is {word} ({scale:.4g} instead of {right:.4g})"
     if context.seen:
         (x, *positions), target = context.seen.inputs, context.seen.output
         starts = (right * 2.0**i for i in range(-8, 9))
@@ -75,10 +72,8 @@ def _scaled_scores(op: Op, context: Context) -> Variants:
     scale = context.graph.hparams.attention_scale
     if op.name.endswith("_scaled"):
         return  # they have it in them
-    yield (
-        computing(op, lambda q, k: scores(q, k) * scale),
-        f"the scores have the scale ({scale:.4g}) in them; if they are only recorded so, call them {op.name}_scaled",
-    )
+    words = f"the scores have the scale ({scale:.4g}) in them; if they are only recorded so, call them {op.name}_scaled"
+    yield computing(op, lambda q, k: scores(q, k) * scale), words
 
 
 @AREA.mistake(
@@ -170,10 +165,8 @@ def _heads(op: Op, context: Context) -> Variants:
         y = weighted_values(_interleaved(p, groups), v).unflatten(1, (-1, d)).swapaxes(0, 1)
         return _deinterleaved(y, groups).swapaxes(0, 1).flatten(1)
 
-    yield (
-        computing(op, of_scores if op.kind == "scores" else of_values),
-        f"query head h reads key/value head h % {n_head_kv}; it is h // {n_head // n_head_kv}",
-    )
+    words = f"query head h reads key/value head h % {n_head_kv}; it is h // {n_head // n_head_kv}"
+    yield computing(op, of_scores if op.kind == "scores" else of_values), words
 
 
 @AREA.mistake(

@@ -33,10 +33,7 @@ def _rotated_again(op: Op, context: Context) -> Variants:
         turned = rope(k[:-n_new], positions[:-n_new], *factors, **turn.attrs) if len(k) > n_new else k[:0]
         return scores(q, torch.cat((turned, k[-n_new:])))
 
-    yield (
-        computing(op.also_reading(("positions", True)), function),
-        "cached keys are rotated once more by this step",
-    )
+    yield computing(op.also_reading(("positions", True)), function), "cached keys are rotated once more by this step"
 
 
 @AREA.mistake(

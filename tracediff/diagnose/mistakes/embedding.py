@@ -34,10 +34,7 @@ def _embedding_transposed(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _embedding_scaled(op: Op, _: Context) -> Variants:
     scale = math.sqrt(op.weights[0].shape[-1])
-    yield (
-        computing(op, lambda rows: rows * scale),
-        f"embedding rows are multiplied by sqrt(n_embd) = {scale:.4g}",
-    )
+    yield computing(op, lambda rows: rows * scale), f"embedding rows are multiplied by sqrt(n_embd) = {scale:.4g}"
 
 
 @AREA.mistake(

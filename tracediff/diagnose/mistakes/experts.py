@@ -66,10 +66,8 @@ def _not_normalised(op: Op, context: Context) -> Variants:
     if len(op.inputs) == 2 and op.inputs[0] in _ancestors(op.inputs[1], context.graph, 3):
         yield computing(op, lambda a, b: a), "the weights are not divided by their sum"
         yield computing(op, lambda a, b: a / repeated(b, a).square()), "the weights are divided by their sum twice"
-        yield (
-            computing(op, lambda a, b: torch.softmax(a.flatten(1), -1).reshape(a.shape)),
-            "a softmax is taken of the weights, where they are divided by their sum",
-        )
+        words = "a softmax is taken of the weights, where they are divided by their sum"
+        yield computing(op, lambda a, b: torch.softmax(a.flatten(1), -1).reshape(a.shape)), words
 
 
 @AREA.mistake(
@@ -149,10 +147,8 @@ def _weights(op: Op, context: Context) -> Variants:
     yield computing(op, lambda a, b: a), "the outputs are not multiplied by their weights: each counts in whole"
     yield computing(op, lambda a, b: a / a.shape[-2]), "each of the chosen experts has the same weight"
     if not any(name in context.graph and context.graph[name].kind == "div" for name in (*before, op.inputs[1])):
-        yield (
-            computing(op, lambda a, b: a * (b / b.sum(-2, keepdim=True))),
-            "the weights are divided by their sum, which this model does not do",
-        )
+        words = "the weights are divided by their sum, which this model does not do"
+        yield computing(op, lambda a, b: a * (b / b.sum(-2, keepdim=True))), words
 
 
 @AREA.mistake(
@@ -171,9 +167,7 @@ def _off_by_one(op: Op, _: Context) -> Variants:
         yield reading(op, read), f"each {each} multiplies with the matrix of the one {words} it"
 
 
-@AREA.mistake(
-    "top_k_off_by_one", "the best expert is passed over", "the first rank of the choice", Where(("top_k",)),
-)  # fmt: skip
+@AREA.mistake("top_k_off_by_one", "the best expert is passed over", "the first rank of the choice", Where(("top_k",)))
 def _off_by_one_rank(op: Op, context: Context) -> Variants:
     def function(x: Tensor, k: int) -> Tensor:
         return argsort(x, descending=True)[..., 1 : k + 1]

@@ -85,9 +85,7 @@ def _no_limits(op: Op, _: Context) -> Variants:
     yield op.with_attrs(limit=float("inf")), f"values beyond {op.attrs['limit']:g} are not cut off"
 
 
-@AREA.mistake(
-    "up_plus_one", "1 is not added to up", "gpt-oss gates up + 1", Where(("swiglu_oai",)),
-)  # fmt: skip
+@AREA.mistake("up_plus_one", "1 is not added to up", "gpt-oss gates up + 1", Where(("swiglu_oai",)))
 def _no_plus_one(op: Op, _: Context) -> Variants:
     def function(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -36,9 +36,7 @@ def _nothing_hidden(queries: Tensor, keys: Tensor) -> Tensor:
     return causal(queries, keys) & False
 
 
-@AREA.mistake(
-    "no_mask", "there is no causal mask", "the mask of the prefill", SOFTMAX, "TinyLLM#17",
-)  # fmt: skip
+@AREA.mistake("no_mask", "there is no causal mask", "the mask of the prefill", SOFTMAX, "TinyLLM#17")
 def _no_mask(op: Op, _: Context) -> Variants:
     everything = op.with_attrs(mask=_nothing_hidden, **dict.fromkeys(_NEAR & op.attrs.keys(), 0))
     yield everything, "no causal mask: every query sees every key"
@@ -46,18 +44,12 @@ def _no_mask(op: Op, _: Context) -> Variants:
         yield op.with_attrs(mask=_nothing_hidden), "no causal mask: every query sees all later keys"
 
 
-@AREA.mistake(
-    "mask_shifted", "the causal mask is off by one", "the diagonal of the mask", SOFTMAX, "tt-metal#48899",
-)  # fmt: skip
+@AREA.mistake("mask_shifted", "the causal mask is off by one", "the diagonal of the mask", SOFTMAX, "tt-metal#48899")
 def _mask_shifted(op: Op, _: Context) -> Variants:
-    yield (
-        op.with_attrs(mask=lambda q, k: k[None, :] > q[:, None] + 1),
-        "the mask is off by one: each query sees the next token",
-    )
-    yield (
-        op.with_attrs(mask=lambda q, k: (k[None, :] >= q[:, None]) & (k[None, :] != k[0])),
-        "the mask is off by one: a query does not see its own token",
-    )
+    words = "the mask is off by one: each query sees the next token"
+    yield op.with_attrs(mask=lambda q, k: k[None, :] > q[:, None] + 1), words
+    words = "the mask is off by one: a query does not see its own token"
+    yield op.with_attrs(mask=lambda q, k: (k[None, :] >= q[:, None]) & (k[None, :] != k[0])), words
 
 
 @AREA.mistake(
@@ -65,10 +57,8 @@ def _mask_shifted(op: Op, _: Context) -> Variants:
     SOFTMAX, "hyprstream#1521",
 )  # fmt: skip
 def _mask_offset(op: Op, _: Context) -> Variants:
-    yield (
-        op.with_attrs(mask=lambda q, k: k[None, :] - k[0] > (q - q[0])[:, None]),
-        "the mask begins at 0: it does not count the cached positions",
-    )
+    words = "the mask begins at 0: it does not count the cached positions"
+    yield op.with_attrs(mask=lambda q, k: k[None, :] - k[0] > (q - q[0])[:, None]), words
 
 
 @AREA.mistake(
@@ -76,10 +66,8 @@ def _mask_offset(op: Op, _: Context) -> Variants:
     SOFTMAX, "rustorch 213b9180",
 )  # fmt: skip
 def _cache_ignored(op: Op, _: Context) -> Variants:
-    yield (
-        op.with_attrs(mask=lambda q, k: (k[None, :] > q[:, None]) | (k[None, :] < q[0])),
-        "the step sees only its own tokens: cached positions are not attended to",
-    )
+    words = "the step sees only its own tokens: cached positions are not attended to"
+    yield op.with_attrs(mask=lambda q, k: (k[None, :] > q[:, None]) | (k[None, :] < q[0])), words
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------

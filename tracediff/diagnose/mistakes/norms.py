@@ -145,9 +145,7 @@ def _rounded(op: Op, _: Context) -> Variants:
         yield replace(op, rework=_RoundedBetween(dtype)), words
 
 
-@AREA.mistake(
-    "norm_skipped", "the norm is skipped", "whether the norm is applied at all", ANY_NORM, "aprender#2085",
-)  # fmt: skip
+@AREA.mistake("norm_skipped", "the norm is skipped", "whether the norm is applied at all", ANY_NORM, "aprender#2085")
 def _skipped(op: Op, _: Context) -> Variants:
     yield computing(op, lambda x, *weights, eps: x), "the input passes through unchanged"
 
@@ -215,9 +213,7 @@ def _rms_norm(op: Op, _: Context) -> Variants:
     yield computing(op, rms_norm), "the mean is not subtracted before norming"
 
 
-@AREA.mistake(
-    "norm_bias_missing", "the norm's bias is not added", "whether the loader reads the norm's .bias", NORM,
-)  # fmt: skip
+@AREA.mistake("norm_bias_missing", "the norm's bias is not added", "whether the loader reads the norm's .bias", NORM)
 def _no_bias(op: Op, _: Context) -> Variants:
     if len(op.weights) > 1:
         yield replace(op, weights=op.weights[:1]), f"{op.weights[1].name} is not added"

@@ -33,10 +33,7 @@ def _terms(op: Op, graph: Graph) -> tuple[str, str]:
     return ("the residual stream", "the new term") if first else ("the new term", "the residual stream")
 
 
-@AREA.mistake(
-    "residual_dropped", "the residual is not added", "the residual connection",
-    SUM,
-)  # fmt: skip
+@AREA.mistake("residual_dropped", "the residual is not added", "the residual connection", SUM)
 def _no_residual(op: Op, context: Context) -> Variants:
     if _is_residual(op, context.graph):
         first, second = (f"{term} is not added" for term in _terms(op, context.graph))
@@ -68,10 +65,7 @@ def _term(op: Op, position: int, graph: Graph) -> str:
     return f"{axes_of(name, 3)[1]} {offset // width} of {name}" if whole else name  # type: ignore[operator]
 
 
-@AREA.mistake(
-    "residual_twice", "the residual is added twice", "a residual both fused and added after",
-    SUM,
-)  # fmt: skip
+@AREA.mistake("residual_twice", "the residual is added twice", "a residual both fused and added after", SUM)
 def _twice(op: Op, context: Context) -> Variants:
     if len(op.inputs) == 2:
         first, second = (f"{term} is added twice" for term in _terms(op, context.graph))
@@ -79,10 +73,7 @@ def _twice(op: Op, context: Context) -> Variants:
         yield Variant(computing(op, lambda a, b: 2 * a + b), f"{op.inputs[0]} is added twice", name=first)
 
 
-@AREA.mistake(
-    "residual_normed", "the residual takes the normed value", "which buffer the residual reads",
-    SUM,
-)  # fmt: skip
+@AREA.mistake("residual_normed", "the residual takes the normed value", "which buffer the residual reads", SUM)
 def _normed(op: Op, context: Context) -> Variants:
     if len(op.inputs) < 2 or op.views:
         return

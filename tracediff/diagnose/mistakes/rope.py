@@ -43,6 +43,11 @@ _COARSE = {
 ROPE = Where(("rope",))
 
 
+def _with(op: Op, **numbers: Any) -> Op:
+    """The op with other numbers of its rotation."""
+    return op.with_attrs(rope=replace(op.attrs["rope"], **numbers))
+
+
 @AREA.mistake(
     "rope_pairing", "rope pairs the wrong channels", "the rope kernel's pairing, and the family's rope type",
     ROPE, "ik_llama.cpp#2290",
@@ -51,16 +56,13 @@ def _pairing(op: Op, _: Context) -> Variants:
     rope = op.attrs["rope"]
     words = {"halves": "halves (i, i + n/2)", "neighbours": "neighbouring channels (2i, 2i + 1)"}
     wrong = "halves" if rope.pairing == "neighbours" else "neighbours"
-    yield (
-        op.with_attrs(rope=replace(rope, pairing=wrong)),
-        f"rope pairs {words[wrong]}; this model pairs {words[rope.pairing]}",
-    )
+    yield _with(op, pairing=wrong), f"rope pairs {words[wrong]}; this model pairs {words[rope.pairing]}"
 
 
 def _turning(op: Op, theta: float) -> Variant:
     right = op.attrs["rope"]
     words = "rope's base is {} instead of {}".format(*told_apart(theta, right.theta))
-    return Variant(op.with_attrs(rope=replace(right, theta=theta)), words, fitted=True)
+    return Variant(_with(op, theta=theta), words, fitted=True)
 
 
 @AREA.mistake(
@@ -120,9 +122,7 @@ def _other_factors(op: Op, context: Context) -> Variants:
             yield replace(op, weights=(replace(op.weights[0], name=name),)), f"{words} has {op.weights[0].name}"
 
 
-@AREA.mistake(
-    "rope_scaling_ignored", "rope scaling is ignored", "rope.scaling.* of the file", ROPE,
-)  # fmt: skip
+@AREA.mistake("rope_scaling_ignored", "rope scaling is ignored", "rope.scaling.* of the file", ROPE)
 def _no_scaling(op: Op, _: Context) -> Variants:
     rope = op.attrs["rope"]
     plain = replace(rope, freq_scale=1.0, ext_factor=0.0, magnitude=1.0)
@@ -140,13 +140,10 @@ def _magnitude(op: Op, _: Context) -> Variants:
     for by, words in ((mscale, "multiplied"), (1 / mscale, "divided")):
         if mscale != 1.0 and not math.isclose(by * rope.magnitude, 1.0):
             said = f"cos and sin are {words} by YaRN's 0.1 ln({1 / rope.freq_scale:.4g}) + 1 = {mscale:.4g}"
-            yield op.with_attrs(rope=replace(rope, magnitude=by * rope.magnitude)), f"{said} once more"
+            yield _with(op, magnitude=by * rope.magnitude), f"{said} once more"
     if rope.magnitude != 1.0:
-        yield op.with_attrs(rope=replace(rope, magnitude=1.0)), "YaRN's attention factor is dropped"
-        yield (
-            op.with_attrs(rope=replace(rope, magnitude=rope.magnitude**2)),
-            "YaRN's attention factor is applied twice",
-        )
+        yield _with(op, magnitude=1.0), "YaRN's attention factor is dropped"
+        yield _with(op, magnitude=rope.magnitude**2), "YaRN's attention factor is applied twice"
 
 
 @AREA.mistake(
@@ -158,19 +155,15 @@ def _yarn(op: Op, _: Context) -> Variants:
     if not rope.ext_factor:
         return
     yield (
-        op.with_attrs(rope=replace(rope, ext_factor=0.0)),
+        _with(op, ext_factor=0.0),
         f"all frequencies are divided by {1 / rope.freq_scale:.4g} (linear scaling); YaRN divides the slow ones alone",
     )
     betas = replace(rope, beta_fast=rope.beta_slow, beta_slow=rope.beta_fast)
     yield op.with_attrs(rope=betas), "beta_fast and beta_slow are exchanged"
-    yield (
-        computing(op, partial(_mixed, angles=_reversed_ramp)),
-        "YaRN's ramp runs the other way: the fast frequencies are divided, the slow ones kept",
-    )
-    yield (
-        computing(op, partial(_mixed, angles=_ramp_as_it_is)),
-        "the pairs between which YaRN's ramp runs are not rounded outwards to whole ones",
-    )
+    words = "YaRN's ramp runs the other way: the fast frequencies are divided, the slow ones kept"
+    yield computing(op, partial(_mixed, angles=_reversed_ramp)), words
+    words = "the pairs between which YaRN's ramp runs are not rounded outwards to whole ones"
+    yield computing(op, partial(_mixed, angles=_ramp_as_it_is)), words
 
 
 def _mixed(
@@ -201,15 +194,9 @@ def _rope_dim(op: Op, context: Context) -> Variants:
     rope, head_dim = op.attrs["rope"], op.axes[-1]
     if rope.n_rot != head_dim:
         theta = rope.theta ** (rope.n_rot / head_dim)
-        yield (
-            op.with_attrs(rope=replace(rope, theta=theta)),
-            "frequencies use head_dim where the rotary dimension belongs",
-        )
+        yield _with(op, theta=theta), "frequencies use head_dim where the rotary dimension belongs"
         if not op.weights:  # of as many factors as pairs
-            yield (
-                op.with_attrs(rope=replace(rope, n_rot=head_dim, first=0)),
-                "all channels are rotated, not only the rotary dimension",
-            )
+            yield _with(op, n_rot=head_dim, first=0), "all channels are rotated, not only the rotary dimension"
 
 
 @AREA.mistake(
@@ -260,7 +247,7 @@ def _repositioned(op: Op, move: Callable[[Tensor], Tensor]) -> Op:
     def function(x: Tensor, positions: Tensor, factors: Tensor | None = None, **attrs: Any) -> Tensor:
         return turned(x, move(positions), factors, **attrs)
 
-    return replace(op, function=function)
+    return computing(op, function)
 
 
 @AREA.mistake(
@@ -303,7 +290,7 @@ def _decode_shifted(op: Op, _: Context) -> Variants:
 def _scaling(op: Op, scale: float) -> Variant:
     right = op.attrs["rope"]
     words = "rope's positions are multiplied by {} instead of {}".format(*told_apart(scale, right.freq_scale))
-    return Variant(op.with_attrs(rope=replace(right, freq_scale=scale)), words, fitted=True)
+    return Variant(_with(op, freq_scale=scale), words, fitted=True)
 
 
 @AREA.mistake(
@@ -332,10 +319,7 @@ def _is_of_exponent(factor: float, rope: Rope) -> bool:
 
 @AREA.mistake("rope_skipped", "rope is not applied", "whether rope is applied at all", ROPE)
 def _no_rope(op: Op, _: Context) -> Variants:
-    yield (
-        computing(op, lambda x, positions, *factors, **attrs: x),
-        "the input passes through unrotated",
-    )
+    yield computing(op, lambda x, positions, *factors, **attrs: x), "the input passes through unrotated"
 
 
 @AREA.mistake(

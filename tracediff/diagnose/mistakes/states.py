@@ -42,7 +42,5 @@ def _rate(op: Op, _: Context) -> Variants:
     Where(("ssm_scan",)),
 )  # fmt: skip
 def _logarithm(op: Op, _: Context) -> Variants:
-    yield (
-        reading(op, lambda file, info: -torch.exp(values_of(file, info))),
-        f"{op.weights[0].name} is used as -exp(a): a file holds that already",
-    )
+    words = f"{op.weights[0].name} is used as -exp(a): a file holds that already"
+    yield reading(op, lambda file, info: -torch.exp(values_of(file, info))), words

@@ -37,10 +37,8 @@ def _transposed(op: Op, context: Context) -> Variants:
     MATMUL, "llama-orch 8bb3f6e5",
 )  # fmt: skip
 def _zero(op: Op, _: Context) -> Variants:
-    yield (
-        reading(op, lambda file, info: torch.zeros(info.shape)),
-        f"{op.weights[0].name} counts as zeros: it was never loaded, its product never computed, or of zeros",
-    )
+    words = f"{op.weights[0].name} counts as zeros: it was never loaded, its product never computed, or of zeros"
+    yield reading(op, lambda file, info: torch.zeros(info.shape)), words
 
 
 @AREA.mistake(
@@ -52,15 +50,10 @@ def _no_bias(op: Op, _: Context) -> Variants:
         yield replace(op, weights=op.weights[:1]), f"{op.weights[1].name} is not added"
 
 
-@AREA.mistake(
-    "bias_twice", "the bias is added twice", "a bias both fused into the matmul and added after it", MATMUL,
-)  # fmt: skip
+@AREA.mistake("bias_twice", "the bias is added twice", "a bias both fused into the matmul and added after it", MATMUL)
 def _bias_twice(op: Op, _: Context) -> Variants:
     if len(op.weights) > 1:
-        yield (
-            reading(op, lambda file, info: 2 * values_of(file, info), 1),
-            f"{op.weights[1].name} is added twice",
-        )
+        yield reading(op, lambda file, info: 2 * values_of(file, info), 1), f"{op.weights[1].name} is added twice"
 
 
 def _permuted(op: Op, heads: int, inverse: bool = False) -> Op:
@@ -100,10 +93,8 @@ def _permuted_as_q(op: Op, context: Context) -> Variants:
 def _embedding_head(op: Op, context: Context) -> Variants:
     if op.weights[0].name != "token_embd.weight":
         tied = Weight("token_embd.weight", op.weights[0].shape)
-        yield (
-            replace(op, weights=(tied, *op.weights[1:])),
-            "token_embd.weight is the head; output.weight is in the file",
-        )
+        words = "token_embd.weight is the head; output.weight is in the file"
+        yield replace(op, weights=(tied, *op.weights[1:])), words
 
 
 @AREA.mistake(
