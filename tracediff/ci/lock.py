@@ -65,14 +65,13 @@ def _case(case: dict[str, Any]) -> Locked:
         name: Sort(int(one["ops"]), tuple(one["arithmetic"]), float(one["resolving"]))
         for name, one in case.get("op", {}).items()
     }
-    accepted = {name: Accepted(tuple(one["places"]), one["reason"], one["until"]) for name, one in _causes(case)}
+    accepted = {
+        name: Accepted(tuple(one["places"]), one["reason"], one["until"])
+        for name, one in case.get("accepted", {}).items()
+    }
     if any(type(one.until) is not date for one in accepted.values()):
         raise ValueError("'until' must be a date such as 2030-12-31")
     return Locked(sorts, accepted)
-
-
-def _causes(case: dict[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
-    return case.get("accepted", {}).items()
 
 
 def write(path: Path, cases: Mapping[str, Locked]) -> None:

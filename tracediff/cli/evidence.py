@@ -13,13 +13,9 @@ def evidence(result: Result, op: str) -> Listing:
     told = result.explained(op)
     if told is None or told.cause is None:
         raise TracediffError(f"--explain {op}: {_why_not(faulty)}")
-    rows = tuple(
-        (place.at, place.inputs, *(f"{v:.7g}" for v in (place.right, place.mistaken, place.recorded)))
-        for place in told.cause.places
-    )
-    return Listing(
-        f"{op} in step {told.step}: {told.cause.text}", ("at", "from", "right", "by the mistake", "recorded"), rows
-    )
+    rows = tuple(place.row for place in told.cause.places)
+    head = ("at", "from", "right", "by the mistake", "recorded")
+    return Listing(f"{op} in step {told.step}: {told.cause.text}", head, rows)
 
 
 def _why_not(faulty: list[OpResult]) -> str:

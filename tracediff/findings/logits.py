@@ -5,7 +5,7 @@ from statistics import median
 
 from tracediff.findings.words import number
 from tracediff.names import StepOf
-from tracediff.result import Logits, OpResult, Result, Said, Token
+from tracediff.result import Logits, OpResult, Result, Said
 
 _DEEP = 4  # steps: of fewer the table of each says it all
 _FAR_OFF = 0.02  # of the largest logit: beyond what rounding of operands does to one
@@ -16,7 +16,7 @@ def logits(result: Result) -> Iterator[Said]:
     if result.logits:
         last = result.logits[-1]
         c, r = last.candidate[0], last.reference[0]
-        said = f"At most {number(c.logit)} ({_token(c)}), in the reference {number(r.logit)} ({_token(r)})."
+        said = f"At most {number(c.logit)} ({c.words}), in the reference {number(r.logit)} ({r.words})."
         op = next((op for op in result.ops if (op.op, op.step) == ("output", last.step)), None)
         wrong, right = _recomputed(last, op)
         yield Said("logits", said + right)
@@ -45,10 +45,6 @@ def _depth(steps: list[Logits]) -> str:
         f"{said} The first other token is chosen after step {other.step}, where it is {why}: the reference's best two "
         f"are {number(other.margin)} apart, logits differ by up to {number(other.max_diff)}."
     )
-
-
-def _token(token: Token) -> str:
-    return f"{token.id} {token.text or ''}".strip()
 
 
 def _recomputed(last: Logits, op: OpResult | None) -> tuple[list[str], str]:

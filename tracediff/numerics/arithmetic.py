@@ -120,24 +120,11 @@ def split_keys(n_tokens: int, n_keys: int, parts: int) -> list[slice]:
 
 
 # The dot-product type of each weight type on ggml's CPU backend (ggml-cpu/ggml-cpu.c, type_traits_cpu).
-_Q8_0 = ["Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4"]
-_Q8_K = [
-    "Q2_K",
-    "Q3_K",
-    "Q4_K",
-    "Q5_K",
-    "Q6_K",
-    "IQ1_S",
-    "IQ1_M",
-    "IQ2_XXS",
-    "IQ2_XS",
-    "IQ2_S",
-    "IQ3_XXS",
-    "IQ3_S",
-    "IQ4_XS",
-    "TQ1_0",
-    "TQ2_0",
-]
+_Q8_0 = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4")
+_Q8_K = (
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"),
+)
 _LLAMA_CPP_OPERANDS: Mapping[str, str] = MappingProxyType(
     {"F16": "f16", "BF16": "bf16", "Q4_1": "q8_1", "Q5_1": "q8_1"}
     | dict.fromkeys(_Q8_0, "q8_0")
@@ -204,11 +191,11 @@ def _matmuls() -> Iterator[Scheme]:
         yield _matmul("weights", name)
     for name in (*_HALVES, *_EIGHTHS):  # an engine in C, whose norms stay as the file has them
         yield _matmul("matrices", name)
-    for name in ("f16", "bf16"):
+    for name in _HALVES:
         yield Scheme(_phrase("rope tables", name), tables=name)
-    for name in ("f16", "bf16", "tf32"):
+    for name in (*_HALVES, "tf32"):
         yield _matmul("activations and weights", name)
-    for name in ("f16", "bf16", "q8_0", "q8_K", *GROUPS):
+    for name in (*_HALVES, "q8_0", "q8_K", *GROUPS):
         yield _matmul("activations", name)
     for name in AFFINE:
         yield _matmul("matrices", name)
@@ -231,10 +218,10 @@ def _matmul(what: str, rounding: str) -> Scheme:
 
 def _attentions() -> Iterator[Scheme]:
     """What engines do in attention, where activations meet the cache, most usual first."""
-    for name in ("f16", "bf16", "tf32"):
+    for name in (*_HALVES, "tf32"):
         both = Arithmetic(name, name)
         yield Scheme(_phrase("attention", name), scores=both, values=both)
-    for name in ("f16", "bf16", "int8/row"):
+    for name in (*_HALVES, "int8/row"):
         cached = Arithmetic(stored=name)  # of f16 what ggml_compute_forward_flash_attn_ext_tiled does from 64 tokens on
         yield Scheme(_phrase("KV cache", name), scores=cached, values=cached)
     yield Scheme(_phrase("KV cache", "q8_0"), scores=Arithmetic("q8_0", "q8_0"), values=Arithmetic("f64", "q8_0"))

@@ -52,8 +52,7 @@ def _explained(op: OpResult | None) -> dict[str, object] | None:
     """What `--explain` shows."""
     if op is None or op.cause is None:
         return None
-    places = [[p.at, p.inputs, *(f"{v:.7g}" for v in (p.right, p.mistaken, p.recorded))] for p in op.cause.places]
-    return {"step": _named(op.step), "text": op.cause.text, "places": places}
+    return {"step": _named(op.step), "text": op.cause.text, "places": [place.row for place in op.cause.places]}
 
 
 def _short(value: float | None, digits: int = 4) -> float | str | None:

@@ -108,6 +108,11 @@ class Place:
     mistaken: float
     recorded: float
 
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The same, to the digits that float32 has."""
+        return (self.at, self.inputs, *(f"{v:.7g}" for v in (self.right, self.mistaken, self.recorded)))
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:

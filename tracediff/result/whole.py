@@ -17,6 +17,11 @@ class Token:
     other_rank: int  # its rank on the other side, 1 is first
     recomputed: float | None = None  # in float64 from this side's own final hidden state and the file's head
 
+    @property
+    def words(self) -> str:
+        """Its id, and its text where that is known."""
+        return f"{self.id} {self.text or ''}".strip()
+
 
 @dataclass(frozen=True, slots=True)
 class Logits:

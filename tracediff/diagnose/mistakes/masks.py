@@ -106,17 +106,11 @@ def _shown(context: Context) -> tuple[int, dict[str, int]]:
     if not bool(some_are.any()):
         return 0, {"window": 0, "chunk": 0}
     at = keys.expand(empty.shape)[some_are]
-    first, last = (f(at, empty[some_are]) for f in (_least, _most))
+    shut = empty[some_are]
+    first = at.masked_fill(~shut, torch.iinfo(at.dtype).max).amin(1)
+    last = at.masked_fill(~shut, -1).amax(1)
     # What underflowed is 0 as well: it makes windows look smaller, never larger.
     return int(first.max()), {"window": int((queries[some_are] - last).max()), "chunk": int(last.min()) + 1}
-
-
-def _least(x: Tensor, where: Tensor) -> Tensor:
-    return x.masked_fill(~where, torch.iinfo(x.dtype).max).amin(1)
-
-
-def _most(x: Tensor, where: Tensor) -> Tensor:
-    return x.masked_fill(~where, -1).amax(1)
 
 
 def _but_the_first(queries: Tensor, keys: Tensor, size: int, kept: int) -> Tensor:
@@ -147,15 +141,15 @@ def _masked(
     return softmax(torch.where(hides, masked, scores), queries, keys, *sinks, mask=_nothing_hidden, **plain)
 
 
-def _value(op: Op) -> float:
-    """What is taken from masked scores."""
-    return float(op.function.keywords["value"]) if isinstance(op.function, partial) else math.inf
+def _given(name: str, op: Op) -> float:
+    """The number that the mistaken op was made with: infinite in the right one."""
+    return float(op.function.keywords[name]) if isinstance(op.function, partial) else math.inf
 
 
 @AREA.mistake(
     "mask_finite", "what hides a key is a finite number, which large scores outweigh",
     "the value that the mask is filled with: minus infinity, or the least of its type", SOFTMAX,
-    number=Number(_value, lambda op, number: _masking(op, number, True), ()),
+    number=Number(partial(_given, "value"), lambda op, number: _masking(op, number, True), ()),
 )  # fmt: skip
 def _finite(op: Op, context: Context) -> Variants:
     if is_bent(op):
@@ -216,15 +210,10 @@ def _with_padding(
     return softmax(scores, queries, keys, sinks, **attrs)
 
 
-def _length(op: Op) -> float:
-    """Of the padded cache."""
-    return float(op.function.keywords["length"]) if isinstance(op.function, partial) else math.inf
-
-
 @AREA.mistake(
     "softmax_padded", "the softmax's sum has keys in it that are not there: the padding of the cache",
     "how many keys the softmax runs over: those cached so far, or all slots of which the others are hidden", SOFTMAX,
-    number=Number(_length, _in_padded, ()),
+    number=Number(partial(_given, "length"), _in_padded, ()),
 )  # fmt: skip
 def _padded(op: Op, context: Context) -> Variants:
     if is_bent(op):

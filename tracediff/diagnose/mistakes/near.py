@@ -15,14 +15,10 @@ _ROWS = 64  # of the weight, by which ways to read it are told from one another
 _PART = 0.5  # of the error there: what leaves more is not tried
 
 
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
 def is_near(
     op: Op,
     context: Context,
-    of_input: Callable[[Tensor], Tensor] = _as_it_is,
+    of_input: Callable[[Tensor], Tensor] = lambda x: x,
     read: Callable[[TensorInfo, np.ndarray], Tensor] = dequantize,
     product: Callable[[Tensor, Tensor], Tensor] = linear,
 ) -> bool:

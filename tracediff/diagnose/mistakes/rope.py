@@ -73,14 +73,10 @@ def _theta(op: Op, context: Context) -> Variants:
     for theta in (1e4, 1e6, 5e5, 1e5):
         if theta != op.attrs["rope"].theta:
             yield _turning(op, theta)._replace(fitted=False)
-    if context.seen and (number := _fitted_theta(op, context, context.seen)):
+    starts = [op.attrs["rope"].theta * 2.0**i for i in _OCTAVES]
+    # Of the tokens that turn least, few angles go round.
+    if context.seen and (number := _fitted(op, context, context.seen, lambda theta: {"theta": theta}, starts)):
         yield _turning(op, number)
-
-
-def _fitted_theta(op: Op, context: Context, seen: Seen) -> float | None:
-    """Of the tokens that turn least, few angles go round."""
-    theta = op.attrs["rope"].theta
-    return _fitted(op, context, seen, lambda theta: {"theta": theta}, [theta * 2.0**i for i in _OCTAVES])
 
 
 def _fitted(
@@ -161,25 +157,22 @@ def _yarn(op: Op, _: Context) -> Variants:
     betas = replace(rope, beta_fast=rope.beta_slow, beta_slow=rope.beta_fast)
     yield op.with_attrs(rope=betas), "beta_fast and beta_slow are exchanged"
     words = "YaRN's ramp runs the other way: the fast frequencies are divided, the slow ones kept"
-    yield computing(op, partial(_mixed, angles=_reversed_ramp)), words
+    yield computing(op, partial(turned, angles=_reversed_ramp)), words
     words = "the pairs between which YaRN's ramp runs are not rounded outwards to whole ones"
-    yield computing(op, partial(_mixed, angles=_ramp_as_it_is)), words
+    yield computing(op, partial(turned, angles=_ramp_as_it_is)), words
 
 
-def _mixed(
-    x: Tensor, positions: Tensor, factors: Tensor | None = None, *,
-    angles: Callable[[Tensor, Tensor | None, Rope], Tensor], **attrs: Any,
-) -> Tensor:  # fmt: skip
-    return turned(x, positions, factors, angles=angles, **attrs)
+def _unscaled_angles(positions: Tensor, factors: Tensor | None, rope: Rope) -> Tensor:
+    return rope_angles(positions, factors, replace(rope, ext_factor=0.0, freq_scale=1.0))
 
 
 def _reversed_ramp(positions: Tensor, factors: Tensor | None, rope: Rope) -> Tensor:
-    plain = rope_angles(positions, factors, replace(rope, ext_factor=0.0, freq_scale=1.0))
+    plain = _unscaled_angles(positions, factors, rope)
     return plain * (1 + rope.freq_scale) - rope_angles(positions, factors, rope)
 
 
 def _ramp_as_it_is(positions: Tensor, factors: Tensor | None, rope: Rope) -> Tensor:
-    plain = rope_angles(positions, factors, replace(rope, ext_factor=0.0, freq_scale=1.0))
+    plain = _unscaled_angles(positions, factors, rope)
     low, high = yarn_range(rope)
     pair = torch.arange(plain.shape[-1], device=plain.device, dtype=plain.dtype)
     scaled = ((pair - max(0, low)) / max(0.001, min(rope.n_rot - 1, high) - max(0, low))).clamp(0, 1)
@@ -235,19 +228,16 @@ def _on_and_on(
     return torch.cat(heads, 1)
 
 
-@AREA.mistake("rope_reversed", "rope turns the wrong way", "the sign of the sine", ROPE)
-def _reversed(op: Op, _: Context) -> Variants:
-    def function(x: Tensor, positions: Tensor, factors: Tensor | None = None, **attrs: Any) -> Tensor:
-        return turned(x, -positions, factors, **attrs)
-
-    yield computing(op, function), "rope turns the wrong way: the sine's sign is flipped"
-
-
 def _repositioned(op: Op, move: Callable[[Tensor], Tensor]) -> Op:
     def function(x: Tensor, positions: Tensor, factors: Tensor | None = None, **attrs: Any) -> Tensor:
         return turned(x, move(positions), factors, **attrs)
 
     return computing(op, function)
+
+
+@AREA.mistake("rope_reversed", "rope turns the wrong way", "the sign of the sine", ROPE)
+def _reversed(op: Op, _: Context) -> Variants:
+    yield _repositioned(op, lambda p: -p), "rope turns the wrong way: the sine's sign is flipped"
 
 
 @AREA.mistake(

@@ -32,11 +32,11 @@ def next_token(result: Result, width: int) -> Iterator[RenderableType]:
 def _row(rank: int, r: Token, c: Token) -> dict[str, str | Text]:
     return {
         "rank": str(rank),
-        "reference": f"{r.id} {r.text or ''}".strip(),
+        "reference": r.words,
         "logit:ref": number(r.logit),
         "recomputed:ref": number(r.recomputed),
         "p:ref": f"{r.probability:.3f}",
-        "candidate": f"{c.id} {c.text or ''}".strip(),
+        "candidate": c.words,
         "logit": number(c.logit),
         "recomputed": number(c.recomputed),
         "p": f"{c.probability:.3f}",
