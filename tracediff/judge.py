@@ -1,6 +1,6 @@
 """Metrics and local errors to verdicts. Thresholds live here; arrays do not.
 
-With replay an op is judged by its own error against its own floor (`replay/floors.py`). Without, only the drift from
+With replay an op is judged by its own error against its own floor (`numerics/floors.py`). Without, only the drift from
 the reference can be judged, and that carries everything that went before it: the tolerances below allow for it.
 """
 
