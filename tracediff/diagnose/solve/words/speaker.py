@@ -12,40 +12,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracediff.diagnose.solve.edit import Edit, Read
+from tracediff.diagnose.solve.edit import Edit
 from tracediff.diagnose.solve.loops.accesses import Access, accesses
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.loops.bound import Bound
-from tracediff.diagnose.solve.loops.interpret import Run
-from tracediff.diagnose.solve.loops.program import Program
+from tracediff.diagnose.solve.words.counts import evaluated, names_in, range_of
 from tracediff.diagnose.solve.words.masks import LESS, seen_keys
-from tracediff.diagnose.solve.words.nouns import (
-    AXES,
-    COUNTED,
-    COUNTS_TOKENS,
-    EACH,
-    NAMED,
-    NUMBERS,
-    OF_STEPS,
-    ORDINALS,
-    OWN,
-    SUMS,
-)
+from tracediff.diagnose.solve.words.names import CACHE, Names
+from tracediff.diagnose.solve.words.nouns import AXES, COUNTS_TOKENS, NAMED, NUMBERS, OF_STEPS, ORDINALS, OWN
 from tracediff.diagnose.solve.words.places import difference, taken
 from tracediff.diagnose.solve.words.syntax import chain, head, inlined, quotable, statements
 from tracediff.english import count, plural
-from tracediff.model.graph import Op
 
-_CACHE = "the cache"
-_WHOLE = ("the output", _CACHE)  # what is stored to, where it has no parts of its own
+_WHOLE = ("the output", CACHE)  # what is stored to, where it has no parts of its own
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
-    """Puts edits of one op's loops into words. `right` are its own, bound to what they read."""
-
-    op: Op
-    right: Bound
+class Speaker(Names):
+    """Puts edits of one op's loops into words."""
 
     def of(self, edited: Bound) -> str:
         """What the edited loops do otherwise."""
@@ -91,75 +75,64 @@ class Speaker:
         match a, b:
             case ast.For(target=ast.Name(id=name), iter=ast.Call() as old), ast.For(iter=ast.Call() as new):
                 stored = [one for one in a.body if isinstance(one, ast.Assign)]
-                subject = self._subject(stored[0].targets[0], stored[0].value) if stored else ""
+                subject = self.subject(stored[0].targets[0], stored[0].value) if stored else ""
                 of = f" of {subject}" if subject.startswith("the") and self.op.kind == "softmax" else ""
                 verb = "cached" if re.search(r"^ *cache\[", ast.unparse(a), re.MULTILINE) else "computed"
                 return self._loop(name, of, old, new, edited, verb)
             case ast.Assign(targets=[target]), ast.Pass():
-                return f"{self._subject(target, a.value)} is not stored"
+                return f"{self.subject(target, a.value)} is not stored"
             case ast.Assign(targets=[ast.Name(id=name)], value=old), ast.Assign(value=new):
                 return self._defined(name, old, new, edited)
             case ast.Assign(targets=[to], value=old), ast.Assign(targets=[to_other], value=new):
                 if ast.unparse(to) != ast.unparse(to_other):
                     array = ast.unparse(to).partition("[")[0]
-                    moved = self._by_access(array, edited, stores=True, subject=self._subject(to, old))
+                    moved = self._by_access(array, edited, stores=True, subject=self.subject(to, old))
                     assert isinstance(to, ast.Subscript)
                     assert isinstance(to_other, ast.Subscript)
                     return (
                         moved
-                        or f"{self._subject(to, old)} is stored at {self._placed(to_other.slice, to.slice, edited)}"
+                        or f"{self.subject(to, old)} is stored at {self._placed(to_other.slice, to.slice, edited)}"
                     )
-                return self._value(self._subject(to, old), old, new, edited)
+                return self._value(self.subject(to, old), old, new, edited)
         return f"{ast.unparse(b)} where {ast.unparse(a)} belongs"
 
     # --- loops
 
     def _loop(self, name: str, of: str, old: ast.Call, new: ast.Call, edited: Bound, verb: str) -> str:
         """Another range of a loop that stores."""
-        noun = self._noun(name)
+        noun = self.noun(name)
         said = self._taken(noun, old, new, edited)
         if said:
             terms, left, one = said
             return f"{terms}{of} {'is' if one else 'are'} {verb}{left}"
         bounds = [self._bounds(call) for call in (new, old)]
-        return f"{plural(noun)} {bounds[0]}{of} are {verb}, where {bounds[1]} belong{self._legend(*bounds)}"
+        return f"{plural(noun)} {bounds[0]}{of} are {verb}, where {bounds[1]} belong{self.legend(*bounds)}"
 
     def _taken(self, noun: str, old: ast.Call, new: ast.Call, edited: Bound) -> tuple[str, str, bool] | None:
-        return taken(
-            noun, self._range(old, self.right), self._range(new, edited), bool(_names(*old.args) & _names(*new.args))
-        )
+        follows = bool(names_in(*old.args) & names_in(*new.args))
+        return taken(noun, range_of(old, self.right), range_of(new, edited), follows)
 
     def _bounds(self, call: ast.Call) -> str:
         start, end = ([ast.Constant(0), *call.args] if len(call.args) == 1 else call.args)[:2]
-        return f"{self._print(start)} to before {self._print(end)}"
-
-    def _range(self, call: ast.Call, bound: Bound) -> range | None:
-        """What a count comes to; None where it depends on other loops."""
-        values = [_evaluated(argument, bound) for argument in call.args]
-        if any(value is None for value in values):
-            return None
-        try:
-            return range(*(int(value) for value in values if value is not None))
-        except ValueError:
-            return None
+        return f"{self.printed(start)} to before {self.printed(end)}"
 
     # --- values
 
     def _count(self, node: ast.expr, bound: Bound) -> str:
         """A size as a number, by its name where each step has another."""
-        value = None if _names(node) & {*COUNTS_TOKENS} else _evaluated(node, bound)
-        said = self._print(node)
+        value = None if names_in(node) & {*COUNTS_TOKENS} else evaluated(node, bound)
+        said = self.printed(node)
         return NUMBERS.get(said, said) if value is None else f"{value:g}"
 
     def _defined(self, name: str, old: ast.expr, new: ast.expr, edited: Bound) -> str:
         """A name that is something else."""
         if name == "visible":
-            return self._mask(LESS, LESS, edited, f"{self._print(new)} keys", f"{self._print(old)}")
+            return self._mask(LESS, LESS, edited, f"{self.printed(new)} keys", f"{self.printed(old)}")
         if name in ("heads", "queries", "keys", "channels", "width", "n"):
             a, b = (self._count(node, bound) for node, bound in ((old, self.right), (new, edited)))
             number = NUMBERS[name].replace("the", OWN.get(self.op.kind, "the"), 1)
             right = "" if name in COUNTS_TOKENS else f"; it is {a}"
-            return f"{number} is taken for {b}{right}{self._legend(b, right)}"
+            return f"{number} is taken for {b}{right}{self.legend(b, right)}"
         if name in ("here", "there", "first", "second"):
             arrays = [array for array in edited.arrays if array not in OF_STEPS]
             said = [self._by_access(array, edited) for array in arrays]
@@ -183,20 +156,20 @@ class Speaker:
                 return self._terms(subject, outer.target.id, x, y, edited)
             if isinstance(outer, ast.IfExp) and x is outer.test:
                 assert isinstance(y, ast.expr)
-                return self._mask(x, y, edited, f"those with {self._print(y)}", f"those with {self._print(x)}")
-        whole = self._print(old)
-        shown = [pair for pair in quotable(old, new) if whole.count(self._print(pair[0])) == 1]
+                return self._mask(x, y, edited, f"those with {self.printed(y)}", f"those with {self.printed(x)}")
+        whole = self.printed(old)
+        shown = [pair for pair in quotable(old, new) if whole.count(self.printed(pair[0])) == 1]
         return self._formula(subject, *(shown[-1] if shown else (old, new)))
 
     def _terms(self, subject: str, name: str, old: ast.Call, new: ast.Call, edited: Bound) -> str:
         """A sum over other terms."""
-        noun = self._noun(name)
+        noun = self.noun(name)
         whole = subject if subject in ("the sum of squares", "the sum", "the maximum") else "the sum"
         said = self._taken(noun, old, new, edited)
         if said:
             return f"{whole} takes {said[0]}{said[1]}"
         bounds = f"{self._bounds(new)}, where {self._bounds(old)} belong"
-        return f"{whole} takes {plural(noun)} {bounds}{self._legend(bounds)}"
+        return f"{whole} takes {plural(noun)} {bounds}{self.legend(bounds)}"
 
     def _mask(self, old: ast.expr, new: ast.expr, edited: Bound, said: str, belongs: str) -> str:
         seen = [seen_keys(node, bound) for node, bound in ((old, self.right), (new, edited))]
@@ -213,13 +186,13 @@ class Speaker:
             prefix = all(row[: int(row.sum())].all() for row in seen[1].reshape(-1, seen[1].shape[-1]))
             if prefix and (counts[1] == np.clip(counts[0] + k, 0, seen[0].shape[-1])).all():
                 return f"the mask: each query sees {count(abs(k), 'key')} too {'many' if k > 0 else 'few'}"
-        return f"the mask: query t sees {said}, where {belongs} belong{self._legend(said, belongs)}"
+        return f"the mask: query t sees {said}, where {belongs} belong{self.legend(said, belongs)}"
 
     def _formula(self, subject: str, old: ast.expr, new: ast.expr) -> str:
-        a, b = (self._print(node) for node in (old, new))
+        a, b = (self.printed(node) for node in (old, new))
         if a == b:  # the places differ, not the formula
-            a, b = (self._print(node, places=True) for node in (old, new))
-        return f"{subject} is computed with {b}, where {a} belongs{self._legend(a, b)}"
+            a, b = (self.printed(node, places=True) for node in (old, new))
+        return f"{subject} is computed with {b}, where {a} belongs{self.legend(a, b)}"
 
     # --- places that are read
 
@@ -237,14 +210,14 @@ class Speaker:
         return f"{'; '.join(said)} ({f'in {subject}, ' if subject and subject != 'the output' else ''}{when})"
 
     def _access(self, array: str, a: Access, b: Access, edited: Bound, stores: bool, subject: str) -> str:
-        nouns = {name: self._noun(name) for name in a.loops}
+        nouns = {name: self.noun(name) for name in a.loops}
         said = difference(a, b, self._axes(array), nouns, self._of_steps(a))
         what = subject or "the output" if stores else self.called(array)
         verb = "is stored" if stores else "is read"
         if said.axis:
             stored = "" if what in _WHOLE else f"{what} of "
             to = f"{stored}{said.of} is stored as" if stores else f"{said.of} reads"
-            of = "" if stores and what != _CACHE else f" of {what}"
+            of = "" if stores and what != CACHE else f" of {what}"
             old = "that of its token" if array == "table" and "in turn" in said.old else said.old
             return f"{to} {said.axis} {said.new}{of}, where {old} belongs"
         if said.shift:
@@ -263,122 +236,10 @@ class Speaker:
 
     def _placed(self, new: ast.AST, old: ast.AST, edited: Bound) -> str:
         """Two formulas of a place, the first where the second belongs."""
-        a, b = (self._print(inlined(node, bound)) for node, bound in ((old, self.right), (new, edited)))
-        return f"{b}, where {a} belongs{self._legend(a, b)}"
+        a, b = (self.printed(inlined(node, bound)) for node, bound in ((old, self.right), (new, edited)))
+        return f"{b}, where {a} belongs{self.legend(a, b)}"
 
     def _axes(self, array: str) -> list[tuple[str, int]]:
         """Names and sizes of an array's axes."""
         known = AXES.get(self.op.kind, {}).get(array, (("value", ""),))
         return [(name, int(self.right.numbers.get(size, 1 << 40))) for name, size in known]
-
-    # --- names
-
-    def called(self, array: str) -> str:
-        """An array by the name of the value or the weight that it is."""
-        loops = self.right.own
-        if array in loops.inputs:
-            return Read(self.op.inputs[loops.inputs.index(array)]).words(self.op)
-        if array in loops.weights:
-            return Read(self.op.weights[loops.weights.index(array)].name).words(self.op)
-        if array == "cache":
-            return Read(self.op.inputs[1]).words(self.op)
-        return {"y": "the output", "before": "what was there before"}.get(array, array)
-
-    def _noun(self, variable: str) -> str:
-        return COUNTED.get(self.op.kind, EACH).get(variable, variable)
-
-    def _subject(self, target: ast.expr, value: ast.expr) -> str:
-        match target:
-            case ast.Name(id=name):
-                return NAMED.get(name, NUMBERS.get(name, name))
-            case ast.Subscript(value=ast.Name(id="y"), slice=at) if self.op.kind == "rope":
-                of_pairs = (f"the {which} of each pair" for which in ("first", "second") if which in ast.unparse(at))
-                return next(of_pairs, "the output")
-            case ast.Subscript(value=ast.Name(id="y")) if self.op.kind == "softmax":
-                stages = {ast.IfExp: "the masked score", ast.Call: "the exponential"}
-                return stages.get(type(value), "the output")
-            case ast.Subscript(value=ast.Name(id="cache")):
-                return _CACHE
-        return "the output"
-
-    def _legend(self, *formulas: str) -> str:
-        """What the variables in formulas count."""
-        used = {name for formula in formulas for name in re.findall(r"\b[A-Za-z]\b", formula)}
-        called = {**COUNTED.get(self.op.kind, EACH), **{name: NUMBERS[name] for name in COUNTS_TOKENS}}
-        said = [f"{v}: {noun}" for v, noun in called.items() if v in used]
-        return f" ({', '.join(said)})" if said else ""
-
-    def _print(self, node: ast.AST, places: bool = False) -> str:
-        """An expression of values by their names, and of counts."""
-        return ast.unparse(_Named(self, places).visit(ast.parse(ast.unparse(node), mode="eval").body))
-
-
-class _Named(ast.NodeTransformer):
-    """Array elements as the names of the values, sums in words, sizes as numbers."""
-
-    def __init__(self, speaker: Speaker, places: bool) -> None:
-        self._speaker = speaker
-        self._places = places
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        assert isinstance(node.value, ast.Name)
-        called = self._speaker.called(node.value.id)
-        if called in ("tokens", "positions"):
-            at = ast.unparse(node.slice)
-            called = "token id" if called == "tokens" else "position"
-            return ast.Name(called if at == "t" else f"{called}[{at}]")
-        if called in OF_STEPS:
-            return ast.Name(f"{called}[{ast.unparse(node.slice)}]")
-        if self._places:
-            return ast.Name(f"{called}[{self._speaker._print(node.slice)}]")
-        text = ast.unparse(node.slice)
-        which = next((w for w in ("first", "second") if w in text), "")
-        return ast.Name(f"{called}'s {which}" if which else called)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if isinstance(node.func, ast.Name) and node.args and isinstance(node.args[0], ast.GeneratorExp):
-            generator = node.args[0]
-            loop = generator.generators[0]
-            assert isinstance(loop.target, ast.Name)
-            term = self._speaker._print(generator.elt, self._places)
-            noun = plural(self._speaker._noun(loop.target.id))
-            return ast.Name(f"{SUMS[node.func.id]} of {term} over the {noun}")
-        self.generic_visit(node)
-        return node
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.generic_visit(node)
-        match node:
-            case ast.BinOp(left=ast.Constant(value=int(a)), op=op, right=ast.Constant(value=int(b))) if b > 0:
-                known = {ast.Add: a + b, ast.Sub: a - b, ast.Mult: a * b, ast.FloorDiv: a // b, ast.Mod: a % b}
-                return ast.Constant(known[type(op)]) if type(op) in known else node
-        return node
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        numbers = self._speaker.right.numbers
-        if node.id in COUNTS_TOKENS or not isinstance(numbers.get(node.id), int):  # of tokens each step has others
-            return node
-        return ast.Constant(numbers[node.id])
-
-
-def _names(*nodes: ast.AST) -> set[str]:
-    return {name.id for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name)}
-
-
-def _evaluated(node: ast.expr, bound: Bound) -> float | None:
-    """A count in numbers; None where it depends on loop variables or on arrays."""
-    names = dict(bound.numbers)
-    for statement in ast.walk(ast.parse(bound.source)):
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            value = _of_numbers(statement.value, names)
-            if value is not None:
-                names[statement.targets[0].id] = value
-    return _of_numbers(node, names)
-
-
-def _of_numbers(node: ast.expr, names: Mapping[str, float]) -> float | None:
-    try:
-        run = Run(Program(ast.Module([], [])), names, {}, 0)
-        return float(run.value(node)) if not any(isinstance(n, ast.Subscript) for n in ast.walk(node)) else None
-    except (CannotRunError, OverflowError):
-        return None
