@@ -96,6 +96,29 @@ def test_one_mistake_in_ops_that_read_others_is_one_finding() -> None:
     ]
 
 
+def test_the_stream_is_one_value_in_all_layers() -> None:
+    """What the first layer reads is called otherwise than what the others do."""
+
+    def wrong(first: str, text: str) -> list[str]:
+        return texts(
+            [
+                faulty(op, "solved", text.format(first if op.layer == 0 else f"blk.{op.layer - 1}.ffn_residual"))
+                if op.op.endswith("ffn_norm")
+                else op
+                for op in model()
+            ]
+        )
+
+    said = "reads attn_output + {} where attn_output belongs"
+    everywhere = "ffn_norm in all 3 layers: " + said.format("the layer's input") + "."
+    for first in ("token_embd", "token_embd_scaled", "inpL"):
+        assert wrong(first, said) == [everywhere]
+    assert wrong("attn_q", said) == [
+        f"ffn_norm in layer 0: {said.format('attn_q')}.",
+        f"ffn_norm in 2 of 3 layers (1, 2): {said.format('ffn_residual of the layer before')}.",
+    ]
+
+
 def test_own_weights_are_not_named_where_ops_are_several() -> None:
     def op(name: str) -> OpResult:
         text = f"the output is computed with x + {name}.weight, where x * {name}.weight belongs"

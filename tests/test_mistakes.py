@@ -47,7 +47,7 @@ PLANTED = {
     "olmo2": ("input_normed@blk.1.ffn_gate", "sum_normed", "norm_of_all_heads@blk.1.attn_q_norm"),
     "gpt-oss": ("sinks_ignored", "window@0", "act_limits", "up_plus_one", "bias_missing@blk.1.ffn_down_exps"),
     "gemma3": ("window@blk.5.attn_probs", "no_mask", "mask_shifted", "cache_ignored", "act_silu",
-               "scale_dropped@token_embd_scaled"),
+               "norm_after_rope@blk.1.attn_q_norm", "scale_dropped@token_embd_scaled"),
     "qwen3next": ("gate_ignored", "act_skipped@0", "state_not_carried@blk.0.ssm_state"),
     "mamba2": ("conv_reversed", "rate_without_softplus", "decay_as_logarithm", "state_not_carried@blk.1.conv_state"),
     "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2",),
@@ -386,6 +386,33 @@ def with_choices(wrong: np.ndarray, tiny: Tiny, tmp_path: Path) -> Path:
     ids[:] = np.resize(wrong, ids.shape)
     path.with_suffix(".bin").write_bytes(data)
     return path
+
+
+def test_a_buffer_that_was_not_recorded_may_be_what_an_op_reads(tiny: Tiny, tmp_path: Path) -> None:
+    """It is made of what was: here what the routed experts put out, which the shared one reads."""
+    file = GGUFFile(tiny("deepseek2"))
+    graph = build_graph(file)
+    wrong = [replace(graph[f"blk.1.ffn_{x}_shexp"], inputs=("blk.1.ffn_moe_out",)) for x in ("gate", "up")]
+    path = traced(graph.changed(*wrong), file, tmp_path / "a.trace", n_decode=0)
+    path = some_of(path, tmp_path / "b.trace", lambda op: "_moe_" not in op and "exps" not in op)
+    (finding,) = check_trace(path, tiny("deepseek2")).findings
+    assert finding.text == "ffn_gate_shexp and ffn_up_shexp in layer 1: reads ffn_moe_out where ffn_norm belongs."
+
+
+def test_what_counts_too_few_is_said_of_groups(tiny: Tiny, tmp_path: Path) -> None:
+    groups = {"expert_count": 8, "expert_group_count": 4, "expert_group_used_count": 2}
+    path = tiny_models.write("deepseek2", tmp_path / "groups.gguf", others=groups)
+    file = GGUFFile(path)
+    graph = build_graph(file)
+    words = []
+    for op in graph:
+        if op.kind == "get_rows" and op.name.startswith("blk.1."):
+            words += [Variant(*one).text for one in BANK["too_few_experts"].change(op, Context(graph, file))][-1:]
+    assert words == [
+        "the score of a group is that of its best expert, where its best 2 belong",
+        "only 1 of the 2 chosen groups count",
+        "only 1 of the 3 chosen experts count",
+    ]
 
 
 @pytest.mark.parametrize("wrong", [7.0, 0.5, np.nan, 1.0])

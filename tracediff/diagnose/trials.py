@@ -14,7 +14,7 @@ from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.fit import searched
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
-from tracediff.diagnose.solve.edit import Read, relayered
+from tracediff.diagnose.solve.edit import Read, Reworked, relayered
 from tracediff.model.graph import Op
 from tracediff.names import layer_of, split
 from tracediff.replay.replay import Replay
@@ -117,6 +117,7 @@ class Trials:
             ops = found.ops
         elif SOLVED in found.mistakes or found.may_turn:
             ops = tuple(self._relayered(found.ops, error.segment))
+            ops = ops or (tuple(self._transferred(found.ops, error.segment)) if len(error.segment) == 1 else ())
         elif len(found.parts) == 1 and found.parts[-1].fitted and found.parts[-1].number is None:
             ops = tuple(self._transferred(found.ops, error.segment))
         else:
@@ -180,14 +181,19 @@ class Trials:
 
 
 def transferred(changed: Op, right: Op, other: Op) -> Op | None:
-    """The change from `right` to `changed` made in another op of the kind; None where it is about its own weights."""
+    """The change from `right` to `changed` made in another op of the kind; None where it is about its own weights, or
+    about what it reads.
+    """
+    if not isinstance(changed.rework, Reworked | None):  # what is done to values of this op
+        return None
     if right.kind != other.kind or [w.name for w in changed.weights] != [w.name for w in right.weights]:
         return None
     if changed.inputs != right.inputs or len(right.weights) != len(other.weights):
         return None
     attrs = {key: value for key, value in changed.attrs.items() if right.attrs.get(key) != value}
     weights = tuple(replace(own, read=w.read) for w, own in zip(changed.weights, other.weights, strict=True))
-    return replace(other.with_attrs(**attrs), weights=weights, function=changed.function, stored=changed.stored)
+    edited = other.with_attrs(**attrs)
+    return replace(edited, weights=weights, function=changed.function, rework=changed.rework, stored=changed.stored)
 
 
 def _with_names(text: str, names: Mapping[str, str]) -> str:

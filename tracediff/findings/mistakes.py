@@ -16,6 +16,8 @@ _FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?![\w.]*\w)")
 _FITTED = re.compile(r"[.e]")  # in a figure that is no count
 _FIRST = re.compile(r"^[\w.]+\.(weight|bias) ")  # an op's own; that of a tied head is the embedding's
 _LAST = re.compile(r" \([\w.]+\.weight\)$")
+# What the first layer reads, and each of the others.
+_STREAM = {True: r"(?<![\w.])(token_embd(_scaled)?|inpL)(?![\w.])", False: r"\bffn_residual of the layer before\b"}
 _IN_LAYER = re.compile(r"\bblk\.(\d+)\.([\w.]*\w)")
 
 
@@ -234,6 +236,8 @@ def _in_any_op(op: OpResult, mistake: str, text: str) -> str:
     text = unnamed(text, op.op)
     if op.reads:
         text = re.sub(rf"(?<![\w.]){re.escape(op.reads)}(?![\w.])(?! of the)", "its input", text)
+    if op.layer is not None:
+        text = re.sub(_STREAM[op.layer == 0], "the layer's input", text)
     return re.sub(rf"(?<![\w.]){re.escape(local_name(op.op))}\.(?=(weight|bias)\b)", "the ", text)
 
 

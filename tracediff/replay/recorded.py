@@ -156,16 +156,16 @@ class Recorded:
             for name, past in op.reads
         ]
 
-    def can_be_made(self, record: OpRecord) -> bool:
-        """Whether what the record is made of was recorded, or is of kinds that can be computed."""
+    def can_be_made(self, step: int, of: str) -> bool:
+        """Whether what an op is made of was recorded, or is of kinds that can be computed."""
         if not self._uncovered:
             return True
-        stack, seen = [record.op], {record.op}
+        stack, seen = [of], {of}
         while stack:
             name = stack.pop()
             if name in self._uncovered:
                 return False
-            missing = [i for i in self._graph[name].inputs if i not in seen and not self.holds((record.step, i, None))]
+            missing = [i for i in self._graph[name].inputs if i not in seen and not self.holds((step, i, None))]
             seen.update(missing)
             stack += missing
         return True

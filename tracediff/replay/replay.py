@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tracediff.model.graph import Graph, Op, Span
 from tracediff.model.weights import Weights
+from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import PLAIN, SCHEMES, Scheme
 from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of
@@ -101,7 +102,7 @@ class Replay:
                 record = self.trace.ops.get((step, op.name))
                 if record is None or not record.has_data or self.trace.own(record) == []:
                     continue
-                if self._recorded.can_be_made(record):
+                if self._recorded.can_be_made(record.step, record.op):
                     yield record
 
     @cached_property
@@ -275,6 +276,16 @@ class Replay:
     def read(self, record: OpRecord, name: str, past: Span, scheme: Scheme) -> Tensor:
         """A value as the record's step has it, or all steps so far, or a buffer: recorded, or as it should be."""
         return self._fitting.without_noise(record).read(record.step, name, past, scheme).exact
+
+    def makeable(self, record: OpRecord) -> set[str]:
+        """Ops of a record's layer that were not recorded and can be made of what was: values that the engine had, too.
+        None where the record is a segment, whose own ops are no more than supposed.
+        """
+        layer = layer_of(record.op)
+        if layer is None or len(self.segment(record)) > 1:
+            return set()
+        missing = (op.name for op in self.graph.layer(layer) if not self._recorded.holds((record.step, op.name, None)))
+        return {name for name in missing if self._recorded.can_be_made(record.step, name)}
 
     @torch.inference_mode()
     def made(self, record: OpRecord, ops: Sequence[Op]) -> Tensor:

@@ -185,7 +185,7 @@ def _scores_f16(op: Op, _: Context) -> Variants:
 )
 def _no_sinks(op: Op, _: Context) -> Variants:
     if op.weights:
-        yield replace(op, weights=()), f"{op.weights[0].name} is not part of the softmax"
+        yield replace(op, weights=()), "the sinks are no part of the softmax"
 
 
 @AREA.mistake("softcap_missing", "large scores are not bent by the soft cap", "the soft cap of the scores", SOFTMAX)

@@ -20,6 +20,7 @@ from tracediff.diagnose.mistakes.mistake import (
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import reading, values_of
+from tracediff.names import layer_of
 from tracediff.numerics.kinds.elementwise import repeated
 from tracediff.numerics.kinds.layout import get_rows
 from tracediff.numerics.kinds.reduction import argsort
@@ -101,7 +102,18 @@ def _too_few(op: Op, context: Context) -> Variants:
             rows[..., used:, :] = 0.0
             return rows
 
-        yield computing(op, function), f"only {used} of the {chosen} chosen experts count"
+        yield computing(op, function), _counting(op, context.graph, used, chosen)
+
+
+def _counting(op: Op, graph: Graph, used: int, chosen: int) -> str:
+    """In words that so few of the chosen count: experts, or what stands before a further choice, as of groups."""
+    layer, after = layer_of(op.name), graph.after([op.name])
+    if not any(other.kind == "top_k" and other.name in after and layer_of(other.name) == layer for other in graph):
+        return f"only {used} of the {chosen} chosen experts count"
+    if any(reader.kind == "sum_rows" for reader, _ in graph.readers(op.name)):
+        best = "that of its best expert" if used == 1 else f"of its best {used} experts"
+        return f"the score of a group is {best}, where its best {chosen} belong"
+    return f"only {used} of the {chosen} chosen groups count"
 
 
 def _ancestors(name: str, graph: Graph, depth: int) -> set[str]:

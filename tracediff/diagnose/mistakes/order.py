@@ -39,6 +39,19 @@ def _input_normed(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
+    "norm_after_rope", "a norm of heads reads them when they are rotated", "the order of rope and the norm of Q and K",
+    NORM,
+)  # fmt: skip
+def _after_rope(op: Op, context: Context) -> Variants:
+    for turn in (reader for reader, _ in context.graph.readers(op.name) if reader.kind == "rope"):
+        if not any(turn.seen):
+            views = (op.views[0], *turn.seen[1:]) if op.views else ()
+            before = replace(turn, name=f"{op.name}.read", inputs=(op.inputs[0], *turn.inputs[1:]), views=views)
+            changed = replace(_reading(op, before.name), views=())
+            yield Variant(changed, "what it reads is rotated first: the norm comes after rope", before=(before,))
+
+
+@AREA.mistake(
     "norm_bypassed", "a projection reads as it is what should be normed first", "which buffer is passed to it",
     _PROJECTION,
 )  # fmt: skip

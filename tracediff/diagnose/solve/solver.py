@@ -21,9 +21,13 @@ def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None) -> Probl
         return None
     op, known = replay.graph[record.op], replay.known(record, scheme)
     recorded = {name for step, name in replay.trace.ops if step == record.step}
-    names = [other.name for other in replay.graph if other.name in recorded]
+    made = replay.makeable(record)
+    names = [other.name for other in replay.graph if other.name in recorded or other.name in made]
+    used = scheme or replay.choice(record).schemes[0]
 
     def held(read: Read) -> np.ndarray | None:
+        if read.name in made and read.when == "now":
+            return flat(replay.read(record, read.name, read.past, used))
         values = replay.held(record.step, read.name, read.past)
         return None if values is None else flat(values)
 
