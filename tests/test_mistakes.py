@@ -38,8 +38,8 @@ TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12, 13)
 # Of each architecture the mistakes that are planted in layer 1, but for one whose state shows in what reads it.
 PLANTED = {
     "qwen3moe": ("router_sigmoid", "weights_not_normalised", "expert_order", "expert_off_by_one", "top_k_off_by_one",
-                 "top_k_smallest", "too_few_experts", "rope_before_norm", "wrong_layer", "expert_weights",
-                 "weight_transposed@blk.1.ffn_gate_exps"),
+                 "top_k_smallest", "too_few_experts", "experts_sorted", "rope_before_norm", "wrong_layer",
+                 "expert_weights", "weight_transposed@blk.1.ffn_gate_exps"),
     "deepseek2": ("router_softmax", "selection_bias_in_weights", "weights_normalised", "scale_dropped", "term_dropped",
                   "gate_up_swapped", "weight_transposed@blk.1.attn_k_b", "expert_off_by_one@blk.1.attn_v_b",
                   "parts_in_another_order@blk.1.q_pe", "parts_in_another_order@blk.1.attn_kv_a_norm"),
@@ -49,7 +49,9 @@ PLANTED = {
     "gemma3": ("window@blk.5.attn_probs", "no_mask", "mask_shifted", "cache_ignored", "act_silu",
                "norm_after_rope@blk.1.attn_q_norm", "scale_dropped@token_embd_scaled"),
     "qwen3next": ("gate_ignored", "act_skipped@0", "state_not_carried@blk.0.ssm_state"),
-    "mamba2": ("conv_reversed", "rate_without_softplus", "decay_as_logarithm", "state_not_carried@blk.1.conv_state"),
+    "mamba2": ("conv_reversed", "rate_without_softplus", "decay_as_logarithm", "state_not_carried@blk.1.conv_state",
+               "gate_after_norm", "act_ungated"),
+    "hunyuan-dense": ("norm_before_rope@blk.1.attn_q_norm",),
     "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2",),
     "gpt2": ("embedding_row_off@position_embd",),
     "bloom": ("alibi_missing", "rms_norm", "norm_bias_missing"),
@@ -103,6 +105,28 @@ UNSEEN = {
         "lfm2", "parts_exchanged", "shortconv.in_proj shortconv.out_proj",
         "shortconv.in_proj.mul, shortconv.in_proj.mul#2",
         "channels 0 to 95 and 96 to 191 of shortconv.in_proj are exchanged",
+    ),
+    "an activation with a formula of its own": (
+        "gpt-oss", "up_plus_one", "attn_output", "ffn_moe_swiglu_oai", "up is not raised by 1",
+    ),
+    "another activation in that formula": (
+        "gpt-oss", "act_silu", "attn_output", "ffn_moe_swiglu_oai", "SiLU is used for quick GELU",
+    ),
+    "a router's softmax before its choice": (
+        "gpt-oss", "softmax_before_choice", "attn_output", "ffn_moe_weights.soft_max",
+        "the softmax is over all experts, before the choice, not over the chosen ones",
+    ),
+    "weights and biases that are split otherwise": (
+        "gpt-oss", "gate_up_by_turns", "attn_output", "ffn_gate_exps, ffn_up_exps",
+        "rows of gate and up lie by turns in one matrix, whose halves are taken for them",
+    ),
+    "a state that only the prompt writes": (
+        "mamba2", "state_not_written", "ssm_in ssm_out", "conv_state_next",
+        "steps after the first do not write it: the next finds what the first left",
+    ),
+    "slopes of ALiBi": ("mpt", "alibi_slopes", "attn_output", "attn_probs", "ALiBi's slopes are the first 6 of 8"),
+    "a clamp of one side": (
+        "mpt", "clamp_ignored", "attn_output", "wqkv_clamped", "values below -1 are not cut off",
     ),
     "a cap is no attention scale": (
         "gemma2", "scale_dropped", "attn_q_rope attn_k_rope attn_probs", "kq_scaled_1", "the factor 0.05 is left out",
@@ -397,6 +421,43 @@ def test_a_buffer_that_was_not_recorded_may_be_what_an_op_reads(tiny: Tiny, tmp_
     path = some_of(path, tmp_path / "b.trace", lambda op: "_moe_" not in op and "exps" not in op)
     (finding,) = check_trace(path, tiny("deepseek2")).findings
     assert finding.text == "ffn_gate_shexp and ffn_up_shexp in layer 1: reads ffn_moe_out where ffn_norm belongs."
+
+
+def test_what_runs_beside_an_op_may_have_run_before_it(tiny: Tiny, tmp_path: Path) -> None:
+    """The graph has attention's output behind the norm of the feed-forward; an engine may add it first."""
+    path = tiny_models.write("gptneox", tmp_path / "beside.gguf", others={"use_parallel_residual": True})
+    file = GGUFFile(path)
+    graph = build_graph(file)
+    norm, beside = graph["blk.1.ffn_norm"], graph["blk.1.attn_output"]
+    total = replace(graph["blk.1.ffn_residual"], name="blk.1.sum", inputs=(norm.inputs[0], beside.name))
+    wrong = graph.changed(total, replace(norm, inputs=(total.name,)))
+    trace = without(traced(wrong, file, tmp_path / "a.trace", n_decode=0), {total.name})
+    (finding,) = check_trace(trace, path).findings
+    assert "ffn_residual of the layer before + attn_output where" in finding.text
+
+
+def test_another_value_may_be_read_over_all_steps(tiny: Tiny, tmp_path: Path) -> None:
+    file = GGUFFile(tiny("phi3"))
+    graph = build_graph(file)
+    wrong = [replace(graph[f"blk.{n}.attn_kqv"], inputs=(f"blk.{n}.attn_probs", f"blk.{n}.attn_k")) for n in (0, 1)]
+    path = traced(graph.changed(*wrong), file, tmp_path / "a.trace")
+    (finding,) = check_trace(path, tiny("phi3")).findings
+    assert finding.text == "attn_kqv in both layers: reads attn_k where attn_v belongs."
+
+
+def test_an_edit_of_one_op_is_tried_in_all_of_its_kind(tiny: Tiny, tmp_path: Path) -> None:
+    """The mean over n - 1 is a factor to the last norm, which reads large values, and to no other."""
+
+    def unbiased(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+        away = x - x.mean(-1, keepdim=True)
+        return away / torch.sqrt(x.var(-1, keepdim=True) + eps) * weight
+
+    file = GGUFFile(tiny("cohere2"))
+    graph = build_graph(file)
+    wrong = [replace(op, function=unbiased) for op in graph if op.kind == "layer_norm"]
+    path = traced(graph.changed(*wrong), file, tmp_path / "a.trace")
+    (finding,) = check_trace(path, tiny("cohere2")).findings
+    assert finding.text == "all 3 norms: the scale is computed with squares / 95, where squares / 96 belongs."
 
 
 def test_what_counts_too_few_is_said_of_groups(tiny: Tiny, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tracediff.diagnose.mistakes.mistake import (
 from tracediff.english import count, told_apart
 from tracediff.model.graph import Graph, Op
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.kinds.attention import scores, softmax, unseen_in, weighted_values
+from tracediff.numerics.kinds.attention import alibi, scores, softmax, unseen_in, weighted_values
 
 AREA = Area()
 SCORES = Where(("scores",))
@@ -198,3 +198,35 @@ def _no_softcap(op: Op, _: Context) -> Variants:
 def _no_alibi(op: Op, _: Context) -> Variants:
     if op.attrs.get("max_bias"):
         yield op.with_attrs(max_bias=0.0), "scores do not fall with the distance of a key"
+
+
+@AREA.mistake(
+    "alibi_slopes", "heads multiply ALiBi's distances with other slopes",
+    "the slopes where heads are no power of two, and the exponent of the first", SOFTMAX,
+)  # fmt: skip
+def _slopes(op: Op, context: Context) -> Variants:
+    most, heads = op.attrs.get("max_bias"), axes_of(op, 0, context.graph)[0]
+    if not most or not isinstance(heads, int):
+        return
+    above = 1 << math.ceil(math.log2(heads))
+    powers = torch.arange(1, heads + 1, dtype=torch.float64)
+    right = alibi(heads, most)
+    for slopes, words in (
+        (2.0 ** (-most / above * powers), f"ALiBi's slopes are the first {heads} of {above}"),
+        (2.0 ** (-most / heads * powers), f"ALiBi's slopes are powers of 2^(-{most:g}/{heads})"),
+        (alibi(heads, most / 2), f"ALiBi's slopes have the exponent {most / 2:g}, where {most:g} belongs"),
+        (alibi(heads, most * 2), f"ALiBi's slopes have the exponent {most * 2:g}, where {most:g} belongs"),
+        (right.flip(0), "the slopes of ALiBi are those of the heads in reverse order"),
+        (-right, "scores grow with the distance of a key, where they should fall"),
+    ):
+        if not torch.equal(slopes, right):
+            yield computing(op, partial(_sloping, slopes=slopes)), words
+
+
+def _sloping(
+    x: Tensor, queries: Tensor, keys: Tensor, *sinks: Tensor, slopes: Tensor, scale: float, **others: Any
+) -> Tensor:
+    """The softmax with other slopes of each head."""
+    distance = (queries[:, None] - keys[None, :]).abs()
+    falling = x - slopes.to(x)[:, None, None] * distance / scale
+    return softmax(falling, queries, keys, *sinks, scale=scale, **{**others, "max_bias": 0.0})

@@ -87,6 +87,23 @@ def _normalised(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
+    "softmax_before_choice", "the softmax of the router is over all experts, where it is over the chosen ones",
+    "the order of softmax and choice in the router", Where(("soft_max",)),
+)  # fmt: skip
+def _before_choice(op: Op, context: Context) -> Variants:
+    rows = context.graph.ops.get(op.inputs[0])
+    choice = context.graph.ops.get(rows.inputs[-1]) if rows and rows.kind == "get_rows" else None
+    if rows is None or choice is None or choice.kind != "top_k" or len(op.inputs) > 1:
+        return
+
+    def function(logits: Tensor, ids: Tensor, **_: float) -> Tensor:
+        return get_rows(torch.softmax(logits, -2), ids).reshape(op.shape(ids.shape[0]))
+
+    changed = replace(op, inputs=rows.inputs, views=rows.views, function=function)
+    yield changed, "the softmax is over all experts, before the choice, not over the chosen ones"
+
+
+@AREA.mistake(
     "too_few_experts", "fewer experts are used than the model chooses", "the number of experts used",
     Where(("get_rows",)),
 )  # fmt: skip
@@ -142,6 +159,26 @@ def _order(op: Op, context: Context) -> Variants:
                 return a * move(repeated(b, a))
 
             yield computing(op, moved), words
+
+
+@AREA.mistake(
+    "experts_sorted", "experts are sorted by their numbers, and their weights by their size",
+    "whether both are sorted alike before tokens are gathered by expert", Where(("mul",)),
+)  # fmt: skip
+def _sorted(op: Op, context: Context) -> Variants:
+    ids = context.graph[op.inputs[0]].inputs[-1] if _is_of_experts(op.inputs[0], context.graph) else None
+    if ids is None or len(op.inputs) != 2:
+        return
+
+    def function(outputs: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        rank = ids.argsort(-1).argsort(-1).reshape(weights.shape)
+        return outputs * repeated(weights.gather(-2, rank), outputs)
+
+    seen = (*op.views, None) if op.views else ()
+    yield (
+        replace(op, inputs=(*op.inputs, ids), views=seen, function=function),
+        "the experts of a token are sorted by number, their weights by size",
+    )
 
 
 def _is_of_experts(name: str, graph: Graph) -> bool:

@@ -1,5 +1,6 @@
 """Mistakes in activations."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,11 +19,17 @@ _LOOK, _LINK = "the activation of the gated feed-forward", "candle#3745"
 _ALONE = MappingProxyType({"silu": "SiLU", "gelu": "GELU (tanh)", "gelu_erf": "GELU", "gelu_quick": "quick GELU",
                            "relu": "ReLU"})  # fmt: skip
 _GATED = MappingProxyType({"swiglu": "SiLU", "geglu": "GELU (tanh)", "geglu_erf": "GELU", "geglu_quick": "quick GELU",
-                           "reglu": "ReLU", "swiglu_oai": "SiLU", "swiglu_clamp": "SiLU"})  # fmt: skip
+                           "reglu": "ReLU", "swiglu_oai": "quick GELU", "swiglu_clamp": "SiLU"})  # fmt: skip
 GATED = Where(tuple(_GATED))
 _FUNCTIONS: dict[str, Activation] = {
     "SiLU": silu, "GELU (tanh)": gelu, "GELU": gelu_erf, "quick GELU": gelu_quick, "ReLU": torch.relu,
 }  # fmt: skip
+
+
+def _gated(op: Op, function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """What the op makes of gate and up, held within its limit and up raised as it raises it, by `function`."""
+    limit, raised = op.attrs.get("limit", math.inf), float(op.kind == "swiglu_oai")
+    return lambda gate, up, **_: function(gate.clamp(max=limit), up.clamp(-limit, limit) + raised)
 
 
 def _instead(words: str, function: Activation) -> Change:
@@ -32,7 +39,7 @@ def _instead(words: str, function: Activation) -> Change:
         if op.kind in _ALONE and _ALONE[op.kind] != words:
             yield computing(op, function), f"{words} is used for {_ALONE[op.kind]}"
         elif op.kind in _GATED and _GATED[op.kind] != words:
-            yield computing(op, lambda g, u, **_: function(g) * u), f"{words} is used for {_GATED[op.kind]}"
+            yield computing(op, _gated(op, lambda g, u: function(g) * u)), f"{words} is used for {_GATED[op.kind]}"
 
     return change
 
@@ -49,13 +56,14 @@ _OF_BOTH: dict[str, tuple[str, Callable[[Tensor, Tensor, Activation], Tensor]]] 
     "act_swapped": ("{} is applied to up instead of gate", lambda g, u, f: f(u) * g),
     "act_no_silu": ("{} is not applied", lambda g, u, f: g * u),
     "act_no_gate": ("up is not multiplied in", lambda g, u, f: f(g)),
+    "act_ungated": ("the gate is left out", lambda g, u, f: u),
 }
 
 
 def _of_both(text: str, function: Callable[[Tensor, Tensor, Activation], Tensor]) -> Change:
     def change(op: Op, _: Context) -> Variants:
         words = _GATED[op.kind]
-        yield computing(op, lambda g, u, **_: function(g, u, _FUNCTIONS[words])), text.format(words)
+        yield computing(op, _gated(op, lambda g, u: function(g, u, _FUNCTIONS[words]))), text.format(words)
 
     return change
 
@@ -83,6 +91,17 @@ def _skipped(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _no_limits(op: Op, _: Context) -> Variants:
     yield op.with_attrs(limit=float("inf")), f"values beyond {op.attrs['limit']:g} are not cut off"
+
+
+@AREA.mistake(
+    "clamp_ignored", "a value is not held within its bounds, or on one side alone", "the clamp of Q, K and V",
+    Where(("clamp",)),
+)  # fmt: skip
+def _no_clamp(op: Op, _: Context) -> Variants:
+    low, high = op.attrs["low"], op.attrs["high"]
+    yield op.with_attrs(low=-math.inf, high=math.inf), f"values are not held within {low:g} and {high:g}"
+    yield op.with_attrs(low=-math.inf), f"values below {low:g} are not cut off"
+    yield op.with_attrs(high=math.inf), f"values above {high:g} are not cut off"
 
 
 @AREA.mistake("up_plus_one", "1 is not added to up", "gpt-oss gates up + 1", Where(("swiglu_oai",)))

@@ -3,9 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from torch import Tensor
+
 from tracediff.diagnose.mistakes.mistake import MATMUL, NORM, Area, Context, Variant, Variants, Where
 from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of, split
+from tracediff.numerics.kinds import KINDS
 
 AREA = Area()
 _PROJECTION = Where(MATMUL.kinds, in_layer=True)
@@ -49,6 +52,34 @@ def _after_rope(op: Op, context: Context) -> Variants:
             before = replace(turn, name=f"{op.name}.read", inputs=(op.inputs[0], *turn.inputs[1:]), views=views)
             changed = replace(_reading(op, before.name), views=())
             yield Variant(changed, "what it reads is rotated first: the norm comes after rope", before=(before,))
+
+
+@AREA.mistake(
+    "norm_before_rope", "heads are normed before they are rotated", "the order of rope and the norm of Q and K", NORM,
+)  # fmt: skip
+def _before_rope(op: Op, context: Context) -> Variants:
+    turn = context.graph.ops.get(op.inputs[0])
+    if turn and turn.kind == "rope" and not any(op.seen) and turn.axes == op.axes:
+        normed = replace(op, name=f"{op.name}.read", inputs=turn.inputs[:1], views=turn.views[:1])
+        rotated = replace(turn, name=op.name, inputs=(normed.name, *turn.inputs[1:]), views=())
+        yield Variant(rotated, "the norm comes before rope", before=(normed,))
+
+
+@AREA.mistake(
+    "gate_after_norm", "what should be normed is gated behind the norm", "the order of norm and gate", NORM,
+)  # fmt: skip
+def _gated_after(op: Op, context: Context) -> Variants:
+    gated = context.graph.ops.get(op.inputs[0])
+    if gated is None or KINDS[gated.kind].inputs != ("gate", "up"):
+        return
+
+    def function(gate: Tensor, up: Tensor, *weights: Tensor, **attrs: float) -> Tensor:
+        normed = norm(up.reshape(op.shape(len(up))), *weights, **attrs)
+        return act(gate.reshape(normed.shape), normed, **gated.attrs)
+
+    norm, act = KINDS[op.kind].function, KINDS[gated.kind].function
+    changed = replace(op, inputs=gated.inputs, views=gated.views, function=function)
+    yield changed, "the gate multiplies what is normed, not what is to be normed"
 
 
 @AREA.mistake(

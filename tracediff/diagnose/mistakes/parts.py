@@ -58,6 +58,14 @@ def _elsewhere(own: View, of: Op) -> Iterator[tuple[View, str, str]]:
     if along != 1 or len(heads) > 1 or not isinstance(offset, int):
         return
     n, each = heads[0] if heads else (1, row)
+    if heads and each == width and row % (n * width) == 0 and offset % (n * width) == 0 and row > n * width:
+        parts, first = row // (n * width), offset // n
+        strides = tuple(
+            parts * width if one == (n, each) else one[1] for one in zip(own.shape, own.strides, strict=True)
+        )
+        run = f"the part of each head is read from channel {first} on, where those of all heads lie side by side"
+        yield replace(own, offset=first, strides=strides), "the parts of each head side by side", run
+        return
     if not isinstance(each, int) or n * each != row or offset + width > each:
         return  # no part of each
     other, of_each = each - width - offset, " of each head" if heads else ""

@@ -1,5 +1,7 @@
 """Mistakes in what one step hands on to the next, and in what is computed with it."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,24 @@ AREA = Area()
 )  # fmt: skip
 def _not_carried(op: Op, _: Context) -> Variants:
     yield computing(op, torch.zeros_like), f"{op.name} is zeros: the step before left another"
+
+
+@AREA.mistake(
+    "state_not_written", "steps after the first leave the state as it is",
+    "where the state is written: by a prompt's kernel and by that of decode steps", Where(("copy",)),
+)  # fmt: skip
+def _not_written(op: Op, context: Context) -> Variants:
+    state = next((reader for reader, _ in context.graph.readers(op.name) if reader.kind == "state"), None)
+    if state is None or len(op.inputs) != 1:
+        return
+
+    def function(new: Tensor, held: Tensor, positions: Tensor) -> Tensor:
+        return held.reshape(new.shape) if int(positions[0]) else new
+
+    yield (
+        replace(op, inputs=(*op.inputs, state.name, "positions"), views=(*op.seen, None, None), function=function),
+        "steps after the first do not write it: the next finds what the first left",
+    )
 
 
 @AREA.mistake(
@@ -44,3 +64,8 @@ def _rate(op: Op, _: Context) -> Variants:
 def _logarithm(op: Op, _: Context) -> Variants:
     words = f"{op.weights[0].name} is used as -exp(a): a file holds that already"
     yield reading(op, lambda file, info: -torch.exp(values_of(file, info))), words
+    yield (
+        reading(op, lambda file, info: -torch.log(-values_of(file, info))),
+        f"{op.weights[0].name} is used as -log(-a): A_log without its exp",
+    )
+    yield reading(op, lambda file, info: -values_of(file, info)), f"{op.weights[0].name} is used with the other sign"

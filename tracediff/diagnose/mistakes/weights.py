@@ -1,6 +1,7 @@
 """Mistakes in loading a weight, or in how a matmul reads it."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -134,3 +135,45 @@ def _swapped(op: Op, context: Context) -> Variants:
         names = (split(o.name)[1] for o in (op, other))
         words = "{} multiplies with {}.weight".format(*names)
         yield Variant(replace(op, weights=other.weights), words, name="each multiplies with the other's weight")
+
+
+@AREA.mistake(
+    "gate_up_by_turns", "rows of gate and up that lie by turns are taken for halves, or halves for rows by turns",
+    "how a fused gate-up weight is split", Where(MATMUL.kinds, ("gate", "up")),
+)  # fmt: skip
+def _by_turns(op: Op, context: Context) -> Variants:
+    gated = [(r, i) for r, i in context.graph.readers(op.name) if KINDS[r.kind].inputs == ("gate", "up")]
+    if not gated:
+        return
+    reader, position = gated[0]
+    other = context.graph[reader.inputs[1 - position]]
+    if other.kind != op.kind or len(other.weights) != len(op.weights):
+        return
+    for is_by_turns, words in (
+        (True, "rows of gate and up lie by turns in one matrix, whose halves are taken for them"),
+        (False, "gate and up are halves of one matrix, whose rows are taken for theirs by turns"),
+    ):
+        weights = tuple(
+            replace(own, read=partial(_split_otherwise, other=beside.name, place=position, by_turns=is_by_turns))
+            for own, beside in zip(op.weights, other.weights, strict=True)
+        )
+        yield Variant(replace(op, weights=weights), words, name=words)
+
+
+def _split_otherwise(file: GGUFFile, info: TensorInfo, other: str, place: int, by_turns: bool) -> Tensor:
+    """What is taken for gate, or in the second `place` for up, of both in one; of a tensor that is both, all of it."""
+    axis = -1 if info.name.endswith("bias") else -2
+    own = values_of(file, info)
+    if other == info.name:
+        halves = own.chunk(2, axis)
+        return torch.stack(halves, axis).flatten(axis - 1, axis) if by_turns else _every_other(own, axis)
+    pair = [own, values_of(file, file.tensors[other])][:: 1 - 2 * place]
+    if by_turns:
+        return torch.stack(pair, axis).flatten(axis - 1, axis).chunk(2, axis)[place]
+    return _every_other(torch.cat(pair, axis), axis).chunk(2, axis)[place]
+
+
+def _every_other(rows: Tensor, axis: int) -> Tensor:
+    """The first, the third and so on, then the others."""
+    order = torch.arange(rows.shape[axis]).view(-1, 2).T.flatten()
+    return rows.index_select(axis, order)

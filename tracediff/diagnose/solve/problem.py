@@ -34,7 +34,7 @@ class Problem:
     bound: np.ndarray
     held: Callable[[Read], np.ndarray | None]
     names: Sequence[str]  # of all values recorded in this step
-    earlier: Sequence[str]  # those that were computed before
+    earlier: Sequence[str]  # those that may have been computed before, which do not follow from the op
     is_told: bool = False  # what was made of it follows from another record: nobody can look up a value of it
 
     @cached_property
@@ -93,9 +93,10 @@ def posed(
     loops = bind(op, known.inputs, weights, known.arithmetic, brought)
     if loops is None:
         return None
+    later = graph.after([op.name])
     return Problem(
         op, graph, weights, known.arithmetic, loops, flat(known.recorded), flat(known.exact), flat(known.bound),
-        held, names, names[: names.index(op.name)],
+        held, names, [name for name in names if name not in later],
     )  # fmt: skip
 
 

@@ -23,11 +23,12 @@ def variants(problem: Problem) -> Iterator[Priced]:
     others = problem.others
     bits = math.log2(max(2, len(others) * len(loops.inputs)))
     verb = "adds" if op.kind == "add" else "reads"
-    for name, belongs in zip(loops.inputs, op.inputs, strict=False):
+    for name, (belongs, past) in zip(loops.inputs, op.reads, strict=False):
         if belongs in ("tokens", "positions"):
             continue
-        for other in others:
-            if other != Read(belongs):
+        cached_ = [Read(name, "all") for name in problem.earlier] if past is True else []
+        for other in (*cached_, *others):
+            if other.name != belongs or other.when == "before":
                 words = f"{verb} {other.words(op)} where {Read(belongs).words(op)} belongs"
                 yield Priced(Edit(words, problem.loops.source, arrays=((name, other),)), bits, _LOOK)
         yield from _sums(problem, name, belongs, bits + 1)
