@@ -22,7 +22,7 @@ def _not_carried(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
-    "state_not_written", "steps after the first leave the state as it is",
+    "written_once", "steps after the first leave the state as it is",
     "where the state is written: by a prompt's kernel and by that of decode steps", Where(("copy",)),
 )  # fmt: skip
 def _not_written(op: Op, context: Context) -> Variants:
