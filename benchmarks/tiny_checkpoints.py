@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tiny_models
 import torch
 from gguf import GGUFReader
 from tiny_metadata import ALL_HEADS, BASE, DELTA_NET, EXPERTS, Metadata
@@ -107,6 +108,11 @@ class Class:
     less_one: str = "$^"
     others: Metadata = field(default_factory=dict)
     without: str = "$^"
+    arch: str = ""  # where it is not called as the class is here
+
+    def write(self, arch: str, out: Path) -> Path:
+        """A tiny file of what the class knows."""
+        return tiny_models.write(self.arch or arch, out, others=self.others, without=self.without)
 
 
 _BIAS = r"(attn_(q|k|v|qkv|output)|ffn_(gate|up|down)(_shexp)?|output)\.bias$|rope_freqs"
@@ -131,7 +137,7 @@ CLASSES: Mapping[str, Class] = {
     "olmo2": Class("Olmo2", "olmo2", others={"attention.sliding_window": None}, without=_BIAS),
     "exaone4": Class(
         "Exaone4", "exaone4",
-        {"layer_types": ["full_attention"] * 2}, others={"block_count": 2}, without=_BIAS,
+        {"layer_types": ["sliding_attention"] * 2}, others={"block_count": 2}, without=_BIAS,
     ),
     "granitemoe": Class(
         "GraniteMoeShared", "granitemoeshared",
@@ -141,7 +147,7 @@ CLASSES: Mapping[str, Class] = {
          r"shared_mlp\.input_linear\.weight$": rows("ffn_gate_shexp.weight", "ffn_up_shexp.weight")},
         others={"attention.scale": 0.21}, without=_BIAS,
     ),
-    "llama": Class("Mixtral", "mixtral", {}, _EXPERTS, others=EXPERTS, without=_BIAS),
+    "mixtral": Class("Mixtral", "mixtral", {}, _EXPERTS, others=EXPERTS, without=_BIAS, arch="llama"),
     "glm4": Class(
         "Glm4", "glm4", {"attention_bias": True, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
         _GATE_UP | {rf"{x}_proj\.{y}$": _neighbours(f"attn_{x}.{y}") for x in "qk" for y in ("weight", "bias")},
@@ -238,6 +244,7 @@ def load(arch: str, path: Path) -> Any:
     import transformers
 
     known = CLASSES[arch]
+    arch = known.arch or arch
     class_ = getattr(transformers, f"{known.name}ForCausalLM")
     config = class_.config_class(
         **{key: value for key, value in {**USUAL, **known.config}.items() if value is not None}
