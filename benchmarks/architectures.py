@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import tiny_checkpoints
 import tiny_models
 import torch
 from msgspec import Struct, field
@@ -32,7 +33,7 @@ from tiny_metadata import ARCHITECTURES, TRANSFORMERS
 
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.torch_run import TorchOptions, trace_torch
-from tracediff.engine.transformers_run import trace_transformers
+from tracediff.engine.transformers_run import trace_model, trace_transformers
 from tracediff.errors import TracediffError
 from tracediff.model.families import has_family
 from tracediff.model.model import Model
@@ -123,15 +124,23 @@ def make_row(arch: str, folder: Path) -> Row:
 
 def with_transformers(row: Row, arch: str, folder: Path) -> None:
     """Run the architecture in transformers, judge that by llama.cpp's graph, and compare the logits with its own."""
-    if arch not in TRANSFORMERS:
+    known = tiny_checkpoints.CLASSES.get(arch)
+    if not known and arch not in TRANSFORMERS:
         return
-    others, without = TRANSFORMERS[arch]
     try:
-        path = tiny_models.write(arch, folder / "transformers.gguf", others=others, without=without)
+        path = folder / "transformers.gguf"
+        if known:
+            known.write(arch, path)
+        else:
+            others, without = TRANSFORMERS[arch]
+            tiny_models.write(arch, path, others=others, without=without)
         model, reference, out = Model(path), folder / "reference.trace", folder / "transformers.trace"
         LlamaCpp(model, Prompt(tokens=TOKENS), reference, n_decode=N_DECODE, options=Options(threads=1)).wait()
         r = Trace(reference)
-        trace_transformers(model, out, TorchOptions(), (), steps=[*r.steps.values()])
+        if known:
+            trace_model(tiny_checkpoints.load(arch, path), model, out, TorchOptions(), (), steps=[*r.steps.values()])
+        else:
+            trace_transformers(model, out, TorchOptions(), (), steps=[*r.steps.values()])
         c = Trace(out)
         row.transformers, row.transformers_logits = judged(c, model), logits_nmse(model, r, c)
     except (RuntimeError, TracediffError) as error:
@@ -294,7 +303,8 @@ def page(rows: Mapping[str, Row]) -> str:
         "*clean*: every record is sound. Otherwise the kinds of op of which some are not. *not judged*: kinds of op "
         "that have no definition here. *torch*: NMSE of its logits in float32, the worst step's. *by hand*: one of "
         "the hand-written families. *transformers*: its class, with the GGUF file as its loader reads it, judged by "
-        "llama.cpp's graph, and the NMSE of its logits in float32; where it knows the architecture. Sizes that its "
+        "llama.cpp's graph, and the NMSE of its logits in float32; where it knows the architecture. Of what its loader "
+        "does not read the file's tensors are put into the class (tiny_checkpoints.py). Sizes that its "
         f"loader takes for granted are those that it takes, and {len(in_transformers)} of these {len(judged_there)} "
         "are clean.",
         table(head, (line(arch, row) for arch, row in with_graph.items())),
@@ -369,7 +379,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="of CPU time, for one architecture")
     args = parser.parse_args()
     rows, began = kept(), time.monotonic()
-    for arch in (TRANSFORMERS.keys() & rows.keys()) if args.transformers else ():
+    in_transformers = {*TRANSFORMERS, *tiny_checkpoints.CLASSES} & rows.keys()
+    for arch in in_transformers if args.transformers else ():
         keep({**rows, arch: with_column(arch, rows[arch])})
     todo = args.only.split(",") if args.only else [arch for arch in ARCHITECTURES if arch not in rows]
     with ThreadPoolExecutor(args.jobs) as pool:

@@ -458,6 +458,17 @@ def test_an_edit_of_one_op_is_tried_in_all_of_its_kind(tiny: Tiny, tmp_path: Pat
     assert finding.text == "all 3 norms: the scale is computed with squares / 95, where squares / 96 belongs."
 
 
+def test_a_layer_that_rotates_before_its_norms_is_not_said_to_have_no_rope(tiny: Tiny) -> None:
+    for arch, words in {
+        "hunyuan-dense": " behind their norm",
+        "cohere2": "; this layer has no rotary embedding",
+    }.items():
+        file = GGUFFile(tiny(arch))
+        graph = build_graph(file)
+        found = [*BANK["rope_in_all_layers"].change(graph["blk.1.attn_scores"], Context(graph, file))]
+        assert [Variant(*one).text for one in found] == [f"queries and keys are rotated{words}"]
+
+
 def test_what_counts_too_few_is_said_of_groups(tiny: Tiny, tmp_path: Path) -> None:
     groups = {"expert_count": 8, "expert_group_count": 4, "expert_group_used_count": 2}
     path = tiny_models.write("deepseek2", tmp_path / "groups.gguf", others=groups)

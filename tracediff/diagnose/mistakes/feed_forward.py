@@ -99,9 +99,12 @@ def _no_limits(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _no_clamp(op: Op, _: Context) -> Variants:
     low, high = op.attrs["low"], op.attrs["high"]
-    yield op.with_attrs(low=-math.inf, high=math.inf), f"values are not held within {low:g} and {high:g}"
-    yield op.with_attrs(low=-math.inf), f"values below {low:g} are not cut off"
-    yield op.with_attrs(high=math.inf), f"values above {high:g} are not cut off"
+    if math.isfinite(low) and math.isfinite(high):
+        yield op.with_attrs(low=-math.inf, high=math.inf), f"values are not held within {low:g} and {high:g}"
+    if math.isfinite(low):
+        yield op.with_attrs(low=-math.inf), f"values below {low:g} are not cut off"
+    if math.isfinite(high):
+        yield op.with_attrs(high=math.inf), f"values above {high:g} are not cut off"
 
 
 @AREA.mistake("up_plus_one", "1 is not added to up", "gpt-oss gates up + 1", Where(("swiglu_oai",)))

@@ -146,6 +146,8 @@ def _rotated(op: Op, context: Context) -> Variants:
     graph = context.graph
     if any(op.seen) or any(name not in graph or graph[name].kind in ("rope", "concat") for name in op.inputs):
         return
+    before_norm = any(graph[one].kind == "rope" for name in op.inputs for one in graph[name].inputs if one in graph)
+    words = " behind their norm" if before_norm else "; this layer has no rotary embedding"
     ropes = {other.attrs["rope"]: other for other in graph if other.kind == "rope"}
     for turn in ropes.values():
         if any(graph[name].axes[-1] != turn.axes[-1] for name in op.inputs):
@@ -155,4 +157,4 @@ def _rotated(op: Op, context: Context) -> Variants:
             for i, name in enumerate(op.inputs)
         )
         changed = replace(op, inputs=tuple(one.name for one in before))
-        yield Variant(changed, "queries and keys are rotated; this layer has no rotary embedding", before=before)
+        yield Variant(changed, f"queries and keys are rotated{words}", before=before)
