@@ -26,12 +26,19 @@ def variants(problem: Problem) -> Iterator[Priced]:
     for name, (belongs, past) in zip(loops.inputs, op.reads, strict=False):
         if belongs in ("tokens", "positions"):
             continue
-        cached_ = [Read(name, "all") for name in problem.earlier] if past is True else []
-        for other in (*cached_, *others):
+        for other in (*_so_far(problem), *others) if past is True else others:
             if other.name != belongs or other.when == "before":
                 words = f"{verb} {other.words(op)} where {Read(belongs).words(op)} belongs"
                 yield Priced(Edit(words, problem.loops.source, arrays=((name, other),)), bits, _LOOK)
         yield from _sums(problem, name, belongs, bits + 1)
+
+
+def _so_far(problem: Problem) -> Iterator[Read]:
+    """Values over all steps, as a cache may hold them: a row of each token."""
+    for name in problem.earlier:
+        axes = problem.graph[name].axes if name in problem.graph else ()
+        if axes[:1] == ("T",) and all(isinstance(axis, int) for axis in axes[1:]):
+            yield Read(name, "all")
 
 
 def _sums(problem: Problem, name: str, belongs: str, bits: float) -> Iterator[Priced]:
