@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from tracediff.diagnose.solve.loops.interpret import COMPARISONS, ELEMENTARY
+from tracediff.diagnose.solve.loops.elementary import COMPARISONS, ELEMENTARY
 from tracediff.diagnose.solve.loops.nodes import INTEGER_ARRAYS, Node, type_of
 
 _INTEGER = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)

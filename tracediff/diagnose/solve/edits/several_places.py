@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 
 from tracediff.diagnose.solve.edit import Edit, Touches
-from tracediff.diagnose.solve.loops.interpret import ELEMENTARY
+from tracediff.diagnose.solve.loops.elementary import ELEMENTARY
 from tracediff.diagnose.solve.loops.nodes import INTEGER_ARRAYS, REAL_NUMBERS, free
 from tracediff.diagnose.solve.loops.program import Program
 

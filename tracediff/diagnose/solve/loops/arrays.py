@@ -78,6 +78,14 @@ class Stored:
         return found
 
 
+def interleaved(stored: list[Stored]) -> list[Stored]:
+    """Statements that store as often, which are in one loop, in the order in which they take turns."""
+    if len({one.at.size for one in stored}) > 1 or len(stored) < 2:
+        return stored
+    at, values = (np.stack([getattr(one, name) for one in stored], -1).ravel() for name in ("at", "values"))
+    return [Stored(at, values)]
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """What loops stored to arrays of their own, whether they read beyond an array, and the arrays that they read."""

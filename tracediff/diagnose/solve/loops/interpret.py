@@ -9,7 +9,7 @@ loops.
 
 import ast
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,28 +22,20 @@ from tracediff.diagnose.solve.loops.arrays import (
     Prepared,
     Stored,
     Value,
-    check_size,
     contracted,
+    interleaved,
     over,
 )
+from tracediff.diagnose.solve.loops.elementary import COMPARISONS, ELEMENTARY, binary, function, kind
 from tracediff.diagnose.solve.loops.lines import Line, line_of, line_through
 from tracediff.diagnose.solve.loops.nodes import INTEGER_ARRAYS
-from tracediff.diagnose.solve.loops.program import Program, stores_to
+from tracediff.diagnose.solve.loops.program import Program, in_sequence
 from tracediff.diagnose.solve.loops.turns import OutOfTurnError, Touched
 
 _BEYOND = 4  # times the largest array: so often may be stored, and so far; an engine that goes on crashes
 _SHORT = 1 << 16  # turns of loops that take no time
 _IN_TURN = 512  # turns that are taken one by one: each takes as long as all at once of few values
 _PREPARED = 8  # results of loops that are kept for other runs
-
-
-ELEMENTARY: Mapping[str, Callable[[Value], Value]] = {
-    "sqrt": np.sqrt, "exp": np.exp, "cos": np.cos, "sin": np.sin, "abs": np.abs, "log": np.log, "tanh": np.tanh,
-}  # fmt: skip
-COMPARISONS: Mapping[type, Callable[[Value, Value], Value]] = {
-    ast.Lt: np.less, ast.LtE: np.less_equal, ast.Gt: np.greater, ast.GtE: np.greater_equal, ast.Eq: np.equal,
-    ast.NotEq: np.not_equal,
-}  # fmt: skip
 
 
 @dataclass
@@ -87,7 +79,7 @@ class Run:
         """All stores to the output `y`, those that stay last; raises CannotRunError."""
         stored = self.statements()
         if not self._in_place:
-            return stored if self.places_only else _in_turn(stored)
+            return stored if self.places_only else interleaved(stored)
         if stored:
             places = np.unique(np.concatenate([one.at for one in stored]))
             places = places[(places >= 0) & (places < self.n_output)]
@@ -116,7 +108,7 @@ class Run:
                 case ast.For(target=ast.Name(id=name), iter=counted, body=inner):
                     with self._loop(name, counted) as (any_left, _):
                         in_turn = self._in_turn and node in self.program.around_output
-                        if any_left and self._in_place and (in_turn or _in_sequence(inner)):
+                        if any_left and self._in_place and (in_turn or in_sequence(inner)):
                             self._one_by_one(name, inner)
                         elif any_left:
                             self._block(inner)
@@ -185,7 +177,7 @@ class Run:
             raise CannotRunError(ast.unparse(counted))
         bounds = [self.value(argument) for argument in counted.args]
         start, end, step = [0, *bounds, 1] if len(bounds) == 1 else [*bounds, 1][:3]
-        if not isinstance(step, int) or step < 1 or any(_kind(bound) == "f" for bound in (start, end)):
+        if not isinstance(step, int) or step < 1 or any(kind(bound) == "f" for bound in (start, end)):
             raise CannotRunError("steps")
         low, high = int(np.min(start)), int(np.max(end))
         outer = 1 if whole or name in self.only else self._turns
@@ -205,7 +197,7 @@ class Run:
         return len(self.program.axes)
 
     def _store(self, name: str, at: Value, value: Value) -> None:
-        if _kind(at) == "f":
+        if kind(at) == "f":
             raise CannotRunError("an index is no integer")
         loops = {v: self._names[v] for v in self.program.axes if isinstance(self._names.get(v), np.ndarray)}
         shape = np.broadcast_shapes(*(np.shape(x) for x in (at, value, self._mask, *loops.values())))
@@ -262,7 +254,7 @@ class Run:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self.value(operand)
             case ast.BinOp(left=left, op=op, right=right):
-                return self._binary(op, self.value(left), self.value(right))
+                return binary(op, self.value(left), self.value(right))
             case ast.Compare(left=left, ops=[op], comparators=[right]):
                 return COMPARISONS[type(op)](self.value(left), self.value(right))
             case ast.IfExp(test=test, body=a, orelse=b):
@@ -273,37 +265,8 @@ class Run:
             case ast.Call(func=ast.Name(id=name), args=[ast.GeneratorExp() as generator]):
                 return self._reduced(name, generator)
             case ast.Call(func=ast.Name(id=name), args=[argument]) if name in ELEMENTARY:
-                return self._function(name, self.value(argument))
+                return function(name, self.value(argument), self.dtype)
         raise CannotRunError(ast.unparse(node))
-
-    def _function(self, name: str, x: Value) -> Value:
-        y = ELEMENTARY[name](x)
-        # Angles are computed in double precision, their cosines are kept in the arithmetic's.
-        if not isinstance(y, np.ndarray):
-            return float(y)
-        return y.astype(self.dtype, copy=False) if _kind(y) == "f" else y
-
-    def _binary(self, op: ast.operator, a: Value, b: Value) -> Value:
-        if np.ndim(a) and np.ndim(b):
-            check_size(a.shape, b.shape)
-        match op:
-            case ast.Add():
-                return a + b
-            case ast.Sub():
-                return a - b
-            case ast.Mult():
-                return a * b
-            case ast.Div():
-                if np.ndim(a) == np.ndim(b) == 0:
-                    return float(np.divide(float(a), float(b)))
-                return np.divide(a, b)
-            case ast.FloorDiv() | ast.Mod():
-                if _kind(a) == "f" or _kind(b) == "f" or np.any(np.equal(b, 0)):
-                    raise CannotRunError("a division of integers")
-                return a // b if isinstance(op, ast.FloorDiv) else a % b
-            case ast.Pow():
-                return np.power(float(a) if np.ndim(a) == 0 else a.astype(float), b)
-        raise CannotRunError(type(op).__name__)
 
     def _line(self, name: str) -> Line | None:
         """Of a name that is linear in the loop variables."""
@@ -319,7 +282,7 @@ class Run:
         if own is None and (line := line_of(node, self._line)) and (values := line.of(array)) is not None:
             return self._typed(values)
         at: np.ndarray = np.asarray(self.value(node))
-        if _kind(at) == "f":
+        if kind(at) == "f":
             raise CannotRunError("an index is no integer")
         if name == "y" and self._touched:
             self._touched.read(at, self._turn())
@@ -336,7 +299,7 @@ class Run:
         return self._typed(values)
 
     def _typed(self, values: np.ndarray) -> np.ndarray:
-        return values if _kind(values) == "i" else values.astype(self.dtype, copy=False)
+        return values if kind(values) == "i" else values.astype(self.dtype, copy=False)
 
     def _reduced(self, how: str, generator: ast.GeneratorExp) -> Value:
         loop = generator.generators[0]
@@ -355,7 +318,7 @@ class Run:
     def _sum(self, node: ast.expr, axis: int) -> Value:
         """A sum of products factor by factor, without the array of all terms; of sums and differences term by term."""
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-            return self._binary(node.op, self._sum(node.left, axis), self._sum(node.right, axis))
+            return binary(node.op, self._sum(node.left, axis), self._sum(node.right, axis))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
             a: np.ndarray = np.asarray(self.value(node.left), self.dtype)
             b: np.ndarray = np.asarray(self.value(node.right), self.dtype)
@@ -372,27 +335,3 @@ class Run:
         shape = list(terms.shape or (1,) * self._rank)
         shape[axis] = self._length(axis)
         return shape
-
-
-def _in_sequence(body: list[ast.stmt]) -> bool:
-    """Whether a statement reads other elements of the output than it stores to."""
-    for node in body:
-        if isinstance(node, ast.Assign) and stores_to(node) == "y" and isinstance(node.targets[0], ast.Subscript):
-            own = ast.dump(node.targets[0].slice)
-            reads = (n for n in ast.walk(node.value) if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name))
-            if any(read.value.id == "y" and ast.dump(read.slice) != own for read in reads):  # type: ignore[attr-defined]
-                return True
-    return False
-
-
-def _in_turn(stored: list[Stored]) -> list[Stored]:
-    """Statements that store as often, which are in one loop, in the order in which they take turns."""
-    if len({one.at.size for one in stored}) > 1 or len(stored) < 2:
-        return stored
-    at, values = (np.stack([getattr(one, name) for one in stored], -1).ravel() for name in ("at", "values"))
-    return [Stored(at, values)]
-
-
-def _kind(x: Value) -> str:
-    """Integers, booleans or numbers."""
-    return "i" if np.asarray(x).dtype.kind in "iub" else "f"

@@ -139,3 +139,14 @@ def stores_to(node: ast.Assign) -> str:
     """The array that an assignment stores to; empty for a name."""
     target = node.targets[0]
     return target.value.id if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) else ""
+
+
+def in_sequence(body: list[ast.stmt]) -> bool:
+    """Whether a statement reads other elements of the output than it stores to."""
+    for node in body:
+        if isinstance(node, ast.Assign) and stores_to(node) == "y" and isinstance(node.targets[0], ast.Subscript):
+            own = ast.dump(node.targets[0].slice)
+            reads = (n for n in ast.walk(node.value) if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name))
+            if any(read.value.id == "y" and ast.dump(read.slice) != own for read in reads):  # type: ignore[attr-defined]
+                return True
+    return False
