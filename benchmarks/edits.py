@@ -172,7 +172,7 @@ SECOND = (
          "hidden_states = self.post_attention_layernorm(hidden_states)\n"
          "        hidden_states = residual + hidden_states",
          "hidden_states = self.post_attention_layernorm(residual + hidden_states)",
-         (r"reads attn_output \+ |the sum is normed",), "nn"),
+         (r"reads attn_output \+ the layer's input where|the sum is normed",), "nn"),
     Edit("olmo2", "positions of a decode step begin at 0",
          "torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens",
          "torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)", ("position",), "nn"),

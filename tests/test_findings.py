@@ -102,7 +102,10 @@ def test_the_stream_is_one_value_in_all_layers() -> None:
     def wrong(first: str, text: str) -> list[str]:
         return texts(
             [
-                faulty(op, "solved", text.format(first if op.layer == 0 else f"blk.{op.layer - 1}.ffn_residual"))
+                replace(
+                    faulty(op, "solved", text.format(first if op.layer == 0 else f"blk.{op.layer - 1}.ffn_residual")),
+                    reads="attn_output",
+                )
                 if op.op.endswith("ffn_norm")
                 else op
                 for op in model()

@@ -119,12 +119,13 @@ def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:
         step = f" in step {first.step}" * (len({op.step for op in group.ops}) > 1)
         of = f"{first.op}{step}: " if len(shapes) > 1 else ""
         return f"{where}: {_UNKNOWN if first.sought else _UNSOUGHT} ({of}{group.texts[0]})."
-    texts = group.texts
+    texts, each = group.texts, [*zip(group.texts, group.ops, strict=True)]
     if len(names) > 1:
-        texts = [unnamed(text, op.op) for text, op in zip(texts, group.ops, strict=True)]
+        texts = [unnamed(text, op.op) for text, op in each]
         if len({*map(pattern, texts)}) > 1:
-            mistake, each = group.mistake, zip(group.texts, group.ops, strict=True)
-            texts = [_in_any_op(op, mistake, text) for text, op in each]
+            texts = [_of_stream(text, op) for text, (_, op) in zip(texts, each, strict=True)]
+        if len({*map(pattern, texts)}) > 1:
+            texts = [_in_any_op(op, group.mistake, text) for text, op in each]
     return f"{where}: {in_common(texts)}."
 
 
@@ -227,6 +228,11 @@ def unnamed(text: str, name: str) -> str:
     return _IN_LAYER.sub(relative, text)
 
 
+def _of_stream(text: str, op: OpResult) -> str:
+    """What an op's layer reads in words that suit every layer."""
+    return text if op.layer is None else re.sub(_STREAM[op.layer == 0], "the layer's input", text)
+
+
 def _in_any_op(op: OpResult, mistake: str, text: str) -> str:
     """The same in words that suit ops with other inputs: the rope of queries and that of keys, each norm
     with its weight.
@@ -236,8 +242,7 @@ def _in_any_op(op: OpResult, mistake: str, text: str) -> str:
     text = unnamed(text, op.op)
     if op.reads:
         text = re.sub(rf"(?<![\w.]){re.escape(op.reads)}(?![\w.])(?! of the)", "its input", text)
-    if op.layer is not None:
-        text = re.sub(_STREAM[op.layer == 0], "the layer's input", text)
+    text = _of_stream(text, op)
     return re.sub(rf"(?<![\w.]){re.escape(local_name(op.op))}\.(?=(weight|bias)\b)", "the ", text)
 
 
