@@ -458,6 +458,21 @@ def test_an_edit_of_one_op_is_tried_in_all_of_its_kind(tiny: Tiny, tmp_path: Pat
     assert finding.text == "all 3 norms: the scale is computed with squares / 95, where squares / 96 belongs."
 
 
+def test_parts_that_are_read_otherwise_stay_in_their_row(tmp_path: Path) -> None:
+    """One mistake on top of another: a part of each head, begun where a part of all heads is."""
+    file = GGUFFile(tiny_models.write("gptneox", tmp_path / "thirds.gguf", others={"attention.head_count_kv": 6}))
+    graph, row, tried = build_graph(file), 288, 0
+    for first in parts._other_order(graph["blk.0.attn_q_rope"], Context(graph, file)):
+        op = Variant(*first).op
+        for second in (*parts._exchanged(op, Context(graph, file)), first):
+            view = Variant(*second).op.seen[0]
+            assert view
+            reach = sum((n - 1) * by for n, by in zip(view.shape[1:], view.strides[1:], strict=True))
+            assert view.offset + reach < row
+            tried += 1
+    assert tried
+
+
 def test_a_layer_that_rotates_before_its_norms_is_not_said_to_have_no_rope(tiny: Tiny) -> None:
     for arch, words in {
         "hunyuan-dense": " behind their norm",

@@ -82,12 +82,20 @@ def _others(name: str, own: View, graph: Graph) -> Iterator[int]:
     """Where the parts of the value begin that are as large as this one."""
     if not _size(own):
         return
-    seen = {own.offset}
+    seen, row = {own.offset}, math.prod(n for n in graph[name].axes if isinstance(n, int)) if name in graph else 0
     for reader, position in graph.readers(name):
         view = reader.seen[position]
-        if view and isinstance(view.offset, int) and _size(view) == _size(own) and view.offset not in seen:
+        if view is None or not isinstance(view.offset, int) or (row and view.offset + _reach(own) >= row):
+            continue
+        if _size(view) == _size(own) and view.offset not in seen:
             seen.add(view.offset)
             yield view.offset
+
+
+def _reach(view: View) -> int:
+    """How far behind its first channel a view's last one is."""
+    sizes = ((n, by) for n, by in zip(view.shape, view.strides, strict=True) if isinstance(n, int))
+    return sum((n - 1) * by for n, by in sizes if isinstance(by, int))
 
 
 def _size(view: View) -> int:
