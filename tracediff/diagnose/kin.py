@@ -5,7 +5,7 @@ the same numbers wherever it is.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -33,9 +33,10 @@ _BEAM = (6, 3)
 _TOLD = 1e-3
 _ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
 _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for in vain
-# Seconds that the search of a segment must have, for each value of its weights, or it is not begun: a quarter of what
+SearchOfSegment = Callable[[Replay, OpRecord, Sequence[str], float, Callable[[], None]], segments.Explanations]
+# Seconds that a search of a segment must have, for each value of its weights, or it is not begun: a quarter of what
 # all of it takes. On one core, a layer of 15 million took five minutes and a half.
-_SEARCH = 5.5e-6
+_SECONDS: Mapping[SearchOfSegment, float] = {segments.called: 1e-6, segments.searched: 5.5e-6}
 _ALIKE = 4  # edits of an op that come to the same in a record, and not in others as a rule
 # Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
 # With 4e7 on two cores it took a minute.
@@ -100,8 +101,13 @@ class Search:
         here = [h for h in tried.first(_ALIKE) if h.pays(one.error) and not self._is_soon_suited(h, one.record)]
         if found_one := self._solved(one, [h.but_in_some_steps() for h in here]):
             return found_one
-        several = self._fewest(self.one_more(one) or self._several(one, tried), one)
-        return several or (self._solved(one, in_whole=True) if len(one.error.segment) > 1 else None)
+        if len(one.error.segment) == 1:
+            return self._fewest(self.one_more(one) or self._several(one, tried), one)
+        return (
+            self._solved(one, search=segments.called)
+            or self._fewest(self.one_more(one) or self._several(one, tried), one)
+            or self._solved(one, search=segments.searched)
+        )
 
     def _unrivalled(self, best: Hypothesis, one: Faulty) -> Hypothesis:
         """Or an edit of the op that explains more of its kin than a number that was fitted to one row: to that the mean
@@ -114,32 +120,34 @@ class Search:
         carried = [sum(self._carried(h, other) is not None for other in self._kin.pending) for h in (best, solved) if h]
         return solved if solved and carried[1] > carried[0] else best
 
-    def _solutions(self, one: Faulty, in_whole: bool) -> Iterable[tuple[Solved, Scheme | None]]:
-        """Edits of an op by itself, or of one in a segment: of what its end tells, or, which takes longest, of all."""
+    def _solutions(self, one: Faulty, search: SearchOfSegment | None) -> Iterable[tuple[Solved, Scheme | None]]:
+        """Edits of an op by itself, or of one in a segment: of what its end tells, or all that a `search` tries."""
         record, names, check = one.record, one.error.segment, self._budget.check
         if len(names) == 1:
             return solver.explanations(self._replay, record, check)
         if _is_long(names):
             return ()
-        if in_whole and not self._budget.has(_SEARCH * weight_values(names, self._replay.graph)):
+        if search and not self._budget.has(_SECONDS[search] * weight_values(names, self._replay.graph)):
             self._kin.unsought.append(one)
             return ()
         if self._in_vain(one):
             return ()
-        if in_whole:
-            return segments.searched(self._replay, record, names, one.error.nmse, check)
+        if search:
+            return search(self._replay, record, names, one.error.nmse, check)
         return segments.told(self._replay, record, names, check)
 
     def _in_vain(self, one: Faulty) -> list[Faulty]:
         """Records of the same op, in whichever layer, that nothing was found for."""
         return [other for other in self._kin.in_vain if split(other.record.op)[1] == split(one.record.op)[1]]
 
-    def _solved(self, one: Faulty, in_some: Iterable[Hypothesis] = (), in_whole: bool = False) -> Hypothesis | None:
+    def _solved(
+        self, one: Faulty, in_some: Iterable[Hypothesis] = (), search: SearchOfSegment | None = None
+    ) -> Hypothesis | None:
         """What the solver makes of it. What other steps contradict is taken last, and where no number was fitted: it is
         made in some steps alone. So are those `in_some` that were found before.
         """
         found, in_some = list[Hypothesis](), [*in_some]
-        for solved, scheme in self._solutions(one, in_whole):
+        for solved, scheme in self._solutions(one, search):
             self._budget.check()  # of a state of NaN thousands are found at once
             try:
                 local = self._replay.under(one.record, solved.ops, to_beat(one.error), scheme)
@@ -153,7 +161,7 @@ class Search:
                     return hypothesis  # none of the others could explain more
             elif not solved.fitted and hypothesis.pays(one.error):
                 in_some.append(hypothesis.but_in_some_steps())
-                if in_whole and self._kin.some and all(self._carried(in_some[-1], other) for other in self._kin.some):
+                if search and self._kin.some and all(self._carried(in_some[-1], other) for other in self._kin.some):
                     return in_some[-1]  # of thousands of edits few are tried in vain for one that all steps have
             if len(found) == _ALIKE:
                 break

@@ -48,14 +48,24 @@ def told(replay: Replay, record: OpRecord, names: Sequence[str], check: Callable
             yield from _placed(solve(problem, check), scheme)
 
 
+def called(
+    replay: Replay, record: OpRecord, names: Sequence[str], off: float, check: Callable[[], None]
+) -> Explanations:
+    """Which op of the segment is called with another value or weight: some hundred edits. `off` is the record's NMSE
+    under the right ops.
+    """
+    for segment, scheme in _segments(replay, record, names) if math.isfinite(off) else ():
+        yield from _placed(SegmentSearch(segment, off, check).called(), scheme)
+
+
 def searched(
     replay: Replay, record: OpRecord, names: Sequence[str], off: float, check: Callable[[], None]
 ) -> Explanations:
-    """What in any op of the segment, or in all of one kind, gives the record: thousands of edits are tried, which of a
-    large layer takes minutes. `off` is the record's NMSE under the right ops.
+    """What in any op of the segment, or in all of one kind, is computed otherwise: thousands of edits are tried, which
+    of a large layer takes minutes. `off` is the record's NMSE under the right ops.
     """
     for segment, scheme in _segments(replay, record, names) if math.isfinite(off) else ():
-        yield from _placed(SegmentSearch(segment, off, check).found(), scheme)
+        yield from _placed(SegmentSearch(segment, off, check).computed(), scheme)
 
 
 def _segments(replay: Replay, record: OpRecord, names: Sequence[str]) -> Iterator[tuple[Segment, Scheme | None]]:
@@ -97,20 +107,27 @@ class SegmentSearch:
         self._off, self._check = off, check
         self._problems = [problem for op in segment.ops if (problem := self._whole.problem(op))]
 
-    def found(self) -> Iterator[Solved]:
-        """What comes near, of each lot the cheapest first: what is read of the cache, for these are few; edits without
-        numbers, then those whose numbers are fitted; then one call of a kernel that computes otherwise than its others.
-        The later an op, the less follows it, the sooner it is tried.
+    def called(self) -> Iterator[Solved]:
+        """What an op is called with, of each lot the cheapest first. The later an op, the less follows it, the sooner
+        it is tried.
         """
         for problem in reversed(self._problems):
             yield from self._near(operands.cached(problem), self._whole)
+        for problem in reversed(self._problems):
+            yield from self._tried([problem], _passed(problem))
+
+    def computed(self) -> Iterator[Solved]:
+        """How ops are computed: edits of a kernel without numbers, then those whose numbers are fitted; then one call
+        of a kernel that computes otherwise than its others.
+        """
         kinds: set[str] = set()
         for problem in reversed(self._problems):
             kin = [other for other in self._problems if other.op.kind == problem.op.kind]
             if len(kin) > 1 and problem.op.kind not in kinds:
                 yield from self._tried(kin, _alike(problem))
             kinds.add(problem.op.kind)
-            yield from self._tried([problem], _alone(problem, len(kin) > 1))
+            edits = formulas.variants(problem)
+            yield from self._tried([problem], (one for one in edits if one.edit.renamed or len(kin) == 1))
         for problem in reversed(self._problems):
             yield from self.of_numbers(problem)
             yield from self._tried([problem], formulas.variants(problem))
@@ -226,14 +243,13 @@ def _alike(problem: Problem) -> Iterator[Priced]:
     yield from formulas.variants(problem)
 
 
-def _alone(problem: Problem, has_kin: bool) -> Iterator[Priced]:
-    """Edits of one op. Where there are others of its kind, what is wrong in it alone is what it is called with."""
+def _passed(problem: Problem) -> Iterator[Priced]:
+    """Edits of what an op is called with: buffers, weights, positions."""
     yield from copies.variants(problem)
     yield from inputs.variants(problem)
     yield from inputs.cached(problem)
     yield from tensors.variants(problem)
     yield from numbers.positions(problem)
-    yield from (one for one in formulas.variants(problem) if one.edit.renamed or not has_kin)
 
 
 def _edited(problem: Problem, edit: Edit) -> Op | None:
