@@ -69,7 +69,7 @@ class Trials:
                     part = _said(mistake, variant, changed, way, len(error.segment) > 1)
                     part = replace(part, in_some_steps=only.in_some_steps) if only else part
                     ops = tuple({op.name: op for op in (*before, *(op for one in changed for op in one.ops))}.values())
-                    local = self._replay.under(record, ops, left, way.plain)
+                    local = self._replay.under(record, ops, left, way.plain, before)
                     yield Hypothesis((*(given.parts if given else ()), part), ops, local)
 
     def together(self, parts: Sequence[Assumed], record: OpRecord, error: Local) -> Iterator[Hypothesis]:

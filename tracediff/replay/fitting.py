@@ -35,7 +35,7 @@ class Fitting:
     def __init__(self, recomputation: Recomputation, planner: Planner) -> None:
         self._recomputation = recomputation
         self._planner = planner
-        self._unchanged: dict[bool, tuple[OpRecord, Recomputation]] = {}  # in float32 or not
+        self._common: dict[tuple[bool, bool], tuple[tuple[OpRecord, tuple[int, ...]], Recomputation]] = {}
         self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
         self._looks: dict[tuple[OpRecord, Scheme, bool], Look] = {}
 
@@ -106,23 +106,31 @@ class Fitting:
             self._looks[key] = seen
         return self._looks[key]
 
-    def first_look(self, record: OpRecord, ops: Sequence[Op], scheme: Scheme, before: float) -> Local:
-        """The record if these ops were as given, without noise; what is computed before them is taken from other
-        hypotheses. Where `before` is so much that float32 can tell what is left of it, it is computed in that.
+    def first_look(
+        self, record: OpRecord, ops: Sequence[Op], scheme: Scheme, before: float, given: Sequence[Op] = ()
+    ) -> Local:
+        """The record if these ops were as they are here, without noise; what is computed before them is taken from
+        other hypotheses, those with the same ops `given`. Where `before` is so much that float32 can tell what is left
+        of it, it is computed in that.
         """
-        unchanged = self.without_noise(record, rough=_ROUGH < before < math.inf)
-        unchanged.inputs(record.step, unchanged.graph[record.op], scheme, record.rows)
-        unchanged.keep_waists()
-        return look(unchanged.changed(ops, n_samples=0), record, scheme).local
+        common = self.without_noise(record, _ROUGH < before < math.inf, given)
+        common.inputs(record.step, common.graph[record.op], scheme, record.rows)
+        common.keep_waists()
+        more = [op for op in ops if common.graph.ops.get(op.name) is not op]
+        return look(common.changed(more, n_samples=0), record, scheme).local
 
-    def without_noise(self, record: OpRecord, rough: bool = False) -> Recomputation:
-        """What hypotheses of a record have in common: they differ from it in some ops and all after these. At a
-        `rough` look it is multiplied in float32.
+    def without_noise(self, record: OpRecord, rough: bool = False, given: Sequence[Op] = ()) -> Recomputation:
+        """What hypotheses of a record have in common, ops that are `given` among it: they differ from it in some ops
+        and all after these. At a `rough` look it is multiplied in float32.
         """
-        if rough not in self._unchanged or self._unchanged[rough][0] is not record:
-            of = self._recomputation
-            self._unchanged[rough] = record, of.roughly() if rough else of.changed((), n_samples=0)
-        return self._unchanged[rough][1]
+        key, of = (rough, bool(given)), (record, tuple(map(id, given)))
+        if key not in self._common or self._common[key][0] != of:
+            if given:
+                common = self.without_noise(record, rough).changed(given, n_samples=0)
+            else:
+                common = self._recomputation.roughly() if rough else self._recomputation.changed((), n_samples=0)
+            self._common[key] = of, common
+        return self._common[key][1]
 
     def in_reach(self, record: OpRecord, plain: Scheme, left: float, enough: float) -> Sequence[Scheme]:
         """The schemes that may leave no more than `enough`, where the `plain` one leaves so much.

@@ -172,9 +172,15 @@ class Replay:
 
     @torch.inference_mode()
     def under(
-        self, record: OpRecord, ops: Sequence[Op], before: float = math.inf, plain: Scheme | None = None
+        self,
+        record: OpRecord,
+        ops: Sequence[Op],
+        before: float = math.inf,
+        plain: Scheme | None = None,
+        given: Sequence[Op] = (),
     ) -> Local:
-        """The record's local error if the engine computed these ops as given: a hypothesis tried.
+        """The record's local error if the engine computed these ops so: a hypothesis tried. Many have the same ops
+        `given` among theirs.
 
         `before` is the NMSE without it. What does not take nine tenths of that away is not looked at closely. Of a
         record whose arithmetic is not settled it is sought under the hypothesis, where that takes half away in the
@@ -183,7 +189,7 @@ class Replay:
         before = math.inf if math.isnan(before) else before
         plain = plain or self.plain_ones(record)[0]
         scheme = plain or self.choice(record).schemes[0]
-        look = self._fitting.first_look(record, ops, scheme, before)
+        look = self._fitting.first_look(record, ops, scheme, before, given)
         if not look.nmse <= (_HALF if plain else _LITTLE) * before:
             return look
         if not plain:
