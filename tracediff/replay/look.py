@@ -198,7 +198,7 @@ def _stored(storage: str, exact: Tensor) -> str | None:
 
 def _strips(by: Recomputation, op: Op, whole: Residual) -> tuple[Strip, ...]:
     """Where it is off; of values that attention weighted, whose heads lie side by side, by head as well."""
-    if whole.excess <= 1 or by.is_supposed:
+    if whole.excess <= 1 or by.is_supposed or not by.has_noise:
         return ()
     names = KINDS[op.kind].axis_names(op, len(whole.along))
     heads = by.graph[op.inputs[0]].axes[0] if op.kind == "weighted_values" else None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,5 +41,5 @@ def strips(found: Along, names: Sequence[str], heads: int | None) -> tuple[Strip
 
 def _strip(name: str, values: Tensor) -> Strip:
     width = math.ceil(len(values) / _BINS)
-    figures = (float(f"{part.max():.3g}") for part in values.split(width))
-    return Strip(name, width, tuple(math.inf if math.isnan(figure) else figure for figure in figures))
+    largest = np.maximum.reduceat(values.cpu().numpy(), np.arange(0, len(values), width))
+    return Strip(name, width, tuple(math.inf if math.isnan(x) else float(f"{x:.3g}") for x in largest.tolist()))
