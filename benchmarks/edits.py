@@ -32,7 +32,7 @@ FIRST = (
     Edit("gemma2", "the norm after attention comes after the residual, too",
          "self.post_attention_layernorm(hidden_states)\n        hidden_states = residual + hidden_states",
          "self.post_attention_layernorm(residual + hidden_states)",
-         (r"reads attn_output \+ ", "is not added")),
+         (r"reads attn_output \+ the layer's input where|the sum is normed",)),
     Edit("gemma2", "no norm after the feed-forward",
          "hidden_states = self.post_feedforward_layernorm(hidden_states)", "pass",
          ("post_ffw_norm: the input passes through unchanged",)),
