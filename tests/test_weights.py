@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,14 @@ def test_an_honest_conversion(weights: str, dtype: Any, statuses: set[str], mode
     result = audit_checkpoint(models("llama", weights), folder)
     assert (result.verdict, {t.status for t in result.tensors}) == ("match", statuses)
     assert [t.tensor for t in result.tensors] == list(GGUFFile(models("llama", weights)).tensors)
+
+
+@pytest.mark.parametrize("arch", ["arcee", "granite", "granitemoe", "minicpm", "smollm3"])
+def test_q_and_k_of_other_architectures_are_permuted_as_well(arch: str, models: Models, tmp_path: Path) -> None:
+    model = models(replace(K_QUANTS, arch=arch), "F16")
+    result = audit_checkpoint(model, checkpoint(model, tmp_path / "hf"))
+    # Some have no gate, or experts: what is laid out otherwise is attention's.
+    assert {t.status for t in result.tensors if ".attn_" in t.tensor} == {"identical"}
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS"])

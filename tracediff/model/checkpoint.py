@@ -12,9 +12,9 @@ from tracediff.inputs import require_file
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.pairing import neighbours
 
-# convert_hf_to_gguf.py (LlamaModel.permute) lays out each head of Q and K for rope on neighbours; checkpoints pair
-# halves. The whole head is permuted, whatever part of it is rotated.
-PERMUTED_ARCHITECTURES = ("llama",)
+# convert_hf_to_gguf.py (LlamaModel.permute, which the others inherit or call) lays out each head of Q and K for rope on
+# neighbours; checkpoints pair halves. The whole head is permuted, whatever part of it is rotated.
+PERMUTED_ARCHITECTURES = ("llama", "arcee", "granite", "granitemoe", "minicpm", "smollm3")
 PERMUTED_OPS = ("attn_q", "attn_k", "attn_q_rope", "attn_k_rope")
 _COMPUTED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold and every engine computes
 
