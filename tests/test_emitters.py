@@ -405,7 +405,7 @@ def test_several_mistakes_that_no_list_has_are_each_put_into_words(
         "attn_q_rope and attn_k_rope in both layers: the angle is computed with -2 * (i + 1), where -2 * i belongs "
         "(i: pair).",
         "attn_kqv in both layers: head channels 12 to 15 have the values of head channels 8 to 11.",
-        "attn_residual in both layers: the normed value is added where the residual stream belongs.",
+        "attn_residual in both layers: attn_norm is added where the layer's input belongs.",
         "ffn_act in both layers: every value of ffn_up above 0.5 is 0.5.",
     ]
 
