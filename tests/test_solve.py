@@ -30,7 +30,7 @@ from tracediff.diagnose.solve.loops.interpret import Run
 from tracediff.diagnose.solve.loops.kernels import loops_of
 from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.segment import Segment
-from tracediff.diagnose.solve.segments import SegmentSearch, _edited, called, searched, told
+from tracediff.diagnose.solve.segments import SegmentSearch, _edited, told
 from tracediff.diagnose.solve.solver import explanations
 from tracediff.diagnose.solve.words.places import taken
 from tracediff.diagnose.solve.words.speaker import Speaker
@@ -933,7 +933,9 @@ def test_a_search_for_which_there_is_too_little_time_is_not_begun_and_that_is_sa
     replay = traced(models(TINY), tmp_path, rewritten("blk.0.ffn_act", "(1 + exp", "(1.37 + exp"), capture="layers")
     _, record, local = layer_of_states(replay)
     op = OpResult(record.op, 0, 0, "add", "faulty", local=local)
-    monkeypatch.setattr("tracediff.diagnose.kin._SECONDS", dict.fromkeys((called, searched), 1e9))
+    monkeypatch.setattr(
+        "tracediff.diagnose.kin._SECONDS", dict.fromkeys((SegmentSearch.called, SegmentSearch.computed), 1e9)
+    )
     (described,) = Explainer(replay).explain([op], budget=Budget(3600))
     assert described.shape
     assert not described.cause
@@ -955,7 +957,9 @@ def test_where_the_time_ends_after_a_search_that_was_not_begun_all_that_was_not_
             raise OutOfTime
         return sought(self, one, progress)
 
-    monkeypatch.setattr("tracediff.diagnose.kin._SECONDS", dict.fromkeys((called, searched), 1e9))
+    monkeypatch.setattr(
+        "tracediff.diagnose.kin._SECONDS", dict.fromkeys((SegmentSearch.called, SegmentSearch.computed), 1e9)
+    )
     monkeypatch.setattr(Search, "of", until_the_time_is_over)
     described = Explainer(replay).explain(ops, budget=Budget(3600))
     assert [(bool(op.shape), op.cause, op.sought) for op in described] == [(True, None, False)] * 2

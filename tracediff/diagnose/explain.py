@@ -68,7 +68,7 @@ class Explainer:
                 explained[one.at] = (
                     self._named(ops[one.at], one, best, kin) if best else self._described(ops[one.at], one)
                 )
-        unsought = [one for one in kin.unsought if one.at not in left and not explained[one.at].cause]
+        unsought = [one for one in kin.unsought.values() if one.at not in left and not explained[one.at].cause]
         for one in (*left.values(), *unsought):
             explained[one.at] = replace(self._described(ops[one.at], one), sought=False)
         return explained

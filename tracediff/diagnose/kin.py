@@ -5,7 +5,7 @@ the same numbers wherever it is.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -33,10 +33,10 @@ _BEAM = (6, 3)
 _TOLD = 1e-3
 _ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
 _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for in vain
-SearchOfSegment = Callable[[Replay, OpRecord, Sequence[str], float, Callable[[], None]], segments.Explanations]
+How = Callable[[segments.SegmentSearch], Iterator[Solved]]
 # Seconds that a search of a segment must have, for each value of its weights, or it is not begun: a quarter of what
 # all of it takes. On one core, a layer of 15 million took five minutes and a half.
-_SECONDS: Mapping[SearchOfSegment, float] = {segments.called: 1e-6, segments.searched: 5.5e-6}
+_SECONDS: Mapping[How, float] = {segments.SegmentSearch.called: 1e-6, segments.SegmentSearch.computed: 5.5e-6}
 _ALIKE = 4  # edits of an op that come to the same in a record, and not in others as a rule
 # Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
 # With 4e7 on two cores it took a minute.
@@ -59,7 +59,7 @@ class Kin:
     pending: list[Faulty]
     found: list[Hypothesis] = field(default_factory=list)
     in_vain: list[Faulty] = field(default_factory=list)
-    unsought: list[Faulty] = field(default_factory=list)  # for which there was too little time
+    unsought: dict[int, Faulty] = field(default_factory=dict)  # by their places, for which there was too little time
     alike: dict[tuple[str, str, str], str] = field(default_factory=dict)  # what else a mistake of an op comes to
 
     @property
@@ -104,9 +104,9 @@ class Search:
         if len(one.error.segment) == 1:
             return self._fewest(self.one_more(one) or self._several(one, tried), one)
         return (
-            self._solved(one, search=segments.called)
+            self._solved(one, how=segments.SegmentSearch.called)
             or self._fewest(self.one_more(one) or self._several(one, tried), one)
-            or self._solved(one, search=segments.searched)
+            or self._solved(one, how=segments.SegmentSearch.computed)
         )
 
     def _unrivalled(self, best: Hypothesis, one: Faulty) -> Hypothesis:
@@ -120,34 +120,32 @@ class Search:
         carried = [sum(self._carried(h, other) is not None for other in self._kin.pending) for h in (best, solved) if h]
         return solved if solved and carried[1] > carried[0] else best
 
-    def _solutions(self, one: Faulty, search: SearchOfSegment | None) -> Iterable[tuple[Solved, Scheme | None]]:
-        """Edits of an op by itself, or of one in a segment: of what its end tells, or all that a `search` tries."""
+    def _solutions(self, one: Faulty, how: How | None) -> Iterable[tuple[Solved, Scheme | None]]:
+        """Edits of an op by itself, or of one in a segment: of what its end tells, or, `how` it is searched, of all."""
         record, names, check = one.record, one.error.segment, self._budget.check
         if len(names) == 1:
             return solver.explanations(self._replay, record, check)
         if _is_long(names):
             return ()
-        if search and not self._budget.has(_SECONDS[search] * weight_values(names, self._replay.graph)):
-            self._kin.unsought.append(one)
+        if how and not self._budget.has(_SECONDS[how] * weight_values(names, self._replay.graph)):
+            self._kin.unsought[one.at] = one
             return ()
         if self._in_vain(one):
             return ()
-        if search:
-            return search(self._replay, record, names, one.error.nmse, check)
+        if how:
+            return segments.searched(self._replay, record, names, one.error.nmse, check, how)
         return segments.told(self._replay, record, names, check)
 
     def _in_vain(self, one: Faulty) -> list[Faulty]:
         """Records of the same op, in whichever layer, that nothing was found for."""
         return [other for other in self._kin.in_vain if split(other.record.op)[1] == split(one.record.op)[1]]
 
-    def _solved(
-        self, one: Faulty, in_some: Iterable[Hypothesis] = (), search: SearchOfSegment | None = None
-    ) -> Hypothesis | None:
+    def _solved(self, one: Faulty, in_some: Iterable[Hypothesis] = (), how: How | None = None) -> Hypothesis | None:
         """What the solver makes of it. What other steps contradict is taken last, and where no number was fitted: it is
         made in some steps alone. So are those `in_some` that were found before.
         """
         found, in_some = list[Hypothesis](), [*in_some]
-        for solved, scheme in self._solutions(one, search):
+        for solved, scheme in self._solutions(one, how):
             self._budget.check()  # of a state of NaN thousands are found at once
             try:
                 local = self._replay.under(one.record, solved.ops, to_beat(one.error), scheme)
@@ -161,7 +159,7 @@ class Search:
                     return hypothesis  # none of the others could explain more
             elif not solved.fitted and hypothesis.pays(one.error):
                 in_some.append(hypothesis.but_in_some_steps())
-                if search and self._kin.some and all(self._carried(in_some[-1], other) for other in self._kin.some):
+                if how and self._kin.some and all(self._carried(in_some[-1], other) for other in self._kin.some):
                     return in_some[-1]  # of thousands of edits few are tried in vain for one that all steps have
             if len(found) == _ALIKE:
                 break

@@ -139,6 +139,10 @@ class Op:
             views=(*self.views, *(None for _ in reads)) if self.views else (),
         )
 
+    def reading_only(self, n: int) -> "Op":
+        """The op with its first `n` inputs alone: as it was before it was `also_reading`."""
+        return replace(self, inputs=self.inputs[:n], past=self.past[:n], views=self.views[:n])
+
     def seeing(self, views: Mapping[int, View]) -> "Op":
         """The op with other views of some inputs."""
         return replace(self, views=tuple(views.get(i, own) for i, own in enumerate(self.seen)))

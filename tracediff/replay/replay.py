@@ -143,6 +143,7 @@ class Replay:
     def forget(self, all_of_it: bool = False) -> None:
         """Drop values of ops that are done."""
         self._recomputation.forget(all_of_it)
+        self._known = None
 
     def forget_until(self, name: str) -> None:
         """Drop what no op after this one reads, when all its records are judged."""
@@ -269,6 +270,7 @@ class Replay:
         """All that is known of a record's op by itself, under this arithmetic or the one that fits best."""
         key = record, scheme or self.choice(record).schemes[0]
         if self._known is None or self._known[0] != key:
+            self._known = None  # never two at once: of 151,936 logits of 128 tokens one takes half a gigabyte
             self._known = key, known(self._recomputation, *key)
         return self._known[1]
 

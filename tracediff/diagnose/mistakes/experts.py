@@ -174,11 +174,8 @@ def _sorted(op: Op, context: Context) -> Variants:
         rank = ids.argsort(-1).argsort(-1).reshape(weights.shape)
         return outputs * repeated(weights.gather(-2, rank), outputs)
 
-    seen = (*op.views, None) if op.views else ()
-    yield (
-        replace(op, inputs=(*op.inputs, ids), views=seen, function=function),
-        "the experts of a token are sorted by number, their weights by size",
-    )
+    words = "the experts of a token are sorted by number, their weights by size"
+    yield computing(op.also_reading((ids, False)), function), words
 
 
 def _is_of_experts(name: str, graph: Graph) -> bool:

@@ -120,11 +120,9 @@ def _other_layer(op: Op, context: Context) -> Variants:
     Where(MATMUL.kinds, ("gate", "up")), "mlx-lm#767",
 )  # fmt: skip
 def _swapped(op: Op, context: Context) -> Variants:
-    gated = [(r, i) for r, i in context.graph.readers(op.name) if KINDS[r.kind].inputs == ("gate", "up")]
-    if not gated:
+    other, _ = _beside(op, context) or (None, 0)
+    if other is None:
         return
-    reader, position = gated[0]
-    other = context.graph[reader.inputs[1 - position]]
     if other is op:  # one weight for both
 
         def read(file: GGUFFile, info: TensorInfo) -> Tensor:
@@ -142,12 +140,8 @@ def _swapped(op: Op, context: Context) -> Variants:
     "how a fused gate-up weight is split", Where(MATMUL.kinds, ("gate", "up")),
 )  # fmt: skip
 def _by_turns(op: Op, context: Context) -> Variants:
-    gated = [(r, i) for r, i in context.graph.readers(op.name) if KINDS[r.kind].inputs == ("gate", "up")]
-    if not gated:
-        return
-    reader, position = gated[0]
-    other = context.graph[reader.inputs[1 - position]]
-    if other.kind != op.kind or len(other.weights) != len(op.weights):
+    other, position = _beside(op, context) or (None, 0)
+    if other is None or other.kind != op.kind or len(other.weights) != len(op.weights):
         return
     for is_by_turns, words in (
         (True, "rows of gate and up lie by turns in one matrix, whose halves are taken for them"),
@@ -158,6 +152,14 @@ def _by_turns(op: Op, context: Context) -> Variants:
             for own, beside in zip(op.weights, other.weights, strict=True)
         )
         yield Variant(replace(op, weights=weights), words, name=words)
+
+
+def _beside(op: Op, context: Context) -> tuple[Op, int] | None:
+    """Of gate and up the one that is multiplied with what this op makes, and which of the two this op is."""
+    for reader, position in context.graph.readers(op.name):
+        if KINDS[reader.kind].inputs == ("gate", "up"):
+            return context.graph[reader.inputs[1 - position]], position
+    return None
 
 
 def _split_otherwise(file: GGUFFile, info: TensorInfo, other: str, place: int, by_turns: bool) -> Tensor:

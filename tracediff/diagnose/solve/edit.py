@@ -195,13 +195,7 @@ class Reworked:
         return torch.from_numpy(y).to(call.weights.dtype).to(inputs[0].device)
 
     def _plain(self, op: Op) -> Op:
-        return replace(
-            op,
-            inputs=op.inputs[: self.n_inputs],
-            past=op.past[: self.n_inputs],
-            views=op.views[: self.n_inputs],
-            rework=None,
-        )
+        return replace(op.reading_only(self.n_inputs), rework=None)
 
     def noise(self, made: Made) -> Noise:
         """That of the kind where it sums up no products, and what float32 was seen to make."""

@@ -48,24 +48,20 @@ def told(replay: Replay, record: OpRecord, names: Sequence[str], check: Callable
             yield from _placed(solve(problem, check), scheme)
 
 
-def called(
-    replay: Replay, record: OpRecord, names: Sequence[str], off: float, check: Callable[[], None]
-) -> Explanations:
-    """Which op of the segment is called with another value or weight: some hundred edits. `off` is the record's NMSE
-    under the right ops.
-    """
-    for segment, scheme in _segments(replay, record, names) if math.isfinite(off) else ():
-        yield from _placed(SegmentSearch(segment, off, check).called(), scheme)
-
-
 def searched(
-    replay: Replay, record: OpRecord, names: Sequence[str], off: float, check: Callable[[], None]
+    replay: Replay,
+    record: OpRecord,
+    names: Sequence[str],
+    off: float,
+    check: Callable[[], None],
+    how: Callable[["SegmentSearch"], Iterator[Solved]],
 ) -> Explanations:
-    """What in any op of the segment, or in all of one kind, is computed otherwise: thousands of edits are tried, which
-    of a large layer takes minutes. `off` is the record's NMSE under the right ops.
+    """What in any op of the segment gives the record: what it is called with (`SegmentSearch.called`), some hundred
+    edits, or how it is computed, thousands, which of a large layer takes minutes. `off` is the record's NMSE under the
+    right ops.
     """
     for segment, scheme in _segments(replay, record, names) if math.isfinite(off) else ():
-        yield from _placed(SegmentSearch(segment, off, check).computed(), scheme)
+        yield from _placed(how(SegmentSearch(segment, off, check)), scheme)
 
 
 def _segments(replay: Replay, record: OpRecord, names: Sequence[str]) -> Iterator[tuple[Segment, Scheme | None]]:

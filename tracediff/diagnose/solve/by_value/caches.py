@@ -54,7 +54,7 @@ class Overlapping:
 
 
 def _right(op: Op) -> Op:
-    return replace(op, inputs=op.inputs[:2], past=op.past[:2], views=op.views[:2], rework=None)
+    return replace(op.reading_only(2), rework=None)
 
 
 def _held(at: Tensor, apart: Tensor | int, layer: int, caches: Mapping[int, Tensor], starts: Tensor) -> Tensor:
@@ -88,15 +88,13 @@ def variants(problem: Problem) -> Iterator[Solved]:
     own = caches.get(layer)
     if own is None or len(caches) < 2 or any(values.size != own.size for values in caches.values()):
         return
-    others = [(read.name, True) for other, read in reads.items() if other in caches and other != layer]
-    inputs, past = zip(*zip(op.inputs, op.past, strict=True), *others, ("past", True), strict=True)
+    layers = tuple(other for other in caches if other != layer)
+    reading = op.also_reading(*((reads[other].name, reads[other].past) for other in layers), ("past", True))
     flats = {other: torch.from_numpy(values) for other, values in caches.items()}
     for apart in _distances(problem, layer, flats, torch.from_numpy(starts).long()):
         by = f"{apart} {'value' if apart == 1 else 'values'}"
         words = f"each layer's cached {local} begins {by} after that of the layer before: they overlap"
-        layers = tuple(other for other in sorted(caches) if other != layer)
-        views = (*op.views, *(None for _ in (*others, "past"))) if op.views else ()
-        changed = replace(op, inputs=inputs, past=past, views=views, rework=Overlapping(layer, layers, apart))
+        changed = replace(reading, rework=Overlapping(layer, layers, apart))
         yield Solved((changed,), words, 2.0 + math.log2(own.size), _LOOK)
 
 
