@@ -451,7 +451,7 @@ def test_statistics_alone_cannot_be_replayed(
     code, report, error = cli("compare", pair.reference, pair.path, "--model", model)
     assert (code, error) == (0, "")
     assert report.startswith("MATCH: nothing diverges in 74 ops, compared by drift")
-    assert "Of some only statistics were compared: a permutation changes none of them." in report
+    assert "Of the ops only statistics were compared: a permutation changes none of them." in report
 
 
 def test_statistics_of_the_reference_suffice(pair: Pair, model: Path, cli: Callable[..., tuple[int, str, str]]) -> None:

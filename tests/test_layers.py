@@ -49,7 +49,7 @@ MAY = {
     "tracediff.pipeline": {
         "audit", "compare", "diagnose", "errors", "findings", "judge", "model", "names", "replay", "result", "trace",
     },
-    "tracediff.itself": {"engine", "errors", "judge", "model", "pipeline", "result", "trace"},
+    "tracediff.itself": {"engine", "errors", "findings", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.reproduce": {"errors", "files", "model", "numerics", "replay", "trace"},
     "tracediff.bundle": {

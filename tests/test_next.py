@@ -83,6 +83,31 @@ def test_the_command_can_be_run(name: str, cli: Callable[..., tuple], monkeypatc
     assert code in (0, 1), error
 
 
+@pytest.mark.parametrize("option", ["model", "without", "engine"])
+def test_what_self_says_next_can_be_run(
+    option: str,
+    models: Models,
+    cli: Callable[..., tuple],
+    torch_trace: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trace in other steps, and those that an engine was run for, are deleted."""
+    model = models("qwen2", "F32")
+    monkeypatch.chdir(model.parent)
+    right, wrong = torch_trace(model, tokens=TOKENS), torch_trace(model, tokens=TOKENS, faults=("rope_pairing@1",))
+    fed = (model, "--engine", "torch", "--fault", "cache_zeros") if option == "engine" else (right, wrong)
+    with_model = ("--model", model) if option == "model" else ()
+    code, text, _ = cli("self", *fed, *with_model, "--json", "-")
+    assert code == 1
+    result = json.loads(text)
+    cases = [one for one in result.get("ways", {"": result}).values() if one["verdict"] == "diverged"]
+    (command,) = {one["next"]["command"] for one in cases}
+    code, report, error = cli(*shlex.split(command)[1:])
+    assert code == 1, error
+    assert ("by the mistake" in report) == (option == "model")
+    assert ("They name two engines" in text) == (option != "engine")
+
+
 def test_what_run_says_next_can_be_run_though_its_traces_are_gone(
     cli: Callable[..., tuple], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from tracediff.engine.torch_run import TorchOptions
 from tracediff.engine.transformers_run import load, trace_model, trace_transformers
 from tracediff.errors import EngineError
 from tracediff.model.families import load_graph
-from tracediff.model.synthetic import Shape
+from tracediff.model.synthetic import Shape, write_model
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.reader import Trace
 
@@ -251,3 +251,10 @@ def test_a_tensor_that_no_file_holds(tmp_path: Path) -> None:
     save_file(tensors, hf / "model.safetensors", {"format": "pt"})
     with pytest.raises(EngineError, match=r"finds no tensor for model\.layers\.1\.mlp\.up_proj\.weight"):
         trace_transformers(model, tmp_path / "x.trace", TorchOptions(), TOKENS, hf=hf)
+
+
+def test_a_size_that_transformers_does_not_read_from_the_file(tmp_path: Path) -> None:
+    """transformers 5.23 takes no head size from a qwen3 file: its weights would be random numbers."""
+    model = write_model(tmp_path / "m.gguf", Shape("qwen3", n_layer=1, head_dim=20, n_vocab=300), "F32")
+    with pytest.raises(EngineError, match=r"layers\.0\.self_attn\.k_norm\.weight is 128, in the file 20: .*--hf"):
+        trace_transformers(model, tmp_path / "x.trace", TorchOptions(), TOKENS)

@@ -1,6 +1,8 @@
 """The commands that judge traces: `compare`, `self`, `mismatch`, `check`."""
 
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -166,6 +168,7 @@ def _each_way(
 ) -> int:
     """A table of all ways; then the report of the first that is no match."""
     from tracediff.engine.torch_run import TorchOptions
+    from tracediff.findings.next import next_step
     from tracediff.itself.every_way import engine_of, hold, table, ways
     from tracediff.model.hparams import check_tokens
     from tracediff.model.model import Model
@@ -179,7 +182,8 @@ def _each_way(
             say(f"{engine} is not run in batches: of this architecture not all values have a row for each token")
             given = [way for way in given if not way.several]
         held = hold(run, given, tokens, folder, model=model, policy=policy, effort=effort, progress=progress)
-        results = dict(held)
+        again = shlex.join(("tracediff", *sys.argv[1:]))  # the traces are deleted
+        results = {name: replace(one, next=next_step(one, again)) for name, one in held}
     return report_all(results, table(results), formats)
 
 

@@ -20,6 +20,7 @@ from tracediff.model.weights import check_device
 from tracediff.trace.format import Step
 
 _INSTALL = 'Install it with: pip install "tracediff[transformers]".'
+_OWN_FOLDER = " Give its own folder with --hf."
 
 
 def trace_transformers(
@@ -122,19 +123,30 @@ def load(model: Path, hf: Path | None, dtype: torch.dtype, device: str) -> tuple
     try:
         with _quiet(transformers):
             loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
-                **source, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
-            )
+                **source, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True,
+                ignore_mismatched_sizes=True,  # which are refused below, by their names
+            )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, NotImplementedError, AssertionError) as error:
-        hint = f" {_INSTALL}" if "accelerate" in str(error) else " Its own folder can be given with --hf."
+        hint = f" {_INSTALL}" if "accelerate" in str(error) else _OWN_FOLDER
         raise EngineError(
             f"transformers cannot load {hf or model}: {_one_line(error)}.{hint if not hf else ''}"
         ) from None
+    if info["mismatched_keys"]:
+        name, file, wanted = min(info["mismatched_keys"])
+        raise EngineError(
+            f"{hf or model}: in {type(loaded).__name__} {name} is {_shape(wanted)}, in the file {_shape(file)}: "
+            f"transformers took a size from elsewhere than the file.{'' if hf else _OWN_FOLDER}"
+        )
     if info["missing_keys"]:
         raise EngineError(
             f"{hf or model}: {type(loaded).__name__} finds no tensor for {_some(info['missing_keys'])}: transformers "
-            "would run on random numbers there. Give its own folder with --hf."
+            f"would run on random numbers there.{_OWN_FOLDER}"
         )
     return loaded.to(device).eval(), sorted(map(str, info["unexpected_keys"]))
+
+
+def _shape(size: Sequence[int]) -> str:
+    return " x ".join(map(str, size))
 
 
 def _some(names: Collection[str]) -> str:

@@ -16,7 +16,8 @@ def logits(result: Result) -> Iterator[Said]:
     if result.logits:
         last = result.logits[-1]
         c, r = last.candidate[0], last.reference[0]
-        said = f"At most {number(c.logit)} ({c.words}), in the reference {number(r.logit)} ({r.words})."
+        after = f"After step {last.step} at most" if len(result.logits) > 1 else "At most"
+        said = f"{after} {number(c.logit)} ({c.words}), in the reference {number(r.logit)} ({r.words})."
         op = next((op for op in result.ops if (op.op, op.step) == ("output", last.step)), None)
         wrong, right = _recomputed(last, op)
         yield Said("logits", said + right)

@@ -6,27 +6,31 @@ from tracediff.findings.words import listed
 from tracediff.result import Coverage, Finding, Next, OpResult, Result
 
 
-def next_step(result: Result) -> Next:
-    """Of what is open the largest: whether it can be judged, then what is known to be wrong, then what hides."""
+def next_step(result: Result, again: str | None = None) -> Next:
+    """Of what is open the largest: whether it can be judged, then what is known to be wrong, then what hides.
+
+    `again` is the command that made the result, where it is none of the traces that the result names, or these are gone.
+    """
     if not any(op.local or op.drift for op in result.ops):
         why = "nothing could be judged: this says what is wrong with how the trace is written, and what is missing"
         return Next(_command(result, "validate"), why)
     judged, first = result.coverage is not None, next(iter(result.findings), None)
     if first and first.mistake:
-        return _of_known(first, result)
+        return _of_known(first, result, again)
+    made = again or _again(result)
     split = _split(result.coverage) if result.coverage else None
     if split:
-        return Next(_again(result), split)
+        return Next(made, split)
     if not judged:
         hidden = "drift hides what is smaller than its tolerance: with the model each op is judged by itself"
         named = "with the model each op is judged by itself, and known mistakes are named"
-        return Next(_again(result, model=True), hidden if result.verdict == "match" else named)
+        return Next(f"{made} {shlex.join(('--model', _model(result)))}", hidden if result.verdict == "match" else named)
     if first:
-        return _of_unknown(first, result)
+        return _of_unknown(first, result, again)
     if result.verdict == "undecided":
-        return Next(_again(result), f"after this is mended: {result.undecided[0]}")
+        return Next(made, f"after this is mended: {result.undecided[0]}")
     if result.verdict == "diverged":
-        return Next(_again(result), f"after this is mended: {result.summary.rstrip('.')}")
+        return Next(made, f"after this is mended: {result.summary.rstrip('.')}")
     return Next(_command(result, "ci", "--update"), "nothing diverges: lock that in, so that it stays so")
 
 
@@ -41,34 +45,36 @@ def _split(coverage: Coverage) -> str | None:
     )
 
 
-def _of_known(one: Finding, result: Result) -> Next:
+def _of_known(one: Finding, result: Result, again: str | None) -> Next:
     look = f"look at {one.look}, mend it" if one.look else "mend it"
-    if one.ops and not one.segment:
+    if one.ops and not one.segment and not again:
         shown = "it shows what is computed there and what should be"
         return Next(_again(result, "--explain", one.ops[0]), f"{shown}; then {look}, and run this again")
-    return Next(_again(result), f"{look}, and run this again")
+    return Next(again or _again(result), f"{look}, and run this again")
 
 
-def _of_unknown(one: Finding, result: Result) -> Next:
+def _of_unknown(one: Finding, result: Result, again: str | None) -> Next:
     """Of an op with a weight, whether that was loaded wrong; then its code is left."""
     recorded = {weight.weight for weight in result.weights}
     weights = dict.fromkeys(f"{op.op}.weight" for op in result.faulty if op.op in one.ops and _has_weight(op))
     unseen = [name for name in weights if name not in recorded]
-    if unseen:
+    if unseen and not again:
         names = listed(unseen, 3)
         why = f"after the engine has recorded {names} as it holds them: whether the loader or the op is wrong"
         return Next(shlex.join(("tracediff", "weights", _model(result), "--trace", result.candidate.path)), why)
     where = listed(one.ops or one.weights, 3)
-    return Next(_again(result), f"look at the code of {where} with the error's shape in mind, then run this again")
+    return Next(
+        again or _again(result), f"look at the code of {where} with the error's shape in mind, then run this again"
+    )
 
 
 def _has_weight(op: OpResult) -> bool:
     return "norm" in op.kind or (op.local is not None and op.local.weight_type is not None)
 
 
-def _again(result: Result, *options: str, model: bool = False) -> str:
+def _again(result: Result, *options: str) -> str:
     if result.reference:
-        with_model = ("--model", _model(result)) if model or result.coverage else ()
+        with_model = ("--model", _model(result)) if result.coverage else ()
         traces = (result.reference.path, result.candidate.path)
         return shlex.join(("tracediff", "compare", *traces, *with_model, *options))
     return _command(result, "check", *options)

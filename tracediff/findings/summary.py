@@ -111,7 +111,8 @@ def _resolving(result: Result) -> Iterator[str]:
         widest = max(seen.values(), key=lambda op: op.resolving)
         yield f"A mistake of NMSE {', or '.join(parts)} would have been seen (widest: {widest.op})."
     if len(seen) < len(worst):
-        yield "Of some only statistics were compared: a permutation changes none of them."
+        of = "Of some ops" if seen else "Of the ops"
+        yield f"{of} only statistics were compared: a permutation changes none of them."
 
 
 def _told_by(op: OpResult) -> str:

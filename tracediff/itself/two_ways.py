@@ -1,13 +1,15 @@
 """One engine's two ways over the same tokens: each row of one put where the other's passes want it, then compared."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from tracediff.findings.next import next_step
 from tracediff.judge import USUAL, Policy
 from tracediff.pipeline import NO_LIMIT, Effort, Progress, compare_traces
-from tracediff.result import Result
+from tracediff.result import Next, Result
 from tracediff.trace.reader import Trace
 from tracediff.trace.restep import matched, restep
 from tracediff.trace.runs import Paths, open_trace
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from tracediff.model.model import Model
 
 _HONEST = "By the model both ways are right, within what honest arithmetic makes of it, and differ in their bits."
+_ENGINES = "They name two engines, {} and {}: `tracediff compare` holds one against another, within its tolerance."
 _CACHED = (
     "Judged by how far the two drift apart, not by replay: that would need what the cache held, and no trace has it."
 )
@@ -70,12 +73,28 @@ def _in_steps_of(
         model = None if cached else model
         result = compare_traces(theirs, whole, model=model, policy=policy, effort=effort, progress=progress)
     assert result.reference
+    names = (result.reference.engine, result.candidate.engine)
+    engines = [_ENGINES.format(*names)] * (names[0] != names[1])
     said = f"{mode(c, r)}. {r.path}: {passes(r)}; {c.path}: {passes(c)}, compared position by position."
-    return replace(
+    result = replace(
         result,
         reference=replace(result.reference, path=str(r.path)),
         candidate=replace(result.candidate, path=str(c.path)),
         # What the other way was not fed at all is no gap.
         ops=tuple(op for op in result.ops if op.status != "unmatched" or op.step in steps),
-        notes=(said, *dropped, *[_CACHED] * cached, *result.notes),
+        notes=(said, *engines, *dropped, *[_CACHED] * cached, *result.notes),
     )
+    return replace(result, next=_next(result, cached, r, c))
+
+
+def _next(result: Result, cached: bool, *runs: Trace) -> Next:
+    """What is wrong by itself needs no other side; the rest is to be had of the two by this command alone."""
+    if result.findings:
+        return next_step(replace(result, reference=None))
+    with_model = ("--model", result.model) if result.model else ()
+    traces = (str(trace.path) for run in runs for trace in run.written)
+    again = shlex.join(("tracediff", "self", *traces, *with_model))
+    if cached and result.first_divergence:
+        why = f"after {result.first_divergence.op} is mended, which is the first to differ: no replay tells which is wrong"
+        return Next(again, why)
+    return next_step(result, again)
