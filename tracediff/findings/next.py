@@ -9,7 +9,7 @@ from tracediff.result import Coverage, Finding, Next, OpResult, Result
 def next_step(result: Result, again: str | None = None) -> Next:
     """Of what is open the largest: whether it can be judged, then what is known to be wrong, then what hides.
 
-    `again` is the command that made the result, where it is none of the traces that the result names, or these are gone.
+    `again` is the command that made the result, where it is not one of the traces that the result names.
     """
     if not any(op.local or op.drift for op in result.ops):
         why = "nothing could be judged: this says what is wrong with how the trace is written, and what is missing"

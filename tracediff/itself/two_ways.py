@@ -95,6 +95,7 @@ def _next(result: Result, cached: bool, *runs: Trace) -> Next:
     traces = (str(trace.path) for run in runs for trace in run.written)
     again = shlex.join(("tracediff", "self", *traces, *with_model))
     if cached and result.first_divergence:
-        why = f"after {result.first_divergence.op} is mended, which is the first to differ: no replay tells which is wrong"
+        first = result.first_divergence.op
+        why = f"after {first} is mended, which is the first to differ: no replay tells which of the two is wrong"
         return Next(again, why)
     return next_step(result, again)
