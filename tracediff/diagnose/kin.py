@@ -35,8 +35,8 @@ _ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
 _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for in vain
 How = Callable[[segments.SegmentSearch], Iterator[Solved]]
 # Seconds that a search of a segment must have, for each value of its weights, or it is not begun: a quarter of what
-# all of it takes. On one core, a layer of 15 million took five minutes and a half.
-_SECONDS: Mapping[How, float] = {segments.SegmentSearch.called: 1e-6, segments.SegmentSearch.computed: 5.5e-6}
+# all of it takes. On one core, a layer of 15 million took 10 seconds and four minutes.
+_SECONDS: Mapping[How, float] = {segments.SegmentSearch.called: 2e-7, segments.SegmentSearch.computed: 4e-6}
 _ALIKE = 4  # edits of an op that come to the same in a record, and not in others as a rule
 # Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
 # With 4e7 on two cores it took a minute.

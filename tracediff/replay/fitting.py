@@ -23,7 +23,7 @@ _PROMISING = math.log(100.0)  # of squared error: what leaves so much more of on
 # hundred; sixteen never do. What exceeds its bound that far is beyond such accidents.
 _MORE_SAMPLES, _FAR = 16, 100.0
 # NMSE. Through a layer float32 leaves 1e-13 and less, so a share of this is seen to its first digits.
-_ROUGH = 1e-8
+ROUGH = 1e-8
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
 # was 0.55 to 2.8 times that in llama.cpp's records.
 _AS_FAR = 5.0
@@ -113,7 +113,7 @@ class Fitting:
         other hypotheses, those with the same ops `given`. Where `before` is so much that float32 can tell what is left
         of it, it is computed in that.
         """
-        common = self.without_noise(record, _ROUGH < before < math.inf, given)
+        common = self.without_noise(record, ROUGH < before < math.inf, given)
         common.inputs(record.step, common.graph[record.op], scheme, record.rows)
         common.keep_waists()
         more = [op for op in ops if common.graph.ops.get(op.name) is not op]
@@ -164,7 +164,7 @@ class Fitting:
     def _rough_or_not(self, record: OpRecord, nmse: Callable[[Recomputation], float]) -> float:
         """What float32 can tell, and else what float64 does."""
         rough = nmse(self.without_noise(record, rough=True))
-        return rough if rough > _ROUGH else nmse(self.without_noise(record))
+        return rough if rough > ROUGH else nmse(self.without_noise(record))
 
     def _judged(self, record: OpRecord, scheme: Scheme) -> Local:
         """The record under a scheme, beside its floor; or a part of a large one."""

@@ -178,12 +178,13 @@ class Reworked:
     def compute(self, call: Call) -> Tensor:
         """The output. What overflows float32 on the way does so here as well."""
         op, inputs = call.op, call.inputs
+        dtype = np.float32 if call.weights.dtype == torch.float32 else np.float64
         bound = bind(self._plain(op), inputs[: self.n_inputs], call.weights, call.arithmetic)
         assert bound
         extra = {name: Flat(flat(x)) for name, x in zip(self.extra, inputs[self.n_inputs :], strict=True)}
         try:
             edited = bound.with_(self.source, extra, dict(self.numbers))
-            y, error = edited.measured() if call.energy else (edited.output(), np.zeros(0))
+            y, error = edited.measured() if call.energy else (edited.output(dtype), np.zeros(0))
             if RECORDED in extra:
                 unknown = edited.unknown(y)
                 y.flat[unknown] = extra[RECORDED].values[unknown]

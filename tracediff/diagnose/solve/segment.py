@@ -42,11 +42,34 @@ class Segment:
     def __init__(self, replay: Replay, record: OpRecord, names: Sequence[str], scheme: Scheme) -> None:
         self.ops = [replay.graph[name] for name in names]
         self._replay, self._record, self._scheme = replay, record, scheme
+        self._weights = replay.weights
         self._known = {name: replay.supposed(record, name, scheme) for name in names}
-        self._end, self._left_out, self._judged = record.op, 0, slice(None)  # tokens
+        self._end, self._left_out = record.op, 0
+        self._judged: slice | Tensor = slice(None)  # tokens
         known = replay.known(record, scheme)
         self._recorded, self._bound = known.recorded, known.bound
         self.n_tokens = len(replay.trace.steps[record.step].tokens)
+
+    @property
+    def n_judged(self) -> int:
+        """Tokens of which it is seen what they come to at the end."""
+        return len(self._recorded)
+
+    def at_a_glance(self, n: int) -> "Segment":
+        """The same, of which no more than `n` tokens are judged, those that are off most."""
+        if self.n_tokens <= n or self._axes(self._end)[0] != "T":
+            return self
+        off = (self._known[self._end].exact - self._recorded).flatten(1).square().sum(1)
+        part = copy(self)
+        part._judged = off.topk(n).indices
+        part._recorded = self._recorded[part._judged]
+        return part
+
+    def roughly(self) -> "Segment":
+        """The same, multiplied in float32: half as much is read of a weight, and nothing is converted before."""
+        rough = copy(self)
+        rough._weights = self._weights.in_float32()
+        return rough
 
     def beginning(self, n: int, off: float) -> "Segment":
         """The same of the first `n` tokens alone, where these see no others and are off as well: most mistakes show.
@@ -62,7 +85,7 @@ class Segment:
         for op in self.ops:
             known = self._known[op.name]
             given = tuple(short._first(x, name) for x, name in zip(known.inputs, op.inputs, strict=True))
-            y = self._evaluated(op, given)
+            y = self._exactly(op, given)
             if nmse(y, short._first(known.exact, op.name)) > _SAME:
                 return self
             short._known[op.name] = Known(y, y, torch.zeros_like(y), given, known.arithmetic)
@@ -79,14 +102,14 @@ class Segment:
         """Ops whose values the record tells, for all that follows adds to them: as if these had been recorded."""
         error = flat(self._recorded - self._known[self._end].exact)
         for op in reversed(self.ops):
-            if self._is_only_added(op) and (problem := self.problem(op)):
+            if self.tells(op) and (problem := self.problem(op)):
                 yield replace(problem, recorded=problem.exact + error, bound=flat(self._bound), is_told=True)
 
-    def _is_only_added(self, op: Op) -> bool:
-        """Whether it is the segment's end, or is added once to make a value that is."""
+    def tells(self, op: Op) -> bool:
+        """Whether the end tells what the op made: it is the op's, or the op's output is added once to make it."""
         readers = [other for other in self.ops if op.name in other.inputs]
         once = len(readers) == 1 and readers[0].kind == "add" and readers[0].inputs.count(op.name) == 1
-        return op.name == self._end or (once and readers[0].axes == op.axes and self._is_only_added(readers[0]))
+        return op.name == self._end or (once and readers[0].axes == op.axes and self.tells(readers[0]))
 
     def _axes(self, name: str) -> Sequence[Axis]:
         graph = self._replay.graph
@@ -98,7 +121,7 @@ class Segment:
 
     def lefts(self, begun: Sequence[Begun]) -> list[float]:
         """NMSE of what each comes to at the end; they begin the end at one place."""
-        return [nmse(y, self._recorded) for y in self._ended(begun).split(len(self._recorded))]
+        return [nmse(y, self._recorded) for y in self._ended(begun).split(self.n_judged)]
 
     def residual(self, changed: Mapping[str, Op], made: Mapping[str, Tensor] = MappingProxyType({})) -> np.ndarray:
         """What is left of each recorded value then, as a share of their RMS; of some ops it is known what they make."""
@@ -142,7 +165,7 @@ class Segment:
         known = self._known[op.name]
         if any(op.past) or any(self._axes(name)[:1] != ("T",) for name in (op.name, *op.inputs)):
             return False
-        twice = self._evaluated(op, [torch.cat((x, x)) for x in known.inputs])
+        twice = self._exactly(op, [torch.cat((x, x)) for x in known.inputs])
         return nmse(twice, torch.cat((known.exact, known.exact))) <= _SAME
 
     def moved(self, op: Op, y: Tensor) -> float:
@@ -163,6 +186,9 @@ class Segment:
 
     def _evaluated(self, op: Op, given: Sequence[Tensor]) -> Tensor:
         """What it makes under the arithmetic of the right op."""
+        return evaluate(op, given, self._weights, self._known[op.name].arithmetic).double()
+
+    def _exactly(self, op: Op, given: Sequence[Tensor]) -> Tensor:
         return evaluate(op, given, self._replay.weights, self._known[op.name].arithmetic)
 
     def _held(self, name: str, past: Span) -> Tensor:

@@ -26,6 +26,7 @@ from tracediff.diagnose.solve.words.nouns import COUNTS_TOKENS
 from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme
+from tracediff.replay.fitting import ROUGH
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
 
@@ -96,25 +97,27 @@ class _Tried:
 
 
 class SegmentSearch:
-    """Looks for an edit of a segment's ops that gives what was recorded."""
+    """Looks for an edit of a segment's ops that gives what was recorded; ops that its end tells were solved for."""
 
     def __init__(self, segment: Segment, off: float, check: Callable[[], None]) -> None:
-        self._whole, self._short = segment, segment.beginning(_FIRST, off)
+        whole, short = segment.at_a_glance(_FIRST), segment.beginning(_FIRST, off)
+        self._whole, self._short = (one.roughly() if off > ROUGH else one for one in (whole, short))
         self._off, self._check = off, check
         self._problems = [problem for op in segment.ops if (problem := self._whole.problem(op))]
+        self._hidden = {p.op.name: p for p in reversed(self._problems) if not segment.tells(p.op)}
 
     def called(self) -> Iterator[Solved]:
         """What an op is called with, of each lot the cheapest first. The later an op, the less follows it, the sooner
         it is tried.
         """
-        for problem in reversed(self._problems):
+        for problem in self._hidden.values():
             yield from self._near(operands.cached(problem), self._whole)
-        for problem in reversed(self._problems):
+        for problem in self._hidden.values():
             yield from self._tried([problem], _passed(problem))
 
     def computed(self) -> Iterator[Solved]:
-        """How ops are computed: edits of a kernel without numbers, then those whose numbers are fitted; then one call
-        of a kernel that computes otherwise than its others.
+        """How ops are computed: edits of a kernel without numbers, then those whose numbers are fitted, and one
+        call of a kernel that computes otherwise than its others; then weights that nobody would pass.
         """
         kinds: set[str] = set()
         for problem in reversed(self._problems):
@@ -122,11 +125,14 @@ class SegmentSearch:
             if len(kin) > 1 and problem.op.kind not in kinds:
                 yield from self._tried(kin, _alike(problem))
             kinds.add(problem.op.kind)
-            edits = formulas.variants(problem)
-            yield from self._tried([problem], (one for one in edits if one.edit.renamed or len(kin) == 1))
-        for problem in reversed(self._problems):
+            if problem.op.name in self._hidden:
+                edits = formulas.variants(problem)
+                yield from self._tried([problem], (one for one in edits if one.edit.renamed or len(kin) == 1))
+        for problem in self._hidden.values():
             yield from self.of_numbers(problem)
             yield from self._tried([problem], formulas.variants(problem))
+        for problem in self._hidden.values():
+            yield from self._tried([problem], tensors.unrelated(problem))
 
     def _tried(self, group: Sequence[Problem], variants: Iterator[Priced]) -> list[Solved]:
         """The edits of one op, or those of the first of several made in all of them, that give what was recorded.
@@ -138,7 +144,7 @@ class SegmentSearch:
         for one in self._begun(group, variants):
             kin = one.segment, one.begun.at
             waiting.setdefault(kin, []).append(one)
-            if len(waiting[kin]) * one.segment.n_tokens >= _TOGETHER:
+            if len(waiting[kin]) * one.segment.n_judged >= _TOGETHER:
                 found += self._fitting(waiting.pop(kin))
         for lot in waiting.values():
             found += self._fitting(lot)
@@ -244,7 +250,7 @@ def _passed(problem: Problem) -> Iterator[Priced]:
     yield from copies.variants(problem)
     yield from inputs.variants(problem)
     yield from inputs.cached(problem)
-    yield from tensors.variants(problem)
+    yield from tensors.related(problem)
     yield from numbers.positions(problem)
 
 

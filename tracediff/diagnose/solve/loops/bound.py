@@ -167,7 +167,7 @@ def flat(x: Tensor) -> np.ndarray:
 
 @dataclass(slots=True)
 class FlatWeight:
-    """A weight as flat numbers. Of a large matrix only the rows that are needed are read."""
+    """A weight as flat numbers, in the dtype of `weights`. Of a large matrix only the rows that are needed are read."""
 
     weight: Weight
     weights: Weights
@@ -209,7 +209,7 @@ class FlatWeight:
     @property
     def _all(self) -> np.ndarray:
         if self._whole is None:
-            self._whole = flat(self.hold(self.weights.load(self.weight)))
+            self._whole = self.hold(self.weights.load(self.weight)).cpu().numpy().ravel()
         return self._whole
 
     def _of(self, rows: np.ndarray) -> np.ndarray:
@@ -219,6 +219,6 @@ class FlatWeight:
                 table = self.weights.rows(self.weight, first, end)
             else:
                 table = self.weights.gather(self.weight, torch.from_numpy(rows))
-            self._table = self.hold(table.double()).cpu().numpy()
+            self._table = self.hold(table.to(self.weights.dtype)).cpu().numpy()
             self._rows = rows
         return self._table
