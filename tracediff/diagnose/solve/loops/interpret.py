@@ -29,7 +29,7 @@ from tracediff.diagnose.solve.loops.arrays import (
 from tracediff.diagnose.solve.loops.elementary import COMPARISONS, ELEMENTARY, binary, function, kind
 from tracediff.diagnose.solve.loops.lines import Line, line_of, line_through
 from tracediff.diagnose.solve.loops.nodes import INTEGER_ARRAYS
-from tracediff.diagnose.solve.loops.program import Program, in_sequence
+from tracediff.diagnose.solve.loops.program import Program
 from tracediff.diagnose.solve.loops.turns import OutOfTurnError, Touched
 
 _BEYOND = 4  # times the largest array: so often may be stored, and so far; an engine that goes on crashes
@@ -108,7 +108,7 @@ class Run:
                 case ast.For(target=ast.Name(id=name), iter=counted, body=inner):
                     with self._loop(name, counted) as (any_left, _):
                         in_turn = self._in_turn and node in self.program.around_output
-                        if any_left and self._in_place and (in_turn or in_sequence(inner)):
+                        if any_left and self._in_place and (in_turn or node in self.program.in_sequence):
                             self._one_by_one(name, inner)
                         elif any_left:
                             self._block(inner)

@@ -111,6 +111,11 @@ class Program:
         return any(isinstance(n, ast.Name) and n.id == "y" for n in ast.walk(node))
 
     @cached_property
+    def in_sequence(self) -> set[ast.For]:
+        """Loops in which a statement reads other elements of the output than it stores to."""
+        return {node for node in self.nodes if isinstance(node, ast.For) and _reads_others(node.body)}
+
+    @cached_property
     def preparing(self) -> Mapping[ast.stmt, tuple[str, set[str]]]:
         """Outermost loops that store to arrays of their own alone: as text, with the names in them."""
         loops = (node for node in self.tree.body if isinstance(node, ast.For) and not self.stores_output(node))
@@ -141,8 +146,7 @@ def stores_to(node: ast.Assign) -> str:
     return target.value.id if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) else ""
 
 
-def in_sequence(body: list[ast.stmt]) -> bool:
-    """Whether a statement reads other elements of the output than it stores to."""
+def _reads_others(body: list[ast.stmt]) -> bool:
     for node in body:
         if isinstance(node, ast.Assign) and stores_to(node) == "y" and isinstance(node.targets[0], ast.Subscript):
             own = ast.dump(node.targets[0].slice)
