@@ -14,9 +14,11 @@ from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.planting import plant
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.synthetic import Shape, write_model
 from tracediff.model.weights import Weights
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.linear import linear
@@ -507,3 +509,16 @@ def test_mistakes_in_what_is_cached_and_how_it_turns(fault: str, words: str, mod
     for op in faulty:
         assert op.cause.name == fault.partition("@")[0]
         assert op.cause.text.startswith(words)
+
+
+def test_what_looks_rounded_behind_hidden_states_is_the_mistake_of_the_other_layers(tmp_path: Path) -> None:
+    """Through a layer another eps leaves as much of a decoded token as a float16 cache, which was said of it."""
+    shape = Shape("qwen3", n_layer=3, n_embd=96, n_head=6, n_head_kv=2, head_dim=20, n_ff=160, n_vocab=330)
+    model = write_model(tmp_path / "m.gguf", shape, "F32")
+    trace = trace_torch(
+        model, tmp_path / "t.trace", TorchOptions(capture="layers", faults=("eps",)), (256, 17, 203, 5, 91, 33, 310), 2
+    )
+    result = check_trace(trace, model=model)
+    ends = [op for op in result.ops if op.op.endswith("ffn_residual")]
+    assert [op.cause and op.cause.name for op in ends] == ["eps"] * 9
+    assert not any("float16" in one.text for one in result.said if one.about == "arithmetic")

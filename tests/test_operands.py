@@ -35,6 +35,7 @@ def exchanged(x: Tensor) -> Tensor:
     ("name", "position", "read", "said"),
     [
         ("attn_norm", 0, lambda x: x[..., torch.arange(144) % 68], "channels from 68 on repeat the first 68"),
+        ("attn_norm", 0, lambda x: x[..., torch.arange(144) % 143], "channel 143 has the values of channel 0"),
         ("attn_norm", 0, shifted, "each channel has the values of the 7th after it, the last 7 are 0"),
         ("attn_q", 0, lambda x: x.roll(-67, -1), "channels rotated: channel 0 has the values of channel 67"),
         ("attn_v", 0, lambda x: x[..., 93:94].expand(x.shape), "every channel has the values of channel 93"),

@@ -20,7 +20,7 @@ from tracediff.diagnose.kin import Faulty, Search
 from tracediff.diagnose.solve.by_value.functions import Mapped, _cap
 from tracediff.diagnose.solve.by_value.maps import Map
 from tracediff.diagnose.solve.by_value.outputs import MovedOutput
-from tracediff.diagnose.solve.by_value.readings import Reading, RowRun
+from tracediff.diagnose.solve.by_value.readings import Reading, RowRun, words_of_rows
 from tracediff.diagnose.solve.by_value.regions import Along, Region, around, widest
 from tracediff.diagnose.solve.edit import Edit, OtherTensor, Read, relayered
 from tracediff.diagnose.solve.edits.formulas import edits
@@ -34,7 +34,7 @@ from tracediff.diagnose.solve.segments import SegmentSearch, _edited, told
 from tracediff.diagnose.solve.solver import explanations
 from tracediff.diagnose.solve.words.places import taken
 from tracediff.diagnose.solve.words.speaker import Speaker
-from tracediff.diagnose.trials import Trials
+from tracediff.diagnose.trials import Trials, transferred
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
@@ -1014,6 +1014,24 @@ def test_what_reads_another_tensor_reads_that_of_another_layer(reading: OtherTen
     carried = relayered(replace(here, weights=(replace(weight, read=reading),)), here, there)
     assert carried
     assert carried.weights == (Weight("blk.1.a", (4, 4), read=reading.renamed(lambda name: "blk.1.b")),)
+
+
+@pytest.mark.parametrize(
+    ("last", "rows", "there"),
+    [(5, 4, (2, 3)), (5, 9, (2, 8)), (5, 6, (2, 5)), (4, 6, (2, 4)), (4, 4, None), (5, 2, None)],
+)
+def test_rows_that_are_zero_up_to_the_last_are_so_in_a_weight_of_others(
+    last: int, rows: int, there: tuple[int, int] | None
+) -> None:
+    """The channels that were said of a matmul of 120 were more than another had."""
+    weight = Weight("a", (6, 3), read=Reading((RowRun(2, last, "", 0, 0),)))
+    here, other = (Op(w.name, "linear", ("x",), w.shape[:1], (w,)) for w in (weight, Weight("b", (rows, 3))))
+    carried = transferred(here, replace(here, weights=(replace(weight, read=None),)), other)
+    read = carried and carried.weights[0].read
+    assert (read and tuple((run.first, run.last) for run in read.rows)) == (there and (there,))
+    assert words_of_rows(weight.read.rows, here) == {
+        4: "channels 2 to 4 have their weights at 0", 5: "channels from 2 on have their weights at 0",
+    }[last]  # fmt: skip
 
 
 def test_a_first_position_does_not_err_by_what_its_cache_rounds(models: Models, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
+from tracediff.replay.score import NOTHING
 from tracediff.result import Cause, OpResult
 
 _ALSO = 3  # other mistakes that come to the same are said
@@ -68,10 +69,28 @@ class Explainer:
                 explained[one.at] = (
                     self._named(ops[one.at], one, best, kin) if best else self._described(ops[one.at], one)
                 )
+        explained |= self._hidden(ops, members, kin, search)
         unsought = [one for one in kin.unsought.values() if one.at not in left and not explained[one.at].cause]
         for one in (*left.values(), *unsought):
             explained[one.at] = replace(self._described(ops[one.at], one), sought=False)
         return explained
+
+    def _hidden(self, ops: list[OpResult], members: list[int], kin: Kin, search: Search) -> dict[int, OpResult]:
+        """The kin's records that roundings explain, where a mistake that was found leaves far less than these: they have
+        it too. Behind hidden states a mistake that an engine makes in all layers looks like float16 in some of them.
+        """
+        found, names = dict[int, OpResult](), {split(ops[at].op)[1] for at in members}
+        sound = [(at, x) for at, op in enumerate(ops) if (x := op.local) and not x.faulty and split(op.op)[1] in names]
+        rounded = [(at, error) for at, error in sound if len(error.segment) > 1 and error.nmse > NOTHING]
+        with suppress(OutOfTime):
+            for (at, error), best in product(rounded, kin.found):
+                one = Faulty(at, self._replay.trace.ops[ops[at].step, ops[at].op], error)
+                same = None if at in found else search.unrounded(best, one)
+                if same:
+                    local = self._replay.in_arithmetic(one.record, same.local.arithmetic) or error
+                    result = replace(ops[at], status="faulty", note=None, local=replace(local, judgement="faulty"))
+                    found[at] = self._named(result, one, same, kin)
+        return found
 
     def _tells_little(self, one: Faulty) -> tuple[int, int]:
         """Which records to look at last: of an engine that is fed token by token the first steps, of few keys, are

@@ -6,7 +6,7 @@ the same numbers wherever it is.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from tracediff.diagnose.budget import Budget, Progress, within
@@ -20,6 +20,7 @@ from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.recompute import CircularError
 from tracediff.replay.replay import Replay
+from tracediff.replay.score import judge, score
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 
@@ -175,6 +176,17 @@ class Search:
     def _carried(self, found: Hypothesis, one: Faulty) -> Hypothesis | None:
         tried = self._trials.carried(found, one.record, one.error)
         return self._fewest(next((same for same in tried if self._explains(same, one, same.may_turn)), None), one)
+
+    def unrounded(self, found: Hypothesis, one: Faulty) -> Hypothesis | None:
+        """What explained others, where in the arithmetic of most engines it leaves far less of a record than roundings
+        do that explain it by themselves.
+        """
+        tried = self._trials.carried(found, one.record, one.error)
+        under = ((h, local) for h in tried for local in self._replay.plainly(one.record, h.ops, one.error.nmse))
+        sound = (replace(h, local=local) for h, local in under if not local.faulty)
+        best = max(sound, key=lambda h: h.score, default=None)
+        wins = best and judge(best.score - score(one.error.nmse)) == "faulty"
+        return best if best and wins and not self._contradicted(best, one.record) else None
 
     def _fewest(self, found: Hypothesis | None, one: Faulty) -> Hypothesis | None:
         """Without the mistakes that this record does not need: two that cancel, or one that shows nothing beside

@@ -14,8 +14,9 @@ from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.fit import searched
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
+from tracediff.diagnose.solve.by_value.readings import Reading
 from tracediff.diagnose.solve.edit import Read, Reworked, relayered
-from tracediff.model.graph import Op
+from tracediff.model.graph import Op, Weight
 from tracediff.names import layer_of, split
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import NOTHING
@@ -191,9 +192,25 @@ def transferred(changed: Op, right: Op, other: Op) -> Op | None:
     if changed.inputs != right.inputs or len(right.weights) != len(other.weights):
         return None
     attrs = {key: value for key, value in changed.attrs.items() if right.attrs.get(key) != value}
-    weights = tuple(replace(own, read=w.read) for w, own in zip(changed.weights, other.weights, strict=True))
+    weights = [_read_alike(w, own) for w, own in zip(changed.weights, other.weights, strict=True)]
+    if None in weights:
+        return None
     edited = other.with_attrs(**attrs)
-    return replace(edited, weights=weights, function=changed.function, rework=changed.rework, stored=changed.stored)
+    return replace(
+        edited,
+        weights=tuple(filter(None, weights)),
+        function=changed.function,
+        rework=changed.rework,
+        stored=changed.stored,
+    )
+
+
+def _read_alike(changed: Weight, other: Weight) -> Weight | None:
+    """The other weight read as the changed one is; None where that means its own rows."""
+    if not isinstance(changed.read, Reading):
+        return replace(other, read=changed.read)
+    read = changed.read.of_shape(changed.shape, other.shape)
+    return replace(other, read=read) if read else None
 
 
 def _with_names(text: str, names: Mapping[str, str]) -> str:

@@ -127,6 +127,11 @@ class Replay:
         local = self._fitting.best_of(record, choice.schemes, looked)
         return self._in_another(record, choice) or local if local.faulty else local
 
+    def in_arithmetic(self, record: OpRecord, arithmetic: str) -> Local | None:
+        """The record's local error in the arithmetic of these words, where most engines may have that."""
+        locals_ = (self._fitting.closely(record, scheme).local for scheme in PLAIN)
+        return next((local for local in locals_ if local.arithmetic == arithmetic), None)
+
     def asks(self, record: OpRecord) -> Sequence[Asked]:
         """Under which schemes the record is looked at first, whatever is seen then: together with those of other
         traces.
@@ -205,6 +210,15 @@ class Replay:
         if math.isfinite(before):  # of a record that is wrong as it is
             near = [scheme for scheme in near if not self._fitting.leaves(record, scheme, _IDLE * found.nmse)]
         return look if found.nmse > enough or not near else other.best_of(record, near)
+
+    @torch.inference_mode()
+    def plainly(self, record: OpRecord, ops: Sequence[Op], before: float) -> Iterator[Local]:
+        """The record's local error if the engine computed these ops so, in each arithmetic of most engines that leaves
+        little of what was there `before`.
+        """
+        for scheme in PLAIN:
+            if self._fitting.first_look(record, ops, scheme, before).nmse <= _LITTLE * before:
+                yield Supposed(self._fitting, ops).best_of(record, [scheme])
 
     def _as_elsewhere(self, segment: Sequence[str], schemes: Sequence[Scheme]) -> Sequence[Scheme]:
         """Those of the schemes that round what weights of each type are multiplied with as the trace was seen to.

@@ -100,7 +100,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
 
 def _distances(problem: Problem, layer: int, caches: Mapping[int, Tensor], starts: Tensor) -> list[int]:
     """Those that give what was recorded in a few wrong places."""
-    size = int(starts[-1]) * (caches[layer].numel() // len(starts))
+    size = caches[layer].numel()  # layers before have cached their values of this step, too
     left = np.r_[1 : min(size, _ONE_BY_ONE), _ONE_BY_ONE : max(size, _ONE_BY_ONE) : _ALIGNED]
     for place in spread(np.flatnonzero(problem.wrong), _PLACES):
         at, factors = _terms(problem, int(place))

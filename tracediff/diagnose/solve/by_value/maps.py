@@ -87,6 +87,8 @@ class Map:
                 return f"each {noun} has the values of {other}, {end} 0"
             case "rotated", (by,):
                 return f"{all_of} rotated: {noun} {max(0, -by)} has the values of {noun} {max(0, by)}, and so on around"
+            case "modulo", (m,) if n == m + 1:
+                return f"{noun} {m} has the values of {noun} 0"
             case "modulo", (m,):
                 return f"{all_of} from {m} on repeat the first {m}"
             case "repeated", (m,):

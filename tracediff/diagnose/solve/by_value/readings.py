@@ -1,6 +1,6 @@
 """Another reading of a weight: some of its numbers are others of the file, or of nobody's."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -38,6 +38,14 @@ class Reading:
     def renamed(self, name: Callable[[str], str]) -> Self:
         """The same of tensors of other names."""
         return replace(self, rows=tuple(replace(run, tensor=name(run.tensor)) for run in self.rows))
+
+    def of_shape(self, own: Sequence[int], other: Sequence[int]) -> Self | None:
+        """The same of a weight of another shape: rows that are 0 up to the last are so there. None where it means others."""
+        if tuple(own) == tuple(other):
+            return self
+        if self.elements or any(run.tensor or run.last != own[0] - 1 or run.first >= other[0] for run in self.rows):
+            return None
+        return replace(self, rows=tuple(replace(run, last=other[0] - 1) for run in self.rows))
 
     def __call__(self, file: GGUFFile, info: TensorInfo) -> Tensor:
         """The weight as it is held."""
@@ -81,9 +89,9 @@ def _of_number(run: RowRun, op: Op, weight: int) -> str:
 def _of_run(run: RowRun, op: Op, weight: int) -> str:
     """As in "channels 256 to 767 are computed with rows 0 to 511 of ffn_gate.weight"."""
     if not run.tensor:
-        one = run.first == run.last
-        which = f"channel {run.first} has its" if one else f"channels {run.first} to {run.last} have their"
-        return f"{which} weights at 0"
+        one, channels = run.first == run.last, f"channels {run.first} to {run.last}"
+        channels = f"channels from {run.first} on" if run.last == op.weights[weight].shape[0] - 1 else channels
+        return f"channel {run.first} has its weights at 0" if one else f"{channels} have their weights at 0"
     n, count = op.weights[weight].shape[-1], run.last - run.first + 1
     tensor = Read(run.tensor).words(op)
     channels = f"channel {run.first} is" if count == 1 else f"channels {run.first} to {run.last} are"
