@@ -76,8 +76,8 @@ class Explainer:
         return explained
 
     def _hidden(self, ops: list[OpResult], members: list[int], kin: Kin, search: Search) -> dict[int, OpResult]:
-        """The kin's records that roundings explain, where a mistake that was found leaves far less than these: they have
-        it too. Behind hidden states a mistake that an engine makes in all layers looks like float16 in some of them.
+        """The kin's records that roundings explain, where a mistake that was found leaves far less: they have it too.
+        Behind hidden states a mistake that an engine makes in all layers looks like float16 in some of them.
         """
         found, names = dict[int, OpResult](), {split(ops[at].op)[1] for at in members}
         sound = [(at, x) for at, op in enumerate(ops) if (x := op.local) and not x.faulty and split(op.op)[1] in names]

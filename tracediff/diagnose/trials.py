@@ -195,14 +195,9 @@ def transferred(changed: Op, right: Op, other: Op) -> Op | None:
     weights = [_read_alike(w, own) for w, own in zip(changed.weights, other.weights, strict=True)]
     if None in weights:
         return None
+    read = tuple(filter(None, weights))
     edited = other.with_attrs(**attrs)
-    return replace(
-        edited,
-        weights=tuple(filter(None, weights)),
-        function=changed.function,
-        rework=changed.rework,
-        stored=changed.stored,
-    )
+    return replace(edited, weights=read, function=changed.function, rework=changed.rework, stored=changed.stored)
 
 
 def _read_alike(changed: Weight, other: Weight) -> Weight | None:

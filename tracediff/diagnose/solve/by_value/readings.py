@@ -40,7 +40,7 @@ class Reading:
         return replace(self, rows=tuple(replace(run, tensor=name(run.tensor)) for run in self.rows))
 
     def of_shape(self, own: Sequence[int], other: Sequence[int]) -> Self | None:
-        """The same of a weight of another shape: rows that are 0 up to the last are so there. None where it means others."""
+        """The same of a weight of another shape: rows that are 0 up to the last are so there. None of others."""
         if tuple(own) == tuple(other):
             return self
         if self.elements or any(run.tensor or run.last != own[0] - 1 or run.first >= other[0] for run in self.rows):
