@@ -48,7 +48,7 @@ from tracediff.names import Capture, kind_of, layer_of
 from tracediff.numerics.arithmetic import EXACT, scheme_named
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.kinds.attention import weighted_values
+from tracediff.numerics.kinds.attention import softmax, weighted_values
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.numerics.kinds.rope import Rope
 from tracediff.numerics.kinds.rope import rope as turned
@@ -585,6 +585,24 @@ def test_what_follows_several_edits_is_computed_for_all_of_them_at_once(models: 
     assert segment.lefts([segment.begun(one) for one in changed]) == pytest.approx(alone, rel=1e-9)
     assert len(set(alone)) == 3
     assert min(alone) > 1e-6
+
+
+@pytest.mark.parametrize(("fill", "said"), [(0.0, "zeros"), (math.nan, "NaN")])
+def test_a_query_that_sees_no_key_has_what_its_softmax_makes_of_none(
+    fill: float, said: str, models: Models, tmp_path: Path
+) -> None:
+    """In the prompt, and as one mistake with that of the decoded tokens, all of which see some."""
+
+    def change(graph: Graph) -> Op:
+        op = graph["blk.1.attn_probs"]
+        blind = op.with_attrs(mask=lambda q, k: k[None, :] >= q[:, None])
+        return replace(blind, function=lambda *x, **attrs: softmax(*x, **attrs).nan_to_num(fill))
+
+    faulty = explained(models(replace(TINY, n_layer=2)), tmp_path, change)
+    words = f"the mask is off by one: a query does not see its own token; the first sees none, and has {said}"
+    assert [(op.step, op.op, op.cause and op.cause.text) for op in faulty] == [
+        (step, "blk.1.attn_probs", words) for step in range(2)
+    ]
 
 
 def test_an_op_does_not_read_what_is_computed_after_it(models: Models, tmp_path: Path) -> None:

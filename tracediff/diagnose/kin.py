@@ -284,7 +284,8 @@ class Search:
             if error.faulty and step == largest != record.step:
                 allowed = _TOLD if self._is_soon_suited(tried, record) else 1.0
                 left = self._replay.under(other, tried.ops).nmse
-                return math.isinf(left) or not left <= allowed * error.nmse  # infinite: what is hidden is chosen, say
+                most = math.inf if math.isnan(error.nmse) else allowed * error.nmse
+                return math.isinf(left) or not left <= most  # infinite: what is hidden is chosen, say
         return False
 
 

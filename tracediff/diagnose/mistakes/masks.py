@@ -50,6 +50,14 @@ def _mask_shifted(op: Op, _: Context) -> Variants:
     yield op.with_attrs(mask=lambda q, k: k[None, :] > q[:, None] + 1), words
     words = "the mask is off by one: a query does not see its own token"
     yield op.with_attrs(mask=lambda q, k: (k[None, :] >= q[:, None]) & (k[None, :] != k[0])), words
+    blind = op.with_attrs(mask=lambda q, k: k[None, :] >= q[:, None])
+    yield blind, f"{words}; the first sees none, and has NaN"
+    yield computing(blind, _of_none_zeros), f"{words}; the first sees none, and has zeros"
+
+
+def _of_none_zeros(*operands: Tensor, **attrs: Any) -> Tensor:
+    """The softmax of an engine whose loops run over what is seen."""
+    return softmax(*operands, **attrs).nan_to_num(0.0)
 
 
 @AREA.mistake(
