@@ -522,3 +522,24 @@ def test_what_looks_rounded_behind_hidden_states_is_the_mistake_of_the_other_lay
     ends = [op for op in result.ops if op.op.endswith("ffn_residual")]
     assert [op.cause and op.cause.name for op in ends] == ["eps"] * 9
     assert not any("float16" in one.text for one in result.said if one.about == "arithmetic")
+
+
+def test_what_to_record_to_tell_is_of_that_mistake_alone(tmp_path: Path) -> None:
+    """Rope, which is wrong too, tells nothing of a gate that may be exchanged with up."""
+    model = write_model(tmp_path / "m.gguf", Shape("llama", n_layer=1, theta=1e6), "F32")
+    faults = ("rope_theta", "gate_up_swapped")
+    trace = trace_torch(model, tmp_path / "t.trace", TorchOptions(capture="layers", faults=faults), (5, 17, 3, 91, 33))
+    texts = [finding.text for finding in check_trace(trace, model=model).findings]
+    assert len(texts) == 2
+    assert "the same from here; record ffn_gate, ffn_up and ffn_act to tell" in texts[0]
+    assert "rope's base" in texts[1]
+
+
+def test_blocks_that_are_misread_are_said_of_all_weights_of_a_segment(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m.gguf", Shape("llama", n_layer=1), "Q8_0")
+    trace = trace_torch(
+        model, tmp_path / "t.trace", TorchOptions(capture="layers", faults=("block_scale",)), (5, 17, 3, 91, 33)
+    )
+    texts = [finding.text for finding in check_trace(trace, model=model).findings]
+    assert any("attn_q, attn_k, attn_v" in text for text in texts)
+    assert not any("their weight" in text for text in texts)

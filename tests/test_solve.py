@@ -587,6 +587,20 @@ def test_what_follows_several_edits_is_computed_for_all_of_them_at_once(models: 
     assert min(alone) > 1e-6
 
 
+def test_what_takes_no_time_is_explained_before_segments_that_take_all_of_it(models: Models, tmp_path: Path) -> None:
+    """The last norm's eps was not sought, for what lies behind the layers' states had taken the time."""
+    replay = traced(
+        models(TINY),
+        tmp_path,
+        lambda graph: graph["blk.0.ffn_norm"].with_attrs(eps=0.1),
+        lambda graph: graph["output_norm"].with_attrs(eps=0.1),
+        capture="layers",
+    )
+    ops = judged(replay)
+    kins = [[ops[at].op for at in places] for places in Explainer(replay).kins(ops)]
+    assert kins == [["output_norm"] * 2, ["blk.0.ffn_residual"] * 2]
+
+
 @pytest.mark.parametrize(("fill", "said"), [(0.0, "zeros"), (math.nan, "NaN")])
 def test_a_query_that_sees_no_key_has_what_its_softmax_makes_of_none(
     fill: float, said: str, models: Models, tmp_path: Path

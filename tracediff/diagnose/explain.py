@@ -46,14 +46,18 @@ class Explainer:
 
     def kins(self, ops: list[OpResult]) -> list[list[int]]:
         """Places of records that may have one mistake: single ops of a kind, segments that end in the same op of a
-        layer. What one lot has wrong does not depend on another's.
+        layer. What one lot has wrong does not depend on another's; segments, which may take all the time, come last.
         """
         by_kin: dict[str, list[int]] = {}
         for at, op in enumerate(ops):
             if op.status == "faulty" and op.local and not op.cause:
                 alone = len(op.local.segment) == 1
                 by_kin.setdefault(self._replay.graph[op.op].kind if alone else f"... {split(op.op)[1]}", []).append(at)
-        return [*by_kin.values()]
+        return sorted(by_kin.values(), key=lambda places: self._of_several(ops[places[0]]))
+
+    @staticmethod
+    def _of_several(op: OpResult) -> bool:
+        return op.local is not None and len(op.local.segment) > 1
 
     def of(self, ops: list[OpResult], members: list[int], budget: Budget, progress: Progress) -> dict[int, OpResult]:
         """Those at the places of one kin's `members`, explained."""
@@ -143,15 +147,16 @@ class Explainer:
             return ""
         trials, rest = Trials(self._replay, ENDLESS), [other for other in best.parts if other is not part]
         given = [*trials.together(rest, one.record, one.error)] if rest else [None]
-        names, texts, ops = (part.mistake, *ALIKE.get(part.mistake, ())), list[str](), {op.name for op in best.ops}
+        names, texts, ops = (part.mistake, *ALIKE.get(part.mistake, ())), list[str](), set[str]()
         for name, before in product(names, given):
-            ours = {op.name for op in best.ops} - {op.name for op in (before.ops if before else ())}
+            others = {op.name for op in (before.ops if before else ())}
+            ours = {op.name for op in best.ops} - others
             for tried in trials.of(BANK[name], one.record, one.error, before):
                 elsewhere = ours.isdisjoint(op.name for op in tried.ops)
                 if elsewhere and tried.pays(one.error) and len(texts) < _ALSO:
                     there = split(tried.ops[-1].name)[1]
                     texts.append(f"in {there} instead" if name == part.mistake else tried.parts[-1].text)
-                    ops |= {op.name for op in tried.ops}
+                    ops |= ours | ({op.name for op in tried.ops} - others)
         if not texts:
             return ""
         *first, last = dict.fromkeys(split(name)[1] for name in one.error.segment[:-1] if name in ops)

@@ -10,7 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.fields import FIELDS, Blocks, Fields
-from tracediff.diagnose.mistakes.mistake import MATMUL, Area, Change, Context, Variants, Where
+from tracediff.diagnose.mistakes.mistake import MATMUL, Area, Change, Context, Variant, Variants, Where
 from tracediff.diagnose.mistakes.near import is_near
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
@@ -222,7 +222,8 @@ def _changing(name: str) -> Change:
         info = context.file.tensors[weight]
         for mistake in misread(info.type.name):
             if mistake.name == name and is_near(op, context, read=partial(_dequantised, mistake)):
-                yield reading(op, _reading_with(mistake)), f"{mistake.text.format(info.type.name)} ({weight})"
+                words = mistake.text.format(info.type.name)
+                yield Variant(reading(op, _reading_with(mistake)), f"{words} ({weight})", name=words)
 
     return change
 
@@ -246,7 +247,8 @@ def _bf16_as_f16(op: Op, context: Context) -> Variants:
         return raw_as_f16(raw_rows(file, info)).reshape(info.shape)
 
     if context.file.tensors[op.weights[0].name].type.name == "BF16":
-        yield reading(op, read), f"the BF16 weights are decoded as F16 ({op.weights[0].name})"
+        words = "the BF16 weights are decoded as F16"
+        yield Variant(reading(op, read), f"{words} ({op.weights[0].name})", name=words)
 
 
 def raw_as_f16(raw: np.ndarray) -> Tensor:
