@@ -543,3 +543,12 @@ def test_blocks_that_are_misread_are_said_of_all_weights_of_a_segment(tmp_path: 
     texts = [finding.text for finding in check_trace(trace, model=model).findings]
     assert any("attn_q, attn_k, attn_v" in text for text in texts)
     assert not any("their weight" in text for text in texts)
+
+
+def test_the_frequencies_of_another_head_size_are_no_other_base(tmp_path: Path) -> None:
+    """A head of 20 channels where 96 channels and 6 heads make 16: the base of 3.16e+07 that fits is nobody's."""
+    model = write_model(tmp_path / "m.gguf", Shape("qwen3", n_layer=1, head_dim=20, theta=1e6), "F32")
+    trace = trace_torch(model, tmp_path / "t.trace", TorchOptions(faults=("rope_dim",)), (5, 17, 3, 91, 33))
+    (finding,) = check_trace(trace, model=model).findings
+    assert "the frequency's exponent is divided by 16 (n_embd / n_head) where 20 belongs" in finding.text
+    assert finding.look == "the denominator of the frequency exponent"

@@ -180,7 +180,7 @@ def _ramp_as_it_is(positions: Tensor, factors: Tensor | None, rope: Rope) -> Ten
 
 
 @AREA.mistake(
-    "rope_dim", "frequencies are spread over the whole head, not over the rotary dimension",
+    "rope_dim", "frequencies are spread over another number of channels than the rotary dimension",
     "the denominator of the frequency exponent", ROPE, "pie#602",
 )  # fmt: skip
 def _rope_dim(op: Op, context: Context) -> Variants:
@@ -190,6 +190,12 @@ def _rope_dim(op: Op, context: Context) -> Variants:
         yield _with(op, theta=theta), "frequencies use head_dim where the rotary dimension belongs"
         if not op.weights:  # of as many factors as pairs
             yield _with(op, n_rot=head_dim, first=0), "all channels are rotated, not only the rotary dimension"
+    h = context.graph.hparams
+    others = {h.n_embd / h.n_head: "n_embd / n_head", rope.n_rot / 2: "half of it", rope.n_rot * 2: "twice that"}
+    for dim, words in others.items():
+        if dim not in (rope.n_rot, head_dim):
+            words = f"the frequency's exponent is divided by {dim:g} ({words}) where {rope.n_rot} belongs"
+            yield _with(op, theta=rope.theta ** (rope.n_rot / dim)), words
 
 
 @AREA.mistake(
