@@ -115,7 +115,7 @@ class Explainer:
             kin.found.append(best)
             carried = [(first, best), *search.carry(best, kin.pending)]
             yield from carried
-            for one, same in carried:
+            for one, same in carried if kin.pending or kin.in_vain else ():
                 search = search.knowing(one, same)
         # What was found in later layers may be one of several in an earlier one, or be made there in some steps.
         for best in [*kin.found, *(best.but_in_some_steps() for best in kin.found)]:
