@@ -19,6 +19,7 @@ from tracediff.diagnose.solve.edit import Edit, Priced, Solved
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, tensors, terms
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.loops.bound import Bound
+from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import solve, words_of
 from tracediff.diagnose.solve.segment import Begun, Segment
@@ -117,22 +118,35 @@ class SegmentSearch:
 
     def computed(self) -> Iterator[Solved]:
         """How ops are computed: edits of a kernel without numbers, then those whose numbers are fitted, and one
-        call of a kernel that computes otherwise than its others; then weights that nobody would pass.
+        call of a kernel that computes otherwise than its others; then weights that nobody would pass, and loops whose
+        turns have to be run one after the other.
         """
-        kinds: set[str] = set()
-        for problem in reversed(self._problems):
-            kin = [other for other in self._problems if other.op.kind == problem.op.kind]
-            if len(kin) > 1 and problem.op.kind not in kinds:
-                yield from self._tried(kin, _alike(problem))
-            kinds.add(problem.op.kind)
-            if problem.op.name in self._hidden:
-                edits = formulas.variants(problem)
-                yield from self._tried([problem], (one for one in edits if one.edit.renamed or len(kin) == 1))
+        yield from self._of_kernels(in_turn=False)
         for problem in self._hidden.values():
             yield from self.of_numbers(problem)
-            yield from self._tried([problem], formulas.variants(problem))
+            yield from self._of_call(problem, in_turn=False)
         for problem in self._hidden.values():
             yield from self._tried([problem], tensors.unrelated(problem))
+        yield from self._of_kernels(in_turn=True)
+        for problem in self._hidden.values():
+            yield from self._of_call(problem, in_turn=True)
+
+    def _of_kernels(self, in_turn: bool) -> Iterator[Solved]:
+        """Edits of a kernel, made wherever it runs, and of one op where others' names stand in it."""
+        kinds = dict.fromkeys(problem.op.kind for problem in reversed(self._problems))
+        for kin in ([p for p in self._problems if p.op.kind == kind] for kind in kinds):
+            hidden = [problem for problem in reversed(kin) if problem.op.name in self._hidden]
+            if hidden:
+                yield from self._tried(kin, (one for one in _alike(hidden[0]) if _in_turn(one) == in_turn))
+            for problem in hidden if len(kin) > 1 else ():
+                edits = (one for one in formulas.variants(problem) if one.edit.renamed)
+                yield from self._tried([problem], (one for one in edits if _in_turn(one) == in_turn))
+
+    def _of_call(self, problem: Problem, in_turn: bool) -> Iterator[Solved]:
+        """The other edits of one call of a kernel that several ops have."""
+        if any(other.op.kind == problem.op.kind for other in self._problems if other is not problem):
+            edits = (one for one in formulas.variants(problem) if not one.edit.renamed)
+            yield from self._tried([problem], (one for one in edits if _in_turn(one) == in_turn))
 
     def _tried(self, group: Sequence[Problem], variants: Iterator[Priced]) -> list[Solved]:
         """The edits of one op, or those of the first of several made in all of them, that give what was recorded.
@@ -237,6 +251,11 @@ class _End:
 def _counting(source: str) -> list[str]:
     """The numbers in loops, in their order, that are others for fewer tokens."""
     return _OF_TOKENS.findall(source)
+
+
+def _in_turn(priced: Priced) -> bool:
+    """Whether turns of its loops read what others stored: interpreted one by one they take ten times as long."""
+    return bool(parse(priced.edit.source).in_sequence)
 
 
 def _alike(problem: Problem) -> Iterator[Priced]:
