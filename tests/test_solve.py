@@ -572,6 +572,25 @@ def test_the_first_tokens_of_a_segment_stand_for_all(
     assert first.left({right.name: wrong}) < 1e-12 < first.left({right.name: right})
 
 
+def test_the_tokens_that_are_off_most_stand_for_all(models: Models, tmp_path: Path) -> None:
+    """A glance at them, in float32 as well, tells what the whole segment tells: the mistake from no mistake."""
+    late = partial(_wrong_from, 3)
+    replay = traced(
+        models(TINY), tmp_path, lambda graph: replace(graph["blk.0.ffn_act"], function=late), capture="layers"
+    )
+    (segment, _, local), right = layer_of_states(replay), replay.graph["blk.0.ffn_act"]
+    part, wrong = segment.at_a_glance(2), {right.name: replace(right, function=late)}
+    assert (segment.n_judged, part.n_judged, part.roughly().n_judged) == (len(PROMPT), 2, 2)
+    off = segment.residual({right.name: right}).reshape(len(PROMPT), -1)
+    worst = np.square(off).sum(1).argsort()[-2:]
+    assert min(worst) >= 3
+    ours = np.abs(part.residual({right.name: right}))
+    assert ours.max() / ours.mean() == pytest.approx(np.abs(off[worst]).max() / np.abs(off[worst]).mean())
+    assert part.left(wrong) < 1e-12 < local.nmse < part.left({right.name: right})
+    assert part.roughly().left(wrong) < 1e-11
+    assert part.roughly().left({right.name: right}) == pytest.approx(part.left({right.name: right}), rel=1e-4)
+
+
 def test_what_follows_several_edits_is_computed_for_all_of_them_at_once(models: Models, tmp_path: Path) -> None:
     """It comes to what it comes to of each alone, whichever token an edit changes."""
     replay = traced(models(TINY), tmp_path, capture="layers")
