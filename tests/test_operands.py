@@ -10,9 +10,17 @@ from conftest import Models
 from test_solve import PROMPT, explained, in_cache
 from torch import Tensor
 
+from tracediff.engine.recorder import TensorWriter
+from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
 from tracediff.model.synthetic import Shape
+from tracediff.model.weights import Weights
 from tracediff.numerics.kinds import KINDS
+from tracediff.pipeline import check_trace
+from tracediff.trace.format import Step
+from tracediff.trace.writer import TraceWriter
 
 # Heads of 48 channels, fewer K and V channels (96) than the norm has (144), and more of the feed-forward (200).
 SHAPE = Shape("llama", n_layer=2, n_embd=144, n_head=6, n_head_kv=2, head_dim=48, n_ff=200, n_vocab=300, bias=False)
@@ -91,6 +99,27 @@ def test_slots_that_decode_steps_write_elsewhere_are_found(
     assert [(op.step, op.cause and op.cause.text) for op in faulty] == [
         (step, f"as it reads attn_v, {said}") for step in (1, 2, 3)
     ]
+
+
+@pytest.mark.parametrize("name", ["attn_scores", "attn_kqv"])
+def test_a_slot_that_is_written_late_is_one_mistake_in_all_steps(models: Models, tmp_path: Path, name: str) -> None:
+    """The first decoded token alone says that its own key is zero, which later ones do not have."""
+    n = 8  # of so many tokens on, steps tell as much
+    steps = [Step(0, tuple(range(5, 5 + n)), tuple(range(n))), *(Step(i - n + 1, (40 + i,), (i,)) for i in (n, n + 1))]
+
+    def late(cached: Tensor) -> Tensor:
+        return torch.cat((cached[:n], 0 * cached[:1], cached[n:-1]))
+
+    path, trace = models("llama"), tmp_path / "t.trace"
+    file = GGUFFile(path)
+    graph, weights = build_graph(file), Weights(file, torch.float32)
+    with TraceWriter(trace, "late", "llama") as writer:
+        engine = TorchEngine(graph.changed(in_cache(f"blk.0.{name}", late, True)(graph)), weights)
+        for step in steps:
+            engine.run(step.step, StepInput(step.tokens, step.positions), TensorWriter(writer, "all"))
+    (finding,) = check_trace(trace, model=path).findings
+    assert "stored a slot late" in finding.text
+    assert finding.steps == (1, 2)
 
 
 def test_an_activated_gate_that_is_clamped_is_found(models: Models, tmp_path: Path) -> None:

@@ -17,12 +17,15 @@ from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
-from tracediff.replay.score import NOTHING
+from tracediff.replay.score import NOTHING, judge
 from tracediff.result import Cause, OpResult
 
 _ALSO = 3  # other mistakes that come to the same are said
 _ENOUGH = 8  # tokens, and positions: with more a record tells no mistake from another that fewer do not
 _UNTRIED = "mistakes were tried in all layers alike, not in one alone: record hidden states to find the layer"
+
+
+_Group = tuple[Hypothesis, list[tuple[Faulty, Hypothesis]]]  # what was found, and the records that it explains
 
 
 class Explainer:
@@ -69,7 +72,7 @@ class Explainer:
         search = Search(self._replay, budget, errors, kin)
         with suppress(OutOfTime):
             for one, best in self._explained(search, kin, progress):
-                del left[one.at]
+                left.pop(one.at, None)
                 explained[one.at] = (
                     self._named(ops[one.at], one, best, kin) if best else self._described(ops[one.at], one)
                 )
@@ -104,7 +107,7 @@ class Explainer:
         return -min(len(step.tokens), _ENOUGH), -min(max(step.positions) + 1, _ENOUGH)
 
     def _explained(self, search: Search, kin: Kin, progress: Progress) -> Iterable[tuple[Faulty, Hypothesis | None]]:
-        n = len(kin.pending)
+        n, groups = len(kin.pending), list[_Group]()
         while kin.pending:
             first = kin.pending.pop(0)
             done = n - len(kin.pending) - 1
@@ -115,6 +118,7 @@ class Explainer:
             kin.found.append(best)
             carried = [(first, best), *search.carry(best, kin.pending)]
             yield from carried
+            groups.append((best, carried))
             for one, same in carried if kin.pending or kin.in_vain else ():
                 search = search.knowing(one, same)
         # What was found in later layers may be one of several in an earlier one, or be made there in some steps.
@@ -122,6 +126,22 @@ class Explainer:
             yield from search.carry(best, kin.in_vain)
         for one in kin.in_vain:
             yield one, search.one_more(one)
+        yield from self._fewer(search, groups)
+
+    def _fewer(self, search: Search, groups: list[_Group]) -> Iterable[tuple[Faulty, Hypothesis]]:
+        """Records that another explanation suits as well, which more of them have: what was found in the first step may
+        be a part of what shows in later ones.
+        """
+        left = sorted(groups, key=lambda group: len(group[1]))
+        while len(left) > 1:
+            _, members = left.pop(0)
+            for best, others in reversed(left):
+                pending = [one for one, _ in members]
+                same = dict(search.carry(best, pending))
+                if not pending and all(judge(before.score - same[one].score) != "faulty" for one, before in members):
+                    yield from same.items()
+                    others += same.items()
+                    break
 
     def _named(self, result: OpResult, one: Faulty, best: Hypothesis, kin: Kin) -> OpResult:
         """The op with what explains it."""

@@ -14,7 +14,7 @@ from tracediff.english import told_apart
 
 CONSTANT = "constant"  # stands in the place of one
 _DECADES = 8  # on either side of the right number in which the fit may begin
-_LOOK_AT_TABLES = "for how many positions cosines and sines are made, and what is taken beyond"
+_LOOK_AT_TABLES = "for how many positions cosines and sines are made, and whether positions advance in decoding"
 _LOOK = "the positions of each step: how many are cached before it"
 _POSITIONS = 64  # by which they may be off
 _SIZES = tuple(1 << i for i in range(6, 16))  # after which they may begin again
