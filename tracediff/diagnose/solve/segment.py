@@ -59,7 +59,7 @@ class Segment:
         """The same, of which no more than `n` tokens are judged, those that are off most."""
         if self.n_tokens <= n or self._axes(self._end)[0] != "T":
             return self
-        off = (self._known[self._end].exact - self._recorded).flatten(1).square().sum(1)
+        off = (self._known[self._end].exact - self._recorded).square().reshape(self.n_judged, -1).sum(1)
         part = copy(self)
         part._judged = off.topk(n).indices
         part._recorded = self._recorded[part._judged]
