@@ -57,7 +57,7 @@ class Segment:
 
     def at_a_glance(self, n: int) -> "Segment":
         """The same, of which no more than `n` tokens are judged, those that are off most."""
-        if self.n_tokens <= n or self._axes(self._end)[0] != "T":
+        if self.n_judged <= n or self._axes(self._end)[0] != "T":
             return self
         off = (self._known[self._end].exact - self._recorded).square().reshape(self.n_judged, -1).sum(1)
         part = copy(self)
