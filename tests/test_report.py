@@ -49,6 +49,11 @@ def test_a_short_parenthesis_is_never_broken() -> None:
         assert "(2i, 2i + 1)" in make.report(result, width)
 
 
+def test_a_trace_of_one_op_has_one_op() -> None:
+    result = make.compare("clean")
+    assert ", 1 op (" in make.report(replace(result, candidate=replace(result.candidate, n_ops=1)))
+
+
 def test_a_match_by_drift_says_how_far_it_reaches() -> None:
     """Of quantised weights a tenth may drift: that hides mistakes, and is said."""
     case = TRACES / "clean"

@@ -7,6 +7,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tracediff.english import count
 from tracediff.findings.words import local_name, number
 from tracediff.names import HIDDEN_STATES
 from tracediff.report.json_report import written
@@ -46,7 +47,7 @@ def _verdict(result: ThreeWay) -> Iterator[RenderableType]:
 def _sides(result: ThreeWay) -> Iterator[RenderableType]:
     for name, side in zip(result.names, result.sides, strict=True):
         cut = f", cut off: {side.cut}" if side.cut else ""
-        yield line(f"{name}: {side.engine}, {side.n_ops} ops ({side.path}){cut}", style="dim")
+        yield line(f"{name}: {side.engine}, {count(side.n_ops, 'op')} ({side.path}){cut}", style="dim")
 
 
 # --- tables ------------------------------------------------------------------------------------------------------

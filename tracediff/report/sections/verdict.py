@@ -22,7 +22,7 @@ def sides(result: Result) -> Iterator[RenderableType]:
     for name, side in (("reference", result.reference), ("candidate", result.candidate)):
         if side:
             cut = f", cut off: {side.cut}" if side.cut else ""
-            said = f"{side.engine}, {side.n_ops} ops ({side.path}){cut}"
+            said = f"{side.engine}, {count(side.n_ops, 'op')} ({side.path}){cut}"
             yield line(f"{name}: {said}", style="dim")
     sizes = f"{count(len(result.tokens), 'token')} in {count(len(result.steps), 'step')}"
     yield line(f"{sizes}: {few(result.tokens, 16)}", style="dim")
