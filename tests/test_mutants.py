@@ -66,7 +66,7 @@ def test_what_follows_a_mistake_does_not_choose_the_arithmetic(bench: Bench, old
         ),
         (  # in steps of one token what the values before left is most of it, and tells nothing of the rest
             "for (int d = 0; d < D; d++) {", "for (int d = 0; d < S; d++) {", ("qwen3", "F32"),
-            "the output's number of channels of a head is taken for the number of tokens; it is 48; elsewhere the",
+            "the output's number of channels of a head is taken for the number of keys; it is 48; elsewhere the",
         ),
         (
             "q_size = n.n_head * D", "q_size = n.n_head * S", ("llama", "F32"),
