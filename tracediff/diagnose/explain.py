@@ -51,16 +51,13 @@ class Explainer:
         """Places of records that may have one mistake: single ops of a kind, segments that end in the same op of a
         layer. What one lot has wrong does not depend on another's; segments, which may take all the time, come last.
         """
-        by_kin: dict[str, list[int]] = {}
+        by_kin: dict[tuple[bool, str], list[int]] = {}
         for at, op in enumerate(ops):
             if op.status == "faulty" and op.local and not op.cause:
-                alone = len(op.local.segment) == 1
-                by_kin.setdefault(self._replay.graph[op.op].kind if alone else f"... {split(op.op)[1]}", []).append(at)
-        return sorted(by_kin.values(), key=lambda places: self._of_several(ops[places[0]]))
-
-    @staticmethod
-    def _of_several(op: OpResult) -> bool:
-        return op.local is not None and len(op.local.segment) > 1
+                several = len(op.local.segment) > 1
+                name = split(op.op)[1] if several else self._replay.graph[op.op].kind
+                by_kin.setdefault((several, name), []).append(at)
+        return [by_kin[key] for key in sorted(by_kin, key=lambda key: key[0])]
 
     def of(self, ops: list[OpResult], members: list[int], budget: Budget, progress: Progress) -> dict[int, OpResult]:
         """Those at the places of one kin's `members`, explained."""
@@ -90,9 +87,9 @@ class Explainer:
         sound = [(at, x) for at, op in enumerate(ops) if (x := op.local) and not x.faulty and split(op.op)[1] in names]
         rounded = [(at, error) for at, error in sound if len(error.segment) > 1 and error.nmse > NOTHING]
         with suppress(OutOfTime):
-            for (at, error), best in product(rounded, kin.found):
+            for at, error in rounded:
                 one = Faulty(at, self._replay.trace.ops[ops[at].step, ops[at].op], error)
-                same = None if at in found else search.unrounded(best, one)
+                same = next(filter(None, (search.unrounded(best, one) for best in kin.found)), None)
                 if same:
                     local = self._replay.in_arithmetic(one.record, same.local.arithmetic) or error
                     result = replace(ops[at], status="faulty", note=None, local=replace(local, judgement="faulty"))

@@ -106,6 +106,7 @@ class SegmentSearch:
         self._off, self._check = off, check
         self._problems = [problem for op in segment.ops if (problem := self._whole.problem(op))]
         self._hidden = {p.op.name: p for p in reversed(self._problems) if not segment.tells(p.op)}
+        self._waiting: list[tuple[list[Problem], list[Priced]]] = []
 
     def called(self) -> Iterator[Solved]:
         """What an op is called with, of each lot the cheapest first. The later an op, the less follows it, the sooner
@@ -121,32 +122,45 @@ class SegmentSearch:
         call of a kernel that computes otherwise than its others; then weights that nobody would pass, and loops whose
         turns have to be run one after the other.
         """
-        yield from self._of_kernels(in_turn=False)
+        yield from self._of_kernels()
         for problem in self._hidden.values():
             yield from self.of_numbers(problem)
-            yield from self._of_call(problem, in_turn=False)
+            yield from self._of_call(problem, renamed=False)
         for problem in self._hidden.values():
             yield from self._tried([problem], tensors.unrelated(problem))
-        yield from self._of_kernels(in_turn=True)
-        for problem in self._hidden.values():
-            yield from self._of_call(problem, in_turn=True)
+        for group, variants in self._waiting:
+            yield from self._tried(group, iter(variants))
 
-    def _of_kernels(self, in_turn: bool) -> Iterator[Solved]:
+    def _of_kernels(self) -> Iterator[Solved]:
         """Edits of a kernel, made wherever it runs, and of one op where others' names stand in it."""
-        kinds = dict.fromkeys(problem.op.kind for problem in reversed(self._problems))
-        for kin in ([p for p in self._problems if p.op.kind == kind] for kind in kinds):
+        for kind in dict.fromkeys(problem.op.kind for problem in reversed(self._problems)):
+            kin = self._of_kind(kind)
             hidden = [problem for problem in reversed(kin) if problem.op.name in self._hidden]
             if hidden:
-                yield from self._tried(kin, (one for one in _alike(hidden[0]) if _in_turn(one) == in_turn))
-            for problem in hidden if len(kin) > 1 else ():
-                edits = (one for one in formulas.variants(problem) if one.edit.renamed)
-                yield from self._tried([problem], (one for one in edits if _in_turn(one) == in_turn))
+                yield from self._tried(kin, self._at_once(kin, _alike(hidden[0])))
+            for problem in hidden:
+                yield from self._of_call(problem, renamed=True)
 
-    def _of_call(self, problem: Problem, in_turn: bool) -> Iterator[Solved]:
-        """The other edits of one call of a kernel that several ops have."""
-        if any(other.op.kind == problem.op.kind for other in self._problems if other is not problem):
-            edits = (one for one in formulas.variants(problem) if not one.edit.renamed)
-            yield from self._tried([problem], (one for one in edits if _in_turn(one) == in_turn))
+    def _of_call(self, problem: Problem, renamed: bool) -> Iterator[Solved]:
+        """Edits of one call of a kernel that several ops have: where others' names stand in it, or the rest."""
+        if len(self._of_kind(problem.op.kind)) > 1:
+            edits = (one for one in formulas.variants(problem) if bool(one.edit.renamed) == renamed)
+            yield from self._tried([problem], self._at_once([problem], edits))
+
+    def _of_kind(self, kind: str) -> list[Problem]:
+        return [problem for problem in self._problems if problem.op.kind == kind]
+
+    def _at_once(self, group: list[Problem], variants: Iterator[Priced]) -> Iterator[Priced]:
+        """Those whose loops run at once. Where turns read what others stored they are interpreted one by one, which
+        takes ten times as long: these wait.
+        """
+        waiting = list[Priced]()
+        self._waiting.append((group, waiting))
+        for one in variants:
+            if parse(one.edit.source).in_sequence:
+                waiting.append(one)
+            else:
+                yield one
 
     def _tried(self, group: Sequence[Problem], variants: Iterator[Priced]) -> list[Solved]:
         """The edits of one op, or those of the first of several made in all of them, that give what was recorded.
@@ -251,11 +265,6 @@ class _End:
 def _counting(source: str) -> list[str]:
     """The numbers in loops, in their order, that are others for fewer tokens."""
     return _OF_TOKENS.findall(source)
-
-
-def _in_turn(priced: Priced) -> bool:
-    """Whether turns of its loops read what others stored: interpreted one by one they take ten times as long."""
-    return bool(parse(priced.edit.source).in_sequence)
 
 
 def _alike(problem: Problem) -> Iterator[Priced]:

@@ -29,6 +29,7 @@ def unrelated(problem: Problem) -> Iterator[Priced]:
 
 def _others(problem: Problem, of_kin: bool) -> Iterator[Priced]:
     tensors = problem.weights.file.tensors
+    bits = math.log2(max(2, len(tensors)))
     for name, weight in zip(problem.loops.own.weights, problem.op.weights, strict=False):
         layer, own = split(weight.name)
         for info in tensors.values():
@@ -38,5 +39,4 @@ def _others(problem: Problem, of_kin: bool) -> Iterator[Priced]:
                 names = [Read(one).words(problem.op) for one in (info.name, weight.name)]
                 words = f"uses {names[0]} where {names[1]} belongs"
                 other = Weight(info.name, info.shape)
-                bits = math.log2(max(2, len(tensors)))
                 yield Priced(Edit(words, problem.loops.source, weights=((name, other),)), bits, _LOOK)
