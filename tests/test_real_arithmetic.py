@@ -328,6 +328,21 @@ def test_matrices_in_a_shorter_type_beside_norms_in_float32_are_an_arithmetic(
     assert any(f"KV cache in {cache}" in phrase for phrase in said(result, "add") if phrase)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_biases_in_float32_beside_shorter_matrices_are_an_arithmetic(
+    dtype: torch.dtype, capture: str, models: Models, tmp_path: Path
+) -> None:
+    """calm holds Qwen2's so: its biases were rounded with the matrices, and each of Q, K and V was faulty."""
+
+    def shorter(name: str, values: np.ndarray) -> np.ndarray | None:
+        return None if values.ndim == 1 else torch.from_numpy(values.copy()).to(dtype).float().numpy()
+
+    model, trace = models(replace(LLAMA, arch="qwen2"), "F32"), tmp_path / "biases.trace"
+    traced(model, trace, held=shorter, arithmetic="exact, KV cache in float16", capture=capture, says_its_weights=False)
+    assert check_trace(trace, model).verdict == "match"
+
+
 # ---- the cache
 
 

@@ -303,6 +303,20 @@ def test_segments_of_several_layers_are_halved(models: Models, torch_trace: Call
     )  # fmt: skip
 
 
+def test_an_op_of_some_steps_is_not_called_unjudged(models: Models, torch_trace: Callable[..., Path]) -> None:
+    """Engines compute the logits of a prompt's last token alone, and of no step before it."""
+    model = models(Shape(n_layer=1, n_embd=32, n_head=4, n_ff=48))
+    whole = torch_trace(model)
+    kept = [*map(json.loads, whole.read_text().splitlines())]
+    kept = [line for line in kept if line["type"] != "op" or line["step"] or not line["op"].startswith("output")]
+    kept[-1]["records"] = len(kept) - 1
+    some = whole.with_name("some.trace")
+    some.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    result = check_trace(some, model)
+    assert gaps(result).endswith("- judged in some steps alone: output_norm and output.")
+    assert "ops, output_norm and output in some steps alone. " in words(result)
+
+
 def test_other_gaps_are_named(pair: Callable[..., tuple], tmp_path: Path) -> None:
     model, reference, _ = pair()
     lines = [json.loads(line) for line in reference.read_text().splitlines()]

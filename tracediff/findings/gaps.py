@@ -27,7 +27,8 @@ def _gaps(coverage: Coverage) -> Iterator[Said]:
             f"({count(len(several), 'segment')}, the longest of {longest} ops).",
         )
     for ops, what in (
-        (coverage.unjudged, "not judged at all"),
+        ([op for op in coverage.unjudged if op not in coverage.some_steps], "not judged at all"),
+        (coverage.some_steps, "judged in some steps alone"),
         (coverage.unknown, "no op of this model, and not judged"),
         (coverage.statistics_only, "recorded as statistics only"),
         (coverage.some_tokens, "recorded for some tokens only"),

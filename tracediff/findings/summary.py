@@ -68,9 +68,11 @@ def _match(result: Result) -> str:
     lacking = f" It has no step {listed([*map(str, steps)])}, which the reference has." if steps else ""
     if judged == covered == coverage.n_ops:
         return f"nothing diverges in {judged} ops, {how}.{lacking}"
-    names = [*dict.fromkeys(local_name(op) for op in coverage.unjudged)]
+    of_steps = [*dict.fromkeys(map(local_name, coverage.some_steps))]
+    names = [name for name in dict.fromkeys(map(local_name, coverage.unjudged)) if name not in of_steps]
     reach = f"they cover {covered} of the model's {coverage.n_ops} ops" + (f", not {listed(names)}" if names else "")
-    return f"nothing diverges in {count(judged, 'record')}, {how}: {reach}.{lacking}"
+    in_some = f", {listed(of_steps)} in some steps alone" if of_steps else ""
+    return f"nothing diverges in {count(judged, 'record')}, {how}: {reach}{in_some}.{lacking}"
 
 
 def _by_drift(result: Result) -> str:

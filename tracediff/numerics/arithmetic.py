@@ -29,6 +29,7 @@ class Arithmetic:
 
     `operands`: what activations are rounded to (of attention: Q and the probabilities).
     `stored`: what the other operand is held in: weights, requantised ones too, or K and V in the cache.
+    `biases`: what a matmul's biases are held in, which engines leave in the file's type where weights alone are short.
     `accumulate`: the type that sums run in; "tensor cores" cut off what float32 cannot hold, and round nothing.
     `parts`: of attention's sums in f16, which can be followed term by term: how many threads share the keys of a
     decoded token, each adding up its own (see `split_keys`). 0: in an order that is not known.
@@ -39,6 +40,7 @@ class Arithmetic:
     operands: str = "f64"
     stored: str = "f64"
     accumulate: str = "f32"
+    biases: str = "f64"
     parts: int = 1
     ubatch: int = 0
 
@@ -213,7 +215,8 @@ def _matmul(what: str, rounding: str) -> Scheme:
     held = stored if stored != operands or stored in GROUPS else "f64"
     norms = held if what == "weights" and held in _HALVES else "f64"  # nobody quantises these few
     sums = "fp8 tensor cores" if "fp8" in operands else "f32"
-    return Scheme(_phrase(what, rounding), Arithmetic(operands, stored, sums), held=held, norms=norms)
+    biases = stored if what != "matrices" and stored in _HALVES else "f64"
+    return Scheme(_phrase(what, rounding), Arithmetic(operands, stored, sums, biases), held=held, norms=norms)
 
 
 def _attentions() -> Iterator[Scheme]:
@@ -249,7 +252,7 @@ def _schemes() -> Iterator[Scheme]:
     yield from (ggml, exact)
     yield from (_with(ggml, a) for a in attentions if {a.scores.operands, a.scores.stored} <= _GGML_TYPES)
     for other in others:
-        cached = Arithmetic(stored="f16") if other.held in _EIGHTHS else other.linear
+        cached = Arithmetic(stored="f16") if other.held in _EIGHTHS else replace(other.linear or EXACT, biases="f64")
         alike = [a for a in attentions if a.values == cached]
         yield from (_with(other, attention) for attention in alike)
         if not alike or "activations" not in other.name:

@@ -1,6 +1,7 @@
 """One op of a graph, computed, and how far an honest engine may be off: look-ups in the table of kinds."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -31,7 +32,8 @@ def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
         return EXACT
     if not op.weights and entry == "linear":  # of two values: as in attention, where one comes from a cache
         entry = "scores" if any(op.past) else None
-    return scheme.of(entry, weights.type_of(op.weights[0]) if op.weights else "F32") if entry else EXACT
+    found = scheme.of(entry, weights.type_of(op.weights[0]) if op.weights else "F32") if entry else EXACT
+    return found if len(op.weights) > 1 or found.biases == EXACT.biases else replace(found, biases=EXACT.biases)
 
 
 def in_words_of(ops: Iterable[Op], scheme: Scheme, weights: Weights) -> str:
@@ -93,7 +95,8 @@ def evaluate_together(calls: Sequence[Call]) -> list[Tensor]:
         return [evaluated(call) for call in calls]
     alike: dict[object, list[int]] = {}
     for i, call in enumerate(calls):
-        of = sums_in(call.arithmetic, call.weights.dtype), call.arithmetic.stored, call.weights.source(op.weights)
+        held = call.arithmetic.stored, call.arithmetic.biases
+        of = sums_in(call.arithmetic, call.weights.dtype), *held, call.weights.source(op.weights)
         alike.setdefault(of, []).append(i)
     made: dict[int, Tensor] = {}
     for places in alike.values():

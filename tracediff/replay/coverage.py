@@ -33,6 +33,7 @@ def measure_coverage(trace: Trace, graph: "Graph", ops: Iterable[OpResult]) -> C
         together=len(every & together),
         segments=tuple(segments),
         unjudged=tuple(op.name for op in graph if op.name in unjudged),
+        some_steps=tuple(op.name for op in graph if op.name in unjudged & {name for _, name in alone | together}),
         unknown=tuple(dict.fromkeys(op for _, op in trace.ops if op not in graph)),
         statistics_only=tuple(dict.fromkeys(op for (_, op), record in records if not record.has_data)),
         some_tokens=tuple(dict.fromkeys(op for (_, op), record in records if record.rows is not None)),

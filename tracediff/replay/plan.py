@@ -161,10 +161,10 @@ class Planner:
 
     def _unlike(self, ops: Iterable[Op]) -> tuple[Op, ...]:
         """One of each sort that a scheme may treat otherwise: a model has hundreds of ops, of a dozen sorts."""
-        sorts: dict[tuple[str, bool, str, int], Op] = {}
+        sorts: dict[tuple[str, bool, str, int, int], Op] = {}
         for op in ops:
             first = op.weights[0] if op.weights else None
-            of = (self._weights.type_of(first), first.shape[-1]) if first else ("", 0)
+            of = (self._weights.type_of(first), first.shape[-1], len(op.weights)) if first else ("", 0, 0)
             sorts.setdefault((op.kind, any(op.past), *of), op)
         return tuple(sorts.values())
 

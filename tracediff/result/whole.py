@@ -152,6 +152,7 @@ class Coverage:
     together: int
     segments: tuple[Segment, ...]
     unjudged: tuple[str, ...]  # in no segment in some step
+    some_steps: tuple[str, ...]  # those of them that others have
     unknown: tuple[str, ...]  # records that are no op of the model
     statistics_only: tuple[str, ...]
     some_tokens: tuple[str, ...]

@@ -50,8 +50,8 @@ def products(
     weights, arithmetic = first.weights, first.arithmetic
     hold = rounding_named(arithmetic.stored)
     dtype = sums_in(arithmetic, weights.dtype)
-    if bias is not None and not hold.in_blocks:  # nobody quantises these few
-        bias = hold(bias)
+    if bias is not None:
+        bias = rounding_named(arithmetic.biases)(bias)
     rounded = [call.rounded(x, call.arithmetic.operands).to(dtype) for call, x in zip(calls, xs, strict=True)]
     x = torch.cat(rounded) if len(rounded) > 1 else rounded[0]
     asking = x[: sum(asking_lengths)]
