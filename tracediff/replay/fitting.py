@@ -10,6 +10,7 @@ from statistics import median
 
 from tracediff.model.graph import Op
 from tracediff.numerics.arithmetic import PLAIN, Scheme
+from tracediff.replay.few import Few
 from tracediff.replay.look import Look, can_glance, look
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.recompute import Recomputation
@@ -38,6 +39,7 @@ class Fitting:
         self._common: dict[tuple[bool, bool], tuple[tuple[OpRecord, tuple[int, ...]], Recomputation]] = {}
         self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
         self._looks: dict[tuple[OpRecord, Scheme, bool], Look] = {}
+        self._fews: tuple[tuple[Recomputation, OpRecord, Scheme], Few | None] | None = None
 
     def settle(self, schemes: Sequence[Scheme], records: Sequence[OpRecord], enough: float = math.inf) -> Choice:
         """The arithmetic of these records, which share it. Where none leaves little `enough`, it is not asked what
@@ -107,17 +109,34 @@ class Fitting:
         return self._looks[key]
 
     def first_look(
-        self, record: OpRecord, ops: Sequence[Op], scheme: Scheme, before: float, given: Sequence[Op] = ()
+        self,
+        record: OpRecord,
+        ops: Sequence[Op],
+        scheme: Scheme,
+        before: float,
+        enough: float,
+        given: Sequence[Op] = (),
     ) -> Local:
         """The record if these ops were as they are here, without noise; what is computed before them is taken from
         other hypotheses, those with the same ops `given`. Where `before` is so much that float32 can tell what is left
-        of it, it is computed in that.
+        of it, it is computed in that. Where a few tokens tell that more than `enough` is left, by them alone.
         """
         common = self.without_noise(record, ROUGH < before < math.inf, given)
         common.inputs(record.step, common.graph[record.op], scheme, record.rows)
         common.keep_waists()
         more = [op for op in ops if common.graph.ops.get(op.name) is not op]
+        few = self._few(common, record, scheme) if enough < math.inf else None
+        seen = few.under(more) if few else None
+        if few and seen and not (left := seen.nmse * before / few.left) <= enough:
+            return replace(seen, nmse=left)
         return look(common.changed(more, n_samples=0), record, scheme).local
+
+    def _few(self, common: Recomputation, record: OpRecord, scheme: Scheme) -> Few | None:
+        """The tokens of the record that hypotheses are looked at by first: found once for many."""
+        of = common, record, scheme
+        if self._fews is None or self._fews[0] != of:
+            self._fews = of, Few.of(common, record, scheme) if self._planner.is_segment(record) else None
+        return self._fews[1]
 
     def without_noise(self, record: OpRecord, rough: bool = False, given: Sequence[Op] = ()) -> Recomputation:
         """What hypotheses of a record have in common, ops that are `given` among it: they differ from it in some ops

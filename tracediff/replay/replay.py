@@ -195,8 +195,9 @@ class Replay:
         before = math.inf if math.isnan(before) else before
         plain = plain or self.plain_ones(record)[0]
         scheme = plain or self.choice(record).schemes[0]
-        look = self._fitting.first_look(record, ops, scheme, before, given)
-        if not look.nmse <= (_HALF if plain else _LITTLE) * before:
+        promising = (_HALF if plain else _LITTLE) * before
+        look = self._fitting.first_look(record, ops, scheme, before, promising, given)
+        if not look.nmse <= promising:
             return look
         if not plain:
             return Supposed(self._fitting, ops).best_of(record, self.choice(record).schemes)
@@ -217,7 +218,8 @@ class Replay:
         little of what was there `before`.
         """
         for scheme in PLAIN:
-            if self._fitting.first_look(record, ops, scheme, before).nmse <= _LITTLE * before:
+            enough = _LITTLE * before
+            if self._fitting.first_look(record, ops, scheme, before, enough).nmse <= enough:
                 yield Supposed(self._fitting, ops).best_of(record, [scheme])
 
     def _as_elsewhere(self, segment: Sequence[str], schemes: Sequence[Scheme]) -> Sequence[Scheme]:

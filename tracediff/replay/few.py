@@ -1,0 +1,61 @@
+"""A few tokens of a record, those that are off most: what leaves these as they are is not computed for the others."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from msgspec import structs
+
+from tracediff.model.graph import SOURCES, Op
+from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.nmse import nmse
+from tracediff.replay.look import look
+from tracediff.replay.recompute import Recomputation
+from tracediff.result import Local
+from tracediff.trace.format import OpRecord
+
+_N = 4
+_SAME = 1e-9  # NMSE: what float32 makes of fewer rows of a product
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """The record of a few tokens under a scheme, and the NMSE that the ops of `by` leave of it."""
+
+    by: Recomputation
+    record: OpRecord
+    scheme: Scheme
+    left: float
+
+    @classmethod
+    def of(cls, by: Recomputation, record: OpRecord, scheme: Scheme) -> "Few | None":
+        """None where these are all, where a state is handed from one token to the next, or where nothing is off."""
+        op = by.graph[record.op]
+        if record.rows is not None or op.axes[0] != "T" or record.shape[0] <= _N or by.graph.states():
+            return None
+        off = (by.op(record, op, scheme, "f64").exact - by.values(record)).flatten(1).square().sum(1)
+        few = structs.replace(record, rows=tuple(sorted(off.topk(_N).indices.tolist())))
+        left = look(by, few, scheme).local.nmse
+        return cls(by, few, scheme, left) if 0 < left < math.inf else None
+
+    def under(self, ops: Sequence[Op]) -> Local | None:
+        """What other ops leave of them; None where one mixes tokens, as one that reads the next one's values does, or
+        is not the model's.
+        """
+        if not all(map(self._is_by_token, ops)):
+            return None
+        return look(self.by.changed(ops, n_samples=0), self.record, self.scheme).local
+
+    def _is_by_token(self, op: Op) -> bool:
+        """Whether it makes of these tokens what it makes of all, as every kind does by itself."""
+        own = self.by.graph.ops.get(op.name)
+        if own and own.inputs == op.inputs and op.function is own.function and op.rework is own.rework:
+            return True
+        if "T" not in op.axes or not {op.name, *op.inputs} <= {*self.by.graph.ops, *SOURCES}:
+            return False
+        records = (structs.replace(self.record, op=op.name, rows=rows) for rows in (self.record.rows, None))
+        few, whole = (self.by.op(record, op, self.scheme, "f64").exact for record in records)
+        of_whole = whole.index_select(op.axes.index("T"), torch.tensor(self.record.rows, device=whole.device))
+        differs = few != of_whole  # not where a mask makes both infinite
+        return nmse(few[differs], of_whole[differs]) <= _SAME or not differs.any()
