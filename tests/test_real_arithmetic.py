@@ -155,6 +155,23 @@ def test_a_cast_to_int8_truncates_as_c_does() -> None:
     np.testing.assert_array_equal(kept.numpy(), expected.reshape(x.shape))
 
 
+def test_gf4_is_decoded_to_what_it_rounds_to() -> None:
+    """By calm's words of 32 bits: `gf4_ff` in src/infer.c, of what `gf4` in tools/convert.py packs."""
+    rows = np.random.default_rng(5).standard_normal((6, 40)).astype(np.float32)
+    rows[1, 8:16] = 0.0
+    eights = torch.from_numpy(rows).unflatten(-1, (-1, 8))
+    largest = eights.gather(-1, eights.abs().argmax(-1, keepdim=True)).to(torch.float8_e5m2)
+    quotients = torch.nan_to_num(eights / largest.float(), 0.0, 0.0, 0.0).half()
+    codes = (quotients * -4 + 4).clamp(0, 7).round().int().numpy()
+    words = (codes.astype(np.uint32) << (8 + 3 * np.arange(8, dtype=np.uint32))).sum(-1, dtype=np.uint32)
+    words += largest.view(torch.uint8).squeeze(-1).numpy()
+    scale = ((words & 0xFF) << 8).astype(np.uint16).view(np.float16).astype(np.float32) / -4
+    decoded = [(((words >> (8 + 3 * k)) & 7).astype(np.int64) - 4) * scale for k in range(8)]
+    rounded = rounding_named("gf4")(torch.from_numpy(rows)).numpy()
+    assert np.array_equal(rounded, np.stack(decoded, -1).reshape(rows.shape).astype(np.float32))
+    assert 0.005 < np.square(rounded - rows).sum() / np.square(rows).sum() < 0.05
+
+
 def test_asymmetric_groups_hold_zero_and_the_ends() -> None:
     x = torch.tensor([[-1.0, 0.0, 0.5, 3.0], [2.0, 2.5, 2.75, 4.0]], dtype=torch.float64)
     kept = rounding_named("uint8/row")(x)
@@ -328,15 +345,15 @@ def test_matrices_in_a_shorter_type_beside_norms_in_float32_are_an_arithmetic(
     assert any(f"KV cache in {cache}" in phrase for phrase in said(result, "add") if phrase)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("rounding", ["f16", "e5m2", "gf4"])
 @pytest.mark.parametrize("capture", ["all", "layers"])
 def test_biases_in_float32_beside_shorter_matrices_are_an_arithmetic(
-    dtype: torch.dtype, capture: str, models: Models, tmp_path: Path
+    rounding: str, capture: str, models: Models, tmp_path: Path
 ) -> None:
     """calm holds Qwen2's so: its biases were rounded with the matrices, and each of Q, K and V was faulty."""
 
     def shorter(name: str, values: np.ndarray) -> np.ndarray | None:
-        return None if values.ndim == 1 else torch.from_numpy(values.copy()).to(dtype).float().numpy()
+        return None if values.ndim == 1 else rounding_named(rounding)(torch.from_numpy(values.copy())).numpy()
 
     model, trace = models(replace(LLAMA, arch="qwen2"), "F32"), tmp_path / "biases.trace"
     traced(model, trace, held=shorter, arithmetic="exact, KV cache in float16", capture=capture, says_its_weights=False)

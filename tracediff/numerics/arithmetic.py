@@ -178,7 +178,7 @@ _ASKED = ("activations in int8/N", "activations and weights in fp8/N", "matrices
 _ON_TENSOR_CORES = " on tensor cores"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
-_HALVES, _EIGHTHS = ("f16", "bf16"), ("e5m2", "e4m3")
+_HALVES, _SHORTER = ("f16", "bf16"), ("e5m2", "e4m3", "gf4")
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
 # MLX quantises so: four bits and groups of 64 unless told otherwise, with scales in the type of its weights.
@@ -191,7 +191,7 @@ def _matmuls() -> Iterator[Scheme]:
     yield Scheme("exact")
     for name in _HALVES:
         yield _matmul("weights", name)
-    for name in (*_HALVES, *_EIGHTHS):  # an engine in C, whose norms stay as the file has them
+    for name in (*_HALVES, *_SHORTER):  # an engine in C, whose norms stay as the file has them
         yield _matmul("matrices", name)
     for name in _HALVES:
         yield Scheme(_phrase("rope tables", name), tables=name)
@@ -252,7 +252,7 @@ def _schemes() -> Iterator[Scheme]:
     yield from (ggml, exact)
     yield from (_with(ggml, a) for a in attentions if {a.scores.operands, a.scores.stored} <= _GGML_TYPES)
     for other in others:
-        cached = Arithmetic(stored="f16") if other.held in _EIGHTHS else replace(other.linear or EXACT, biases="f64")
+        cached = Arithmetic(stored="f16") if other.held in _SHORTER else replace(other.linear or EXACT, biases="f64")
         alike = [a for a in attentions if a.values == cached]
         yield from (_with(other, attention) for attention in alike)
         if not alike or "activations" not in other.name:

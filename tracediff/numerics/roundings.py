@@ -213,6 +213,24 @@ class Affine(Blocks):
 
 
 @dataclass(frozen=True, slots=True)
+class GF4(Blocks):
+    """calm's four bits a value: three of an integer from -4 to 3, and one of the e5m2 that eight values share, which is
+    the one of largest magnitude; that is stored as -4 (tools/convert.py, `gf4`, bit for bit).
+    """
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From 0 to 7; 4 stands for 0. The quotient passes through float16."""
+        blocks = self.of(x)
+        largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).to(torch.float8_e5m2).float()
+        quotients = (_quotients(blocks, largest).half() * -4 + 4).float()
+        return quotients.clamp_(0.0, 7.0), largest / -4.0, torch.full_like(largest, 4.0)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """None: where one division is exact to the bit, as in IEEE 754, so is all that follows it."""
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True, slots=True)
 class FP8(Blocks):
     """Scaled E4M3 (https://arxiv.org/abs/2209.05433): scale amax / 448, the quotient to nearest, ties to even."""
 
@@ -277,6 +295,7 @@ _KNOWN = {
         q8_0,
         Q80("q8_1", "q8_1 blocks", 32, torch.float16),
         Q8K("q8_K", "q8_K blocks", 256),
+        GF4("gf4", "gf4 (3-bit groups of 8 with float8 scales)", 8),
     )
 }
 _GROUPS: dict[str, Callable[[str, str, int], Blocks]] = {
