@@ -182,6 +182,21 @@ def test_of_another_norm_too_a_row_errs_by_one_factor(kind: str) -> None:
     assert own.alike == other.alike == 96
 
 
+def test_where_one_value_makes_most_of_the_energy_it_may_err_as_one() -> None:
+    """Of 224 values of a right SwiGLU one was ten times as large as the others, and off by twice what is usual."""
+    sigma = torch.full((1, 224), 0.01, dtype=torch.float64)
+    even = Noise(sigma, torch.zeros_like(sigma))
+    sigma = sigma.clone()
+    sigma[0, 7] = 1.0
+    massive = Noise(sigma, torch.zeros_like(sigma))
+    assert even.margin == 4.0
+    assert math.sqrt(massive.margin * massive.energy()) > massive.bound().max() > 5.0
+    rng = torch.Generator().manual_seed(0)
+    squared = (torch.randn(100_000, 224, dtype=torch.float64, generator=rng) * sigma).square().sum(1)
+    assert (squared > 4 * massive.energy()).double().mean() > 0.04
+    assert not (squared > massive.margin * massive.energy()).any()
+
+
 @pytest.mark.parametrize("odd", [0.0, 1e-3, math.inf, math.nan])
 def test_figures_are_the_same_in_pieces(odd: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of scores some of which are hidden, one of which is off, or no number, or is in the input as well."""

@@ -73,13 +73,17 @@ class Noise:
 
     @property
     def margin(self) -> float:
-        """How many times `energy` the squared error may be: the tail of chi squared with as many degrees of freedom as
-        errors are independent (https://doi.org/10.1214/aos/1015957395, lemma 1).
+        """How many times `energy` the squared error may be: the tail of a weighted chi squared with as many degrees of
+        freedom as errors are independent (https://doi.org/10.1214/aos/1015957395, lemma 1).
 
-        Of many that is near 1. The sum of squares of a single token is one: a right float32 engine that added it up
-        in sequence was off by 1.5 times 4 times its expectation, in one token of ten.
+        Of many alike that is near 1. The sum of squares of a single token is one: a right float32 engine that added it
+        up in sequence was off by 1.5 times 4 times its expectation, in one token of ten. And where one massive value
+        makes most of the energy it is as if there were one: a right SwiGLU was off by 4.2 times the expectation.
         """
-        rare = -math.log(LUCK) / max(self.sigma.numel() // self.alike, 1)
+        alike = self.alike if self.sigma.numel() % self.alike == 0 else 1
+        each = self.sigma.flatten() if alike == 1 else torch.linalg.vector_norm(self.sigma.reshape(-1, alike), dim=1)
+        largest = float(each.amax()) ** 2 if each.numel() else 0.0
+        rare = -math.log(LUCK) * largest / float(each @ each) if largest else 0.0
         return max(_MARGIN, 1 + 2 * math.sqrt(rare) + 2 * rare)
 
     def energy(self) -> float:
