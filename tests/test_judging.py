@@ -190,7 +190,7 @@ def test_where_one_value_makes_most_of_the_energy_it_may_err_as_one() -> None:
     sigma[0, 7] = 1.0
     massive = Noise(sigma, torch.zeros_like(sigma))
     assert even.margin == 4.0
-    assert math.sqrt(massive.margin * massive.energy()) > massive.bound().max() > 5.0
+    assert 30 < massive.margin < 40
     rng = torch.Generator().manual_seed(0)
     squared = (torch.randn(100_000, 224, dtype=torch.float64, generator=rng) * sigma).square().sum(1)
     assert (squared > 4 * massive.energy()).double().mean() > 0.04

@@ -1099,6 +1099,85 @@ def test_a_first_position_does_not_err_by_what_its_cache_rounds(models: Models, 
     assert {op.cause and op.cause.name for op in faulty} == {"rope_pairing"}
 
 
+def in_halves(model: Path, folder: Path, change: Callable[[Op], Op], tokens: int = 6) -> Path:
+    """A trace, token by token, of an engine that changes each op so, whose cache is float16, and which shows its scores
+    when they are scaled.
+    """
+    file = GGUFFile(model)
+    graph, weights = build_graph(file), Weights(file, torch.float32)
+    engine = TorchEngine(
+        graph.changed(*map(change, graph)), weights, scheme_named("matrices in float16, KV cache in float16")
+    )
+    with TraceWriter(folder / "raw.trace", "halves", graph.hparams.arch) as writer:
+        for at, token in enumerate((*PROMPT, DECODED)[:tokens]):
+            engine.run(at, StepInput((token,), (at,)), TensorWriter(writer, "all"))
+    raw, scale = Trace(folder / "raw.trace"), np.float32(graph["blk.0.attn_probs"].attrs["scale"])
+    with TraceWriter(folder / "scaled.trace", "halves", graph.hparams.arch) as writer:
+        for step, given in raw.steps.items():
+            writer.step(step, given.tokens, given.positions)
+            for record in (record for (of, _), record in raw.ops.items() if of == step):
+                values, name = raw.values(record).astype(np.float32), record.op
+                is_score = name.endswith("attn_scores")
+                writer.op(step, name + "_scaled" * is_score, values * scale if is_score else values, "f32")
+    return folder / "scaled.trace"
+
+
+def test_another_value_in_a_cache_of_float16_is_found(models: Models, tmp_path: Path) -> None:
+    """Of no record of that op did its arithmetic fit, and what stood for V was not rounded as V is."""
+
+    def keys_for_values(op: Op) -> Op:
+        inputs = tuple(name.replace("attn_v", "attn_k_rope") for name in op.inputs)
+        return replace(op, inputs=inputs) if op.kind == "weighted_values" else op
+
+    model = models(replace(TINY, n_layer=2, n_embd=64, n_ff=96), "F32")
+    result = check_trace(in_halves(model, tmp_path, keys_for_values), model)
+    assert {(op.op, op.cause and op.cause.text) for op in result.faulty} == {
+        (f"blk.{n}.attn_kqv", "reads attn_k_rope where attn_v belongs") for n in (0, 1)
+    }
+
+
+def test_what_is_only_scaled_is_told_by_the_scores(models: Models, tmp_path: Path) -> None:
+    """Engines show scores when they are scaled: which values the op before had of its cache was not solved for."""
+
+    first: list[torch.Tensor] = []
+
+    def overlapping(op: Op) -> Op:
+        """The second layer's K begins a row after the first's, which in the next step is written over it."""
+
+        def function(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            first[:] = first if layer_of(op.name) else [k]
+            return KINDS["scores"].function(q, torch.cat((first[0][1:], k[-1:])) if layer_of(op.name) else k)
+
+        return replace(op, function=function) if op.kind == "scores" else op
+
+    model = models(replace(TINY, n_layer=2, n_embd=64, n_ff=96), "F32")
+    result = check_trace(in_halves(model, tmp_path, overlapping), model)
+    assert {(op.op, op.cause and op.cause.text) for op in result.faulty} == {
+        (
+            "blk.1.attn_scores_scaled",
+            "attn_scores: each layer's cached attn_k_rope begins 32 values after that of the layer before: "
+            "they overlap",
+        )
+    }
+
+
+def test_an_output_is_not_explained_by_itself(models: Models, tmp_path: Path) -> None:
+    """Over one key attention copies V: any output followed from V in whose place the output lies."""
+
+    def noisy(op: Op) -> Op:
+        def function(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return weighted_values(p, v + _NOISE[: v.shape[2]] if len(v) == 1 else v)
+
+        return replace(op, function=function) if op.kind == "weighted_values" else op
+
+    model = models(replace(TINY, n_layer=2, n_embd=64, n_ff=96), "F32")
+    result = check_trace(in_halves(model, tmp_path, noisy, 2), model)
+    assert {(op.op, op.step, op.cause) for op in result.faulty} == {(f"blk.{n}.attn_kqv", 0, None) for n in (0, 1)}
+
+
+_NOISE = torch.randn(64, generator=torch.Generator().manual_seed(3))
+
+
 def test_a_region_ends_only_where_it_must() -> None:
     """Token 0 is not rotated by right code either: that heads are not is so for all tokens."""
     fits = np.zeros((3, 4), bool)

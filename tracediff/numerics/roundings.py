@@ -295,7 +295,7 @@ _KNOWN = {
         q8_0,
         Q80("q8_1", "q8_1 blocks", 32, torch.float16),
         Q8K("q8_K", "q8_K blocks", 256),
-        GF4("gf4", "gf4 (3-bit groups of 8 with float8 scales)", 8),
+        GF4("gf4", "gf4", 8),
     )
 }
 _GROUPS: dict[str, Callable[[str, str, int], Blocks]] = {

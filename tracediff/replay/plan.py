@@ -138,6 +138,16 @@ class Planner:
             self._found[key] = self._candidates(record, alike)
         return self._found[key]
 
+    def as_in(self, record: OpRecord, schemes: Iterable[Scheme]) -> Sequence[Scheme]:
+        """The candidates that round in the record what one of these does: other sorts may know it by another scheme."""
+        covered = self._all if self.is_segment(record) else [self._graph[record.op]]
+
+        def rounds(scheme: Scheme) -> tuple[Arithmetic, ...]:
+            return tuple(arithmetic_of(op, scheme, self._weights) for op in covered)
+
+        wanted = {*map(rounds, schemes)}
+        return [scheme for scheme in self.candidates(record) if rounds(scheme) in wanted]
+
     def _candidates(self, record: OpRecord, alike: Sequence[str]) -> Sequence[Scheme]:
         """The same, of the ops `alike` or, for a segment, of all."""
         covered = self._unlike(self._graph[name] for name in alike) if alike else self._all

@@ -268,7 +268,7 @@ class Replay:
         if choice.settled:
             return (None,)
         elsewhere = {other.schemes[0] for other in self.plan.choices.values() if other.settled}
-        usual = (scheme for scheme in self._planner.candidates(record) if scheme in PLAIN or scheme in elsewhere)
+        usual = self._planner.as_in(record, {*PLAIN, *elsewhere})
         matmuls = [scheme for _, scheme in self._seen()] if self._planner.sort(record).types else []
         return sorted(dict.fromkeys((choice.schemes[0], *usual)), key=lambda scheme: scheme not in matmuls)
 

@@ -7,7 +7,7 @@ import numpy as np
 from tracediff.diagnose.solve.by_value import caches, functions, misread, operands, outputs
 from tracediff.diagnose.solve.by_value.parts import in_region
 from tracediff.diagnose.solve.by_value.regions import around, widest
-from tracediff.diagnose.solve.edit import Edit, Priced, Solved
+from tracediff.diagnose.solve.edit import Edit, Priced, Read, Solved
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, overlaps, tensors, terms
 from tracediff.diagnose.solve.look import NEARLY_ALL, Look
 from tracediff.diagnose.solve.loops.arrays import Array, CannotRunError, Flat
@@ -46,6 +46,8 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
 
 def _solved(problem: Problem, priced: Priced) -> Solved | None:
     """The changed op; None where most of what is wrong, zeros apart, would follow from what nobody knows."""
+    if _is_as_true_of_the_right(problem, priced.edit):
+        return None
     words, unknown = words_of(problem, priced.edit), np.zeros(0, int)
     if problem.exact.size <= _LARGE:
         bound = bound_of(problem, priced.edit)
@@ -88,6 +90,22 @@ def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
     yield from overlaps.variants(problem)
 
 
+def _is_as_true_of_the_right(problem: Problem, edit: Edit) -> bool:
+    """Whether an edit that reads the op's own output gives the right output of that, too: it says nothing of this one.
+
+    Attention over one key copies V: any output follows from V whose buffer is the output's.
+    """
+    own = {name: Flat(problem.exact) for name, read in edit.arrays if read == Read(problem.op.name)}
+    bound = bound_of(problem, edit) if own else None
+    if bound is None:
+        return False
+    try:
+        made = bound.with_(edit.source, own, dict(edit.numbers)).output().ravel()
+    except CannotRunError:
+        return False
+    return bool(agree(made, problem.exact, problem.near)[problem.wrong].all())
+
+
 def bound_of(problem: Problem, edit: Edit) -> Bound | None:
     """The edited loops on the problem's values; None where one of them was not recorded, or tells nothing."""
     arrays: dict[str, Array] = {}
@@ -109,6 +127,8 @@ def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
     for priced in partial:
         bound = bound_of(problem, priced.edit)
         assert bound
+        if _is_as_true_of_the_right(problem, priced.edit):
+            continue
         try:
             fits = agree(problem.recorded, bound.output().ravel(), problem.near)
         except CannotRunError:

@@ -99,17 +99,30 @@ class Segment:
         return x
 
     def told(self) -> Iterator[Problem]:
-        """Ops whose values the record tells, for all that follows adds to them: as if these had been recorded."""
+        """Ops whose values the record tells, for all that follows adds to or scales them: as if these had been
+        recorded.
+        """
         error = flat(self._recorded - self._known[self._end].exact)
         for op in reversed(self.ops):
-            if self.tells(op) and (problem := self.problem(op)):
-                yield replace(problem, recorded=problem.exact + error, bound=flat(self._bound), is_told=True)
+            if (share := self._share(op)) and (problem := self.problem(op)):
+                recorded, bound = problem.exact + error / share, flat(self._bound) / abs(share)
+                yield replace(problem, recorded=recorded, bound=bound, is_told=True)
 
     def tells(self, op: Op) -> bool:
-        """Whether the end tells what the op made: it is the op's, or the op's output is added once to make it."""
+        """Whether the end tells what the op made: it is the op's, or the op's output is added or scaled once to make
+        it.
+        """
+        return self._share(op) != 0
+
+    def _share(self, op: Op) -> float:
+        """What the end errs by where the op's output errs by 1; 0 where the end does not tell."""
+        if op.name == self._end:
+            return 1.0
         readers = [other for other in self.ops if op.name in other.inputs]
-        once = len(readers) == 1 and readers[0].kind == "add" and readers[0].inputs.count(op.name) == 1
-        return op.name == self._end or (once and readers[0].axes == op.axes and self.tells(readers[0]))
+        if len(readers) != 1 or readers[0].inputs.count(op.name) != 1 or readers[0].axes != op.axes:
+            return 0.0
+        factors = {"add": 1.0, "scale": readers[0].attrs.get("scale", 0.0)}
+        return factors.get(readers[0].kind, 0.0) * self._share(readers[0])
 
     def _axes(self, name: str) -> Sequence[Axis]:
         graph = self._replay.graph

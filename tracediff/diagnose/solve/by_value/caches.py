@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tracediff.diagnose.solve.edit import SOURCES, Read, Solved
 from tracediff.diagnose.solve.look import spread
+from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.model.graph import Op
 from tracediff.names import split
@@ -90,7 +91,9 @@ def variants(problem: Problem) -> Iterator[Solved]:
         return
     layers = tuple(other for other in caches if other != layer)
     reading = op.also_reading(*((reads[other].name, reads[other].past) for other in layers), ("past", True))
-    flats = {other: torch.from_numpy(values) for other, values in caches.items()}
+    name = problem.loops.own.inputs[1]
+    rounded = {other: problem.loops.rounded(name, Flat(values)) for other, values in caches.items()}
+    flats = {other: torch.from_numpy(array.take(np.arange(array.size))) for other, array in rounded.items()}
     for apart in _distances(problem, layer, flats, torch.from_numpy(starts).long()):
         by = f"{apart} {'value' if apart == 1 else 'values'}"
         words = f"each layer's cached {local} begins {by} after that of the layer before: they overlap"

@@ -25,7 +25,7 @@ _ROWS = 1 << 19  # numbers of a weight from which only the rows that are needed 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Loops with what their names stand for."""
+    """Loops with what their names stand for. What stands for an input is rounded as the op rounds that."""
 
     source: str
     own: Loops  # the op's, unedited
@@ -33,10 +33,22 @@ class Bound:
     arrays: Mapping[str, Array]
     beyond: float = 0.0  # what lies beyond the arrays
     prepared: dict[object, Prepared] = field(default_factory=dict)
+    roundings: Mapping[str, Rounding] = field(default_factory=dict)  # of inputs
 
     def with_(self, source: str, arrays: Mapping[str, Array], numbers: Mapping[str, float]) -> "Bound":
         """Edited loops with some names standing for something else."""
-        return replace(self, source=source, numbers={**self.numbers, **numbers}, arrays={**self.arrays, **arrays})
+        rounded = {name: self.rounded(name, array) for name, array in arrays.items()}
+        return replace(self, source=source, numbers={**self.numbers, **numbers}, arrays={**self.arrays, **rounded})
+
+    def rounded(self, name: str, array: Array) -> Array:
+        """Another value as the op would round it in the place of this input."""
+        rounding = self.roundings.get(name)
+        if rounding is None or not isinstance(array, Flat) or array.values.dtype.kind != "f":
+            return array
+        if array.size % rounding.block:
+            return array
+        rows = torch.from_numpy(array.values).reshape(-1, rounding.block)
+        return Flat(flat(rounding(rows)).reshape(array.values.shape))
 
     def stored(self, only: Mapping[str, np.ndarray], dtype: type = np.float64) -> tuple[list[Stored], bool]:
         """What is stored to the output in a part of the loops, and whether something was read where an array does not
@@ -146,18 +158,20 @@ def bind(
         "scores": (rounding_named(arithmetic.operands), hold),
         "weighted_values": (rounding_named(arithmetic.operands), hold),
     }.get(op.kind, ())
+    of_inputs = dict(zip(loops.inputs, roundings, strict=False))
+    # A row that shares a scale is as long as the input's, which another value's is not.
+    again = {name: rounding for name, rounding in of_inputs.items() if rounding.name != "f64" and rounding.block}
     arrays: dict[str, Array] = dict(brought)
     for i, (name, x) in enumerate(zip(loops.inputs, inputs, strict=False)):
         arrays[name] = Flat(flat(roundings[i](x.flatten(1) if op.kind == "linear" else x) if i < len(roundings) else x))
     for name, weight in zip(loops.weights, op.weights, strict=False):
         arrays[name] = FlatWeight(weight, weights, held_as(op, name, arithmetic))
-    return Bound(loops.source, loops, loops.numbers, arrays)
+    return Bound(loops.source, loops, loops.numbers, arrays, roundings=again)
 
 
 def held_as(op: Op, name: str, arithmetic: Arithmetic) -> Rounding:
-    """How an engine holds the op's weight of this name: nobody quantises a bias."""
-    hold = rounding_named(arithmetic.stored)
-    return rounding_named("f64") if op.kind == "linear" and name == "b" and hold.in_blocks else hold
+    """How an engine holds the op's weight of this name."""
+    return rounding_named(arithmetic.biases if op.kind == "linear" and name == "b" else arithmetic.stored)
 
 
 def flat(x: Tensor) -> np.ndarray:
