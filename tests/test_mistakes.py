@@ -410,6 +410,23 @@ def with_choices(wrong: np.ndarray, tiny: Tiny, tmp_path: Path) -> Path:
     return path
 
 
+def test_a_choice_is_told_in_places_and_not_in_scores(tiny: Tiny, tmp_path: Path) -> None:
+    """A mask of what was taken already that does not work: the score of the place was called what was recorded."""
+    model = tiny("qwen3moe")
+    n = build_graph(GGUFFile(model))["blk.1.ffn_moe_topk"].axes[-1]
+    assert isinstance(n, int)
+    path = with_choices(np.array([1] * n), tiny, tmp_path)
+    result = check_trace(path, model)
+    (choice,) = [op for op in result.faulty if op.op == "blk.1.ffn_moe_topk"]
+    n_tokens = Trace(path).ops[0, choice.op].shape[0]
+    assert choice.shape
+    assert f"another choice in {n_tokens} of {n_tokens} tokens: token 0 takes 1 and 1" in choice.shape
+    assert choice.shape.endswith(f"; {n_tokens} tokens took one twice")
+    assert choice.local
+    assert (choice.local.worst.candidate, choice.local.worst.reference % 1) == (1.0, 0.0)
+    assert choice.local.worst.reference != 1.0
+
+
 def test_a_buffer_that_was_not_recorded_may_be_what_an_op_reads(tiny: Tiny, tmp_path: Path) -> None:
     """It is made of what was: here what the routed experts put out, which the shared one reads."""
     file = GGUFFile(tiny("deepseek2"))

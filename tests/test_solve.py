@@ -1136,6 +1136,14 @@ def test_another_value_in_a_cache_of_float16_is_found(models: Models, tmp_path: 
     }
 
 
+def test_loops_of_scores_count_heads_first() -> None:
+    """Heads of which none was computed were tokens, of which none was meant."""
+    loops = loops_of(Op("s", "scale", ("x",), (8, "T", "S"), attrs={"scale": 0.25}), [(8, 1, 5)])
+    assert loops
+    assert loops.numbers == {"H": 8, "T": 1, "S": 5, "scale": 0.25}
+    assert "range(H * T * S)" in loops.source
+
+
 def test_what_is_only_scaled_is_told_by_the_scores(models: Models, tmp_path: Path) -> None:
     """Engines show scores when they are scaled: which values the op before had of its cache was not solved for."""
 

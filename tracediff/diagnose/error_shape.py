@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.solve.by_value.regions import around
-from tracediff.english import few, nth, plural, runs
+from tracediff.english import count, few, nth, plural, runs
 from tracediff.numerics.nmse import nmse
 
 # NMSE that a stated relation may leave, and how much of the error: of a small one any relation leaves little.
@@ -22,6 +22,20 @@ _MULTIPLES = 8  # values of a slice that can tell that it is one
 def describe(recorded: Tensor, exact: Tensor, axes: tuple[str, ...]) -> str:
     """What sets `recorded` apart from `exact`, whose axes are called so, in one line."""
     return "; ".join(_facts(recorded, exact, axes)) or "no simple relation to the right values"
+
+
+def describe_choice(chosen: Tensor, right: Tensor) -> str:
+    """What sets places that were chosen, [..., k] of a token each, apart from those of the largest values."""
+    ours, theirs = (places.flatten(0, -2).long() for places in (chosen, right))
+    sorted_ours, sorted_theirs = (places.sort(-1).values for places in (ours, theirs))
+    wrong = torch.nonzero((sorted_ours != sorted_theirs).any(-1)).flatten().tolist()
+    if not wrong:
+        return "the same choice in another order"
+    taken, largest = (" and ".join(map(str, places[wrong[0]].tolist())) for places in (ours, theirs))
+    twice = int((sorted_ours[:, 1:] == sorted_ours[:, :-1]).any(-1).sum())
+    of = f" in {len(wrong)} of {len(ours)} tokens" if len(ours) > 1 else ""
+    said = f"another choice{of}: token {wrong[0]} takes {taken}, where {largest} have the largest scores"
+    return f"{said}; {count(twice, 'token')} took one twice" if twice else said
 
 
 def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:

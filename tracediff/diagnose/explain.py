@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
-from tracediff.diagnose.error_shape import describe
+from tracediff.diagnose.error_shape import describe, describe_choice
 from tracediff.diagnose.evidence import shown
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
 from tracediff.diagnose.kin import Faulty, Kin, Search, ends_soon, several_layers
@@ -184,7 +184,9 @@ class Explainer:
         known = self._replay.known(one.record)
         op = self._replay.graph[one.record.op]
         axes = KINDS[op.kind].axis_names(op, known.exact.ndim)
-        shape = describe(known.recorded, known.exact, axes)
+        is_choice = KINDS[op.kind].picks is not None and bool(known.recorded.isfinite().all())
+        of_places = describe_choice(known.recorded, known.exact) if is_choice else ""
+        shape = of_places or describe(known.recorded, known.exact, axes)
         untried = several_layers(one.error.segment) and not ends_soon(self._replay, one)
         return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
 

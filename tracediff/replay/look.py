@@ -138,6 +138,7 @@ def _parts(op: Op, shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[sli
 def _residual(asked: Asked, op: Op, recorded: Tensor, made: Recomputed) -> Residual:
     """What is left of an op or of a part of it."""
     by, record, scheme = asked.by, asked.record, asked.scheme
+    chosen, right = recorded, made.exact
     if pick := KINDS[op.kind].picks:
         scores = by.inputs(record.step, op, scheme, record.rows)[0]
         recorded, made = pick(scores.exact, recorded), picked(made, scores, pick)
@@ -149,7 +150,18 @@ def _residual(asked: Asked, op: Op, recorded: Tensor, made: Recomputed) -> Resid
         other_way = turned(op, x, recorded, made, arithmetic_of(op, scheme, by.weights).operands, by.weights)
         if other_way is not None:
             residual = replace(measure(recorded, replace(made, exact=other_way[0])), flips=other_way[1])
-    return replace(residual, worst=_placed(residual.worst, record, op))
+    worst = _choice(residual.worst, chosen, right) if pick else residual.worst
+    return replace(residual, worst=_placed(worst, record, op))
+
+
+def _choice(worst: Worst, chosen: Tensor, right: Tensor) -> Worst:
+    """Of a choice the first place of that token which is another: what was compared are the scores there."""
+    token = worst.at[:-1]
+    others = torch.nonzero(chosen[token] != right[token]).flatten().tolist()
+    if not others:
+        return worst
+    at = (*token, others[0])
+    return replace(worst, at=at, reference=float(right[at]), candidate=float(chosen[at]))
 
 
 def _look(asked: Asked, storage: str, made: Recomputed, whole: Residual) -> Look:

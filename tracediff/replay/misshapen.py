@@ -1,12 +1,15 @@
 """Records that have another shape than the model's op: what is wrong with each, so that the rest can be replayed."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from tracediff.errors import TraceError
 from tracediff.model.graph import Graph
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 from tracediff.trace.shapes import misfit
+
+Key = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,7 @@ class Misshapen:
     text: str
     shapes: str
     some_tokens: bool
+    forgets: bool = False  # keys
 
 
 def misshapen(trace: Trace, graph: Graph) -> dict[tuple[int, str], Misshapen]:
@@ -39,7 +43,22 @@ def misshapen(trace: Trace, graph: Graph) -> dict[tuple[int, str], Misshapen]:
             f"in step {step}: {first.shapes}. Is it a trace of another model? `tracediff validate TRACE --model MODEL` "
             "says what else it may be."
         )
-    return found
+    return found | _of_a_window({key: known[key] for key in found}, found)
+
+
+def _of_a_window(records: Mapping[Key, OpRecord], found: Mapping[Key, Misshapen]) -> dict[Key, Misshapen]:
+    """Those of an op that has as many keys in every step, however many positions: one mistake, and not one a step."""
+    of_ops: dict[str, list[Key]] = {}
+    for key, wrong in found.items():
+        if wrong.forgets:
+            of_ops.setdefault(key[1], []).append(key)
+    alike: dict[Key, Misshapen] = {}
+    for keys in of_ops.values():
+        sizes = {records[key].shape[-1] for key in keys}
+        if len(sizes) == 1 and len({found[key].text for key in keys}) > 1:
+            text = f"the number of keys stays {sizes.pop()}, as in a window, or in a cache that is full"
+            alike |= {key: replace(found[key], text=text) for key in keys}
+    return alike
 
 
 def _misshapen(record: OpRecord, expected: tuple[int, ...]) -> Misshapen | None:
@@ -48,7 +67,8 @@ def _misshapen(record: OpRecord, expected: tuple[int, ...]) -> Misshapen | None:
         return None
     shapes = f"shape {list(record.shape)}; this model's is {list(expected)}"
     if wrong.axes == ("key",):
-        did = "some are forgotten" if record.shape[-1] < expected[-1] else "some are made up (a padded cache?)"
-        return Misshapen(f"{wrong.text} than positions so far: {did}", shapes, False)
+        forgets = record.shape[-1] < expected[-1]
+        did = "some are forgotten" if forgets else "some are made up (a padded cache?)"
+        return Misshapen(f"{wrong.text} than positions so far: {did}", shapes, False, forgets)
     some_tokens = wrong.axes == ("token",) and record.shape[record.token_axis] < expected[record.token_axis]
     return Misshapen(f"{wrong.text} than this model's" if wrong.axes else wrong.text, shapes, some_tokens)

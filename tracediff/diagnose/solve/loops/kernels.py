@@ -6,7 +6,7 @@ They are Python that runs as it stands; `interpret.py` runs them all at once. Ev
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tracediff.model.graph import Op
 
@@ -175,6 +175,15 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
 
 def _of_each(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
     """Of an op that makes each value of the values at its place."""
+    loops = _by_tokens(op, shapes)
+    if loops is None or op.axes[1:] != ("T", "S"):
+        return loops
+    h, t, s = loops.shape  # of scores the heads come first
+    others = {name: number for name, number in loops.numbers.items() if name not in ("T", "n")}
+    return replace(loops, source=loops.source.replace("T * n", "H * T * S"), numbers={"H": h, "T": t, "S": s} | others)
+
+
+def _by_tokens(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
     first = shapes[0]
     numbers = {"T": first[0], "n": math.prod(first[1:])}
     if op.weights or any(shape != first for shape in shapes):
