@@ -38,8 +38,8 @@ TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12, 13)
 # Of each architecture the mistakes that are planted in layer 1, but for one whose state shows in what reads it.
 PLANTED = {
     "qwen3moe": ("router_sigmoid", "weights_not_normalised", "expert_order", "expert_off_by_one", "top_k_off_by_one",
-                 "top_k_smallest", "too_few_experts", "experts_sorted", "rope_before_norm", "wrong_layer",
-                 "expert_weights", "weight_transposed@blk.1.ffn_gate_exps"),
+                 "top_k_smallest", "expert_not_looked_up", "too_few_experts", "experts_sorted", "rope_before_norm",
+                 "wrong_layer", "expert_weights", "weight_transposed@blk.1.ffn_gate_exps"),
     "deepseek2": ("router_softmax", "selection_bias_in_weights", "weights_normalised", "scale_dropped", "term_dropped",
                   "gate_up_swapped", "weight_transposed@blk.1.attn_k_b", "expert_off_by_one@blk.1.attn_v_b",
                   "parts_in_another_order@blk.1.q_pe", "parts_in_another_order@blk.1.attn_kv_a_norm"),
@@ -98,6 +98,14 @@ UNSEEN = {
     "the same experts, another weight each": (
         "qwen3moe", "weights_not_normalised", "ffn_norm ffn_gate_inp ffn_residual", "ffn_moe_weights_norm",
         "a softmax is taken of the weights, where they are divided by their sum",
+    ),
+    "weights that no sum divides": (
+        "qwen3moe", "weights_not_normalised", "ffn_norm ffn_gate_inp ffn_residual", "ffn_moe_weights_norm",
+        "the weights are exp(x - the largest x), which no sum divides",
+    ),
+    "slots in the place of experts": (
+        "qwen3moe", "expert_not_looked_up", "ffn_norm ffn_gate_inp ffn_moe_topk ffn_gate_exps ffn_residual",
+        "ffn_up_exps", "the first slot is of expert 0, the second of expert 1, whichever were chosen",
     ),
     "a state of earlier steps is mistaken too": (
         "mamba", "parts_exchanged", "ssm_in ssm_x ssm_out", "ssm_scan",

@@ -1,8 +1,8 @@
 """Mistakes in mixtures of experts: in the choice, in the weights of the chosen, in whose matrix multiplies."""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of
+from tracediff.numerics.evaluate import computed, noise_of
+from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.elementwise import repeated
+from tracediff.numerics.kinds.kind import Call, Made
 from tracediff.numerics.kinds.layout import get_rows
 from tracediff.numerics.kinds.reduction import argsort
 
@@ -67,6 +70,8 @@ def _not_normalised(op: Op, context: Context) -> Variants:
     if len(op.inputs) == 2 and op.inputs[0] in _ancestors(op.inputs[1], context.graph, 3):
         yield computing(op, lambda a, b: a), "the weights are not divided by their sum"
         yield computing(op, lambda a, b: a / repeated(b, a).square()), "the weights are divided by their sum twice"
+        words = "the weights are exp(x - the largest x), which no sum divides"
+        yield computing(op, lambda a, b: (a.flatten(1) / a.flatten(1).amax(-1, keepdim=True)).reshape(a.shape)), words
         words = "a softmax is taken of the weights, where they are divided by their sum"
         yield computing(op, lambda a, b: torch.softmax(a.flatten(1), -1).reshape(a.shape)), words
 
@@ -211,6 +216,36 @@ def _off_by_one(op: Op, _: Context) -> Variants:
             return values_of(file, info).roll(by, 0)
 
         yield reading(op, read), f"each {each} multiplies with the matrix of the one {words} it"
+
+
+@AREA.mistake(
+    "expert_not_looked_up", "another expert's matrix multiplies, whichever was chosen",
+    "whether the chosen expert's number is used to find its matrix", Where(("linear_id",)),
+)  # fmt: skip
+def _not_looked_up(op: Op, _: Context) -> Variants:
+    def of_first(file: GGUFFile, info: TensorInfo) -> Tensor:
+        values = values_of(file, info)
+        return values[:1].expand_as(values)
+
+    yield reading(op, of_first), "expert 0 multiplies, whichever was chosen"
+    yield replace(op, rework=_BySlot()), "the first slot is of expert 0, the second of expert 1, whichever were chosen"
+
+
+@dataclass(frozen=True, slots=True)
+class _BySlot:
+    """The number of a slot stands for that of its expert: `Op.rework`."""
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        return computed(replace(call.op, rework=None), call, self._read(call.inputs))
+
+    def noise(self, made: Made) -> Noise:
+        """That of the op."""
+        return noise_of(replace(made.op, rework=None), made, self._read(made.inputs))
+
+    def _read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        x, ids = inputs
+        return [x, torch.arange(ids.shape[-1], device=ids.device, dtype=ids.dtype).expand_as(ids)]
 
 
 @AREA.mistake("top_k_off_by_one", "the best expert is passed over", "the first rank of the choice", Where(("top_k",)))
