@@ -1099,6 +1099,25 @@ def test_a_first_position_does_not_err_by_what_its_cache_rounds(models: Models, 
     assert {op.cause and op.cause.name for op in faulty} == {"rope_pairing"}
 
 
+@pytest.mark.parametrize("at", [0, 4])
+def test_a_matmul_that_stores_over_what_it_reads_is_found(models: Models, tmp_path: Path, at: int) -> None:
+    """calm's CPU does so with heads that are wider than its hidden state: a buffer is allocated too small."""
+
+    def in_place(x: torch.Tensor, weight: torch.Tensor, _: None) -> torch.Tensor:
+        memory, n_in, y = x.flatten().clone(), x.shape[1], x.new_zeros((len(x), len(weight)))
+        for i in range(y.numel()):
+            t, o = divmod(i, len(weight))
+            y[t, o] = memory[t * n_in : (t + 1) * n_in] @ weight[o]
+            if i + at < memory.numel():
+                memory[i + at] = y[t, o]
+        return y
+
+    wrong = lambda graph: replace(graph["blk.0.attn_output"], function=in_place)  # noqa: E731
+    faulty = explained(models(replace(TINY, n_embd=24, n_head=6, n_ff=40)), tmp_path, wrong, n_decode=2)
+    said = f"its output is stored over attn_kqv, from value {at} on, while that is read: their buffers overlap"
+    assert {(op.op, op.cause and op.cause.text) for op in faulty} == {("blk.0.attn_output", said)}
+
+
 def in_halves(model: Path, folder: Path, change: Callable[[Op], Op], tokens: int = 6) -> Path:
     """A trace, token by token, of an engine that changes each op so, whose cache is float16, and which shows its scores
     when they are scaled.

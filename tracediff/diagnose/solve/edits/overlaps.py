@@ -32,6 +32,8 @@ def variants(problem: Problem) -> Iterator[Priced]:
             for at in _places(problem, axis, size, 0 if held is None else held.size):
                 assert held is not None
                 yield _overlaid(problem, name, belongs, other, at, size, held.size)
+                if other == Read(op.name) and op.kind == "linear":
+                    yield _stored_over(problem, name, belongs, at, size)
 
 
 def _places(problem: Problem, axis: int | None, size: int, length: int) -> Sequence[int]:
@@ -52,6 +54,20 @@ def _places(problem: Problem, axis: int | None, size: int, length: int) -> Seque
         low, high = max(begins[0], ends[0]), min(begins[1], ends[1])
     places = range(-(-low // _ALIGNED) * _ALIGNED, high, _ALIGNED)
     return places if length and len(places) <= _MOST else ()
+
+
+def _stored_over(problem: Problem, name: str, belongs: str, at: int, size: int) -> Priced:
+    """A matmul that stores its output over its input while it reads that: each row finds there what those before it
+    stored.
+    """
+    right, place = f"{name}[t * n_in + i]", f"t * n_in + i - {at}"
+    found = f"({right} if {place} < 0 else {right} if {place} >= t * n_out + o else over[{place}])"
+    own = Read(belongs).words(problem.op)
+    words = f"its output is stored over {own}, from value {at} on, while that is read: their buffers overlap"
+    if at < 0:
+        words = f"its output, from value {-at} on, is stored over {own}, while that is read: their buffers overlap"
+    edit = Edit(words, problem.loops.source.replace(right, found), arrays=(("over", Read(problem.op.name)),))
+    return Priced(edit, 12.0 + math.log2(size), _LOOK)
 
 
 def _overlaid(problem: Problem, name: str, belongs: str, other: Read, at: int, size: int, length: int) -> Priced:
