@@ -402,6 +402,18 @@ def rewritten(name: str, old: str, new: str) -> Callable[[Graph], Op]:
             "o + i",
             "from one channel to the next attn_q.weight is read 1 value further on, where 256 belong",
         ),
+        (
+            "blk.1.attn_q",
+            "w[o * n_in + i]",
+            "w[o * n_in + i // 16 * 16 + i % 8]",
+            "as the sum reads the weight, of every 16 input channels the last 8 have the values of those before",
+        ),
+        (
+            "blk.0.ffn_down",
+            "x[t * n_in + i]",
+            "x[t * n_in + i + (7 - i % 8) // 6 * 2]",
+            "as the sum reads ffn_act, of every 8 input channels the first 2 have the values of those after",
+        ),
     ],
 )
 def test_an_edit_that_nobody_listed_is_found(

@@ -7,7 +7,7 @@ import torch
 
 from tracediff.diagnose.solve.by_value import functions, maps, operands, outputs, readings
 from tracediff.diagnose.solve.edit import SOURCES, Edit, Priced
-from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, tensors, terms
+from tracediff.diagnose.solve.edits import copies, formulas, inputs, lanes, numbers, tensors, terms
 from tracediff.diagnose.solve.loops.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.loops.bound import bind, flat
 from tracediff.diagnose.solve.problem import Problem
@@ -32,6 +32,10 @@ EXAMPLES = (
     ("an index map of an input", "as it reads attn_v, value heads reversed"),
     ("a part only", "the sum takes only input channels 0 to 254: the last is left out"),
     ("a part of every block", "of every 32 input channels the sum leaves out the last 4"),
+    (
+        "a load beside another",
+        "as the sum reads ffn_norm, of every 16 input channels the last 8 have the values of those before",
+    ),
     ("another function", "every value above 0.5 is 0.5"),
     ("another formula", "silu is computed with 2 + exp(-ffn_gate), where 1 + exp(-ffn_gate) belongs"),
     ("another number", "positions are 1 too high"),
@@ -60,7 +64,7 @@ def every(problem: Problem) -> Iterator[Priced]:
     """All edits by loops that need no fit."""
     for variants in (
         copies.variants, inputs.variants, inputs.cached, tensors.variants, numbers.positions, formulas.variants,
-        terms.every,
+        terms.every, lanes.variants,
     ):  # fmt: skip
         yield from variants(problem)
 

@@ -8,7 +8,7 @@ from tracediff.diagnose.solve.by_value import caches, functions, misread, operan
 from tracediff.diagnose.solve.by_value.parts import in_region
 from tracediff.diagnose.solve.by_value.regions import around, widest
 from tracediff.diagnose.solve.edit import Edit, Priced, Read, Solved
-from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, overlaps, tensors, terms
+from tracediff.diagnose.solve.edits import copies, formulas, inputs, lanes, numbers, overlaps, tensors, terms
 from tracediff.diagnose.solve.look import NEARLY_ALL, Look
 from tracediff.diagnose.solve.loops.arrays import Array, CannotRunError, Flat
 from tracediff.diagnose.solve.loops.bound import Bound, FlatWeight, held_as
@@ -88,6 +88,7 @@ def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
     yield from terms.variants(problem, look)
     yield from formulas.variants(problem)
     yield from overlaps.variants(problem)
+    yield from lanes.variants(problem)
 
 
 def _is_as_true_of_the_right(problem: Problem, edit: Edit) -> bool:
