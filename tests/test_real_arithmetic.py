@@ -29,7 +29,7 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import SCHEMES, Arithmetic, in_words, scheme_named
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import rounding_named
-from tracediff.pipeline import check_trace, compare_traces
+from tracediff.pipeline import Effort, check_trace, compare_traces
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.report.terminal import render
@@ -358,6 +358,26 @@ def test_biases_in_float32_beside_shorter_matrices_are_an_arithmetic(
     model, trace = models(replace(LLAMA, arch="qwen2"), "F32"), tmp_path / "biases.trace"
     traced(model, trace, held=shorter, arithmetic="exact, KV cache in float16", capture=capture, says_its_weights=False)
     assert check_trace(trace, model).verdict == "match"
+
+
+def test_where_nothing_explains_any_matmul_they_are_one_finding(models: Models, tmp_path: Path) -> None:
+    """A kernel that unpacks weights wrongly was eight mistakes, one for each name."""
+    rng = np.random.default_rng(1)
+
+    def noisy(name: str, values: np.ndarray) -> np.ndarray | None:
+        wrong = values.ndim == 2 and "embd" not in name
+        return values * (1 + 0.2 * rng.standard_normal(values.shape)).astype(np.float32) if wrong else None
+
+    model = models(LLAMA, "F32")
+    trace = traced(model, tmp_path / "noisy.trace", held=noisy, says_its_weights=False)
+    (finding,) = check_trace(trace, model, effort=Effort(seconds=0)).findings
+    assert finding.text.startswith("all 15 matmuls: wrong")
+    assert finding.look == "what they share: their kernel, and how it reads what their weights are held in"
+    of_up = lambda name, values: noisy(name, values) if "ffn_up" in name else None  # noqa: E731
+    one = traced(model, tmp_path / "one.trace", held=of_up, says_its_weights=False)
+    (finding,) = check_trace(one, model, effort=Effort(seconds=0)).findings
+    assert finding.text.startswith("ffn_up in both layers: wrong")
+    assert finding.look is None
 
 
 # ---- the cache

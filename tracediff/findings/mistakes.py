@@ -5,13 +5,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tracediff.findings.places import cut, of_layers, of_names, of_ops, of_weights, runs
+from tracediff.findings.places import WHOLE, cut, of_layers, of_names, of_ops, of_weights, runs
 from tracediff.findings.words import by_name, listed, local_name
 from tracediff.names import layer_of
 from tracediff.result import Finding, OpResult, WeightResult
 
 _UNKNOWN = "wrong, and no known mistake explains it"
 _UNSOUGHT = "wrong; the time was too short to try all that may explain it"
+_SHARED = "what they share: their kernel, and how it reads what their weights are held in"
 _FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?![\w.]*\w)")
 _FITTED = re.compile(r"[.e]")  # in a figure that is no count
 _FIRST = re.compile(r"^[\w.]+\.(weight|bias) ")  # an op's own; that of a tied head is the embedding's
@@ -34,7 +35,7 @@ class _Group:
 
 def findings(ops: Sequence[OpResult], weights: Sequence[WeightResult]) -> tuple[Finding, ...]:
     """The most telling first: what is explained before what is not, then in the order of execution, then the widest."""
-    groups = _merged(_of_ops(ops), _of_weights(weights))
+    groups = _merged(_of_kinds(_of_ops(ops), ops), _of_weights(weights))
     order = {(op.step, op.op): at for at, op in enumerate(ops)}
     sound = {op.op for op in ops if op.local and not op.local.faulty}
 
@@ -63,6 +64,23 @@ def _of_ops(ops: Iterable[OpResult]) -> list[_Group]:
             group.ops.append(op)
             group.texts.append(text)
     return [*groups.values()]
+
+
+def _of_kinds(groups: list[_Group], ops: Sequence[OpResult]) -> list[_Group]:
+    """Where nothing explains any op of a kind they are one: what is wrong is what they share."""
+    for kinds, _ in WHOLE:
+        alike = [group for group in groups if group.mistake is None and all(op.kind in kinds for op in group.ops)]
+        wrong = {op.op for group in alike for op in group.ops}
+        if len({op.sought for group in alike for op in group.ops}) == 1 < len(alike) and wrong == {
+            op.op for op in ops if op.kind in kinds
+        }:
+            first, *others = alike
+            for other in others:
+                first.ops += other.ops
+                first.texts += other.texts
+                groups = [group for group in groups if group is not other]
+            first.look = _SHARED
+    return groups
 
 
 def _of_weights(weights: Iterable[WeightResult]) -> list[_Group]:

@@ -9,7 +9,7 @@ from tracediff.names import layer_of, plain_step
 from tracediff.result import OpResult
 
 # What all ops of a kind are called together.
-_WHOLE = (({"rms_norm", "layer_norm"}, "norms"), ({"linear", "linear_id"}, "matmuls"))
+WHOLE = (({"rms_norm", "layer_norm"}, "norms"), ({"linear", "linear_id"}, "matmuls"))
 _LISTED = 6  # runs of layers that are told, and places of other steps
 
 
@@ -19,7 +19,7 @@ def of_ops(ops: Sequence[OpResult], among: Iterable[OpResult]) -> str:
     among = list(among)
     types = {op.local.weight_type if op.local else None for op in ops}
     if len({local_name(name) for name in names}) > 1:
-        for kinds, what in _WHOLE:
+        for kinds, what in WHOLE:
             every = [op for op in among if op.kind in kinds]
             if names == {op.op for op in every}:
                 return f"all {len(names)} {what}"
