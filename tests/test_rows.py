@@ -84,6 +84,19 @@ def test_clean_partial_traces_pass(
     assert (code, error) == (0, ""), output
 
 
+@pytest.mark.parametrize("arch", ["mamba", "rwkv7", "lfm2", "qwen3next"])
+@pytest.mark.parametrize("rows_of", [last_token, third_tokens])
+def test_what_runs_through_a_state_needs_all_tokens(
+    rows_of: Trim, arch: str, tiny: Callable[[str], Path], llama_cpp_trace: Callable[..., Path],
+    cli: Callable[..., tuple[int, str, str]], tmp_path: Path,
+) -> None:  # fmt: skip
+    """Of hidden states of some tokens the convolutions and scans before them are computed over all of them."""
+    model = tiny(arch)
+    partial = trim(llama_cpp_trace(model), tmp_path / "partial.trace", rows_of, layers=True)
+    code, output, error = cli("check", partial, "--model", model)
+    assert (code, error) == (0, ""), output
+
+
 def test_every_partial_record_is_judged(models: Models, llama_cpp_trace: Callable[..., Path], tmp_path: Path) -> None:
     """By a replay that can see: norms, projections and sums from recorded inputs, attention from all K and V."""
     model = models("k-quants", "Q4_K_M")

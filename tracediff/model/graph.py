@@ -3,7 +3,8 @@
 A family builds it (`builder.py`), or it is lifted from llama.cpp's own (`lift/`). Nothing here needs torch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -193,6 +194,31 @@ class Graph:
                     found[stack.pop()] = new
         return replace(self, ops=found)
 
+    def tokens_read(self, op: Op, rows: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Of which tokens of the step an op reads its inputs to make these `rows` of its output; None: of all.
+
+        Of the same, where what it makes of a token follows from what is read of that one: its output and its inputs
+        count tokens along their first axis, or that of queries. A convolution over tokens and what runs through a state
+        need all of them.
+        """
+        return rows if rows is None or self._is_by_token(op) else None
+
+    def _is_by_token(self, op: Op) -> bool:
+        reads = zip(op.reads, op.seen, strict=True)
+        of_token = (past or self._is_of_token(name, view) for (name, past), view in reads)
+        return token_axis(op.axes) is not None and all(of_token)
+
+    def _is_of_token(self, name: str, view: View | None) -> bool:
+        """Whether an input has what is read of a token at that token's own place."""
+        axes = ("T",) if name in SOURCES else self[name].axes
+        if view is None:
+            return token_axis(axes) is not None
+        each = math.prod(n for n in axes[1:] if isinstance(n, int))
+        fixed = (*axes[1:], *view.strides, view.offset)
+        if axes[0] != "T" or view.shape.count("T") != 1 or not all(isinstance(n, int) for n in fixed):
+            return False
+        return view.strides[view.shape.index("T")] == each
+
     def with_scores(self, names: Iterable[str]) -> "Graph":
         """The graph of an engine that shows these scores: where here they are not scaled until softmax does it, those
         that are, `NAME_scaled`; where the queries are scaled, q.k before it is, or, if these are shown and the scores
@@ -287,6 +313,11 @@ class Graph:
     def layer(self, n: int) -> list[Op]:
         """The ops of block `n`."""
         return [op for op in self if layer_of(op.name) == n]
+
+
+def token_axis(axes: Sequence[Axis]) -> int | None:
+    """The axis that counts tokens: the first, or that of queries before keys. None where neither does."""
+    return 0 if axes[:1] == ("T",) else 1 if axes[1:] == ("T", "S") else None
 
 
 def matmul_type(ops: Iterable[Op], file: GGUFFile) -> str:

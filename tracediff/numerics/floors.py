@@ -16,7 +16,7 @@ hard bound instead. No formula here knows of an engine; each kind of op has its 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,10 +57,14 @@ class Noise:
         bound = torch.add(self.hard, self.sigma, alpha=tail)
         return bound if self.turned is None else bound.add_(self.turned)
 
+    def mapped(self, of: Callable[[Tensor], Tensor]) -> "Noise":
+        """Some of the elements, or all in another shape, as a function makes them of each tensor."""
+        turned = None if self.turned is None else of(self.turned)
+        return replace(self, sigma=of(self.sigma), hard=of(self.hard), turned=turned)
+
     def part(self, cut: slice) -> "Noise":
         """Some of the elements, flat."""
-        turned = None if self.turned is None else self.turned.flatten()[cut]
-        return Noise(self.sigma.flatten()[cut], self.hard.flatten()[cut], turned, self.alike)
+        return self.mapped(lambda x: x.flatten()[cut])
 
     def without(self, lost: Tensor) -> "Noise":
         """None at the elements that are `lost`, bool of the same shape."""
@@ -68,8 +72,7 @@ class Noise:
 
     def reshaped(self, shape: Sequence[int]) -> "Noise":
         """The same elements in another shape."""
-        turned = None if self.turned is None else self.turned.reshape(shape)
-        return Noise(self.sigma.reshape(shape), self.hard.reshape(shape), turned, self.alike)
+        return self.mapped(lambda x: x.reshape(shape))
 
     @property
     def margin(self) -> float:

@@ -30,9 +30,9 @@ class Few:
 
     @classmethod
     def of(cls, by: Recomputation, record: OpRecord, scheme: Scheme) -> "Few | None":
-        """None where these are all, where a state is handed from one token to the next, or where nothing is off."""
+        """None where these are all, or where nothing is off."""
         op = by.graph[record.op]
-        if record.rows is not None or op.axes[0] != "T" or record.shape[0] <= _N or by.graph.states():
+        if record.rows is not None or op.axes[0] != "T" or record.shape[0] <= _N:
             return None
         off = (by.op(record, op, scheme, "f64").exact - by.values(record)).flatten(1).square().sum(1)
         few = structs.replace(record, rows=tuple(sorted(off.topk(_N).indices.tolist())))

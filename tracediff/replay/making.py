@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tracediff.model.graph import Op
+from tracediff.model.graph import Op, token_axis
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.evaluate import call_of, noise, rounding
@@ -48,6 +48,20 @@ class Recomputed:
         """How many times its expectation the squared error may be."""
         return max(_SEGMENT_MARGIN, self.noise.margin) if self.samples else self.noise.margin
 
+    def at(self, axis: int, rows: Sequence[int]) -> "Recomputed":
+        """Some rows of it along an axis."""
+
+        def picked(x: Tensor) -> Tensor:
+            return x.index_select(axis, torch.tensor(rows, device=x.device))
+
+        return replace(
+            self,
+            exact=picked(self.exact),
+            own=self.own.mapped(picked),
+            noise=self.noise.mapped(picked),
+            samples=tuple(map(picked, self.samples)),
+        )
+
     def bound(self, cut: slice | None = None) -> Tensor:
         """Of each element, or of some, flat. A sampled spread is that of its row: two samples say little of one
         element.
@@ -70,9 +84,14 @@ class Making:
     storage: str
     random: torch.Generator
     calls: Sequence[Call]
+    of: Rows = None  # the tokens that are wanted of an op that needs others as well; None: those it is made of
 
     def made(self, ys: Sequence[Tensor]) -> Recomputed:
         """Of what the calls came to."""
+        whole = self._whole(ys)
+        return whole if self.of is None else whole.at(token_axis(self.calls[0].op.axes) or 0, self.of)
+
+    def _whole(self, ys: Sequence[Tensor]) -> Recomputed:
         exact, (y, *samples) = self.calls[0], ys
         if exact.energy is None:
             y = y.double()  # be it multiplied in float32

@@ -102,10 +102,12 @@ class Recomputation:
     def _making(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Making:
         random, arithmetic = numbers_of(step, op.name), arithmetic_of(op, scheme, self.weights)
         calls = calls_of(op, self.inputs(step, op, scheme, rows), self.weights, arithmetic, random, self._n_samples)
-        return Making(self.recorded, step, rows, storage, random, calls)
+        read = self.graph.tokens_read(op, rows)
+        return Making(self.recorded, step, read, storage, random, calls, None if read == rows else rows)
 
     def inputs(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> list[Value]:
-        """What the op reads, in its order: of these tokens of the step, or of all tokens so far."""
+        """What the op reads to make these tokens of the step, in its order."""
+        rows = self.graph.tokens_read(op, rows)
         if op.kind == "state":
             before = self.recorded.before(step)
             parts = [self._value((before, name, None), scheme) for name in op.inputs] if before is not None else []
@@ -261,6 +263,7 @@ class Recomputation:
         """What is read for a value, the last first; of all steps so far those that are not there."""
         step, name, rows = place
         op, before = self.graph[name], self.recorded.before(step)
+        rows = self.graph.tokens_read(op, rows)
         for read, past in reversed(op.reads):
             if op.kind == "state":
                 yield from () if before is None else ((before, read, None),)

@@ -146,13 +146,14 @@ class Recorded:
 
     def holds_inputs(self, op: Op, record: OpRecord) -> list[bool]:
         """Of each input whether it is held, for all the tokens that the op reads it of."""
+        rows = self._graph.tokens_read(op, record.rows)
         if op.kind == "state":
             before = self.before(record.step)
             return [before is None or self.holds((before, name, None)) for name in op.inputs]
         return [
             record.step < self.first_lacking(name, self.sequence(record.step))
             if past is True
-            else self.holds((record.step, name, record.rows))
+            else self.holds((record.step, name, rows))
             for name, past in op.reads
         ]
 

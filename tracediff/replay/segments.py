@@ -65,19 +65,19 @@ class Segments:
     def _lacking(self, op: Op, rows: Rows, here: int, before: _Numbers, so_far: _Numbers) -> Iterable[str]:
         """Names of what is not held, of all that the op is made of."""
         found: set[_Place] = set()
-        stack = [*_read(op, rows, here, before, so_far)]
+        stack = [*self._read(op, rows, here, before, so_far)]
         while stack:
             name, tokens, pattern = place = stack.pop()
             if place not in found and not self._patterns.holds(pattern, name, tokens):
                 found.add(place)
-                stack += _read(self._graph[name], tokens, pattern, so_far if before else before, so_far)
+                stack += self._read(self._graph[name], tokens, pattern, so_far if before else before, so_far)
         return (name for name, _, _ in found)
 
-
-def _read(op: Op, rows: Rows, here: int, before: _Numbers, so_far: _Numbers) -> Iterator[_Place]:
-    """What the op reads: a state of the step before, others of this one or of all so far."""
-    for name, past in op.reads:
-        if past or op.kind == "state":
-            yield from ((name, None, pattern) for pattern in (before if op.kind == "state" else so_far))
-        else:
-            yield name, rows, here
+    def _read(self, op: Op, rows: Rows, here: int, before: _Numbers, so_far: _Numbers) -> Iterator[_Place]:
+        """What the op reads: a state of the step before, others of this one or of all so far."""
+        rows = self._graph.tokens_read(op, rows)
+        for name, past in op.reads:
+            if past or op.kind == "state":
+                yield from ((name, None, pattern) for pattern in (before if op.kind == "state" else so_far))
+            else:
+                yield name, rows, here
