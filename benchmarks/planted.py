@@ -1,6 +1,6 @@
 """The solver's own grammar planted at random: is what was planted named, or something that comes to the same?
 
-    python benchmarks/planted.py [--n 1000] [--pairs 100] [--seed 0] [--seconds 3600] [--out docs/planted.md]
+    python benchmarks/planted.py [--n 1000] [--pairs 100] [--twice 100] [--seed 0] [--seconds 3600] [--out OUT]
 
 An op of a small model, an edit of it and the edit's parameters are drawn; the engine in torch runs the edited model in
 float32 on a prompt and two decode steps, and its trace is checked without a reference, every op recorded or hidden
@@ -27,7 +27,7 @@ from second_opinion import Opinion
 
 from tracediff.diagnose.hypothesis import Hypothesis
 from tracediff.diagnose.solve.by_value import functions, maps, operands, outputs, readings
-from tracediff.diagnose.solve.edit import Edit
+from tracediff.diagnose.solve.edit import Edit, Priced
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, tensors, terms
 from tracediff.diagnose.solve.grammar import blank
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
@@ -59,19 +59,10 @@ EditedOp = tuple[Op, str]  # the op as it is planted, and the planted words
 def drawn(rng: random.Random, problem: Problem, sort: str) -> EditedOp | None:
     """An edit of this sort of the problem's op; None where it has none."""
     op, loops = problem.op, problem.loops
+    if sort in OF_LOOPS:
+        edit = _edit(rng, problem, sort)
+        return (problem.edited(edit), words_of(problem, edit)) if edit else None
     match sort:
-        case "another formula":
-            return _of(rng, problem, [p.edit for p in formulas.variants(problem)])
-        case "another input":
-            return _of(rng, problem, [p.edit for p in inputs.variants(problem)])
-        case "another weight":
-            return _of(rng, problem, [p.edit for p in tensors.variants(problem)])
-        case "nothing computed":
-            return _of(rng, problem, [p.edit for p in copies.variants(problem)])
-        case "fewer terms":
-            return _of(rng, problem, list(_fewer(rng, problem)))
-        case "another number":
-            return _of(rng, problem, list(_numbers(rng, problem)))
         case "another function":
             name = rng.choice(list(functions.NUMBERS))
             numbers = tuple(float(f"{rng.uniform(0.2, 2):.3g}") for _ in range(functions.NUMBERS[name]))
@@ -103,13 +94,41 @@ SORTS = (
 )  # fmt: skip
 
 
-def _of(rng: random.Random, problem: Problem, variants: list[Edit]) -> EditedOp | None:
+# What is edited in an op's loops: two such edits may be made one after the other.
+OF_LOOPS = ("another formula", "another input", "another weight", "another number", "fewer terms", "nothing computed")
+
+
+def twice(rng: random.Random, problem: Problem) -> tuple[EditedOp, tuple[str, ...]] | None:
+    """Two edits of the problem's op, and their sorts; None where one of them has none."""
+    sorts = rng.choice(OF_LOOPS[:-1]), rng.choice(OF_LOOPS[:-1])  # of what is not computed nothing else is seen
+    first = _edit(rng, problem, sorts[0])
+    bound = bound_of(problem, first) if first else None
+    if first is None or bound is None:
+        return None
+    rest = problem.given(bound)
+    second = _edit(rng, rest, sorts[1])
+    if second is None:
+        return None
+    words = f"{words_of(problem, first)}; and {words_of(rest, second)}"
+    return (problem.edited(Priced(second, 0.0).on(Priced(first, 0.0), words).edit), words), sorts
+
+
+def _edit(rng: random.Random, problem: Problem, sort: str) -> Edit | None:
+    """An edit of the loops that can be run."""
+    variants = {
+        "another formula": lambda: [p.edit for p in formulas.variants(problem)],
+        "another input": lambda: [p.edit for p in inputs.variants(problem)],
+        "another weight": lambda: [p.edit for p in tensors.variants(problem)],
+        "nothing computed": lambda: [p.edit for p in copies.variants(problem)],
+        "fewer terms": lambda: list(_fewer(rng, problem)),
+        "another number": lambda: list(_numbers(rng, problem)),
+    }[sort]()
     while variants:
         edit = variants.pop(rng.randrange(len(variants)))
         bound = bound_of(problem, edit)
         try:
             if bound and bound.output() is not None:
-                return problem.edited(edit), words_of(problem, edit)
+                return edit
         except CannotRunError:  # it divides integers by 0: an engine would crash
             continue
     return None
@@ -226,6 +245,15 @@ class Bed:
             words.append(f"{name}: {edit[1]}")
         return self._found(graph, Planted(self.name, capture, tuple(sorts), tuple(words)))
 
+    def plant_twice(self, rng: random.Random) -> Planted | None:
+        """Two edits in one op; None where they do not show."""
+        name = rng.choice([op.name for op in self.graph if blank(op, self.graph, self.weights)])
+        problem = blank(self.graph[name], self.graph, self.weights)
+        found = twice(rng, problem) if problem else None
+        if found is None or not self.shows(graph := self.graph.changed(found[0][0])):
+            return None
+        return self._found(graph, Planted(self.name, "all", found[1], (f"{name}: {found[0][1]}",)))
+
     def _found(self, graph: Graph, planted: Planted) -> Planted:
         path = self.traced(graph, "planted", planted.capture)
         names, claims = [words.partition(":")[0] for words in planted.words], dict[tuple[int, str], Hypothesis]()
@@ -283,6 +311,7 @@ and three types of weights, run by the engine in torch on a prompt and two decod
 the same values. *Located*: the right record, with facts in place of a cause. Edits that do not show in any record were
 drawn again. {tested} claims were tested by a second implementation: {false} are false. A check took
 {median:.1f} s of one core at the median, {most:.0f} s at most."""
+_COUNTS = {(1, 1): "one", (2, 2): "two at once", (2, 1): "two in one op"}  # by sorts and by ops
 _WHATS = ("named", "located", "misplaced", "missed", "undecided")
 
 
@@ -295,7 +324,7 @@ def page(done: list[Planted], command: str, seconds: float) -> str:
     )
     text = [head]
     groups: tuple[tuple[str, Callable[[Planted], str]], ...] = (
-        ("What is planted and recorded", lambda one: f"{('one', 'two at once')[len(one.sorts) - 1]}, {one.capture}"),
+        ("What is planted and recorded", lambda one: f"{_COUNTS[len(one.sorts), len(one.words)]}, {one.capture}"),
         ("By sort, one planted, every op recorded", lambda one: one.sorts[0] if _plain(one) else ""),
         ("By model, one planted, every op recorded", lambda one: one.model if _plain(one) else ""),
     )
@@ -327,6 +356,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=1000, help="plants of one edit")
     parser.add_argument("--pairs", type=int, default=100, help="plants of two edits")
+    parser.add_argument("--twice", type=int, default=100, help="plants of two edits in one op")
     parser.add_argument("--hidden", type=int, default=100, help="plants of one edit, hidden states alone recorded")
     parser.add_argument("--sort", choices=SORTS, action="append", help="draw edits of this sort alone; may be repeated")
     parser.add_argument("--seed", type=int, default=0)
@@ -338,11 +368,15 @@ def main() -> None:
     rng, began, done = random.Random(args.seed), time.monotonic(), list[Planted]()
     command = " ".join(["python", "benchmarks/planted.py", *sys.argv[1:]])
     wanted = [(1, "all")] * args.n + [(2, "all")] * args.pairs + [(1, "layers")] * args.hidden
+    wanted += [(0, "all")] * args.twice
     rng.shuffle(wanted)
     with tempfile.TemporaryDirectory() as folder:
         beds = [Bed(Path(folder), family, weights) for family in SHAPES for weights in WEIGHTS]
         for n, capture in wanted:
-            drawn_ones = (rng.choice(beds).plant(rng, n, capture, args.sort or SORTS) for _ in range(_DRAWS))
+            drawn_beds = (rng.choice(beds) for _ in range(_DRAWS))
+            drawn_ones = (
+                bed.plant(rng, n, capture, args.sort or SORTS) if n else bed.plant_twice(rng) for bed in drawn_beds
+            )
             one = next((planted for planted in drawn_ones if planted), None)
             if one:
                 done.append(one)

@@ -97,6 +97,18 @@ def test_what_runs_through_a_state_needs_all_tokens(
     assert (code, error) == (0, ""), output
 
 
+def test_rows_are_made_of_whole_values_whose_heads_come_first(
+    tiny: Callable[[str], Path], llama_cpp_trace: Callable[..., Path], cli: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Capped scores have no name of their own: a record of them counts no tokens, one of probabilities does."""
+    model = tiny("gemma2")
+    whole = llama_cpp_trace(model)
+    partial = trim(whole, tmp_path / "partial.trace", lambda r: last_token(r) if r.op.endswith("attn_probs") else None)
+    code, output, error = cli("check", partial, "--model", model)
+    assert (code, error) == (0, ""), output
+
+
 def test_every_partial_record_is_judged(models: Models, llama_cpp_trace: Callable[..., Path], tmp_path: Path) -> None:
     """By a replay that can see: norms, projections and sums from recorded inputs, attention from all K and V."""
     model = models("k-quants", "Q4_K_M")

@@ -26,6 +26,7 @@ class Assumed:
     look: str = ""  # where in an engine, of what no known mistake is
     number: float | None = None  # that was fitted to a segment
     in_some_steps: bool = False  # other steps do not have it
+    n_edits: int = 1
     common: str = ""  # what is wrong in words that suit it in other ops, where its own do not
 
 
@@ -62,7 +63,7 @@ class Hypothesis:
         blindly = KNOWN_BLINDLY if self.local.blind else KNOWN_IN_SEGMENT
         blindly = EDITED_IN_SEGMENT if SOLVED in self.mistakes else blindly
         each = KNOWN if len(self.local.segment) == 1 else blindly
-        return sum(each + (FITTED if part.fitted else 0.0) for part in self.parts)
+        return sum(part.n_edits * each + (FITTED if part.fitted else 0.0) for part in self.parts)
 
     @property
     def score(self) -> float:

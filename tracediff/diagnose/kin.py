@@ -5,13 +5,14 @@ the same numbers wherever it is.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from tracediff.diagnose.budget import Budget, Progress, within
 from tracediff.diagnose.hypothesis import PART, SOLVED, Assumed, Hypothesis, Least, Way, to_beat
-from tracediff.diagnose.solve import segments, solver
+from tracediff.diagnose.solve import pairs, segments, solver
 from tracediff.diagnose.solve.edit import Solved
 from tracediff.diagnose.trials import Trials
 from tracediff.model.graph import Graph
@@ -38,6 +39,7 @@ How = Callable[[segments.SegmentSearch], Iterator[Solved]]
 # Seconds that a search of a segment must have, for each value of its weights, or it is not begun: a quarter of what
 # all of it takes. On one core, a layer of 15 million took 10 seconds and four minutes.
 _SECONDS: Mapping[How, float] = {segments.SegmentSearch.called: 2e-7, segments.SegmentSearch.computed: 4e-6}
+_A_SHARE = 4  # of the time that is left a search of pairs of edits takes no more than one of so many
 _ALIKE = 4  # edits of an op that come to the same in a record, and not in others as a rule
 # Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
 # With 4e7 on two cores it took a minute.
@@ -100,10 +102,12 @@ class Search:
         if len(vain) >= _SEARCHES:
             return self._fewest(self.one_more(one), one)
         here = [h for h in tried.first(_ALIKE) if h.pays(one.error) and not self._is_soon_suited(h, one.record)]
+        began = time.monotonic()
         if found_one := self._solved(one, [h.but_in_some_steps() for h in here]):
             return found_one
         if len(one.error.segment) == 1:
-            return self._fewest(self.one_more(one) or self._several(one, tried), one)
+            seconds = time.monotonic() - began
+            return self._fewest(self.one_more(one) or self._several(one, tried), one) or self._in_pairs(one, seconds)
         return (
             self._solved(one, how=segments.SegmentSearch.called)
             or self._fewest(self.one_more(one) or self._several(one, tried), one)
@@ -142,17 +146,35 @@ class Search:
         return [other for other in self._kin.in_vain if split(other.record.op)[1] == split(one.record.op)[1]]
 
     def _solved(self, one: Faulty, in_some: Iterable[Hypothesis] = (), how: How | None = None) -> Hypothesis | None:
-        """What the solver makes of it. What other steps contradict is taken last, and where no number was fitted: it is
-        made in some steps alone. So are those `in_some` that were found before.
+        """What the solver makes of it; `in_some` steps alone were found before."""
+        return self._explaining(self._solutions(one, how), one, in_some, at_once=how is not None)
+
+    def _in_pairs(self, one: Faulty, seconds: float) -> Hypothesis | None:
+        """Two edits of an op by itself, where one took so many `seconds` to be sought in vain."""
+        if not self._budget.has(_A_SHARE * pairs.BEAM * seconds):
+            self._kin.unsought[one.at] = one
+            return None
+        check = self._budget.check
+        return self._explaining(solver.explanations(self._replay, one.record, check, pairs.pairs), one)
+
+    def _explaining(
+        self,
+        solutions: Iterable[tuple[Solved, Scheme | None]],
+        one: Faulty,
+        in_some: Iterable[Hypothesis] = (),
+        at_once: bool = False,
+    ) -> Hypothesis | None:
+        """The first that explains the record and all that is asked of its kin, or the best of a few. What other steps
+        contradict is taken last, and where no number was fitted: it is made in some steps alone.
         """
         found, in_some = list[Hypothesis](), [*in_some]
-        for solved, scheme in self._solutions(one, how):
+        for solved, scheme in solutions:
             self._budget.check()  # of a state of NaN thousands are found at once
             try:
                 local = self._replay.under(one.record, solved.ops, to_beat(one.error), scheme)
             except CircularError:
                 continue
-            part = Assumed(SOLVED, solved.words, solved.words, solved.fitted, solved.look)
+            part = Assumed(SOLVED, solved.words, solved.words, solved.fitted, solved.look, n_edits=solved.n_edits)
             hypothesis = Hypothesis((part,), solved.ops, local)
             if self._explains(hypothesis, one):
                 found.append(hypothesis)
@@ -160,7 +182,7 @@ class Search:
                     return hypothesis  # none of the others could explain more
             elif not solved.fitted and hypothesis.pays(one.error):
                 in_some.append(hypothesis.but_in_some_steps())
-                if how and self._kin.some and all(self._carried(in_some[-1], other) for other in self._kin.some):
+                if at_once and self._kin.some and all(self._carried(in_some[-1], other) for other in self._kin.some):
                     return in_some[-1]  # of thousands of edits few are tried in vain for one that all steps have
             if len(found) == _ALIKE:
                 break

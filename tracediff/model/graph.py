@@ -12,7 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.hparams import HParams
-from tracediff.names import layer_of
+from tracediff.names import layer_of, token_axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,22 +197,21 @@ class Graph:
     def tokens_read(self, op: Op, rows: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """Of which tokens of the step an op reads its inputs to make these `rows` of its output; None: of all.
 
-        Of the same, where what it makes of a token follows from what is read of that one: its output and its inputs
-        count tokens along their first axis, or that of queries. A convolution over tokens and what runs through a state
-        need all of them.
+        Of the same, where what it makes of a token follows from what is read of that one, as the axes of its output and
+        of its inputs tell. A convolution over tokens and what runs through a state need all of them.
         """
         return rows if rows is None or self._is_by_token(op) else None
 
     def _is_by_token(self, op: Op) -> bool:
         reads = zip(op.reads, op.seen, strict=True)
         of_token = (past or self._is_of_token(name, view) for (name, past), view in reads)
-        return token_axis(op.axes) is not None and all(of_token)
+        return _counts_tokens(op.name, op.axes) and all(of_token)
 
     def _is_of_token(self, name: str, view: View | None) -> bool:
         """Whether an input has what is read of a token at that token's own place."""
         axes = ("T",) if name in SOURCES else self[name].axes
         if view is None:
-            return token_axis(axes) is not None
+            return _counts_tokens(name, axes)
         each = math.prod(n for n in axes[1:] if isinstance(n, int))
         fixed = (*axes[1:], *view.strides, view.offset)
         if axes[0] != "T" or view.shape.count("T") != 1 or not all(isinstance(n, int) for n in fixed):
@@ -315,9 +314,9 @@ class Graph:
         return [op for op in self if layer_of(op.name) == n]
 
 
-def token_axis(axes: Sequence[Axis]) -> int | None:
-    """The axis that counts tokens: the first, or that of queries before keys. None where neither does."""
-    return 0 if axes[:1] == ("T",) else 1 if axes[1:] == ("T", "S") else None
+def _counts_tokens(name: str, axes: Sequence[Axis]) -> bool:
+    """Whether a value has a row for each token where a record of that name has it."""
+    return axes[token_axis(name) : token_axis(name) + 1] == ("T",)
 
 
 def matmul_type(ops: Iterable[Op], file: GGUFFile) -> str:

@@ -8,6 +8,7 @@ import torch
 from msgspec import structs
 
 from tracediff.model.graph import SOURCES, Op
+from tracediff.names import token_axis
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.nmse import nmse
 from tracediff.replay.look import look
@@ -52,10 +53,12 @@ class Few:
         own = self.by.graph.ops.get(op.name)
         if own and own.inputs == op.inputs and op.function is own.function and op.rework is own.rework:
             return True
-        if "T" not in op.axes or not {op.name, *op.inputs} <= {*self.by.graph.ops, *SOURCES}:
+        if not {op.name, *op.inputs} <= {*self.by.graph.ops, *SOURCES}:
             return False
+        if self.by.graph.tokens_read(op, self.record.rows) is None:
+            return True
         records = (structs.replace(self.record, op=op.name, rows=rows) for rows in (self.record.rows, None))
         few, whole = (self.by.op(record, op, self.scheme, "f64").exact for record in records)
-        of_whole = whole.index_select(op.axes.index("T"), torch.tensor(self.record.rows, device=whole.device))
+        of_whole = whole.index_select(token_axis(op.name), torch.tensor(self.record.rows, device=whole.device))
         differs = few != of_whole  # not where a mask makes both infinite
         return nmse(few[differs], of_whole[differs]) <= _SAME or not differs.any()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tracediff.model.graph import Op, token_axis
+from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.evaluate import call_of, noise, rounding
@@ -89,7 +89,7 @@ class Making:
     def made(self, ys: Sequence[Tensor]) -> Recomputed:
         """Of what the calls came to."""
         whole = self._whole(ys)
-        return whole if self.of is None else whole.at(token_axis(self.calls[0].op.axes) or 0, self.of)
+        return whole if self.of is None else whole.at(self.calls[0].op.axes.index("T"), self.of)
 
     def _whole(self, ys: Sequence[Tensor]) -> Recomputed:
         exact, (y, *samples) = self.calls[0], ys

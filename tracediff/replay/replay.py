@@ -102,6 +102,8 @@ class Replay:
                 record = self.trace.ops.get((step, op.name))
                 if record is None or not record.has_data or self.trace.own(record) == []:
                     continue
+                if record.rows is not None and "T" not in op.axes:  # of what has no tokens none can be picked
+                    continue
                 if self._recorded.can_be_made(record.step, record.op):
                     yield record
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from tracediff.names import kind_of
+from tracediff.names import token_axis
 
 VERSION = 1
 DType = Literal["f64", "f32", "f16", "bf16"]
@@ -157,8 +157,8 @@ class OpRecord(Values, frozen=True, omit_defaults=True, kw_only=True, tag_field=
 
     @property
     def token_axis(self) -> int:
-        """The axis of `shape` that counts tokens: heads come before it in scores and probabilities."""
-        return 1 if kind_of(self.op) in ("scores", "softmax") else 0
+        """The axis of `shape` that counts tokens."""
+        return token_axis(self.op)
 
     def holds(self, rows: Rows) -> bool:
         """Whether these tokens of the step are among the record's."""

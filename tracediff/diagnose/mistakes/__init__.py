@@ -32,6 +32,8 @@ _AREAS = (
 BANK = {mistake.name: mistake for area in _AREAS for mistake in area.AREA}
 # What was never added to a sum leaves what a weight of zeros does, and is said first: an engine has many weights.
 BANK["weight_zero"] = BANK.pop("weight_zero")
+# After that what makes next to nothing of weights, as bfloat16 does of float16's bits: beside a bias it is the same.
+BANK["block_scale_bits"] = BANK.pop("block_scale_bits")
 # What may come to the same, seen from the end of a segment: silu(up) * gate is what comes of swapped weights too, rope
 # in the other pairing is the right rope of rows permuted (q and k alike, so that q.k is the same), and so on.
 ALIKE = {

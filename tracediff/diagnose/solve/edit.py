@@ -165,6 +165,20 @@ class Priced:
     look: str = "the loops, indices and arithmetic of its kernel"
     fitted: bool = False  # whether a number in it was fitted
 
+    def on(self, before: Self, words: str) -> Self:
+        """Both edits: this one was made in the loops of the other."""
+        edit, other = self.edit, before.edit
+        both = Edit(
+            words,
+            edit.source,
+            "both",
+            (*other.arrays, *edit.arrays),
+            (*other.numbers, *edit.numbers),
+            (*other.weights, *edit.weights),
+        )
+        look = "; ".join(dict.fromkeys((before.look, self.look)))
+        return replace(self, edit=both, bits=before.bits + self.bits, look=look, fitted=before.fitted or self.fitted)
+
 
 @dataclass(frozen=True, slots=True)
 class Reworked:
@@ -220,3 +234,4 @@ class Solved:
     bits: float
     look: str  # where in an engine
     fitted: bool = False  # whether a number in it was fitted
+    n_edits: int = 1

@@ -2,6 +2,7 @@
 others, from the right values. What does not pass the look is not computed in whole.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -140,15 +141,18 @@ class Look:
 
     def _at(self, hypothesis: Bound, touches: Touches, other: Bound | None = None) -> Shares:
         """By its own values, or by those only that are the same under another."""
-        if touches == "places":
-            return self._seen(*self._moved(hypothesis))
-        look = self._part if touches == "values" else self._sampled
-        at, made = look(hypothesis)
+        at, made = self._made(hypothesis, touches)
         if other:
-            also = look(other)[1]
+            also = self._made(other, touches)[1]
             same = agree(made, also, np.zeros(1))
             at, made = at[same], made[same]
         return self._seen(at, made)
+
+    def _made(self, hypothesis: Bound, touches: Touches) -> tuple[np.ndarray, np.ndarray]:
+        """Places that are looked at, and the values there."""
+        if touches == "places":
+            return self._moved(hypothesis)
+        return (self._part if touches == "values" else self._sampled)(hypothesis)
 
     def _sampled(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:
         """The values at some places, by the turns of the loops that store to them last."""
@@ -192,6 +196,17 @@ class Look:
         if not stores:
             raise CannotRunError("nothing is stored")
         return _joined(stores)
+
+    def share(self, hypothesis: Bound, touches: Touches) -> float:
+        """Of the squared error what a hypothesis leaves, by what is looked at; infinite where its loops cannot run."""
+        problem = self.problem
+        try:
+            at, made = self._made(hypothesis, touches)
+        except CannotRunError:
+            return math.inf
+        with np.errstate(all="ignore"):
+            before, left = (np.square(x - problem.recorded[at]).sum() for x in (problem.exact[at], made))
+            return float(np.nan_to_num(left / before, nan=math.inf))
 
     def left(self, hypothesis: Bound) -> np.ndarray:
         """Of the part that is looked at what is left of the recorded values, relative to how near it must come."""

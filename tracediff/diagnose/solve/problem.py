@@ -1,7 +1,7 @@
 """One faulty op with all that is known of it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -74,6 +74,10 @@ class Problem:
             last = self.graph.hparams.n_layer - 1
             found.append(Read(f"blk.{layer - 1}.{local}") if layer else Read(f"blk.{last}.{local}", "before"))
         return [read for read in dict.fromkeys(found) if (held := self.held(read)) is not None and held.size]
+
+    def given(self, edited: Bound) -> "Problem":
+        """The same op with edited loops for right ones: what these leave is to be explained."""
+        return replace(self, loops=edited, exact=edited.output().ravel())
 
     def edited(self, edit: Edit, beyond: bool = False) -> Op:
         """The op with an edit of its loops. `beyond`: some values follow from what lies beyond an array."""

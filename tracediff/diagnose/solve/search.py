@@ -25,18 +25,11 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
 
     `check` raises where the time is over.
     """
-    look, whole, partial = Look(problem), [], []
-    for priced in _hypotheses(problem, look):
-        check()
-        bound = bound_of(problem, priced.edit)
-        seen = look.at(bound, priced.edit.touches) if bound else None
-        if seen and seen.passes:
-            whole.append(priced)
-        elif seen and seen.wrong >= NEARLY_ALL:  # to be tried in a region
-            partial.append(priced)
+    look, partial = Look(problem), list[Priced]()
+    whole = [*passing(problem, look, check, partial)]
     # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].
     alike = sorted(whole, key=lambda one: (one.bits, len(one.edit.source)))
-    yield from filter(None, (_solved(problem, one) for one in alike))
+    yield from filter(None, (verified(problem, one) for one in alike))
     others = [*outputs.variants(problem), *functions.variants(problem), *misread.variants(problem)]
     others += [*operands.variants(problem, look), *caches.variants(problem)]
     yield from sorted(others, key=lambda one: one.bits)
@@ -44,8 +37,22 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
     yield from sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)
 
 
-def _solved(problem: Problem, priced: Priced) -> Solved | None:
-    """The changed op; None where most of what is wrong, zeros apart, would follow from what nobody knows."""
+def passing(
+    problem: Problem, look: Look, check: Callable[[], None], partial: list[Priced] | None = None
+) -> Iterator[Priced]:
+    """Edits that nothing speaks against at a look; those that give what is wrong alone are added to `partial`."""
+    for priced in hypotheses(problem, look):
+        check()
+        bound = bound_of(problem, priced.edit)
+        seen = look.at(bound, priced.edit.touches) if bound else None
+        if seen and seen.passes:
+            yield priced
+        elif seen and seen.wrong >= NEARLY_ALL and partial is not None:  # to be tried in a region
+            partial.append(priced)
+
+
+def verified(problem: Problem, priced: Priced) -> Solved | None:
+    """The op so changed; None where most of what is wrong, zeros apart, would follow from what nobody knows."""
     if _is_as_true_of_the_right(problem, priced.edit):
         return None
     words, unknown = words_of(problem, priced.edit), np.zeros(0, int)
@@ -77,7 +84,8 @@ def words_of(problem: Problem, edit: Edit) -> str:
     return Speaker(problem.op, problem.loops).said(edit, bound)
 
 
-def _hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
+def hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
+    """Every edit of the op's loops, of what they read and of their numbers; nothing of them was computed."""
     yield from copies.variants(problem)
     yield from numbers.variants(problem, look.left)
     yield from numbers.constants(problem, look.left)

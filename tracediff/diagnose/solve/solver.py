@@ -12,6 +12,8 @@ from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
 
+How = Callable[[Problem, Callable[[], None]], Iterator[Solved]]
+
 
 def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None) -> Problem | None:
     """The problem that a record poses under an arithmetic; None where its op has no loops, or some tokens were not
@@ -34,10 +36,13 @@ def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None) -> Probl
     return posed(op, replay.graph, replay.weights, known, held, names)
 
 
-def explanations(replay: Replay, record: OpRecord, check: Callable[[], None]) -> Iterator[tuple[Solved, Scheme | None]]:
+def explanations(
+    replay: Replay, record: OpRecord, check: Callable[[], None], how: How = solve
+) -> Iterator[tuple[Solved, Scheme | None]]:
     """What gives a faulty record, the cheapest first, and the arithmetic under which it was found, where none is
-    settled. Nothing where its op has no loops. `check` raises where the time is over.
+    settled; `how` it is sought: one edit, or two (`pairs`). Nothing where its op has no loops. `check` raises where the
+    time is over.
     """
     for scheme in replay.plain_ones(record):
         problem = problem_of(replay, record, scheme)
-        yield from ((solved, scheme) for solved in solve(problem, check)) if problem else ()
+        yield from ((solved, scheme) for solved in how(problem, check)) if problem else ()
