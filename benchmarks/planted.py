@@ -27,7 +27,7 @@ from second_opinion import Opinion
 
 from tracediff.diagnose.hypothesis import Hypothesis
 from tracediff.diagnose.solve.by_value import functions, maps, operands, outputs, readings
-from tracediff.diagnose.solve.edit import Edit, Priced
+from tracediff.diagnose.solve.edit import AND, Edit, Priced
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, tensors, terms
 from tracediff.diagnose.solve.grammar import blank
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
@@ -109,7 +109,7 @@ def twice(rng: random.Random, problem: Problem) -> tuple[EditedOp, tuple[str, ..
     second = _edit(rng, rest, sorts[1])
     if second is None:
         return None
-    words = f"{words_of(problem, first)}; and {words_of(rest, second)}"
+    words = words_of(problem, first) + AND + words_of(rest, second)
     return (problem.edited(Priced(second, 0.0).on(Priced(first, 0.0), words).edit), words), sorts
 
 

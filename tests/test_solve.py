@@ -22,8 +22,9 @@ from tracediff.diagnose.solve.by_value.maps import Map
 from tracediff.diagnose.solve.by_value.outputs import MovedOutput
 from tracediff.diagnose.solve.by_value.readings import Reading, RowRun, words_of_rows
 from tracediff.diagnose.solve.by_value.regions import Along, Region, around, widest
-from tracediff.diagnose.solve.edit import Edit, OtherTensor, Read, relayered
+from tracediff.diagnose.solve.edit import AND, Edit, OtherTensor, Read, relayered
 from tracediff.diagnose.solve.edits.formulas import edits
+from tracediff.diagnose.solve.grammar import edited
 from tracediff.diagnose.solve.loops.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.loops.bound import bind
 from tracediff.diagnose.solve.loops.interpret import Run
@@ -425,6 +426,35 @@ def test_an_edit_that_nobody_listed_is_found(
         assert op.cause, op.shape
         assert said in op.cause.text
         assert op.cause.nmse <= op.cause.floor < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "blk.1.ffn_gate",
+            "reads attn_norm where ffn_norm belongs; and the sum takes only input channels 0 to 254: the last is left "
+            "out",
+        ),
+        (
+            "blk.1.attn_norm",
+            "the scale is computed with 2 / sqrt(squares / 256 + eps), where 1 / sqrt(squares / 256 + eps) belongs; "
+            "and uses ffn_norm.weight where attn_norm.weight belongs",
+        ),
+    ],
+)
+def test_two_edits_of_one_op_are_found(models: Models, tmp_path: Path, name: str, said: str) -> None:
+    """And planted by the words that the report has of them."""
+    model = models("k-quants")
+    file = GGUFFile(model)
+    op = edited(build_graph(file)[name], build_graph(file), Weights(file), said)
+    assert op
+    faulty = explained(model, tmp_path, lambda _: op)
+    assert {op.op for op in faulty} == {name}
+    for one in faulty:
+        assert one.cause, one.shape
+        assert {*one.cause.text.split(AND)} == {*said.split(AND)}
+        assert one.cause.nmse <= one.cause.floor < 1e-9
 
 
 def test_a_norm_of_a_sum_is_found(models: Models, tmp_path: Path) -> None:

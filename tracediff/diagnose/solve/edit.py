@@ -21,6 +21,7 @@ from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Made, one_rounding
 
+AND = "; and "  # between the words of two edits of one op
 Touches = Literal["values", "places", "both"]  # what is stored, or where and in which order
 When = Literal["now", "all", "before"]  # in this step, in all so far, or what a buffer holds from earlier ones
 _SPANS: dict[When, Span] = {"now": False, "all": True, "before": "before"}  # as ops name it

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from tracediff.diagnose.solve.by_value import functions, maps, operands, outputs, readings
-from tracediff.diagnose.solve.edit import SOURCES, Edit, Priced
+from tracediff.diagnose.solve.edit import AND, SOURCES, Edit, Priced
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, lanes, numbers, tensors, terms
 from tracediff.diagnose.solve.loops.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.loops.bound import bind, flat
@@ -40,6 +40,10 @@ EXAMPLES = (
     ("another formula", "silu is computed with 2 + exp(-ffn_gate), where 1 + exp(-ffn_gate) belongs"),
     ("another number", "positions are 1 too high"),
     ("few wrong weights", "row 3 of ffn_down.weight differs in column 5 alone: 0.125"),
+    (
+        "two edits",
+        "reads attn_norm where ffn_norm belongs; and the sum takes only input channels 0 to 254: the last is left out",
+    ),
     ("nothing computed", "all values are 0, as if nothing was stored"),
 )
 
@@ -52,11 +56,21 @@ def edited(op: Op, graph: Graph, weights: Weights, words: str) -> Op | None:
     found = [*_maps(problem, words), *_functions(problem, words), *_readings(problem, words)]
     if found:
         return found[0]
+    if priced := _priced(problem, words):
+        return problem.edited(priced.edit)
+    first, _, second = words.partition(AND)
+    before = _priced(problem, first) if second else None
+    bound = bound_of(problem, before.edit) if before else None
+    after = _priced(problem.given(bound), second) if bound else None
+    return problem.edited(after.on(before, words).edit) if before and after else None
+
+
+def _priced(problem: Problem, words: str) -> Priced | None:
+    """The edit of the loops that has these words."""
     for priced in every(problem):
-        edit = priced.edit
-        said = edit.words or words  # those of formulas are made one by one
-        if said == words and _said(problem, edit) == words:
-            return problem.edited(edit)
+        said = priced.edit.words or words  # those of formulas are made one by one
+        if said == words and _said(problem, priced.edit) == words:
+            return priced
     return None
 
 

@@ -198,15 +198,17 @@ class Look:
         return _joined(stores)
 
     def share(self, hypothesis: Bound, touches: Touches) -> float:
-        """Of the squared error what a hypothesis leaves, by what is looked at; infinite where its loops cannot run."""
+        """Of the squared error what a hypothesis leaves, by what is looked at, each up to a factor: numbers are fitted
+        afterwards. Infinite where its loops cannot run.
+        """
         problem = self.problem
         try:
             at, made = self._made(hypothesis, touches)
         except CannotRunError:
             return math.inf
         with np.errstate(all="ignore"):
-            before, left = (np.square(x - problem.recorded[at]).sum() for x in (problem.exact[at], made))
-            return float(np.nan_to_num(left / before, nan=math.inf))
+            left, before = (_unlike(x, problem.recorded[at]) for x in (made, problem.exact[at]))
+            return float(np.nan_to_num(left / before, nan=math.inf, posinf=math.inf))
 
     def left(self, hypothesis: Bound) -> np.ndarray:
         """Of the part that is looked at what is left of the recorded values, relative to how near it must come."""
@@ -271,6 +273,11 @@ class Look:
 def _joined(stores: list[Stored]) -> tuple[np.ndarray, np.ndarray]:
     at, values = (np.concatenate([getattr(stored, x) for stored in stores]) for x in ("at", "values"))
     return at, values
+
+
+def _unlike(x: np.ndarray, y: np.ndarray) -> np.float64:
+    """Of the squares of y what no multiple of x gives."""
+    return np.float64(1 - (x @ y) ** 2 / ((x @ x) * (y @ y)))
 
 
 def spread(values: np.ndarray, n: int) -> np.ndarray:

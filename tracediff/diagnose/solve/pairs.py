@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 
-from tracediff.diagnose.solve.edit import Edit, Priced, Solved
+from tracediff.diagnose.solve.edit import AND, Edit, Priced, Solved
 from tracediff.diagnose.solve.edits import terms
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
@@ -25,12 +26,13 @@ def pairs(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
         assert bound
         try:
             rest = problem.given(bound)
-            if not bound.places():  # where nothing is stored no other edit shows
-                continue
+            at = [stored.at for stored in bound.places()]
+            if not at or any(one.min() < 0 or one.max() >= problem.exact.size for one in at if one.size):
+                continue  # nothing shows beside what is not stored, or beyond the output
         except CannotRunError:
             continue
         both = (
-            second.on(first, f"{words_of(problem, first.edit)}; and {words_of(rest, second.edit)}")
+            second.on(first, words_of(problem, first.edit) + AND + words_of(rest, second.edit))
             for second in passing(rest, Look(rest), check)
         )
         solved = (verified(problem, one) for one in sorted(both, key=lambda one: one.bits))
@@ -46,8 +48,8 @@ def _largest(problem: Problem, check: Callable[[], None]) -> list[Priced]:
         bound = bound_of(problem, edit)
         return look.share(bound, edit.touches) if bound else math.inf
 
-    for priced in (*hypotheses(problem, look), *terms.counted(problem, share)):
-        part = share(priced.edit)
+    for priced in chain(hypotheses(problem, look), terms.counted(problem, share)):
+        part = math.inf if priced.fitted else share(priced.edit)  # a number is fitted to what another edit leaves
         if part <= _PART and (part not in left or priced.bits < left[part].bits):
             left[part] = priced
     return [left[part] for part in sorted(left)[:BEAM]]
