@@ -50,6 +50,7 @@ from tracediff.numerics.arithmetic import EXACT, scheme_named
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import softmax, weighted_values
+from tracediff.numerics.kinds.linear import linear
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.numerics.kinds.rope import Rope
 from tracediff.numerics.kinds.rope import rope as turned
@@ -285,16 +286,21 @@ def test_scores_of_no_name_are_not_scaled(models: Models) -> None:
 
 
 def traced(
-    path: Path, folder: Path, *changed: Callable[[Graph], Op], capture: Capture = "all", n_decode: int = 1
+    path: Path,
+    folder: Path,
+    *changed: Callable[[Graph], Op],
+    capture: Capture = "all",
+    n_decode: int = 1,
+    prompt: tuple[int, ...] = PROMPT,
 ) -> Replay:
     """The trace of the torch engine that computes some ops in another way, in a prompt and decoded tokens."""
     file = GGUFFile(path)
     graph, weights = build_graph(file), Weights(file, torch.float32)
     with TraceWriter(folder / "t.trace", "solve", graph.hparams.arch) as writer:
         engine = TorchEngine(graph.changed(*(change(graph) for change in changed)), weights)
-        engine.run(0, StepInput(PROMPT, tuple(range(len(PROMPT)))), TensorWriter(writer, capture))
+        engine.run(0, StepInput(prompt, tuple(range(len(prompt)))), TensorWriter(writer, capture))
         for i in range(n_decode):
-            engine.run(1 + i, StepInput((DECODED + i,), (len(PROMPT) + i,)), TensorWriter(writer, capture))
+            engine.run(1 + i, StepInput((DECODED + i,), (len(prompt) + i,)), TensorWriter(writer, capture))
     return Replay(Trace(folder / "t.trace"), graph, Weights(file))
 
 
@@ -455,6 +461,55 @@ def test_two_edits_of_one_op_are_found(models: Models, tmp_path: Path, name: str
         assert one.cause, one.shape
         assert {*one.cause.text.split(AND)} == {*said.split(AND)}
         assert one.cause.nmse <= one.cause.floor < 1e-9
+
+
+def with_matrix(other: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A matmul of another matrix."""
+    return lambda x, weight, bias=None: linear(x, other(weight.clone()), bias)
+
+
+def scaled(weight: torch.Tensor, **columns: float) -> torch.Tensor:
+    for column, by in columns.items():
+        weight[:, int(column[1:])] *= by
+    return weight
+
+
+def adapted(weight: torch.Tensor) -> torch.Tensor:
+    n_out, n_in = weight.shape
+    return weight + 0.01 * torch.linspace(-1, 1, n_out).to(weight)[:, None] * torch.arange(n_in).to(weight).cos()
+
+
+def stale(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    v = v.clone()
+    v[3] = v[3].flip(-1) + 0.25
+    return weighted_values(p, v)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "said"),
+    [
+        ("attn_q", with_matrix(lambda w: scaled(w, c7=2)), "attn_norm's channel 7: it counts 2 times"),
+        ("ffn_down", with_matrix(lambda w: scaled(w, c7=0)), "ffn_act's channel 7: it counts nothing"),
+        ("ffn_up", with_matrix(lambda w: w.index_fill(1, torch.tensor([90]), 0.25)),
+         "ffn_norm's channel 90: its column of ffn_up.weight is another"),
+        ("attn_v", with_matrix(adapted), "the error is of rank 1, as an adapter (LoRA) of that rank would leave"),
+        ("attn_kqv", stale, "attn_v of position 3: as if what is cached there was another"),
+    ],
+)  # fmt: skip
+def test_what_an_error_of_low_rank_follows_is_said(
+    models: Models, tmp_path: Path, name: str, function: Callable[..., torch.Tensor], said: str
+) -> None:
+    replay = traced(
+        models("k-quants"),
+        tmp_path,
+        lambda graph: replace(graph[f"blk.1.{name}"], function=function),
+        prompt=tuple(range(3, 20)),
+    )
+    in_time = Budget(30)  # for one edit, not for two at once
+    faulty = [op for op in Explainer(replay).explain(judged(replay), budget=in_time) if op.status == "faulty"]
+    assert {op.op for op in faulty} == {f"blk.1.{name}"}
+    assert not faulty[0].cause
+    assert said in str(faulty[0].shape)
 
 
 def test_a_norm_of_a_sum_is_found(models: Models, tmp_path: Path) -> None:

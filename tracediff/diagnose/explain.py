@@ -10,6 +10,7 @@ from tracediff.diagnose.error_shape import describe, describe_choice
 from tracediff.diagnose.evidence import shown
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
 from tracediff.diagnose.kin import Faulty, Kin, Search, ends_soon, several_layers
+from tracediff.diagnose.low_rank import followed
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.solve.edit import Read
 from tracediff.diagnose.trials import Trials
@@ -187,6 +188,8 @@ class Explainer:
         is_choice = KINDS[op.kind].picks is not None and bool(known.recorded.isfinite().all())
         of_places = describe_choice(known.recorded, known.exact) if is_choice else ""
         shape = of_places or describe(known.recorded, known.exact, axes)
+        if len(one.error.segment) == 1 and (of := followed(op, known, self._replay.weights)):
+            shape = f"{of}; {shape}"
         untried = several_layers(one.error.segment) and not ends_soon(self._replay, one)
         return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
 

@@ -12,8 +12,8 @@ from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import bound_of, hypotheses, passing, verified, words_of
 
-BEAM = 6  # edits on top of which another one is sought
-_PART = 0.9  # of the squared error: of two independent mistakes the larger makes half
+BEAM = 4  # edits on top of which another one is sought
+_PART = 0.5  # of the squared error: of two independent mistakes the larger makes as much
 
 
 def pairs(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:

@@ -34,6 +34,8 @@ class _Seen(Run):
 
     def _store(self, name: str, at: Value, value: Value) -> None:
         if self.found is None:
+            if not {"h", "t", "s"} <= self._names.keys():  # edited before
+                raise CannotRunError("no heads, queries or keys")
             shape = [self._names[v].size for v in ("h", "t", "s")]
             seen = np.broadcast_to(self.value(self.test), [*shape, *[1] * (self._rank - 3)])
             self.found = seen.reshape(shape)
