@@ -85,8 +85,8 @@ class Noise:
         """
         alike = self.alike if self.sigma.numel() % self.alike == 0 else 1
         each = self.sigma.flatten() if alike == 1 else torch.linalg.vector_norm(self.sigma.reshape(-1, alike), dim=1)
-        largest = float(each.amax()) ** 2 if each.numel() else 0.0
-        rare = -math.log(LUCK) * largest / float(each @ each) if largest else 0.0
+        largest = float(each.amax()) if each.numel() else 0.0
+        rare = -math.log(LUCK) / float((each / largest).square().sum()) if largest else 0.0
         return max(_MARGIN, 1 + 2 * math.sqrt(rare) + 2 * rare)
 
     def energy(self) -> float:

@@ -11,6 +11,7 @@ from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import bound_of, hypotheses, passing, verified, words_of
+from tracediff.model.graph import Op
 
 BEAM = 4  # edits on top of which another one is sought
 _PART = 0.5  # of the squared error: of two independent mistakes the larger makes as much
@@ -26,9 +27,6 @@ def pairs(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
         assert bound
         try:
             rest = problem.given(bound)
-            at = [stored.at for stored in bound.places()]
-            if not at or any(one.min() < 0 or one.max() >= problem.exact.size for one in at if one.size):
-                continue  # nothing shows beside what is not stored, or beyond the output
         except CannotRunError:
             continue
         both = (
@@ -36,7 +34,12 @@ def pairs(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
             for second in passing(rest, Look(rest), check)
         )
         solved = (verified(problem, one) for one in sorted(both, key=lambda one: one.bits))
-        yield from (replace(one, n_edits=2) for one in solved if one)
+        yield from (replace(one, n_edits=2) for one in solved if one and not _reads_itself(one.ops[0]))
+
+
+def _reads_itself(op: Op) -> bool:
+    """Whether some of its values are made of its own output, or of what lies beyond an array: two edits give any."""
+    return (op.name, False) in op.reads
 
 
 def _largest(problem: Problem, check: Callable[[], None]) -> list[Priced]:
@@ -49,7 +52,9 @@ def _largest(problem: Problem, check: Callable[[], None]) -> list[Priced]:
         return look.share(bound, edit.touches) if bound else math.inf
 
     for priced in chain(hypotheses(problem, look), terms.counted(problem, share)):
-        part = math.inf if priced.fitted else share(priced.edit)  # a number is fitted to what another edit leaves
+        # A number is fitted to what another edit leaves; where values lie is said of whole loops, not of edited ones.
+        alone = priced.fitted or priced.edit.renamed or priced.edit.touches != "values"
+        part = math.inf if alone else share(priced.edit)
         if part <= _PART and (part not in left or priced.bits < left[part].bits):
             left[part] = priced
     return [left[part] for part in sorted(left)[:BEAM]]

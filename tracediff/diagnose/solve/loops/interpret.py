@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 
 import numpy as np
 
@@ -133,13 +134,14 @@ class Run:
         read = [self.arrays.get(name) for name in sorted(names)]
         values = tuple(self._names.get(name) for name in sorted(names))
         key = text, values, tuple(map(id, read)), self.dtype, self.beyond
-        known = self.prepared.get(key)
+        is_told = all(isinstance(value, Real | None) for value in values)  # in loops of several turns it is not
+        known = self.prepared.get(key) if is_told else None
         if known is None:
             went_before, self.went_beyond = self.went_beyond, False
             self._block([node])
             known = Prepared(dict(self._local), self.went_beyond, read)
             self.went_beyond = went_before
-            if len(self.prepared) < _PREPARED:
+            if is_told and len(self.prepared) < _PREPARED:
                 self.prepared[key] = known
         self._local = dict(known.local)
         self.went_beyond |= known.beyond

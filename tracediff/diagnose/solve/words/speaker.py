@@ -230,7 +230,7 @@ class Speaker(Names):
     def _of_steps(self, access: Access) -> dict[str, np.ndarray]:
         """Where what each step caches would lie if it were the first."""
         c, starts = access.loops.get("c"), self.right.arrays.get("starts")
-        if c is None or starts is None:
+        if c is None or starts is None or (c >= starts.size).any():  # it caches what no step has
             return {}
         return {"c - n (n: how many were cached before its step)": c - starts.take(c)}
 
