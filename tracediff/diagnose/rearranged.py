@@ -1,9 +1,11 @@
-"""Ops whose values come to lie in other places than they should."""
+"""Ops whose values, or those that they read, lie in other places than they should."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
+from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import computed, evaluate, noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Made
@@ -28,4 +30,26 @@ class Rearranged:
 
     def moved(self, x: Tensor) -> Tensor:
         """An output of the right op, its values where they come to lie."""
+        raise NotImplementedError
+
+
+class Reread:
+    """Computes an op rightly of other inputs than its own: `Op.rework`. Subclasses say of which."""
+
+    __slots__ = ()
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        return computed(self.right(call.op), call, self.read(call.inputs))
+
+    def noise(self, made: Made) -> Noise:
+        """That of the right op."""
+        return noise_of(self.right(made.op), made, self.read(made.inputs))
+
+    def right(self, op: Op) -> Op:
+        """The op as it should be."""
+        return replace(op, rework=None)
+
+    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What it reads in the place of these."""
         raise NotImplementedError

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from msgspec import structs
 
 from tracediff.model.graph import SOURCES, Op
@@ -58,7 +57,7 @@ class Few:
         if self.by.graph.tokens_read(op, self.record.rows) is None:
             return True
         records = (structs.replace(self.record, op=op.name, rows=rows) for rows in (self.record.rows, None))
-        few, whole = (self.by.op(record, op, self.scheme, "f64").exact for record in records)
-        of_whole = whole.index_select(token_axis(op.name), torch.tensor(self.record.rows, device=whole.device))
-        differs = few != of_whole  # not where a mask makes both infinite
-        return nmse(few[differs], of_whole[differs]) <= _SAME or not differs.any()
+        few, whole = (self.by.op(record, op, self.scheme, "f64") for record in records)
+        a, b = few.exact, whole.at(token_axis(op.name), self.record.rows or ()).exact
+        differs = a != b  # not where a mask makes both infinite
+        return nmse(a[differs], b[differs]) <= _SAME or not differs.any()

@@ -17,14 +17,12 @@ from tracediff.diagnose.mistakes.mistake import (
     first_alone,
     second_alone,
 )
+from tracediff.diagnose.rearranged import Reread
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of
-from tracediff.numerics.evaluate import computed, noise_of
-from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.elementwise import repeated
-from tracediff.numerics.kinds.kind import Call, Made
 from tracediff.numerics.kinds.layout import get_rows
 from tracediff.numerics.kinds.reduction import argsort
 
@@ -232,18 +230,11 @@ def _not_looked_up(op: Op, _: Context) -> Variants:
 
 
 @dataclass(frozen=True, slots=True)
-class _BySlot:
-    """The number of a slot stands for that of its expert: `Op.rework`."""
+class _BySlot(Reread):
+    """The number of a slot stands for that of its expert."""
 
-    def compute(self, call: Call) -> Tensor:
-        """The output."""
-        return computed(replace(call.op, rework=None), call, self._read(call.inputs))
-
-    def noise(self, made: Made) -> Noise:
-        """That of the op."""
-        return noise_of(replace(made.op, rework=None), made, self._read(made.inputs))
-
-    def _read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The input, and the slots' own numbers."""
         x, ids = inputs
         return [x, torch.arange(ids.shape[-1], device=ids.device, dtype=ids.dtype).expand_as(ids)]
 

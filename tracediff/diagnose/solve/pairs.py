@@ -29,10 +29,8 @@ def pairs(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
             rest = problem.given(bound)
         except CannotRunError:
             continue
-        both = (
-            second.on(first, words_of(problem, first.edit) + AND + words_of(rest, second.edit))
-            for second in passing(rest, Look(rest), check)
-        )
+        said = words_of(problem, first.edit) + AND
+        both = (second.on(first, said + words_of(rest, second.edit)) for second in passing(rest, Look(rest), check, []))
         solved = (verified(problem, one) for one in sorted(both, key=lambda one: one.bits))
         yield from (replace(one, n_edits=2) for one in solved if one and not _reads_itself(one.ops[0]))
 

@@ -37,9 +37,7 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
     yield from sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)
 
 
-def passing(
-    problem: Problem, look: Look, check: Callable[[], None], partial: list[Priced] | None = None
-) -> Iterator[Priced]:
+def passing(problem: Problem, look: Look, check: Callable[[], None], partial: list[Priced]) -> Iterator[Priced]:
     """Edits that nothing speaks against at a look; those that give what is wrong alone are added to `partial`."""
     for priced in hypotheses(problem, look):
         check()
@@ -47,7 +45,7 @@ def passing(
         seen = look.at(bound, priced.edit.touches) if bound else None
         if seen and seen.passes:
             yield priced
-        elif seen and seen.wrong >= NEARLY_ALL and partial is not None:  # to be tried in a region
+        elif seen and seen.wrong >= NEARLY_ALL:  # to be tried in a region
             partial.append(priced)
 
 

@@ -10,15 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.rearranged import Reread
 from tracediff.diagnose.solve.edit import SOURCES, Read, Solved
 from tracediff.diagnose.solve.look import spread
 from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.model.graph import Op
 from tracediff.names import split
-from tracediff.numerics.evaluate import computed, noise_of
-from tracediff.numerics.floors import Noise
-from tracediff.numerics.kinds.kind import Call, Made
 
 _LOOK = "where each layer's K and V begin in the cache"
 _ONE_BY_ONE = 4096  # values: so far any distance is tried, beyond it multiples of four, as allocators have them
@@ -28,7 +26,7 @@ _AT_A_TIME = 1 << 22  # values
 
 
 @dataclass(frozen=True, slots=True)
-class Overlapping:
+class Overlapping(Reread):
     """Computes an op whose cache overlaps those of other `layers`: `Op.rework`.
 
     After the op's own two inputs come theirs, of all positions, and in which position's step each was cached.
@@ -38,24 +36,17 @@ class Overlapping:
     layers: tuple[int, ...]
     apart: int
 
-    def compute(self, call: Call) -> Tensor:
-        """The output."""
-        return computed(_right(call.op), call, self._read(call.inputs))
+    def right(self, op: Op) -> Op:
+        """Without the caches of other layers."""
+        return replace(op.reading_only(2), rework=None)
 
-    def noise(self, made: Made) -> Noise:
-        """That of the op."""
-        return noise_of(_right(made.op), made, self._read(made.inputs))
-
-    def _read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The op's own two inputs, the cache as it overlaps others."""
         left, own, *others, starts = inputs
         caches = {layer: x.flatten() for layer, x in zip(self.layers, others, strict=True)}
         at = torch.arange(own.numel(), device=own.device)
         held = _held(at, self.apart, self.layer, {**caches, self.layer: own.flatten()}, starts.long().flatten())
         return [left, held.reshape(own.shape)]
-
-
-def _right(op: Op) -> Op:
-    return replace(op.reading_only(2), rework=None)
 
 
 def _held(at: Tensor, apart: Tensor | int, layer: int, caches: Mapping[int, Tensor], starts: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.rearranged import Reread
 from tracediff.diagnose.solve.by_value import channels
 from tracediff.diagnose.solve.by_value.maps import (
     LOOK_AT_CACHE,
@@ -34,10 +35,7 @@ from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.words.nouns import AXES
-from tracediff.numerics.evaluate import computed, noise_of
-from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.kinds.kind import Call, Made
 
 # The axes of each kind's inputs along which nothing moves in the output alike: what does is found there.
 _AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -57,7 +55,7 @@ _SAME = 1e-3  # of the root mean square, to which a value that was solved for is
 
 
 @dataclass(frozen=True, slots=True)
-class MovedInput:
+class MovedInput(Reread):
     """Computes an op of which an input has its slices along an axis elsewhere: `Op.rework`. The input is seen in
     `shape`, where -1 is the axis that follows the step or the positions; without, as it is.
     """
@@ -67,15 +65,8 @@ class MovedInput:
     axis: int
     shape: tuple[int, ...]
 
-    def compute(self, call: Call) -> Tensor:
-        """The output."""
-        return computed(replace(call.op, rework=None), call, self._read(call.inputs))
-
-    def noise(self, made: Made) -> Noise:
-        """That of the op."""
-        return noise_of(replace(made.op, rework=None), made, self._read(made.inputs))
-
-    def _read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs, one with its slices where they are read."""
         read = list(inputs)
         read[self.position] = slices(read[self.position], self.map, self.axis, self.shape)
         return read
