@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracediff.model.synthetic import Shape, quantize, write_model
+from tracediff.model.synthetic import Shape, write_model
 
 TOKENS = "256,84,104,101,32,113,117,105,99,107,32,98,114,111,119,110,260"
 NO_BOS = TOKENS.removeprefix("256,")
@@ -51,17 +51,6 @@ class Case:
     acts: tuple[Act, ...]
 
 
-def make_model(case: Case, folder: Path) -> None:
-    """Write the case's model.gguf; F16 as it is made, other types as llama.cpp quantises them."""
-    model = folder / "model.gguf"
-    if case.file_type == "F16":
-        write_model(model, case.shape, "F16")
-        return
-    source = write_model(folder / "float32.gguf", case.shape, "F32")
-    quantize(source, model, case.file_type)
-    source.unlink()
-
-
 def tracediff(command: str, folder: Path) -> tuple[int, str]:
     """Run the command line in a folder: its exit code, and what it printed, standard error first."""
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
@@ -91,7 +80,7 @@ def shorten(output: str, keep: tuple[str, ...], limit: int) -> Iterator[str]:
 
 def write(case: Case, folder: Path) -> Iterator[str]:
     """The case as Markdown, paragraph by paragraph."""
-    make_model(case, folder)
+    write_model(folder / "model.gguf", case.shape, case.file_type)
     yield f"## {case.title}"
     yield case.story
     yield f"**Recreated**: {case.model}"

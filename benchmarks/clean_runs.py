@@ -34,7 +34,7 @@ from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.synthetic import DEMO, Shape, quantize, write_model
+from tracediff.model.synthetic import DEMO, Shape, write_model
 from tracediff.model.weights import Weights
 from tracediff.names import split
 from tracediff.replay.judging import judge_all
@@ -57,8 +57,10 @@ FAMILIES: Mapping[str, Shape] = MappingProxyType(
         "deep": Shape("qwen2", n_layer=16, n_embd=256, n_head=8, n_head_kv=2, n_ff=512, tied=True, loud=True),
     }
 )
-BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # gguf-py writes these; the rest llama.cpp's quantiser
-WEIGHTS = ("F32", "F16", "BF16", *BLOCKS, "Q2_K", "Q3_K_S", "Q4_K_S", "Q5_K_S", "Q6_K", "IQ4_XS", "Q4_K_M")
+WEIGHTS = (
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K_S", "Q4_K_S", "Q5_K_S", "Q6_K",
+    "IQ4_XS", "Q4_K_M",
+)  # fmt: skip
 LLAMA_CPP: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "defaults": {},
@@ -151,12 +153,7 @@ def runs(family: str, weights: str) -> Iterator[Run]:
 def model_of(folder: Path, family: str, weights: str) -> Path:
     """A generated model, made on first use."""
     path = folder / f"{family}-{weights}.gguf"
-    if not path.exists():
-        if weights in ("F32", "F16", "BF16", *BLOCKS):
-            write_model(path, FAMILIES[family], weights)  # type: ignore[arg-type]
-        else:
-            quantize(model_of(folder, family, "F32"), path, weights)
-    return path
+    return path if path.exists() else write_model(path, FAMILIES[family], weights)
 
 
 def tokens_of(length: int, n_vocab: int) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ from tracediff.judge import Policy, judge
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
-from tracediff.model.synthetic import Shape, quantize, write_model
+from tracediff.model.synthetic import Shape, write_model
 from tracediff.model.weights import Weights
 from tracediff.names import kind_of, layer_of
 from tracediff.numerics.arithmetic import Scheme, scheme_named
@@ -97,12 +97,7 @@ class LogitsOnly(TensorWriter):
 def make_model(folder: Path, family: str, weights: str) -> Path:
     """A generated model of this family and weight type."""
     path = folder / f"{family}-{weights}.gguf"
-    if not path.exists():
-        if weights == "Q4_K_M":
-            quantize(make_model(folder, family, "F32"), path, weights)
-        else:
-            write_model(path, SHAPES[family], weights)  # type: ignore[arg-type]
-    return path
+    return path if path.exists() else write_model(path, SHAPES[family], weights)
 
 
 def bench_of(family: str, weights: str, folder: Path) -> "Bench":

@@ -200,7 +200,7 @@ def seconds(device: str, function: Callable[[], object]) -> float:
 def page(device: str, folder: Path) -> tuple[str, bool]:
     """The page, and whether all of it is as it should be."""
     models = {
-        (arch, weights): write_model(folder / f"{arch}-{weights}.gguf", shape, weights)  # type: ignore[arg-type]
+        (arch, weights): write_model(folder / f"{arch}-{weights}.gguf", shape, weights)
         for arch, shape in SHAPES.items()
         for weights in WEIGHTS
     }

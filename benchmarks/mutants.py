@@ -37,7 +37,7 @@ from tracediff.diagnose.hypothesis import Hypothesis
 from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.synthetic import Shape, quantize, write_model
+from tracediff.model.synthetic import Shape, write_model
 from tracediff.model.weights import Weights, values_of
 from tracediff.pipeline import check_trace
 from tracediff.result import OpResult
@@ -271,12 +271,7 @@ def _deletion(ts: list[Token], i: int) -> Iterator[Change]:
 def write_raw(folder: Path, shape: Shape, weights: str) -> Path:
     """A model as GGUF and, dequantised, as the raw files that the example engine reads; the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "model.gguf"
-    if weights in ("F32", "F16", "Q8_0"):
-        write_model(path, shape, weights)  # type: ignore[arg-type]
-    else:
-        quantize(write_model(folder / "f32.gguf", shape, "F32"), path, weights)
-    file = GGUFFile(path)
+    file = GGUFFile(write_model(folder / "model.gguf", shape, weights))
     for name, info in file.tensors.items():
         (folder / f"{name}.f32").write_bytes(values_of(file, info).float().numpy().tobytes())
     keys = ("n_layer", "n_vocab", "n_embd", "n_head", "n_head_kv", "n_ff")

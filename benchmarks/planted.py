@@ -39,7 +39,7 @@ from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
-from tracediff.model.synthetic import quantize, write_model
+from tracediff.model.synthetic import write_model
 from tracediff.model.weights import Weights, reading
 from tracediff.pipeline import check_trace
 from tracediff.result import OpResult
@@ -205,11 +205,7 @@ class Bed:
 
     def __init__(self, folder: Path, family: str, weights: str) -> None:
         self.name, self.folder = f"{family}-{weights}", folder
-        self.path = folder / f"{self.name}.gguf"
-        if weights == "Q4_K_M":
-            quantize(write_model(folder / f"{family}.gguf", SHAPES[family], "F32"), self.path, weights)
-        else:
-            write_model(self.path, SHAPES[family], weights)  # type: ignore[arg-type]
+        self.path = write_model(folder / f"{self.name}.gguf", SHAPES[family], weights)
         self.file = GGUFFile(self.path)
         self.graph = build_graph(self.file)
         self.weights = Weights(self.file, torch.float32)

@@ -18,7 +18,7 @@ import tiny_models
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.model import Model
-from tracediff.model.synthetic import Shape, quantize, write_model
+from tracediff.model.synthetic import Shape, write_model
 from tracediff.replay.judging import Subject, judge_all, replays_of
 from tracediff.reproduce import reproduce
 from tracediff.trace.reader import Trace
@@ -104,10 +104,7 @@ def model_of(case: Case, folder: Path) -> Path:
         out = folder / f"{case.model}.gguf"
         return out if out.exists() else tiny_models.write(case.model, out)
     out = folder / f"{case.model.n_embd}-{case.weights}.gguf"
-    if out.exists():
-        return out
-    plain = write_model(folder / f"{case.model.n_embd}-F32.gguf", case.model, "F32")
-    return plain if case.weights == "F32" else quantize(plain, out, case.weights)
+    return out if out.exists() else write_model(out, case.model, case.weights)
 
 
 def reproduced(case: Case, folder: Path, models: Path, tokens: tuple[int, ...] = TOKENS) -> tuple[int, int, int, str]:

@@ -1,30 +1,39 @@
 """Models and traces that many tests share, made once per session in a temporary folder."""
 
+import ctypes
 import hashlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-
 if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core: threads of several would fight over them
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, which reads it then and never again
     os.environ.pop("COLUMNS", None)  # the width of the terminal that the tests were begun in
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import numpy as np
+import pytest
 import tiny_models
+import torch
 
 from tracediff.cli import main
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
+from tracediff.engine.recorder import TensorWriter
+from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
-from tracediff.model.synthetic import DEMO, Shape, quantize, write_model
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Graph
+from tracediff.model.synthetic import DEMO, Shape, write_model
+from tracediff.model.weights import Weights
+from tracediff.names import Capture
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.trace.format import STORAGE
 from tracediff.trace.reader import Trace
+from tracediff.trace.writer import TraceWriter
 from tracediff_reference.protocol import Options
 
 TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 107, 32, 98, 114, 111, 119, 110, 260)
@@ -48,6 +57,35 @@ def from_float(values: np.ndarray, dtype: str) -> np.ndarray:
     return values.astype(STORAGE[dtype], copy=False)
 
 
+def trace_graph(
+    graph: Graph,
+    file: GGUFFile,
+    out: Path,
+    *steps: Sequence[int],
+    capture: Capture = "all",
+    scheme: Scheme | None = None,
+) -> Path:
+    """The trace of a float32 engine that computes this graph, be it mistaken, fed these tokens in each step."""
+    engine, at = TorchEngine(graph, Weights(file, torch.float32), scheme), 0
+    with TraceWriter(out, "torch", graph.hparams.arch) as writer:
+        for step, tokens in enumerate(steps):
+            positions = tuple(range(at, at + len(tokens)))
+            engine.run(step, StepInput(tuple(tokens), positions), TensorWriter(writer, capture))
+            at += len(tokens)
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def without_privileges() -> None:
+    """Root may write anywhere; from the next exec on this process may not."""
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH: linux/capability.h
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: linux/prctl.h
+
+
 def some_of(trace: Path, out: Path, kept: Callable[[str], bool]) -> Path:
     """The trace with those ops alone that are to be kept: what a coarser engine would have recorded."""
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
@@ -65,8 +103,6 @@ def logits_of(trace: Path) -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a device is skipped where torch sees none."""
     if any(item.get_closest_marker("cuda") for item in items):
-        import torch
-
         none = pytest.mark.skip(reason=f"torch {torch.__version__} sees no CUDA device here")
         for item in items if not torch.cuda.is_available() else ():
             if item.get_closest_marker("cuda"):
@@ -82,12 +118,7 @@ class Models:
     def __call__(self, shape: str | Shape, weights: str = "F32") -> Path:
         name = shape if isinstance(shape, str) else hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
         path = self._folder / f"{name}-{weights}.gguf"
-        if not path.exists():
-            if weights in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"):
-                write_model(path, SHAPES[shape] if isinstance(shape, str) else shape, weights)
-            else:
-                quantize(self(shape, "F32"), path, weights)
-        return path
+        return path if path.exists() else write_model(path, SHAPES[shape] if isinstance(shape, str) else shape, weights)
 
 
 @pytest.fixture(scope="session")

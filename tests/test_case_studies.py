@@ -14,6 +14,7 @@ import case_studies
 from case_studies import FROZEN, LOUD, QUIET, SPIKES, Act, Case
 
 from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.synthetic import write_model
 
 PAGE = (Path(__file__).parent.parent / "docs" / "case-studies.md").read_text()
 MATMULS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -42,7 +43,7 @@ class Folder:
 def folder(tmp_path: Path, cli, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Folder]:
     def make(case: Case) -> Folder:
         monkeypatch.chdir(tmp_path)
-        case_studies.make_model(case, tmp_path)
+        write_model(tmp_path / "model.gguf", case.shape, case.file_type)
         return Folder(tmp_path, cli)
 
     return make

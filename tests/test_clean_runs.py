@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SHAPES, TOKENS, Models, logits_of
+from conftest import SHAPES, TOKENS, Models, logits_of, trace_graph
 
-from tracediff.engine.recorder import TensorWriter
-from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
@@ -23,7 +21,6 @@ from tracediff.numerics.arithmetic import scheme_named
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.trace.reader import Trace
-from tracediff.trace.writer import TraceWriter
 
 _SIZES = {"n_layer": 2, "n_embd": 256, "n_ff": 512}
 FAMILIES = {
@@ -208,7 +205,7 @@ def test_one_mistaken_layer_of_those_that_choose_the_arithmetic_is_outvoted(
 
 def test_nan_in_one_token_hides_no_arithmetic(models: Models, tmp_path: Path) -> None:
     model = GGUFFile(models(FAMILIES["qwen2"], "Q8_0"))
-    graph, weights, path = build_graph(model), Weights(model, torch.float32), tmp_path / "nan.trace"
+    graph = build_graph(model)
     scheme = scheme_named("activations and weights in bfloat16, attention in bfloat16")
 
     def spoiled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -216,12 +213,9 @@ def test_nan_in_one_token_hides_no_arithmetic(models: Models, tmp_path: Path) ->
         y[5:6, 3] = torch.nan  # of steps with so many tokens
         return y
 
-    engine = TorchEngine(graph.changed(replace(graph["blk.0.ffn_residual"], function=spoiled)), weights, scheme)
-    with TraceWriter(path, "spoiled", "qwen2") as writer:
-        for step, tokens in enumerate((tokens_of(17), (84,), (104,))):
-            first = 17 + step - 1 if step else 0
-            positions = tuple(range(first, first + len(tokens)))
-            engine.run(step, StepInput(tokens, positions), TensorWriter(writer, "layers"))
+    wrong = graph.changed(replace(graph["blk.0.ffn_residual"], function=spoiled))
+    steps = tokens_of(17), (84,), (104,)
+    path = trace_graph(wrong, model, tmp_path / "nan.trace", *steps, capture="layers", scheme=scheme)
     assert [(r.step, r.op) for r, local in judged(path, model.path) if local.faulty] == [(0, "blk.0.ffn_residual")]
 
 

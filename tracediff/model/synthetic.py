@@ -6,14 +6,14 @@ Heads, channels, tokens and layers all differ from one another, or a permutation
 import ctypes
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 
 from tracediff.errors import ModelError
 
-WeightType = Literal["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
+_WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # by gguf-py
 _BOS = 256  # the first id after the 256 bytes
 
 
@@ -58,8 +58,15 @@ QWEN25_05B = Shape(
 DEMO = Shape(n_layer=8, n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_vocab=2048, tied=True, loud=True, n_ctx=4096)
 
 
-def write_model(path: Path, shape: Shape, weights: WeightType = "F16", seed: int = 0) -> Path:
-    """Write a GGUF file of random weights; norms and biases are float32, as converters write them."""
+def write_model(path: Path, shape: Shape, weights: str = "F16", seed: int = 0) -> Path:
+    """Write a GGUF file of random weights; norms and biases are float32, as converters write them. Of other types than
+    gguf-py writes, and of mixes such as Q4_K_M, llama.cpp makes it.
+    """
+    if weights not in _WRITTEN:
+        source = write_model(path.with_suffix(".f32"), shape, "F32", seed)
+        quantize(source, path, weights)
+        source.unlink()
+        return path
     rng = np.random.default_rng(seed)
     out = GGUFWriter(path, shape.arch)
     add_metadata(out, shape)
