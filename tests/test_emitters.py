@@ -34,6 +34,7 @@ from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import STORAGE, End, Header, OpRecord, Step, Values, Weight, decode, to_float
 from tracediff.trace.reader import Trace
+from tracediff.trace.runs import open_trace
 
 ROOT = Path(__file__).parent.parent
 EMITTERS = ROOT / "emitters"
@@ -252,6 +253,7 @@ int main(int argc, char **argv)
     return (int)(shape[0] + negative[0]) + (x[0] > 1);
 }
 """
+_OF_PART = 'tracediff_shard s = {%d, %d, 2}; t.shard = &s; tracediff_op(&t, 0, "a", TRACEDIFF_F32, shape, 1, x);'
 MISUSES = {
     'tracediff_op(&t, 1, "a", TRACEDIFF_F32, shape, 1, x);': "a of step 1, but the step begun last is 0",
     "tracediff_step(&t, 0, tokens, tokens, 1);": "step 0 after step 0",
@@ -259,6 +261,9 @@ MISUSES = {
     't.record = 0; tracediff_op(&t, 0, "a", TRACEDIFF_F32, shape, 1, x);': "a: record neither data nor statistics",
     'tracediff_op(&t, 0, "a", TRACEDIFF_F32, negative, 1, x);': "a: negative size -1",
     'tracediff_op(&t, 0, "a", (tracediff_dtype)9, shape, 1, x);': "a: unknown dtype 9",
+    f"{_OF_PART % (0, 0)}": "a: a part of it, in a trace that tracediff_open_rank did not open",
+    f"t.ranks = 2; {_OF_PART % (0, 2)}": "a: no part 2 of 2",
+    f"t.ranks = 2; {_OF_PART % (1, 0)}": "a: no axis 1 of 1",
 }
 # What printf does in a German locale, without needing one.
 COMMA_LOCALE = """
@@ -290,6 +295,29 @@ def test_c_misuse_is_reported_and_stays(tmp_path: Path, statement: str) -> None:
     trace = Trace(tmp_path / "out.trace")
     assert trace.cut
     assert not trace.ops
+
+
+def test_c_ranks_are_opened_as_one(tmp_path: Path) -> None:
+    """A part along an axis, a term of a sum, and a copy: what is said of one record holds for no other."""
+    statement = """
+    tracediff_close(&t);
+    for (int rank = 0; rank < 2; rank++) {
+        const tracediff_shard part = {0, rank, 2}, term = {TRACEDIFF_SUM, rank, 2};
+        const float own[] = {1.5f + (float)rank};
+        tracediff_open_rank(&t, rank ? "rank1.trace" : "rank0.trace", "engine", NULL, NULL, "F32", rank, 2);
+        tracediff_step(&t, 0, tokens, tokens, 1);
+        t.shard = &part;
+        tracediff_op(&t, 0, "part", TRACEDIFF_F32, shape, 1, own);
+        t.shard = &term;
+        tracediff_op(&t, 0, "term", TRACEDIFF_F32, shape, 1, own);
+        tracediff_op(&t, 0, "copy", TRACEDIFF_F32, shape, 1, x);
+        if (rank == 0) tracediff_close(&t);
+    }
+    """
+    run(build_c_program(tmp_path, statement), tmp_path / "out.trace", "engine", cwd=tmp_path)
+    trace = open_trace([tmp_path / "rank0.trace", tmp_path / "rank1.trace"])
+    values = {op: trace.values(record).tolist() for (_, op), record in trace.ops.items()}
+    assert values == {"part": [1.5, 2.5], "term": [4.0], "copy": [0.25]}
 
 
 def test_c_crash_leaves_what_was_recorded(tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ typedef enum { TRACEDIFF_F64, TRACEDIFF_F32, TRACEDIFF_F16, TRACEDIFF_BF16 } tra
 /* What a record holds of a value; both is DATA | STATISTICS. */
 enum { TRACEDIFF_DATA = 1, TRACEDIFF_STATISTICS = 2 };
 
+/* Which part of a value a process of several holds: along an axis of the shape, or a term of a sum. */
+enum { TRACEDIFF_SUM = -1 };
+typedef struct {
+    int axis, rank, of;
+} tracediff_shard;
+
 typedef struct {
     int record; /* TRACEDIFF_DATA after tracediff_open; set it at any time */
     /* Of the next record alone, which resets them: indices of the step's tokens that an op holds, where it does not
@@ -40,6 +46,7 @@ typedef struct {
     const int32_t *rows;
     int n_rows;
     const int64_t *strides;
+    const tracediff_shard *shard; /* what this rank holds of it, where that is not the whole */
     /* Of a batch: for the next step alone whose each token is; for the next op alone the sequence that it is of, as if
      * the step had that one's tokens alone (scores and probabilities are written so), else -1. */
     const int32_t *sequences;
@@ -47,6 +54,7 @@ typedef struct {
     FILE *text, *data;
     uint64_t lines, offset;
     int64_t step;
+    int ranks;
     char error[512];
 } tracediff;
 
@@ -56,6 +64,10 @@ int tracediff_open(tracediff *t, const char *path, const char *engine, const cha
 /* The same, with the ggml type of the matmul weights, the coarsest of a mix: "Q4_K". It may be NULL. */
 int tracediff_open_as(tracediff *t, const char *path, const char *engine, const char *arch, const char *model,
                       const char *weights);
+
+/* The same of one process of several, which write a trace each: rank 0 to `ranks` - 1. */
+int tracediff_open_rank(tracediff *t, const char *path, const char *engine, const char *arch, const char *model,
+                        const char *weights, int rank, int ranks);
 
 /* A weight as the engine holds it in memory, by its name in the GGUF file: "output_norm.weight". */
 int tracediff_weight(tracediff *t, const char *name, tracediff_dtype dtype, const int64_t *shape, int ndim,
@@ -288,6 +300,16 @@ static int tracediff__write_data(tracediff *t, tracediff_dtype dtype, uint64_t n
 }
 
 /* The rest of a weight or op record, from its shape on. */
+static void tracediff__shard(tracediff *t, const tracediff_shard *shard)
+{
+    fputs(",\"shard\":{", t->text);
+    if (shard->axis == TRACEDIFF_SUM)
+        fputs("\"sum\":true", t->text);
+    else
+        fprintf(t->text, "\"axis\":%d", shard->axis);
+    fprintf(t->text, ",\"rank\":%d,\"of\":%d}", shard->rank, shard->of);
+}
+
 static int tracediff__values(tracediff *t, tracediff_dtype dtype, const int64_t *shape, int ndim, const void *data)
 {
     const int64_t *strides = t->strides;
@@ -302,8 +324,10 @@ static int tracediff__values(tracediff *t, tracediff_dtype dtype, const int64_t 
     tracediff__sizes_of_axes(t, "shape", shape, ndim);
     if (t->rows) tracediff__integers(t, "rows", t->rows, t->n_rows);
     if (strides && (holds_data || n == 0)) tracediff__sizes_of_axes(t, "strides", strides, ndim);
+    if (t->shard) tracediff__shard(t, t->shard);
     t->rows = NULL;
     t->strides = NULL;
+    t->shard = NULL;
     /* Of no values there are no statistics: such a record holds data, of no bytes. */
     if ((holds_data || n == 0) && tracediff__write_data(t, dtype, extent, data) != 0) return -1;
     if (t->record & TRACEDIFF_STATISTICS)
@@ -319,6 +343,12 @@ static int tracediff__check_values(tracediff *t, const char *name, tracediff_dty
     if ((unsigned)dtype > TRACEDIFF_BF16) return tracediff__fail(t, "%s: unknown dtype %d", name, (int)dtype);
     if (!(t->record & (TRACEDIFF_DATA | TRACEDIFF_STATISTICS)))
         return tracediff__fail(t, "%s: record neither data nor statistics", name);
+    if (t->shard && !t->ranks)
+        return tracediff__fail(t, "%s: a part of it, in a trace that tracediff_open_rank did not open", name);
+    if (t->shard && (t->shard->rank < 0 || t->shard->rank >= t->shard->of))
+        return tracediff__fail(t, "%s: no part %d of %d", name, t->shard->rank, t->shard->of);
+    if (t->shard && (t->shard->axis < TRACEDIFF_SUM || t->shard->axis >= ndim))
+        return tracediff__fail(t, "%s: no axis %d of %d", name, t->shard->axis, ndim);
     for (i = 0; i < ndim; i++)
         if (shape[i] < 0 || (t->strides && t->strides[i] < 0))
             return tracediff__fail(t, "%s: negative size %lld", name, (long long)(shape[i] < 0 ? shape : t->strides)[i]);
@@ -347,7 +377,7 @@ static const char *tracediff__base_name(const char *path)
 }
 
 static int tracediff__header(tracediff *t, const char *engine, const char *arch, const char *model, const char *data,
-                             const char *weights)
+                             const char *weights, int rank, int ranks)
 {
     fputs("{\"type\":\"trace\",\"version\":1", t->text);
     tracediff__field(t, "engine", engine);
@@ -355,6 +385,7 @@ static int tracediff__header(tracediff *t, const char *engine, const char *arch,
     if (model) tracediff__field(t, "model", model);
     tracediff__field(t, "data", data);
     if (weights) tracediff__field(t, "weights", weights);
+    if (ranks) fprintf(t->text, ",\"rank\":%d,\"ranks\":%d", rank, ranks);
     return tracediff__line(t);
 }
 
@@ -366,6 +397,12 @@ int tracediff_open(tracediff *t, const char *path, const char *engine, const cha
 int tracediff_open_as(tracediff *t, const char *path, const char *engine, const char *arch, const char *model,
                       const char *weights)
 {
+    return tracediff_open_rank(t, path, engine, arch, model, weights, 0, 0);
+}
+
+int tracediff_open_rank(tracediff *t, const char *path, const char *engine, const char *arch, const char *model,
+                        const char *weights, int rank, int ranks)
+{
     static const char suffix[] = ".trace";
     const uint16_t one = 1;
     size_t length = strlen(path), stem = length - (sizeof suffix - 1);
@@ -375,6 +412,8 @@ int tracediff_open_as(tracediff *t, const char *path, const char *engine, const 
     t->record = TRACEDIFF_DATA;
     t->sequence = -1;
     t->step = -1;
+    t->ranks = ranks;
+    if (ranks && (rank < 0 || rank >= ranks)) return tracediff__fail(t, "no rank %d of %d", rank, ranks);
     if (*(const unsigned char *)&one != 1)
         return tracediff__fail(t, "data is little-endian, and this machine is not");
     if (length < sizeof suffix - 1 || strcmp(path + stem, suffix) != 0)
@@ -384,7 +423,8 @@ int tracediff_open_as(tracediff *t, const char *path, const char *engine, const 
     memcpy(data_path, path, stem);
     strcpy(data_path + stem, ".bin");
     result = tracediff__open_files(t, path, data_path);
-    if (result == 0) result = tracediff__header(t, engine, arch, model, tracediff__base_name(data_path), weights);
+    if (result == 0)
+        result = tracediff__header(t, engine, arch, model, tracediff__base_name(data_path), weights, rank, ranks);
     free(data_path);
     return result;
 }
