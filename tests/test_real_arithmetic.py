@@ -5,6 +5,7 @@ Each engine here is the torch one with something of its own; what quantises is w
 
 import io
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -153,6 +154,107 @@ def test_a_cast_to_int8_truncates_as_c_does() -> None:
     expected = (groups / scale).astype(np.int8) * scale.astype(np.float64)
     kept = rounding_named("truncated int8/32")(torch.from_numpy(x).double())
     np.testing.assert_array_equal(kept.numpy(), expected.reshape(x.shape))
+
+
+# ---- exponentials by a polynomial, eight at a time
+
+
+def exponentials(x: np.ndarray) -> np.ndarray:
+    """Of one row: 2^n times Horner's form of 2^f in float32 for whole vectors of eight, the library's for the rest."""
+    x, e = x.astype(np.float32), np.exp(x.astype(np.float32))
+    whole = len(x) // 8 * 8
+    y = x[:whole] * np.float32(math.log2(math.e))
+    f = y - np.rint(y)
+    p = np.zeros_like(f)
+    for k in range(4, -1, -1):
+        p = p * f + np.float32(math.log(2) ** k / math.factorial(k))
+    e[:whole] = np.ldexp(p, np.rint(y).astype(int))
+    return e
+
+
+def softmax_by_vectors(
+    scores: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, *, scale: float
+) -> torch.Tensor:
+    y = np.zeros(scores.shape, np.float32)
+    for head, token in np.ndindex(*scores.shape[:2]):
+        n = int(queries[token]) + 1
+        row = scores[head, token, :n].numpy().astype(np.float32) * np.float32(scale)
+        e = exponentials(row - row.max())
+        y[head, token, :n] = e / e.sum(dtype=np.float32)
+    return torch.from_numpy(y)
+
+
+def swiglu_by_vectors(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    e = np.stack([exponentials(-row) for row in gate.numpy()])
+    return gate / torch.from_numpy(1 + e) * up
+
+
+def by_vectors(op: Op) -> Op:
+    """distributed-llama's nn-cpu-ops.cpp, `expf_avx2`, is up to 4.2e-5 off: each of both kinds was called faulty."""
+    of = {"softmax": softmax_by_vectors, "swiglu": swiglu_by_vectors}
+    return replace(op, function=of[op.kind]) if op.kind in of else op
+
+
+def test_exponentials_by_polynomials_are_an_arithmetic(models: Models, tmp_path: Path) -> None:
+    model = models(LLAMA)
+    result = check_trace(traced(model, tmp_path / "all.trace", change=by_vectors), model)
+    assert faulty(result) == []
+    assert said(result, "softmax") == {"exponentials by polynomials of degree 4, 8 at a time"} == said(result, "swiglu")
+    assert all(op.local and op.local.nmse < 1e-13 for op in result.ops if op.kind in ("softmax", "swiglu"))
+    states = traced(model, tmp_path / "states.trace", change=by_vectors, capture="layers")
+    assert faulty(check_trace(states, model)) == []
+
+
+def test_a_mistake_is_found_behind_exponentials_by_polynomials(models: Models, tmp_path: Path) -> None:
+    def unscaled(op: Op) -> Op:
+        return by_vectors(op if op.kind != "softmax" else op.with_attrs(scale=op.attrs["scale"] * 1.01))
+
+    result = check_trace(traced(models(LLAMA), tmp_path / "t.trace", change=unscaled), models(LLAMA))
+    assert {op for _, op in faulty(result)} == {"blk.0.attn_probs", "blk.1.attn_probs"}
+    assert [finding.text for finding in result.findings] == [
+        "attn_probs in both layers: the attention scale is 0.178544 instead of 0.176777."
+    ]
+
+
+def test_a_wrong_line_is_found_behind_exponentials_by_polynomials(models: Models, tmp_path: Path) -> None:
+    def signless(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        e = np.stack([exponentials(row) for row in gate.numpy()])
+        return gate / torch.from_numpy(1 + e) * up
+
+    def change(op: Op) -> Op:
+        return replace(op, function=signless) if op.kind == "swiglu" else by_vectors(op)
+
+    result = check_trace(traced(models(LLAMA), tmp_path / "t.trace", change=change), models(LLAMA))
+    assert [finding.text for finding in result.findings] == [
+        "ffn_act in both layers: silu is computed with ffn_gate, where -ffn_gate belongs."
+    ]
+
+
+# ---- what is added to the residual in 8-bit blocks
+
+
+def sent(x: torch.Tensor) -> torch.Tensor:
+    """What is left of float32 values that are sent as blocks of 32 integers with a scale in float16."""
+    blocks = x.numpy().astype(np.float32).reshape(-1, 32)
+    scale = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
+    integers = np.rint(blocks * (np.float32(1) / scale))
+    return torch.from_numpy((integers * scale.astype(np.float16).astype(np.float32)).reshape(x.shape))
+
+
+def sends(op: Op) -> Op:
+    """distributed-llama rounds so what a layer adds, be it one node: each residual was called wrong."""
+    residual = op.kind == "add" and not op.weights
+    return replace(op, function=lambda branch, stream: sent(branch) + stream) if residual else by_vectors(op)
+
+
+def test_what_is_added_to_the_residual_may_be_rounded(models: Models, tmp_path: Path) -> None:
+    model = models(LLAMA)
+    result = check_trace(traced(model, tmp_path / "all.trace", change=sends), model)
+    assert faulty(result) == []
+    assert said(result, "add") == {"what is added to the residual in q8_0 blocks"}
+    states = check_trace(traced(model, tmp_path / "states.trace", change=sends, capture="layers"), model)
+    assert faulty(states) == []
+    assert all("what is added to the residual in q8_0 blocks" in str(words) for words in said(states, "add"))
 
 
 def test_gf4_is_decoded_to_what_it_rounds_to() -> None:

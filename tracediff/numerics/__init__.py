@@ -2,5 +2,6 @@
 
 `evaluate` computes one op of a graph by its entry in `kinds/`, with the roundings that an `arithmetic` names
 (`roundings`), and says its noise: by a formula of its kind (`floors`), or by `running` error analysis of its
-mathematics (`error_rules`).
+mathematics (`error_rules`). `views` are how it sees its inputs, `growing` rows and `buffers` where they lie,
+`exponentials` how engines approximate them; `nmse` is how far two tensors are apart.
 """

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tracediff.errors import EngineError
+from tracediff.numerics.exponentials import exponential_named
 from tracediff.numerics.roundings import rounding_named
 
 # What `operands` and `stored` of an Arithmetic are, by kind of op.
@@ -18,6 +19,7 @@ _ROLES = MappingProxyType(
         "rms_norm": ("", "norm weights"),
         "embedding": ("", "table"),
         "rope": ("", "rope tables"),
+        "add": ("what is added to the residual", ""),
         **dict.fromkeys(("gelu", "geglu", "gelu_quick", "geglu_quick"), ("activations looked up", "")),
     }
 )
@@ -35,6 +37,7 @@ class Arithmetic:
     decoded token, each adding up its own (see `split_keys`). 0: in an order that is not known.
     `ubatch`: tokens that come in so many at a time have neither `operands` nor `accumulate`: only the last ones of a
     prompt, too few for it, do. 0: all do.
+    `exponential`: how exponentials are approximated; empty: to a few units of float32.
     """
 
     operands: str = "f64"
@@ -43,6 +46,7 @@ class Arithmetic:
     biases: str = "f64"
     parts: int = 1
     ubatch: int = 0
+    exponential: str = ""
 
     @property
     def truncates(self) -> bool:
@@ -72,6 +76,8 @@ class Arithmetic:
         elif self.accumulate != "f32":
             threads = f" on {self.parts} threads" if self.parts > 1 else "" if self.parts else " in an unknown order"
             said.append(_phrase("sums", self.accumulate) + threads + after)
+        if self.exponential:
+            said.append(exponential_named(self.exponential).words)
         return said
 
 
@@ -145,6 +151,8 @@ class Scheme:
     held: str = "f64"  # what the embedding is held in
     norms: str = "f64"  # and the weights of norms
     tables: str = "f64"  # and cosines and sines of rope
+    exponentials: str = ""
+    added: str = "f64"  # what a layer adds to the residual is rounded to: each rank's term, as it is sent to the others
 
     def of(self, kind: str, weight_type: str = "F32") -> Arithmetic:
         """The arithmetic of an op of this kind; `weight_type` is its matrix's ggml type."""
@@ -163,6 +171,10 @@ class Scheme:
                 return Arithmetic("f16")
             case "rms_norm":
                 return Arithmetic(stored=self.norms)
+            case "residual":
+                return Arithmetic(self.added)
+            case "exponential":
+                return Arithmetic(exponential=self.exponentials)
         return EXACT
 
     def on_tensor_cores(self) -> "Scheme":
@@ -239,10 +251,15 @@ def _attentions() -> Iterator[Scheme]:
     yield after
     for n in (2, 3, 4, 6, 8, 12, 16):
         yield replace(after, name=f"flash attention on {n} threads", values=replace(after.values, parts=n))
+    degree_4 = Scheme("exponentials to degree 4", exponentials="taylor4/8")
+    yield degree_4
+    yield replace(degree_4, name=f"{degree_4.name} and what is added in q8_0", added="q8_0")  # distributed-llama
 
 
 def _with(matmul: Scheme, attention: Scheme) -> Scheme:
-    return replace(matmul, name=f"{matmul.name}, {attention.name}", scores=attention.scores, values=attention.values)
+    name, of = f"{matmul.name}, {attention.name}", attention
+    exponentials, added = of.exponentials, of.added
+    return replace(matmul, name=name, scores=of.scores, values=of.values, exponentials=exponentials, added=added)
 
 
 def _schemes() -> Iterator[Scheme]:
@@ -253,7 +270,7 @@ def _schemes() -> Iterator[Scheme]:
     yield from (_with(ggml, a) for a in attentions if {a.scores.operands, a.scores.stored} <= _GGML_TYPES)
     for other in others:
         cached = Arithmetic(stored="f16") if other.held in _SHORTER else replace(other.linear or EXACT, biases="f64")
-        alike = [a for a in attentions if a.values == cached]
+        alike = [a for a in attentions if a.values == cached != EXACT]
         yield from (_with(other, attention) for attention in alike)
         if not alike or "activations" not in other.name:
             yield other

@@ -29,7 +29,7 @@ def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
     """What the scheme rounds in this op, which depends on the type of its weight."""
     entry = KINDS[op.kind].scheme if is_covered(op) else None
     if not op.weights and entry == "rms_norm":
-        return EXACT
+        return scheme.of("residual") if op.kind == "add" and not any(op.views) else EXACT
     if not op.weights and entry == "linear":  # of two values: as in attention, where one comes from a cache
         entry = "scores" if any(op.past) else None
     found = scheme.of(entry, weights.type_of(op.weights[0]) if op.weights else "F32") if entry else EXACT
@@ -43,7 +43,9 @@ def in_words_of(ops: Iterable[Op], scheme: Scheme, weights: Weights) -> str:
 
 def rows_fit(op: Op, arithmetic: Arithmetic, head_dim: int) -> bool:
     """Whether the rows that the arithmetic rounds in blocks are multiples of them."""
-    columns = op.weights[0].shape[-1] if op.weights else head_dim
+    columns = op.weights[0].shape[-1] if op.weights else op.axes[-1] if op.kind == "add" else head_dim
+    if not isinstance(columns, int):
+        return True
     roundings = (rounding_named(name) for name in (arithmetic.operands, arithmetic.stored))
     return not any(columns % (rounding.block or columns) for rounding in roundings)
 

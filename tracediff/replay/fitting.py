@@ -11,7 +11,7 @@ from statistics import median
 from tracediff.model.graph import Op
 from tracediff.numerics.arithmetic import PLAIN, Scheme
 from tracediff.replay.few import Few
-from tracediff.replay.look import Look, can_glance, look
+from tracediff.replay.look import Look, can_glance, glanced, look
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.recompute import Recomputation
 from tracediff.replay.residual import ratio
@@ -41,9 +41,15 @@ class Fitting:
         self._looks: dict[tuple[OpRecord, Scheme, bool], Look] = {}
         self._fews: tuple[tuple[Recomputation, OpRecord, Scheme], Few | None] | None = None
 
-    def settle(self, schemes: Sequence[Scheme], records: Sequence[OpRecord], enough: float = math.inf) -> Choice:
+    def settle(
+        self,
+        schemes: Sequence[Scheme],
+        records: Sequence[OpRecord],
+        enough: float = math.inf,
+        usual: Sequence[Scheme] = (),
+    ) -> Choice:
         """The arithmetic of these records, which share it. Where none leaves little `enough`, it is not asked what
-        fits.
+        fits. Where none fits, one that is `usual` in the trace comes before what leaves hardly less.
 
         What leaves next to nothing of one of them needs no rival. Else those that leave least of all of them are in
         contention: what an engine does not do adds an error, which the others have no part in, so it leaves more.
@@ -58,29 +64,29 @@ class Fitting:
                 table[scheme].append(self._left(record, scheme) if within else table[first][-1])  # about as much
                 if table[scheme][-1] <= NOTHING and self._judged(record, scheme).judgement == "sound":
                     return Choice((scheme,), True, table[scheme][-1])
-        scores = {
-            scheme: median(map(score, figures)) - RARER * place
-            for place, (scheme, figures) in enumerate(table.items())
-            if len(figures) == len(records)
-        }
-        best = max(scores.values())
-        close = sorted((s for s in scores if scores[s] >= best - UNKNOWN - MARGIN), key=lambda s: -scores[s])
-        least = min(min(figures) for figures in table.values())
+        close, least = _close(table, len(records)), min(min(figures) for figures in table.values())
+        nearest = Choice((next((s for s in close if s in usual), close[0]),), False, least)
         if least > enough:
-            return Choice(tuple(close[:1]), False, least)
+            return nearest
         sound = {s: {r.op for r, left in zip(records, table[s], strict=True) if self._fits(r, s, left)} for s in close}
         if not any(sound.values()):
-            return Choice(tuple(close[:1]), False, least)
-        # What fits, be it in other records than what leaves less; and what leaves less still, though it does not fit:
-        # between these a record may be undecided. And what most engines do, where its floor hides what it leaves: a
-        # clean run of llama.cpp through 16 layers was faulty, for bfloat16 left as much, and less than that explains.
+            return nearest
+        return Choice(tuple(self._in_contention(sound, records)), True, least)
+
+    def _in_contention(self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord]) -> list[Scheme]:
+        """Of schemes that are close, best first, with the ops of which records are `sound` under each: what fits, be it
+        in other records than what leaves less; and what leaves less still, though it does not fit: between these a
+        record may be undecided.
+        """
         kept: list[Scheme] = []
-        for scheme in close:
+        for scheme, ops in sound.items():
             covered = {op for other in kept for op in sound[other]}
+            # And what most engines do, where its floor hides what it leaves: a clean run of llama.cpp through 16 layers
+            # was faulty, for bfloat16 left as much, and less than that explains.
             hidden = scheme in PLAIN and not any(self._judged(record, scheme).faulty for record in records)
-            if sound[scheme] - covered or not covered or hidden:
+            if ops - covered or not covered or hidden:
                 kept.append(scheme)
-        return Choice(tuple(kept), True, least)
+        return kept
 
     def best_of(self, record: OpRecord, schemes: Sequence[Scheme], looked: Mapping[Scheme, Look] = {}) -> Local:
         """The record judged under several schemes together; `looked` is what was seen already under some."""
@@ -161,6 +167,10 @@ class Fitting:
             return candidates
         return [s for s in candidates if short <= math.sqrt(_AS_FAR * self._apart(record, plain, s))]
 
+    def is_near(self, record: OpRecord, a: Scheme, b: Scheme, within: float) -> bool:
+        """Whether what fits under scheme `b` leaves no more than so much under scheme `a`."""
+        return _AS_FAR * self._apart(record, a, b) <= within
+
     def leaves(self, record: OpRecord, scheme: Scheme, most: float) -> bool:
         """Whether the scheme leaves that much of the record at most."""
         return self._left(record, scheme) <= most
@@ -229,7 +239,7 @@ class Fitting:
 
     def _distance(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
         def between(unchanged: Recomputation) -> float:
-            op = unchanged.graph[record.op]
+            op = glanced(unchanged, record) if self._glances_at(record) else unchanged.graph[record.op]
             x, y = (unchanged.op(record, op, scheme, "f64").exact for scheme in (a, b))
             unchanged.keep_waists()
             finite = x.isfinite() & y.isfinite()
@@ -285,3 +295,14 @@ def _promising(table: Mapping[Scheme, list[float]]) -> list[Scheme]:
     if not scores:
         return [*table]
     return [scheme for scheme in scores if scheme in PLAIN or scores[scheme] >= max(scores.values()) - _PROMISING]
+
+
+def _close(table: Mapping[Scheme, list[float]], n_records: int) -> list[Scheme]:
+    """Those that were asked of all records and leave about as little as the best does, which comes first."""
+    scores = {
+        scheme: median(map(score, figures)) - RARER * place
+        for place, (scheme, figures) in enumerate(table.items())
+        if len(figures) == n_records
+    }
+    best = max(scores.values())
+    return sorted((s for s in scores if scores[s] >= best - UNKNOWN - MARGIN), key=lambda s: -scores[s])

@@ -119,7 +119,14 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
 
 def can_glance(by: Recomputation, record: OpRecord) -> bool:
     """Whether a glance at the record is less than all of it."""
-    return next(_parts(by.graph[record.op], [by.recorded.shape(record, record.rows)], _GLANCE)) is not None
+    return glanced(by, record) is not by.graph[record.op]
+
+
+def glanced(by: Recomputation, record: OpRecord) -> Op:
+    """So much of the record's op as tells an arithmetic."""
+    op = by.graph[record.op]
+    channels = next(_parts(op, [by.recorded.shape(record, record.rows)], _GLANCE))
+    return op.channels(channels) if channels else op
 
 
 def _parts(op: Op, shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[slice | None]:

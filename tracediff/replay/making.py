@@ -97,7 +97,7 @@ class Making:
             y = y.double()  # be it multiplied in float32
             none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
             return Recomputed(y, Noise(none, none), Noise(none, none), inputs=tuple(exact.inputs))
-        terms = self._terms_of_ranks(exact.op, exact.energy.value)  # before it is used up
+        terms = self._terms_of_ranks(exact.op, exact.inputs, exact.energy.value)  # before it is used up
         own = noise(exact.op, exact.inputs, y, exact.weights, exact.energy, exact.arithmetic, self.storage)
         if terms is not None:
             own = replace(own, sigma=torch.sqrt(own.sigma.square() + terms.reshape(own.sigma.shape)))
@@ -114,11 +114,12 @@ class Making:
             return Value(made.exact, before)
         return Value(made.exact, tuple(_perturbed(x, made.own, self.random) for x in before))
 
-    def _terms_of_ranks(self, op: Op, energy: Tensor | None) -> Tensor | None:
+    def _terms_of_ranks(self, op: Op, inputs: Sequence[Tensor], energy: Tensor | None) -> Tensor | None:
         """The variance of what ranks round besides where they add up: each its term, and every sum on the way.
 
-        With Q the sum of squares of all terms, u^2 / 3 n Q for n ranks, as of any sum (`numerics.floors`). Terms of a
-        matmul are not recorded; their squares add up to its energy, but for chance.
+        With Q the sum of squares of all terms, u^2 / 3 n Q for n ranks, as of any sum (`numerics.floors`); what is
+        added besides may come first, and be in every sum. Terms of a matmul are not recorded; their squares add up to
+        its energy, but for chance.
         """
         n, dtype = self.recorded.summed(self.step, op)
         if not n:
@@ -126,9 +127,16 @@ class Making:
         if op.kind == "linear":
             return energy * (UNIT[dtype] ** 2 * n / 3) if dtype in ("f16", "bf16") and energy is not None else None
         sizes, unit = self.recorded.sizes(self.step, self.rows), UNIT[dtype]
-        each = [self.recorded.squares(self.step, name, self.rows) for name in op.inputs]
-        squares = [seen(v, *sizes, x) if v else x for v, x in zip(op.seen, each, strict=True) if x is not None]
-        return torch.stack(squares).sum(0) * (unit**2 * n / 3) if squares else None
+        own = self.recorded.terms(self.step, op.name, self.rows) if op.kind != "add" else None
+        if own is not None:  # what each makes of its term it rounds
+            return own.square().sum(0) * (unit**2 * n / 3)
+        squares = [x.square() for x in inputs]
+        for i, (view, name) in enumerate(zip(op.seen, op.inputs, strict=True)):
+            terms = self.recorded.terms(self.step, name, self.rows)
+            if terms is not None:
+                of_terms = terms.square().sum(0)
+                squares[i] = seen(view, *sizes, of_terms) if view else of_terms
+        return torch.stack(torch.broadcast_tensors(*squares)).sum(0) * (unit**2 * n / 3)
 
 
 def calls_of(

@@ -101,7 +101,11 @@ class Recomputation:
 
     def _making(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Making:
         random, arithmetic = numbers_of(step, op.name), arithmetic_of(op, scheme, self.weights)
-        calls = calls_of(op, self.inputs(step, op, scheme, rows), self.weights, arithmetic, random, self._n_samples)
+        inputs = self.inputs(step, op, scheme, rows)
+        if op.kind == "add" and arithmetic.operands != "f64":  # each rank's term by itself
+            terms = self.recorded.terms(step, op.inputs[0], rows)
+            inputs = inputs if terms is None else [Value(terms), *inputs[1:]]
+        calls = calls_of(op, inputs, self.weights, arithmetic, random, self._n_samples)
         read = self.graph.tokens_read(op, rows)
         return Making(self.recorded, step, read, storage, random, calls, None if read == rows else rows)
 

@@ -105,7 +105,9 @@ class Recorded:
         return stored.to(torch.float64, memory_format=torch.contiguous_format).contiguous()
 
     def summed(self, step: int, op: Op) -> tuple[int, str]:
-        """Of how many ranks' terms an op's output is the sum, and what these are stored as; 0 where it is none."""
+        """Of how many ranks' terms an op's output is the sum, be it that each rank makes its own, and what these are
+        stored as; 0 where it is none.
+        """
         parts = self._parts(step, op.name)
         if not parts or (parts[0].shard and parts[0].shard.axis is not None):
             return 0, ""
@@ -113,16 +115,17 @@ class Recorded:
         if op.kind == "linear":
             summed = any(shard.axis for shard in shards)
         else:
-            summed = op.kind == "add" and any(shard.sum for shard in shards)
+            summed = parts[0].shard is not None or (op.kind == "add" and any(shard.sum for shard in shards))
         return (len(parts), parts[0].record.dtype or "f32") if summed else (0, "")
 
-    def squares(self, step: int, name: str, rows: Rows) -> Tensor | None:
-        """The sum over ranks of the squares of their terms; None of what is no sum."""
+    def terms(self, step: int, name: str, rows: Rows) -> Tensor | None:
+        """What ranks hold of a value as terms of a sum, [rank, ...]; None of what is no sum."""
         parts = self._parts(step, name)
         if not parts or not parts[0].shard or not parts[0].shard.sum or not self.holds((step, name, rows)):
             return None
-        total = sum(part.trace.values(part.record, rows).astype("f8") ** 2 for part in parts)
-        return torch.as_tensor(total, device=self._device).reshape(self.shape(self.trace.ops[step, name], rows))
+        shape = self.shape(self.trace.ops[step, name], rows)
+        each = [torch.from_numpy(part.trace.values(part.record, rows)).reshape(shape) for part in parts]
+        return torch.stack(each).to(self._device, torch.float64)
 
     def _parts(self, step: int, name: str) -> Sequence[Part]:
         record = self.trace.ops.get((step, name))

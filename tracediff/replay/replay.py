@@ -5,13 +5,11 @@ under a hypothesis, where some ops are others.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +24,7 @@ from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.fitting import Fitting, Supposed
 from tracediff.replay.look import Asked, Known, Look, known
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
+from tracediff.replay.planning import Planning
 from tracediff.replay.recompute import Recomputation
 from tracediff.replay.recorded import Recorded
 from tracediff.replay.score import NOTHING
@@ -33,6 +32,7 @@ from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
+_FEW = 4  # arithmetics, that are all looked at
 _IDLE = 2.0  # times what a hypothesis leaves: with no more without it, it does nothing
 _LITTLE, _HALF = 0.1, 0.5  # of the NMSE before: what leaves more is not looked at closely
 
@@ -59,6 +59,7 @@ class Replay:
         self._recomputation = Recomputation(self._recorded, graph, weights)
         self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
         self._fitting = Fitting(self._recomputation, self._planner)
+        self._planning = Planning(self._recomputation, self._planner, self._fitting)
         self._known: tuple[tuple[OpRecord, Scheme], Known] | None = None  # of the last record that was asked of
         if planned:
             self.plan, self._recorded.on_the_way = planned, planned.on_the_way
@@ -67,33 +68,7 @@ class Replay:
     def plan(self) -> Plan:
         """The arithmetic of each sort of record: made once, from a few records of each."""
         with torch.inference_mode():
-            by_sort: defaultdict[Sort, list[OpRecord]] = defaultdict(list)
-            for record in self._judged_records():
-                by_sort[self._planner.sort(record)].append(record)
-            choices = {sort: self._settled(records) for sort, records in by_sort.items()}
-            return Plan(choices, self.weights.device, self._recorded.on_the_way)
-
-    def _settled(self, records: list[OpRecord]) -> Choice:
-        candidates = self._planner.candidates(*records)
-        choice = self._fitting.settle(candidates, self._samples(records) if len(candidates) > 1 else records)
-        self._recomputation.forget()
-        return replace(choice, said=self._planner.said(choice.schemes, records), n_records=len(records))
-
-    def _samples(self, records: list[OpRecord]) -> list[OpRecord]:
-        """Records of a sort that choose its arithmetic: those that tell it, where there are any."""
-        samples = self._planner.samples(records)
-        if all(map(self._tells, samples)):
-            return samples
-        return self._planner.samples([record for record in records if self._tells(record)]) or samples
-
-    def _tells(self, record: OpRecord) -> bool:
-        """Whether a record can tell arithmetics apart: of NaN or zeros any leaves nothing, and of a first position that
-        attends to itself alone a cache may be held in anything.
-        """
-        if self._recorded.n_tokens(record.step) == 1:
-            return False
-        seen = [(np.isfinite(piece).all(), piece.any()) for piece in self.trace.pieces(record)]
-        return all(finite for finite, _ in seen) and any(not_zero for _, not_zero in seen)
+            return self._planning.plan(self._judged_records())
 
     def _judged_records(self) -> Iterator[OpRecord]:
         """Records with data, in the trace's order of steps and the graph's of ops."""
@@ -248,7 +223,7 @@ class Replay:
         that tells none leaves that open.
         """
         choice = self.choice(record)
-        if choice.settled or not self._tells(record):
+        if choice.settled or not self._planning.tells(record):
             return self
         found = Supposed(self._fitting, ops).settle(self._planner.candidates(record), [record])
         if not found.settled:
@@ -273,6 +248,21 @@ class Replay:
         usual = self._planner.as_in(record, {*PLAIN, *elsewhere})
         matmuls = [scheme for _, scheme in self._seen()] if self._planner.sort(record).types else []
         return sorted(dict.fromkeys((choice.schemes[0], *usual)), key=lambda scheme: scheme not in matmuls)
+
+    def tried_under(self, record: OpRecord, before: float) -> Sequence[Scheme | None]:
+        """Those of `plain_ones` under which mistakes are tried that leave `before`. What fits under one that is near
+        the first takes half of that away in the first as well, and then `under` asks for the others by itself.
+        """
+        first, *others = self.plain_ones(record)
+        if first is None or self._planner.is_segment(record):  # through other ops roundings may count far more
+            return [first, *others]
+        return [first, *(s for s in others if s and not self._fitting.is_near(record, first, s, _HALF * before))]
+
+    def arithmetics(self, record: OpRecord) -> Sequence[Scheme | None]:
+        """Those under which what is wrong is looked at: all that there are, where few are and none is settled."""
+        candidates = self._planner.candidates(record)
+        few = len(candidates) <= _FEW and not self.choice(record).settled
+        return candidates if few else self.plain_ones(record)
 
     def notes(self) -> Iterator[str]:
         """What a reader must know of how the trace was written."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tracediff.numerics.floors import TINY, Noise
-from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, wide
+from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, exponential, wide
 from tracediff.numerics.roundings import half
 from tracediff.numerics.running import running
 
@@ -134,16 +134,18 @@ def _tabled(name: str, activation: Callable[[Tensor], Tensor], ends: float = mat
 
 
 _UNARY: dict[str, Callable[..., Tensor]] = {
-    "silu": silu, "gelu_erf": gelu_erf, "relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "elu": elu,
-    "hardsigmoid": hardsigmoid, "hardswish": hardswish, "xielu": xielu,
+    "gelu_erf": gelu_erf, "relu": torch.relu, "tanh": torch.tanh, "elu": elu, "hardsigmoid": hardsigmoid,
+    "hardswish": hardswish, "xielu": xielu,
 }  # fmt: skip
 KINDS = (
-    Kind("swiglu", swiglu, ("gate", "up"), noise=_swiglu_noise),
-    Kind("swiglu_oai", swiglu_oai, ("gate", "up")),
-    Kind("swiglu_clamp", swiglu_clamp, ("gate", "up")),
+    exponential(Kind("swiglu", swiglu, ("gate", "up"), noise=_swiglu_noise)),
+    exponential(Kind("swiglu_oai", swiglu_oai, ("gate", "up"))),
+    exponential(Kind("swiglu_clamp", swiglu_clamp, ("gate", "up"))),
     Kind("geglu_erf", _gated(gelu_erf), ("gate", "up")),
     Kind("reglu", _gated(torch.relu), ("gate", "up")),
     *_tabled("gelu", gelu, _TABLE_ENDS),
     *_tabled("gelu_quick", gelu_quick),
+    exponential(Kind("silu", silu, ("x",))),
+    exponential(Kind("sigmoid", torch.sigmoid, ("x",))),
     *(Kind(name, f, ("x",), keeps_part=name == "tanh") for name, f in _UNARY.items()),  # a score that is capped
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tracediff.numerics.arithmetic import split_keys
 from tracediff.numerics.floors import Noise
-from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, none
+from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, exponential, none
 from tracediff.numerics.kinds.matmul import noise_of_sums, sums_in, turns
 from tracediff.numerics.roundings import half, single
 
@@ -253,8 +253,8 @@ def lightning_indexer(q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Te
 _OF_KEYS = ("head", "token", "key")
 KINDS = (
     Kind("scores", scores, ("q", "k"), _OF_KEYS, _scores, _noise_of_keys, scheme="scores"),
-    Kind("softmax", softmax, ("scores", "queries", "keys"), _OF_KEYS, noise=_softmax_noise,
-         noise_of_any=_softmax_noise_of_any),
+    exponential(Kind("softmax", softmax, ("scores", "queries", "keys"), _OF_KEYS, noise=_softmax_noise,
+                     noise_of_any=_softmax_noise_of_any)),
     Kind("mask", mask, ("queries", "keys"), ("token", "key"), noise=none),
     Kind("temperature", temperature, ("positions",), ("token",)),
     Kind("lightning_indexer", lightning_indexer, ("q", "k", "weights", "mask"), ("token", "key")),

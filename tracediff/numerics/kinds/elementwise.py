@@ -1,11 +1,14 @@
 """Arithmetic element by element. The second operand repeats where it is smaller, as ggml has it (ggml_can_repeat)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tracediff.numerics.kinds.kind import Kind, expressed_as, one_rounding
+from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds.kind import Call, Kind, Made, applied, expressed_as, one_rounding
+from tracediff.numerics.kinds.matmul import turns
 
 
 def repeated(x: Tensor, like: Tensor) -> Tensor:
@@ -54,13 +57,30 @@ def rounded(x: Tensor) -> Tensor:
     return torch.sign(x) * torch.floor(x.abs() + 0.5)
 
 
+def _sum(call: Call) -> Tensor:
+    """Of a residual and what is added to it, which an engine may round, be it in several terms [n, ..., channel]."""
+    if call.arithmetic.operands == "f64":
+        return applied(call)
+    terms, stream = call.inputs
+    if call.energy:
+        call.energy.turned = turns(terms, call.arithmetic.operands).abs()
+        if terms.ndim > stream.ndim:
+            call.energy.turned = call.energy.turned.sum(0)
+    added = call.rounded(terms, call.arithmetic.operands)
+    return applied(replace(call, inputs=(added.sum(0) if terms.ndim > stream.ndim else added, stream)))
+
+
+def _sum_noise(made: Made) -> Noise:
+    return replace(one_rounding(made), turned=made.energy.turned)
+
+
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sqr": torch.square, "sqrt": torch.sqrt, "exp": torch.exp, "log": torch.log, "sin": torch.sin, "cos": torch.cos,
     "neg": torch.neg, "abs": torch.abs, "sgn": torch.sign, "floor": torch.floor, "ceil": torch.ceil,
     "round": rounded, "trunc": torch.trunc, "step": lambda x: (x > 0).to(x.dtype),
 }  # fmt: skip
 KINDS = (
-    Kind("add", add, ("a", "b"), noise=one_rounding, scheme="rms_norm"),
+    Kind("add", add, ("a", "b"), compute=_sum, noise=_sum_noise, scheme="rms_norm"),
     *(Kind(name, f, ("a", "b"), scheme="rms_norm") for name, f in {"sub": sub, "mul": mul, "div": div}.items()),
     Kind("scale", scale, ("x",), keeps_part=True),
     Kind("clamp", clamp, ("x",), keeps_part=True),

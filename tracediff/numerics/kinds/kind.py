@@ -1,7 +1,7 @@
 """What a kind of op is, and what its functions are given: an op about to be computed, and what was made of it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
+from tracediff.numerics.exponentials import approximated
 from tracediff.numerics.floors import TINY, UNIT, Noise
 from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.running import running
@@ -205,6 +206,24 @@ class Kind:
             return self.axes
         known = {1: self.axes[:1], 2: (self.axes[0], self.axes[-1])}
         return known.get(n, tuple(f"axis {i}:" for i in range(n)))
+
+
+def exponential(kind: Kind) -> Kind:
+    """The same kind, whose exponentials are those of the arithmetic."""
+
+    def compute(call: Call) -> Tensor:
+        name = call.arithmetic.exponential
+        with approximated(name):
+            y = kind.compute(call)
+        if call.energy and name:
+            with approximated(name, other_side=True):
+                call.energy.turned = (kind.compute(call) - y).abs()
+        return y
+
+    def noise(made: Made) -> Noise:
+        return replace(kind.noise_of(made), turned=made.energy.turned)
+
+    return replace(kind, compute=compute, noise=noise, scheme="exponential")
 
 
 def wide(x: Tensor) -> Tensor:

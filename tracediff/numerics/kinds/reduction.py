@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tracediff.numerics.floors import TINY, Noise
 from tracediff.numerics.kinds.elementwise import repeated
-from tracediff.numerics.kinds.kind import Kind, Made, none
+from tracediff.numerics.kinds.kind import Kind, Made, exponential, none
 from tracediff.numerics.kinds.layout import as_places
 
 
@@ -82,7 +82,7 @@ KINDS = (
     Kind("sum", total, ("x",), ("sum",)),
     Kind("mean", mean, ("x",)),
     Kind("cumsum", cumsum, ("x",)),
-    Kind("soft_max", soft_max, ("x", "mask")),
+    exponential(Kind("soft_max", soft_max, ("x", "mask"))),
     Kind("argsort", argsort, ("ranked",), ("token", "rank"), noise=_of_picks, picks=at_places),
     Kind("top_k", top_k, ("ranked",), ("token", "rank"), noise=_of_picks, picks=in_order),
     Kind("argmax", argmax, ("x",), ("token",), noise=none),

@@ -1,0 +1,64 @@
+"""How the plan is made: the arithmetic of each sort of record, settled by a few records of it."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.kinds import KINDS
+from tracediff.replay.fitting import Fitting
+from tracediff.replay.plan import Choice, Plan, Planner, Sort
+from tracediff.replay.recompute import Recomputation
+from tracediff.trace.format import OpRecord
+
+
+class Planning:
+    """Makes the plan of one trace."""
+
+    def __init__(self, recomputation: Recomputation, planner: Planner, fitting: Fitting) -> None:
+        self._recomputation, self._planner, self._fitting = recomputation, planner, fitting
+
+    def plan(self, records: Iterable[OpRecord]) -> Plan:
+        """The arithmetic of each sort of these records."""
+        by_sort: defaultdict[Sort, list[OpRecord]] = defaultdict(list)
+        for record in records:
+            by_sort[self._planner.sort(record)].append(record)
+        choices = {sort: self._settled(alike) for sort, alike in by_sort.items()}
+        settled = {sort.name: choice.schemes[0] for sort, choice in choices.items() if choice.settled}
+        for sort, choice in choices.items():
+            usual = () if choice.settled else self._as_others(by_sort[sort][0], settled)
+            if usual and choice.schemes[0] not in usual:
+                choices[sort] = self._settled(by_sort[sort], usual)
+        return Plan(choices, self._recomputation.weights.device, self._recomputation.recorded.on_the_way)
+
+    def _settled(self, records: list[OpRecord], usual: Sequence[Scheme] = ()) -> Choice:
+        candidates = self._planner.candidates(*records)
+        samples = self._samples(records) if len(candidates) > 1 else records
+        choice = self._fitting.settle(candidates, samples, usual=usual)
+        self._recomputation.forget()
+        return replace(choice, said=self._planner.said(choice.schemes, records), n_records=len(records))
+
+    def _as_others(self, record: OpRecord, settled: Mapping[str, Scheme]) -> Sequence[Scheme]:
+        """What ops of other kinds, which schemes treat alike, were seen to have."""
+        alike = KINDS[self._recomputation.graph[record.op].kind].scheme
+        others = {scheme for name, scheme in settled.items() if name in KINDS and KINDS[name].scheme == alike}
+        return self._planner.as_in(record, others)
+
+    def _samples(self, records: list[OpRecord]) -> list[OpRecord]:
+        """Records of a sort that choose its arithmetic: those that tell it, where there are any."""
+        samples = self._planner.samples(records)
+        if all(map(self.tells, samples)):
+            return samples
+        return self._planner.samples([record for record in records if self.tells(record)]) or samples
+
+    def tells(self, record: OpRecord) -> bool:
+        """Whether a record can tell arithmetics apart: of NaN or zeros any leaves nothing, and of a first position that
+        attends to itself alone a cache may be held in anything.
+        """
+        recorded = self._recomputation.recorded
+        if recorded.n_tokens(record.step) == 1:
+            return False
+        seen = [(np.isfinite(piece).all(), piece.any()) for piece in recorded.trace.pieces(record)]
+        return all(finite for finite, _ in seen) and any(not_zero for _, not_zero in seen)
