@@ -5,7 +5,9 @@ import pickle
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,14 @@ import pytest
 import sharded
 import torch
 from conftest import Models
+from test_real_arithmetic import sent
+from torch import Tensor
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import TraceError
+from tracediff.model.graph import Op
 from tracediff.model.model import Model
+from tracediff.names import split
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.result import Result
 from tracediff.trace.ranks import Ranks
@@ -71,6 +77,92 @@ def test_ranks_are_judged_as_one_engine(arch: str, of: Callable[[str], Model], t
 
 def test_rounding_each_term_of_a_sum_is_no_mistake(of: Callable[[str], Model], tmp_path: Path) -> None:
     assert check_trace(ranks(of("llama"), tmp_path, dtype=torch.bfloat16), of("llama")).verdict == "match"
+
+
+class OneByOne(sharded.Engine):
+    """Adds the ranks' terms to the residual one after the other, as an engine does whose ranks gather all of them."""
+
+    def _joined(self, op: Op, made: list[Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor] | None]:
+        if split(op.name)[1] not in ("attn_output", "ffn_down"):
+            return super()._joined(op, made, inputs)
+        self.summed.add(op.name)
+        self.terms = made
+        return made, None
+
+    def _one(self, op: Op, rank: int, inputs: list[Tensor]) -> Tensor:
+        if op.kind != "add":
+            return super()._one(op, rank, inputs)
+        return reduce(torch.add, map(self.sent, self.added(rank)), inputs[1])
+
+    def sent(self, term: Tensor) -> Tensor:
+        """A term as the others have it."""
+        return term
+
+    def added(self, rank: int) -> Sequence[Tensor]:
+        """What a rank adds."""
+        terms, ours = [*self.terms], self.terms[rank]
+        match self.mistake:
+            case "the last term":
+                return terms[:-1]
+            case "the first for all":
+                return terms[:1] * self.n
+            case "its own of later tokens":
+                later = torch.arange(len(ours))[:, None] > 2
+                return [term * ~later if term is not ours else term for term in terms]
+        return terms
+
+
+def test_terms_that_are_added_to_the_residual_one_by_one_are_no_mistake(models: Models, tmp_path: Path) -> None:
+    model = Model(models(replace(sharded.SHAPE, n_embd=256, n_head=16)))
+    for seed in range(3):
+        result = check_trace(OneByOne(model, 16).trace(tmp_path, [seed + token for token in sharded.TOKENS]), model)
+        assert result.verdict == "match"
+
+
+def test_terms_of_zeros_are_not_called_experts(of: Callable[[str], Model], tmp_path: Path) -> None:
+    class Forgets(OneByOne):
+        """Its cast of the buffer that attn_output reads is not run."""
+
+        def _one(self, op: Op, rank: int, inputs: list[Tensor]) -> Tensor:
+            return super()._one(op, rank, inputs) * (op.name != "blk.1.attn_output")
+
+    result = check_trace(Forgets(of("llama"), sharded.N).trace(tmp_path, sharded.TOKENS), of("llama"))
+    assert said(result) == "attn_output in layer 1: every rank's term of the sum is 0."
+
+
+class InBlocks(OneByOne):
+    """The same, and terms are sent in 8 bits."""
+
+    def sent(self, term: Tensor) -> Tensor:
+        return sent(term)
+
+
+@pytest.mark.parametrize("mistake", ["", "the last term"])
+def test_terms_that_are_sent_in_blocks_are_rounded_one_by_one(mistake: str, models: Models, tmp_path: Path) -> None:
+    model = Model(models(sharded.SHAPE))
+    result = check_trace(InBlocks(model, sharded.N, mistake=mistake).trace(tmp_path, sharded.TOKENS), model)
+    assert result.verdict == ("diverged" if mistake else "match")
+    assert [f.text for f in result.findings] == [
+        "attn_residual and ffn_residual in all 3 layers: the term of rank 3 is missing in the all-reduce."
+    ][: bool(mistake)]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said_of_it"),
+    [
+        ("the last term", "in all 3 layers: the term of rank 3 is missing in the all-reduce."),
+        ("the first for all", "in all 3 layers: the term of rank 0 is taken for that of every rank in the all-reduce."),
+        ("its own of later tokens", "rank 2 holds its own term of the sum: it has no part in the all-reduce, of tokens "
+         "3 to 7 of 8; rank 3 holds its own"),
+    ],
+)  # fmt: skip
+def test_what_is_added_to_the_residual_in_place_of_the_terms_is_named(
+    mistake: str, said_of_it: str, of: Callable[[str], Model], tmp_path: Path
+) -> None:
+    model = of("llama")
+    result = check_trace(OneByOne(model, sharded.N, mistake=mistake).trace(tmp_path, sharded.TOKENS, 0), model)
+    assert {op.op.split(".")[-1] for op in result.faulty} == {"attn_residual", "ffn_residual"}
+    assert said_of_it in said(result)
 
 
 @pytest.mark.parametrize("mistake", SAID)

@@ -5,20 +5,23 @@ to something else, each tried on the recorded values themselves.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
+from tracediff.english import ranges
 from tracediff.model.graph import SOURCES, Op
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import evaluate
+from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.look import Known
 from tracediff.replay.replay import Replay
 from tracediff.result import Cause, Local, OpResult
 from tracediff.trace.format import OpRecord
-from tracediff.trace.ranks import Ranks
+from tracediff.trace.ranks import Ranks, on_ranks
 from tracediff.trace.shards import Part
 
 _LITTLE = 1e-6  # of the error: what a mistake may leave of it where that is more than the floor
@@ -42,6 +45,7 @@ class Between:
     replay: Replay
     result: OpResult
     error: Local
+    scheme: Scheme | None = None  # under which it is looked at; None: the plan's
 
     @cached_property
     def record(self) -> OpRecord:
@@ -68,21 +72,27 @@ class Between:
     @cached_property
     def known(self) -> Known:
         """What it should have come out as."""
-        return self.replay.known(self.record)
+        return self.replay.known(self.record, self.scheme)
 
     @torch.inference_mode()
     def cause(self) -> Cause | None:
         """What explains the error; None where it is no mistake between ranks."""
         if len(self.error.segment) > 1:
             return None
+        under = (replace(self, scheme=scheme) for scheme in self.replay.arithmetics(self.record))
+        return next(filter(None, (one._cause() for one in under)), None)
+
+    def _cause(self) -> Cause | None:
         shard = self.parts[0].shard
         tries = self._of_copies() if shard is None else self._of_terms() if shard.sum else self._of_parts()
-        for name, look, text, made in tries:
-            left = self._left(made)
-            if left <= max(self.error.floor, _LITTLE * self.error.nmse) and left < 0.1 * self.error.nmse:
-                return Cause(
-                    name, left, text, self.error.floor, self.error.arithmetic, {name: text}, {name: _LOOK[look]}
-                )
+        for name, look, text, everywhere in tries:
+            for made, where in self._everywhere_or_in_some_tokens(everywhere):
+                left = self._left(made)
+                if left <= max(self.error.floor, _LITTLE * self.error.nmse) and left < 0.1 * self.error.nmse:
+                    said = text + where
+                    return Cause(
+                        name, left, said, self.error.floor, self.error.arithmetic, {name: said}, {name: _LOOK[look]}
+                    )
         return None
 
     @torch.inference_mode()
@@ -95,6 +105,18 @@ class Between:
             wrong = ((self.known.recorded - self.known.exact).abs() > self.known.bound).reshape(self.record.shape)
             faulty = tuple(p.rank for p in self.parts if p.rank in self.trace.members and bool(wrong[p.at].any()))
         return faulty or self.trace.members
+
+    def _everywhere_or_in_some_tokens(self, made: Tensor) -> Iterator[tuple[Tensor, str]]:
+        """What a mistake makes, of all tokens, and of those alone of which something is wrong; and which these are."""
+        yield made, ""
+        known, rows = self.known, self.record.rows or range(len(self.trace.steps[self.record.step].tokens))
+        if self.op.axes[0] != "T" or len(rows) == 1 or made.shape != known.exact.shape:
+            return
+        wrong = ((known.recorded - known.exact).abs() > known.bound).flatten(1).any(1)
+        at, tokens = wrong.reshape(-1, *(1,) * (made.ndim - 1)), [rows[i] for i in wrong.nonzero().flatten().tolist()]
+        if 0 < len(tokens) < len(rows):
+            named = f"token{'s' * (len(tokens) > 1)} {ranges(tokens)} of {len(rows)}"
+            yield torch.where(at, made, known.exact), f", of {named}"
 
     def _left(self, made: Tensor) -> float:
         """The NMSE that the recorded values have against what a mistake makes; of those that this side answers for."""
@@ -118,16 +140,19 @@ class Between:
                 mine = copies[[part.rank for part in self.parts].index(self.trace.members[0])]
                 yield "all_reduce_left_out", "all_reduce", left_out, mine
         yield "all_reduce_twice", "all_reduce", f"it is all-reduced twice: {n} times what it should be", n * y
-        bias, terms = self._terms()
+        besides, terms = self._terms()
+        on = "" if n == len(self.trace.members) else f" ({on_ranks(self.trace.members)})"
         for rank, term in terms.items():
-            if rank in self.trace.members:
+            if self.trace.members == (rank,):
                 text = f"rank {rank} holds its own term of the sum: it has no part in the all-reduce"
-                yield "all_reduce_left_out", "all_reduce", text, term + bias
-            yield "term_missing", "all_reduce", f"the term of rank {rank} is missing in the all-reduce", y - term
-            yield "term_twice", "all_reduce", f"the term of rank {rank} is added twice in the all-reduce", y + term
-        if bool(bias.any()):
+                yield "all_reduce_left_out", "all_reduce", text, term + besides
+            text = f"the term of rank {rank} is {{}} in the all-reduce{on}"
+            yield "term_missing", "all_reduce", text.format("missing"), y - term
+            yield "term_twice", "all_reduce", text.format("added twice"), y + term
+            yield "term_of_one", "all_reduce", text.format("taken for that of every rank"), besides + n * term
+        if self.op.kind == "linear" and bool(besides.any()):
             text = "the bias is added on every rank before the all-reduce"
-            yield "bias_on_every_rank", "every_rank", text, y + (n - 1) * bias
+            yield "bias_on_every_rank", "every_rank", text, y + (n - 1) * besides
         for name, x in zip(self.op.inputs, self.known.inputs, strict=True) if self.op.kind == "add" else ():
             text = f"{name} is added on every rank before the all-reduce, {n} times in all"
             yield "residual_on_every_rank", "every_rank", text, y + (n - 1) * x.reshape(y.shape)
@@ -139,8 +164,17 @@ class Between:
         return left <= max(100 * self.error.floor, _LITTLE * self.error.nmse)
 
     def _terms(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """The bias, and each rank's term of a row-parallel matmul: what its part of the input makes."""
+        """What is added besides, and each rank's term: of a sum that was recorded in terms, as when ranks' terms are
+        added to the residual; of a row-parallel matmul what its part of the input makes, and the bias.
+        """
         zero = torch.zeros_like(self.known.exact)
+        for name, x in zip(self.op.inputs, self.known.inputs, strict=True) if self.op.kind == "add" else ():
+            summed = self.trace.ops.get((self.record.step, name))
+            parts = self.trace.parts(summed) if summed else ()
+            if parts and parts[0].shard and parts[0].shard.sum and x.shape == zero.shape:
+                rounding = rounding_named(self.known.arithmetic.operands)
+                terms = {part.rank: rounding(self._values(part)) for part in parts}
+                return self.known.exact - sum(terms.values()), terms
         if self.op.kind != "linear" or self.op.inputs[0] in SOURCES:
             return zero, {}
         record = self.trace.ops.get((self.record.step, self.op.inputs[0]))
@@ -228,6 +262,8 @@ class Between:
             yield "term_is_whole", "all_reduce", text, len(terms) * known.exact
         if self.op.kind == "embedding":
             yield from self._of_vocabulary(terms)
+        if not any(bool(term.any()) for term in terms.values()):
+            yield "term_is_zero", "all_reduce", "every rank's term of the sum is 0", torch.zeros_like(known.exact)
         for a, b in combinations(terms, 2):
             both = (terms[a] == terms[b]) & (terms[a] != 0)
             if bool(both.any()):
@@ -235,7 +271,7 @@ class Between:
                 text = f"ranks {a} and {b} both compute {self._experts(both)}, so that it counts twice"
                 yield "expert_twice", "experts", text, torch.where(rows, known.recorded, known.exact)
         none = ~torch.stack([*terms.values()]).any(0).any(-1, keepdim=True).expand(known.exact.shape)
-        if bool(none.any()):
+        if self.op.kind != "linear" and bool(none.any()):
             text = f"no rank computes {self._experts(none)}"
             yield "expert_nowhere", "experts", text, known.exact.masked_fill(none, 0.0)
 
