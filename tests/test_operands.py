@@ -6,21 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Models
+from conftest import Models, trace_graph
 from test_solve import PROMPT, explained, in_cache
 from torch import Tensor
 
-from tracediff.engine.recorder import TensorWriter
-from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
 from tracediff.model.synthetic import Shape
-from tracediff.model.weights import Weights
 from tracediff.numerics.kinds import KINDS
 from tracediff.pipeline import check_trace
-from tracediff.trace.format import Step
-from tracediff.trace.writer import TraceWriter
 
 # Heads of 48 channels, fewer K and V channels (96) than the norm has (144), and more of the feed-forward (200).
 SHAPE = Shape("llama", n_layer=2, n_embd=144, n_head=6, n_head_kv=2, head_dim=48, n_ff=200, n_vocab=300, bias=False)
@@ -105,18 +100,15 @@ def test_slots_that_decode_steps_write_elsewhere_are_found(
 def test_a_slot_that_is_written_late_is_one_mistake_in_all_steps(models: Models, tmp_path: Path, name: str) -> None:
     """The first decoded token alone says that its own key is zero, which later ones do not have."""
     n = 8  # of so many tokens on, steps tell as much
-    steps = [Step(0, tuple(range(5, 5 + n)), tuple(range(n))), *(Step(i - n + 1, (40 + i,), (i,)) for i in (n, n + 1))]
 
     def late(cached: Tensor) -> Tensor:
         return torch.cat((cached[:n], 0 * cached[:1], cached[n:-1]))
 
-    path, trace = models("llama"), tmp_path / "t.trace"
+    path = models("llama")
     file = GGUFFile(path)
-    graph, weights = build_graph(file), Weights(file, torch.float32)
-    with TraceWriter(trace, "late", "llama") as writer:
-        engine = TorchEngine(graph.changed(in_cache(f"blk.0.{name}", late, True)(graph)), weights)
-        for step in steps:
-            engine.run(step.step, StepInput(step.tokens, step.positions), TensorWriter(writer, "all"))
+    graph = build_graph(file)
+    wrong = graph.changed(in_cache(f"blk.0.{name}", late, True)(graph))
+    trace = trace_graph(wrong, file, tmp_path / "t.trace", range(5, 5 + n), (40 + n,), (41 + n,))
     (finding,) = check_trace(trace, model=path).findings
     assert "stored a slot late" in finding.text
     assert finding.steps == (1, 2)

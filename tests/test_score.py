@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TOKENS, some_of
+from conftest import TOKENS, some_of, trace_graph
 
 from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.mistake import computing
 from tracediff.diagnose.planting import plant
-from tracediff.engine.recorder import TensorWriter
-from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
@@ -27,7 +25,6 @@ from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import Explanation, judge, lead
 from tracediff.trace.reader import Trace
-from tracediff.trace.writer import TraceWriter
 
 
 @pytest.mark.parametrize(
@@ -124,15 +121,6 @@ def test_an_arithmetic_that_shows_under_an_explanation_is_known_elsewhere(models
     assert new == {(("Q8_0",), "q8_0")}
 
 
-def _traced(graph: Graph, file: GGUFFile, path: Path) -> Path:
-    """A float32 engine that computes this graph, with a decode step."""
-    engine = TorchEngine(graph, Weights(file, torch.float32))
-    with TraceWriter(path, "mistaken", graph.hparams.arch) as writer:
-        engine.run(0, StepInput(TOKENS, tuple(range(len(TOKENS)))), TensorWriter(writer))
-        engine.run(1, StepInput((65,), (len(TOKENS),)), TensorWriter(writer))
-    return path
-
-
 def test_an_epsilon_outside_the_root_is_one_mistake_of_all_norms(models: Any, tmp_path: Path) -> None:
     """It was ten epsilons: one of each norm and step."""
 
@@ -143,7 +131,7 @@ def test_an_epsilon_outside_the_root_is_one_mistake_of_all_norms(models: Any, tm
     file = GGUFFile(model)
     graph = build_graph(file)
     wrong = graph.changed(*(computing(op, norm) for op in graph if op.kind == "rms_norm"))
-    result = check_trace(_traced(wrong, file, tmp_path / "outside.trace"), model)
+    result = check_trace(trace_graph(wrong, file, tmp_path / "outside.trace", TOKENS, (65,)), model)
     assert {op.cause and (op.cause.name, op.cause.text) for op in result.faulty} == {
         ("eps_outside_root", "eps is added outside the root")
     }
@@ -155,7 +143,7 @@ def test_a_base_that_is_on_no_list_is_named(theta: float, models: Any, tmp_path:
     file = GGUFFile(model)
     graph = build_graph(file)
     wrong = [op.with_attrs(rope=replace(op.attrs["rope"], theta=theta)) for op in graph if op.kind == "rope"]
-    result = check_trace(_traced(graph.changed(*wrong), file, tmp_path / "theta.trace"), model)
+    result = check_trace(trace_graph(graph.changed(*wrong), file, tmp_path / "theta.trace", TOKENS, (65,)), model)
     assert {op.cause and op.cause.text for op in result.faulty} == {f"rope's base is {theta:.6g} instead of 1e+06"}
 
 
@@ -169,7 +157,7 @@ def test_layer_0_in_every_layer_is_not_the_layer_before(models: Any, tmp_path: P
         return replace(op, weights=(replace(op.weights[0], name=name), *op.weights[1:]))
 
     wrong = [of_layer_0(op) for op in graph if op.name.endswith("ffn_up")]
-    result = check_trace(_traced(graph.changed(*wrong), file, tmp_path / "layer0.trace"), model)
+    result = check_trace(trace_graph(graph.changed(*wrong), file, tmp_path / "layer0.trace", TOKENS, (65,)), model)
     assert {op.op for op in result.faulty} == {"blk.1.ffn_up", "blk.2.ffn_up"}
     assert {op.cause and op.cause.text for op in result.faulty} == {"the weights of layer 0 are used"}
 
@@ -180,7 +168,7 @@ def test_a_mistaken_sum_may_round_twice(models: Any, tmp_path: Path) -> None:
     file = GGUFFile(model)
     graph = build_graph(file)
     wrong = computing(graph["blk.1.attn_residual"], lambda a, b: (b + a) + b)
-    result = check_trace(_traced(graph.changed(wrong), file, tmp_path / "twice.trace"), model)
+    result = check_trace(trace_graph(graph.changed(wrong), file, tmp_path / "twice.trace", TOKENS, (65,)), model)
     assert {(op.op, op.cause and op.cause.name) for op in result.faulty} == {("blk.1.attn_residual", "residual_twice")}
 
 

@@ -11,12 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Models, some_of
+from conftest import Models, some_of, trace_graph
 
-from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress
+from tracediff.diagnose.budget import Budget, OutOfTime, Progress
+from tracediff.diagnose.carrying import carried, transferred
 from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
-from tracediff.diagnose.kin import Faulty, Search
+from tracediff.diagnose.kin import Faulty
+from tracediff.diagnose.low_rank import followed
+from tracediff.diagnose.search import Search
 from tracediff.diagnose.solve.by_value.functions import Mapped, _cap
 from tracediff.diagnose.solve.by_value.maps import Map
 from tracediff.diagnose.solve.by_value.outputs import MovedOutput
@@ -32,12 +35,9 @@ from tracediff.diagnose.solve.loops.kernels import loops_of
 from tracediff.diagnose.solve.loops.program import parse
 from tracediff.diagnose.solve.segment import Segment
 from tracediff.diagnose.solve.segments import SegmentSearch, _edited, told
-from tracediff.diagnose.solve.solver import explanations
+from tracediff.diagnose.solve.solver import explanations, problem_of
 from tracediff.diagnose.solve.words.places import taken
 from tracediff.diagnose.solve.words.speaker import Speaker
-from tracediff.diagnose.trials import Trials, transferred
-from tracediff.engine.recorder import TensorWriter
-from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.judge import Policy, judge
 from tracediff.model.families import build_graph, load_graph
@@ -56,6 +56,7 @@ from tracediff.numerics.kinds.rope import Rope
 from tracediff.numerics.kinds.rope import rope as turned
 from tracediff.pipeline import check_trace
 from tracediff.replay.judging import judge_all
+from tracediff.replay.look import Known
 from tracediff.replay.recompute import CircularError
 from tracediff.replay.replay import Replay
 from tracediff.result import Local, OpResult
@@ -295,13 +296,10 @@ def traced(
 ) -> Replay:
     """The trace of the torch engine that computes some ops in another way, in a prompt and decoded tokens."""
     file = GGUFFile(path)
-    graph, weights = build_graph(file), Weights(file, torch.float32)
-    with TraceWriter(folder / "t.trace", "solve", graph.hparams.arch) as writer:
-        engine = TorchEngine(graph.changed(*(change(graph) for change in changed)), weights)
-        engine.run(0, StepInput(prompt, tuple(range(len(prompt)))), TensorWriter(writer, capture))
-        for i in range(n_decode):
-            engine.run(1 + i, StepInput((DECODED + i,), (len(prompt) + i,)), TensorWriter(writer, capture))
-    return Replay(Trace(folder / "t.trace"), graph, Weights(file))
+    graph = build_graph(file)
+    wrong, decoded = graph.changed(*(change(graph) for change in changed)), ((DECODED + i,) for i in range(n_decode))
+    trace = trace_graph(wrong, file, folder / "t.trace", prompt, *decoded, capture=capture)
+    return Replay(Trace(trace), graph, Weights(file))
 
 
 def layer_of_states(replay: Replay, step: int = 0) -> tuple[Segment, OpRecord, Local]:
@@ -512,6 +510,73 @@ def test_what_an_error_of_low_rank_follows_is_said(
     assert said in str(faulty[0].shape)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({3}, "all that expert 3 makes is wrong, and nothing else"),
+     ({3, 4}, "all that experts 3 to 4 make is wrong, and nothing else"), (set(), ""), ({0, 1, 2, 3, 4}, "")],
+)  # fmt: skip
+def test_what_some_experts_alone_make_wrong_is_said(wrong: set[int], said: str, models: Models) -> None:
+    chosen = torch.tensor([[0, 3], [4, 1], [3, 2], [1, 0]])
+    exact = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    factor = torch.tensor([[[1.5 if int(e) in wrong else 1.0] for e in row] for row in chosen])
+    known = Known(exact * factor, exact, torch.full_like(exact, 1e-6), (exact, chosen), EXACT)
+    weights = Weights(GGUFFile(models("qwen2")), torch.float32)
+    assert followed(Op("blk.0.ffn_up_exps", "linear_id", ("x", "ids"), ("T", 2, 5)), known, weights) == said
+
+
+@pytest.mark.parametrize(
+    ("heads", "said"),
+    [
+        ([0, 0, 1, 1, 1, 0], "query heads 2, 5 read key/value heads 1, 0 where 0, 1 belong"),
+        ([1, 0, 0, 1, 1, 1], "query head 0 reads key/value head 1 where 0 belongs"),
+    ],
+)
+@pytest.mark.parametrize("name", ["attn_scores", "attn_kqv"])
+def test_query_heads_that_read_other_heads_are_told(
+    name: str, heads: list[int], said: str, models: Models, tmp_path: Path
+) -> None:
+    def change(graph: Graph) -> Op:
+        op = graph[f"blk.1.{name}"]
+        of = KINDS[op.kind].function
+        return replace(op, function=lambda x, cached: of(x, cached[:, heads]))
+
+    faulty = explained(models("normed"), tmp_path, change)
+    assert {(op.op, op.cause and op.cause.text) for op in faulty} == {(f"blk.1.{name}", said)}
+
+
+def with_squares_of(name: str, other: str, picked: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Graph], Op]:
+    """A norm that divides by the roots of other means of squares."""
+
+    def function(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, *, eps: float) -> torch.Tensor:
+        return x / torch.sqrt(picked(y.square()) + eps) * w
+
+    return lambda graph: replace(graph[name].also_reading((other, False)), function=function)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "picked", "said"),
+    [
+        ("attn_q_norm", "attn_q", lambda y: y[:, :1].mean(-1, keepdim=True).expand(-1, 6, 1),
+         "of the means of squares, every head has that of head 0"),
+        ("attn_q_norm", "attn_q", lambda y: y[:, ::3].mean(-1, keepdim=True).repeat_interleave(3, 1),
+         "of the means of squares, every head has that of the first in its 3"),
+        ("attn_k_norm", "attn_q", lambda y: y[:, :2].mean(-1, keepdim=True),
+         "the mean of squares is that of attn_q where that of attn_k belongs"),
+        ("attn_k_norm", "attn_q", lambda y: y.reshape(len(y), 2, -1).mean(-1, keepdim=True),
+         "the mean of squares is that of attn_q, in 2 parts, where that of attn_k belongs"),
+        ("ffn_norm", "attn_output", lambda y: y.mean(-1, keepdim=True),
+         "the mean of squares is that of attn_output where that of attn_residual belongs"),
+        ("ffn_norm", "attn_residual", lambda y: y[:1].mean(-1, keepdim=True),
+         "of the means of squares, every token has that of token 0"),
+    ],
+)  # fmt: skip
+def test_a_norm_by_another_root_mean_square_is_found(
+    name: str, other: str, picked: Callable[[torch.Tensor], torch.Tensor], said: str, models: Models, tmp_path: Path
+) -> None:
+    faulty = explained(models("normed"), tmp_path, with_squares_of(f"blk.1.{name}", f"blk.1.{other}", picked))
+    assert {(op.op, op.cause and op.cause.text) for op in faulty} == {(f"blk.1.{name}", said)}
+
+
 def test_a_norm_of_a_sum_is_found(models: Models, tmp_path: Path) -> None:
     def normed_too_late(graph: Graph) -> Op:
         def function(x: torch.Tensor, y: torch.Tensor, *weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -524,6 +589,39 @@ def test_a_norm_of_a_sum_is_found(models: Models, tmp_path: Path) -> None:
     assert {(op.op, op.cause and op.cause.text) for op in faulty} == {
         ("blk.1.ffn_norm", "reads attn_residual + attn_output where attn_residual belongs")
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "said"),
+    [
+        ("attn_residual", lambda a, b: a[:1] + b, "as it reads attn_output, every token has the values of token 0"),
+        ("ffn_act", lambda gate, up: torch.nn.functional.silu(gate) * up.roll(1, 1),
+         "as it reads ffn_up, channels rotated: channel 1 has the values of channel 0, and so on around"),
+    ],
+)  # fmt: skip
+def test_one_of_two_values_that_is_read_elsewhere_is_found(
+    models: Models, tmp_path: Path, name: str, other: Callable[..., torch.Tensor], said: str
+) -> None:
+    def change(graph: Graph) -> Op:
+        return replace(graph[f"blk.1.{name}"], function=other)
+
+    faulty = explained(models("k-quants"), tmp_path, change)
+    assert {(op.op, op.cause and op.cause.text) for op in faulty} == {(f"blk.1.{name}", said)}
+
+
+def test_a_value_a_little_beyond_its_bound_is_no_mistake_that_changes_nothing(models: Models, tmp_path: Path) -> None:
+    """An exchange of a sum's terms comes to the sum, and is allowed more noise."""
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = a + b
+        y[2, 5] *= 1 + 2.0**-22
+        return y
+
+    faulty = explained(
+        models("k-quants"), tmp_path, lambda graph: replace(graph["blk.1.attn_residual"], function=function), n_decode=0
+    )
+    assert [op.op for op in faulty] == ["blk.1.attn_residual"]
+    assert not faulty[0].cause
 
 
 def test_a_branch_that_is_not_added_is_not_said_to_be_zero_alone(models: Models, tmp_path: Path) -> None:
@@ -760,9 +858,10 @@ def test_what_is_carried_to_another_layer_is_said_as_it_is_there(models: Models,
     said = f"attn_probs; elsewhere the output is {left.words(op)}"
     local = replay.judge(record)
     found = Hypothesis((Assumed(SOLVED, said, said, False),), (changed,), local)
-    (carried,) = Trials(replay, ENDLESS).carried(found, record, local)
+    there = carried(found, replay.graph, local.segment)
+    assert there
     assert said == "attn_probs; elsewhere the output is attn_kqv of the layer after of the step before"
-    assert carried.parts[-1].text == "attn_probs; elsewhere the output is attn_kqv of the step before"
+    assert there.parts[-1].text == "attn_probs; elsewhere the output is attn_kqv of the step before"
 
 
 def test_what_is_nan_is_not_the_nan_of_another_value(models: Models, tmp_path: Path) -> None:
@@ -1041,6 +1140,31 @@ def test_roundings_are_no_edit(models: Models, tmp_path: Path, arithmetic: str, 
         assert replay.under(record, solved.ops, before.nmse, scheme).faulty, solved.words
 
 
+def test_mistakes_are_tried_under_no_arithmetic_that_is_near_the_first(models: Models, tmp_path: Path) -> None:
+    """What fits under it shows under the first as well, if what is to be explained is more than lies between them."""
+    path = models("k-quants", "Q4_K_M")
+    trace_torch(path, tmp_path / "t.trace", TorchOptions(faults=("row_before",)), PROMPT)
+    file = GGUFFile(path)
+    replay = Replay(Trace(tmp_path / "t.trace"), build_graph(file), Weights(file))
+    record = replay.trace.ops[0, "blk.0.attn_q"]
+    all_of_them = replay.plain_ones(record)
+    assert len(all_of_them) > 1
+    assert replay.tried_under(record, replay.judge(record).nmse) == [*all_of_them[:1]]
+    assert replay.tried_under(record, 1e-9) == [*all_of_them]
+
+
+def test_in_the_first_step_no_buffer_lies_about(models: Models, tmp_path: Path) -> None:
+    file = GGUFFile(models("k-quants"))
+    out = trace_graph(build_graph(file), file, tmp_path / "t.trace", PROMPT, PROMPT[:1])
+    replay = Replay(Trace(out), build_graph(file), Weights(file))
+    held = []
+    for step in (0, 1):
+        problem = problem_of(replay, replay.trace.ops[step, "blk.0.attn_q"], None)
+        assert problem
+        held.append({read.when for read in problem.others})
+    assert held == [{"now"}, {"now", "before"}]
+
+
 def test_a_large_head_is_looked_at_in_the_arithmetic_of_the_other_matmuls(models: Models, tmp_path: Path) -> None:
     """It is the only op of its weight type, and all of it is off: that nothing is rounded, the others tell."""
     shape = Shape("llama", n_layer=2, n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_vocab=9_000)
@@ -1082,7 +1206,7 @@ def test_a_search_for_which_there_is_too_little_time_is_not_begun_and_that_is_sa
     _, record, local = layer_of_states(replay)
     op = OpResult(record.op, 0, 0, "add", "faulty", local=local)
     monkeypatch.setattr(
-        "tracediff.diagnose.kin._SECONDS", dict.fromkeys((SegmentSearch.called, SegmentSearch.computed), 1e9)
+        "tracediff.diagnose.search._SECONDS", dict.fromkeys((SegmentSearch.called, SegmentSearch.computed), 1e9)
     )
     (described,) = Explainer(replay).explain([op], budget=Budget(3600))
     assert described.shape
@@ -1106,7 +1230,7 @@ def test_where_the_time_ends_after_a_search_that_was_not_begun_all_that_was_not_
         return sought(self, one, progress)
 
     monkeypatch.setattr(
-        "tracediff.diagnose.kin._SECONDS", dict.fromkeys((SegmentSearch.called, SegmentSearch.computed), 1e9)
+        "tracediff.diagnose.search._SECONDS", dict.fromkeys((SegmentSearch.called, SegmentSearch.computed), 1e9)
     )
     monkeypatch.setattr(Search, "of", until_the_time_is_over)
     described = Explainer(replay).explain(ops, budget=Budget(3600))
@@ -1220,14 +1344,11 @@ def in_halves(model: Path, folder: Path, change: Callable[[Op], Op], tokens: int
     when they are scaled.
     """
     file = GGUFFile(model)
-    graph, weights = build_graph(file), Weights(file, torch.float32)
-    engine = TorchEngine(
-        graph.changed(*map(change, graph)), weights, scheme_named("matrices in float16, KV cache in float16")
-    )
-    with TraceWriter(folder / "raw.trace", "halves", graph.hparams.arch) as writer:
-        for at, token in enumerate((*PROMPT, DECODED)[:tokens]):
-            engine.run(at, StepInput((token,), (at,)), TensorWriter(writer, "all"))
-    raw, scale = Trace(folder / "raw.trace"), np.float32(graph["blk.0.attn_probs"].attrs["scale"])
+    graph = build_graph(file)
+    wrong, scheme = graph.changed(*map(change, graph)), scheme_named("matrices in float16, KV cache in float16")
+    steps = ((token,) for token in (*PROMPT, DECODED)[:tokens])
+    raw = Trace(trace_graph(wrong, file, folder / "raw.trace", *steps, scheme=scheme))
+    scale = np.float32(graph["blk.0.attn_probs"].attrs["scale"])
     with TraceWriter(folder / "scaled.trace", "halves", graph.hparams.arch) as writer:
         for step, given in raw.steps.items():
             writer.step(step, given.tokens, given.positions)

@@ -6,20 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Models
+from conftest import Models, trace_graph
 from test_solve import DECODED, PROMPT, explained
 from torch import Tensor
 
-from tracediff.engine.recorder import TensorWriter
-from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
 from tracediff.model.synthetic import Shape
-from tracediff.model.weights import Weights
 from tracediff.numerics.kinds.linear import linear
 from tracediff.pipeline import check_trace
-from tracediff.trace.writer import TraceWriter
 
 TWO = Shape("llama", n_layer=2, n_embd=64, n_head=4, n_head_kv=2, n_ff=67, n_vocab=300, bias=False)
 Kept = Callable[[Tensor], Tensor]  # of the numbers of the terms, which are added up
@@ -66,17 +62,18 @@ def test_a_sum_without_some_terms_is_said(models: Models, tmp_path: Path, kept: 
         (lambda i: i % 4 != 3, "all 5 norms: the sum of squares leaves out every 4th channel, from 3 on."),
         (lambda i: i % 32 < 28, "all 5 norms: of every 32 channels the sum of squares leaves out the last 4."),
         (lambda i: i < 59, "all 5 norms: the sum of squares takes only channels 0 to 58: the last 5 are left out."),
+        (  # the mean over n - 1
+            lambda i: torch.full(i.shape, 64 / 63),
+            "all 5 norms: the scale is computed with squares / 63, where squares / 64 belongs.",
+        ),
     ],
 )
 def test_a_factor_of_one_token_does_not_win(models: Models, tmp_path: Path, kept: Kept, said: str) -> None:
     """In steps of one token what a sum of squares lacks is a factor in each: no factor is said in any of them."""
     path = models(TWO, "Q8_0")
     file = GGUFFile(path)
-    graph, weights = build_graph(file), Weights(file, torch.float32)
+    graph = build_graph(file)
     wrong = [replace(op, function=norm(kept)) for op in graph if op.kind == "rms_norm"]
-    with TraceWriter(tmp_path / "t.trace", "terms", graph.hparams.arch) as writer:
-        engine = TorchEngine(graph.changed(*wrong), weights)
-        for step, token in enumerate((*PROMPT[:4], DECODED)):
-            engine.run(step, StepInput((token,), (step,)), TensorWriter(writer))
-    result = check_trace(tmp_path / "t.trace", path)
+    tokens = ((token,) for token in (*PROMPT[:4], DECODED))
+    result = check_trace(trace_graph(graph.changed(*wrong), file, tmp_path / "t.trace", *tokens), path)
     assert [one.text for one in result.findings] == [said]

@@ -1,4 +1,4 @@
-"""Replay a trace, then explain its faulty ops, those of one kind together."""
+"""Explains the faulty ops of a trace that was replayed, those of one kind together."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -9,9 +9,10 @@ from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, with
 from tracediff.diagnose.error_shape import describe, describe_choice
 from tracediff.diagnose.evidence import shown
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
-from tracediff.diagnose.kin import Faulty, Kin, Search, ends_soon, several_layers
+from tracediff.diagnose.kin import Faulty, Kin
 from tracediff.diagnose.low_rank import followed
 from tracediff.diagnose.mistakes import ALIKE, BANK
+from tracediff.diagnose.search import Search, ends_soon, several_layers
 from tracediff.diagnose.solve.edit import Read
 from tracediff.diagnose.trials import Trials
 from tracediff.model.graph import Op
@@ -65,22 +66,21 @@ class Explainer:
         errors = {(op.step, op.op): op.local for op in ops if op.local}
         records, explained = self._replay.trace.ops, dict[int, OpResult]()
         pending = [Faulty(at, records[ops[at].step, ops[at].op], error) for at in members if (error := ops[at].local)]
-        kin = Kin(sorted(pending, key=self._tells_little))
+        kin = Kin(self._replay, budget, errors, sorted(pending, key=self._tells_little))
         left = {one.at: one for one in kin.pending}
-        search = Search(self._replay, budget, errors, kin)
         with suppress(OutOfTime):
-            for one, best in self._explained(search, kin, progress):
+            for one, best in self._explained(kin, progress):
                 left.pop(one.at, None)
                 explained[one.at] = (
                     self._named(ops[one.at], one, best, kin) if best else self._described(ops[one.at], one)
                 )
-        explained |= self._hidden(ops, members, kin, search)
+        explained |= self._hidden(ops, members, kin)
         unsought = [one for one in kin.unsought.values() if one.at not in left and not explained[one.at].cause]
         for one in (*left.values(), *unsought):
             explained[one.at] = replace(self._described(ops[one.at], one), sought=False)
         return explained
 
-    def _hidden(self, ops: list[OpResult], members: list[int], kin: Kin, search: Search) -> dict[int, OpResult]:
+    def _hidden(self, ops: list[OpResult], members: list[int], kin: Kin) -> dict[int, OpResult]:
         """The kin's records that roundings explain, where a mistake that was found leaves far less: they have it too.
         Behind hidden states a mistake that an engine makes in all layers looks like float16 in some of them.
         """
@@ -90,7 +90,7 @@ class Explainer:
         with suppress(OutOfTime):
             for at, error in rounded:
                 one = Faulty(at, self._replay.trace.ops[ops[at].step, ops[at].op], error)
-                same = next(filter(None, (search.unrounded(best, one) for best in kin.found)), None)
+                same = next(filter(None, (kin.unrounded(best, one) for best in kin.found)), None)
                 if same:
                     local = self._replay.in_arithmetic(one.record, same.local.arithmetic) or error
                     result = replace(ops[at], status="faulty", note=None, local=replace(local, judgement="faulty"))
@@ -104,29 +104,29 @@ class Explainer:
         step = self._replay.trace.steps[one.record.step]
         return -min(len(step.tokens), _ENOUGH), -min(max(step.positions) + 1, _ENOUGH)
 
-    def _explained(self, search: Search, kin: Kin, progress: Progress) -> Iterable[tuple[Faulty, Hypothesis | None]]:
+    def _explained(self, kin: Kin, progress: Progress) -> Iterable[tuple[Faulty, Hypothesis | None]]:
         n, groups = len(kin.pending), list[_Group]()
         while kin.pending:
             first = kin.pending.pop(0)
             done = n - len(kin.pending) - 1
-            best = search.of(first, within(progress, done, n))
+            best = Search(kin).of(first, within(progress, done, n))
             if best is None:
                 kin.in_vain.append(first)
                 continue
             kin.found.append(best)
-            carried = [(first, best), *search.carry(best, kin.pending)]
+            carried = [(first, best), *kin.carry(best, kin.pending)]
             yield from carried
             groups.append((best, carried))
             for one, same in carried if kin.pending or kin.in_vain else ():
-                search = search.knowing(one, same)
+                kin = kin.knowing(one, same)
         # What was found in later layers may be one of several in an earlier one, or be made there in some steps.
         for best in [*kin.found, *(best.but_in_some_steps() for best in kin.found)]:
-            yield from search.carry(best, kin.in_vain)
+            yield from kin.carry(best, kin.in_vain)
         for one in kin.in_vain:
-            yield one, search.one_more(one)
-        yield from self._fewer(search, groups)
+            yield one, Search(kin).one_more(one)
+        yield from self._fewer(kin, groups)
 
-    def _fewer(self, search: Search, groups: list[_Group]) -> Iterable[tuple[Faulty, Hypothesis]]:
+    def _fewer(self, kin: Kin, groups: list[_Group]) -> Iterable[tuple[Faulty, Hypothesis]]:
         """Records that another explanation suits as well, which more of them have: what was found in the first step may
         be a part of what shows in later ones.
         """
@@ -135,7 +135,7 @@ class Explainer:
             _, members = left.pop(0)
             for best, others in reversed(left):
                 pending = [one for one, _ in members]
-                same = dict(search.carry(best, pending))
+                same = dict(kin.carry(best, pending))
                 if not pending and all(judge(before.score - same[one].score) != "faulty" for one, before in members):
                     yield from same.items()
                     others += same.items()

@@ -1,4 +1,6 @@
-"""An error of low rank: all of it follows few terms of a sum of products, input channels or cached positions."""
+"""An error of low rank: all of it follows few terms of a sum of products, input channels or cached positions, or it is
+in what some experts make.
+"""
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ def followed(op: Op, known: Known, weights: Weights) -> str:
             return _of_matmul(op, known, error.flatten(1), weights)
         case "weighted_values":
             return _of_positions(op, known, error)
+        case "linear_id":
+            return _of_experts(known, error)
     return ""
 
 
@@ -65,6 +69,17 @@ def _of_positions(op: Op, known: Known, error: Tensor) -> str:
     name = Read(op.inputs[1]).words(op)
     where = f"{name} of {'position' if one else 'positions'} {ranges(found)}"
     return f"all that is wrong follows {where}: as if what is cached there {'was another' if one else 'were others'}"
+
+
+def _of_experts(known: Known, error: Tensor) -> str:
+    """Experts' outputs [T, k, n] and which they are [T, k]: the matrices of some are others."""
+    chosen = known.inputs[-1].long()
+    wrong = (error.abs() > known.bound).any(-1).reshape(chosen.shape)
+    ours, others = ({*chosen[rows].tolist()} for rows in (wrong, ~wrong))
+    if not ours or not others or ours & others:
+        return ""
+    one = len(ours) == 1
+    return f"all that expert{'' if one else 's'} {ranges(sorted(ours))} make{'s' * one} is wrong, and nothing else"
 
 
 def _of_rank(error: Tensor, near: Tensor) -> str:

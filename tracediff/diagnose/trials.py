@@ -1,23 +1,21 @@
-"""Tries hypotheses: known mistakes on a record, and what explained one record on its kin."""
+"""Tries known mistakes on a record: one by one, together, and with the number that leaves least."""
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from tracediff.diagnose.budget import Budget
-from tracediff.diagnose.hypothesis import IN_ALL_LAYERS, PART, SOLVED, Assumed, Hypothesis, Way, to_beat
+from tracediff.diagnose.hypothesis import IN_ALL_LAYERS, PART, Assumed, Hypothesis, Way, to_beat
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.fit import searched
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
-from tracediff.diagnose.solve.by_value.readings import Reading
-from tracediff.diagnose.solve.edit import Read, Reworked, relayered
-from tracediff.model.graph import Op, Weight
+from tracediff.model.graph import Op
 from tracediff.names import layer_of, split
+from tracediff.numerics.exponentials import approximated
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import NOTHING
 from tracediff.result import Local
@@ -112,60 +110,11 @@ class Trials:
         local = self._replay.under(record, ops, error.nmse, way.plain)
         return Hypothesis((replace(said, number=value),), ops, local)
 
-    def carried(self, found: Hypothesis, record: OpRecord, error: Local) -> Iterator[Hypothesis]:
-        """What explained one record tried on another, with the same numbers: they are an engine's, not an op's."""
-        if any(op.name in error.segment for op in found.ops):
-            ops = found.ops
-        elif SOLVED in found.mistakes or found.may_turn:
-            ops = tuple(self._relayered(found.ops, error.segment))
-            ops = ops or (tuple(self._transferred(found.ops, error.segment)) if len(error.segment) == 1 else ())
-        elif len(found.parts) == 1 and found.parts[-1].fitted and found.parts[-1].number is None:
-            ops = tuple(self._transferred(found.ops, error.segment))
-        else:
-            yield from self.together(found.parts, record, error)
-            return
-        if ops:
-            before = math.inf if found.may_turn else to_beat(error)
-            parts = self._renamed(found, ops)
-            yield replace(found, parts=parts, ops=ops, local=self._replay.under(record, ops, before))
-
-    def _renamed(self, found: Hypothesis, ops: Sequence[Op]) -> tuple[Assumed, ...]:
-        """The words of a solved edit as they are true of the same op in another layer: what it reads may have another
-        name, as the first residual adds to the embedding, and the buffer of all layers holds the last one's value.
-        """
-        if SOLVED not in found.mistakes:
-            return found.parts
-        graph, text = self._replay.graph, found.parts[-1].text
-        for a, b in zip(found.ops, ops, strict=False):
-            here, there = graph[a.name], graph[b.name]
-            pairs = zip((*here.reads, *a.reads), (*there.reads, *b.reads), strict=False)
-            names = {Read.of(*ours).words(here): Read.of(*theirs).words(there) for ours, theirs in pairs}
-            text = _with_names(text, names)
-        return (*found.parts[:-1], replace(found.parts[-1], text=text))
-
-    def _relayered(self, ops: Sequence[Op], segment: Sequence[str]) -> Iterator[Op]:
-        """The changed ops in the segment's layer, where it has them all."""
-        graph = self._replay.graph
-        there = {split(name)[1]: graph[name] for name in segment}
-        if all(split(op.name)[1] in there for op in ops):
-            alike = (relayered(op, graph[op.name], there[split(op.name)[1]]) for op in ops)
-            yield from filter(None, alike)
-
-    def _transferred(self, ops: Sequence[Op], segment: Sequence[str]) -> Iterator[Op]:
-        """The same changes in another op of the kind, or in the ops of those names in another layer's segment."""
-        graph = self._replay.graph
-        there = {split(name)[1]: graph[name] for name in segment}
-        alike = [graph[segment[0]]] if len(segment) == len(ops) == 1 else [there.get(split(op.name)[1]) for op in ops]
-        changes = zip(ops, alike, strict=True)
-        made = [transferred(op, graph[op.name], other) if other else None for op, other in changes]
-        if all(made):
-            yield from filter(None, made)
-
     def _seen(self, record: OpRecord, error: Local) -> Seen | None:
         if len(error.segment) > 1:
             return None
         known = self._replay.known(record)
-        return Seen(known.inputs, known.recorded)
+        return Seen(known.inputs, known.recorded, known.arithmetic.exponential)
 
     def _wrong_from(self, record: OpRecord) -> int:
         """The position of the first token whose values are wrong; 0 where that cannot be told."""
@@ -181,39 +130,6 @@ class Trials:
         return self._firsts[key]
 
 
-def transferred(changed: Op, right: Op, other: Op) -> Op | None:
-    """The change from `right` to `changed` made in another op of the kind; None where it is about its own weights, or
-    about what it reads.
-    """
-    if not isinstance(changed.rework, Reworked | None):  # what is done to values of this op
-        return None
-    if right.kind != other.kind or [w.name for w in changed.weights] != [w.name for w in right.weights]:
-        return None
-    if changed.inputs != right.inputs or len(right.weights) != len(other.weights):
-        return None
-    attrs = {key: value for key, value in changed.attrs.items() if right.attrs.get(key) != value}
-    weights = [_read_alike(w, own) for w, own in zip(changed.weights, other.weights, strict=True)]
-    if None in weights:
-        return None
-    read = tuple(filter(None, weights))
-    edited = other.with_attrs(**attrs)
-    return replace(edited, weights=read, function=changed.function, rework=changed.rework, stored=changed.stored)
-
-
-def _read_alike(changed: Weight, other: Weight) -> Weight | None:
-    """The other weight read as the changed one is; None where that means its own rows."""
-    if not isinstance(changed.read, Reading):
-        return replace(other, read=changed.read)
-    read = changed.read.of_shape(changed.shape, other.shape)
-    return replace(other, read=read) if read else None
-
-
-def _with_names(text: str, names: Mapping[str, str]) -> str:
-    """The text with other names of values."""
-    known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    return re.sub(rf"(?<![\w.])({known})(?![\w.])(?! of the)", lambda m: names[m[0]], text)
-
-
 def _by_variant(
     mistake: Mistake, ops: Sequence[Op], context: Context, only: Assumed | None
 ) -> dict[str, list[Variant]]:
@@ -221,11 +137,12 @@ def _by_variant(
     if only and only.number is not None and mistake.number:
         return {only.variant: [mistake.number.replaced(op, only.number) for op in ops]}
     found: dict[str, list[Variant]] = {}
-    for op in ops:
-        for one in mistake.change(op, context):
-            variant = Variant(*one)
-            if not undoes(variant.op, op):
-                found.setdefault(variant.same_as(op), []).append(variant)
+    with approximated(context.seen.exponential if context.seen else ""):  # numbers are fitted to what has these
+        for op in ops:
+            for one in mistake.change(op, context):
+                variant = Variant(*one)
+                if not undoes(variant.op, op):
+                    found.setdefault(variant.same_as(op), []).append(variant)
     return found
 
 

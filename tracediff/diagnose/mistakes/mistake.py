@@ -17,10 +17,11 @@ from tracediff.numerics.kinds.elementwise import repeated
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What an engine made of an op: its inputs as recorded and its output, all float64."""
+    """What an engine made of an op: its inputs as recorded and its output, all float64, and its exponentials."""
 
     inputs: tuple[Tensor, ...]
     output: Tensor
+    exponential: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,9 @@ def _eps(op: Op, context: Context) -> Variants:
             said = "1e-12 or 0" if eps == 1e-12 else f"{eps:g}"  # float32 cannot tell these
             yield op.with_attrs(eps=eps), f"eps is {said} instead of {right:g}"
     seen, weights = context.seen, weights_of(op, context)
+    divided = right / seen.inputs[0].shape[-1]  # where it is added to the sum
+    words = f"eps is divided by the number of channels: {divided:.3g} instead of {right:g}"
+    yield op.with_attrs(eps=divided), words
     number = fitted(
         lambda eps: KINDS[op.kind].function(seen.inputs[0], *weights, eps=eps),
         seen.output,

@@ -192,6 +192,8 @@ def _rope_dim(op: Op, context: Context) -> Variants:
             yield _with(op, n_rot=head_dim, first=0), "all channels are rotated, not only the rotary dimension"
     h = context.graph.hparams
     others = {h.n_embd / h.n_head: "n_embd / n_head", rope.n_rot / 2: "half of it", rope.n_rot * 2: "twice that"}
+    if len(op.axes) == 3 and isinstance(op.axes[1], int) and isinstance(head_dim, int):
+        others.setdefault(op.axes[1] * head_dim, "the channels of all heads")
     for dim, words in others.items():
         if dim not in (rope.n_rot, head_dim):
             words = f"the frequency's exponent is divided by {dim:g} ({words}) where {rope.n_rot} belongs"

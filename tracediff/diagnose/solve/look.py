@@ -56,8 +56,8 @@ class Look:
 
     @cached_property
     def few(self) -> dict[str, np.ndarray]:
-        """Those of wrong ones that are looked at first."""
-        return {name: spread(bad, _GLANCE) for name, (bad, _) in self._turns.items()}
+        """Those of wrong ones that are looked at first: the first ones, which smaller arrays reach as well."""
+        return {name: bad[:_GLANCE] for name, (bad, _) in self._turns.items()}
 
     @cached_property
     def _turns(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -73,7 +73,8 @@ class Look:
     def _sample(self) -> np.ndarray:
         """Some places of the output, wrong ones and right ones."""
         wrong = self.problem.wrong
-        return np.concatenate([spread(np.flatnonzero(x), n) for x, n in zip((wrong, ~wrong), _SAMPLE, strict=True)])
+        some = [spread(np.flatnonzero(x), n) for x, n in zip((wrong, ~wrong), _SAMPLE, strict=True)]
+        return np.sort(np.concatenate(some))
 
     @cached_property
     def _points(self) -> dict[str, np.ndarray]:
@@ -165,30 +166,28 @@ class Look:
                     only[name] = np.union1d(only.get(name, values[:0]), values)
         made = hypothesis.untouched(self._sample)
         for stored in hypothesis.stored(only, self._dtype)[0]:
-            places = self._in_sample(stored.at)
-            made[places[places >= 0]] = stored.values[places >= 0]
+            there, places = self._in_sample(stored.at)
+            made[places] = stored.values[there]
         return self._sample, made
 
     def _last(self, stored: Stored) -> np.ndarray:
         """Of each place of the sample the last store to it; -1 where there is none."""
-        places, last = self._in_sample(stored.at), np.full(len(self._sample), -1)
-        there = np.flatnonzero(places >= 0)
-        last[places[there]] = there
+        last = np.full(len(self._sample), -1)
+        there, places = self._in_sample(stored.at)
+        last[places] = there
         return last
 
-    def _in_sample(self, at: np.ndarray) -> np.ndarray:
-        """Where the sample has these places; -1 where it does not."""
-        if not at.size or (at.min() >= 0 and at.max() < self._place_in_sample.size):
-            return self._place_in_sample[at]
-        found, inside = np.full(len(at), -1, np.int32), (at >= 0) & (at < self._place_in_sample.size)
-        found[inside] = self._place_in_sample[at[inside]]
-        return found
+    def _in_sample(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of these places are of the sample, and where it has them."""
+        there = np.flatnonzero(self._is_in_sample.take(at, mode="clip"))
+        there = there[at[there] >= 0]
+        return there, np.searchsorted(self._sample, at[there])
 
     @cached_property
-    def _place_in_sample(self) -> np.ndarray:
-        """Of each place of the output where the sample has it; -1 where it does not."""
-        found = np.full(self.problem.exact.size, -1, np.int32)
-        found[self._sample] = np.arange(len(self._sample))
+    def _is_in_sample(self) -> np.ndarray:
+        """Of each place of the output, and of one for all beyond it, whether the sample has it."""
+        found = np.zeros(self.problem.exact.size + 1, bool)
+        found[self._sample] = True
         return found
 
     def _part(self, hypothesis: Bound) -> tuple[np.ndarray, np.ndarray]:

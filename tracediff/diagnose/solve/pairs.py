@@ -30,8 +30,9 @@ def pairs(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
         except CannotRunError:
             continue
         said = words_of(problem, first.edit) + AND
-        both = (second.on(first, said + words_of(rest, second.edit)) for second in passing(rest, Look(rest), check, []))
-        solved = (verified(problem, one) for one in sorted(both, key=lambda one: one.bits))
+        seconds = sorted(passing(rest, Look(rest), check, []), key=lambda one: one.bits)
+        both = (second.on(first, said + words_of(rest, second.edit)) for second in seconds)
+        solved = (verified(problem, one) for one in both)
         yield from (replace(one, n_edits=2) for one in solved if one and not _reads_itself(one.ops[0]))
 
 

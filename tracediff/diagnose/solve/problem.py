@@ -1,6 +1,6 @@
 """One faulty op with all that is known of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -56,12 +56,12 @@ class Problem:
         width = self.loops.own.shape[-1]
         rows = np.sqrt(np.square(sizes).reshape(-1, width).mean(1)).repeat(width)
         off = np.where(self.wrong, np.abs(self.recorded - self.exact) / 2, np.inf)
-        return 10 * self.bound + np.fmin(1e-5 * sizes + 1e-6 * rows, off)
+        return np.fmin(10 * self.bound + 1e-5 * sizes + 1e-6 * rows, off)
 
-    @property
+    @cached_property
     def others(self) -> list[Read]:
         """What lies about when the op is computed: the values of this step so far, and what is left of earlier ones."""
-        return [*(Read(name) for name in self.earlier), *(Read(name, "before") for name in self.names)]
+        return [*(Read(name) for name in self.earlier), *self._held(Read(name, "before") for name in self.names)]
 
     @cached_property
     def buffers(self) -> list[Read]:
@@ -73,7 +73,11 @@ class Problem:
         if layer is not None:
             last = self.graph.hparams.n_layer - 1
             found.append(Read(f"blk.{layer - 1}.{local}") if layer else Read(f"blk.{last}.{local}", "before"))
-        return [read for read in dict.fromkeys(found) if (held := self.held(read)) is not None and held.size]
+        return self._held(dict.fromkeys(found))
+
+    def _held(self, reads: Iterable[Read]) -> list[Read]:
+        """Those of which there is something: in the first step no buffer holds any."""
+        return [read for read in reads if (held := self.held(read)) is not None and held.size]
 
     def given(self, edited: Bound) -> "Problem":
         """The same op with edited loops for right ones: what these leave is to be explained."""

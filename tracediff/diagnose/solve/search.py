@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tracediff.diagnose.solve.by_value import caches, functions, misread, operands, outputs
+from tracediff.diagnose.solve.by_value import caches, functions, groups, misread, operands, outputs, squares
 from tracediff.diagnose.solve.by_value.parts import in_region
 from tracediff.diagnose.solve.by_value.regions import around, widest
 from tracediff.diagnose.solve.edit import Edit, Priced, Read, Solved
@@ -30,8 +30,13 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
     # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].
     alike = sorted(whole, key=lambda one: (one.bits, len(one.edit.source)))
     yield from filter(None, (verified(problem, one) for one in alike))
-    others = [*outputs.variants(problem), *functions.variants(problem), *misread.variants(problem)]
-    others += [*operands.variants(problem, look), *caches.variants(problem)]
+    others = [
+        *outputs.variants(problem),
+        *functions.variants(problem),
+        *misread.variants(problem),
+        *squares.variants(problem),
+    ]
+    others += [*operands.variants(problem, look), *groups.variants(problem), *caches.variants(problem)]
     yield from sorted(others, key=lambda one: one.bits)
     partial.sort(key=lambda one: one.bits)
     yield from sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)

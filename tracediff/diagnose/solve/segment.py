@@ -85,7 +85,7 @@ class Segment:
         for op in self.ops:
             known = self._known[op.name]
             given = tuple(short._first(x, name) for x, name in zip(known.inputs, op.inputs, strict=True))
-            y = self._exactly(op, given)
+            y = self._evaluated(op, given)
             if nmse(y, short._first(known.exact, op.name)) > _SAME:
                 return self
             short._known[op.name] = Known(y, y, torch.zeros_like(y), given, known.arithmetic)
@@ -174,12 +174,9 @@ class Segment:
         return max(mixed, default=-1) + 1
 
     def _is_by_token(self, op: Op) -> bool:
-        """Whether of twice the tokens it makes twice what it makes of them."""
-        known = self._known[op.name]
-        if any(op.past) or any(self._axes(name)[:1] != ("T",) for name in (op.name, *op.inputs)):
-            return False
-        twice = self._exactly(op, [torch.cat((x, x)) for x in known.inputs])
-        return nmse(twice, torch.cat((known.exact, known.exact))) <= _SAME
+        """Whether what it makes of a token follows from what it reads of that one, and tokens come first."""
+        first = all(self._axes(name)[:1] == ("T",) for name in (op.name, *op.inputs))
+        return first and not any(op.past) and self._replay.graph.tokens_read(op, (0,)) is not None
 
     def moved(self, op: Op, y: Tensor) -> float:
         """NMSE of what is made of an op against what it should be."""
@@ -200,9 +197,6 @@ class Segment:
     def _evaluated(self, op: Op, given: Sequence[Tensor]) -> Tensor:
         """What it makes under the arithmetic of the right op."""
         return evaluate(op, given, self._weights, self._known[op.name].arithmetic).double()
-
-    def _exactly(self, op: Op, given: Sequence[Tensor]) -> Tensor:
-        return evaluate(op, given, self._replay.weights, self._known[op.name].arithmetic)
 
     def _held(self, name: str, past: Span) -> Tensor:
         if past is False and name in self._known:

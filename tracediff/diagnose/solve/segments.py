@@ -56,7 +56,7 @@ def searched(
     names: Sequence[str],
     off: float,
     check: Callable[[], None],
-    how: Callable[["SegmentSearch"], Iterator[Solved]],
+    how: "How",
 ) -> Explanations:
     """What in any op of the segment gives the record: what it is called with (`SegmentSearch.called`), some hundred
     edits, or how it is computed, thousands, which of a large layer takes minutes. `off` is the record's NMSE under the
@@ -235,6 +235,9 @@ class SegmentSearch:
             if segment.left({op.name: op for op in one.ops}) <= _LEFT * self._off:
                 near.append(one)
         return sorted(near, key=lambda one: one.bits)
+
+
+How = Callable[[SegmentSearch], Iterator[Solved]]
 
 
 @dataclass(frozen=True)

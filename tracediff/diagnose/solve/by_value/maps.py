@@ -53,6 +53,8 @@ class Map:
                 return at // m
             case "strided", (m,):
                 return at * m % n
+            case "firsts", (m,):
+                return at // m * m
             case "transposed", (m,):
                 return at.reshape(m, -1).T.ravel() if n % m == 0 else at
             case "all", (one,):
@@ -93,6 +95,8 @@ class Map:
                 return f"{all_of} from {m} on repeat the first {m}"
             case "repeated", (m,):
                 return f"{all_of} repeated {m} times each: {noun} i has the values of {noun} i // {m}"
+            case "firsts", (m,):
+                return f"every {noun} has the values of the first in its {m}"
             case "strided", (m,):
                 return f"{noun} i has the values of {noun} i * {m} % {n}"
             case "transposed", (m,):
@@ -167,6 +171,7 @@ def named(source: np.ndarray) -> Sequence[Map]:
     repeats = np.flatnonzero(source != first)
     candidates += [Map("repeated", (int(repeats[0]),))] if len(repeats) and repeats[0] > 1 else []
     candidates += [Map(kind, (int(wrong[0]),)) for kind in ("early", "late")]
+    candidates += [Map("firsts", (m,)) for m in range(2, n) if n % m == 0]
     candidates += [Map("transposed", (m,)) for m in range(2, n) if n % m == 0]
     candidates += [Map("within", (int(first) + 1,))] if first > 0 else []
     candidates += [Map("strided", (int(source[1]),))] if n > 1 and source[1] > 1 else []

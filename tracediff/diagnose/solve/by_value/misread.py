@@ -16,7 +16,7 @@ from tracediff.diagnose.solve.by_value.parts import excepting
 from tracediff.diagnose.solve.by_value.readings import Reading, RowRun, words_of_rows
 from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.loops.bound import flat
-from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.english import count, ranges
 from tracediff.model.gguf_file import TensorInfo
 from tracediff.model.weights import reading, values_of
@@ -202,20 +202,27 @@ def _joined(rows: Places, n: int) -> list[RowRun]:
 
 
 def _vectors(problem: Problem) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Weights of which each channel has one number: which of the op's, the numbers that give what was recorded, and
-    how near they are.
+    """Weights of which each channel has one number: which of the op's, the numbers that give what was recorded, NaN
+    where none does, and how near they are.
     """
     bound, kind = problem.loops, problem.op.kind
     y, exact, near = (v.reshape(int(bound.numbers["T"]), -1) for v in (problem.recorded, problem.exact, problem.near))
     if not np.isfinite(y).all() or not np.isfinite(exact).all():
         return
     if kind == "linear" and "b" in bound.arrays:
-        own = bound.arrays["b"].take(np.arange(y.shape[1]))
-        yield 1, own + (y - exact).mean(0), near.max(0)
+        own, more = bound.arrays["b"].take(np.arange(y.shape[1])), (y - exact).mean(0)
+        yield 1, np.where(_agree(y, exact + more, near), own + more, np.nan), near.max(0)
     if kind == "rms_norm":
         own, size = bound.arrays["w"].take(np.arange(y.shape[1])), np.square(exact).sum(0)
         with np.errstate(all="ignore"):
-            yield 0, own * (y * exact).sum(0) / size, np.abs(own) * np.sqrt(np.square(near).sum(0) / size)
+            times = (y * exact).sum(0) / size
+            values = np.where(_agree(y, exact * times, near), own * times, np.nan)
+            yield 0, values, np.abs(own) * np.sqrt(np.square(near).sum(0) / size)
+
+
+def _agree(y: np.ndarray, made: np.ndarray, near: np.ndarray) -> np.ndarray:
+    """The channels of which all values are made."""
+    return np.asarray(agree(y, made, near).all(0))
 
 
 def _of_vector(problem: Problem, weight: int, values: np.ndarray, near: np.ndarray) -> Iterator[Solved]:
@@ -229,6 +236,9 @@ def _of_vector(problem: Problem, weight: int, values: np.ndarray, near: np.ndarr
             continue
         if untold > _UNTOLD * len(wrong):
             return
+        if math.isnan(values[i]):
+            untold += 1
+            continue
         zeros = int(np.argmax(np.append(np.abs(values[i:]) > near[i:], True)))
         found = [RowRun(i, i + zeros - 1, "", 0, 0)] if zeros else []
         found = found or [run for name, numbers in tensors if (run := _run_in(numbers, name, values, near, i))]

@@ -1,8 +1,9 @@
 """The right values of an input in other places: slices of it along an axis are other slices of it.
 
 Heads of K and V paired otherwise, a cache of which a slot is stale or was never written, a projection that reads heads
-and channels transposed. Maps that engines come to are tried; any map is found where the input follows from the output:
-a norm or a matmul is undone, and what a weighted sum had of each position is solved for.
+and channels transposed, a sum that takes the first token's term for all. Maps that engines come to are tried; any is
+found where the input follows from the output: a norm or a matmul is undone, and what a weighted sum had of each
+position is solved for.
 """
 
 import math
@@ -45,6 +46,7 @@ _AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "scores": {"q": ("query head",), "k": ("key head", "channel")},
     "weighted_values": {"p": ("head",), "v": ("position", "value head")},
 }
+_OF_TWO = (("token", "T"), ("channel", "n"))  # of an op that makes each value of two at its place
 _LOOK = "how this input is laid out, and the strides it is read with"
 _OF_INPUT = 2.0  # bits more than of the output
 _SLOTS = 64  # positions of a cache that are tried one by one
@@ -100,7 +102,10 @@ class Operand:
 
 def operands(problem: Problem) -> Iterator[Operand]:
     """The inputs of which slices may be read elsewhere."""
-    kind = problem.op.kind
+    kind, loops = problem.op.kind, problem.loops
+    if kind not in AXES and len(loops.own.inputs) == 2 and all(size in loops.numbers for _, size in _OF_TWO):
+        axes = tuple((noun, int(loops.numbers[size])) for noun, size in _OF_TWO)
+        yield from (Operand(name, axes, (0, 1)) for name in loops.own.inputs)
     for name, nouns in _AXES.get(kind, {}).items():
         axes = tuple((noun, int(problem.loops.numbers[size])) for noun, size in AXES[kind][name])
         yield Operand(name, axes, tuple(i for i, (noun, _) in enumerate(axes) if noun in nouns))

@@ -68,6 +68,8 @@ class Stored:
 
     def loops(self, which: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """The loop variables at these stores, or at all."""
+        if which is None and self.turns is None:
+            return {name: np.broadcast_to(values, self.shape).ravel() for name, values in self.variables.items()}
         which = np.arange(self.at.size) if which is None else which
         turns = which if self.turns is None else self.turns[which]
         along = np.unravel_index(turns, self.shape)

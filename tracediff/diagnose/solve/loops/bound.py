@@ -16,6 +16,7 @@ from tracediff.diagnose.solve.loops.program import parse
 from tracediff.model.graph import Op, Weight
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
+from tracediff.numerics.exponentials import exponential_named
 from tracediff.numerics.roundings import Rounding, rounding_named
 
 SOMETHING = 0.731  # beyond arrays, where 0 was assumed
@@ -34,6 +35,7 @@ class Bound:
     beyond: float = 0.0  # what lies beyond the arrays
     prepared: dict[object, Prepared] = field(default_factory=dict)
     roundings: Mapping[str, Rounding] = field(default_factory=dict)  # of inputs
+    exponential: str = ""
 
     def with_(self, source: str, arrays: Mapping[str, Array], numbers: Mapping[str, float]) -> "Bound":
         """Edited loops with some names standing for something else."""
@@ -75,6 +77,7 @@ class Bound:
             before=before,
             beyond=self.beyond,
             prepared=self.prepared,
+            exp=exponential_named(self.exponential).of_numbers if self.exponential else np.exp,
         )
 
     def places(self, only: Mapping[str, np.ndarray] = MappingProxyType({})) -> list[Stored]:
@@ -126,10 +129,10 @@ class Bound:
     def measured(self) -> tuple[np.ndarray, np.ndarray]:
         """The output in float64, and how far float32 is from it. What overflows float32 does so here too."""
         y, single = (self.output(dtype) for dtype in (np.float64, np.float32))
+        with np.errstate(invalid="ignore"):
+            error = np.nan_to_num(np.abs(y - single), copy=False, nan=0.0, posinf=0.0)
         finite = np.isfinite(single)
-        error = np.zeros_like(y)
-        error[finite] = np.abs(y[finite] - single[finite])
-        return np.where(finite, y, single), np.nan_to_num(error, nan=0.0, posinf=0.0)
+        return y if finite.all() else np.where(finite, y, single), error
 
     def _blocks(self) -> list[dict[str, np.ndarray]]:
         if self.own.block is None:
@@ -157,6 +160,7 @@ def bind(
         "linear": (rounding_named(arithmetic.operands),),
         "scores": (rounding_named(arithmetic.operands), hold),
         "weighted_values": (rounding_named(arithmetic.operands), hold),
+        "add": (rounding_named(arithmetic.operands),),
     }.get(op.kind, ())
     of_inputs = dict(zip(loops.inputs, roundings, strict=False))
     # A row that shares a scale is as long as the input's, which another value's is not.
@@ -166,7 +170,7 @@ def bind(
         arrays[name] = Flat(flat(roundings[i](x.flatten(1) if op.kind == "linear" else x) if i < len(roundings) else x))
     for name, weight in zip(loops.weights, op.weights, strict=False):
         arrays[name] = FlatWeight(weight, weights, held_as(op, name, arithmetic))
-    return Bound(loops.source, loops, loops.numbers, arrays, roundings=again)
+    return Bound(loops.source, loops, loops.numbers, arrays, roundings=again, exponential=arithmetic.exponential)
 
 
 def held_as(op: Op, name: str, arithmetic: Arithmetic) -> Rounding:

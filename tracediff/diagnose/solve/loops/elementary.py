@@ -21,9 +21,9 @@ def kind(x: Value) -> str:
     return "i" if np.asarray(x).dtype.kind in "iub" else "f"
 
 
-def function(name: str, x: Value, dtype: type) -> Value:
+def function(of: Callable[[Value], Value], x: Value, dtype: type) -> Value:
     """An elementary function, of an array in this arithmetic."""
-    y = ELEMENTARY[name](x)
+    y = of(x)
     # Angles are computed in double precision, their cosines are kept in the arithmetic's.
     if not isinstance(y, np.ndarray):
         return float(y)

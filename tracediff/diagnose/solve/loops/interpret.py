@@ -9,7 +9,7 @@ loops.
 
 import ast
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -55,6 +55,7 @@ class Run:
     before: np.ndarray | None = None  # what the output's buffer held, where it is computed in place
     beyond: float = 0.0  # what is read where an array does not reach: unknown, so results that follow it are
     prepared: dict[object, Prepared] = field(default_factory=dict)  # by earlier runs on the same arrays
+    exp: Callable[[Value], Value] = np.exp  # as the engine has it
 
     def __post_init__(self) -> None:
         self._begin(in_turn=False)
@@ -267,7 +268,7 @@ class Run:
             case ast.Call(func=ast.Name(id=name), args=[ast.GeneratorExp() as generator]):
                 return self._reduced(name, generator)
             case ast.Call(func=ast.Name(id=name), args=[argument]) if name in ELEMENTARY:
-                return function(name, self.value(argument), self.dtype)
+                return function(self.exp if name == "exp" else ELEMENTARY[name], self.value(argument), self.dtype)
         raise CannotRunError(ast.unparse(node))
 
     def _line(self, name: str) -> Line | None:

@@ -1,0 +1,84 @@
+"""What explained one record, made in another's ops: in the same op of another layer, or in another of its kind."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
+from tracediff.diagnose.solve.by_value.readings import Reading
+from tracediff.diagnose.solve.edit import Read, Reworked, relayered
+from tracediff.model.graph import Graph, Op, Weight
+from tracediff.names import split
+
+# Of a changed op, of it as it should be, and of another op: the other, changed alike.
+_Change = Callable[[Op, Op, Op], Op | None]
+
+
+def carried(found: Hypothesis, graph: Graph, segment: Sequence[str]) -> Hypothesis | None:
+    """What was found, in ops of another segment; None where it cannot be made there. What it leaves there is not known
+    yet.
+    """
+    ops = found.ops
+    if not any(op.name in segment for op in ops):
+        is_known = SOLVED not in found.mistakes and not found.may_turn
+        ways: list[_Change] = [] if is_known else [relayered]
+        ways += [transferred] if is_known or len(segment) == 1 else []
+        ops = next(filter(None, (_each(ops, graph, segment, change) for change in ways)), ())
+    return replace(found, ops=ops, parts=_renamed(found, ops, graph)) if ops else None
+
+
+def _each(ops: Sequence[Op], graph: Graph, segment: Sequence[str], change: _Change) -> tuple[Op, ...]:
+    """The changes made in the ops of those names in the segment, or in the one op of one; empty where one cannot be."""
+    there = {split(name)[1]: graph[name] for name in segment}
+    others = [graph[segment[0]]] if len(segment) == len(ops) == 1 else [there.get(split(op.name)[1]) for op in ops]
+    pairs = zip(ops, others, strict=True)
+    made = [changed for op, other in pairs if other and (changed := change(op, graph[op.name], other))]
+    return tuple(made) if len(made) == len(ops) else ()
+
+
+def _renamed(found: Hypothesis, ops: Sequence[Op], graph: Graph) -> tuple[Assumed, ...]:
+    """The words of a solved edit as they are true of the same op in another layer: what it reads may have another
+    name, as the first residual adds to the embedding, and the buffer of all layers holds the last one's value.
+    """
+    if SOLVED not in found.mistakes:
+        return found.parts
+    text = found.parts[-1].text
+    for a, b in zip(found.ops, ops, strict=True):
+        here, there = graph[a.name], graph[b.name]
+        pairs = zip((*here.reads, *a.reads), (*there.reads, *b.reads), strict=False)
+        names = {Read.of(*ours).words(here): Read.of(*theirs).words(there) for ours, theirs in pairs}
+        text = _with_names(text, names)
+    return (*found.parts[:-1], replace(found.parts[-1], text=text))
+
+
+def _with_names(text: str, names: Mapping[str, str]) -> str:
+    """The text with other names of values."""
+    known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.])({known})(?![\w.])(?! of the)", lambda m: names[m[0]], text)
+
+
+def transferred(changed: Op, right: Op, other: Op) -> Op | None:
+    """The change from `right` to `changed` made in another op of the kind; None where it is about its own weights, or
+    about what it reads.
+    """
+    if not isinstance(changed.rework, Reworked | None):  # what is done to values of this op
+        return None
+    if right.kind != other.kind or [w.name for w in changed.weights] != [w.name for w in right.weights]:
+        return None
+    if changed.inputs != right.inputs or len(right.weights) != len(other.weights):
+        return None
+    attrs = {key: value for key, value in changed.attrs.items() if right.attrs.get(key) != value}
+    weights = [_read_alike(w, own) for w, own in zip(changed.weights, other.weights, strict=True)]
+    if None in weights:
+        return None
+    read = tuple(filter(None, weights))
+    edited = other.with_attrs(**attrs)
+    return replace(edited, weights=read, function=changed.function, rework=changed.rework, stored=changed.stored)
+
+
+def _read_alike(changed: Weight, other: Weight) -> Weight | None:
+    """The other weight read as the changed one is; None where that means its own rows."""
+    if not isinstance(changed.read, Reading):
+        return replace(other, read=changed.read)
+    read = changed.read.of_shape(changed.shape, other.shape)
+    return replace(other, read=read) if read else None

@@ -1,0 +1,212 @@
+"""The search for what explains one record of a kin: known mistakes, edits of its ops, and several at once."""
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from tracediff.diagnose.budget import Progress, within
+from tracediff.diagnose.hypothesis import PART, SOLVED, Assumed, Hypothesis, Least, Way, to_beat
+from tracediff.diagnose.kin import Faulty, Kin
+from tracediff.diagnose.solve import pairs, segments, solver
+from tracediff.diagnose.solve.segments import Explanations, How
+from tracediff.model.graph import Graph
+from tracediff.names import layer_of
+from tracediff.replay.recompute import CircularError
+from tracediff.replay.replay import Replay
+
+# A hypothesis that leaves so little of the error needs no rival. (Two kinds of GELU leave 1e-5 of each other.)
+_BEYOND_DOUBT = 1e-8
+_A_LAYER = 24  # ops: in longer segments of several layers the pairs are too many
+# Where one mistake does not suffice, every other is tried on top of so many that leave least: of one, of two.
+_BEAM = (6, 3)
+_ADDED = 0.1  # of what the others leave: more, and nothing speaks for one more
+_SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for in vain
+# Seconds that a search of a segment must have, for each value of its weights, or it is not begun: a quarter of what
+# all of it takes. On one core, a layer of 15 million took 10 seconds and four minutes.
+_SECONDS: Mapping[How, float] = {segments.SegmentSearch.called: 2e-7, segments.SegmentSearch.computed: 4e-6}
+_A_SHARE = 4  # of the time that is left a search of pairs of edits takes no more than one of so many
+_ALIKE = 4  # edits of an op that come to the same in a record, and not in others as a rule
+# Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
+# With 4e7 on two cores it took a minute.
+_ONE_BY_ONE = 2e8
+
+
+class Search:
+    """Looks for mistakes in the records of one kin."""
+
+    def __init__(self, kin: Kin) -> None:
+        self._kin = kin
+        self._replay, self._budget, self._trials = kin.replay, kin.budget, kin.trials
+
+    def of(self, one: Faulty, progress: Progress) -> Hypothesis | None:
+        """What explains the record best, its kin asked where several do.
+
+        One mistake in all layers of the segment alike; then in one of several layers; then several mistakes.
+        """
+        plain = self._replay.tried_under(one.record, one.error.nmse)
+        vain = self._kin.in_vain_of(one)
+        layers = several_layers(one.error.segment) if ends_soon(self._replay, one) and not vain else []
+        ways = [Way(scheme) for scheme in plain] + [Way(scheme, layer) for scheme in plain for layer in layers]
+        tried = Least()
+        for done, way in enumerate(ways):
+            if found := self._single(one, way, tried, within(progress, done, len(ways))):
+                return self._unrivalled(self._kin.chosen(found), one)
+        if len(vain) >= _SEARCHES:
+            return self._kin.fewest(self.one_more(one), one)
+        here = [h for h in tried.first(_ALIKE) if h.pays(one.error) and not self._kin.is_soon_suited(h, one.record)]
+        began = time.monotonic()
+        if found_one := self._solved(one, [h.but_in_some_steps() for h in here]):
+            return found_one
+        if len(one.error.segment) == 1:
+            seconds = time.monotonic() - began
+            return self._together(one, tried) or self._in_pairs(one, seconds)
+        return (
+            self._solved(one, how=segments.SegmentSearch.called)
+            or self._together(one, tried)
+            or self._solved(one, how=segments.SegmentSearch.computed)
+        )
+
+    def _single(self, one: Faulty, way: Way, tried: Least, progress: Progress) -> list[Hypothesis]:
+        """Mistakes that explain the record, best first; those that do not are added to `tried`."""
+        found: list[Hypothesis] = []
+        mistakes = self._trials.applicable(one.error.segment)
+        for done, mistake in enumerate(mistakes):
+            progress(done / len(mistakes))
+            tries = list(self._trials.of(mistake, one.record, one.error, way=way))
+            if fitted := self._trials.fitted(tries, one.record, one.error, way):
+                tries.append(fitted)
+            explain = [hypothesis for hypothesis in tries if self._kin.explains(hypothesis, one)]
+            tried.update(hypothesis for hypothesis in tries if hypothesis not in explain)
+            found += explain
+            sure = [h for h in explain if h.left <= _BEYOND_DOUBT * one.error.nmse and not h.parts[-1].fitted]
+            if sure:
+                return sorted(sure, key=lambda h: len(h.ops))
+        return sorted(found, key=lambda h: (-h.score, len(h.ops)))
+
+    def _together(self, one: Faulty, tried: Least) -> Hypothesis | None:
+        """Several known mistakes."""
+        return self._kin.fewest(self.one_more(one) or self._several(one, tried), one)
+
+    def one_more(self, one: Faulty) -> Hypothesis | None:
+        """What explained others of the kin, and one more mistake."""
+        if _is_long(one.error.segment):
+            return None
+        for known in (found for found in self._kin.found if SOLVED not in found.mistakes):
+            together = self._trials.together(known.parts, one.record, one.error)
+            given = min(together, key=lambda h: h.left, default=None)
+            if given and (found := self._on_top(given, one, Least())):
+                return found
+        return None
+
+    def _several(self, one: Faulty, tried: Least) -> Hypothesis | None:
+        """Two mistakes that together explain what one of them does not; then three."""
+        if _is_long(one.error.segment):
+            return None
+        for width in _BEAM:
+            more = Least()
+            for given in tried.first(width):
+                if given.left <= PART * one.error.nmse and (found := self._on_top(given, one, more)):
+                    return found
+            tried = more
+        return None
+
+    def _on_top(self, given: Hypothesis, one: Faulty, tried: Least) -> Hypothesis | None:
+        """One more mistake, that explains the record on top of what is given; all are added to `tried`."""
+        others = (m for m in self._trials.applicable(one.error.segment) if m.name not in given.mistakes)
+        both = [h for mistake in others for h in self._trials.of(mistake, one.record, one.error, given)]
+        tried.update(both)
+        little = _ADDED * given.left
+        explain = (h for h in both if h.left < little and self._kin.explains(h, one))
+        return max(explain, key=lambda h: h.score, default=None)
+
+    def _unrivalled(self, best: Hypothesis, one: Faulty) -> Hypothesis:
+        """Or an edit of the op that explains more of its kin than a number that was fitted to one row: to that the mean
+        over n - 1 looks like a factor, and any factor like a wrong eps.
+        """
+        fitted = len(one.error.segment) == 1 and one.error.one_token and best.parts[-1].fitted
+        others = self._kin.pending
+        if not fitted or self._kin.explains_all(best, others):
+            return best
+        solved = self._solved(one)
+        n_explained = self._kin.n_explained
+        return solved if solved and n_explained(solved, others) > n_explained(best, others) else best
+
+    def _solved(self, one: Faulty, in_some: Iterable[Hypothesis] = (), how: How | None = None) -> Hypothesis | None:
+        """What the solver makes of it; `in_some` steps alone were found before."""
+        return self._explaining(self._solutions(one, how), one, in_some, at_once=how is not None)
+
+    def _solutions(self, one: Faulty, how: How | None) -> Explanations:
+        """Edits of an op by itself, or of one in a segment: of what its end tells, or, `how` it is searched, of all."""
+        record, names, check = one.record, one.error.segment, self._budget.check
+        if len(names) == 1:
+            yield from solver.explanations(self._replay, record, check)
+        elif _is_long(names):
+            return
+        elif how and not self._budget.has(_SECONDS[how] * weight_values(names, self._replay.graph)):
+            self._kin.unsought[one.at] = one
+        elif self._kin.in_vain_of(one):
+            return
+        elif how:
+            yield from segments.searched(self._replay, record, names, one.error.nmse, check, how)
+        else:
+            yield from segments.told(self._replay, record, names, check)
+
+    def _in_pairs(self, one: Faulty, seconds: float) -> Hypothesis | None:
+        """Two edits of an op by itself, where one took so many `seconds` to be sought in vain."""
+        if not self._budget.has(_A_SHARE * pairs.BEAM * seconds):
+            self._kin.unsought[one.at] = one
+            return None
+        check = self._budget.check
+        return self._explaining(solver.explanations(self._replay, one.record, check, pairs.pairs), one)
+
+    def _explaining(
+        self,
+        solutions: Explanations,
+        one: Faulty,
+        in_some: Iterable[Hypothesis] = (),
+        at_once: bool = False,
+    ) -> Hypothesis | None:
+        """The first that explains the record and all that is asked of its kin, or the best of a few. What other steps
+        contradict is taken last, and where no number was fitted: it is made in some steps alone.
+        """
+        found, in_some = list[Hypothesis](), [*in_some]
+        for solved, scheme in solutions:
+            self._budget.check()  # of a state of NaN thousands are found at once
+            try:
+                local = self._replay.under(one.record, solved.ops, to_beat(one.error), scheme)
+            except CircularError:
+                continue
+            part = Assumed(SOLVED, solved.words, solved.words, solved.fitted, solved.look, n_edits=solved.n_edits)
+            hypothesis = Hypothesis((part,), solved.ops, local)
+            if self._kin.explains(hypothesis, one):
+                found.append(hypothesis)
+                if self._kin.explains_all(hypothesis, self._kin.some):
+                    return hypothesis  # none of the others could explain more
+            elif not solved.fitted and hypothesis.pays(one.error):
+                in_some.append(hypothesis.but_in_some_steps())
+                if at_once and self._kin.some and self._kin.explains_all(in_some[-1], self._kin.some):
+                    return in_some[-1]  # of thousands of edits few are tried in vain for one that all steps have
+            if len(found) == _ALIKE:
+                break
+        return self._kin.chosen([*found, *in_some]) if found or in_some else None
+
+
+def ends_soon(replay: Replay, one: Faulty) -> bool:
+    """Whether mistakes in one layer of the segment after the other can be tried within minutes."""
+    passes = len(several_layers(one.error.segment)) * len(replay.plain_ones(one.record))
+    return weight_values(one.error.segment, replay.graph) * passes <= _ONE_BY_ONE
+
+
+def _is_long(segment: Sequence[str]) -> bool:
+    return len(segment) > _A_LAYER and bool(several_layers(segment))
+
+
+def several_layers(segment: Sequence[str]) -> list[int]:
+    """The layers of a segment of several; none of one."""
+    layers = sorted({layer for layer in map(layer_of, segment) if layer is not None})
+    return layers if len(layers) > 1 else []
+
+
+def weight_values(segment: Sequence[str], graph: Graph) -> int:
+    """How many values of weights a forward pass of the segment reads."""
+    return sum(math.prod(weight.shape) for name in segment for weight in graph[name].weights)

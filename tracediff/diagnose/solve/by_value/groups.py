@@ -1,0 +1,83 @@
+"""Query heads that read other key/value heads than their own, each found by its values: whatever the mapping is."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.rearranged import Reread
+from tracediff.diagnose.solve.edit import Solved
+from tracediff.diagnose.solve.problem import Problem, agree
+from tracediff.english import few
+from tracediff.numerics.kinds.attention import scores, weighted_values
+
+_LOOK = "the mapping from query heads to key/value heads: on a rank that of its own heads"
+_MOST = 1 << 28  # products
+_EACH = 6.0  # bits of a head that is told
+_FUNCTIONS = {"scores": scores, "weighted_values": weighted_values}
+
+
+@dataclass(frozen=True, slots=True)
+class OtherHeads(Reread):
+    """Computes attention whose query heads read these key/value heads, one each: `Op.rework`."""
+
+    heads: tuple[int, ...]
+
+    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs, with a key/value head for each query head."""
+        x, cached, *others = inputs
+        return [x, cached[:, list(self.heads)], *others]
+
+
+def variants(problem: Problem) -> Iterator[Solved]:
+    """The key/value head that each query head reads, where some read another and each is told."""
+    function = _FUNCTIONS.get(problem.op.kind)
+    numbers = problem.loops.numbers
+    if function is None or not np.isfinite(problem.recorded).all():
+        return
+    h, t, s, g, d = (int(numbers[name]) for name in "HTSGD")
+    if h == g or g == 1 or h * t * s * g * d > _MOST:
+        return
+    (first, shape), (second, cached) = zip(
+        problem.loops.own.inputs, _shapes(problem.op.kind, h, t, s, g, d), strict=True
+    )
+    x, kv = (_values(problem, name, size) for name, size in ((first, shape), (second, cached)))
+    right = [head // (h // g) for head in range(h)]
+    there, near, wrong = (_by_head(problem, y) for y in (problem.recorded, problem.near, problem.wrong))
+    found = list(right)
+    for head in np.flatnonzero(wrong.any(1)).tolist():
+        fits = [other for other in range(g) if _gives(problem, function(x, kv[:, [other] * h]), there, near, head)]
+        if len(fits) != 1:
+            return
+        found[head] = fits[0]
+    if found != right:
+        yield _solved(problem, right, found)
+
+
+def _shapes(kind: str, h: int, t: int, s: int, g: int, d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return ((t, h, d) if kind == "scores" else (h, t, s)), (s, g, d)
+
+
+def _values(problem: Problem, name: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(problem.loops.arrays[name].take(np.arange(np.prod(shape)))).reshape(shape)
+
+
+def _by_head(problem: Problem, y: np.ndarray) -> np.ndarray:
+    """[H, ...] of an output, flat in each head."""
+    h, t = (int(problem.loops.numbers[name]) for name in "HT")
+    return (y if problem.op.kind == "scores" else y.reshape(t, h, -1).swapaxes(0, 1)).reshape(h, -1)
+
+
+def _gives(problem: Problem, made: Tensor, there: np.ndarray, near: np.ndarray, head: int) -> bool:
+    return bool(agree(there[head], _by_head(problem, made.numpy())[head], near[head]).all())
+
+
+def _solved(problem: Problem, right: Sequence[int], found: Sequence[int]) -> Solved:
+    others = [head for head, other in enumerate(found) if other != right[head]]
+    s = "s" * (len(others) > 1)
+    read, belong = (few([of[head] for head in others]) for of in (found, right))
+    words = f"query head{s} {few(others)} read{'' if s else 's'} key/value head{s} {read} where {belong} belong"
+    op = replace(problem.op, rework=OtherHeads(tuple(found)))
+    return Solved((op,), words + ("" if s else "s"), _EACH * len(others), _LOOK)
