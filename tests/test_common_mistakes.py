@@ -23,6 +23,9 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import split
+from tracediff.numerics.kinds.norm import rms_norm
+from tracediff.numerics.kinds.rope import Rope
+from tracediff.numerics.kinds.rope import rope as turned
 from tracediff.pipeline import check_trace
 
 TOKENS = (256, 84, 104, 101, 32, 300, 117, 105, 99, 107, 311, 98, 114, 111, 119, 110, 260, 102)
@@ -39,6 +42,11 @@ def attention(scale: float, visible: Callable[[Tensor, Tensor], Tensor], hide: C
         return e / e.sum(-1, keepdim=True)
 
     return function
+
+
+def by_all_heads(x: Tensor, positions: Tensor, *, rope: Rope, **attrs: Any) -> Tensor:
+    n = x.shape[1]
+    return turned(x, positions, rope=replace(rope, theta=rope.theta ** (1 / n)), **attrs)
 
 
 def causal(q: Tensor, k: Tensor) -> Tensor:
@@ -212,6 +220,14 @@ CASES = {
     "a norm that rounds to float16 before its weight": Case(
         "attn_norm ffn_norm output_norm", rounded_before_the_weight(torch.float16), "norm_rounded_before_weight",
         "the normed value is rounded to float16 before its weight multiplies it", also_hidden=False,
+    ),
+    "an epsilon that is added to the sum": Case(
+        "attn_norm ffn_norm output_norm", lambda x, w, *, eps: rms_norm(x, w, eps=eps / x.shape[-1]), "eps",
+        "eps is divided by the number of channels: 3.91e-09 instead of 1e-06", also_hidden=False,
+    ),
+    "a frequency by the channels of all heads": Case(
+        "attn_q_rope", by_all_heads, "rope_dim",
+        "the frequency's exponent is divided by 256 (the channels of all heads) where 32 belongs", also_hidden=False,
     ),
     "Q and K normed over all heads": Case(
         "attn_q_norm attn_k_norm", over_all_heads, "norm_of_all_heads",

@@ -7,19 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import logits_of, some_of
+from conftest import logits_of, some_of, trace_graph
 
 from tracediff.diagnose.error_shape import describe
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.planting import plant
-from tracediff.engine.recorder import TensorWriter
-from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape, write_model
-from tracediff.model.weights import Weights
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.linear import linear
 from tracediff.pipeline import check_trace, compare_traces
@@ -152,7 +149,7 @@ def test_logits_alone_name_a_mistake_in_all_layers_or_one(
 
 
 def test_where_layers_are_too_many_to_be_tried_one_by_one_the_report_says_so(models, torch_trace, monkeypatch) -> None:
-    monkeypatch.setattr("tracediff.diagnose.kin._ONE_BY_ONE", 1.0)
+    monkeypatch.setattr("tracediff.diagnose.search._ONE_BY_ONE", 1.0)
     model = models("k-quants")
     result = check_trace(logits_of(torch_trace(model, faults=("rope_pairing@1",))), model)
     assert {(op.cause, op.shape.rpartition("; ")[2]) for op in result.faulty} == {
@@ -347,13 +344,11 @@ def test_a_number_that_no_list_holds_is_told_from_hidden_states(models, tmp_path
     """In all layers alike: fitted to one of them, it holds in the others."""
     model = models("qwen2")
     file = GGUFFile(model)
-    graph, weights = build_graph(file), Weights(file, torch.float32)
+    graph = build_graph(file)
     ropes = [op for op in graph if op.kind == "rope"]
     changed = graph.changed(*(op.with_attrs(rope=replace(op.attrs["rope"], theta=12_345.0)) for op in ropes))
-    with TraceWriter(tmp_path / "base.trace", "base", "qwen2") as writer:
-        tokens = tuple(range(1, 41))
-        TorchEngine(changed, weights).run(0, StepInput(tokens, tuple(range(40))), TensorWriter(writer, "layers"))
-    faulty = check_trace(tmp_path / "base.trace", model).faulty
+    trace = trace_graph(changed, file, tmp_path / "base.trace", range(1, 41), capture="layers")
+    faulty = check_trace(trace, model).faulty
     assert {op.op for op in faulty} == {f"blk.{layer}.ffn_residual" for layer in range(graph.hparams.n_layer)}
     assert {op.cause and op.cause.name for op in faulty} == {"rope_theta"}
     assert all("rope's base is 12345 instead of" in op.cause.text for op in faulty)
@@ -364,12 +359,11 @@ def test_an_epsilon_far_too_large_is_told_from_hidden_states(eps: float, models,
     """Ten times the right one takes nothing away: what is not looked for far off is not found."""
     model = models("qwen2")
     file = GGUFFile(model)
-    graph, weights = build_graph(file), Weights(file, torch.float32)
+    graph = build_graph(file)
     norms = [op for op in graph if op.name in ("blk.1.attn_norm", "blk.1.ffn_norm")]
     changed = graph.changed(*(op.with_attrs(eps=eps) for op in norms))
-    with TraceWriter(tmp_path / "eps.trace", "eps", "qwen2") as writer:
-        TorchEngine(changed, weights).run(0, StepInput((1, 2, 3), (0, 1, 2)), TensorWriter(writer, "layers"))
-    (faulty,) = check_trace(tmp_path / "eps.trace", model).faulty
+    trace = trace_graph(changed, file, tmp_path / "eps.trace", (1, 2, 3), capture="layers")
+    (faulty,) = check_trace(trace, model).faulty
     assert faulty.cause
     assert f"eps is {eps:g} instead of 1e-06" in faulty.cause.text
 
@@ -385,7 +379,7 @@ def test_what_makes_a_nan_of_a_number_explains_nothing(models, tmp_path: Path) -
     """A token that is NaN says nothing of the others: what computes all rows from that one would be NaN in all."""
     model = models("qwen2")
     file = GGUFFile(model)
-    graph, weights = build_graph(file), Weights(file, torch.float32)
+    graph = build_graph(file)
 
     def spoiled(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         y = torch.nn.functional.silu(gate) * up
@@ -399,9 +393,8 @@ def test_what_makes_a_nan_of_a_number_explains_nothing(models, tmp_path: Path) -
     changed = graph.changed(
         replace(graph["blk.1.ffn_act"], function=spoiled), replace(graph["blk.1.ffn_down"], function=unlike)
     )
-    with TraceWriter(tmp_path / "nan.trace", "nan", "qwen2") as writer:
-        TorchEngine(changed, weights).run(0, StepInput((1, 2, 3, 4, 5), tuple(range(5))), TensorWriter(writer))
-    down = next(op for op in check_trace(tmp_path / "nan.trace", model).faulty if op.op == "blk.1.ffn_down")
+    trace = trace_graph(changed, file, tmp_path / "nan.trace", range(1, 6))
+    down = next(op for op in check_trace(trace, model).faulty if op.op == "blk.1.ffn_down")
     assert not down.cause
     assert down.shape
     assert "NaN" not in down.shape
@@ -412,7 +405,7 @@ def test_where_values_become_nan_and_not_what_they_make_of_others(models, tmp_pa
     """One token's NaN spread over all later ops, and over the tokens that see it: one op made them."""
     model = models("qwen2")
     file = GGUFFile(model)
-    graph, weights = build_graph(file), Weights(file, torch.float32)
+    graph = build_graph(file)
     down = graph["blk.0.ffn_down"]
 
     def spoiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -420,19 +413,18 @@ def test_where_values_become_nan_and_not_what_they_make_of_others(models, tmp_pa
         y[3] = torch.nan
         return y
 
-    for name, engine_graph in (("right", graph), ("nan", graph.changed(replace(down, function=spoiled)))):
-        with TraceWriter(tmp_path / f"{name}.trace", name, "qwen2") as writer:
-            TorchEngine(engine_graph, weights).run(0, StepInput((1, 2, 3, 4, 5), tuple(range(5))), TensorWriter(writer))
-    result = check_trace(tmp_path / "nan.trace", model)
+    right = trace_graph(graph, file, tmp_path / "right.trace", range(1, 6))
+    nan = trace_graph(graph.changed(replace(down, function=spoiled)), file, tmp_path / "nan.trace", range(1, 6))
+    result = check_trace(nan, model)
     assert [op.op for op in result.faulty] == ["blk.0.ffn_down"]
     assert result.faulty[0].shape == "96 of 480 values are NaN or Inf, all in token 3; the others are right"
     statuses = [op.status for op in result.ops]
     assert set(statuses[statuses.index("faulty") + 1 :]) == {"inherited"}
-    through = some_of(tmp_path / "nan.trace", tmp_path / "through.trace", lambda op: op != "blk.1.attn_q_rope")
+    through = some_of(nan, tmp_path / "through.trace", lambda op: op != "blk.1.attn_q_rope")
     assert [op.op for op in check_trace(through, model).faulty] == ["blk.0.ffn_down"]  # scores of one key are NaN
-    compared = compare_traces(tmp_path / "right.trace", tmp_path / "nan.trace", model=model)
+    compared = compare_traces(right, nan, model=model)
     assert [op.op for op in compared.faulty] == ["blk.0.ffn_down"]
-    alone = check_trace(tmp_path / "right.trace", model)
+    alone = check_trace(right, model)
     assert [op.reference.rms for op in compared.ops] == pytest.approx([op.candidate.rms for op in alone.ops], rel=1e-6)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import contents, without_privileges
 
 from tracediff.errors import TraceError
 from tracediff.files import replacing, write_text
@@ -39,10 +40,6 @@ def value(path: Path) -> float:
     held = {float(x) for record in trace.ops.values() for x in trace.values(record)}
     assert [trace.header.engine] == [f"of {x}" for x in held]
     return held.pop()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -269,14 +266,6 @@ def test_a_protected_file_is_left_alone(tmp_path: Path) -> None:
         "a.txt is write-protected. Give another name, or move it away.\n"
         "a.trace is write-protected. Move it away, or name the trace otherwise.\n"
     )
-
-
-def without_privileges() -> None:
-    """Root may write anywhere; from the next exec on this process may not."""
-    import ctypes
-
-    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH: linux/capability.h
-        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: linux/prctl.h
 
 
 # ---- A trace, which is two files

@@ -112,6 +112,10 @@ def test_after_sampling(cli: Cli, tmp_path: Path) -> None:
 CLOSED: dict[str, tuple[Any, str]] = {
     "empty": ({"choices": [{"logprobs": None}]}, "no log-probabilities in it"),
     "zeros": ({"prompt_token_ids": [1, 2], "prompt_logprobs": [None, {"2": {"logprob": 0.0}}]}, "are no log-prob"),
+    "zeros, and one that is impossible": (
+        {"prompt_token_ids": [1, 2, 3], "prompt_logprobs": [None, {"2": {"logprob": 0}}, {"3": {"logprob": -9999}}]},
+        "all 0 or infinite",
+    ),
     "percent": ({"prompt_token_ids": [1, 2], "prompt_logprobs": [None, {"2": {"logprob": 97.0}}]}, "above 0"),
     "shifted": ({"prompt_token_ids": [1, 2], "prompt_logprobs": [{"2": {"logprob": -1}}, None]}, "they are shifted"),
     "which": ({"prompt_logprobs": [None, {"2": {"logprob": -1}, "3": {"logprob": -2}}]}, "not which is the prompt's"),

@@ -1,6 +1,7 @@
 """The directions of imports, held by the syntax tree; and what must load without torch and llama_cpp."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -69,6 +70,13 @@ MAY = {
 }  # fmt: skip
 
 
+# Packages of modules of one sort, whose names say what each is for; the pages of all others name each of theirs.
+ONE_SORT = {
+    "audit", "ci", "cli", "diagnose.mistakes", "findings", "inspect", "interchange", "itself", "numerics.kinds",
+    "report", "report.sections", "result",
+}  # fmt: skip
+
+
 def modules() -> list[tuple[str, Path]]:
     found = []
     for root, folder in ROOTS.items():
@@ -104,6 +112,16 @@ def test_every_package_is_installed() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     packages = {name.removesuffix(".__init__") for name, path in modules() if path.name == "__init__.py"}
     assert set(project["tool"]["setuptools"]["packages"]) == packages
+
+
+@pytest.mark.parametrize("page", sorted(ROOTS["tracediff"].rglob("__init__.py")), ids=lambda page: page.parent.name)
+def test_the_page_of_a_package_names_its_modules(page: Path) -> None:
+    folder = page.parent
+    named = set(re.findall(r"`(\w+)/?`", ast.get_docstring(ast.parse(page.read_text())) or ""))
+    there = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    of_one_sort = ".".join(folder.relative_to(ROOTS["tracediff"]).parts) in ONE_SORT
+    assert of_one_sort or there - {"__init__", "__main__"} <= named
+    assert {name for name in named - there - EVERYTHING if name.islower()} == set()
 
 
 @pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])

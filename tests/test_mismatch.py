@@ -10,10 +10,11 @@ import pytest
 import torch
 from conftest import TOKENS, Models, logits_of, some_of
 
+from tracediff.compare.logits import log_softmax
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
-from tracediff.mismatch.logprobs import Told, log_softmax
+from tracediff.mismatch.logprobs import Told
 from tracediff.mismatch.mismatch import mismatch_traces
 from tracediff.model.graph import Op
 from tracediff.model.model import Model

@@ -3,7 +3,6 @@
 Everything here runs in processes of its own, as users run it.
 """
 
-import ctypes
 import os
 import re
 import resource
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Models, the_message
+from conftest import Models, contents, the_message, without_privileges
 
 from tracediff.trace.reader import Trace
 
@@ -38,10 +37,6 @@ def run(*arguments: object, limit: Callable[[], None] | None = None, **environme
 
 def limited(kind: int, size: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(kind, (size, resource.getrlimit(kind)[1]))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def children(running: subprocess.Popen[str]) -> list[Path]:
@@ -359,12 +354,6 @@ def test_a_full_disk_leaves_no_import_or_export(tmp_path: Path) -> None:
         assert re.search(r": cannot write (it|the trace): (.*)File too large", the_message(code, error))
         assert contents(tmp_path) == before
         assert not (tmp_path / "b.partial").exists()
-
-
-def without_privileges() -> None:
-    """Root may write anywhere; from the next exec on this process may not."""
-    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH: linux/capability.h
-        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: linux/prctl.h
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, models: Models) -> None:

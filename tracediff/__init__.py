@@ -1,4 +1,13 @@
-"""tracediff: a layer-by-layer numerical diff debugger for LLM inference engines."""
+"""tracediff: a layer-by-layer numerical diff debugger for LLM inference engines.
+
+An `engine/` runs a `model/` and writes a `trace/`; `interchange/` makes one of the files of others. `pipeline` takes it
+from there: `compare/` has two traces beside each other, `replay/` recomputes each op by `numerics/`, `judge` gives
+verdicts, `audit/` looks at weights, `diagnose/` seeks causes, and `findings/` says in a `result/` what came out, which
+`report/` shows. The other commands: `threeway`, `itself/`, `mismatch/`, `ci/`, `inspect/`, `reproduce`, `bundle`,
+`demo`. All are called by `cli/`, within a `process` of its own, and in tests of an engine by `testing`
+(`pytest_plugin`). Below all lie `names` of ops, `errors`, what is opened (`inputs`) and written (`files`), `versions`,
+and how words are put (`english`, `printable`).
+"""
 
 from typing import TYPE_CHECKING, Any
 

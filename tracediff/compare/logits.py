@@ -38,7 +38,7 @@ def _wide(row: np.ndarray) -> np.ndarray:
 
 @np.errstate(over="ignore", invalid="ignore")  # squares of 1e200
 def _compare(step: int, r: np.ndarray, c: np.ndarray, texts: Vocabulary) -> Logits:
-    log_p, log_q = _log_softmax(r), _log_softmax(c)
+    log_p, log_q = log_softmax(r), log_softmax(c)
     best = np.partition(r, -2)[-2:]
     return Logits(
         step=step,
@@ -61,9 +61,11 @@ def _recomputed(logits: Logits, head: "_Head", reference: Trace, candidate: Trac
     )
 
 
-def _log_softmax(x: np.ndarray) -> np.ndarray:
-    shifted = x - x.max()
-    return shifted - np.log(np.exp(shifted).sum())
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    """Over the last axis, in float64; -inf stays -inf."""
+    x = x.astype(np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
 def _top(x: np.ndarray, log_p: np.ndarray, other: np.ndarray, texts: Vocabulary) -> Iterator[Token]:

@@ -22,9 +22,9 @@ import numpy as np
 from tracediff.errors import InterchangeError
 from tracediff.interchange.entry import ROWS, Array, Entry, Say, from_json, in_form, reading
 from tracediff.names import TOKEN_LOGPROBS
+from tracediff.trace.format import are_logprobs
 
 _LEAST = -9998.0  # servers write -9999 for a probability of 0, which JSON's numbers lack
-_CERTAIN = 1e-3  # a log-probability above 0 by no more is one of 0 that was rounded
 _ID = re.compile(r"token_id:(\d{1,9})")
 _Said = list[tuple[int | None, float | None]]  # of each token its id and log-probability, where they are told
 
@@ -51,7 +51,7 @@ def entries(path: Path, say: Say, given: Sequence[int] = ()) -> Iterator[Entry]:
     first, ids = _ids(path, told, bool(prompt), given)
     held = [(first + at, x) for at, (_, x) in enumerate(told) if x is not None]
     values = np.array([-math.inf if x < _LEAST else x for _, x in held], np.float64)
-    if not np.isfinite(values).any() or not values.any() or values.max() > _CERTAIN:
+    if not are_logprobs(values):
         raise InterchangeError(
             f"{path}: these are no log-probabilities: all 0 or infinite, or above 0. Natural logarithms of "
             "probabilities are expected."

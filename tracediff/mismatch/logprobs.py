@@ -7,19 +7,11 @@ from itertools import accumulate
 
 import numpy as np
 
+from tracediff.compare.logits import log_softmax
 from tracediff.errors import MismatchError
 from tracediff.names import TOKEN_LOGPROBS
-from tracediff.trace.format import OpRecord, Step
+from tracediff.trace.format import OpRecord, Step, are_logprobs
 from tracediff.trace.reader import Trace
-
-_CERTAIN = 1e-3  # a log-probability above 0 by no more is one of 0 that was rounded
-
-
-def log_softmax(x: np.ndarray) -> np.ndarray:
-    """Over the last axis, in float64; -inf stays -inf."""
-    x = x.astype(np.float64)
-    x = x - x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class Told:
                 f"log-probabilities (op `{TOKEN_LOGPROBS}`), or they are NaN. Record the logits of every position, or "
                 "import what the engine returned: `tracediff import logprobs`."
             )
-        if not said[np.isfinite(said)].any() or (said > _CERTAIN).any():
+        if not are_logprobs(said):
             raise MismatchError(
                 f"{self.trace.path}: these are no log-probabilities: they are all 0 or infinite, or above 0 (natural "
                 f"logarithms are expected, one a token). Record them again."

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tracediff.audit.held import compare_weights, refuse_another_model
+from tracediff.compare.logits import log_softmax
 from tracediff.compare.sides import side_of
 from tracediff.compare.tokens import describe_difference
 from tracediff.errors import MismatchError
 from tracediff.judge import GROWTH, Policy, coarsest
-from tracediff.mismatch.logprobs import Told, log_softmax
+from tracediff.mismatch.logprobs import Told
 from tracediff.mismatch.processed import Sampled, Sampling
 from tracediff.mismatch.words import with_words
 from tracediff.model.vocabulary import Vocabulary

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tracediff.mismatch.logprobs import log_softmax
+from tracediff.compare.logits import log_softmax
 
 _TEMPERATURES = np.round(np.arange(0.05, 2.0001, 0.05), 2).tolist()  # that people set
 _TOP_KS = (10, 20, 30, 40, 50, 64, 100)

@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from torch import Tensor
 
+from tracediff.compare.logits import log_softmax
 from tracediff.mismatch.lanes import STORAGE, Lanes
-from tracediff.mismatch.logprobs import log_softmax
 from tracediff.mismatch.sides import ROUTES, Known, alone, in_one_pass, label, sides_of
 from tracediff.model.model import Model
 from tracediff.result import Share

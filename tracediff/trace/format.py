@@ -29,6 +29,7 @@ STORAGE: dict[str, np.dtype[Any]] = {
 }
 
 _MAX_DIMS, _MAX_SIZE = 8, 1 << 48  # of a shape: beyond any engine's, within numpy's
+_CERTAIN = 1e-3  # a log-probability above 0 by no more is one of 0 that was rounded
 
 
 def possible(shape: tuple[int, ...]) -> bool:
@@ -41,6 +42,11 @@ def same_shape(a: tuple[int, ...], b: tuple[int, ...], may_be_flat: bool = True)
     if a == b:
         return True
     return may_be_flat and {len(a), len(b)} == {2, 3} and a[:1] == b[:1] and math.prod(a) == math.prod(b)
+
+
+def are_logprobs(values: np.ndarray) -> bool:
+    """Whether these can be log-probabilities in nats: not all 0 or infinite, NaN apart, and none above 0."""
+    return bool(values[np.isfinite(values)].any() and not (values > _CERTAIN).any())
 
 
 class Header(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="trace"):
