@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,22 +205,23 @@ def _state(
     """The file's values under an engine's names, those of a layer side by side where there are several; what the file
     lacks is left out. Of an engine that pairs halves Q and K lie in the order of checkpoints.
     """
-    h, tensors = model.graph.hparams, model.tensors
-
-    def get(name: str) -> np.ndarray:
-        values = tensors.get(name).astype(np.float32)
-        permuted = h.arch in PERMUTED_ARCHITECTURES and split(name)[1].partition(".")[0] in PERMUTED_OPS
-        return neighbours(values, h.head_dim, 0, inverse=True) if halves and permuted else values
-
+    get, tensors = partial(values_of, model, halves=halves), model.tensors
     tied = "output.weight" not in tensors
     state = {
         theirs: get(f"{'token_embd' if tied and ours == 'output' else ours}.weight") for theirs, ours in whole.items()
     }
-    for n in range(h.n_layer):
+    for n in range(model.graph.hparams.n_layer):
         for theirs, ours in names.items():
             if f"blk.{n}.{ours[0]}" in tensors:
                 state[f"{layers}.{n}.{theirs}"] = np.concatenate([get(f"blk.{n}.{name}") for name in ours])
     return {name: torch.from_numpy(values.copy()) for name, values in state.items()}
+
+
+def values_of(model: Model, name: str, *, halves: bool) -> np.ndarray:
+    """A tensor's values, float32; Q and K as checkpoints have them for an engine that pairs `halves`."""
+    h, values = model.graph.hparams, model.tensors.get(name).astype(np.float32)
+    permuted = h.arch in PERMUTED_ARCHITECTURES and split(name)[1].partition(".")[0] in PERMUTED_OPS
+    return neighbours(values, h.head_dim, 0, inverse=True) if halves and permuted else values
 
 
 def _source(path: str) -> Any:

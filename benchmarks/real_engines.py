@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import adapters
+import onnx_engines
 from rich.console import Console
 
-from tracediff.model.synthetic import Shape, quantize, write_model
+from tracediff.model.synthetic import Shape, write_model
 from tracediff.pipeline import check_trace
 from tracediff.report.sections.said import arithmetic
 from tracediff.result import Result
@@ -57,6 +58,11 @@ ENGINES: dict[str, adapters.Trace] = {
     **{f"mlx, {dtype}": adapters.mlx(dtype) for dtype in ("f32", "bf16", "f16")},
     **{f"mlx, f32, {bits} bits": adapters.mlx("f32", bits) for bits in (4, 8)},
     "tinygrad": adapters.tinygrad,
+    "ONNX Runtime, f32": onnx_engines.onnx_runtime(),
+    **{f"ONNX Runtime, f32, {bits} bits": onnx_engines.onnx_runtime(bits) for bits in (4, 8)},
+    "ONNX Runtime, int8, 4 bits": onnx_engines.onnx_runtime(4, accuracy_level=4),
+    **{f"OpenVINO, {dtype}": onnx_engines.openvino(dtype) for dtype in ("f32", "bf16", "f16")},
+    **{f"OpenVINO, f32, {bits} bits": onnx_engines.openvino("f32", bits) for bits in (4, 8)},
 }
 
 
@@ -90,12 +96,7 @@ def commanded(command: str) -> adapters.Trace:
 def model_of(folder: Path, arch: str, weights: str) -> Path:
     """A generated model, made on first use."""
     path = folder / f"{arch}-{weights}.gguf"
-    if not path.exists():
-        if weights == "Q4_K_M":
-            quantize(model_of(folder, arch, "F32"), path, weights)
-        else:
-            write_model(path, SHAPES[arch], weights)  # type: ignore[arg-type]
-    return path
+    return path if path.exists() else write_model(path, SHAPES[arch], weights)
 
 
 def rows_of(name: str, arch: str, weights: str, model: Path, trace: Path) -> Iterator[Row]:

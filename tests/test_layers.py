@@ -1,6 +1,7 @@
 """The directions of imports, held by the syntax tree; and what must load without torch and llama_cpp."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -105,6 +106,14 @@ def rule_of(module: str) -> str:
     """The rule that a module falls under: its own, or that of the package it is in."""
     parts = module.split(".")
     return next(key for key in (module, ".".join(parts[:2]), parts[0]) if key in MAY)
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="tests that run one by one may have all cores")
+def test_each_of_several_test_runners_has_a_thread() -> None:
+    """Two on two cores that had two each did not finish in 90 minutes what they do in 15."""
+    import torch
+
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
 
 
 def test_every_package_is_installed() -> None:

@@ -149,15 +149,21 @@ def _of_exp(x: Tensor) -> Tensor:
     return torch.sqrt(4 + x.square())
 
 
-def _of_sigmoid(x: Tensor) -> Tensor:
-    """In units of 1 / (1 + exp(-x)): of exp(-x) its share of the divisor."""
-    return torch.sqrt(2 + (4 + x.square()) * torch.sigmoid(-x).square())
+def of_sigmoid(x: Tensor) -> Tensor:
+    """What 1 / (1 + exp(-x)) errs by, in units of 1: of exp(-x) its share of the divisor.
+
+    Some have it as 1/2 and an odd function of x, which is tanh(x / 2) / 2: ONNX Runtime (mlas/lib/logistic.cpp) and
+    Eigen a quotient of polynomials, whose three roundings are as large as that part, be the sum next to nothing.
+    """
+    s, share = torch.sigmoid(x), torch.sigmoid(-x)
+    squares = (x.square() + 4).mul_(share.square()).add_(2).mul_(s.square())
+    return squares.add_((s - 0.5).square_(), alpha=3).sqrt_()
 
 
 def _silu(y: Tensor, units: Units, a: Operand, **kwargs: Any) -> Errors:
     s = torch.sigmoid(a.x)
     slope = s * (1 + a.x * (1 - s))
-    own = y * torch.sqrt(3 + (4 + a.x.square()) * (1 - s).square())
+    own = torch.hypot(y, a.x * of_sigmoid(a.x))
     # 1 / (1 + exp(88.8)) is 0 where exp overflows, though it should be a denormal.
     hard = slope.abs() * a.hard + TINY["f32"] * (1 + a.x.abs())
     return slope.square() * a.variance + _rounding(own, units[0]), hard
@@ -179,7 +185,7 @@ RULES: Mapping[str, Callable[..., Errors]] = MappingProxyType({
     "expm1": _through(lambda x, y: y + 1, lambda x, y: 3 * y),
     "log": _through(lambda x, y: 1 / x, lambda x, y: 2 * y),
     "log1p": _through(lambda x, y: 1 / (1 + x), lambda x, y: 2 * y),
-    "sigmoid": _through(lambda x, y: y * (1 - y), lambda x, y: y * _of_sigmoid(x)),
+    "sigmoid": _through(lambda x, y: y * (1 - y), lambda x, y: of_sigmoid(x)),
     "tanh": _through(lambda x, y: 1 - y * y, lambda x, y: 3 * y),
     "erf": _through(lambda x, y: 2 / math.sqrt(math.pi) * torch.exp(-x * x), lambda x, y: 8 * y),
     "sin": _through(lambda x, y: torch.cos(x), lambda x, y: torch.full_like(y, 2.0)),

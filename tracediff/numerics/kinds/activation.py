@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tracediff.numerics.error_rules import of_sigmoid
 from tracediff.numerics.floors import TINY, Noise
 from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, exponential, wide
 from tracediff.numerics.roundings import half
@@ -74,18 +75,16 @@ def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor],
 
 
 def _swiglu_noise(made: Made) -> Noise:
-    """Of exp(-gate) the share sigmoid(-gate) reaches gate / (1 + exp(-gate)) * up."""
+    """That of a sigmoid, and of its product with gate and up."""
     gate, up = (wide(x) for x in made.inputs)
-    share = torch.sigmoid(-gate)
-    # Three operations; exp is good to 2 units, and to |gate| more where its argument is scaled first (ex2).
-    units = gate.square().add_(4).mul_(share.square()).add_(3).div_(3).sqrt_()
+    sigma = of_sigmoid(gate).mul_(gate).mul_(up).hypot_(made.size).mul_(made.unit / math.sqrt(3))
     # 1 / (1 + exp(88.8)) is 0 where exp overflows, though it should be a denormal. In half precision MLX, whose silu is
     # x * sigmoid(x), keeps the sigmoid, too, and exp and the sum within it.
     held = made.storage if made.half or made.storage == "f64" else "f32"
     lost = gate.abs().mul_(up.abs()).mul_(TINY[held]).add_(made.stored)
     if made.half:
-        lost.add_(share.mul_(2).add_(1).mul_(made.size), alpha=made.kept)
-    return Noise(units.mul_(made.unit * made.size), lost)
+        lost.add_(torch.sigmoid(-gate).mul_(2).add_(1).mul_(made.size), alpha=made.kept)
+    return Noise(sigma, lost)
 
 
 # --- looked up in a table: ggml's CPU has GELU of every float16 -----------------------------------------------------
