@@ -81,14 +81,42 @@ def taps(model: Path, out: Path, engine: str) -> Iterator[Taps]:
 # ---- transformers
 
 
-def transformers(dtype: str, attention: str) -> Trace:
-    """Its own GGUF loader dequantises; scores and probabilities are shown by eager attention alone."""
+def transformers(
+    dtype: str, attention: str, quantised: Callable[[torch.nn.Linear], torch.nn.Module] | None = None
+) -> Trace:
+    """Its own GGUF loader dequantises; scores and probabilities are shown by eager attention alone. Matrices but the
+    head may be `quantised` by another library, as with its quantisation_config.
+    """
 
     def trace(model: Path, out: Path) -> None:
         loaded, _ = load(model, None, DTYPES[dtype], "cpu")
+        for name, module in [*loaded.named_modules()] if quantised else ():
+            if isinstance(module, torch.nn.Linear) and quantised and name != "lm_head":
+                loaded.set_submodule(name, quantised(module))
         trace_model(loaded, model, out, TorchOptions(dtype=dtype), PROMPT, 2, attention=attention)
 
     return trace
+
+
+def bitsandbytes(linear: torch.nn.Linear) -> torch.nn.Module:
+    """Its NF4, as with load_in_4bit."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    made = Linear4bit(
+        linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=linear.weight.dtype,
+        compress_statistics=False, quant_type="nf4",
+    )  # fmt: skip
+    made.weight = Params4bit(linear.weight.data, requires_grad=False, compress_statistics=False, quant_type="nf4")
+    made.bias = linear.bias
+    return made.to("cpu")
+
+
+def torchao(linear: torch.nn.Linear) -> torch.nn.Module:
+    """Its eight bits of weights alone."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(linear, Int8WeightOnlyConfig())
+    return linear
 
 
 # ---- litgpt

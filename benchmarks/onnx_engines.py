@@ -17,21 +17,20 @@ Run = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
 class Exported:
     """The ONNX graph of a GGUF file as exporters of PyTorch write it: [T, ...] without a batch, caches as inputs.
 
-    Rope turns halves, so Q and K lie in the order of checkpoints. With `bits` matrices are integers in blocks of 32,
-    with a scale each.
+    Rope turns halves, so Q and K lie in the order of checkpoints.
     """
 
-    def __init__(self, model: Model, bits: int = 0) -> None:
+    def __init__(self, model: Model) -> None:
         from onnx import TensorProto
 
-        self._h, self._bits, self._types = model.graph.hparams, bits, TensorProto
+        self._h, self._types = model.graph.hparams, TensorProto
         self._weights = {name: values_of(model, name, halves=True) for name in model.file.tensors}
         self._nodes: list[Any] = []
         self._held: list[Any] = []
         self._outputs: list[str] = []
 
-    def proto(self) -> bytes:
-        """The file's bytes."""
+    def proto(self) -> Any:
+        """The ModelProto."""
         from onnx import helper
 
         of = helper.make_tensor_value_info
@@ -44,7 +43,7 @@ class Exported:
         outputs = [of(name, floats, None) for name in (*self._outputs, *(f"present.{name}" for name in caches))]
         graph = helper.make_graph(self._nodes, "model", inputs, outputs, self._held)
         opset = [helper.make_opsetid("", _OPSET)]
-        return helper.make_model(graph, opset_imports=opset, ir_version=10).SerializeToString()
+        return helper.make_model(graph, opset_imports=opset, ir_version=10)
 
     def _add(self, kind: str, *inputs: str, to: str = "", **attributes: Any) -> str:
         from onnx import helper
@@ -89,27 +88,11 @@ class Exported:
 
     def _linear(self, x: str, name: str) -> str:
         tied = name == "output" and "output.weight" not in self._weights
-        weight = self._matrix(self._weights["token_embd.weight" if tied else f"{name}.weight"])
+        weight = self._hold(self._weights["token_embd.weight" if tied else f"{name}.weight"].T.copy())
         bias = self._weights.get(f"{name}.bias")
         if bias is None:
             return self._add("MatMul", x, weight, to=name)
         return self._add("Add", self._add("MatMul", x, weight), self._hold(bias), to=name)
-
-    def _matrix(self, weight: np.ndarray) -> str:
-        if not self._bits:
-            return self._hold(weight.T.copy())
-        most = 2 ** (self._bits - 1) - 1
-        blocks = weight.reshape(len(weight), -1, 32)
-        scales = (np.abs(blocks).max(-1) / most).astype(np.float32)
-        integers = np.rint(blocks / np.where(scales, scales, 1)[..., None]).reshape(weight.shape).T.astype(np.int8)
-        if self._bits == 8:
-            held = self._hold(integers.copy())
-        else:
-            from onnx import helper
-
-            held = f"held.{len(self._held)}"
-            self._held.append(helper.make_tensor(held, self._types.INT4, integers.shape, integers.flatten()))
-        return self._add("DequantizeLinear", held, self._hold(scales.T.copy()), axis=0, block_size=32)
 
     def _attention(self, n: int, x: str) -> str:
         blk, h = f"blk.{n}", self._h
@@ -148,41 +131,54 @@ class Exported:
         return self._add("Reshape", groups, self._hold([0, h.n_head, h.head_dim]))
 
 
-def onnx_runtime(bits: int = 0, accuracy_level: int = 0) -> Trace:
-    """Its CPU provider, with all of its rewriting; of integers at level 4 activations are 8 bits."""
+def onnx_runtime(bits: int = 0, level: int = 0, **options: Any) -> Trace:
+    """Its CPU provider, with all of its rewriting; its own quantisation of the matrices to so many `bits`, whose
+    activations are 8 bits at accuracy level 4.
+    """
 
-    def load(proto: bytes) -> Run:
+    def load(proto: Any) -> Run:
         import onnxruntime
 
-        options = onnxruntime.SessionOptions()
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", str(accuracy_level))
-        session = onnxruntime.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            _quantised(proto, bits, level, options), providers=["CPUExecutionProvider"]
+        )
         names = [output.name for output in session.get_outputs()]
         return lambda feeds: dict(zip(names, session.run(None, dict(feeds)), strict=True))
 
-    return _traced("ONNX Runtime", load, bits)
+    return _traced("ONNX Runtime", load)
 
 
-def openvino(dtype: str, bits: int = 0) -> Trace:
-    """Its CPU plugin at this precision."""
+def openvino(dtype: str, bits: int = 0, **options: Any) -> Trace:
+    """Its CPU plugin at this precision, of matrices as ONNX Runtime quantises them where `bits` are given."""
 
-    def load(proto: bytes) -> Run:
+    def load(proto: Any) -> Run:
         import openvino as ov
 
         core = ov.Core()
-        compiled = core.compile_model(core.read_model(proto, b""), "CPU", {"INFERENCE_PRECISION_HINT": dtype})
+        read = core.read_model(_quantised(proto, bits, 0, options), b"")
+        compiled = core.compile_model(read, "CPU", {"INFERENCE_PRECISION_HINT": dtype})
         return lambda feeds: {
             output.get_any_name(): values for output, values in compiled(dict(feeds)).items() if output.get_names()
         }
 
-    return _traced("OpenVINO", load, bits)
+    return _traced("OpenVINO", load)
 
 
-def _traced(engine: str, load: Callable[[bytes], Run], bits: int) -> Trace:
+def _quantised(proto: Any, bits: int, level: int, options: Mapping[str, Any]) -> bytes:
+    if bits:
+        from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+        quantiser = MatMulNBitsQuantizer(proto, bits=bits, accuracy_level=level, **options)
+        quantiser.process()
+        proto = quantiser.model.model
+    return proto.SerializeToString()
+
+
+def _traced(engine: str, load: Callable[[Any], Run]) -> Trace:
     def trace(model: Path, out: Path) -> None:
         opened = Model(model)
         h = opened.graph.hparams
-        run = load(Exported(opened, bits).proto())
+        run = load(Exported(opened).proto())
         empty = np.empty((0, h.n_head_kv, h.head_dim), np.float32)
         past = {f"past.{kind}.{n}": empty for n in range(h.n_layer) for kind in "kv"}
         turns = np.float32(h.rope.theta) ** (-np.arange(0, h.head_dim, 2, dtype=np.float32) / h.head_dim)

@@ -52,6 +52,11 @@ ENGINES: dict[str, adapters.Trace] = {
         for attention in ("eager", "sdpa", "flex_attention")
         for dtype in ("f32", "bf16", "f16")
     },
+    **{
+        f"transformers, {dtype}, {name}": adapters.transformers(dtype, "eager", of)
+        for name, of in (("bitsandbytes NF4", adapters.bitsandbytes), ("torchao int8", adapters.torchao))
+        for dtype in ("f32", "bf16")
+    },
     **{f"litgpt, {dtype}": adapters.litgpt(dtype) for dtype in ("f32", "bf16", "f16")},
     **{f"gpt-fast, {dtype}": adapters.gpt_fast(dtype) for dtype in ("f32", "bf16", "f16")},
     **{f"LLMs-from-scratch, {dtype}": adapters.llms_from_scratch(dtype) for dtype in ("f32", "bf16")},
@@ -59,10 +64,16 @@ ENGINES: dict[str, adapters.Trace] = {
     **{f"mlx, f32, {bits} bits": adapters.mlx("f32", bits) for bits in (4, 8)},
     "tinygrad": adapters.tinygrad,
     "ONNX Runtime, f32": onnx_engines.onnx_runtime(),
-    **{f"ONNX Runtime, f32, {bits} bits": onnx_engines.onnx_runtime(bits) for bits in (4, 8)},
-    "ONNX Runtime, int8, 4 bits": onnx_engines.onnx_runtime(4, accuracy_level=4),
+    **{
+        f"ONNX Runtime, {bits} bits, {'symmetric' if symmetric else 'asymmetric'}{of}": onnx_engines.onnx_runtime(
+            bits, level, block_size=32, is_symmetric=symmetric
+        )
+        for bits in (4, 8)
+        for symmetric in (True, False)
+        for level, of in ((0, ""), (4, ", int8 activations"))
+    },
     **{f"OpenVINO, {dtype}": onnx_engines.openvino(dtype) for dtype in ("f32", "bf16", "f16")},
-    **{f"OpenVINO, f32, {bits} bits": onnx_engines.openvino("f32", bits) for bits in (4, 8)},
+    "OpenVINO, f32, 4 bits": onnx_engines.openvino("f32", 4, block_size=32, is_symmetric=False),
 }
 
 

@@ -186,15 +186,23 @@ class Scheme:
         return replace(self, name=name, linear=linear, scores=scores, values=values)
 
 
-_ASKED = ("activations in int8/N", "activations and weights in fp8/N", "matrices in affine4/N")  # with any N
+_ASKED = (  # with any N
+    "activations in int8/N", "activations and weights in fp8/N", "matrices in affine4/N",
+    "activations in int8/N and matrices in int4/N",
+)  # fmt: skip
 _ON_TENSOR_CORES = " on tensor cores"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
 _HALVES, _SHORTER = ("f16", "bf16"), ("e5m2", "e4m3", "gf4")
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
-# MLX quantises so: four bits and groups of 64 unless told otherwise, with scales in the type of its weights.
-AFFINE = ("bf16 affine4/64", "f16 affine4/64", "affine4/64", "affine8/64")
+# What engines quantise the file's weights to by themselves: MLX, bitsandbytes (with scales in the type that it computes
+# in), ONNX Runtime, torchao, and who writes an engine of their own.
+_OWN = (
+    *(f"{scales}{own}" for own in ("affine4/64", "nf4/64") for scales in ("", "bf16 ", "f16 ")), "affine8/64",
+    *(f"{kind}{size}" for kind in ("int4/", "full int4/", "uint4/") for size in (32, 64, 128)),
+    "int8/row", "int8/32", "int8/64", "int8/128", "full int8/32", "uint8/32",
+)  # fmt: skip
 
 
 def _matmuls() -> Iterator[Scheme]:
@@ -211,8 +219,6 @@ def _matmuls() -> Iterator[Scheme]:
         yield _matmul("activations and weights", name)
     for name in (*_HALVES, "q8_0", "q8_K", *GROUPS):
         yield _matmul("activations", name)
-    for name in AFFINE:
-        yield _matmul("matrices", name)
     for name in ("q8_0", *GROUPS):  # an engine that quantises the file's weights by itself, as llama2.c's runq.c
         yield _matmul("activations and weights", name)
 
@@ -229,6 +235,12 @@ def _matmul(what: str, rounding: str) -> Scheme:
     sums = "fp8 tensor cores" if "fp8" in operands else "f32"
     biases = stored if what != "matrices" and stored in _HALVES else "f64"
     return Scheme(_phrase(what, rounding), Arithmetic(operands, stored, sums, biases), held=held, norms=norms)
+
+
+def _of_integers(activations: str, matrices: str) -> Scheme:
+    """Activations in integers of one sort, matrices in those of another."""
+    name = f"activations in {activations} and matrices in {matrices}"
+    return Scheme(name, Arithmetic(activations, matrices), held=matrices)
 
 
 def _attentions() -> Iterator[Scheme]:
@@ -280,6 +292,14 @@ def _schemes() -> Iterator[Scheme]:
 # Real engines' arithmetic, most usual first. Each entry is what some engine does: a fit can excuse no mistake.
 SCHEMES = tuple(_schemes())
 PLAIN = SCHEMES[:2]  # what most engines do: round activations as the weights' type wants it, or not at all
+# Those that are asked where none of these fits.
+REQUANTISED = (
+    *(_matmul("matrices", name) for name in _OWN),
+    *(  # ONNX Runtime's MatMulNBits at accuracy level 4
+        _of_integers(f"int8/{size}", f"{kind}/{size}")
+        for size in (32, 128) for kind in ("int4", "full int4", "uint4", "full int8")
+    ),
+)  # fmt: skip
 
 # What only a user can know: sums in half precision in an order that cannot be followed, as in GPUs' kernels
 # (ggml-cuda/fattn*.cuh). The floor is so wide that small mistakes hide below it: never tried unasked.
@@ -296,13 +316,14 @@ def scheme_named(name: str) -> Scheme:
     """
     if name.endswith(_ON_TENSOR_CORES):
         return scheme_named(name.removesuffix(_ON_TENSOR_CORES)).on_tensor_cores()
-    matmuls = {"llama.cpp": SCHEMES[0]} | {scheme.name: scheme for scheme in _matmuls()}
+    matmuls = {"llama.cpp": SCHEMES[0]} | {scheme.name: scheme for scheme in (*_matmuls(), *REQUANTISED)}
     attentions = {scheme.name: scheme for scheme in (*_attentions(), _UNORDERED)}
     first, _, second = name.partition(", ")
     if not second and first in attentions:
         return _with(SCHEMES[0], attentions[first])
+    both = re.fullmatch(r"activations in (.+/\w+) and matrices in (.+/\w+)", first)
     asked = re.fullmatch(r"(activations and weights|activations|weights|matrices) in (.+/\w+)", first)
-    matmul = _matmul(asked[1], asked[2]) if asked else matmuls.get(first)
+    matmul = _of_integers(*both.groups()) if both else _matmul(asked[1], asked[2]) if asked else matmuls.get(first)
     if matmul is None or second not in ("", *attentions):
         raise EngineError(
             f"unknown arithmetic {name!r}. Known: {'; '.join((*matmuls, *_ASKED))}; and of attention, alone or after "

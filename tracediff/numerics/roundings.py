@@ -5,7 +5,6 @@ roundings work on the last axis. They return the values that the integers stand 
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -34,6 +33,11 @@ class Rounding:
     def in_blocks(self) -> bool:
         """Whether it keeps integers and a scale: engines add up their products without rounding them."""
         return self.block != 1
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether the integers are unsigned: engines add up what the offset makes by itself."""
+        return False
 
     def __call__(self, x: Tensor) -> Tensor:
         """The values that it keeps of x."""
@@ -94,8 +98,12 @@ class Blocks(Rounding):
     def __call__(self, x: Tensor) -> Tensor:
         """What the integers stand for."""
         quotients, scale, zero = self.grid(x)
-        integers = torch.round(quotients).sub_(zero)
+        integers = self.whole(quotients).sub_(zero)
         return (integers.to(x.dtype) * scale.to(self.scales).to(x.dtype)).flatten(-2)
+
+    def whole(self, quotients: Tensor) -> Tensor:
+        """The nearest integers; of two the even one."""
+        return torch.round(quotients)
 
     def step(self, x: Tensor) -> Tensor:
         """The scale of its block."""
@@ -141,18 +149,22 @@ class Q8K(Blocks):
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(Blocks):
-    """Symmetric: scale amax / 127, quotient x / scale (llama2.c's runq.c, `quantize`; vLLM's per-token int8)."""
+class Signed(Blocks):
+    """Symmetric: scale amax / 127, of 8 bits, quotient x / scale (llama2.c's runq.c, `quantize`; vLLM's per-token int8;
+    of 4 bits amax / 7).
+    """
+
+    bits: int = 8
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of 127 on both sides of 0."""
+        """Of as many on both sides of 0."""
         blocks = self.of(x)
-        scale = blocks.abs().amax(-1, keepdim=True) / 127.0
+        scale = blocks.abs().amax(-1, keepdim=True) / (2.0 ** (self.bits - 1) - 1)
         return _quotients(blocks, scale), scale, torch.zeros_like(scale)
 
 
 @dataclass(frozen=True, slots=True)
-class Truncated(Int8):
+class Truncated(Signed):
     """The same by a cast, as C has it: towards 0. Nobody means it: it makes every sum smaller."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -169,20 +181,100 @@ class Truncated(Int8):
 
 
 @dataclass(frozen=True, slots=True)
-class UInt8(Blocks):
-    """Asymmetric: scale (max - min) / 255 of a range that holds 0, which an integer of its own stands for.
-
-    ONNX's DynamicQuantizeLinear, and torchao's per-token int8 less 128.
+class Full(Signed):
+    """Symmetric, and all integers are used: the value of largest magnitude is the least of them, of 4 bits -8; of two
+    with both signs the one below 0 (ONNX Runtime's MatMulNBits, mlas/lib/q4_dq.cpp).
     """
+
+    @property
+    def has_offset(self) -> bool:
+        """They are kept as unsigned ones, the least of them as 0."""
+        return True
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One less above 0 than below."""
+        blocks, last = self.of(x), -(2.0 ** (self.bits - 1))
+        least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
+        scale = torch.where(most > -least, most, least) / last
+        return (blocks * _over(1.0, scale)).clamp_(last, -last - 1), scale, torch.zeros_like(scale)
+
+    def whole(self, quotients: Tensor) -> Tensor:
+        """Of two as near the larger one, in unsigned integers: weights in half precision lie on many boundaries."""
+        offset = 2.0 ** (self.bits - 1)
+        return torch.floor(quotients + (offset + 0.5)) - offset
+
+
+@dataclass(frozen=True, slots=True)
+class Unsigned(Blocks):
+    """Asymmetric: scale (max - min) / 255, of 8 bits, of a range that holds 0, which an integer of its own stands for.
+
+    ONNX's DynamicQuantizeLinear and, of fewer bits, MatMulNBits; torchao's per-token int8 less 128.
+    """
+
+    bits: int = 8
+
+    @property
+    def has_offset(self) -> bool:
+        """They are unsigned."""
+        return True
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From 0 to 255; `zero` is where 0 is."""
-        blocks = self.of(x)
+        blocks, last = self.of(x), 2.0**self.bits - 1
         least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
         least, most = least.clamp(max=0.0), most.clamp(min=0.0)
-        scale = (most - least) / 255.0
-        zero = torch.round(_quotients(-least, scale))
-        return (_quotients(blocks, scale) + zero).clamp_(0.0, 255.0), scale, zero
+        scale = (most - least) / last
+        zero = self.whole(_quotients(-least, scale))
+        quotients = _quotients(blocks, scale) if self.bits == 8 else blocks * _over(1.0, scale)
+        return (quotients + zero).clamp_(0.0, last), scale, zero
+
+    def whole(self, quotients: Tensor) -> Tensor:
+        """Of two as near the even one of 8 bits, and of fewer the larger one."""
+        return torch.round(quotients) if self.bits == 8 else torch.floor(quotients + 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class NF4(Blocks):
+    """Four bits that stand for quantiles of a normal distribution, times the block's largest magnitude
+    (https://arxiv.org/abs/2305.14314, appendix E; bitsandbytes).
+    """
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From -1 to 1: not evenly spaced."""
+        blocks = self.of(x.to(self.scales))
+        scale = blocks.abs().amax(-1, keepdim=True)
+        return _quotients(blocks, scale), scale, torch.zeros_like(scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the four bits stand for, in the type of the scales."""
+        quotients, scale, _ = self.grid(x)
+        kept = self._codes(x)[self._places(quotients)] * scale
+        return kept.to(self.scales).to(x.dtype).flatten(-2)
+
+    def step(self, x: Tensor) -> Tensor:
+        """From each to the next quantile, times the scale."""
+        (quotients, scale, _), codes = self.grid(x), self._codes(x)
+        gaps = torch.diff(codes, append=codes[-1:] + 1)
+        return (gaps[self._places(quotients)] * scale).to(x.dtype).flatten(-2)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """To the next quantile where the quotient is all but halfway."""
+        (quotients, scale, _), codes = self.grid(x), self._codes(x)
+        places, halfway = self._places(quotients), (codes[1:] + codes[:-1]) / 2
+        other = torch.zeros_like(quotients)
+        for way in (-1, 1):
+            between = halfway[(places + min(way, 0)).clamp(0, len(halfway) - 1)]
+            there = (places + way).clamp(0, len(codes) - 1)
+            turned = (codes[there] - codes[places]) * scale
+            other = torch.where((quotients - between).abs() < _NEAR, turned, other)
+        return other.to(x.dtype).flatten(-2)
+
+    def _places(self, quotients: Tensor) -> Tensor:
+        codes = self._codes(quotients)
+        return torch.bucketize(quotients, (codes[1:] + codes[:-1]) / 2)
+
+    def _codes(self, like: Tensor) -> Tensor:
+        return _NF4.to(like.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +285,11 @@ class Affine(Blocks):
     """
 
     bits: int = 4
+
+    @property
+    def has_offset(self) -> bool:
+        """They are unsigned."""
+        return True
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From 0 up to the last level; the third is the offset. Scales have the type that the values had."""
@@ -278,6 +375,11 @@ def _quotients(x: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale != 0, x / scale, 0.0)
 
 
+_NF4 = torch.tensor(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+)  # fmt: skip
 half = Float("f16", "float16", dtype=torch.float16, mantissa=10)
 bfloat = Float("bf16", "bfloat16", dtype=torch.bfloat16, mantissa=7)
 single = Float("f32", "float32", dtype=torch.float32)
@@ -298,31 +400,43 @@ _KNOWN = {
         GF4("gf4", "gf4", 8),
     )
 }
-_GROUPS: dict[str, Callable[[str, str, int], Blocks]] = {
-    "int8": Int8, "truncated int8": Truncated, "uint8": UInt8, "fp8": FP8,
+_INTEGERS: dict[str, type[Signed] | type[Unsigned]] = {
+    "int": Signed, "truncated int": Truncated, "full int": Full, "uint": Unsigned,
 }  # fmt: skip
+_N = r"(row|[1-9]\d{0,5})"
 
 
 @cache
 def rounding_named(name: str) -> Rounding:
-    """A rounding by its name: one of `_KNOWN`, or int8/N, uint8/N and fp8/N in groups of N values, truncated int8/N,
-    or affineB/N of B bits, and f16 or bf16 affineB/N with scales and offsets in that.
+    """A rounding by its name: one of `_KNOWN`; or, in groups of N values, intB/N or uintB/N of B bits, truncated or
+    full intB/N, fp8/N, nf4/N, affineB/N with offsets. f16 or bf16 before the last two is the type of their scales.
 
     N may be `row`: one scale for each row. Scales are float32 otherwise. Raises EngineError for any other name.
     """
     if name in _KNOWN:
         return _KNOWN[name]
-    if found := re.fullmatch(r"((?:truncated )?int8|uint8|fp8)/(row|[1-9]\d{0,5})", name):
-        kind, size = found[1], 0 if found[2] == "row" else int(found[2])
-        of = f"{kind} groups of {size}" if size else f"{kind} rows"
-        return _GROUPS[kind](name, of + " with float32 scales" + (" and zeros" if kind == "uint8" else ""), size)
-    if found := re.fullmatch(r"(|f16 |bf16 )affine([2-8])/([1-9]\d{0,5})", name):
-        scales, bits, size = _KNOWN[found[1].strip() or "f32"], int(found[2]), int(found[3])
+    if found := re.fullmatch(rf"((?:truncated |full )?int|uint)([2-8])/{_N}", name):
+        kind, bits, of = found[1], int(found[2]), f"{found[1]}{found[2]} {_groups(found[3])}"
+        return _INTEGERS[kind](name, of + (" and zeros" if kind == "uint" else ""), _size(found[3]), bits=bits)
+    if found := re.fullmatch(rf"fp8/{_N}", name):
+        return FP8(name, f"fp8 {_groups(found[1])}", _size(found[1]))
+    if found := re.fullmatch(r"(|f16 |bf16 )(?:affine([2-8])|nf4)/([1-9]\d{0,5})", name):
+        scales, size = _KNOWN[found[1].strip() or "f32"], int(found[3])
         assert isinstance(scales, Float)
-        return Affine(
-            name, f"{bits}-bit groups of {size} with {scales.words} scales and offsets", size, scales.dtype, bits
-        )
+        if not found[2]:
+            return NF4(name, f"NF4 groups of {size}, kept in {scales.words}", size, scales.dtype)
+        of = f"{found[2]}-bit groups of {size} with {scales.words} scales and offsets"
+        return Affine(name, of, size, scales.dtype, int(found[2]))
     raise EngineError(
-        f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, int8/N, uint8/N and fp8/N (N values or row), "
-        "affineB/N (B bits; `f16 ` or `bf16 ` before it for scales in these)."
+        f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values or row; "
+        "`truncated ` or `full ` before intB), fp8/N, affineB/N, nf4/N (`f16 ` or `bf16 ` before the last two for "
+        "scales in these)."
     )
+
+
+def _size(said: str) -> int:
+    return 0 if said == "row" else int(said)
+
+
+def _groups(said: str) -> str:
+    return ("rows" if said == "row" else f"groups of {said}") + " with float32 scales"

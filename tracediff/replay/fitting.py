@@ -57,21 +57,28 @@ class Fitting:
         if len(schemes) == 1:
             return Choice(tuple(schemes), True, math.nan)
         table: dict[Scheme, list[float]] = {scheme: [] for scheme in schemes}
-        for record in records:
+        for i, record in enumerate(records):
             first, *others = _promising(table)
             for scheme in (first, *others):
                 within = scheme is first or scheme in PLAIN or self._reaches(record, scheme, first, table[first][-1])
                 table[scheme].append(self._left(record, scheme) if within else table[first][-1])  # about as much
                 if table[scheme][-1] <= NOTHING and self._judged(record, scheme).judgement == "sound":
-                    return Choice((scheme,), True, table[scheme][-1])
+                    return Choice((scheme,), True, table[scheme][-1], self._unfit(records[:i], scheme))
         close, least = _close(table, len(records)), min(min(figures) for figures in table.values())
-        nearest = Choice((next((s for s in close if s in usual), close[0]),), False, least)
+        nearest = Choice((next((s for s in close if s in usual), close[0]),), False, least, tuple(records))
         if least > enough:
             return nearest
         sound = {s: {r.op for r, left in zip(records, table[s], strict=True) if self._fits(r, s, left)} for s in close}
         if not any(sound.values()):
             return nearest
-        return Choice(tuple(self._in_contention(sound, records)), True, least)
+        kept = self._in_contention(sound, records)
+        fit = {op for scheme in kept for op in sound[scheme]}
+        return Choice(tuple(kept), True, least, tuple(record for record in records if record.op not in fit))
+
+    def _unfit(self, records: Sequence[OpRecord], scheme: Scheme) -> tuple[OpRecord, ...]:
+        """Which of these the scheme does not fit. Of a segment that is asked where it fits none: it is a pass."""
+        alone = (record for record in records if not self._planner.is_segment(record))
+        return tuple(record for record in alone if self._judged(record, scheme).judgement != "sound")
 
     def _in_contention(self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord]) -> list[Scheme]:
         """Of schemes that are close, best first, with the ops of which records are `sound` under each: what fits, be it

@@ -60,6 +60,7 @@ class Choice:
     schemes: tuple[Scheme, ...]
     settled: bool
     nmse: float  # the least that is left of a sample; NaN where there was no choice
+    unfit: tuple[OpRecord, ...] = ()  # those of the sample that none of them fits
     said: tuple[str, ...] = ()  # what each of the schemes rounds in these records
     n_records: int = 0
 
@@ -89,12 +90,22 @@ class Plan:
 class Planner:
     """Sorts the records of a trace, and knows which schemes could be that of a sort. Looks at metadata alone."""
 
-    def __init__(self, recorded: Recorded, graph: Graph, weights: Weights, schemes: Sequence[Scheme]) -> None:
+    def __init__(
+        self,
+        recorded: Recorded,
+        graph: Graph,
+        weights: Weights,
+        schemes: Sequence[Scheme],
+        rarer: Sequence[Scheme] = (),
+    ) -> None:
         self._recorded = recorded
         self._graph = graph
         self._weights = weights
         self._schemes = schemes
-        self._found: dict[tuple[object, ...], Sequence[Scheme]] = {}  # candidates
+        self._rarer = rarer  # asked where none of these fits
+        self._found: dict[
+            tuple[object, ...], Mapping[tuple[Arithmetic, ...], Scheme]
+        ] = {}  # of schemes those that differ
 
     def sort(self, record: OpRecord) -> Sort:
         """The record's sort, by names and types alone."""
@@ -118,10 +129,11 @@ class Planner:
     def samples(self, records: Sequence[OpRecord]) -> list[OpRecord]:
         """A few of each op of a sort, of early, middle and late layers: a mistake is in one layer or one op, as a rule.
 
-        Each op once, before any a second time.
+        Each op once, before any a second time; what is in no layer, as the head, last: engines that quantise weights
+        by themselves leave it out.
         """
         by_name: dict[str, list[OpRecord]] = {}
-        for record in sorted(records, key=lambda record: (layer_of(record.op) or 0, record.step)):
+        for record in sorted(records, key=lambda record: (_place(record.op), record.step)):
             by_name.setdefault(split(record.op)[1], []).append(record)
         rounds = zip_longest(*map(_spread, by_name.values()))
         return [record for each in rounds for record in each if record is not None]
@@ -131,12 +143,18 @@ class Planner:
 
         Raises EngineError where the op's rows cannot be rounded as the only scheme says.
         """
-        record = records[0]
-        alike = () if self.is_segment(record) else tuple(dict.fromkeys(record.op for record in records))
-        key = *alike, self._lengths(record)
-        if key not in self._found:
-            self._found[key] = self._candidates(record, alike)
-        return self._found[key]
+        found = tuple(self._differing(self._schemes, *records).values())
+        if not found:
+            raise EngineError(
+                f"{records[0].op} cannot be recomputed in the arithmetic {self._schemes[0].name!r}: this model has "
+                "rows that are no multiples of its blocks. Leave --arithmetic out, or name another."
+            )
+        return found
+
+    def rarer(self, *records: OpRecord) -> Sequence[Scheme]:
+        """The same of those that are asked where none of these fits."""
+        usual = self._differing(self._schemes, *records)
+        return [s for rounds, s in self._differing(self._rarer, *records).items() if rounds not in usual]
 
     def as_in(self, record: OpRecord, schemes: Iterable[Scheme]) -> Sequence[Scheme]:
         """The candidates that round in the record what one of these does: other sorts may know it by another scheme."""
@@ -148,22 +166,24 @@ class Planner:
         wanted = {*map(rounds, schemes)}
         return [scheme for scheme in self.candidates(record) if rounds(scheme) in wanted]
 
-    def _candidates(self, record: OpRecord, alike: Sequence[str]) -> Sequence[Scheme]:
-        """The same, of the ops `alike` or, for a segment, of all."""
-        covered = self._unlike(self._graph[name] for name in alike) if alike else self._all
-        found: dict[tuple[Arithmetic, ...], Scheme] = {}
-        for scheme in self._schemes:
-            if len(self._schemes) > 1 and not self._sums_so(record, scheme.values):
-                continue
-            arithmetics = tuple(arithmetic_of(o, scheme, self._weights) for o in covered)
-            if self._rows_fit(covered, arithmetics):
-                found.setdefault(arithmetics, scheme)
-        if not found:
-            raise EngineError(
-                f"{record.op} cannot be recomputed in the arithmetic {self._schemes[0].name!r}: this model has rows "
-                "that are no multiples of its blocks. Leave --arithmetic out, or name another."
-            )
-        return tuple(found.values())
+    def _differing(self, schemes: Sequence[Scheme], *records: OpRecord) -> Mapping[tuple[Arithmetic, ...], Scheme]:
+        """Those of the schemes that differ for these records, or for a segment in any op, and suit their rows, by what
+        they round.
+        """
+        record = records[0]
+        alike = () if self.is_segment(record) else tuple(dict.fromkeys(record.op for record in records))
+        key = schemes is self._rarer, *alike, self._lengths(record)
+        if key not in self._found:
+            covered = self._unlike(self._graph[name] for name in alike) if alike else self._all
+            found: dict[tuple[Arithmetic, ...], Scheme] = {}
+            for scheme in schemes:
+                if len(schemes) > 1 and not self._sums_so(record, scheme.values):
+                    continue
+                arithmetics = tuple(arithmetic_of(o, scheme, self._weights) for o in covered)
+                if self._rows_fit(covered, arithmetics):
+                    found.setdefault(arithmetics, scheme)
+            self._found[key] = found
+        return self._found[key]
 
     @cached_property
     def _all(self) -> tuple[Op, ...]:
@@ -201,3 +221,8 @@ def _spread(records: Sequence[OpRecord]) -> list[OpRecord]:
     """A few of these, the middle one first."""
     n = len(records)
     return [records[i] for i in dict.fromkeys(n * (2 * i + 1) // (2 * _SAMPLES) for i in (1, 0, 2))]
+
+
+def _place(name: str) -> float:
+    layer = layer_of(name)
+    return math.inf if layer is None else layer

@@ -36,9 +36,18 @@ class Planning:
     def _settled(self, records: list[OpRecord], usual: Sequence[Scheme] = ()) -> Choice:
         candidates = self._planner.candidates(*records)
         samples = self._samples(records) if len(candidates) > 1 else records
-        choice = self._fitting.settle(candidates, samples, usual=usual)
+        choice = self._requantised(self._fitting.settle(candidates, samples, usual=usual))
         self._recomputation.forget()
-        return replace(choice, said=self._planner.said(choice.schemes, records), n_records=len(records))
+        return replace(choice, said=self._planner.said(choice.schemes, records), n_records=len(records), unfit=())
+
+    def _requantised(self, choice: Choice) -> Choice:
+        """With what fits those of the sample that nothing usual does: weights that the engine quantised by itself."""
+        rarer = self._planner.rarer(*choice.unfit) if choice.unfit else ()
+        found = self._fitting.settle((choice.schemes[0], *rarer), choice.unfit) if rarer else choice
+        if found is choice or not found.settled:
+            return choice
+        usual = choice.schemes if choice.settled else ()
+        return replace(found, schemes=tuple(dict.fromkeys((*usual, *found.schemes))))
 
     def _as_others(self, record: OpRecord, settled: Mapping[str, Scheme]) -> Sequence[Scheme]:
         """What ops of other kinds, which schemes treat alike, were seen to have."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from tracediff.model.graph import Graph, Op, Span
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of
-from tracediff.numerics.arithmetic import PLAIN, SCHEMES, Scheme
+from tracediff.numerics.arithmetic import PLAIN, REQUANTISED, SCHEMES, Scheme
 from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of
 from tracediff.numerics.kinds import KINDS
@@ -57,7 +57,8 @@ class Replay:
         self.weights = weights
         self._recorded = Recorded(trace, graph, weights.device)
         self._recomputation = Recomputation(self._recorded, graph, weights)
-        self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
+        schemes = ((pinned,), ()) if pinned else (SCHEMES, REQUANTISED)
+        self._planner = Planner(self._recorded, graph, weights, *schemes)
         self._fitting = Fitting(self._recomputation, self._planner)
         self._planning = Planning(self._recomputation, self._planner, self._fitting)
         self._known: tuple[tuple[OpRecord, Scheme], Known] | None = None  # of the last record that was asked of

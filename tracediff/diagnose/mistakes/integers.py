@@ -17,7 +17,7 @@ from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Made
-from tracediff.numerics.roundings import Blocks, Int8, rounding_named
+from tracediff.numerics.roundings import Blocks, Signed, rounding_named
 
 AREA = Area()
 
@@ -82,5 +82,5 @@ def _groups(op: Op) -> Iterator[Blocks]:
     """Groups of 8-bit integers that the rows of an op's weight are multiples of."""
     columns = op.weights[0].shape[-1]
     for group in map(rounding_named, GROUPS):
-        if isinstance(group, Int8) and columns % (group.block or columns) == 0:
+        if isinstance(group, Signed) and columns % (group.block or columns) == 0:
             yield group

@@ -13,7 +13,7 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Energy, Kind, Made
 from tracediff.numerics.kinds.matmul import noise_of_sums, sums_in, turns
-from tracediff.numerics.roundings import q8_0, rounding_named
+from tracediff.numerics.roundings import Rounding, q8_0, rounding_named
 
 _OFFSET_BLOCK = {"TQ1_0": 256, "TQ2_0": 256}  # weights that share a scale; 16 is the least of all others
 _TINY = 1e-15  # products whose squares may be no number of float32
@@ -56,7 +56,7 @@ def products(
     x = torch.cat(rounded) if len(rounded) > 1 else rounded[0]
     asking = x[: sum(asking_lengths)]
     # Sums of squares have no cancellation: float32 is more than enough, and twice as fast as float64.
-    squares, sums = asking.square().float(), _sums(asking, "F32" if hold.in_blocks else weights.type_of(weight))
+    squares, sums = asking.square().float(), _sums(asking, _offset_block(hold, weights.type_of(weight)))
     energies = torch.empty(len(asking), weight.shape[0], dtype=dtype, device=x.device)
     parts, turned, at = [], [], 0
     error = signal = 0.0  # of a matrix that the engine requantised
@@ -140,10 +140,16 @@ def matrix(weight: Weight, i: int) -> Weight:
     return replace(weight, shape=weight.shape[1:], first=(weight.first + i) * weight.shape[1])
 
 
-def _sums(x: Tensor, weight_type: str) -> Tensor | None:
-    """Of x over each block of weights that share an offset, float32 [T, n_in / block]; None where they have none."""
-    block = _OFFSET_BLOCK.get(weight_type, 16)
-    return None if weight_type in _SIGNED else x.unflatten(-1, (-1, block)).sum(-1).float()
+def _offset_block(hold: Rounding, weight_type: str) -> int | None:
+    """How many weights share an offset, 0 being a row; None where they have none."""
+    if hold.in_blocks:
+        return hold.block if hold.has_offset else None
+    return None if weight_type in _SIGNED else _OFFSET_BLOCK.get(weight_type, 16)
+
+
+def _sums(x: Tensor, block: int | None) -> Tensor | None:
+    """Of x over each block of weights that share an offset, float32 [T, n_in / block]."""
+    return None if block is None else x.unflatten(-1, (-1, block or x.shape[-1])).sum(-1).float()
 
 
 def _energy(squares: Tensor, sums: Tensor | None, rows: Tensor) -> Tensor:
