@@ -175,7 +175,7 @@ def run_one(bench: Bench, name: str, graph: Graph, capture: str, says: str = "")
 
     Where it is named its words must hold what it `says`: the number.
     """
-    changed = {op.name: op for op in graph if op is not bench.graph[op.name]}
+    changed = {op.name: op for op in graph if bench.graph.ops.get(op.name, op) is not op}
     trace = bench.trace(graph, capture)
     finite = all(np.isfinite(trace.values(record)).all() for record in trace.ops.values())
     judged = bench.judged(trace)

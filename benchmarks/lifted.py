@@ -189,7 +189,7 @@ def of_experts(folder: Path) -> str:
     for words, arch, fault in ROUTER:
         bench = Bench.of(arch, folder)
         graph = plant(bench.model.graph, bench.model.file, fault)
-        planted = {op.name for op in graph if op is not bench.model.graph[op.name]}
+        planted = {op.name for op in graph if bench.model.graph.ops.get(op.name, op) is not op}
         result = check_trace(bench.trace(graph), bench.model)
         located = {op.op for op in result.faulty} == planted
         causes = {op.cause.name if op.cause else str(op.shape) for op in result.faulty}

@@ -46,7 +46,7 @@ class Set:
             graph = plant(self.graph, bench.file, fault)
         except TracediffError:
             return
-        changed = {op.name: fault.partition("@")[0] for op in graph if op is not self.graph[op.name]}
+        changed = {op.name: fault.partition("@")[0] for op in graph if self.graph.ops.get(op.name, op) is not op}
         if not changed.keys() & self.owner.keys():
             self.graph = graph
             self.faults.append(fault)

@@ -118,6 +118,8 @@ def _matrix(module: nn.Module) -> Tensor | None:
     weight = weight_of(module)
     if not isinstance(weight, Tensor) or weight.ndim not in (1, 2) or not weight.is_floating_point():
         return None
+    if type(weight) not in (Tensor, nn.Parameter):  # torchao's: integers, that are indexed in few ways or none
+        weight = weight.dequantize()
     return weight.detach().T if type(module).__name__ == "Conv1D" else weight.detach()
 
 

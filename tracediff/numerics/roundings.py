@@ -5,6 +5,7 @@ roundings work on the last axis. They return the values that the integers stand 
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -87,9 +88,14 @@ class TF32(Float):
 
 @dataclass(frozen=True, slots=True)
 class Blocks(Rounding):
-    """Blocks of integers that share a scale; `block` 0 is a whole row. Subclasses say where the grid lies."""
+    """Blocks of integers that share a scale; `block` 0 is a whole row. Subclasses say where the grid lies.
+
+    The values were held in the type `before`, and the scales are kept in that of `scales`.
+    """
 
     scales: torch.dtype = torch.float32
+    before: torch.dtype = torch.float32
+    bits: int = 8
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quotients before rounding [..., blocks, n]; scales and what stands for 0 [..., blocks, 1]; all float32."""
@@ -119,7 +125,7 @@ class Blocks(Rounding):
 
     def of(self, x: Tensor) -> Tensor:
         """X in blocks, float32 [..., blocks, n]."""
-        return x.float().unflatten(-1, (-1, self.block or x.shape[-1]))
+        return x.to(self.before).float().unflatten(-1, (-1, self.block or x.shape[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +160,22 @@ class Signed(Blocks):
     of 4 bits amax / 7).
     """
 
-    bits: int = 8
-
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of as many on both sides of 0."""
         blocks = self.of(x)
         scale = blocks.abs().amax(-1, keepdim=True) / (2.0 ** (self.bits - 1) - 1)
         return _quotients(blocks, scale), scale, torch.zeros_like(scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Wide(Signed):
+    """Symmetric: scale amax / 127.5, of 8 bits, halfway between what the two ends need (torchao's MappingType)."""
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One less above 0 than below."""
+        blocks, half = self.of(x), (2.0**self.bits - 1) / 2
+        scale = (blocks.abs().amax(-1, keepdim=True) / half).to(self.before).float()
+        return _quotients(blocks, scale).clamp_(-half - 0.5, half - 0.5), scale, torch.zeros_like(scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +226,6 @@ class Unsigned(Blocks):
     ONNX's DynamicQuantizeLinear and, of fewer bits, MatMulNBits; torchao's per-token int8 less 128.
     """
 
-    bits: int = 8
-
     @property
     def has_offset(self) -> bool:
         """They are unsigned."""
@@ -241,7 +254,7 @@ class NF4(Blocks):
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From -1 to 1: not evenly spaced."""
-        blocks = self.of(x.to(self.scales))
+        blocks = self.of(x)
         scale = blocks.abs().amax(-1, keepdim=True)
         return _quotients(blocks, scale), scale, torch.zeros_like(scale)
 
@@ -249,7 +262,7 @@ class NF4(Blocks):
         """What the four bits stand for, in the type of the scales."""
         quotients, scale, _ = self.grid(x)
         kept = self._codes(x)[self._places(quotients)] * scale
-        return kept.to(self.scales).to(x.dtype).flatten(-2)
+        return kept.to(self.before).to(x.dtype).flatten(-2)
 
     def step(self, x: Tensor) -> Tensor:
         """From each to the next quantile, times the scale."""
@@ -284,8 +297,6 @@ class Affine(Blocks):
     mlx/backend/cpu/quantized.cpp, bit for bit).
     """
 
-    bits: int = 4
-
     @property
     def has_offset(self) -> bool:
         """They are unsigned."""
@@ -293,7 +304,7 @@ class Affine(Blocks):
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From 0 up to the last level; the third is the offset. Scales have the type that the values had."""
-        blocks = self.of(x.to(self.scales))
+        blocks = self.of(x).to(self.before)
         least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
         is_least = least.abs() > most.abs()
         edge = torch.where(is_least, least, most)
@@ -305,8 +316,8 @@ class Affine(Blocks):
     def __call__(self, x: Tensor) -> Tensor:
         """What the integers stand for, in the type of the scales."""
         quotients, scale, offset = self.grid(x)
-        product = torch.round(quotients).to(self.scales) * scale.to(self.scales)
-        return (product + offset.to(self.scales)).to(x.dtype).flatten(-2)
+        product = torch.round(quotients).to(self.before) * scale.to(self.before)
+        return (product + offset.to(self.before)).to(x.dtype).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,43 +411,38 @@ _KNOWN = {
         GF4("gf4", "gf4", 8),
     )
 }
-_INTEGERS: dict[str, type[Signed] | type[Unsigned]] = {
-    "int": Signed, "truncated int": Truncated, "full int": Full, "uint": Unsigned,
-}  # fmt: skip
-_N = r"(row|[1-9]\d{0,5})"
+_BITS, _SCALES = range(2, 9), "{groups} with float32 scales"
+_GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
+    "int": (Signed, _BITS, f"int{{bits}} {_SCALES}"),
+    "truncated int": (Truncated, _BITS, f"truncated int{{bits}} {_SCALES}"),
+    "full int": (Full, _BITS, f"full int{{bits}} {_SCALES}"),
+    "wide int": (Wide, _BITS, f"wide int{{bits}} {_SCALES}"),
+    "uint": (Unsigned, _BITS, f"uint{{bits}} {_SCALES} and zeros"),
+    "fp": (FP8, [8], f"fp8 {_SCALES}"),
+    "nf": (NF4, [4], "NF4 {groups}, kept in {held}"),
+    "affine": (Affine, _BITS, "{bits}-bit {groups} with {held} scales and offsets"),
+}
 
 
 @cache
 def rounding_named(name: str) -> Rounding:
-    """A rounding by its name: one of `_KNOWN`; or, in groups of N values, intB/N or uintB/N of B bits, truncated or
-    full intB/N, fp8/N, nf4/N, affineB/N with offsets. f16 or bf16 before the last two is the type of their scales.
+    """A rounding by its name: one of `_KNOWN`, or in groups of N values, or rows, intB/N or uintB/N of B bits, fp8/N,
+    nf4/N, affineB/N with offsets. intB may be truncated, full or wide.
 
-    N may be `row`: one scale for each row. Scales are float32 otherwise. Raises EngineError for any other name.
+    With `f16 ` or `bf16 ` before it values were held in that before; scales of nf4 and affineB are then kept in it too,
+    others in float32. Raises EngineError for any other name.
     """
     if name in _KNOWN:
         return _KNOWN[name]
-    if found := re.fullmatch(rf"((?:truncated |full )?int|uint)([2-8])/{_N}", name):
-        kind, bits, of = found[1], int(found[2]), f"{found[1]}{found[2]} {_groups(found[3])}"
-        return _INTEGERS[kind](name, of + (" and zeros" if kind == "uint" else ""), _size(found[3]), bits=bits)
-    if found := re.fullmatch(rf"fp8/{_N}", name):
-        return FP8(name, f"fp8 {_groups(found[1])}", _size(found[1]))
-    if found := re.fullmatch(r"(|f16 |bf16 )(?:affine([2-8])|nf4)/([1-9]\d{0,5})", name):
-        scales, size = _KNOWN[found[1].strip() or "f32"], int(found[3])
-        assert isinstance(scales, Float)
-        if not found[2]:
-            return NF4(name, f"NF4 groups of {size}, kept in {scales.words}", size, scales.dtype)
-        of = f"{found[2]}-bit groups of {size} with {scales.words} scales and offsets"
-        return Affine(name, of, size, scales.dtype, int(found[2]))
-    raise EngineError(
-        f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values or row; "
-        "`truncated ` or `full ` before intB), fp8/N, affineB/N, nf4/N (`f16 ` or `bf16 ` before the last two for "
-        "scales in these)."
-    )
-
-
-def _size(said: str) -> int:
-    return 0 if said == "row" else int(said)
-
-
-def _groups(said: str) -> str:
-    return ("rows" if said == "row" else f"groups of {said}") + " with float32 scales"
+    found = re.fullmatch(r"(?:(f16|bf16) )?([a-z ]+)(\d)/(row|[1-9]\d{0,5})", name)
+    of, bits, words = _GROUPS.get(found[2], (Blocks, (), "")) if found else (Blocks, (), "")
+    if not found or int(found[3]) not in bits:
+        raise EngineError(
+            f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values or row; "
+            "`truncated `, `full ` or `wide ` before intB), fp8/N, affineB/N, nf4/N (`f16 ` or `bf16 ` before it: of "
+            "values that were held in these)."
+        )
+    held, size = _KNOWN[found[1] or "f32"], 0 if found[4] == "row" else int(found[4])
+    assert isinstance(held, Float)
+    said = words.format(bits=found[3], groups=f"groups of {size}" if size else "rows", held=held.words)
+    return of(name, said, size, before=held.dtype, bits=int(found[3]))
