@@ -143,17 +143,22 @@ class Bench:
         ]
         return Explainer(replay).explain(judge(ops, Policy()))
 
-    def missed(self, changed: dict[str, Op], faulty: list[OpResult], capture: str) -> list[str]:
-        """Which of the changed ops should have been found: those that are neither found nor masked by the others
-        (a matmul with zeros after one that is zero already), and that would show in a clean trace.
+    def missed(self, wrong: Graph, faulty: list[OpResult], capture: str) -> list[str]:
+        """Which ops of the mistaken engine should have been found: those that are neither found nor masked by the
+        others (a matmul with zeros after one that is zero already), and that would show in a clean trace.
         """
+        changed, added = self.changed(wrong), [op for op in wrong if op.name not in self.graph.ops]
         unseen = {name: op for name, op in changed.items() if name not in covered(faulty)}
         if unseen and len(unseen) < len(changed):
-            alone = self.judged(self.trace(self.graph.changed(*unseen.values()), capture))
+            alone = self.judged(self.trace(self.graph.changed(*unseen.values(), *added), capture))
             found = covered([op for op in alone if op.status == "faulty"])
             unseen = {name: op for name, op in unseen.items() if name not in found}
-        visible = unseen and self.visible(self.trace(self.graph, capture), [*unseen.values()])
+        visible = unseen and self.visible(self.trace(self.graph, capture), [*unseen.values(), *added])
         return [*unseen] if visible else []
+
+    def changed(self, wrong: Graph) -> dict[str, Op]:
+        """The model's ops that a mistaken engine computes otherwise."""
+        return {op.name: op for op in wrong if self.graph.ops.get(op.name, op) is not op}
 
     def visible(self, clean: Trace, changed: list[Op]) -> bool:
         """Whether any record of the clean trace would differ beyond its floor if the engine computed these ops so."""
@@ -175,7 +180,7 @@ def run_one(bench: Bench, name: str, graph: Graph, capture: str, says: str = "")
 
     Where it is named its words must hold what it `says`: the number.
     """
-    changed = {op.name: op for op in graph if bench.graph.ops.get(op.name, op) is not op}
+    changed = bench.changed(graph)
     trace = bench.trace(graph, capture)
     finite = all(np.isfinite(trace.values(record)).all() for record in trace.ops.values())
     judged = bench.judged(trace)
@@ -185,7 +190,7 @@ def run_one(bench: Bench, name: str, graph: Graph, capture: str, says: str = "")
         return "innocent"
     if strangers:
         return "false alarm: " + ", ".join(strangers)
-    missed = bench.missed(changed, faulty, capture)
+    missed = bench.missed(graph, faulty, capture)
     if missed:
         blind = covered([op for op in judged if op.local and op.local.blind])
         return ("blind: " if blind.issuperset(missed) else "missed: ") + ", ".join(missed)

@@ -75,7 +75,7 @@ def run_one(bench: Bench, chosen: Set, capture: str) -> str:
     clean = [op.op for op in faulty if op.local and not chosen.owner.keys() & set(op.local.segment)]
     if clean:
         return "false alarm: " + ", ".join(clean)
-    missed = bench.missed({name: chosen.graph[name] for name in chosen.owner}, faulty, capture)
+    missed = bench.missed(chosen.graph, faulty, capture)
     if missed:
         return "missed: " + ", ".join(missed)
     if not faulty:

@@ -156,6 +156,67 @@ def test_a_cast_to_int8_truncates_as_c_does() -> None:
     np.testing.assert_array_equal(kept.numpy(), expected.reshape(x.shape))
 
 
+# ---- weights that an engine quantises by itself
+
+
+def in_levels(x: np.ndarray) -> np.ndarray:
+    """Of every group of 64 the nearest of 16 levels times the largest magnitude, as bitsandbytes has NF4."""
+    groups = x.reshape(-1, 64).astype(np.float32)
+    largest = np.abs(groups).max(1, keepdims=True)
+    levels = np.array(NF4, np.float32)
+    return (levels[np.abs((groups / largest)[..., None] - levels).argmin(-1)] * largest).reshape(x.shape)
+
+
+def in_four_bits(x: np.ndarray) -> np.ndarray:
+    """Integers from -7 to 7, 32 of which share a scale: what many write first."""
+    groups = x.reshape(-1, 32).astype(np.float32)
+    scale = np.abs(groups).max(1, keepdims=True) / np.float32(7)
+    return (np.rint(groups / scale) * scale).reshape(x.shape)
+
+
+NF4 = (
+    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
+    0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+)  # fmt: skip
+FOUR_BITS = "int4 groups of 32 with float32 scales"
+OWN = {"NF4 groups of 64, kept in float32": in_levels, FOUR_BITS: in_four_bits}
+
+
+@pytest.mark.parametrize("words", OWN)
+def test_weights_that_an_engine_quantised_are_an_arithmetic(words: str, models: Models, tmp_path: Path) -> None:
+    """All but the head, as libraries do: every matmul was called faulty."""
+
+    def held(name: str, values: np.ndarray) -> np.ndarray | None:
+        return OWN[words](values) if name.startswith("blk") and values.ndim == 2 else None
+
+    model = models(LLAMA, "Q8_0" if words == FOUR_BITS else "F16")
+    for capture in ("all",) if words == FOUR_BITS else ("all", "layers"):
+        trace = traced(model, tmp_path / f"{capture}.trace", held=held, capture=capture, says_its_weights=False)
+        result = check_trace(trace, model)
+        assert faulty(result) == []
+        assert result.verdict == "match"
+        of = {op.arithmetic for op in result.ops if op.kind == "linear" and op.op != "output"}
+        assert of == ({f"weights in {words}"} if capture == "all" else set())
+        assert {op.arithmetic for op in result.ops if op.op == "output"} == {"exact"}
+
+
+def test_a_mistake_is_found_behind_weights_that_an_engine_quantised(models: Models, tmp_path: Path) -> None:
+    def held(name: str, values: np.ndarray) -> np.ndarray | None:
+        return in_four_bits(values) if name.startswith("blk") and values.ndim == 2 else None
+
+    def without_the_last(op: Op) -> Op:
+        def matmul(x: torch.Tensor, w: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+            return x[:, :-1] @ w[:, :-1].T
+
+        return replace(op, function=matmul) if op.name == "blk.1.ffn_up" else op
+
+    trace = traced(models(LLAMA, "F16"), tmp_path / "t.trace", held=held, change=without_the_last)
+    result = check_trace(trace, models(LLAMA, "F16"))
+    assert [finding.text for finding in result.findings] == [
+        "ffn_up in layer 1: the sum takes only input channels 0 to 126: the last is left out."
+    ]
+
+
 # ---- exponentials by a polynomial, eight at a time
 
 

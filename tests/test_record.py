@@ -195,6 +195,28 @@ def test_modules_of_unknown_names_are_told_by_what_they_hold_and_are(models: Mod
     assert notes == []
 
 
+class Packed(Tensor):
+    """Integers that stand for a matrix, as torchao has them: its rows cannot be picked, which IndexError said."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        raise IndexError("index 1 is out of bounds for dimension 0 with size 1")
+
+    def dequantize(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def test_modules_whose_weights_are_packed_are_told(models: Models) -> None:
+    file = GGUFFile(models("llama"))
+    graph, weights = build_graph(file), Weights(file, torch.float32)
+    wrapped = nn.ModuleDict()
+    wrapped["first"] = module = nn.Linear(1, 1, bias=False)
+    module.weight = nn.Parameter(weights.load(graph["blk.1.ffn_down"].weights[0]).as_subclass(Packed), False)
+    layers = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict(), wrapped])})
+    taps, notes = find_taps(layers, graph, weights)
+    assert [(tap.path, tap.op.name) for tap in taps] == [("layers.1.first", "blk.1.ffn_down")]
+    assert notes == []
+
+
 def test_k_and_v_of_a_split_exchanged_is_named(models: Models, tmp_path: Path) -> None:
     """What is wrong is what the engine does with the projections, which themselves are right."""
     model, out = models("qwen2", "F16"), tmp_path / "mine.trace"

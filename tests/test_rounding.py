@@ -47,7 +47,11 @@ def test_blocks_of_next_to_nothing_are_zero(name: str) -> None:
     assert rounding_named(name)(torch.full((1, 256), 1e-38)).abs().max() < 2e-38
 
 
-# What MLX 0.32.4 keeps of two groups of 32: mx.dequantize(*mx.quantize(x.astype(T), group_size=32, bits=4), ...).
+GROUPS = np.array(
+    [[((37 * i * i + 11 * i) % 64 - 20) / 16 for i in range(32)] + [-((29 * i) % 41) / 7 for i in range(32)]],
+    np.float32,
+)
+# What MLX 0.32.4 keeps of these two groups of 32: mx.dequantize(*mx.quantize(x.astype(T), group_size=32, bits=4), ...).
 MLX = {
     "affine4/32": """
         -1.312499762 1.837500095 1.3125 1.575000048 2.625 0 2.099999905 0.787500143 0.262500048 0.262500048 0.787500143
@@ -70,7 +74,57 @@ MLX = {
 @pytest.mark.parametrize("name", MLX)
 def test_groups_with_an_offset_round_as_mlx_does(name: str) -> None:
     """The edge that is farther from 0 is the offset, in one group the largest and in one the least."""
-    x = [((37 * i * i + 11 * i) % 64 - 20) / 16 for i in range(32)] + [-abs((29 * i) % 41) / 7 for i in range(32)]
-    kept = rounding_named(name)(torch.tensor(np.array([x], np.float32).astype(np.float64)))
+    kept = rounding_named(name)(torch.from_numpy(GROUPS.astype(np.float64)))
     assert [float(f"{value:.9f}") for value in kept.flatten().tolist()] == [*map(float, MLX[name].split())]
     assert torch.equal(rounding_named(name)(torch.zeros(1, 64)), torch.zeros(1, 64))
+
+
+# What others keep of the same in float16: ONNX Runtime 1.32.0 (MatMulNBitsQuantizer, of an identity times it),
+# bitsandbytes 0.50.2 (quantize_4bit of bfloat16, dequantised), torchao 0.18.0 (Int8WeightOnlyConfig of bfloat16).
+OTHERS = {
+    "full int4/32": """
+        -1.3125 1.640625 1.3125 1.640625 2.625 0 1.96875 0.984375 0.328125 0.328125 0.984375 1.96875 0 2.625
+        1.640625 1.3125 1.640625 -1.3125 0.328125 2.625 1.640625 0.984375 0.984375 1.96875 -0.65625 1.3125 0
+        -0.984375 -0.984375 -0.65625 0.65625 2.296875 0 -4.2861328 -2.1430664 -0.71435547 -5.0004883 -2.8574219
+        -1.4287109 -5.7148438 -3.5717773 -2.1430664 -0.71435547 -4.2861328 -2.8574219 -1.4287109 -5.0004883
+        -3.5717773 -2.1430664 0 -4.2861328 -2.8574219 -0.71435547 -5.0004883 -3.5717773 -1.4287109 -5.7148438
+        -4.2861328 -2.1430664 -0.71435547 -5.0004883 -2.8574219 -1.4287109 -5.7148438""",
+    "uint4/32": """
+        -1.2916666 1.8083333 1.2916666 1.55 2.5833333 0 2.0666666 0.77499998 0.25833333 0.25833333 0.77499998
+        2.0666666 0 2.5833333 1.55 1.2916666 1.8083333 -1.2916666 0.25833333 2.5833333 1.55 1.0333333 1.0333333
+        1.8083333 -0.77499998 1.2916666 0 -0.77499998 -1.0333333 -0.51666665 0.51666665 2.3249998 0 -4.1908855
+        -2.2859375 -0.76197916 -4.9528646 -3.0479167 -1.5239583 -5.7148438 -3.8098958 -2.2859375 -0.38098958
+        -4.5718751 -2.6669271 -1.1429688 -5.3338542 -3.4289062 -1.9049479 0 -4.1908855 -2.6669271 -0.76197916
+        -4.9528646 -3.4289062 -1.5239583 -5.7148438 -3.8098958 -2.2859375 -0.38098958 -4.5718751 -3.0479167
+        -1.1429688 -5.3338542""",
+    "bf16 nf4/64": """
+        -1.0546875 1.9296875 1.40625 1.40625 2.515625 0 1.9296875 0.921875 0.45507812 0.45507812 0.921875
+        1.9296875 0 2.515625 1.40625 1.40625 1.9296875 -1.0546875 0.45507812 2.515625 1.40625 0.921875 0.921875
+        1.9296875 -0.51953125 1.40625 0 -1.0546875 -1.0546875 -0.51953125 0.45507812 2.515625 0 -3.984375
+        -2.265625 -0.51953125 -3.984375 -3 -1.625 -5.71875 -3.984375 -2.265625 -0.51953125 -3.984375 -3
+        -1.0546875 -5.71875 -3.984375 -1.625 0 -3.984375 -2.265625 -1.0546875 -5.71875 -3 -1.625 -5.71875
+        -3.984375 -2.265625 -0.51953125 -3.984375 -3 -1.0546875 -5.71875""",
+    "bf16 wide int8/row": """
+        -1.2578125 1.7519531 1.3925781 1.6171875 2.515625 0 2.1113281 0.85351562 0.26953125 0.26953125
+        0.85351562 2.1113281 0 2.515625 1.6171875 1.3925781 1.7519531 -1.2578125 0.359375 2.6054688 1.4824219
+        0.98828125 1.1230469 1.8867188 -0.76367188 1.2578125 -0.13476562 -0.85351562 -0.98828125 -0.49414062
+        0.62890625 2.3808594 0 -4.1777344 -2.4257812 -0.71875 -4.8515625 -3.1445312 -1.4375 -5.5703125
+        -3.8632812 -2.15625 -0.44921875 -4.5820312 -2.875 -1.1230469 -5.3007812 -3.59375 -1.8417969 -0.13476562
+        -4.2675781 -2.5605469 -0.85351562 -4.9863281 -3.2792969 -1.5722656 -5.7050781 -3.9980469 -2.2910156
+        -0.58398438 -4.7167969 -3.0097656 -1.3027344 -5.4355469""",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_weights_are_quantised_as_others_do(name: str) -> None:
+    """A value halfway between two integers, and a block whose ends are as far from 0, are among them."""
+    kept = rounding_named(name)(torch.from_numpy(GROUPS.astype(np.float16).astype(np.float64)))
+    np.testing.assert_allclose(kept.numpy().flatten(), [*map(float, OTHERS[name].split())], rtol=1e-6)
+
+
+def test_a_quotient_that_all_but_lies_between_two_levels_may_be_either() -> None:
+    halfway = torch.tensor(
+        [[1.0, (0.7229568362236023 + 0.5626170039176941) / 2, 0.3, *[0.0] * 61]], dtype=torch.float64
+    )
+    flips = rounding_named("nf4/64").flips(halfway)
+    assert flips[0, :3].tolist() == pytest.approx([0.0, 0.7229568362236023 - 0.5626170039176941, 0.0])

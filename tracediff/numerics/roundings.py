@@ -175,7 +175,12 @@ class Wide(Signed):
         """One less above 0 than below."""
         blocks, half = self.of(x), (2.0**self.bits - 1) / 2
         scale = (blocks.abs().amax(-1, keepdim=True) / half).to(self.before).float()
-        return _quotients(blocks, scale).clamp_(-half - 0.5, half - 0.5), scale, torch.zeros_like(scale)
+        # By the inverse, as there: in every row the largest lies on the boundary between two integers.
+        return (blocks * _over(1.0, scale)).clamp_(-half - 0.5, half - 0.5), scale, torch.zeros_like(scale)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """None: it is followed bit for bit, and weights in half precision lie on very many boundaries."""
+        return torch.zeros_like(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +223,10 @@ class Full(Signed):
         offset = 2.0 ** (self.bits - 1)
         return torch.floor(quotients + (offset + 0.5)) - offset
 
+    def flips(self, x: Tensor) -> Tensor:
+        """None: it is followed bit for bit, and weights in half precision lie on very many boundaries."""
+        return torch.zeros_like(x)
+
 
 @dataclass(frozen=True, slots=True)
 class Unsigned(Blocks):
@@ -244,6 +253,10 @@ class Unsigned(Blocks):
     def whole(self, quotients: Tensor) -> Tensor:
         """Of two as near the even one of 8 bits, and of fewer the larger one."""
         return torch.round(quotients) if self.bits == 8 else torch.floor(quotients + 0.5)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """Of 8 bits alone; fewer are those of weights."""
+        return Blocks.flips(self, x) if self.bits == 8 else torch.zeros_like(x)
 
 
 @dataclass(frozen=True, slots=True)

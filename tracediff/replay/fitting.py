@@ -61,7 +61,7 @@ class Fitting:
             first, *others = _promising(table)
             for scheme in (first, *others):
                 within = scheme is first or scheme in PLAIN or self._reaches(record, scheme, first, table[first][-1])
-                table[scheme].append(self._left(record, scheme) if within else table[first][-1])  # about as much
+                table[scheme].append(self.left(record, scheme) if within else table[first][-1])  # about as much
                 if table[scheme][-1] <= NOTHING and self._judged(record, scheme).judgement == "sound":
                     return Choice((scheme,), True, table[scheme][-1], self._unfit(records[:i], scheme))
         close, least = _close(table, len(records)), min(min(figures) for figures in table.values())
@@ -180,9 +180,9 @@ class Fitting:
 
     def leaves(self, record: OpRecord, scheme: Scheme, most: float) -> bool:
         """Whether the scheme leaves that much of the record at most."""
-        return self._left(record, scheme) <= most
+        return self.left(record, scheme) <= most
 
-    def _left(self, record: OpRecord, scheme: Scheme) -> float:
+    def left(self, record: OpRecord, scheme: Scheme) -> float:
         """NMSE that the scheme leaves of the record, or of a part of a large one; without its noise, but for what most
         engines do: there it is asked next whether that is within the floor.
         """

@@ -7,7 +7,7 @@ the order in which records are judged.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import NamedTuple
@@ -63,6 +63,11 @@ class Choice:
     unfit: tuple[OpRecord, ...] = ()  # those of the sample that none of them fits
     said: tuple[str, ...] = ()  # what each of the schemes rounds in these records
     n_records: int = 0
+    by_op: Mapping[str, tuple[Scheme, ...]] = field(default_factory=dict)  # by the op's name in a layer, if they differ
+
+    def of(self, name: str) -> "Choice":
+        """That of records of an op."""
+        return replace(self, schemes=self.by_op[split(name)[1]]) if self.by_op else self
 
 
 @dataclass(frozen=True, slots=True)

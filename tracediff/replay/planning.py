@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
 from tracediff.replay.recompute import Recomputation
+from tracediff.replay.score import REQUANTISED, score
 from tracediff.trace.format import OpRecord
 
 
@@ -36,18 +38,28 @@ class Planning:
     def _settled(self, records: list[OpRecord], usual: Sequence[Scheme] = ()) -> Choice:
         candidates = self._planner.candidates(*records)
         samples = self._samples(records) if len(candidates) > 1 else records
-        choice = self._requantised(self._fitting.settle(candidates, samples, usual=usual))
+        choice = self._fitting.settle(candidates, samples, usual=usual)
+        asked = choice.unfit or (samples if len(choice.schemes) > 1 else ())
+        choice = self._requantised(choice, asked, records) if asked else choice
         self._recomputation.forget()
         return replace(choice, said=self._planner.said(choice.schemes, records), n_records=len(records), unfit=())
 
-    def _requantised(self, choice: Choice) -> Choice:
-        """With what fits those of the sample that nothing usual does: weights that the engine quantised by itself."""
-        rarer = self._planner.rarer(*choice.unfit) if choice.unfit else ()
-        found = self._fitting.settle((choice.schemes[0], *rarer), choice.unfit) if rarer else choice
-        if found is choice or not found.settled:
+    def _requantised(self, choice: Choice, asked: Sequence[OpRecord], records: Sequence[OpRecord]) -> Choice:
+        """With what fits those that nothing usual does, or not one thing: weights that the engine quantised by itself,
+        be it but for the head.
+        """
+        rarer = self._planner.rarer(*asked)
+        found = self._fitting.settle((*choice.schemes, *rarer), asked) if rarer else choice
+        left = min(self._fitting.left(record, scheme) for record in asked for scheme in choice.schemes)
+        if not found.settled or score(found.nmse, REQUANTISED) <= score(left):
             return choice
-        usual = choice.schemes if choice.settled else ()
-        return replace(found, schemes=tuple(dict.fromkeys((*usual, *found.schemes))))
+        if not (choice.settled and choice.unfit):
+            return found
+        both = tuple(dict.fromkeys((*found.schemes, *choice.schemes)))
+        by_op = dict.fromkeys(_names(records), choice.schemes)
+        by_op |= dict.fromkeys(_names(choice.unfit), found.schemes)
+        by_op |= dict.fromkeys(_names(found.unfit), both)
+        return replace(found, schemes=both, by_op=by_op)
 
     def _as_others(self, record: OpRecord, settled: Mapping[str, Scheme]) -> Sequence[Scheme]:
         """What ops of other kinds, which schemes treat alike, were seen to have."""
@@ -71,3 +83,7 @@ class Planning:
             return False
         seen = [(np.isfinite(piece).all(), piece.any()) for piece in recorded.trace.pieces(record)]
         return all(finite for finite, _ in seen) and any(not_zero for _, not_zero in seen)
+
+
+def _names(records: Sequence[OpRecord]) -> list[str]:
+    return [split(record.op)[1] for record in records]

@@ -152,7 +152,7 @@ class Replay:
 
     def choice(self, record: OpRecord) -> Choice:
         """What the plan says of the record's sort."""
-        return self.plan.choices[self._planner.sort(record)]
+        return self.plan.choices[self._planner.sort(record)].of(record.op)
 
     @torch.inference_mode()
     def under(
