@@ -1,6 +1,6 @@
 """The torch engine, recording and transformers on a GPU in every dtype, judged by replay on the host.
 
-    python benchmarks/gpu.py [--device cuda] [--out docs/gpu.md]
+    python benchmarks/gpu.py [--device cuda] [--out docs/cuda.md]
 
 Generates its models, of types that gguf-py writes, and needs neither llama.cpp nor a network; under ten minutes on one
 GPU. No run has a mistake but those of the third table, so whatever else diverges is a false alarm. Ends with 1 where

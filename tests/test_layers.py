@@ -40,7 +40,9 @@ MAY = {
     "tracediff.replay": {"errors", "names", "model", "numerics", "process", "trace", "result"},
     "tracediff.judge": {"errors", "names", "result"},
     "tracediff.diagnose": {"english", "errors", "names", "model", "numerics", "trace", "result", "replay"},
-    "tracediff.audit": {"english", "errors", "findings", "names", "model", "trace", "result", "compare", "diagnose"},
+    "tracediff.audit": {
+        "compare", "diagnose", "english", "errors", "findings", "model", "names", "numerics", "result", "trace",
+    },
     "tracediff.inspect": {
         "audit", "compare", "diagnose", "english", "errors", "findings", "model", "names", "result", "trace",
     },

@@ -17,6 +17,7 @@ import torch
 from conftest import TOKENS, Models
 from rich.console import Console
 
+from tracediff.audit.requantised import requantised_as
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import EngineError
@@ -404,6 +405,19 @@ def test_a_recorded_weight_is_recognised_as_requantised(size: int, words: str, m
     assert faulty(result) == []
     assert {op.arithmetic for op in result.ops if op.op == "blk.1.attn_q"} == {"exact"}
     assert f"1 weight that it recorded is as an 8-bit requantisation in {words} of the right values" in words_of(result)
+
+
+@pytest.mark.parametrize(("words", "quantise"), OWN.items())
+def test_four_bits_of_a_recorded_weight_are_recognised(
+    words: str, quantise: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    of = "a 4-bit requantisation in groups of 32" if words == FOUR_BITS else "an NF4 requantisation in groups of 64"
+    right = np.random.default_rng(3).standard_normal((96, 192)).astype(np.float32)
+    held = quantise(right)
+    said = requantised_as(right, held)
+    assert said
+    assert said.startswith(f"as {of} of the right values would be (NMSE ")
+    assert requantised_as(right, np.roll(held, 1)) is None
 
 
 def test_another_tensor_is_no_requantisation(models: Models, tmp_path: Path) -> None:
