@@ -85,10 +85,10 @@ def test_a_part_of_a_wide_op_tells_its_arithmetic(
         return [choice.schemes for choice in replay.plan.choices.values()]
 
     monkeypatch.setattr(of_weights, "dequantize", counted)
-    whole, n_whole = planned(), read["output.weight"]
+    whole, n_whole = planned(), read["blk.2.ffn_down.weight"]
     monkeypatch.setattr(look, "_GLANCE", 1 << 6)
     assert planned() == whole
-    assert 0 < read["output.weight"] - n_whole < n_whole / 4
+    assert 0 < read["blk.2.ffn_down.weight"] - n_whole < n_whole / 4
 
 
 def test_what_is_mistaken_at_a_glance_is_computed_once(

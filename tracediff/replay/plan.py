@@ -67,7 +67,7 @@ class Choice:
 
     def of(self, name: str) -> "Choice":
         """That of records of an op."""
-        return replace(self, schemes=self.by_op[split(name)[1]]) if self.by_op else self
+        return replace(self, schemes=self.by_op.get(split(name)[1], self.schemes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,10 @@ class Planning:
         be it but for the head.
         """
         rarer = self._planner.rarer(*asked)
-        found = self._fitting.settle((*choice.schemes, *rarer), asked) if rarer else choice
+        if not rarer or not (found := self._fitting.settle((*choice.schemes, *rarer), asked)).settled:
+            return choice
         left = min(self._fitting.left(record, scheme) for record in asked for scheme in choice.schemes)
-        if not found.settled or score(found.nmse, REQUANTISED) <= score(left):
+        if score(found.nmse, REQUANTISED) <= score(left):
             return choice
         if not (choice.settled and choice.unfit):
             return found
