@@ -139,6 +139,29 @@ def test_int8_groups_with_float32_scales_are_an_arithmetic(
     assert said(result, "linear") == {expected}
 
 
+def test_an_activation_on_a_boundary_may_go_either_way_beside_requantised_weights(
+    models: Models, tmp_path: Path
+) -> None:
+    """54.5 units are 55 in C and 54 in torch: what that makes was looked for with the file's weights."""
+
+    def normed(x: torch.Tensor, w: torch.Tensor, *, eps: float) -> torch.Tensor:
+        y = torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps)
+        if len(y) > 3:
+            y[3, :32] = y[3, :32].clamp(-1.5, 1.5)
+            y[3, 0], y[3, 5] = 127 / 64, 54.5 / 64
+        return y
+
+    def change(op: Op) -> Op:
+        if op.kind == "linear":
+            return replace(op, function=partial(in_groups, size=32, weights=True))
+        return replace(op, function=normed) if op.name == "blk.1.attn_norm" else op
+
+    result = check_trace(traced(models(LLAMA, "F16"), tmp_path / "t.trace", change=change), models(LLAMA, "F16"))
+    assert faulty(result) == [(0, "blk.1.attn_norm")]
+    flips = {op.op: op.local.flips for op in result.ops if op.local and op.local.flips}
+    assert flips == dict.fromkeys(("blk.1.attn_q", "blk.1.attn_k", "blk.1.attn_v"), 1)
+
+
 @pytest.mark.parametrize("size", [32, 48, 192])
 def test_int8_groups_round_as_engines_do(size: int) -> None:
     x = np.random.default_rng(0).standard_normal((64, 192)).astype(np.float32)

@@ -247,12 +247,11 @@ class Unsigned(Blocks):
         least, most = least.clamp(max=0.0), most.clamp(min=0.0)
         scale = (most - least) / last
         zero = self.whole(_quotients(-least, scale))
-        quotients = _quotients(blocks, scale) if self.bits == 8 else blocks * _over(1.0, scale)
-        return (quotients + zero).clamp_(0.0, last), scale, zero
+        return (blocks * _over(1.0, scale) + zero).clamp_(0.0, last), scale, zero
 
     def whole(self, quotients: Tensor) -> Tensor:
-        """Of two as near the even one of 8 bits, and of fewer the larger one."""
-        return torch.round(quotients) if self.bits == 8 else torch.floor(quotients + 0.5)
+        """Of two as near the larger one."""
+        return torch.floor(quotients + 0.5)
 
     def flips(self, x: Tensor) -> Tensor:
         """Of 8 bits alone; fewer are those of weights."""

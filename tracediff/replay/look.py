@@ -154,7 +154,7 @@ def _residual(asked: Asked, op: Op, recorded: Tensor, made: Recomputed) -> Resid
     passes = residual.excess <= 1 and residual.error <= made.margin * residual.noise
     if by.has_noise and not passes and op.kind == "linear" and len(made.segment) == 1:
         x = by.inputs(record.step, op, scheme, record.rows)[0].exact
-        other_way = turned(op, x, recorded, made, arithmetic_of(op, scheme, by.weights).operands, by.weights)
+        other_way = turned(op, x, recorded, made, arithmetic_of(op, scheme, by.weights), by.weights)
         if other_way is not None:
             residual = replace(measure(recorded, replace(made, exact=other_way[0])), flips=other_way[1])
     worst = _choice(residual.worst, chosen, right) if pick else residual.worst

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.floors import LUCK, Noise
 from tracediff.numerics.kinds.linear import columns
 from tracediff.numerics.roundings import rounding_named
@@ -192,19 +193,19 @@ def _energy(x: Tensor) -> float:
 
 
 def turned(
-    op: Op, x: Tensor, recorded: Tensor, made: Recomputed, operands: str, weights: Weights
+    op: Op, x: Tensor, recorded: Tensor, made: Recomputed, arithmetic: Arithmetic, weights: Weights
 ) -> tuple[Tensor, int] | None:
-    """The output of a linear op with activations `x` that lie on a boundary of the rounding `operands` turned where
-    that explains the error, and how many were turned. None where too many rows err for such an event, or none does.
+    """The output of a linear op with activations `x` that lie on a boundary of their rounding turned where that
+    explains the error, and how many were turned. None where too many rows err for such an event, or none does.
     """
     x = x.flatten(1)
     exact, error = made.exact.flatten(1).clone(), (recorded - made.exact).flatten(1)
     rows = torch.nonzero((error.abs() > made.bound().flatten(1)).any(1)).flatten()
-    turns = rounding_named(operands).flips(x)
+    turns = rounding_named(arithmetic.operands).flips(x)
     if not 0 < len(rows) <= _MOST_TURNED * len(x) + 1 or not bool(turns[rows].any()):
         return None
     near = torch.nonzero(turns[rows].any(0)).flatten()
-    matrix = columns(op, near, weights)
+    matrix = columns(op, near, weights, arithmetic)
     count = 0
     for row in rows:
         for i, column in enumerate(near):

@@ -10,6 +10,7 @@ from torch.nn.functional import max_pool1d
 
 from tracediff.model.graph import Op, Weight
 from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Energy, Kind, Made
 from tracediff.numerics.kinds.matmul import noise_of_sums, sums_in, turns
@@ -175,9 +176,10 @@ def _q8_1_sums(x: Tensor) -> Tensor:
     return (total * d.squeeze(-1)).half().to(x.dtype) - total.to(x.dtype) * d.squeeze(-1).half().to(x.dtype)
 
 
-def columns(op: Op, at: Tensor, weights: Weights) -> Tensor:
-    """Columns `at` [n] of a linear op's matrix, [n_out, n]."""
-    return torch.cat([rows[:, at] for rows in weights.slices(op.weights[0])]).to(weights.dtype)
+def columns(op: Op, at: Tensor, weights: Weights, arithmetic: Arithmetic) -> Tensor:
+    """Columns `at` [n] of a linear op's matrix as the engine holds it, [n_out, n]."""
+    hold = rounding_named(arithmetic.stored)
+    return torch.cat([hold(rows)[:, at] for rows in weights.slices(op.weights[0])]).to(weights.dtype)
 
 
 def _noise(made: Made) -> Noise:
