@@ -297,7 +297,7 @@ REQUANTISED = (
     *(_matmul("matrices", name) for name in _OWN),
     *(  # ONNX Runtime's MatMulNBits at accuracy level 4
         _of_integers(f"int8/{size}", f"{kind}/{size}")
-        for size in (32, 128) for kind in ("int4", "full int4", "uint4", "full int8")
+        for size in (32, 128) for kind in ("int4", "full int4", "uint4", "full int8", "uint8")
     ),
 )  # fmt: skip
 
