@@ -28,7 +28,7 @@ from tracediff.model.hparams import Rope
 from tracediff.model.synthetic import Shape
 from tracediff.model.tensors import FileTensors
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import SCHEMES, Arithmetic, in_words, scheme_named
+from tracediff.numerics.arithmetic import REQUANTISED, SCHEMES, Arithmetic, in_words, scheme_named
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import Effort, check_trace, compare_traces
@@ -203,7 +203,7 @@ NF4 = (
     0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
 )  # fmt: skip
 FOUR_BITS = "int4 groups of 32 with float32 scales"
-OWN = {"NF4 groups of 64, kept in float32": in_levels, FOUR_BITS: in_four_bits}
+OWN = {"NF4 groups of 64 with float32 values": in_levels, FOUR_BITS: in_four_bits}
 
 
 @pytest.mark.parametrize("words", OWN)
@@ -691,6 +691,15 @@ def test_every_scheme_can_be_asked_for_by_its_name() -> None:
     assert [scheme_named(scheme.name) for scheme in SCHEMES] == list(SCHEMES)
     assert scheme_named("llama.cpp") == SCHEMES[0]
     assert scheme_named("llama.cpp, KV cache in float16").values == Arithmetic(stored="f16")
+
+
+def test_every_way_to_quantise_weights_can_be_asked_for() -> None:
+    for scheme in REQUANTISED:
+        linear = scheme.of("linear")
+        name = f"matrices in {linear.stored}"
+        name = name if linear.operands == "f64" else f"activations in {linear.operands} and {name}"
+        assert scheme_named(name) == scheme
+        assert scheme_named(f"{name}, KV cache in float16").of("linear") == linear
 
 
 def test_groups_of_any_size_can_be_asked_for() -> None:

@@ -186,8 +186,9 @@ class Scheme:
         return replace(self, name=name, linear=linear, scores=scores, values=values)
 
 
-_ASKED = (  # with any N
-    "activations in int8/N", "activations and weights in fp8/N", "matrices in affine4/N",
+_ASKED = (  # with any N, or `row`
+    "activations in int8/N", "activations and weights in fp8/N",
+    "matrices in int4/N, full int4/N, wide int8/N, uint4/N, affine4/N or nf4/N",
     "activations in int8/N and matrices in int4/N",
 )  # fmt: skip
 _ON_TENSOR_CORES = " on tensor cores"
@@ -316,7 +317,7 @@ def scheme_named(name: str) -> Scheme:
     """
     if name.endswith(_ON_TENSOR_CORES):
         return scheme_named(name.removesuffix(_ON_TENSOR_CORES)).on_tensor_cores()
-    matmuls = {"llama.cpp": SCHEMES[0]} | {scheme.name: scheme for scheme in (*_matmuls(), *REQUANTISED)}
+    matmuls = {"llama.cpp": SCHEMES[0]} | {scheme.name: scheme for scheme in _matmuls()}
     attentions = {scheme.name: scheme for scheme in (*_attentions(), _UNORDERED)}
     first, _, second = name.partition(", ")
     if not second and first in attentions:

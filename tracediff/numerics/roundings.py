@@ -431,7 +431,7 @@ _GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
     "wide int": (Wide, _BITS, f"wide int{{bits}} {_SCALES}"),
     "uint": (Unsigned, _BITS, f"uint{{bits}} {_SCALES} and zeros"),
     "fp": (FP8, [8], f"fp8 {_SCALES}"),
-    "nf": (NF4, [4], "NF4 {groups}, kept in {held}"),
+    "nf": (NF4, [4], "NF4 {groups} with {held} values"),
     "affine": (Affine, _BITS, "{bits}-bit {groups} with {held} scales and offsets"),
 }
 
