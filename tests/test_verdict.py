@@ -356,3 +356,16 @@ def test_a_divergence_is_one_whatever_else_is_open(pair: Pair, model: Path, cli:
 def test_json_alone_leaves_the_reason_on_standard_error(pair: Pair, model: Path, cli: Cli) -> None:
     code, output, error = cli("check", pair.path, "--model", model, "--resolve", "1e-30", "--json", "-")
     assert json.loads(output)["undecided"][0] + "." == the_message(code, error)
+
+
+def test_a_trace_of_another_file_of_the_model_says_so(models: Models, torch_trace: Any) -> None:
+    """All matmuls are wrong then, and nothing else; what the trace says of itself is the first thing to look at."""
+    right, other = models("tiny", "F16"), models("tiny", "Q8_0")
+    trace = torch_trace(other)
+    result = check_trace(trace, right, effort=Effort(seconds=5))
+    assert result.verdict == "diverged"
+    assert result.notes[0] == (
+        f"{trace}: its first line says that the engine multiplied with Q8_0 weights of {other.name}; {right.name} has "
+        "F16. If it read another file, judge it with that one: --model."
+    )
+    assert not any("its first line says" in note for note in check_trace(trace, other).notes)

@@ -15,7 +15,7 @@ from tracediff.compare.sides import gathered, side_of, weights_of
 from tracediff.compare.storage import measure_storage
 from tracediff.compare.vital_signs import measure_normal
 from tracediff.findings.doubts import doubts
-from tracediff.findings.notes import trace_notes, unsought
+from tracediff.findings.notes import of_another_file, trace_notes, unsought
 from tracediff.findings.tell import told
 from tracediff.judge import UNCOVERED, USUAL, Policy, coarsest, judge, verdict
 from tracediff.model.vocabulary import Vocabulary
@@ -214,6 +214,7 @@ def _result(
     coverage = measure_coverage(candidate, model.graph, ops) if model else None
     undecided = tuple(doubts(reference, candidate, ops, coverage))
     outcome, first = verdict(ops, weights, policy, undecided)
+    other_file = of_another_file(candidate, model.path.name, model.graph.matmul_type, ops) if model else []
     result = Result(
         verdict=outcome,
         first_divergence=first,
@@ -227,7 +228,7 @@ def _result(
         normal=measure_normal(reference, candidate),
         storage=measure_storage(ops),
         coverage=coverage,
-        notes=(*notes, *unsought(ops, effort.seconds)),
+        notes=(*other_file, *notes, *unsought(ops, effort.seconds)),
         undecided=undecided,
         model=str(model.path) if model else None,
     )

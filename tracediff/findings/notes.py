@@ -29,6 +29,18 @@ def trace_notes(trace: Trace) -> list[str]:
     return notes
 
 
+def of_another_file(trace: Trace, name: str, matmul_type: str, ops: Iterable[OpResult]) -> list[str]:
+    """That the trace says that its weights are of another type than the file's, where something is wrong."""
+    told = trace.header.weights
+    if not told or told.upper() == matmul_type.upper() or not any(op.status == "faulty" for op in ops):
+        return []
+    of = f" of {trace.header.model}" if trace.header.model not in (None, name) else ""
+    return [
+        f"{trace.path}: its first line says that the engine multiplied with {told} weights{of}; {name} has "
+        f"{matmul_type}. If it read another file, judge it with that one: --model."
+    ]
+
+
 def unsought(ops: Iterable[OpResult], seconds: float) -> list[str]:
     """That so many causes were given up when the time was over."""
     n = sum(not op.sought for op in ops)
