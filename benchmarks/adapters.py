@@ -7,7 +7,7 @@ decode steps with its own cache. Where an engine reads no GGUF it is given the f
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,13 @@ def taps(model: Path, out: Path, engine: str) -> Iterator[Taps]:
 
 
 def transformers(
-    dtype: str, attention: str, quantised: Callable[[torch.nn.Linear], torch.nn.Module] | None = None
+    dtype: str,
+    attention: str,
+    quantised: Callable[[torch.nn.Linear], torch.nn.Module] | None = None,
+    autocast: str | None = None,
 ) -> Trace:
     """Its own GGUF loader dequantises; scores and probabilities are shown by eager attention alone. Matrices but the
-    head may be `quantised` by another library, as with its quantisation_config.
+    head may be `quantised` by another library, as with its quantisation_config, or all matmuls run under `autocast`.
     """
 
     def trace(model: Path, out: Path) -> None:
@@ -93,7 +96,8 @@ def transformers(
         for name, module in [*loaded.named_modules()] if quantised else ():
             if isinstance(module, torch.nn.Linear) and quantised and name != "lm_head":
                 loaded.set_submodule(name, quantised(module))
-        trace_model(loaded, model, out, TorchOptions(dtype=dtype), PROMPT, 2, attention=attention)
+        with torch.autocast("cpu", DTYPES[autocast]) if autocast else nullcontext():
+            trace_model(loaded, model, out, TorchOptions(dtype=dtype), PROMPT, 2, attention=attention)
 
     return trace
 

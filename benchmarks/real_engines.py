@@ -53,6 +53,11 @@ ENGINES: dict[str, adapters.Trace] = {
         for dtype in ("f32", "bf16", "f16")
     },
     **{
+        f"transformers, {attention}, autocast {dtype}": adapters.transformers("f32", attention, autocast=dtype)
+        for attention in ("eager", "sdpa")
+        for dtype in ("bf16", "f16")
+    },
+    **{
         f"transformers, {dtype}, {name}": adapters.transformers(dtype, "eager", of)
         for name, of in (("bitsandbytes NF4", adapters.bitsandbytes), ("torchao int8", adapters.torchao))
         for dtype in ("f32", "bf16")

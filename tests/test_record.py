@@ -23,6 +23,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Weight
 from tracediff.model.model import Model
 from tracediff.model.pairing import neighbours
+from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.pipeline import check_trace
 from tracediff.trace.reader import Trace
@@ -193,6 +194,24 @@ def test_modules_of_unknown_names_are_told_by_what_they_hold_and_are(models: Mod
         ("rows", "token_embd"), ("last", "output_norm"), ("head", "output"),
     ]  # fmt: skip
     assert notes == []
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_autocast_is_an_arithmetic(arch: str, models: Models, tmp_path: Path) -> None:
+    """Matmuls in bfloat16, their outputs too, scores that are scaled in it and a softmax of these in float32: every
+    softmax was called wrong, and from hidden states alone, which are float32, nothing was decided.
+    """
+    path = models(Shape(arch, n_layer=2, n_embd=96, n_head=4, n_head_kv=2, n_ff=160, n_vocab=320), "F16")
+    loaded, _ = load(path, None, torch.float32, "cpu")
+    for capture in ("all", "layers"):
+        trace = tmp_path / f"{capture}.trace"
+        with torch.autocast("cpu", torch.bfloat16):
+            trace_model(loaded, path, trace, TorchOptions(capture=capture), TOKENS, 2, attention="eager")
+        result = check_trace(trace, path)
+        assert result.verdict == "match"
+        said = {op.kind: op.arithmetic for op in result.ops}
+        assert said.get("softmax", "scaled scores in bfloat16") == "scaled scores in bfloat16"
+        assert said["linear"] == "activations and weights in bfloat16"
 
 
 class Packed(Tensor):

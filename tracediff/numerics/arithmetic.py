@@ -20,6 +20,7 @@ _ROLES = MappingProxyType(
         "embedding": ("", "table"),
         "rope": ("", "rope tables"),
         "add": ("what is added to the residual", ""),
+        "softmax": ("scaled scores", ""),
         **dict.fromkeys(("gelu", "geglu", "gelu_quick", "geglu_quick"), ("activations looked up", "")),
     }
 )
@@ -152,6 +153,7 @@ class Scheme:
     norms: str = "f64"  # and the weights of norms
     tables: str = "f64"  # and cosines and sines of rope
     exponentials: str = ""
+    scaled: str = "f64"  # what scores are rounded to when they are scaled
     added: str = "f64"  # what a layer adds to the residual is rounded to: each rank's term, as it is sent to the others
 
     def of(self, kind: str, weight_type: str = "F32") -> Arithmetic:
@@ -175,6 +177,8 @@ class Scheme:
                 return Arithmetic(self.added)
             case "exponential":
                 return Arithmetic(exponential=self.exponentials)
+            case "softmax":
+                return Arithmetic(self.scaled, exponential=self.exponentials)
         return EXACT
 
     def on_tensor_cores(self) -> "Scheme":
@@ -218,6 +222,8 @@ def _matmuls() -> Iterator[Scheme]:
         yield Scheme(_phrase("rope tables", name), tables=name)
     for name in (*_HALVES, "tf32"):
         yield _matmul("activations and weights", name)
+    for name in _HALVES:  # OpenVINO, whose biases stay as they are
+        yield _matmul("activations and matrices", name)
     for name in (*_HALVES, "q8_0", "q8_K", *GROUPS):
         yield _matmul("activations", name)
     for name in ("q8_0", *GROUPS):  # an engine that quantises the file's weights by itself, as llama2.c's runq.c
@@ -225,7 +231,7 @@ def _matmuls() -> Iterator[Scheme]:
 
 
 def _matmul(what: str, rounding: str) -> Scheme:
-    """`what` is rounded so: activations, weights or both, or the weights but for those of norms (matrices).
+    """`what` is rounded so: activations, weights or both, or of the weights matrices alone, and no norms' or biases.
 
     Raises EngineError for a rounding that is not known.
     """
@@ -234,7 +240,7 @@ def _matmul(what: str, rounding: str) -> Scheme:
     held = stored if stored != operands or stored in GROUPS else "f64"
     norms = held if what == "weights" and held in _HALVES else "f64"  # nobody quantises these few
     sums = "fp8 tensor cores" if "fp8" in operands else "f32"
-    biases = stored if what != "matrices" and stored in _HALVES else "f64"
+    biases = stored if "matrices" not in what and stored in _HALVES else "f64"
     return Scheme(_phrase(what, rounding), Arithmetic(operands, stored, sums, biases), held=held, norms=norms)
 
 
@@ -249,6 +255,9 @@ def _attentions() -> Iterator[Scheme]:
     for name in (*_HALVES, "tf32"):
         both = Arithmetic(name, name)
         yield Scheme(_phrase("attention", name), scores=both, values=both)
+    for name in _HALVES:  # PyTorch's autocast, whose softmax is computed in float32
+        both = Arithmetic(name, name)
+        yield Scheme(_phrase("attention and scaled scores", name), scores=both, values=both, scaled=name)
     for name in (*_HALVES, "int8/row"):
         cached = Arithmetic(stored=name)  # of f16 what ggml_compute_forward_flash_attn_ext_tiled does from 64 tokens on
         yield Scheme(_phrase("KV cache", name), scores=cached, values=cached)
@@ -271,8 +280,8 @@ def _attentions() -> Iterator[Scheme]:
 
 def _with(matmul: Scheme, attention: Scheme) -> Scheme:
     name, of = f"{matmul.name}, {attention.name}", attention
-    exponentials, added = of.exponentials, of.added
-    return replace(matmul, name=name, scores=of.scores, values=of.values, exponentials=exponentials, added=added)
+    scheme = replace(matmul, name=name, scores=of.scores, values=of.values, scaled=of.scaled)
+    return replace(scheme, exponentials=of.exponentials, added=of.added)
 
 
 def _schemes() -> Iterator[Scheme]:
@@ -323,7 +332,7 @@ def scheme_named(name: str) -> Scheme:
     if not second and first in attentions:
         return _with(SCHEMES[0], attentions[first])
     both = re.fullmatch(r"activations in (.+/\w+) and matrices in (.+/\w+)", first)
-    asked = re.fullmatch(r"(activations and weights|activations|weights|matrices) in (.+/\w+)", first)
+    asked = re.fullmatch(r"(activations and (?:weights|matrices)|activations|weights|matrices) in (.+/\w+)", first)
     matmul = _of_integers(*both.groups()) if both else _matmul(asked[1], asked[2]) if asked else matmuls.get(first)
     if matmul is None or second not in ("", *attentions):
         raise EngineError(

@@ -18,6 +18,7 @@ from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of, evaluate_together
 from tracediff.numerics.growing import Growing
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.views import seen, state
 from tracediff.replay.making import Making, Recomputed, applied, calls_of, numbers_of, unrounded
 from tracediff.replay.past import Kept, Past, Value
@@ -284,8 +285,16 @@ class Recomputation:
 
     def _recompute(self, place: Place, scheme: Scheme) -> Value:
         step, name, rows = place
-        making = self._making(step, self.graph[name], scheme, self.recorded.storage(step), rows)
+        making = self._making(step, self.graph[name], scheme, self._held_in(step, self.graph[name], scheme), rows)
         return making.value(evaluate_together(making.calls), self._n_samples)
+
+    def _held_in(self, step: int, op: Op, scheme: Scheme) -> str:
+        """What the engine keeps an op's value in that it did not record: what it recorded, but where activations and
+        weights are multiplied in half precision their product is, as under PyTorch's autocast.
+        """
+        arithmetic = arithmetic_of(op, scheme, self.weights)
+        halves = KINDS[op.kind].scheme == "linear" and arithmetic.operands == arithmetic.stored in ("f16", "bf16")
+        return arithmetic.operands if halves else self.recorded.storage(step)
 
 
 def made_together(op: Op, asked: Sequence[tuple[Recomputation, OpRecord, Scheme, str]]) -> list[Recomputed]:

@@ -217,7 +217,7 @@ class Reworked:
         """That of the kind where it sums up no products, and what float32 was seen to make."""
         measured = made.energy.measured
         assert measured is not None
-        if KINDS[made.op.kind].scheme not in (None, "exponential"):
+        if KINDS[made.op.kind].scheme not in (None, "exponential", "softmax"):
             own = one_rounding(made)
         else:
             own = noise_of(self._plain(made.op), made, made.inputs[: self.n_inputs])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tracediff.numerics.arithmetic import split_keys
 from tracediff.numerics.floors import Noise
-from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, exponential, none
+from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, exponential, none
 from tracediff.numerics.kinds.matmul import noise_of_sums, sums_in, turns
 from tracediff.numerics.roundings import half, single
 
@@ -124,6 +124,26 @@ def softmax(
     return torch.softmax(torch.cat((scaled, sink), -1), -1)[..., :-1]
 
 
+def _softmax(call: Call) -> Tensor:
+    """Of scores that may be rounded when they are scaled, as PyTorch's autocast keeps them. One that lies next to a
+    boundary may go either way.
+    """
+    rounded_to, scores = call.arithmetic.operands, call.inputs[0]
+    if rounded_to == "f64":
+        return applied(call)
+
+    def of(scaled: Tensor) -> Tensor:
+        op = call.op.with_attrs(scale=1.0)
+        return applied(replace(call, op=op, inputs=(call.rounded(scaled, rounded_to), *call.inputs[1:])))
+
+    scaled = scores * call.op.attrs["scale"]
+    y = of(scaled)
+    if call.energy:
+        others = [(of(scaled * (1 + near)) - y).abs() for near in (-_NEAR, _NEAR)]
+        call.energy.turned = torch.maximum(*others)
+    return y
+
+
 def weighted_values(probs: Tensor, v: Tensor) -> Tensor:
     """[H, T, S] x [S, G, D] -> [T, H * D]."""
     groups = v.shape[1]
@@ -213,6 +233,7 @@ def _noise_of_values(made: Made) -> Noise:
 # Units that two engines' scales are apart, each a constant that roundings made: YaRN's mscale^2 / sqrt(d) in float64,
 # and as llama.cpp has it in float32 (src/models/deepseek2.cpp), 2.5 of them for a factor of 40 and d of 40.
 _SCALE_UNITS = 4
+_NEAR = 2.0**-22  # of a score that float32 scaled: as near to a boundary of half precision it may go either way
 
 
 def _softmax_noise(made: Made) -> Noise:
@@ -253,8 +274,10 @@ def lightning_indexer(q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Te
 _OF_KEYS = ("head", "token", "key")
 KINDS = (
     Kind("scores", scores, ("q", "k"), _OF_KEYS, _scores, _noise_of_keys, scheme="scores"),
-    exponential(Kind("softmax", softmax, ("scores", "queries", "keys"), _OF_KEYS, noise=_softmax_noise,
-                     noise_of_any=_softmax_noise_of_any)),
+    replace(
+        exponential(Kind("softmax", softmax, ("scores", "queries", "keys"), _OF_KEYS, _softmax, _softmax_noise,
+                         _softmax_noise_of_any)),
+        scheme="softmax"),
     Kind("mask", mask, ("queries", "keys"), ("token", "key"), noise=none),
     Kind("temperature", temperature, ("positions",), ("token",)),
     Kind("lightning_indexer", lightning_indexer, ("q", "k", "weights", "mask"), ("token", "key")),
