@@ -240,7 +240,8 @@ def _matmul(what: str, rounding: str) -> Scheme:
     held = stored if stored != operands or stored in GROUPS else "f64"
     norms = held if what == "weights" and held in _HALVES else "f64"  # nobody quantises these few
     sums = "fp8 tensor cores" if "fp8" in operands else "f32"
-    biases = stored if "matrices" not in what and stored in _HALVES else "f64"
+    before = stored.partition(" ")[0]  # who holds weights in half precision before they are quantised holds biases so
+    biases = before if before in _HALVES and (stored != before or "matrices" not in what) else "f64"
     return Scheme(_phrase(what, rounding), Arithmetic(operands, stored, sums, biases), held=held, norms=norms)
 
 

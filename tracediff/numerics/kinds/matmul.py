@@ -32,8 +32,9 @@ def noise_of_sums(made: Made, length: int) -> Noise:
     else:
         variance = variance_of_sums(_terms(length, made.arithmetic), energy.value, made.y)
     sigma = variance.sqrt_().mul_(made.unit)
-    if energy.product is not None and made.half:
-        stored = stored + made.kept * energy.product.abs()
+    if energy.product is not None and made.half:  # and of integers once more, when it is scaled (torchao)
+        n_roundings = 2 if rounding_named(made.arithmetic.stored).in_blocks else 1
+        stored = stored + n_roundings * made.kept * energy.product.abs()
     if energy.turned is not None:
         stored = stored + energy.turned
     noise = Noise(sigma, stored)
