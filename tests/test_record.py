@@ -236,6 +236,36 @@ def test_modules_whose_weights_are_packed_are_told(models: Models) -> None:
     assert notes == []
 
 
+class Eight(nn.Module):
+    """A linear layer in a format of its own, as bitsandbytes' and GPTQ's are: no matrix of floats is seen."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        scales = weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("qweight", torch.round(weight / scales).to(torch.int8).T.contiguous())
+        self.register_buffer("scales", scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.qweight.float() * self.scales.T
+
+
+def test_rows_of_a_matrix_that_nobody_sees_are_told_by_what_it_makes(models: Models) -> None:
+    """Checkpoints have Q of a llama in another order than the file. Its rope was called wrong."""
+    file = GGUFFile(models("llama"))
+    graph, weights = build_graph(file), Weights(file, torch.float32)
+    right = weights.load(graph["blk.1.attn_q"].weights[0])
+    held = torch.from_numpy(neighbours(right.numpy(), graph.hparams.head_dim, 0, inverse=True).copy())
+    assert not torch.equal(held, right)
+    attention = nn.ModuleDict({"q_proj": Eight(held)})
+    layers = nn.ModuleList([nn.ModuleDict(), nn.ModuleDict({"self_attn": attention})])
+    taps, notes = find_taps(nn.ModuleDict({"model": nn.ModuleDict({"layers": layers})}), graph, weights)
+    assert [(tap.path, tap.op.name) for tap in taps] == [("model.layers.1.self_attn.q_proj", "blk.1.attn_q")]
+    x = torch.randn(3, right.shape[1], generator=torch.Generator().manual_seed(0))
+    assert torch.nn.functional.cosine_similarity(taps[0].of(attention["q_proj"](x)), x @ right.T).min() > 0.999
+    assert notes == []
+
+
 def test_k_and_v_of_a_split_exchanged_is_named(models: Models, tmp_path: Path) -> None:
     """What is wrong is what the engine does with the projections, which themselves are right."""
     model, out = models("qwen2", "F16"), tmp_path / "mine.trace"

@@ -45,14 +45,14 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     Raises EngineError for a module whose weight has another shape than the tensor of its name.
     """
     by_weight = {op.name: op for op in graph if op.kind in _KINDS and op.weights}
-    modules = [(path, weight) for path, module in model.named_modules() if (weight := _matrix(module)) is not None]
     taps, notes, unnamed = [], [], []
     names = _names(graph)
     head = next((name for name in reversed(by_weight) if by_weight[name].kind == "linear"), "")
-    for path, weight in modules:
+    for path, module in model.named_modules():
         op = by_weight.get(names(path) or "") or (by_weight.get(head) if names(path) == "output" else None)
         if op is None:
-            unnamed.append((path, weight))
+            unnamed.append((path, module))
+        if op is None or (weight := _matrix(module)) is None:
             continue
         if not _fits(weight, op):
             raise EngineError(
@@ -64,8 +64,10 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
             notes.append(f"{path} holds other weights than {op.weights[0].name}")
         taps.append(Tap(path, op, rows))
         by_weight.pop(op.name)
-    for path, weight in unnamed:
-        embeds = isinstance(model.get_submodule(path), nn.Embedding)  # a head may hold the same
+    for path, module in unnamed:
+        if (weight := _matrix(module)) is None:
+            continue
+        embeds = isinstance(module, nn.Embedding)  # a head may hold the same
         ops = [
             op for op in by_weight.values() if _layer(op.name) == _layer(path) and (op.kind == "embedding") == embeds
         ]
@@ -114,13 +116,35 @@ def weight_of(module: nn.Module) -> Any:
 
 
 def _matrix(module: nn.Module) -> Tensor | None:
-    """A module's weight, rows being what comes out; transformers' Conv1D holds it the other way round."""
+    """A module's weight, rows being what comes out; transformers' Conv1D holds it the other way round. Of one that is
+    packed those columns that are looked at, and zeros.
+    """
     weight = weight_of(module)
-    if not isinstance(weight, Tensor) or weight.ndim not in (1, 2) or not weight.is_floating_point():
+    if isinstance(weight, Tensor) and weight.ndim in (1, 2) and weight.is_floating_point():
+        if type(weight) not in (Tensor, nn.Parameter):  # torchao's: integers, that are indexed in few ways or none
+            weight = weight.dequantize()
+        return weight.detach().T if type(module).__name__ == "Conv1D" else weight.detach()
+    n_out, n_in = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    return _by_units(module, n_out, n_in) if isinstance(n_out, int) and isinstance(n_in, int) else None
+
+
+@torch.no_grad()
+def _by_units(module: nn.Module, n_out: int, n_in: int) -> Tensor | None:
+    """Columns of a matrix in some format of its own, as bitsandbytes has them: what comes out of unit vectors. None of
+    a module that does not take these.
+    """
+    held = [*module.parameters(), *module.buffers()]
+    dtype = next((x.dtype for x in held if x.is_floating_point()), torch.float32)
+    columns = _columns(n_in)
+    units = torch.zeros(len(columns) + 1, n_in, dtype=dtype, device=held[0].device if held else None)
+    units[torch.arange(len(columns)), columns] = 1
+    try:
+        *made, none = module(units)
+        matrix = torch.zeros(n_out, n_in)
+        matrix[:, columns] = (torch.stack(made) - none).float().cpu().T
+    except (RuntimeError, TypeError, ValueError):
         return None
-    if type(weight) not in (Tensor, nn.Parameter):  # torchao's: integers, that are indexed in few ways or none
-        weight = weight.dequantize()
-    return weight.detach().T if type(module).__name__ == "Conv1D" else weight.detach()
+    return matrix
 
 
 def _fits(weight: Tensor, op: Op) -> bool:
@@ -192,6 +216,10 @@ def _places(weight: Tensor, op: Op, weights: Weights) -> Tensor | None:
 
 def _cosines(a: Tensor, b: Tensor) -> Tensor:
     """Of each row of one with each of the other, [len(a), len(b)], by some of their columns."""
-    columns = torch.linspace(0, a.shape[1] - 1, min(a.shape[1], _COLUMNS), device=a.device).long()
+    columns = _columns(a.shape[1])
     x, y = (nn.functional.normalize(rows[:, columns.to(rows.device)].float().cpu(), dim=1) for rows in (a, b))
     return x @ y.T
+
+
+def _columns(n: int) -> Tensor:
+    return torch.linspace(0, n - 1, min(n, _COLUMNS)).long()
