@@ -2,9 +2,10 @@
 
     python benchmarks/real_engines.py [--packages FOLDER] [--engine NAME=COMMAND] [--only NAME] [--out PAGE]
 
-transformers, litgpt, LLMs-from-scratch, mlx-lm and tinygrad come from PyPI: what is not installed beside tracediff may
-lie in FOLDER, as may a clone of gpt-fast (`pip install --target FOLDER --no-deps litgpt lightning lightning-utilities
-torchmetrics llms-from-scratch requests mlx mlx-cpu mlx-lm tinygrad==0.13.0`; tinygrad calls clang). Any
+transformers, litgpt, LLMs-from-scratch, mlx-lm, ONNX Runtime, OpenVINO, bitsandbytes, torchao and tinygrad come from
+PyPI: what is not installed beside tracediff may lie in FOLDER, as may a clone of gpt-fast (`pip install --target FOLDER
+--no-deps litgpt lightning lightning-utilities torchmetrics llms-from-scratch requests mlx mlx-cpu mlx-lm onnx onnx-ir
+onnxruntime openvino bitsandbytes torchao ml_dtypes flatbuffers protobuf tinygrad==0.13.0`; tinygrad calls clang). Any
 other engine takes part by a command that writes a trace itself, as with emitters/c: {model}, {tokens} and {out} in it
 become the GGUF file, the prompt's ids with commas between, and the trace (`c_engines.py` runs C engines from their
 source so). A model that it cannot run it refuses with exit code 77. Each engine has a process of its own.
@@ -195,8 +196,19 @@ def report(rows: list[Row], command: str, seconds: float) -> str:
     judged = [row for row in rows if row.verdict != "not run"]
     alarms = [row for row in judged if not row.passes]
     versions = []
-    for package in ("transformers", "torch", "litgpt", "mlx", "tinygrad"):
-        if package != "torch" and not any(row.engine.startswith(package) for row in judged):
+    for package in (
+        "transformers",
+        "torch",
+        "litgpt",
+        "mlx",
+        "onnxruntime",
+        "openvino",
+        "bitsandbytes",
+        "torchao",
+        "tinygrad",
+    ):
+        engines = (row.engine.lower().replace("onnx runtime", "onnxruntime") for row in judged)
+        if package != "torch" and not any(package in engine for engine in engines):
             continue
         try:
             versions.append(f"{package} {metadata.version(package)}")
