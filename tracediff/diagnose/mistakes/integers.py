@@ -13,11 +13,13 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import dequantize, reading, values_of
 from tracediff.numerics.arithmetic import GROUPS, Arithmetic
+from tracediff.numerics.blocks import Blocks
 from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise
+from tracediff.numerics.groups import Signed
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Made
-from tracediff.numerics.roundings import Blocks, Signed, rounding_named
+from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
 

@@ -11,10 +11,11 @@ from torch.nn.functional import max_pool1d
 from tracediff.model.graph import Op, Weight
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
+from tracediff.numerics.floats import Rounding
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Energy, Kind, Made
 from tracediff.numerics.kinds.matmul import noise_of_sums, sums_in, turns
-from tracediff.numerics.roundings import Rounding, q8_0, rounding_named
+from tracediff.numerics.roundings import q8_0, rounding_named
 
 _OFFSET_BLOCK = {"TQ1_0": 256, "TQ2_0": 256}  # weights that share a scale; 16 is the least of all others
 _TINY = 1e-15  # products whose squares may be no number of float32

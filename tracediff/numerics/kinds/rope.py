@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tracediff.model.hparams import Rope
+from tracediff.numerics.floats import Rounding
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Kind, Made, wide
-from tracediff.numerics.roundings import Rounding, rounding_named
+from tracediff.numerics.roundings import rounding_named
 
 _AS_IT_IS = rounding_named("f64")
 # By as much an inverse frequency in float32 may be off, where powers are taken by multiplying, of up to 64 pairs.

@@ -17,7 +17,8 @@ from tracediff.model.graph import Op, Weight
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.exponentials import exponential_named
-from tracediff.numerics.roundings import Rounding, rounding_named
+from tracediff.numerics.floats import Rounding
+from tracediff.numerics.roundings import rounding_named
 
 SOMETHING = 0.731  # beyond arrays, where 0 was assumed
 _MOST = 0.5  # of the values that are stored: where more cannot be told, nothing is explained

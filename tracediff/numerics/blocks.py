@@ -1,0 +1,149 @@
+"""Blocks of numbers that share a scale: those of ggml, and of shorter floats.
+
+Roundings to them work on the last axis, and return the values that they stand for in the dtype of the input.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracediff.numerics.floats import Rounding
+
+# A quotient is a float32 product of at most 255, good to a few times 2^-17; implementations multiply in another order,
+# so within that of a boundary it may go either way.
+NEAR = 2.0**-15
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks(Rounding):
+    """Blocks of integers that share a scale; `block` 0 is a whole row. Subclasses say where the grid lies.
+
+    The values were held in the type `before`, and the scales are kept in that of `scales`.
+    """
+
+    scales: torch.dtype = torch.float32
+    before: torch.dtype = torch.float32
+    bits: int = 8
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Quotients before rounding [..., blocks, n]; scales and what stands for 0 [..., blocks, 1]; all float32."""
+        raise NotImplementedError
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the integers stand for."""
+        quotients, scale, zero = self.grid(x)
+        integers = self.whole(quotients).sub_(zero)
+        return (integers.to(x.dtype) * scale.to(self.scales).to(x.dtype)).flatten(-2)
+
+    def whole(self, quotients: Tensor) -> Tensor:
+        """The nearest integers; of two the even one."""
+        return torch.round(quotients)
+
+    def step(self, x: Tensor) -> Tensor:
+        """The scale of its block."""
+        quotients, scale, _ = self.grid(x)
+        return scale.abs().to(x.dtype).expand(quotients.shape).flatten(-2)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """A scale up or down where the quotient is all but halfway between two integers."""
+        quotients, scale, _ = self.grid(x)
+        past = quotients - torch.round(quotients)  # from -0.5 to 0.5
+        other = torch.where(past >= 0, 1.0, -1.0).to(x.dtype) * scale.to(self.scales).to(x.dtype)
+        return torch.where(past.abs() > 0.5 - NEAR, other, 0.0).flatten(-2)
+
+    def of(self, x: Tensor) -> Tensor:
+        """X in blocks, float32 [..., blocks, n]."""
+        return x.to(self.before).float().unflatten(-1, (-1, self.block or x.shape[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Q80(Blocks):
+    """ggml's q8_0 and q8_1: scale amax / 127, kept in float16; quotient x * (127 / amax), ties to even.
+
+    ggml-cpu/arch/x86/quants.c, bit for bit. (The reference in ggml-quants.c multiplies by 1 / scale and uses roundf.)
+    q8_1 has the same values, and their sum besides.
+    """
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of 127 on both sides of 0."""
+        blocks = self.of(x)
+        largest = blocks.abs().amax(-1, keepdim=True)
+        return blocks * over(127.0, largest), largest / 127.0, torch.zeros_like(largest)
+
+
+@dataclass(frozen=True, slots=True)
+class Q8K(Blocks):
+    """ggml's q8_K: scale -max / 127 for the element of largest magnitude (quantize_row_q8_K_ref, bit for bit)."""
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The largest at -127."""
+        blocks = self.of(x)
+        inverse = over(-127.0, blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)))
+        return (blocks * inverse).clamp_(max=127.0), over(1.0, inverse), torch.zeros_like(inverse)
+
+
+@dataclass(frozen=True, slots=True)
+class GF4(Blocks):
+    """calm's four bits a value: three of an integer from -4 to 3, and one of the e5m2 that eight values share, which is
+    the one of largest magnitude; that is stored as -4 (tools/convert.py, `gf4`, bit for bit).
+    """
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From 0 to 7; 4 stands for 0. The quotient passes through float16."""
+        blocks = self.of(x)
+        largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).to(torch.float8_e5m2).float()
+        quotients = (quotients_of(blocks, largest).half() * -4 + 4).float()
+        return quotients.clamp_(0.0, 7.0), largest / -4.0, torch.full_like(largest, 4.0)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """None: where one division is exact to the bit, as in IEEE 754, so is all that follows it."""
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True, slots=True)
+class FP8(Blocks):
+    """Scaled E4M3 (https://arxiv.org/abs/2209.05433): scale amax / 448, the quotient to nearest, ties to even."""
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Up to 448 on both sides of 0, three bits of mantissa: not evenly spaced."""
+        blocks = self.of(x)
+        scale = blocks.abs().amax(-1, keepdim=True) / 448.0
+        return quotients_of(blocks, scale), scale, torch.zeros_like(scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the eight bits stand for."""
+        quotients, scale, _ = self.grid(x)
+        return (quotients.to(torch.float8_e4m3fn).to(x.dtype) * scale.to(x.dtype)).flatten(-2)
+
+    def step(self, x: Tensor) -> Tensor:
+        """A unit in the last place, times the scale."""
+        quotients, scale, _ = self.grid(x)
+        return (_e4m3_unit(quotients) * scale).to(x.dtype).flatten(-2)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """A unit up or down where the quotient is all but halfway between two values."""
+        quotients, scale, _ = self.grid(x)
+        unit, past = _e4m3_unit(quotients), quotients - quotients.to(torch.float8_e4m3fn).to(quotients.dtype)
+        other = (torch.sign(past) * unit * scale).to(x.dtype)
+        return torch.where(past.abs() > (0.5 - NEAR) * unit, other, 0.0).flatten(-2)
+
+
+def _e4m3_unit(x: Tensor) -> Tensor:
+    """How far apart E4M3's values lie at x; below 2^-6 as there."""
+    place = torch.frexp(x.abs().clamp(min=2.0**-6)).exponent - 4
+    return torch.ldexp(torch.ones_like(x), place)
+
+
+def over(number: float, x: Tensor) -> Tensor:
+    """The quotient number / x, 0 where x is: torch takes number / x as number * (1 / x), one unit off in 25%.
+
+    The largest number where it overflows: blocks below 1e-36 round to 0, and not to NaN.
+    """
+    largest = torch.finfo(x.dtype).max
+    return torch.where(x != 0, torch.full_like(x, number) / x, 0.0).clamp(-largest, largest)
+
+
+def quotients_of(x: Tensor, scale: Tensor) -> Tensor:
+    """X / scale, 0 where the scale is."""
+    return torch.where(scale != 0, x / scale, 0.0)

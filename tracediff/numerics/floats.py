@@ -1,0 +1,73 @@
+"""Rounding: what a number loses when it is stored, or made an operand of a matmul; to shorter floats."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Keeps every value as it is; others say what they keep. `words` is its name in a sentence.
+
+    Rows must be a multiple of `block` values, which share what they are rounded by.
+    """
+
+    name: str
+    words: str
+    block: int = 1
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it keeps integers and a scale: engines add up their products without rounding them."""
+        return self.block != 1
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether the integers are unsigned: engines add up what the offset makes by itself."""
+        return False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The values that it keeps of x."""
+        return x
+
+    def step(self, x: Tensor) -> Tensor:
+        """How far apart the values that it keeps lie, at each value of x; 0 at 0 and where it rounds nothing."""
+        return torch.zeros_like(x)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """What each value would change by if it were rounded to the other side of a boundary that it lies on.
+
+        Zero for values that lie on none.
+        """
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Float(Rounding):
+    """A shorter float: to it and back. `mantissa` in bits; float32 is short of nothing that engines compute with."""
+
+    dtype: torch.dtype = torch.float32
+    mantissa: int = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """To it and back."""
+        return x.to(self.dtype).to(x.dtype)
+
+    def step(self, x: Tensor) -> Tensor:
+        """A unit in the last place."""
+        if not self.mantissa:
+            return torch.zeros_like(x)
+        least = torch.finfo(self.dtype).tiny  # below it numbers lie as far apart as there
+        place = torch.frexp(x.abs().clamp(min=least)).exponent - 1 - self.mantissa
+        return torch.where(x != 0, torch.ldexp(torch.ones_like(x), place), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TF32(Float):
+    """The 10-bit mantissa of NVIDIA's TF32, to nearest, ties away from zero (cvt.rna.tf32.f32)."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """By its bits: torch has no such dtype."""
+        bits = x.float().view(torch.int32)
+        return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).to(x.dtype)

@@ -1,0 +1,192 @@
+"""Groups of integers that share a scale, as engines and libraries quantise activations and the file's weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracediff.numerics.blocks import NEAR, Blocks, over, quotients_of
+
+_NF4 = torch.tensor(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Signed(Blocks):
+    """Symmetric: scale amax / 127, of 8 bits, quotient x / scale (llama2.c's runq.c, `quantize`; vLLM's per-token int8;
+    of 4 bits amax / 7).
+    """
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of as many on both sides of 0."""
+        blocks = self.of(x)
+        scale = blocks.abs().amax(-1, keepdim=True) / (2.0 ** (self.bits - 1) - 1)
+        return quotients_of(blocks, scale), scale, torch.zeros_like(scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Wide(Signed):
+    """Symmetric: scale amax / 127.5, of 8 bits, halfway between what the two ends need (torchao's MappingType)."""
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One less above 0 than below."""
+        blocks, half = self.of(x), (2.0**self.bits - 1) / 2
+        scale = (blocks.abs().amax(-1, keepdim=True) / half).to(self.before).float()
+        # By the inverse, as there: in every row the largest lies on the boundary between two integers.
+        return (blocks * over(1.0, scale)).clamp_(-half - 0.5, half - 0.5), scale, torch.zeros_like(scale)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """None: it is followed bit for bit, and weights in half precision lie on very many boundaries."""
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncated(Signed):
+    """The same by a cast, as C has it: towards 0. Nobody means it: it makes every sum smaller."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the integers stand for."""
+        quotients, scale, _ = self.grid(x)
+        return (torch.trunc(quotients).to(x.dtype) * scale.to(x.dtype)).flatten(-2)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """A scale towards 0 or away from it where the quotient is all but an integer."""
+        quotients, scale, _ = self.grid(x)
+        whole = torch.round(quotients)
+        other = torch.where(torch.trunc(quotients) == whole, -1.0, 1.0) * torch.sign(whole) * scale
+        return torch.where((quotients - whole).abs() < NEAR, other, 0.0).to(x.dtype).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class Full(Signed):
+    """Symmetric, and all integers are used: the value of largest magnitude is the least of them, of 4 bits -8; of two
+    with both signs the one below 0 (ONNX Runtime's MatMulNBits, mlas/lib/q4_dq.cpp).
+    """
+
+    @property
+    def has_offset(self) -> bool:
+        """They are kept as unsigned ones, the least of them as 0."""
+        return True
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One less above 0 than below."""
+        blocks, last = self.of(x), -(2.0 ** (self.bits - 1))
+        least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
+        scale = torch.where(most > -least, most, least) / last
+        return (blocks * over(1.0, scale)).clamp_(last, -last - 1), scale, torch.zeros_like(scale)
+
+    def whole(self, quotients: Tensor) -> Tensor:
+        """Of two as near the larger one, in unsigned integers: weights in half precision lie on many boundaries."""
+        offset = 2.0 ** (self.bits - 1)
+        return torch.floor(quotients + (offset + 0.5)) - offset
+
+    def flips(self, x: Tensor) -> Tensor:
+        """None: it is followed bit for bit, and weights in half precision lie on very many boundaries."""
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Unsigned(Blocks):
+    """Asymmetric: scale (max - min) / 255, of 8 bits, of a range that holds 0, which an integer of its own stands for.
+
+    ONNX's DynamicQuantizeLinear and, of fewer bits, MatMulNBits; torchao's per-token int8 less 128.
+    """
+
+    @property
+    def has_offset(self) -> bool:
+        """They are unsigned."""
+        return True
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From 0 to 255; `zero` is where 0 is."""
+        blocks, last = self.of(x), 2.0**self.bits - 1
+        least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
+        least, most = least.clamp(max=0.0), most.clamp(min=0.0)
+        scale = (most - least) / last
+        zero = self.whole(quotients_of(-least, scale))
+        return (blocks * over(1.0, scale) + zero).clamp_(0.0, last), scale, zero
+
+    def whole(self, quotients: Tensor) -> Tensor:
+        """Of two as near the larger one."""
+        return torch.floor(quotients + 0.5)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """Of 8 bits alone; fewer are those of weights."""
+        return Blocks.flips(self, x) if self.bits == 8 else torch.zeros_like(x)
+
+
+@dataclass(frozen=True, slots=True)
+class NF4(Blocks):
+    """Four bits that stand for quantiles of a normal distribution, times the block's largest magnitude
+    (https://arxiv.org/abs/2305.14314, appendix E; bitsandbytes).
+    """
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From -1 to 1: not evenly spaced."""
+        blocks = self.of(x)
+        scale = blocks.abs().amax(-1, keepdim=True)
+        return quotients_of(blocks, scale), scale, torch.zeros_like(scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the four bits stand for, in the type of the scales."""
+        quotients, scale, _ = self.grid(x)
+        kept = self._codes(x)[self._places(quotients)] * scale
+        return kept.to(self.before).to(x.dtype).flatten(-2)
+
+    def step(self, x: Tensor) -> Tensor:
+        """From each to the next quantile, times the scale."""
+        (quotients, scale, _), codes = self.grid(x), self._codes(x)
+        gaps = torch.diff(codes, append=codes[-1:] + 1)
+        return (gaps[self._places(quotients)] * scale).to(x.dtype).flatten(-2)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """To the next quantile where the quotient is all but halfway."""
+        (quotients, scale, _), codes = self.grid(x), self._codes(x)
+        places, halfway = self._places(quotients), (codes[1:] + codes[:-1]) / 2
+        other = torch.zeros_like(quotients)
+        for way in (-1, 1):
+            between = halfway[(places + min(way, 0)).clamp(0, len(halfway) - 1)]
+            there = (places + way).clamp(0, len(codes) - 1)
+            turned = (codes[there] - codes[places]) * scale
+            other = torch.where((quotients - between).abs() < NEAR, turned, other)
+        return other.to(x.dtype).flatten(-2)
+
+    def _places(self, quotients: Tensor) -> Tensor:
+        codes = self._codes(quotients)
+        return torch.bucketize(quotients, (codes[1:] + codes[:-1]) / 2)
+
+    def _codes(self, like: Tensor) -> Tensor:
+        return _NF4.to(like.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Affine(Blocks):
+    """Levels from one edge of the group to the other, each a scale and an offset: that edge is the offset which is
+    farther from 0, and the scale is such that it is a multiple of it (MLX, `affine_quantize` in
+    mlx/backend/cpu/quantized.cpp, bit for bit).
+    """
+
+    @property
+    def has_offset(self) -> bool:
+        """They are unsigned."""
+        return True
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From 0 up to the last level; the third is the offset. Scales have the type that the values had."""
+        blocks = self.of(x).to(self.before)
+        least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
+        is_least = least.abs() > most.abs()
+        edge = torch.where(is_least, least, most)
+        scale = ((most - least) / (2.0**self.bits - 1)).clamp(min=1e-7) * torch.where(is_least, 1.0, -1.0)
+        of_edge = torch.round(edge / scale)
+        scale, offset = torch.where(of_edge != 0, edge / of_edge, scale), torch.where(of_edge != 0, edge, 0.0)
+        return ((blocks - offset) / scale).clamp_(0.0, 2.0**self.bits - 1), scale, offset
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the integers stand for, in the type of the scales."""
+        quotients, scale, offset = self.grid(x)
+        product = torch.round(quotients).to(self.before) * scale.to(self.before)
+        return (product + offset.to(self.before)).to(x.dtype).flatten(-2)
