@@ -141,6 +141,9 @@ _LLAMA_CPP_OPERANDS: Mapping[str, str] = MappingProxyType(
 )
 
 
+EXPONENTIAL = ("exponential", "softmax")  # entries of a scheme that say how exponentials are approximated
+
+
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """The arithmetic of a whole engine. `linear` is None where it follows the weight's type as in ggml."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from tracediff.names import split
-from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
@@ -64,8 +64,9 @@ class Planning:
 
     def _as_others(self, record: OpRecord, settled: Mapping[str, Scheme]) -> Sequence[Scheme]:
         """What ops of other kinds, which schemes treat alike, were seen to have."""
-        alike = KINDS[self._recomputation.graph[record.op].kind].scheme
-        others = {scheme for name, scheme in settled.items() if name in KINDS and KINDS[name].scheme == alike}
+        entry = KINDS[self._recomputation.graph[record.op].kind].scheme
+        alike = EXPONENTIAL if entry in EXPONENTIAL else (entry,)
+        others = {scheme for name, scheme in settled.items() if name in KINDS and KINDS[name].scheme in alike}
         return self._planner.as_in(record, others)
 
     def _samples(self, records: list[OpRecord]) -> list[OpRecord]:

@@ -16,6 +16,7 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Span, Weight
 from tracediff.model.weights import values_of
 from tracediff.names import layer_of, split
+from tracediff.numerics.arithmetic import EXPONENTIAL
 from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
@@ -217,7 +218,7 @@ class Reworked:
         """That of the kind where it sums up no products, and what float32 was seen to make."""
         measured = made.energy.measured
         assert measured is not None
-        if KINDS[made.op.kind].scheme not in (None, "exponential", "softmax"):
+        if KINDS[made.op.kind].scheme not in (None, *EXPONENTIAL):
             own = one_rounding(made)
         else:
             own = noise_of(self._plain(made.op), made, made.inputs[: self.n_inputs])
