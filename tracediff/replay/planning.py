@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tracediff.names import split
+from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.fitting import Fitting
@@ -40,7 +40,8 @@ class Planning:
         samples = self._samples(records) if len(candidates) > 1 else records
         choice = self._fitting.settle(candidates, samples, usual=usual)
         asked = choice.unfit or (samples if len(choice.schemes) > 1 else ())
-        choice = self._requantised(choice, asked, records) if asked else choice
+        if asked and self._is_short(asked[0]):
+            choice = self._requantised(choice, asked, records)
         self._recomputation.forget()
         return replace(choice, said=self._planner.said(choice.schemes, records), n_records=len(records), unfit=())
 
@@ -61,6 +62,13 @@ class Planning:
         by_op |= dict.fromkeys(_names(choice.unfit), found.schemes)
         by_op |= dict.fromkeys(_names(found.unfit), both)
         return replace(found, schemes=both, by_op=by_op)
+
+    def _is_short(self, record: OpRecord) -> bool:
+        """Whether it is recomputed through one layer at most. Through several each scheme is a forward pass: logits
+        alone took half as long again.
+        """
+        layers = {layer_of(name) for name in self._recomputation.segment(record)} - {None}
+        return len(layers) <= 1
 
     def _as_others(self, record: OpRecord, settled: Mapping[str, Scheme]) -> Sequence[Scheme]:
         """What ops of other kinds, which schemes treat alike, were seen to have."""
