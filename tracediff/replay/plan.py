@@ -67,7 +67,8 @@ class Choice:
 
     def of(self, name: str) -> "Choice":
         """That of records of an op."""
-        return replace(self, schemes=self.by_op.get(split(name)[1], self.schemes))
+        schemes = self.by_op.get(split(name)[1])
+        return self if schemes is None else replace(self, schemes=schemes)
 
 
 @dataclass(frozen=True, slots=True)
