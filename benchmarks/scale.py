@@ -35,7 +35,7 @@ from tracediff.replay.memory import memory_of, needed
 from tracediff.replay.tasks import tasks
 from tracediff.trace.reader import Trace
 
-LENGTHS, LONG, WALL = (8, 32, 64, 128, 256), (512, 1024), (128, 384)
+LENGTHS, LONG, WALL = (8, 32, 64, 128, 256), (512, 1024), (128, 512)
 SHAPE = Shape("llama", n_layer=2, n_embd=512, n_head=8, n_head_kv=2, n_ff=1792, n_vocab=4096, n_ctx=1024)
 PROMPTS = (128, 4096)
 LAYERS = (20, 80)

@@ -186,6 +186,20 @@ def test_another_shape_is_a_finding(
     assert cli("compare", pair.path, pair.reference, "--model", model)[0] == 0  # of two traces the first is not judged
 
 
+def test_what_is_made_of_a_record_of_another_shape_is_not_judged(pair: Pair, model: Path, cli: Cli) -> None:
+    """Wrong as it is, that is no mistake of its own; where it is right, the record alone has another shape."""
+    pair.change(line_of(pair, 0, "blk.0.ffn_norm"), shape=[4, 24])
+    values_of(pair, 0, "blk.0.ffn_gate")[:] = 0
+    code, report, _ = cli("check", pair.path, "--model", model, "--json", pair.path.with_suffix(".json"))
+    assert code == 1
+    result = json.loads(pair.path.with_suffix(".json").read_text())
+    assert [(f["op"], f["step"]) for f in result["faulty"]] == [("blk.0.ffn_norm", 0), ("blk.0.ffn_act", 0)]
+    of = {o["op"]: o["status"] for o in result["ops"] if o["step"] == 0}
+    assert (of["blk.0.ffn_gate"], of["blk.0.ffn_up"]) == ("unmatched", "ok")
+    said = "blk.0.ffn_gate in step 0: made of blk.0.ffn_norm, which has another shape: there is nothing to replay"
+    assert said in words(report)
+
+
 def test_fewer_rows_than_tokens_may_be_some_of_them(pair: Pair, model: Path, cli: Cli) -> None:
     """As where an engine computes the logits of the last token alone, and does not say so: no mistake of the engine."""
     pair.change(line_of(pair, 0, "output"), shape=[1, 320])

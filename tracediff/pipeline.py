@@ -165,7 +165,18 @@ def _with_replay(op: OpResult, model: "Model", ours: "Judged", theirs: "Judged |
     if other:
         op = replace(op, status="unmatched", note=f"the reference's has {other.shapes}")
     local, reference_local = ours.locals.get(key), theirs.locals.get(key) if theirs else None
+    if local and local.faulty and (of := _misshapen_in(local.segment, op.step, ours)):
+        note = f"made of {of}, which has another shape: there is nothing to replay"
+        return replace(op, status="unmatched", note=note)
     return replace(op, local=local, reference_local=reference_local)
+
+
+def _misshapen_in(segment: tuple[str, ...], step: int, judged: "Judged") -> str | None:
+    """The last op of a segment whose record has another shape. What is made of it cannot be right; where it is, only
+    the record is wrong.
+    """
+    wrong = (name for name in reversed(segment[:-1]) if (step, name) in judged.misshapen)
+    return next((name for name in wrong if not judged.misshapen[step, name].some_tokens), None)
 
 
 def opened(model: "Path | Model", *traces: Trace) -> "Model":

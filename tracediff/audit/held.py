@@ -52,19 +52,12 @@ def rounded_weights(weights: Iterable[WeightResult], trace: Trace, model: "Model
 
 
 def refuse_another_model(weights: Iterable[WeightResult], trace: Trace, model: "Model") -> None:
-    """Raises MismatchError when none of several norm weights is the file's and no known mistake explains one, or when
-    all are cut short: with other sizes there is no op to compare. `weights` is what was found of those that the trace
-    recorded.
+    """Raises MismatchError when none of several norm weights is the file's and no known mistake explains one: no op
+    would tell anything. `weights` is what was found of those that the trace recorded.
     """
     norms = [w for w in weights if w.weight.endswith("norm.weight") and w.weight in model.tensors]
-    if len(norms) < 2 or any(w.status != "wrong" or w.cause not in (None, CUT_SHORT) for w in norms):
+    if len(norms) < 2 or any(w.status != "wrong" or w.cause for w in norms):
         return
-    if all(weight.cause == CUT_SHORT for weight in norms):
-        raise MismatchError(
-            f"{trace.path}: its {len(norms)} norm weights are those of {model.path}, cut short ({norms[0].weight}: "
-            f"{norms[0].note}): the engine takes the model for one of other sizes. Compare the width, the heads and "
-            "the layers that it reads from the file's metadata."
-        )
     raise MismatchError(
         f"{trace.path}: none of its {len(norms)} norm weights is that of {model.path}: it is a trace of another "
         f"model (its first line says {trace.header.model!r}), or its engine loads them all wrongly. Give the GGUF "
