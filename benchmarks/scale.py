@@ -35,7 +35,7 @@ from tracediff.replay.memory import memory_of, needed
 from tracediff.replay.tasks import tasks
 from tracediff.trace.reader import Trace
 
-LENGTHS, LONG, WALL = (8, 32, 64, 128, 256), (512, 1024), (128, 512)
+LENGTHS, LONG, SHAPED, WALL = (8, 32, 64, 128, 256), (512, 1024), (128, 512), (128, 512, 768)
 SHAPE = Shape("llama", n_layer=2, n_embd=512, n_head=8, n_head_kv=2, n_ff=1792, n_vocab=4096, n_ctx=1024)
 PROMPTS = (128, 4096)
 LAYERS = (20, 80)
@@ -144,7 +144,7 @@ def memories(folder: Path, small: Path, real: Path) -> Iterator[str]:
         deep = write_model(folder / "deep.gguf", replace(SHAPE, n_layer=n, loud=True), "F16")
         yield memory(f"{n} layers, 64 tokens", traced(deep, folder, 64), deep)
     for capture in ("all", "layers"):
-        for n in WALL:
+        for n in SHAPED:
             name = f"0.5B, {n} tokens" + (", hidden states alone" if capture == "layers" else "")
             yield memory(name, traced(real, folder, n, capture), real)
 
