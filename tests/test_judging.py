@@ -3,7 +3,7 @@
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +12,11 @@ import pytest
 import torch
 from conftest import Models
 
+from tracediff.diagnose.budget import ENDLESS
+from tracediff.diagnose.trials import Trials
 from tracediff.model import weights as of_weights
 from tracediff.model.gguf_file import TensorInfo
-from tracediff.model.graph import Op
+from tracediff.model.graph import Op, Weight
 from tracediff.model.model import Model
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic, Scheme
@@ -217,3 +219,35 @@ def test_figures_are_the_same_in_pieces(odd: float, monkeypatch: pytest.MonkeyPa
         assert getattr(pieces, name) == pytest.approx(getattr(whole, name), rel=1e-12, nan_ok=True), name
     assert pieces.worst.at == whole.worst.at == ((1, 2, 3) if odd else (0, 0, 1))
     torch.testing.assert_close(pieces.along, whole.along, equal_nan=True)
+
+
+def test_hypotheses_that_are_looked_at_together_leave_what_each_does(
+    models: Models, torch_trace: Tracer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of hidden states; what follows the ops that differ is computed once for all."""
+    model = models("k-quants", "Q4_K_M")
+    path = torch_trace(model, tokens=tuple(range(3, 15)), capture="layers", faults=("act_gelu@1",))
+    (replay,) = replays_of(Model(model), [Subject(Trace(path), {})])
+    trials, read = Trials(replay, ENDLESS), Counter[str]()
+    slices = Weights.slices
+
+    def counted(weights: Weights, weight: Weight) -> Iterator[torch.Tensor]:
+        read[weight.name] += 1
+        return slices(weights, weight)
+
+    monkeypatch.setattr(Weights, "slices", counted)
+    record = replay.trace.ops[0, "blk.1.ffn_residual"]
+    error = replay.judge(record)
+    assert error.faulty
+    read.clear()
+    tried = [*trials.of(trials.applicable(error.segment), record, error)]
+    together = read["blk.1.ffn_down.weight"]
+    read.clear()
+    alone = [replay.under(record, one.ops, error.nmse) for one in tried]
+    assert len(tried) > 200
+    assert [local.nmse for local in alone] == pytest.approx(
+        [one.local.nmse for one in tried], rel=1e-3, abs=1e-9, nan_ok=True
+    )
+    assert [local.judgement for local in alone] == [one.local.judgement for one in tried]
+    assert any(local.judgement == "sound" for local in alone)
+    assert 3 * together < read["blk.1.ffn_down.weight"]

@@ -169,7 +169,7 @@ class Explainer:
         for name, before in product(names, given):
             others = {op.name for op in (before.ops if before else ())}
             ours = {op.name for op in best.ops} - others
-            for tried in trials.of(BANK[name], one.record, one.error, before):
+            for tried in trials.of([BANK[name]], one.record, one.error, before):
                 elsewhere = ours.isdisjoint(op.name for op in tried.ops)
                 if elsewhere and tried.pays(one.error) and len(texts) < _ALSO:
                     there = split(tried.ops[-1].name)[1]

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 from tracediff.diagnose.budget import Progress, within
 from tracediff.diagnose.hypothesis import PART, SOLVED, Assumed, Hypothesis, Least, Way, to_beat
@@ -70,9 +71,11 @@ class Search:
         """Mistakes that explain the record, best first; those that do not are added to `tried`."""
         found: list[Hypothesis] = []
         mistakes = self._trials.applicable(one.error.segment)
-        for done, mistake in enumerate(mistakes):
-            progress(done / len(mistakes))
-            tries = list(self._trials.of(mistake, one.record, one.error, way=way))
+        places = {mistake.name: place for place, mistake in enumerate(mistakes)}
+        hypotheses = self._trials.of(mistakes, one.record, one.error, way=way)
+        for mistake, of_it in groupby(hypotheses, key=lambda h: h.parts[-1].mistake):
+            progress(places[mistake] / len(mistakes))
+            tries = list(of_it)
             if fitted := self._trials.fitted(tries, one.record, one.error, way):
                 tries.append(fitted)
             explain = [hypothesis for hypothesis in tries if self._kin.explains(hypothesis, one)]
@@ -113,7 +116,7 @@ class Search:
     def _on_top(self, given: Hypothesis, one: Faulty, tried: Least) -> Hypothesis | None:
         """One more mistake, that explains the record on top of what is given; all are added to `tried`."""
         others = (m for m in self._trials.applicable(one.error.segment) if m.name not in given.mistakes)
-        both = [h for mistake in others for h in self._trials.of(mistake, one.record, one.error, given)]
+        both = list(self._trials.of(others, one.record, one.error, given))
         tried.update(both)
         little = _ADDED * given.left
         explain = (h for h in both if h.left < little and self._kin.explains(h, one))

@@ -1,9 +1,10 @@
 """Tries known mistakes on a record: one by one, together, and with the number that leaves least."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import tee
 
 import torch
 
@@ -37,18 +38,27 @@ class Trials:
 
     def of(
         self,
-        mistake: Mistake,
+        mistakes: Iterable[Mistake],
         record: OpRecord,
         error: Local,
         given: Hypothesis | None = None,
         way: Way = IN_ALL_LAYERS,
         only: Assumed | None = None,
     ) -> Iterator[Hypothesis]:
-        """The mistake in all its variants or `only` that of a part, on top of what is `given`; in a segment, alike in
+        """Each mistake in all its variants or `only` that of a part, on top of what is `given`; in a segment, alike in
         every layer of it or in the one of `way`.
         """
         before = given.ops if given else ()
         left = min(to_beat(error), given.left) if given else to_beat(error)
+        proposed, again = tee(p for one in mistakes for p in self._proposed(one, record, error, before, way, only))
+        locals_ = self._replay.under_each(record, (ops for _, ops in proposed), left, way.plain, before)
+        for (part, ops), local in zip(again, locals_, strict=True):
+            yield Hypothesis((*(given.parts if given else ()), part), ops, local)
+
+    def _proposed(
+        self, mistake: Mistake, record: OpRecord, error: Local, before: Sequence[Op], way: Way, only: Assumed | None
+    ) -> Iterator[tuple[Assumed, tuple[Op, ...]]]:
+        """What is to be tried: the part of a hypothesis, and the ops as they would be, those `before` it among them."""
         graph = self._replay.graph.changed(*before)
         targets = [
             graph[name]
@@ -67,15 +77,14 @@ class Trials:
                     self.budget.check()
                     part = _said(mistake, variant, changed, way, len(error.segment) > 1)
                     part = replace(part, in_some_steps=only.in_some_steps) if only else part
-                    ops = tuple({op.name: op for op in (*before, *(op for one in changed for op in one.ops))}.values())
-                    local = self._replay.under(record, ops, left, way.plain, before)
-                    yield Hypothesis((*(given.parts if given else ()), part), ops, local)
+                    ops = {op.name: op for op in (*before, *(op for one in changed for op in one.ops))}
+                    yield part, (*ops.values(),)
 
     def together(self, parts: Sequence[Assumed], record: OpRecord, error: Local) -> Iterator[Hypothesis]:
         """These mistakes in these variants, each on top of the others."""
         *before, last = parts
         for given in self.together(before, record, error) if before else (None,):
-            yield from self.of(BANK[last.mistake], record, error, given, only=last)
+            yield from self.of([BANK[last.mistake]], record, error, given, only=last)
 
     def fitted(self, tried: Sequence[Hypothesis], record: OpRecord, error: Local, way: Way) -> Hypothesis | None:
         """The mistake that was tried on a segment, in the op or ops where it leaves least, with the number that does.

@@ -10,8 +10,8 @@ from tracediff.model.graph import SOURCES, Op
 from tracediff.names import token_axis
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.nmse import nmse
-from tracediff.replay.look import look
-from tracediff.replay.recompute import Recomputation
+from tracediff.replay.look import Asked, look, look_together
+from tracediff.replay.recompute import Recomputation, recompute_together
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 
@@ -39,13 +39,21 @@ class Few:
         left = look(by, few, scheme).local.nmse
         return cls(by, few, scheme, left) if 0 < left < math.inf else None
 
-    def under(self, ops: Sequence[Op]) -> Local | None:
-        """What other ops leave of them; None where one mixes tokens, as one that reads the next one's values does, or
-        is not the model's.
+    def under_each(self, hypotheses: Sequence[Sequence[Op]]) -> list[Local | None]:
+        """What the ops of each hypothesis leave of them; None where one mixes tokens, as one that reads the next one's
+        values does, or is not the model's. What follows is computed for all together.
         """
-        if not all(map(self._is_by_token, ops)):
-            return None
-        return look(self.by.changed(ops, n_samples=0), self.record, self.scheme).local
+        found: list[Local | None] = [None] * len(hypotheses)
+        by_token = [i for i, ops in enumerate(hypotheses) if all(map(self._is_by_token, ops))]
+        asked = {i: Asked(self.by.changed(hypotheses[i], n_samples=0), self.record, self.scheme) for i in by_token}
+        recompute_together([one.by for one in asked.values()], self.record, self.scheme)
+        alike: dict[int, list[int]] = {}
+        for i, one in asked.items():
+            alike.setdefault(id(one.by.graph[self.record.op]), []).append(i)
+        for these in alike.values():
+            for i, seen in zip(these, look_together([asked[i] for i in these]), strict=True):
+                found[i] = seen.local
+        return found
 
     def _is_by_token(self, op: Op) -> bool:
         """Whether it makes of these tokens what it makes of all, as every kind does by itself."""

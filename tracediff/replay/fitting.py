@@ -4,8 +4,9 @@ By the model's ops, or were some of them others: the same for a hypothesis.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from statistics import median
 
 from tracediff.model.graph import Op
@@ -25,6 +26,7 @@ _PROMISING = math.log(100.0)  # of squared error: what leaves so much more of on
 _MORE_SAMPLES, _FAR = 16, 100.0
 # NMSE. Through a layer float32 leaves 1e-13 and less, so a share of this is seen to its first digits.
 ROUGH = 1e-8
+_TOGETHER = 4096  # tokens of hypotheses that are looked at together: in attention each has all of a step
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
 # was 0.55 to 2.8 times that in llama.cpp's records.
 _AS_FAR = 5.0
@@ -121,28 +123,34 @@ class Fitting:
             self._looks[key] = seen
         return self._looks[key]
 
-    def first_look(
+    def first_looks(
         self,
         record: OpRecord,
-        ops: Sequence[Op],
+        hypotheses: Iterable[Sequence[Op]],
         scheme: Scheme,
         before: float,
         enough: float,
         given: Sequence[Op] = (),
-    ) -> Local:
-        """The record if these ops were as they are here, without noise; what is computed before them is taken from
-        other hypotheses, those with the same ops `given`. Where `before` is so much that float32 can tell what is left
-        of it, it is computed in that. Where a few tokens tell that more than `enough` is left, by them alone.
+    ) -> Iterator[Local]:
+        """The record if these ops were as each hypothesis has them, without noise; what is before them is taken from
+        other hypotheses, those with the same ops `given`. Where `before` is so much that float32 can tell what is
+        left of it, it is computed in that. Where a few tokens tell that more than `enough` is left, by them alone, and
+        by those of many together.
         """
         common = self.without_noise(record, ROUGH < before < math.inf, given)
         common.inputs(record.step, common.graph[record.op], scheme, record.rows)
         common.keep_waists()
-        more = [op for op in ops if common.graph.ops.get(op.name) is not op]
         few = self._few(common, record, scheme) if enough < math.inf else None
-        seen = few.under(more) if few else None
-        if few and seen and not (left := seen.nmse * before / few.left) <= enough:
-            return replace(seen, nmse=left)
-        return look(common.changed(more, n_samples=0), record, scheme).local
+        n_tokens = self._recomputation.recorded.n_tokens(record.step)
+        waiting = iter(hypotheses)
+        while lot := [*islice(waiting, max(1, _TOGETHER // n_tokens) if few else 1)]:
+            more = [[op for op in ops if common.graph.ops.get(op.name) is not op] for ops in lot]
+            looks = few.under_each(more) if few else [None] * len(lot)
+            for ops, seen in zip(more, looks, strict=True):
+                if few and seen and not (left := seen.nmse * before / few.left) <= enough:
+                    yield replace(seen, nmse=left)
+                else:
+                    yield look(common.changed(ops, n_samples=0), record, scheme).local
 
     def _few(self, common: Recomputation, record: OpRecord, scheme: Scheme) -> Few | None:
         """The tokens of the record that hypotheses are looked at by first: found once for many."""

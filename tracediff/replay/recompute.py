@@ -280,13 +280,27 @@ class Recomputation:
             else:
                 yield step, read, rows
 
+    def _order(self, place: Place) -> tuple[int, int]:
+        """Execution order; what is no op of the model comes first."""
+        return place[0], self._places.get(place[1], -1)
+
     def _key(self, place: Place, scheme: Scheme) -> tuple[Place, str]:
         return place, "" if self.recorded.holds(place) else scheme.name
 
     def _recompute(self, place: Place, scheme: Scheme) -> Value:
-        step, name, rows = place
-        making = self._making(step, self.graph[name], scheme, self._held_in(step, self.graph[name], scheme), rows)
+        making = self._making_again(place, scheme)
         return making.value(evaluate_together(making.calls), self._n_samples)
+
+    def _making_again(self, place: Place, scheme: Scheme) -> Making:
+        step, name, rows = place
+        return self._making(step, self.graph[name], scheme, self._held_in(step, self.graph[name], scheme), rows)
+
+    def _missing(self, record: OpRecord, scheme: Scheme) -> Iterator[Place]:
+        """What must be recomputed for what the record's op reads, each after its inputs."""
+        for place in [*self._reads((record.step, record.op, record.rows), scheme)][::-1]:
+            if not self.recorded.holds(place) and self._key(place, scheme) not in self._values:
+                self._catch_up(place, scheme)
+            yield from self._unrecorded(place, scheme)
 
     def _held_in(self, step: int, op: Op, scheme: Scheme) -> str:
         """What the engine keeps an op's value in that it did not record: what it recorded, but where activations and
@@ -297,13 +311,40 @@ class Recomputation:
         return arithmetic.operands if halves else self.recorded.storage(step)
 
 
+def recompute_together(asked: Sequence[Recomputation], record: OpRecord, scheme: Scheme) -> None:
+    """What the record's op reads, by each of several that differ in some ops: op after op, in the model's order. Where
+    they have an op in common its weight is read once for all.
+    """
+    missing = [by._missing(record, scheme) for by in asked]
+    waiting = {i: place for i, places in enumerate(missing) if (place := next(places, None))}
+    while waiting:
+        at = min(waiting.values(), key=asked[0]._order)
+        alike: dict[int, list[int]] = {}
+        for i, place in waiting.items():
+            if place == at:
+                alike.setdefault(id(asked[i].graph[at[1]]), []).append(i)
+        for these in alike.values():
+            makings = [asked[i]._making_again(at, scheme) for i in these]
+            for i, making, ys in zip(these, makings, _evaluated(makings), strict=True):
+                asked[i]._values[asked[i]._key(at, scheme)] = making.value(ys, asked[i]._n_samples)
+                if place := next(missing[i], None):
+                    waiting[i] = place
+                else:
+                    del waiting[i]
+
+
+def _evaluated(makings: Sequence[Making]) -> Iterator[list[Tensor]]:
+    """What the calls of each come to, all of one op."""
+    ys = iter(evaluate_together([call for making in makings for call in making.calls]))
+    return ([*islice(ys, len(making.calls))] for making in makings)
+
+
 def made_together(op: Op, asked: Sequence[tuple[Recomputation, OpRecord, Scheme, str]]) -> list[Recomputed]:
     """The op's output for several records, as `Recomputation.op` makes it of each: its weight is read once."""
     makings = [of._making(record.step, op, scheme, storage, record.rows) for of, record, scheme, storage in asked]
-    ys = iter(evaluate_together([call for making in makings for call in making.calls]))
     made = []
-    for (of, record, _, _), making in zip(asked, makings, strict=True):
-        one = making.made([*islice(ys, len(making.calls))])
+    for (of, record, _, _), making, ys in zip(asked, makings, _evaluated(makings), strict=True):
+        one = making.made(ys)
         segment = of._segments.of(record.step, op, record.rows)
         made.append(replace(one, segment=segment, inputs=one.inputs if len(segment) == 1 else ()))
     return made

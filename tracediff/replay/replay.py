@@ -5,10 +5,11 @@ under a hypothesis, where some ops are others.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from itertools import tee
 
 import torch
 from torch import Tensor
@@ -154,17 +155,23 @@ class Replay:
         """What the plan says of the record's sort."""
         return self.plan.choices[self._planner.sort(record)].of(record.op)
 
-    @torch.inference_mode()
     def under(
+        self, record: OpRecord, ops: Sequence[Op], before: float = math.inf, plain: Scheme | None = None
+    ) -> Local:
+        """The record's local error if the engine computed these ops so: one of `under_each`."""
+        return next(self.under_each(record, [ops], before, plain))
+
+    @torch.inference_mode()
+    def under_each(
         self,
         record: OpRecord,
-        ops: Sequence[Op],
+        hypotheses: Iterable[Sequence[Op]],
         before: float = math.inf,
         plain: Scheme | None = None,
         given: Sequence[Op] = (),
-    ) -> Local:
-        """The record's local error if the engine computed these ops so: a hypothesis tried. Many have the same ops
-        `given` among theirs.
+    ) -> Iterator[Local]:
+        """The record's local error if the engine computed the ops of each hypothesis so. Many have the same ops `given`
+        among theirs, and some are looked at before the first is yielded.
 
         `before` is the NMSE without it. What does not take nine tenths of that away is not looked at closely. Of a
         record whose arithmetic is not settled it is sought under the hypothesis, where that takes half away in the
@@ -174,9 +181,13 @@ class Replay:
         plain = plain or self.plain_ones(record)[0]
         scheme = plain or self.choice(record).schemes[0]
         promising = (_HALF if plain else _LITTLE) * before
-        look = self._fitting.first_look(record, ops, scheme, before, promising, given)
-        if not look.nmse <= promising:
-            return look
+        asked, again = tee(hypotheses)
+        looks = self._fitting.first_looks(record, asked, scheme, before, promising, given)
+        for ops, look in zip(again, looks, strict=True):
+            yield self._closely(record, ops, look, before, plain) if look.nmse <= promising else look
+
+    def _closely(self, record: OpRecord, ops: Sequence[Op], look: Local, before: float, plain: Scheme | None) -> Local:
+        """What seems to take most of the error away."""
         if not plain:
             return Supposed(self._fitting, ops).best_of(record, self.choice(record).schemes)
         enough = _LITTLE * before
@@ -197,7 +208,7 @@ class Replay:
         """
         for scheme in PLAIN:
             enough = _LITTLE * before
-            if self._fitting.first_look(record, ops, scheme, before, enough).nmse <= enough:
+            if next(self._fitting.first_looks(record, [ops], scheme, before, enough)).nmse <= enough:
                 yield Supposed(self._fitting, ops).best_of(record, [scheme])
 
     def _as_elsewhere(self, segment: Sequence[str], schemes: Sequence[Scheme]) -> Sequence[Scheme]:

@@ -7,9 +7,10 @@ numbers of an edit are fitted to what comes out at the end.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ _TOGETHER = 128  # tokens of several edits that go through what follows at a tim
 _OF_TOKENS = re.compile(rf"\b(?:{'|'.join(COUNTS_TOKENS)})\b")
 
 
+Named = TypeVar("Named")
 Explanations = Iterator[tuple[Solved, Scheme | None]]  # nothing was verified to the floor
 
 
@@ -83,10 +85,8 @@ def _placed(found: Iterator[Solved], scheme: Scheme | None) -> Explanations:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """An edit of some ops, computed as far as it must be alone."""
+    """An edit of some ops."""
 
-    segment: Segment
-    begun: Begun
     ops: tuple[Op, ...]
     priced: Priced
     same: list[tuple[tuple[Op, ...], Priced]] = field(default_factory=list)  # others that come to what it does here
@@ -167,18 +167,10 @@ class SegmentSearch:
 
         What does not count tokens is tried on the first of them.
         """
-        found = list[_Tried]()
-        waiting: dict[tuple[Segment, int], list[_Tried]] = {}
-        for one in self._begun(group, variants):
-            kin = one.segment, one.begun.at
-            waiting.setdefault(kin, []).append(one)
-            if len(waiting[kin]) * one.segment.n_judged >= _TOGETHER:
-                found += self._fitting(waiting.pop(kin))
-        for lot in waiting.values():
-            found += self._fitting(lot)
+        found = [*self._fitting(self._begun(group, variants))]  # all, for of each others come to the same
         return sorted(chain.from_iterable(one.solved(group[0]) for one in found), key=lambda one: one.bits)
 
-    def _begun(self, group: Sequence[Problem], variants: Iterator[Priced]) -> Iterator[_Tried]:
+    def _begun(self, group: Sequence[Problem], variants: Iterator[Priced]) -> Iterator[tuple[Segment, Begun, _Tried]]:
         """The edits that move something and come to the same as none before, each as far as it must be computed alone.
 
         Of several ops the one of which most numbers differ, and the smallest of such, tells which edits do.
@@ -203,13 +195,25 @@ class SegmentSearch:
                 begun = segment.begun(ops, made if len(group) == 1 else {})
             except CannotRunError:
                 continue
-            tried = seen[moved] = _Tried(segment, begun, tuple(ops.values()), priced)
-            yield tried
+            seen[moved] = _Tried(tuple(ops.values()), priced)
+            yield segment, begun, seen[moved]
 
-    def _fitting(self, lot: Sequence[_Tried]) -> Iterator[_Tried]:
-        """Those of one lot that leave next to nothing."""
-        lefts = lot[0].segment.lefts([one.begun for one in lot])
-        return (one for one, left in zip(lot, lefts, strict=True) if left <= _LEFT * self._off)
+    def _fitting(self, begun: Iterable[tuple[Segment, Begun, Named]]) -> Iterator[Named]:
+        """Those that leave next to nothing, in the end of the segment that each is computed in; what follows them is
+        computed for many together.
+        """
+        waiting: dict[tuple[Segment, int], list[tuple[Begun, Named]]] = {}
+        for segment, one, name in begun:
+            lot = waiting.setdefault((segment, one.at), [])
+            lot.append((one, name))
+            if len(lot) * segment.n_judged >= _TOGETHER:
+                yield from self._of_lot(segment, waiting.pop((segment, one.at)))
+        for (segment, _), lot in waiting.items():
+            yield from self._of_lot(segment, lot)
+
+    def _of_lot(self, segment: Segment, lot: Sequence[tuple[Begun, Named]]) -> Iterator[Named]:
+        lefts = segment.lefts([one for one, _ in lot])
+        return (name for (_, name), left in zip(lot, lefts, strict=True) if left <= _LEFT * self._off)
 
     def of_numbers(self, problem: Problem) -> list[Solved]:
         """Edits of an op whose numbers are fitted to what comes out at the end, and maps of its values."""
@@ -229,12 +233,13 @@ class SegmentSearch:
 
     def _near(self, found: Iterator[Solved], segment: Segment) -> list[Solved]:
         """Those that leave next to nothing of a segment, the cheapest first."""
-        near = []
-        for one in found:
-            self._check()
-            if segment.left({op.name: op for op in one.ops}) <= _LEFT * self._off:
-                near.append(one)
-        return sorted(near, key=lambda one: one.bits)
+
+        def begun() -> Iterator[tuple[Segment, Begun, Solved]]:
+            for one in found:
+                self._check()
+                yield segment, segment.begun({op.name: op for op in one.ops}), one
+
+        return sorted(self._fitting(begun()), key=lambda one: one.bits)
 
 
 How = Callable[[SegmentSearch], Iterator[Solved]]
