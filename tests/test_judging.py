@@ -19,7 +19,7 @@ from tracediff.model.gguf_file import TensorInfo
 from tracediff.model.graph import Op, Weight
 from tracediff.model.model import Model
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import Arithmetic, Scheme
+from tracediff.numerics.arithmetic import PLAIN, Arithmetic, Scheme
 from tracediff.numerics.evaluate import evaluate, noise
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Energy
@@ -251,3 +251,23 @@ def test_hypotheses_that_are_looked_at_together_leave_what_each_does(
     assert [local.judgement for local in alone] == [one.local.judgement for one in tried]
     assert any(local.judgement == "sound" for local in alone)
     assert 3 * together < read["blk.1.ffn_down.weight"]
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_no_arithmetic_is_sought_for_a_mistaken_layer_where_another_tells(
+    layer: int, models: Models, torch_trace: Tracer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of the layers is looked at first: each of the others is a forward pass."""
+    model = models("k-quants", "Q4_K_M")
+    path = torch_trace(model, capture="layers", faults=(f"act_gelu@{layer}",))
+    (replay,) = replays_of(Model(model), [Subject(Trace(path), {})])
+    asked = set[Scheme]()
+    left = fitting.Fitting.left
+
+    def noted(self: fitting.Fitting, record: OpRecord, scheme: Scheme) -> float:
+        asked.add(scheme)
+        return left(self, record, scheme)
+
+    monkeypatch.setattr(fitting.Fitting, "left", noted)
+    assert replay.choice(replay.trace.ops[0, f"blk.{layer}.ffn_residual"]).settled
+    assert asked == {*PLAIN}
