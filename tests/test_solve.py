@@ -681,9 +681,10 @@ def read(name: str, reading: Reading) -> Callable[[Graph], Op]:
             "silu is computed with 1.37 + exp(-ffn_gate), where 1 + exp(-ffn_gate) belongs",
         ),
         (mapped("blk.0.attn_v", "cap", 0.4), "every value v is capped, to 0.4 * tanh(v / 0.4)"),
+        (mapped("blk.0.ffn_act", "clamp", 0.05), "every value is clamped to the range from -0.05 to 0.05"),
         (moved("blk.0.attn_q", Map("listed", (0, 3, 3, 0)), 1, -1, 4, 6), "heads 0 and 3 are exchanged"),
     ],
-    ids=["a sum of fewer terms", "a constant", "a function", "a map"],
+    ids=["a sum of fewer terms", "a constant", "a function", "a clamp", "a map"],
 )
 def test_numbers_and_maps_are_found_behind_hidden_states(
     models: Models, tmp_path: Path, changed: Callable[[Graph], Op], said: str
@@ -912,6 +913,12 @@ GATE = "blk.0.ffn_gate"
             "each token has the values of the one before it, the first is 0",
         ),
         (mapped("blk.0.ffn_act", "above", 0.5), "every value above 0.5 is 0.5"),
+        (mapped("blk.0.ffn_act", "clamp", 0.25), "every value is clamped to the range from -0.25 to 0.25"),
+        (mapped(GATE, "within", -0.5, 1.0), "every value is clamped to the range from -0.5 to 1"),
+        (
+            mapped("blk.0.ffn_act", "clamp", 0.5, operand=1),
+            "every value of ffn_up is clamped to the range from -0.5 to 0.5",
+        ),
         (mapped("blk.0.attn_scores", "cap", 5.0), "capped, to 5 * tanh(v / 5)"),
         (mapped("blk.0.ffn_act", "above", 0.75, operand=1), "every value of ffn_up above 0.75 is 0.75"),
         (

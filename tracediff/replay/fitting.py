@@ -67,8 +67,8 @@ class Fitting:
             first, *others = _promising(table)
             for scheme in (first, *others):
                 within = scheme is first or scheme in PLAIN or self._reaches(record, scheme, first, table[first][-1])
-                left = table[first][-1] if not within else seen.get((record, scheme))  # about as much
-                table[scheme].append(self.left(record, scheme) if left is None else left)
+                known = seen.get((record, scheme)) if within else table[first][-1]  # about as much
+                table[scheme].append(self.left(record, scheme) if known is None else known)
                 if self._needs_no_rival(record, scheme, table[scheme][-1]):
                     return Choice((scheme,), True, table[scheme][-1], self._unfit(records[:i], scheme))
         close, least = _close(table, len(records)), min(min(figures) for figures in table.values())

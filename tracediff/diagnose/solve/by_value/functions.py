@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Self
 
 import numpy as np
@@ -33,16 +34,20 @@ Function = Callable[..., Tensor]
 FUNCTIONS: Mapping[str, Function] = {
     "above": lambda x, c: x.clamp(max=c),
     "below": lambda x, c: x.clamp(min=c),
+    "clamp": lambda x, c: x.clamp(-abs(c), abs(c)),
+    "within": lambda x, low, high: x.clamp(low, high),
     "cap": lambda x, c: c * torch.tanh(x / c),
     "linear": lambda x, a, b: a * x + b,
     "power": lambda x, p: x.sign() * x.abs() ** p,
     "absolute": lambda x: x.abs(),
     "square": lambda x: x * x,
 }
-NUMBERS = {"above": 1, "below": 1, "cap": 1, "linear": 2, "power": 1, "absolute": 0, "square": 0}
+NUMBERS = {name: len(signature(function).parameters) - 1 for name, function in FUNCTIONS.items()}
 _WORDS = {
     "above": "every value above {0:.6g} is {0:.6g}",
     "below": "every value below {0:.6g} is {0:.6g}",
+    "clamp": "every value is clamped to the range from -{0:.6g} to {0:.6g}",
+    "within": "every value is clamped to the range from {0:.6g} to {1:.6g}",
     "cap": "every value v is capped, to {0:.6g} * tanh(v / {0:.6g})",
     "power": "every value is the power {0:.6g} of what it should be, with its sign",
     "absolute": "every value is without its sign",
@@ -107,7 +112,7 @@ def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solve
     """Functions of at most one number, fitted to what comes out at the end of the segment."""
     largest = float(np.abs(problem.exact).max(initial=0.0))
     starts = [(name, sign * largest) for name in ("above", "below") for sign in (1, -1)]
-    starts += [("cap", largest), ("power", 1.0), ("linear", 1.0)]
+    starts += [("clamp", largest), ("cap", largest), ("power", 1.0), ("linear", 1.0)]
     found: list[tuple[str, tuple[float, ...]]] = [("absolute", ()), ("square", ()), ("linear", (-1.0, 0.0))]
     for name, start in starts:
         rest = (0.0,) * (NUMBERS[name] - 1)
@@ -189,10 +194,11 @@ def words(name: str, numbers: tuple[float, ...]) -> str:
 
 
 def _fits(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]]]:
-    for name, edge in (("above", y.max()), ("below", y.min())):
-        there = y[np.abs(y - edge) <= _DIGITS * abs(edge)]
-        if len(there) >= _SAME:
-            yield name, (_rounder(float(np.median(there))),)
+    edges = [_edge(y, edge) for edge in (y.max(), y.min())]
+    yield from ((name, (edge,)) for name, edge in zip(("above", "below"), edges, strict=True) if edge is not None)
+    high, low = edges
+    if high is not None and low is not None:
+        yield ("clamp", (high,)) if low == -high else ("within", (low, high))
     if cap := _cap(x, y):
         yield "cap", (cap,)
     x, y = x[_thin(x)], y[_thin(x)]
@@ -209,6 +215,12 @@ def _fits(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]
     logs = np.log(np.abs(x[large])), np.log(np.abs(y[large]))
     if large.sum() > _SAME and (logs[0] @ logs[0]) > 0:
         yield "power", (float(logs[0] @ logs[1] / (logs[0] @ logs[0])),)
+
+
+def _edge(y: np.ndarray, edge: float) -> float | None:
+    """Where several values end."""
+    there = y[np.abs(y - edge) <= _DIGITS * abs(edge)]
+    return _rounder(float(np.median(there))) if len(there) >= _SAME else None
 
 
 def _rounder(number: float) -> float:
