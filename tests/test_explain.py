@@ -64,7 +64,7 @@ def test_what_is_listed_can_be_planted_and_is_found(models: Models, tmp_path: Pa
         "another function": "ffn_act", "another formula": "ffn_act", "another number": "attn_q_rope",
         "few wrong weights": "ffn_down", "an index map": "attn_q", "an index map of an input": "attn_kqv",
         "a part only": "ffn_up", "a part of every block": "ffn_down", "a load beside another": "ffn_gate",
-        "two edits": "ffn_gate",
+        "two edits": "ffn_gate", "other rates of rope": "attn_k_rope",
     }.get(sort, "ffn_norm")  # fmt: skip
     name = f"blk.1.{op}"
     faulty = explained(path, tmp_path, lambda graph: plant(graph, GGUFFile(path), f"{name}: {words}")[name])

@@ -20,6 +20,7 @@ from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
 from tracediff.diagnose.kin import Faulty
 from tracediff.diagnose.low_rank import followed
 from tracediff.diagnose.search import Search
+from tracediff.diagnose.solve.by_value import rotations
 from tracediff.diagnose.solve.by_value.functions import Mapped, _cap
 from tracediff.diagnose.solve.by_value.maps import Map
 from tracediff.diagnose.solve.by_value.outputs import MovedOutput
@@ -950,6 +951,33 @@ def test_values_elsewhere_functions_and_readings_are_found(
     for op in faulty:
         assert op.cause, op.shape
         assert said in op.cause.text
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ([1.0] * 12 + [0.125] * 4, "pairs 12 to 15 turn 0.125 times as fast as they should"),
+        ([1.0] * 3 + [1.5] + [1.0] * 12, "pair 3 turns 1.5 times as fast as it should"),
+        (
+            [1.0] * 4 + [0.8] * 2 + [0.5] * 10,
+            "pairs 4 to 5 turn 0.8 times as fast as they should, pairs 6 to 15 turn 0.5",
+        ),
+        (
+            [1 / (1 + i / 32) for i in range(16)],
+            "pairs 1 to 15 turn about 0.97 to 0.68 times as fast as they should, each at its own rate",
+        ),
+    ],
+)
+def test_rates_of_pairs_are_told_by_what_each_turns(
+    models: Models, tmp_path: Path, times: list[float], said: str
+) -> None:
+    """In a prompt and in the steps that follow, of which each has one token."""
+    path = models("k-quants")
+    faulty = explained(path, tmp_path, lambda graph: rotations.turning(graph["blk.1.attn_k_rope"], times))
+    assert {op.op for op in faulty} == {"blk.1.attn_k_rope"}
+    for op in faulty:
+        assert op.cause, op.shape
+        assert op.cause.text.startswith(said)
 
 
 def in_cache(name: str, change: Callable[[torch.Tensor], torch.Tensor], decoding: bool) -> Callable[[Graph], Op]:

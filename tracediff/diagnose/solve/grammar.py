@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tracediff.diagnose.solve.by_value import functions, maps, operands, outputs, readings
+from tracediff.diagnose.solve.by_value import functions, maps, operands, outputs, readings, rotations
 from tracediff.diagnose.solve.edit import AND, SOURCES, Edit, Priced
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, lanes, numbers, tensors, terms
 from tracediff.diagnose.solve.loops.arrays import CannotRunError, Flat
@@ -39,6 +39,7 @@ EXAMPLES = (
     ("another function", "every value above 0.5 is 0.5"),
     ("another formula", "silu is computed with 2 + exp(-ffn_gate), where 1 + exp(-ffn_gate) belongs"),
     ("another number", "positions are 1 too high"),
+    ("other rates of rope", "pairs 2 to 5 turn 0.8 times as fast as they should"),
     ("few wrong weights", "row 3 of ffn_down.weight differs in column 5 alone: 0.125"),
     (
         "two edits",
@@ -54,6 +55,7 @@ def edited(op: Op, graph: Graph, weights: Weights, words: str) -> Op | None:
     if problem is None:
         return None
     found = [*_maps(problem, words), *_functions(problem, words), *_readings(problem, words)]
+    found += rotations.planted(problem, words)
     if found:
         return found[0]
     if priced := _priced(problem, words):

@@ -4,7 +4,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tracediff.diagnose.solve.by_value import caches, functions, groups, misread, operands, outputs, squares
+from tracediff.diagnose.solve.by_value import (
+    caches,
+    functions,
+    groups,
+    misread,
+    operands,
+    outputs,
+    rotations,
+    squares,
+)
 from tracediff.diagnose.solve.by_value.parts import in_region
 from tracediff.diagnose.solve.by_value.regions import around, widest
 from tracediff.diagnose.solve.edit import Edit, Priced, Read, Solved
@@ -35,6 +44,7 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
         *functions.variants(problem),
         *misread.variants(problem),
         *squares.variants(problem),
+        *rotations.variants(problem),
     ]
     others += [*operands.variants(problem, look), *groups.variants(problem), *caches.variants(problem)]
     yield from sorted(others, key=lambda one: one.bits)
