@@ -7,8 +7,9 @@ recorded. Maps, functions and readings of weights are done over by a line of num
 
 import ast
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,6 +24,7 @@ from tracediff.diagnose.solve.by_value.operands import MovedInput
 from tracediff.diagnose.solve.by_value.outputs import MovedOutput
 from tracediff.diagnose.solve.by_value.parts import Excepting, InRegion
 from tracediff.diagnose.solve.by_value.readings import Reading
+from tracediff.diagnose.solve.by_value.rotations import Rates
 from tracediff.diagnose.solve.edit import OtherTensor, Reworked
 from tracediff.diagnose.solve.loops.kernels import loops_of
 from tracediff.model.graph import Graph, Op, Weight
@@ -230,7 +232,25 @@ class Opinion:
             case Mapped(name=name, numbers=numbers):
                 plain = self._made(right, record)
                 return None if plain is None else _function(name, plain, numbers)
+        if isinstance(op.function, partial) and isinstance(rates := op.function.keywords.get("angles"), Rates):
+            return self._turning(right, rates.times, record)
         return self._by_loops(op, right, record)
+
+    def _turning(self, right: Op, times: Sequence[float], record: OpRecord) -> np.ndarray:
+        """Rope whose pairs turn so many times as fast as they should."""
+        x, positions = (self._value(name, False, record.step) for name in right.inputs)
+        n_heads, width = right.axes[1:]
+        assert isinstance(n_heads, int)
+        assert isinstance(width, int)
+        y = x.reshape(len(positions), n_heads, width).copy()
+        rope, x = right.attrs["rope"], y.copy()
+        factors = self._weight(right.weights[0]) if right.weights else np.ones(len(times))
+        for i, (rate, factor) in enumerate(zip(times, factors, strict=True)):
+            a, b = (2 * i, 2 * i + 1) if rope.pairing == "neighbours" else (i, i + rope.n_rot // 2)
+            angle = rate * rope.freq_scale * positions * rope.theta ** (-2 * i / rope.n_rot) / factor
+            cos, sin, a, b = np.cos(angle)[:, None], np.sin(angle)[:, None], a + rope.first, b + rope.first
+            y[..., a], y[..., b] = x[..., a] * cos - x[..., b] * sin, x[..., a] * sin + x[..., b] * cos
+        return np.stack([y.ravel(), y.ravel()])
 
     def _by_loops(
         self, op: Op, right: Op, record: OpRecord, mapped: Mapping[int, Function] = MappingProxyType({})
