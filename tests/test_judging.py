@@ -13,13 +13,14 @@ import torch
 from conftest import Models
 
 from tracediff.diagnose.budget import ENDLESS
+from tracediff.diagnose.mistakes.masks import _masking
 from tracediff.diagnose.trials import Trials
 from tracediff.model import weights as of_weights
 from tracediff.model.gguf_file import TensorInfo
 from tracediff.model.graph import Op, Weight
 from tracediff.model.model import Model
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import PLAIN, Arithmetic, Scheme
+from tracediff.numerics.arithmetic import EXACT, PLAIN, Arithmetic, Scheme
 from tracediff.numerics.evaluate import evaluate, noise
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Energy
@@ -271,3 +272,20 @@ def test_no_arithmetic_is_sought_for_a_mistaken_layer_where_another_tells(
     monkeypatch.setattr(fitting.Fitting, "left", noted)
     assert replay.choice(replay.trace.ops[0, f"blk.{layer}.ffn_residual"]).settled
     assert asked == {*PLAIN}
+
+
+def test_a_softmax_that_hides_too_little_errs_as_far_as_it_may(models: Models) -> None:
+    """What is next to nothing beside large scores has their rounding, magnified: no less where it should be hidden."""
+    model = Model(models("tiny"))
+    op = _masking(model.graph["blk.0.attn_probs"], 0.0, added=False).op
+    scores = 80 + 20 * torch.randn(op.axes[0], 9, 9, generator=torch.Generator().manual_seed(3))
+    at = torch.arange(9)
+    of = {
+        dtype: evaluate(op, [scores.to(dtype), at, at], model.weights(dtype))
+        for dtype in (torch.float32, torch.float64)
+    }
+    exact = of[torch.float64]
+    found = noise(op, [scores.double(), at, at], exact, model.weights(), Energy(), EXACT, "f32")
+    off = (of[torch.float32] - exact).abs()
+    assert bool((off > 1e-7 * exact.abs()).any())
+    assert bool((off <= found.bound(exact.numel())).all())
