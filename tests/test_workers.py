@@ -165,7 +165,7 @@ def test_the_memory_of_a_worker_is_said_beforehand(models: Models, tmp_path: Pat
             kept = {layer_of(name) for (_, name, _), _ in replay._recomputation._values} - {None}
             assert kept <= {*range((layer_of(record.op) or 0) - 1, 3)}
     assert str(said["all"]).endswith("GB of memory, most of it for blk.2.attn_scores")
-    bytes_each = 8 * 14
+    bytes_each = 8 * 16
     assert said["all"].n_bytes == 450e6 + bytes_each * scores
     assert said["layers"].n_bytes == pytest.approx(450e6 + bytes_each * (2 * scores + layer), rel=0.1)
 
