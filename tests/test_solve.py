@@ -22,6 +22,7 @@ from tracediff.diagnose.low_rank import followed
 from tracediff.diagnose.search import Search
 from tracediff.diagnose.solve.by_value import rotations
 from tracediff.diagnose.solve.by_value.functions import Mapped, _cap
+from tracediff.diagnose.solve.by_value.groups import OtherHeads
 from tracediff.diagnose.solve.by_value.maps import Map
 from tracediff.diagnose.solve.by_value.outputs import MovedOutput
 from tracediff.diagnose.solve.by_value.readings import Reading, RowRun, words_of_rows
@@ -951,6 +952,20 @@ def test_values_elsewhere_functions_and_readings_are_found(
     for op in faulty:
         assert op.cause, op.shape
         assert said in op.cause.text
+
+
+def test_a_head_that_reads_another_key_head_is_told_behind_its_values(models: Models, tmp_path: Path) -> None:
+    """As of flash attention, which has neither scores nor probabilities to record."""
+    path = models("k-quants")
+    groups = (0, 0, 1, 0, 1, 1, 0, 1)
+    wrong = traced(path, tmp_path, lambda graph: replace(graph["blk.1.attn_scores"], rework=OtherHeads(groups)))
+    kept = some_of(wrong.trace.path, tmp_path / "some.trace", lambda op: not op.endswith(("attn_scores", "attn_probs")))
+    replay = Replay(Trace(kept), wrong.graph, wrong.weights)
+    faulty = [op for op in Explainer(replay).explain(judged(replay)) if op.status == "faulty"]
+    assert {op.op for op in faulty} == {"blk.1.attn_kqv"}
+    for op in faulty:
+        assert op.cause, op.shape
+        assert op.cause.text == "attn_scores: query heads 2, 6 read key/value heads 1, 0 where 0, 1 belong"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from tracediff.diagnose.solve.by_value import functions, operands, outputs
+from tracediff.diagnose.solve.by_value import functions, groups, operands, outputs
 from tracediff.diagnose.solve.edit import Edit, Priced, Solved
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, numbers, tensors, terms
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
@@ -114,6 +114,9 @@ class SegmentSearch:
         """
         for problem in self._hidden.values():
             yield from self._near(operands.cached(problem), self._whole)
+            if self._whole.ops[-1].kind == "weighted_values":
+                end = _End(self._whole, problem, self._check)
+                yield from self._near(groups.behind(problem, end.of_tokens), self._whole)
         for problem in self._hidden.values():
             yield from self._tried([problem], _passed(problem))
 
@@ -257,6 +260,10 @@ class _End:
         """What the op leaves of the recorded values, as a share of their size."""
         self.check()
         return self.segment.residual({op.name: op})
+
+    def of_tokens(self, op: Op) -> np.ndarray:
+        """The same by token, [T, n]."""
+        return self.of(op).reshape(self.segment.n_judged, -1)
 
     def of_loops(self, loops: Bound) -> np.ndarray:
         """The same of loops."""

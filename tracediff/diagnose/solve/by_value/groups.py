@@ -1,6 +1,6 @@
 """Query heads that read other key/value heads than their own, each found by its values: whatever the mapping is."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,10 +11,12 @@ from tracediff.diagnose.rearranged import Reread
 from tracediff.diagnose.solve.edit import Solved
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.english import few
+from tracediff.model.graph import Op
 from tracediff.numerics.kinds.attention import scores, weighted_values
 
 _LOOK = "the mapping from query heads to key/value heads: on a rank that of its own heads"
 _MOST = 1 << 28  # products
+_LITTLE = 1e-6  # of what a head leaves: so little says that it reads another
 _EACH = 6.0  # bits of a head that is told
 _FUNCTIONS = {"scores": scores, "weighted_values": weighted_values}
 
@@ -52,6 +54,30 @@ def variants(problem: Problem) -> Iterator[Solved]:
         if len(fits) != 1:
             return
         found[head] = fits[0]
+    if found != right:
+        yield _solved(problem, right, found)
+
+
+def behind(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solved]:
+    """The same of scores that were not recorded, by what the op leaves of a token's weighted values, [T, H * D]: what a
+    head comes to follows from its own scores.
+    """
+    h, g = (int(problem.loops.numbers[name]) for name in "HG") if problem.op.kind == "scores" else (1, 1)
+    if h == g or g == 1:
+        return
+    right = [head // (h // g) for head in range(h)]
+
+    def of_heads(other: int) -> np.ndarray:
+        op = replace(problem.op, rework=OtherHeads((other,) * h))
+        y = left(op)
+        return np.square(y).reshape(len(y), h, -1).sum((0, 2))
+
+    each = [of_heads(other) for other in range(g)]
+    least = np.argmin(each, 0).tolist()
+    found = [
+        other if each[other][head] <= _LITTLE * each[own][head] else own
+        for head, (own, other) in enumerate(zip(right, least, strict=True))
+    ]
     if found != right:
         yield _solved(problem, right, found)
 
