@@ -342,8 +342,6 @@ def _function(name: str, x: np.ndarray, numbers: tuple[float, ...]) -> np.ndarra
             return np.minimum(x, c)
         case "below", (c,):
             return np.maximum(x, c)
-        case "clamp", (c,):
-            return np.minimum(np.maximum(x, -c), c)
         case "within", (low, high):
             return np.minimum(np.maximum(x, low), high)
         case "cap", (c,):

@@ -59,8 +59,9 @@ class Fitting:
         if len(schemes) == 1:
             return Choice(tuple(schemes), True, math.nan)
         table: dict[Scheme, list[float]] = {scheme: [] for scheme in schemes}
-        seen = self._plainly(schemes, records)
-        for (record, scheme), left in seen.items():
+        seen: dict[tuple[OpRecord, Scheme], float] = {}
+        for record, scheme in self._plainly(schemes, records):
+            seen[record, scheme] = left = self.left(record, scheme)
             if self._needs_no_rival(record, scheme, left):
                 return Choice((scheme,), True, left)
         for i, record in enumerate(records):
@@ -82,13 +83,13 @@ class Fitting:
         fit = {op for scheme in kept for op in sound[scheme]}
         return Choice(tuple(kept), True, least, tuple(record for record in records if record.op not in fit))
 
-    def _plainly(self, schemes: Sequence[Scheme], records: Sequence[OpRecord]) -> dict[tuple[OpRecord, Scheme], float]:
-        """What is left of segments under what most engines do. If the first is a mistaken layer, all that may fit it is
-        sought in vain, a forward pass each: that took 6 s, where to judge all 24 layers took 5.
+    def _plainly(self, schemes: Sequence[Scheme], records: Sequence[OpRecord]) -> list[tuple[OpRecord, Scheme]]:
+        """Segments under what most engines do, which is asked first. If the first is a mistaken layer, all that may fit
+        it is sought in vain, a forward pass each: that took 6 s, where to judge all 24 layers took 5.
         """
         if not self._planner.is_segment(records[0]):
-            return {}
-        return {(r, s): self.left(r, s) for r in records for s in schemes if s in PLAIN}
+            return []
+        return [(record, scheme) for record in records for scheme in schemes if scheme in PLAIN]
 
     def _needs_no_rival(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
         return left <= NOTHING and self._judged(record, scheme).judgement == "sound"
@@ -147,7 +148,7 @@ class Fitting:
         before: float,
         enough: float,
         given: Sequence[Op] = (),
-    ) -> Iterator[Local]:
+    ) -> Iterator[tuple[Sequence[Op], Local]]:
         """The record if these ops were as each hypothesis has them, without noise; what is before them is taken from
         other hypotheses, those with the same ops `given`. Where `before` is so much that float32 can tell what is
         left of it, it is computed in that. Where a few tokens tell that more than `enough` is left, by them alone, and
@@ -162,11 +163,11 @@ class Fitting:
         while lot := [*islice(waiting, max(1, _TOGETHER // n_tokens) if few else 1)]:
             more = [[op for op in ops if common.graph.ops.get(op.name) is not op] for ops in lot]
             looks = few.under_each(more) if few else [None] * len(lot)
-            for ops, seen in zip(more, looks, strict=True):
+            for ops, changed, seen in zip(lot, more, looks, strict=True):
                 if few and seen and not (left := seen.nmse * before / few.left) <= enough:
-                    yield replace(seen, nmse=left)
+                    yield ops, replace(seen, nmse=left)
                 else:
-                    yield look(common.changed(ops, n_samples=0), record, scheme).local
+                    yield ops, look(common.changed(changed, n_samples=0), record, scheme).local
 
     def _few(self, common: Recomputation, record: OpRecord, scheme: Scheme) -> Few | None:
         """The tokens of the record that hypotheses are looked at by first: found once for many."""

@@ -202,12 +202,15 @@ class Recomputation:
 
     def _value(self, place: Place, scheme: Scheme) -> Value:
         """A value as the trace recorded it, or recomputed under the scheme from what it recorded."""
-        if not self.recorded.holds(place) and self._key(place, scheme) not in self._values:
-            self._catch_up(place, scheme)
+        self._catch_up(place, scheme)
         return self._in_step(place, scheme)
 
     def _catch_up(self, place: Place, scheme: Scheme) -> None:
-        """Recompute what the value reads of the steps before it: one by one, as the engine ran them."""
+        """Recompute what the value, where it is not there, reads of the steps before it: one by one, as the engine ran
+        them.
+        """
+        if self.recorded.holds(place) or self._key(place, scheme) in self._values:
+            return
         step, name, rows = place
         segment = self._segments.of(step, self.graph[name], rows)
         pasts = {name: self._past(step, name, scheme) for name in segment if name in self._cached}
@@ -298,8 +301,7 @@ class Recomputation:
     def _missing(self, record: OpRecord, scheme: Scheme) -> Iterator[Place]:
         """What must be recomputed for what the record's op reads, each after its inputs."""
         for place in [*self._reads((record.step, record.op, record.rows), scheme)][::-1]:
-            if not self.recorded.holds(place) and self._key(place, scheme) not in self._values:
-                self._catch_up(place, scheme)
+            self._catch_up(place, scheme)
             yield from self._unrecorded(place, scheme)
 
     def _held_in(self, step: int, op: Op, scheme: Scheme) -> str:

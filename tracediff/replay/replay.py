@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from itertools import tee
 
 import torch
 from torch import Tensor
@@ -181,9 +180,7 @@ class Replay:
         plain = plain or self.plain_ones(record)[0]
         scheme = plain or self.choice(record).schemes[0]
         promising = (_HALF if plain else _LITTLE) * before
-        asked, again = tee(hypotheses)
-        looks = self._fitting.first_looks(record, asked, scheme, before, promising, given)
-        for ops, look in zip(again, looks, strict=True):
+        for ops, look in self._fitting.first_looks(record, hypotheses, scheme, before, promising, given):
             yield self._closely(record, ops, look, before, plain) if look.nmse <= promising else look
 
     def _closely(self, record: OpRecord, ops: Sequence[Op], look: Local, before: float, plain: Scheme | None) -> Local:
@@ -208,7 +205,8 @@ class Replay:
         """
         for scheme in PLAIN:
             enough = _LITTLE * before
-            if next(self._fitting.first_looks(record, [ops], scheme, before, enough)).nmse <= enough:
+            ((_, look),) = self._fitting.first_looks(record, [ops], scheme, before, enough)
+            if look.nmse <= enough:
                 yield Supposed(self._fitting, ops).best_of(record, [scheme])
 
     def _as_elsewhere(self, segment: Sequence[str], schemes: Sequence[Scheme]) -> Sequence[Scheme]:

@@ -34,7 +34,6 @@ Function = Callable[..., Tensor]
 FUNCTIONS: Mapping[str, Function] = {
     "above": lambda x, c: x.clamp(max=c),
     "below": lambda x, c: x.clamp(min=c),
-    "clamp": lambda x, c: x.clamp(-abs(c), abs(c)),
     "within": lambda x, low, high: x.clamp(low, high),
     "cap": lambda x, c: c * torch.tanh(x / c),
     "linear": lambda x, a, b: a * x + b,
@@ -46,7 +45,6 @@ NUMBERS = {name: len(signature(function).parameters) - 1 for name, function in F
 _WORDS = {
     "above": "every value above {0:.6g} is {0:.6g}",
     "below": "every value below {0:.6g} is {0:.6g}",
-    "clamp": "every value is clamped to the range from -{0:.6g} to {0:.6g}",
     "within": "every value is clamped to the range from {0:.6g} to {1:.6g}",
     "cap": "every value v is capped, to {0:.6g} * tanh(v / {0:.6g})",
     "power": "every value is the power {0:.6g} of what it should be, with its sign",
@@ -112,24 +110,29 @@ def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solve
     """Functions of at most one number, fitted to what comes out at the end of the segment."""
     largest = float(np.abs(problem.exact).max(initial=0.0))
     starts = [(name, sign * largest) for name in ("above", "below") for sign in (1, -1)]
-    starts += [("clamp", largest), ("cap", largest), ("power", 1.0), ("linear", 1.0)]
+    starts += [("within", largest), ("cap", largest), ("power", 1.0), ("linear", 1.0)]
     found: list[tuple[str, tuple[float, ...]]] = [("absolute", ()), ("square", ()), ("linear", (-1.0, 0.0))]
     for name, start in starts:
-        rest = (0.0,) * (NUMBERS[name] - 1)
 
-        def of(number: float, name: str = name, rest: tuple[float, ...] = rest) -> np.ndarray:
-            return left(mapped(problem.op, name, (number, *rest)))
+        def of(number: float, name: str = name) -> np.ndarray:
+            return left(mapped(problem.op, name, _of_one(name, number)))
 
         number = best(of, start)
-        found += ((name, (one, *rest)) for one in ((*simpler(number), number) if number is not None else ()))
+        found += ((name, _of_one(name, one)) for one in ((*simpler(number), number) if number is not None else ()))
     for name, known in found:
         yield _solved(mapped(problem.op, name, known), words(name, known), known)
+
+
+def _of_one(name: str, number: float) -> tuple[float, ...]:
+    """The numbers of a function of which one is fitted: a factor alone, a range about 0."""
+    return {"linear": (number, 0.0), "within": (-abs(number), abs(number))}.get(name, (number,))
 
 
 def _solved(op: Op, said: str, numbers: Sequence[float]) -> Solved:
     operand = op.rework.operand if isinstance(op.rework, Mapped) else None
     bits, look = (4.0, _LOOK) if operand is None else (6.0, _LOOK_BEFORE)
-    return Solved((op,), said, bits + _NUMBER * len(numbers), look, fitted=bool(numbers))
+    n_told = len({*map(abs, numbers)})  # of a range about 0 one
+    return Solved((op,), said, bits + _NUMBER * n_told, look, fitted=bool(numbers))
 
 
 def _gives(name: str, numbers: tuple[float, ...], x: np.ndarray, y: np.ndarray, near: np.ndarray) -> bool:
@@ -198,7 +201,7 @@ def _fits(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]
     yield from ((name, (edge,)) for name, edge in zip(("above", "below"), edges, strict=True) if edge is not None)
     high, low = edges
     if high is not None and low is not None:
-        yield ("clamp", (high,)) if low == -high else ("within", (low, high))
+        yield "within", (low, high)
     if cap := _cap(x, y):
         yield "cap", (cap,)
     x, y = x[_thin(x)], y[_thin(x)]

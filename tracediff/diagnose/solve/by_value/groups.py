@@ -40,13 +40,13 @@ def variants(problem: Problem) -> Iterator[Solved]:
     if function is None or not np.isfinite(problem.recorded).all():
         return
     h, t, s, g, d = (int(numbers[name]) for name in "HTSGD")
-    if h == g or g == 1 or h * t * s * g * d > _MOST:
+    right = _right(h, g)
+    if not right or h * t * s * g * d > _MOST:
         return
     (first, shape), (second, cached) = zip(
         problem.loops.own.inputs, _shapes(problem.op.kind, h, t, s, g, d), strict=True
     )
     x, kv = (_values(problem, name, size) for name, size in ((first, shape), (second, cached)))
-    right = [head // (h // g) for head in range(h)]
     there, near, wrong = (_by_head(problem, y) for y in (problem.recorded, problem.near, problem.wrong))
     found = list(right)
     for head in np.flatnonzero(wrong.any(1)).tolist():
@@ -62,10 +62,12 @@ def behind(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solve
     """The same of scores that were not recorded, by what the op leaves of a token's weighted values, [T, H * D]: what a
     head comes to follows from its own scores.
     """
-    h, g = (int(problem.loops.numbers[name]) for name in "HG") if problem.op.kind == "scores" else (1, 1)
-    if h == g or g == 1:
+    if problem.op.kind != "scores":
         return
-    right = [head // (h // g) for head in range(h)]
+    h, g = (int(problem.loops.numbers[name]) for name in "HG")
+    right = _right(h, g)
+    if not right:
+        return
 
     def of_heads(other: int) -> np.ndarray:
         op = replace(problem.op, rework=OtherHeads((other,) * h))
@@ -80,6 +82,11 @@ def behind(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solve
     ]
     if found != right:
         yield _solved(problem, right, found)
+
+
+def _right(h: int, g: int) -> list[int]:
+    """The key/value head that each query head should read; empty where none is shared, or there is one."""
+    return [] if h == g or g == 1 else [head // (h // g) for head in range(h)]
 
 
 def _shapes(kind: str, h: int, t: int, s: int, g: int, d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
