@@ -1,25 +1,27 @@
 """The detection benchmark: every plantable mistake, planted, then looked for in the candidate's trace alone.
 
     python benchmarks/detection.py [--families qwen2] [--weights F32] [--captures all] [--only FAULT]
-                                   [--processes N] [--minutes N] [--out docs/detection.md]
+                                   [--processes N] [--minutes N] [--jsonl FILE] [--out docs/detection.md]
 
 Each mistake is planted in the first, the middle, the last and all layers of a small torch model that runs a prompt,
 a second chunk of tokens and a decoded one; the trace holds every op, the hidden states, or the logits. Some models run
 in plain float32 arithmetic, some round as llama.cpp does. In the middle layer its other variants are planted too, and
 numbers that no list holds. Then runs that are as they should be though they look odd. Mistakes and models take turns,
 in a random order that is the same in each run: when the minutes are over, each mistake, model and way to record was run
-as often as any other, or once less. Several mistakes at once are for several.py.
+as often as any other, or once less. What came of each is appended to the file, and cases in it are not run again.
+Several mistakes at once are for several.py.
 """
 
 import argparse
 import itertools
+import json
 import math
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -298,6 +300,22 @@ def in_turn(a: Sequence[A], b: Sequence[B]) -> Iterator[tuple[A, B]]:
         yield a[i % len(a)], b[(i + i // math.lcm(len(a), len(b))) % len(b)]
 
 
+def remembered(
+    path: Path | None, work: Callable[[Case], list[Outcome]], cases: Sequence[Case], processes: int, minutes: float
+) -> Iterator[Outcome]:
+    """What came of the cases: as the file has it, then of those that it lacks, which is appended to it."""
+    lines = path.read_text().splitlines() if path and path.exists() else []
+    known = [Outcome(Case(*case), *rest) for case, *rest in map(json.loads, lines)]
+    yield from known
+    done = {outcome.case for outcome in known}
+    missing = [case for case in cases if case not in done]
+    for outcome in sampled(work, missing, processes, 60 * minutes):
+        if path:
+            with path.open("a") as file:
+                file.write(json.dumps(outcome) + "\n")
+        yield outcome
+
+
 def work(case: Case) -> list[Outcome]:
     """All runs of one case."""
     torch.set_num_threads(1)
@@ -331,11 +349,12 @@ def row(outcomes: list[Outcome]) -> list[object]:
 _HEAD = """# Detection
 
 Every known mistake that can be planted, planted in a small model and looked for in its trace alone, without a
-reference. Written in {minutes} minutes by
+reference, by
 
-    {command}
+    python benchmarks/detection.py --minutes N --jsonl detection.jsonl --out docs/detection.md
 
-which ran {done:,} of {of:,} cases, a mistake in a model each: mistakes, models and what is recorded take turns.
+in as many runs as there was time for: {done:,} of {of:,} cases, a mistake in a model each. Mistakes, models and what is
+recorded take turns.
 
 *Located*: the faulty ops are the planted ones that show, and nothing else (where only hidden states or logits are
 recorded: the segments that hold them). *Named*: every faulty op has the planted mistake's name; *unnamed*: some have
@@ -346,13 +365,13 @@ segment are coarser. *Innocent*: a coarse float type where nothing overflows, wh
 visible ones, missed and blind ones among them."""
 
 
-def report(outcomes: list[Outcome], n_cases: int, command: str, seconds: float) -> str:
+def report(outcomes: list[Outcome], n_cases: int) -> str:
     """The document."""
     head = ("planted", *WORDS, "located", "named, share")
     order = {capture: i for i, capture in enumerate(("all", "layers", "logits"))}
     single = sorted((o for o in outcomes if o.kind == "single"), key=lambda o: order[o.case.capture])
     done = len({o.case for o in outcomes})
-    parts = [_HEAD.format(minutes=f"{seconds / 60:.0f}", command=command, done=done, of=n_cases)]
+    parts = [_HEAD.format(done=done, of=n_cases)]
     for title, key in (
         ("By what is recorded", lambda o: o.case.capture),
         ("By weight type", lambda o: (o.case.capture, o.case.weights)),
@@ -409,6 +428,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="one fault")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--jsonl", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.monotonic()
@@ -420,16 +440,16 @@ def main() -> None:
     ]
     faults = [args.only] if args.only else [*BANK, INNOCENT]
     cases = [Case(*model, fault) for model, fault in in_turn(models, faults) if fault != INNOCENT or model[2] == "all"]
-    command = " ".join(["python", "benchmarks/detection.py", *sys.argv[1:]])
     outcomes: list[Outcome] = []
-    for outcome in sampled(work, cases, args.processes, 60 * args.minutes):
+    for outcome in remembered(args.jsonl, work, cases, args.processes, args.minutes):
         outcomes.append(outcome)
         seconds = time.monotonic() - began
         print(f"{seconds:4.0f} s {', '.join(outcome.case[:3])}, {outcome.what}: {outcome.result}", file=sys.stderr)
-        if args.out:  # what is done is not lost with the last one
-            args.out.write_text(report(outcomes, len(cases), command, seconds))
-    if not args.out:
-        print(report(outcomes, len(cases), command, time.monotonic() - began), end="")
+    text = report(outcomes, len(cases))
+    if args.out:
+        args.out.write_text(text)
+    else:
+        print(text, end="")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ What came of each is appended to the file, and those in it are not run again.
 
 import argparse
 import itertools
-import json
 import math
 import random
 import sys
@@ -19,8 +18,8 @@ import time
 from pathlib import Path
 
 import torch
-from clean_runs import sampled, table
-from detection import COARSE_TYPES, N_LAYER, SHAPES, WEIGHTS, WORDS, Bench, Case, Outcome, kept_bench, row
+from clean_runs import table
+from detection import COARSE_TYPES, N_LAYER, SHAPES, WEIGHTS, WORDS, Bench, Case, Outcome, kept_bench, remembered, row
 
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.planting import plant
@@ -157,15 +156,9 @@ def main() -> None:
         for n in (range(N_SETS[capture]) if args.only is None else [args.only])
     ]
     random.Random(0).shuffle(cases)
-    lines = args.jsonl.read_text().splitlines() if args.jsonl and args.jsonl.exists() else []
-    outcomes = [Outcome(Case(*case), *rest) for case, *rest in map(json.loads, lines)]
-    known = {outcome.case for outcome in outcomes}
-    missing = [case for case in cases if case not in known]
-    for outcome in sampled(work, missing, args.processes, 60 * args.minutes):
+    outcomes: list[Outcome] = []
+    for outcome in remembered(args.jsonl, work, cases, args.processes, args.minutes):
         outcomes.append(outcome)
-        if args.jsonl:  # what is done is not lost with the last one
-            with args.jsonl.open("a") as file:
-                file.write(json.dumps(outcome) + "\n")
         where = f"{', '.join(outcome.case)} ({outcome.kind} s), {outcome.what}"
         print(f"{time.monotonic() - began:4.0f} s {where}: {outcome.result}", file=sys.stderr)
     text = report(outcomes, len(cases))
