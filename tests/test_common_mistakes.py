@@ -85,6 +85,12 @@ def rotated(angles: Callable[[Tensor, Tensor], Tensor]) -> Function:
     return function
 
 
+def capped(cap: float) -> Function:
+    """A softmax of scores that a tanh bends, as Gemma 2's are."""
+    bent = attention(1.0, causal, lambda x: -math.inf)
+    return lambda scores, *positions, scale: bent(cap * torch.tanh(scores * scale / cap), *positions)
+
+
 def heads_before_tokens(p: Tensor, v: Tensor) -> Tensor:
     y = torch.einsum("hts,shd->htd", p, v.repeat_interleave(len(p) // v.shape[1], 1))
     return y.reshape(p.shape[1], -1)
@@ -188,6 +194,14 @@ CASES = {
     "a mask that next to nothing leaks through": Case(  # 1e-31: the whole is within its floor
         "attn_probs", attention(SCALE, causal, lambda x: 0.0 * x - 70), "mask_finite",
         "masked scores are -70, where minus infinity belongs", also_hidden=False,
+    ),
+    "a soft cap of another model": Case(
+        "attn_probs", capped(30.0), "softcap",
+        "scaled scores are bent by a soft cap, 30 * tanh(score / 30), where no cap belongs",
+    ),
+    "a soft cap of any size": Case(
+        "attn_probs", capped(7.5), "softcap",
+        "scaled scores are bent by a soft cap, 7.5 * tanh(score / 7.5), where no cap belongs",
     ),
     "a mask after the softmax": Case(
         "attn_probs", after_the_softmax, "mask_after_softmax",

@@ -174,6 +174,7 @@ def kind_of(op: str) -> str:
     return name.kind if name else "unknown"
 
 
+@lru_cache(1 << 14)
 def token_axis(op: str) -> int:
     """The axis of an op's output that counts tokens, by its name: heads come before it in scores and probabilities."""
     return 1 if kind_of(op) in ("scores", "softmax") else 0

@@ -166,7 +166,7 @@ class Pairs:
         squares, one = _energy(error), bound.reciprocal_()
         excess, right = error.mul_(one), exact * one
         own = Own(_energy(excess), float(excess @ right), _energy(right), float(excess @ one), _energy(one), len(one))
-        excess, bounds_in_largest = excess.abs_(), float(right.abs_().max())
+        excess, bounds_in_largest = excess.abs_(), max(map(abs, map(float, right.aminmax())))
         at = int(excess.argmax() if excess.is_cuda else excess.numpy().argmax())  # a NaN before all numbers
         return Residual(
             error=squares,
