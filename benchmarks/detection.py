@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +34,7 @@ from clean_runs import sampled, table
 
 from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.mistakes import ALIKE, BANK
-from tracediff.diagnose.mistakes.mistake import Context
+from tracediff.diagnose.mistakes.mistake import Context, Variant
 from tracediff.diagnose.planting import plant
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
@@ -234,13 +235,13 @@ def others(bench: Bench, name: str) -> Iterator[tuple[str, Graph, str]]:
     where, context = BANK[name].where, Context(bench.graph, bench.file)
     ops = [op for op in bench.graph if where.holds(op, bench.graph) and layer_of(op.name) == N_LAYER // 2]
     for sort, of in (
-        ("variant", [[*itertools.islice(BANK[name].change(op, context), 1, None)] for op in ops]),
-        ("off the list", [[*off_lists(name, op)] for op in ops]),
+        ("variant", [[Variant(*one) for one in islice(BANK[name].change(op, context), 1, None)] for op in ops]),
+        ("off the list", [[Variant(*one) for one in off_lists(name, op)] for op in ops]),
     ):
         for n in range(max(map(len, of), default=0)):
             there = [variants[n] for variants in of if n < len(variants)]
-            text = there[0][1]
-            yield f"{sort}, {text}", bench.graph.changed(*(variant[0] for variant in there)), text * (sort != "variant")
+            text, changed = there[0].text, (op for variant in there for op in variant.ops)
+            yield f"{sort}, {text}", bench.graph.changed(*changed), text * (sort != "variant")
 
 
 def innocents(bench: Bench) -> Iterator[tuple[str, str]]:
