@@ -84,6 +84,17 @@ def test_a_planted_mistake_is_located_and_named(arch: str, fault: str, tiny: Tin
     assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {fault.partition("@")[0]}
 
 
+def test_another_scale_is_fitted_beside_a_window(tiny: Tiny, tmp_path: Path) -> None:
+    file = GGUFFile(tiny("gemma3"))
+    graph = build_graph(file)
+    wrong = graph["blk.1.attn_probs"].with_attrs(scale=0.41)
+    assert wrong.attrs["window"]
+    path = traced(graph.changed(wrong), file, tmp_path / "a.trace")
+    assert {op.op: op.cause and op.cause.text for op in check_trace(path, tiny("gemma3")).faulty} == {
+        "blk.1.attn_probs": "the attention scale is 0.41 instead of 1"
+    }
+
+
 def test_a_record_that_is_called_as_a_mistake_calls_its_own_is_not_taken_for_it(tiny: Tiny, tmp_path: Path) -> None:
     """As the trace of a planted mistake has it."""
     file = GGUFFile(tiny("olmo2"))

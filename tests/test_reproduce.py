@@ -82,6 +82,16 @@ def test_a_large_one_is_cut(
     assert run(out)[0] == 0
 
 
+def test_files_of_others_stay(refused: Callable[..., str], tmp_path: Path) -> None:
+    command = ("reproduce", CASE / "candidate.trace", "--model", CASE / "model.gguf", "--op", "blk.0.attn_v", "-o")
+    data = tmp_path / "data.npz"
+    data.write_bytes(b"mine")
+    assert f"{data} exists, and is not what tracediff writes there" in refused(*command, tmp_path)
+    assert data.read_bytes() == b"mine"
+    assert [*tmp_path.iterdir()] == [data]
+    assert f"{data} is a file. Name a folder" in refused(*command, data)
+
+
 def test_what_is_right_or_not_there_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     command = ("reproduce", CASE / "candidate.trace", "--model", CASE / "model.gguf", "-o", tmp_path / "x", "--op")
     assert "is as it should be: there is nothing to reproduce" in refused(*command, "blk.0.attn_q")

@@ -111,6 +111,7 @@ def test_loops_compute_what_the_kinds_do(models: Models, family: str) -> None:
         ("gemma2", {"geglu", "scale", "tanh"}),
         ("lfm2", {"swiglu", "add"}),
         ("minimax-m2", {"sigmoid"}),
+        ("llama4", {"rms_norm"}),  # of queries and keys without a weight
     ],
 )
 def test_loops_of_lifted_ops_compute_what_the_kinds_do(tiny: Callable[[str], Path], arch: str, kinds: set[str]) -> None:
@@ -127,6 +128,14 @@ def test_loops_of_lifted_ops_compute_what_the_kinds_do(tiny: Callable[[str], Pat
             assert torch.allclose(made, evaluate(op, given, weights), rtol=1e-9, atol=1e-14), op.name
             checked.add(op.kind)
     assert checked == kinds
+
+
+def test_of_a_norm_without_a_weight_a_mistake_is_found(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    wrong = rewritten("blk.1.attn_q_norm", "for i in range(n))", "for i in range(1, n))")
+    faulty = explained(tiny("llama4"), tmp_path, wrong)
+    assert {op.op: op.cause and op.cause.text for op in faulty} == {
+        "blk.1.attn_q_norm": "the sum of squares takes only channels 1 to 15: the first is left out"
+    }
 
 
 def test_a_constant_of_an_activation_is_found(tiny: Callable[[str], Path], tmp_path: Path) -> None:

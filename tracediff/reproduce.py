@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tracediff.errors import TracediffError
-from tracediff.files import write_text
+from tracediff.errors import OutputError, TracediffError
+from tracediff.files import refuse_foreign, replacing, write_text
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
 from tracediff.numerics.kinds import KINDS
@@ -39,8 +39,15 @@ def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path) ->
     """Write reproduce.py and data.npz of one record of a trace, or of those of all ranks of a run, whose parts are put
     together; -> what is in them, in words.
 
-    Raises TracediffError where the op was not recorded, its inputs were not, it is sound, or it cannot be made small.
+    Raises TracediffError where the op was not recorded, its inputs were not, it is sound, or it cannot be made small;
+    OutputError, before any work, where the folder holds other files of these names.
     """
+    script_at, data_at = folder / "reproduce.py", folder / "data.npz"
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} is a file. Name a folder, or one that is not there yet.")
+    refuse_foreign(script_at, _is_ours)
+    is_again = script_at.is_file()
+    refuse_foreign(data_at, lambda head: is_again)
     trace = open_trace(paths)
     path = trace.path
     if (step, name) not in trace.ops:
@@ -72,9 +79,15 @@ def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path) ->
     data = _small(whole, op)
     script = _script(op, record.step, trace.header.engine, data, whole)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "reproduce.py", script, lambda head: head.startswith(_MARK))
-    (folder / "data.npz").write_bytes(_packed(data))
-    return f"{folder}: {len(_packed(data)):,} bytes; {', '.join(f'{key} {list(of.shape)}' for key, of in data.items())}"
+    packed = _packed(data)
+    with replacing(data_at, lambda head: is_again) as at:
+        at.write_bytes(packed)
+    write_text(script_at, script, _is_ours)
+    return f"{folder}: {len(packed):,} bytes; {', '.join(f'{key} {list(of.shape)}' for key, of in data.items())}"
+
+
+def _is_ours(head: bytes) -> bool:
+    return head.startswith(_MARK)
 
 
 def _packed(data: Arrays) -> bytes:

@@ -161,5 +161,6 @@ class Kin:
                 allowed = _TOLD if self.is_soon_suited(tried, record) else 1.0
                 left = self.replay.under(other, tried.ops).nmse
                 most = math.inf if math.isnan(error.nmse) else allowed * error.nmse
-                return math.isinf(left) or not left <= most  # infinite: what is hidden is chosen, say
+                if math.isinf(left) or not left <= most:  # infinite: what is hidden is chosen, say
+                    return True
         return False

@@ -60,9 +60,9 @@ def _scale(op: Op, context: Context) -> Variants:
         if not math.isclose(scale, right):
             yield op.with_attrs(scale=scale), f"the attention scale is {word} ({scale:.4g} instead of {right:.4g})"
     if context.seen:
-        (x, *positions), target = context.seen.inputs, context.seen.output
-        starts = (right * 2.0**i for i in range(-8, 9))
-        if number := fitted(lambda scale: KINDS[op.kind].function(x, *positions, scale=scale), target, starts):
+        inputs, target = (*context.seen.inputs, *weights_of(op, context)), context.seen.output
+        starts, function = (right * 2.0**i for i in range(-8, 9)), KINDS[op.kind].function
+        if number := fitted(lambda scale: function(*inputs, **{**op.attrs, "scale": scale}), target, starts):
             yield _scaled(op, number)
 
 

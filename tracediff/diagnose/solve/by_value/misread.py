@@ -212,7 +212,7 @@ def _vectors(problem: Problem) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     if kind == "linear" and "b" in bound.arrays:
         own, more = bound.arrays["b"].take(np.arange(y.shape[1])), (y - exact).mean(0)
         yield 1, np.where(_agree(y, exact + more, near), own + more, np.nan), near.max(0)
-    if kind == "rms_norm":
+    if kind == "rms_norm" and "w" in bound.arrays:
         own, size = bound.arrays["w"].take(np.arange(y.shape[1])), np.square(exact).sum(0)
         with np.errstate(all="ignore"):
             times = (y * exact).sum(0) / size

@@ -148,10 +148,10 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
         case "rms_norm" | "layer_norm":
             *rows, n = first
             numbers = {"T": math.prod(rows), "n": n, "eps": float(op.attrs["eps"])}
-            if op.kind == "rms_norm":
-                return Loops(_NORM, ("x",), ("w",), numbers, first)
-            source = _LAYER_NORM.replace(" + b[i]", "") if len(op.weights) < 2 else _LAYER_NORM
-            return Loops(source if op.weights else source.replace(" * w[i]", ""), ("x",), ("w", "b"), numbers, first)
+            source = _NORM if op.kind == "rms_norm" else _LAYER_NORM
+            for term in (" * w[i]", " + b[i]")[len(op.weights) :]:
+                source = source.replace(term, "")
+            return Loops(source, ("x",), ("w", "b"), numbers, first)
         case "linear":
             n_out, n_in = op.weights[0].shape
             source = _LINEAR if len(op.weights) > 1 else _LINEAR.replace(" + b[o]", "")
