@@ -1,5 +1,6 @@
 """What is wrong with a command line, with the machine, or with an engine's health: exit code 2 and one message."""
 
+import math
 import os
 import resource
 import shutil
@@ -17,7 +18,8 @@ from conftest import Models, the_message
 from tracediff.engine import torch_engine
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.torch_run import TorchOptions, trace_torch
-from tracediff.errors import EngineError
+from tracediff.errors import EngineError, TracediffError
+from tracediff.judge import Policy
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
@@ -374,6 +376,27 @@ def short(tmp_path: Path) -> Path:
         writer.step(0, [1], [0])
         writer.op(0, "output", np.ones((1, 2), np.float32), "f32")
     return tmp_path / "a.trace"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--json", "-", "--explain", "output"), "--json - and --explain both print to standard output."),
+        (("--json", "-", "--annotations"), "--json - and --annotations both print to standard output."),
+        (("--html", "page", "--junit", "./page"), "page is named for two outputs. Give each a file of its own."),
+    ],
+)
+def test_two_outputs_in_one_place(
+    options: tuple[str, ...], message: str, trace: Path, refused: Callable[..., str]
+) -> None:
+    assert message in refused("compare", trace, trace, *options)
+
+
+@pytest.mark.parametrize("policy", [{"tolerances": {"*": math.nan}}, {"tolerances": {"*": -1.0}}, {"resolve": 0.0}])
+def test_a_policy_holds_squared_errors(policy: dict[str, Any]) -> None:
+    """Wherever it comes from: nothing exceeds NaN, so it would let everything pass."""
+    with pytest.raises(TracediffError, match="give an NMSE"):
+        Policy(**policy)
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json", "-")])

@@ -41,6 +41,14 @@ class Policy:
     required: tuple[str, ...] = ()
     resolve: float | None = None
 
+    def __post_init__(self) -> None:
+        """Raises TracediffError for what is no NMSE: nothing exceeds NaN."""
+        for pattern, nmse in self.tolerances.items():
+            if not nmse >= 0:
+                raise TracediffError(f"a tolerance of {nmse:g} for {pattern!r}: give an NMSE such as 1e-6.")
+        if self.resolve is not None and not self.resolve > 0:
+            raise TracediffError(f"resolve is {self.resolve:g}: give an NMSE above 0, such as 1e-6.")
+
     def check(self, ops: Iterable[str]) -> None:
         """Raises TracediffError for a pattern that matches none of these ops: it would change nothing, unseen."""
         names = sorted({name for op in ops for name in (op, split(op)[1])})

@@ -1,5 +1,6 @@
 """What a result is written as beside the report: JSON and the formats of CI systems."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import typer
 from tracediff import __version__
 from tracediff.cli.options import Json
 from tracediff.cli.output import ended, is_json, print_listing, print_report, read_of, write_json
+from tracediff.errors import OutputError
 from tracediff.files import check, write_text
 from tracediff.printable import printable
 
@@ -38,9 +40,15 @@ class Formats:
     markdown: Annotated[Path | None, typer.Option("--markdown", help="Write a summary, for a pull request.")] = None
     annotations: Annotated[bool, typer.Option("--annotations", help="Print GitHub's workflow commands.")] = False
 
-    def check(self, *inputs: Path | None) -> None:
+    def check(self, *inputs: Path | None, explain: str | None = None) -> None:
         """Whether they may be written, before the work of which they are the result; raises OutputError."""
+        if str(self.json) == "-" and (self.annotations or explain):
+            other = "--explain" if explain else "--annotations"
+            raise OutputError(f"--json - and {other} both print to standard output. Write the JSON to a file.")
         files = list(self._files())
+        places = [os.path.realpath(path) for _, path in files]
+        if twice := [path for (_, path), place in zip(files, places, strict=True) if places.count(place) > 1]:
+            raise OutputError(f"{twice[0]} is named for two outputs. Give each a file of its own.")
         read = read_of(inputs) if files else []
         for name, path in files:
             check(path, read, _ours(name))

@@ -64,7 +64,7 @@ def compare(
     from tracediff.pipeline import compare_traces
     from tracediff.trace.runs import runs_of
 
-    formats.check(reference, candidate, *(others or ()), model)
+    formats.check(reference, candidate, *(others or ()), model, explain=explain)
     effort, policy = spent.effort(), policy_of(tolerance, allow, require, resolve)
     runs = runs_of([reference, candidate, *(others or ())])
     if not 2 <= len(runs) <= 3:
@@ -239,7 +239,7 @@ def check(
     """Judge one trace by replay alone: no reference needed."""
     from tracediff.pipeline import check_trace
 
-    formats.check(*trace, model)
+    formats.check(*trace, model, explain=explain)
     if plan:
         return _show_plan([(trace, arithmetic)], model)
     with progress_bars() as progress:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.numerics.floors import TINY
+from tracediff.numerics.floors import TINY, variance_of_sums
 
 Errors = tuple[Tensor, Tensor]  # variance and bound
 Units = tuple[float, float]  # of a value between two operations, and of a running sum
@@ -61,7 +61,7 @@ def _pow(y: Tensor, units: Units, a: Operand, n: Operand) -> Errors:
 
 def _matmul(y: Tensor, units: Units, a: Operand, b: Operand) -> Errors:
     n, a2, b2 = a.x.shape[-1], a.x.square(), b.x.square()
-    variance = units[1] ** 2 * (n / 6 * (a2 @ b2) + n / 9 * y.square()) + _rounding(y, units[0])
+    variance = units[1] ** 2 * variance_of_sums(n, a2 @ b2, y) + _rounding(y, units[0])
     hard = torch.zeros_like(y)
     if not a.exact:
         variance, hard = variance + a.variance.expand_as(a.x) @ b2, hard + _full(a) @ b.size
@@ -78,7 +78,7 @@ def _sum(y: Tensor, units: Units, a: Operand, *where: Operand, **kwargs: Any) ->
     axes = [one.x for one in where]
     n = a.x.numel() / max(y.numel(), 1)
     squares = a.x.square().sum(*axes, **kwargs)
-    variance = units[1] ** 2 * (n / 6 * squares + n / 9 * y.square()) + _rounding(y, units[0])
+    variance = units[1] ** 2 * variance_of_sums(n, squares, y) + _rounding(y, units[0])
     passed = [(e + torch.zeros_like(a.x)).sum(*axes, **kwargs) for e in (a.variance, a.hard)]
     return variance + passed[0], passed[1]
 
@@ -92,7 +92,7 @@ def _mean(y: Tensor, units: Units, a: Operand, *where: Operand, **kwargs: Any) -
 def _cumsum(y: Tensor, units: Units, a: Operand, *where: Operand, **kwargs: Any) -> Errors:
     (axis,) = [one.x for one in where] or kwargs.values()
     n = torch.ones_like(a.x).cumsum(axis)
-    variance = units[1] ** 2 * (n / 6 * a.x.square().cumsum(axis) + n / 9 * y.square())
+    variance = units[1] ** 2 * (n / 3 * a.x.square().cumsum(axis) + n / 9 * y.square())  # as variance_of_sums
     passed = [(e + torch.zeros_like(a.x)).cumsum(axis) for e in (a.variance, a.hard)]
     return variance + passed[0], passed[1]
 

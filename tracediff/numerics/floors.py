@@ -96,7 +96,7 @@ class Noise:
         return float(sigma @ sigma + hard @ hard / 3)
 
 
-def variance_of_sums(terms: int, squares: Tensor, y: Tensor) -> Tensor:
+def variance_of_sums(terms: float, squares: Tensor, y: Tensor) -> Tensor:
     """In units u^2, in the place of `squares`: of sums `y` of so many terms whose squares add up to `squares`."""
     return squares.mul_(terms / 3).addcmul_(y, y, value=terms / 9)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from tracediff.errors import TraceError
 from tracediff.model.graph import Graph, Op
 from tracediff.names import split
+from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.layout import as_places
 from tracediff.replay.replay import Replay
@@ -25,7 +26,7 @@ def refuse_no_choice(trace: Trace, graph: Graph) -> None:
     """Raises TraceError for choices that were not recorded whole: zeros alone, or of fewer tokens than there are."""
     for record in trace.ops.values():
         op = graph.ops.get(record.op)
-        if op is None or op.kind not in KINDS or not KINDS[op.kind].picks or not record.has_data:
+        if op is None or not is_covered(op) or not KINDS[op.kind].picks or not record.has_data:
             continue
         n_tokens = len(trace.steps[record.step].tokens)
         if record.rows is None and record.shape[0] < n_tokens:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
 from math import prod
 
+from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.judging import layers
 from tracediff.replay.replay import Replay
@@ -37,7 +38,7 @@ def _costs(replays: Sequence[Replay]) -> dict[str, float]:
     n_tokens = sum(len(step.tokens) for replay in replays for step in replay.trace.steps.values())
     costs, since = {}, 0.0
     for op in replays[0].graph:
-        if KINDS[op.kind].scheme == "linear":
+        if is_covered(op) and KINDS[op.kind].scheme == "linear":
             since += sum(prod(weight.shape) for weight in op.weights) * (_WEIGHT + n_tokens)
         records = [record for replay in replays for record in replay.records.get(op.name, ())]
         if records:

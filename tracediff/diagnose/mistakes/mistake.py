@@ -11,6 +11,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Axis, Graph, Op
 from tracediff.model.weights import values_of
 from tracediff.names import layer_of
+from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.elementwise import repeated
 
@@ -103,7 +104,7 @@ def parts_of(op: Op, graph: Graph) -> set[str]:
     parts: set[str] = set()
     readers = graph.readers(op.name)
     for reader, position in readers:
-        if reader.kind not in KINDS:
+        if not is_covered(reader):
             continue
         kind = KINDS[reader.kind]
         parts.add(kind.inputs[min(position, len(kind.inputs) - 1)])

@@ -12,6 +12,7 @@ from tracediff.model.graph import Op, Weight
 from tracediff.model.pairing import neighbours
 from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of, split
+from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
 
 AREA = Area()
@@ -157,7 +158,7 @@ def _by_turns(op: Op, context: Context) -> Variants:
 def _beside(op: Op, context: Context) -> tuple[Op, int] | None:
     """Of gate and up the one that is multiplied with what this op makes, and which of the two this op is."""
     for reader, position in context.graph.readers(op.name):
-        if KINDS[reader.kind].inputs == ("gate", "up"):
+        if is_covered(reader) and KINDS[reader.kind].inputs == ("gate", "up"):
             return context.graph[reader.inputs[1 - position]], position
     return None
 
