@@ -148,6 +148,15 @@ def test_tolerances_without_a_model(project: Path, cli: Cli) -> None:
     code, said, _ = cli("ci")
     assert code == 1
     assert said.startswith("DIVERGED: blk.0.attn_norm is the first op over its tolerance, in step 0")
+    trace()
+    with Path("tracediff.toml").open("a") as file:  # a lock of drift alone knows no arithmetic
+        file.write('model = "model.gguf"\n')
+    assert cli("ci")[0] == 0
+    assert "arithmetic = []" in Path("tracediff.lock").read_text()
+    assert cli("ci", "--update")[0] == 0
+    assert "arithmetic = []" not in Path("tracediff.lock").read_text()
+    Path("tracediff.toml").write_text(Path("tracediff.toml").read_text().replace('model = "model.gguf"\n', ""))
+    trace("eps@0")
     assert cli("ci", "--tolerance", "1")[0] == 1  # the pattern of the configuration stands first, 1 for the others
 
 
@@ -217,6 +226,9 @@ def test_any_name_and_reason_is_kept(tmp_path: Path) -> None:
         ('[[case]]\ntrace = "b"\nmodel = "c"\n', "'name'. A case has a name, a trace and a model"),
         ('[[case]]\nname = "a"\ntrace = "b"\nmodel = "c"\n' * 2, "two cases have the name 'a'"),
         ("[[case]", "this is no TOML"),
+        ("lock = 3\n", "unsupported operand type"),
+        ('[sourcess]\n"*" = "a.c"\n', "'sourcess' is unknown; known are case, lock, sources."),
+        ('[[case]]\nname = "a"\ntrace = "b"\nmodel = "c"\nresolve = -1\n', "resolve is -1: give an NMSE above 0"),
     ],
 )
 def test_a_configuration_that_is_wrong_is_refused(

@@ -13,6 +13,7 @@ from tracediff.inputs import require_file
 from tracediff.judge import Policy
 
 FILES = ("tracediff.toml", "pyproject.toml")
+_TABLES = {"case", "lock", "sources"}
 _KEYS = {"name", "trace", "model", "command", "reference", "tolerance", "require", "allow", "arithmetic", "resolve"}
 
 
@@ -88,7 +89,10 @@ def _table(path: Path) -> dict[str, Any] | None:
 
 def _project(table: dict[str, Any], path: Path) -> Project:
     folder = path.parent
+    if unknown := {*table} - _TABLES:
+        raise TracediffError(f"{path}: {min(unknown)!r} is unknown; known are {', '.join(sorted(_TABLES))}.")
     try:
+        lock = folder / table.get("lock", "tracediff.lock")
         cases = tuple(_case(case, folder) for case in table.get("case", []))
         sources = {str(pattern): str(place) for pattern, place in table.get("sources", {}).items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -98,7 +102,7 @@ def _project(table: dict[str, Any], path: Path) -> Project:
     twice = {case.name for case in cases if sum(other.name == case.name for other in cases) > 1}
     if twice:
         raise TracediffError(f"{path}: two cases have the name {min(twice)!r}. The lock needs one for each.")
-    return Project(cases, folder / table.get("lock", "tracediff.lock"), sources)
+    return Project(cases, lock, sources)
 
 
 def _case(case: dict[str, Any], folder: Path) -> Case:

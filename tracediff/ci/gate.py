@@ -100,7 +100,7 @@ def _sorts(result: Result, locked: Locked) -> Iterator[Finding]:
             said = f"{lost} of {was.ops} {'is' if lost == 1 else 'are'} not judged any more: recorded no more, or blind"
             yield _finding(name, names, f"{name}: {said}.")
         other = [one for one in sort.arithmetic if one not in was.arithmetic]
-        if other:
+        if other and was.arithmetic:  # a lock made without the model knows of none
             before, after = " and ".join(was.arithmetic), " and ".join(other)
             changed = [op.op for op in result.ops if local_name(op.op) == name and op.arithmetic in other]
             where = of_names([*dict.fromkeys(changed)], names[name])
@@ -148,7 +148,8 @@ def tightened(locked: Locked, result: Result) -> Locked:
 
 
 def _tighter(was: Sort, now: Sort) -> Sort:
-    arithmetic = now.arithmetic if {*now.arithmetic} <= {*was.arithmetic} else was.arithmetic
+    is_less = not was.arithmetic or {*now.arithmetic} <= {*was.arithmetic}
+    arithmetic = now.arithmetic if is_less else was.arithmetic
     resolving = now.resolving if now.resolving * _MOVES <= was.resolving else was.resolving
     return Sort(max(was.ops, now.ops), arithmetic, resolving)
 

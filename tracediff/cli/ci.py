@@ -66,9 +66,12 @@ def ci(
     locked = read(found.lock) if found.lock.exists() else {}
     if not locked and not update and accept is None:
         raise TracediffError(f"{found.lock}: there is no lock yet. --update writes one, from traces that are right.")
+    if accept is not None and not accept.strip():
+        raise TracediffError("--accept needs a reason: who reads the lock later must know why.")
+    accepted_until = _date(until)
     results = {case.name: _judged(case, spent.effort()) for case in found.cases}
     if update or accept is not None:
-        write(found.lock, {**locked, **_changed(results, locked, accept, _date(until))})
+        write(found.lock, {**locked, **_changed(results, locked, accept, accepted_until)})
         say(f"wrote {found.lock}")
         locked = read(found.lock)
     gate = joined(_held(results, locked, found))
@@ -101,8 +104,6 @@ def _changed(results: dict[str, "Result"], locked: dict, accept: str | None, unt
     from tracediff.ci.lock import Locked
 
     if accept is not None:
-        if not accept.strip():
-            raise TracediffError("--accept needs a reason: who reads the lock later must know why.")
         return {name: loosened(locked.get(name, Locked()), one, accept, until) for name, one in results.items()}
     return {name: tightened(locked[name], one) if name in locked else measured(one) for name, one in results.items()}
 
