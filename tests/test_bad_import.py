@@ -81,6 +81,15 @@ def test_truncated_files(form: str, keep: float, tmp_path: Path, refused: Callab
     assert message.startswith(f"{path}: cannot read it as ")
 
 
+def test_dumps_of_two_runs_of_sglang(tmp_path: Path, refused: Callable[..., str]) -> None:
+    for pid in (1, 2):
+        folder = tmp_path / f"TP0_PP0_Rank0_pid{pid}"
+        folder.mkdir()
+        torch.save({"model.norm": torch.full((2, 4), float(pid))}, folder / "Pass00000.pt")
+    said = refused("import", "sglang", tmp_path, "-o", tmp_path / "a.trace")
+    assert "'model.norm' of pass 0 was dumped 2 times by rank 0: by 2 runs. Give the folder of one." in said
+
+
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_pickles_are_never_loaded(tmp_path: Path, refused: Callable[..., str]) -> None:
     here = tmp_path / "it was loaded"

@@ -48,12 +48,17 @@ def variants(problem: Problem) -> Iterator[Solved]:
     )
     x, kv = (_values(problem, name, size) for name, size in ((first, shape), (second, cached)))
     there, near, wrong = (_by_head(problem, y) for y in (problem.recorded, problem.near, problem.wrong))
-    found = list(right)
-    for head in np.flatnonzero(wrong.any(1)).tolist():
-        fits = [other for other in range(g) if _gives(problem, function(x, kv[:, [other] * h]), there, near, head)]
-        if len(fits) != 1:
+    found, heads = list(right), np.flatnonzero(wrong.any(1)).tolist()
+    fits: dict[int, list[int]] = {head: [] for head in heads}
+    for other in range(g):
+        made = function(x, kv[:, [other] * h])
+        for head in heads:
+            if _gives(problem, made, there, near, head):
+                fits[head].append(other)
+    for head, others in fits.items():
+        if len(others) != 1:
             return
-        found[head] = fits[0]
+        found[head] = others[0]
     if found != right:
         yield _solved(problem, right, found)
 
