@@ -86,7 +86,7 @@ class Noise:
         alike = self.alike if self.sigma.numel() % self.alike == 0 else 1
         each = self.sigma.flatten() if alike == 1 else torch.linalg.vector_norm(self.sigma.reshape(-1, alike), dim=1)
         largest = float(each.amax()) if each.numel() else 0.0
-        together = max(float(torch.linalg.vector_norm(each)), largest)  # squares may be too small for a number
+        together = max(float(torch.linalg.vector_norm(each.double())), largest)  # squares may be too small for a number
         rare = -math.log(LUCK) * (largest / together) ** 2 if largest else 0.0
         return max(_MARGIN, 1 + 2 * math.sqrt(rare) + 2 * rare)
 
