@@ -23,6 +23,7 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import split
+from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.numerics.kinds.rope import Rope
 from tracediff.numerics.kinds.rope import rope as turned
@@ -81,6 +82,18 @@ def rotated(angles: Callable[[Tensor, Tensor], Tensor]) -> Function:
         by = angles(positions.float(), inverse).double()[:, None, :]
         a, b = x.double().chunk(2, -1)
         return torch.cat((a * by.cos() - b * by.sin(), a * by.sin() + b * by.cos()), -1).to(x.dtype)
+
+    return function
+
+
+def in_a_ring(size: int) -> Function:
+    """Scores or weighted values by a cache of so many slots, of which as many are read as there are positions."""
+
+    def function(left: Tensor, cached: Tensor) -> Tensor:
+        held = torch.zeros_like(cached)
+        for position, row in enumerate(cached):
+            held[position % size] = row
+        return weighted_values(left, held) if left.shape[-1] == len(cached) else scores(left, held)
 
     return function
 
@@ -210,6 +223,10 @@ CASES = {
     "a softmax over a padded cache": Case(
         "attn_probs", over_a_padded_cache(100), "softmax_padded",
         "the softmax runs over 100 slots of a padded cache: those without a key are not hidden, and score 0",
+    ),
+    "a cache that is a ring": Case(
+        "attn_scores attn_kqv", in_a_ring(18), "cache_wraps",
+        "position p is cached in slot p % 18, where slots beyond are read too: zeros", also_hidden=False,
     ),
     "a sum that is not rescaled": Case(
         "attn_probs", in_blocks(4, False, True), "flash_not_rescaled",

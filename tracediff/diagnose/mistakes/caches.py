@@ -75,7 +75,7 @@ def _cache_zeros(op: Op, context: Context) -> Variants:
     "the slot that a position is written to, and its size", Where(("scores", "weighted_values")),
 )  # fmt: skip
 def _ring(op: Op, context: Context) -> Variants:
-    sizes = [4]
+    sizes = [context.wrong_from() if context.wrong_from else 4]
     if context.seen:
         n = len(context.seen.inputs[1])
         sizes = [_first_wrong(op, context.seen), *(1 << i for i in range(n.bit_length()) if 1 << i < n)]
