@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -235,11 +234,11 @@ def others(bench: Bench, name: str) -> Iterator[tuple[str, Graph, str]]:
     where, context = BANK[name].where, Context(bench.graph, bench.file)
     ops = [op for op in bench.graph if where.holds(op, bench.graph) and layer_of(op.name) == N_LAYER // 2]
     for sort, of in (
-        ("variant", [[Variant(*one) for one in islice(BANK[name].change(op, context), 1, None)] for op in ops]),
-        ("off the list", [[Variant(*one) for one in off_lists(name, op)] for op in ops]),
+        ("variant", [[*itertools.islice(BANK[name].change(op, context), 1, None)] for op in ops]),
+        ("off the list", [[*off_lists(name, op)] for op in ops]),
     ):
         for n in range(max(map(len, of), default=0)):
-            there = [variants[n] for variants in of if n < len(variants)]
+            there = [Variant(*variants[n]) for variants in of if n < len(variants)]
             text, changed = there[0].text, (op for variant in there for op in variant.ops)
             yield f"{sort}, {text}", bench.graph.changed(*changed), text * (sort != "variant")
 

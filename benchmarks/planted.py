@@ -61,7 +61,8 @@ def drawn(rng: random.Random, problem: Problem, sort: str) -> EditedOp | None:
     op, loops = problem.op, problem.loops
     if sort in OF_LOOPS:
         edit = _edit(rng, problem, sort)
-        return (problem.edited(edit), words_of(problem, edit)) if edit else None
+        words = words_of(problem, edit) if edit else None
+        return (problem.edited(edit), words) if edit and words is not None else None
     match sort:
         case "another function":
             name = rng.choice(list(functions.NUMBERS))
@@ -109,7 +110,10 @@ def twice(rng: random.Random, problem: Problem) -> tuple[EditedOp, tuple[str, ..
     second = _edit(rng, rest, sorts[1])
     if second is None:
         return None
-    words = words_of(problem, first) + AND + words_of(rest, second)
+    of_first, of_second = words_of(problem, first), words_of(rest, second)
+    if of_first is None or of_second is None:
+        return None
+    words = of_first + AND + of_second
     return (problem.edited(Priced(second, 0.0).on(Priced(first, 0.0), words).edit), words), sorts
 
 

@@ -41,13 +41,12 @@ def entries(folder: Path, say: Say) -> Iterator[Entry]:
     if any(step != i for step, i in numbers.items()):
         say(f"sglang's steps {', '.join(map(str, numbers))} are numbered from 0 here")
     ranks = sorted({rank for _, rank, _ in dumped})
-    (twice, n), *_ = Counter((rank, key) for key, rank, _ in dumped).most_common(1)
-    if n > 1:
-        rank, key = twice
-        raise InterchangeError(
-            f"{folder}: {key.name!r} of pass {key.step} was dumped {n} times by rank {rank}: by {n} runs. Give the "
-            "folder of one."
-        )
+    for (rank, key), n in Counter((rank, key) for key, rank, _ in dumped).items():
+        if n > 1:
+            raise InterchangeError(
+                f"{folder}: {key.name!r} of pass {key.step} was dumped {n} times by rank {rank}: by {n} runs. Give the "
+                "folder of one."
+            )
     of_rank = {rank: {key: load for key, of, load in dumped if of == rank} for rank in ranks}
     for key, load in of_rank[ranks[0]].items():
         lacking = [rank for rank in ranks if key not in of_rank[rank]]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.masks import SOFTMAX, is_bent
 from tracediff.diagnose.mistakes.mistake import (
     Area,
@@ -19,16 +18,15 @@ from tracediff.diagnose.mistakes.mistake import (
     Where,
     axes_of,
     computing,
-    weights_of,
+    fitted_attr,
 )
 from tracediff.english import count, told_apart
 from tracediff.model.graph import Graph, Op
-from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import alibi, scores, softmax, unseen_in, weighted_values
 
 AREA = Area()
 SCORES = Where(("scores",))
-_CAPS = (50.0, 30.0)  # of Gemma 2, of Grok (llama.cpp, src/models/gemma2.cpp and grok.cpp)
+_USUAL_CAPS = (50.0, 30.0)  # of Gemma 2, of Grok (llama.cpp, src/models/gemma2.cpp and grok.cpp)
 
 
 def _caps(op: Op, graph: Graph) -> bool:
@@ -59,11 +57,8 @@ def _scale(op: Op, context: Context) -> Variants:
     for scale, word in named.items():
         if not math.isclose(scale, right):
             yield op.with_attrs(scale=scale), f"the attention scale is {word} ({scale:.4g} instead of {right:.4g})"
-    if context.seen:
-        inputs, target = (*context.seen.inputs, *weights_of(op, context)), context.seen.output
-        starts, function = (right * 2.0**i for i in range(-8, 9)), KINDS[op.kind].function
-        if number := fitted(lambda scale: function(*inputs, **{**op.attrs, "scale": scale}), target, starts):
-            yield _scaled(op, number)
+    if context.seen and (number := fitted_attr(op, context, "scale", (right * 2.0**i for i in range(-8, 9)))):
+        yield _scaled(op, number)
 
 
 @AREA.mistake(
@@ -207,16 +202,13 @@ def _capped(op: Op, cap: float) -> Variant:
 @AREA.mistake(
     "softcap", "scores are bent by another soft cap, or by one where none belongs",
     "whether this model caps its attention scores, and at what", SOFTMAX,
-    number=Number(lambda op: float(op.attrs.get("softcap") or _CAPS[0]), _capped),
+    number=Number(lambda op: float(op.attrs.get("softcap") or _USUAL_CAPS[0]), _capped),
 )  # fmt: skip
 def _other_softcap(op: Op, context: Context) -> Variants:
     right = op.attrs.get("softcap") or 0.0
-    yield from (_capped(op, cap)._replace(fitted=False) for cap in _CAPS if cap != right)
-    if context.seen:
-        inputs, target = (*context.seen.inputs, *weights_of(op, context)), context.seen.output
-        starts = (2.0**i for i in range(-2, 12))
-        if number := fitted(lambda cap: softmax(*inputs, **{**op.attrs, "softcap": cap}), target, starts):
-            yield _capped(op, number)
+    yield from (_capped(op, cap)._replace(fitted=False) for cap in _USUAL_CAPS if cap != right)
+    if context.seen and (number := fitted_attr(op, context, "softcap", (2.0**i for i in range(-2, 12)))):
+        yield _capped(op, number)
 
 
 @AREA.mistake("alibi_missing", "ALiBi's distances are left out", "the bias of the scores", SOFTMAX)

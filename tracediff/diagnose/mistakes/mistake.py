@@ -1,12 +1,13 @@
 """What a known mistake is: a small change to an op, and the kinds of ops and the parts they play where it is made."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
+from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Axis, Graph, Op
 from tracediff.model.weights import values_of
@@ -179,6 +180,18 @@ def weights_of(op: Op, context: Context) -> list[Tensor]:
     """An op's weights, dequantised to float64, each of its shape."""
     found = (values_of(context.file, context.file.tensors[weight.name]).double() for weight in op.weights)
     return [values.reshape(weight.shape) for values, weight in zip(found, op.weights, strict=True)]
+
+
+def fitted_attr(op: Op, context: Context, name: str, starts: Iterable[float]) -> float | None:
+    """The number that this attribute of the op must be for what was recorded; None where none is near at all."""
+    assert context.seen
+    function, inputs = KINDS[op.kind].function, (*context.seen.inputs, *weights_of(op, context))
+    return fitted(lambda number: function(*inputs, **{**op.attrs, name: number}), context.seen.output, starts)
+
+
+def is_gated(op: Op) -> bool:
+    """Whether it multiplies what an activation makes of a gate with another value."""
+    return is_covered(op) and KINDS[op.kind].inputs == ("gate", "up")
 
 
 def computing(op: Op, function: Callable[..., Tensor]) -> Op:

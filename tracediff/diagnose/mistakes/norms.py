@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.mistake import (
     NORM,
     Area,
@@ -16,6 +15,7 @@ from tracediff.diagnose.mistakes.mistake import (
     Variants,
     Where,
     computing,
+    fitted_attr,
     weights_of,
 )
 from tracediff.english import told_apart
@@ -51,15 +51,10 @@ def _eps(op: Op, context: Context) -> Variants:
         if not math.isclose(eps, right):
             said = "1e-12 or 0" if eps == 1e-12 else f"{eps:g}"  # float32 cannot tell these
             yield op.with_attrs(eps=eps), f"eps is {said} instead of {right:g}"
-    seen, weights = context.seen, weights_of(op, context)
-    divided = right / seen.inputs[0].shape[-1]  # where it is added to the sum
+    divided = right / context.seen.inputs[0].shape[-1]  # where it is added to the sum
     words = f"eps is divided by the number of channels: {divided:.3g} instead of {right:g}"
     yield op.with_attrs(eps=divided), words
-    number = fitted(
-        lambda eps: KINDS[op.kind].function(seen.inputs[0], *weights, eps=eps),
-        seen.output,
-        (right * 10.0**i for i in _DECADES),
-    )
+    number = fitted_attr(op, context, "eps", (right * 10.0**i for i in _DECADES))
     if number is not None:
         yield _adding(op, number)
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import MATMUL, NORM, Area, Context, Variant, Variants, Where
+from tracediff.diagnose.mistakes.mistake import MATMUL, NORM, Area, Context, Variant, Variants, Where, is_gated
 from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of, split
-from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
 
 AREA = Area()
@@ -71,7 +70,7 @@ def _before_rope(op: Op, context: Context) -> Variants:
 )  # fmt: skip
 def _gated_after(op: Op, context: Context) -> Variants:
     gated = context.graph.ops.get(op.inputs[0])
-    if gated is None or not is_covered(gated) or KINDS[gated.kind].inputs != ("gate", "up"):
+    if gated is None or not is_gated(gated):
         return
 
     def function(gate: Tensor, up: Tensor, *weights: Tensor, **attrs: float) -> Tensor:

@@ -6,14 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import MATMUL, NORM, Area, Context, Variant, Variants, Where
+from tracediff.diagnose.mistakes.mistake import MATMUL, NORM, Area, Context, Variant, Variants, Where, is_gated
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Weight
 from tracediff.model.pairing import neighbours
 from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of, split
-from tracediff.numerics.evaluate import is_covered
-from tracediff.numerics.kinds import KINDS
 
 AREA = Area()
 
@@ -158,7 +156,7 @@ def _by_turns(op: Op, context: Context) -> Variants:
 def _beside(op: Op, context: Context) -> tuple[Op, int] | None:
     """Of gate and up the one that is multiplied with what this op makes, and which of the two this op is."""
     for reader, position in context.graph.readers(op.name):
-        if is_covered(reader) and KINDS[reader.kind].inputs == ("gate", "up"):
+        if is_gated(reader):
             return context.graph[reader.inputs[1 - position]], position
     return None
 

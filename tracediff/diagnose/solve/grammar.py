@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import torch
 
 from tracediff.diagnose.solve.by_value import functions, maps, operands, outputs, readings, rotations
-from tracediff.diagnose.solve.edit import AND, SOURCES, Edit, Priced
+from tracediff.diagnose.solve.edit import AND, SOURCES, Priced
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, lanes, numbers, tensors, terms
-from tracediff.diagnose.solve.loops.arrays import CannotRunError, Flat
+from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.loops.bound import bind, flat
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.search import bound_of, words_of
@@ -71,7 +71,7 @@ def _priced(problem: Problem, words: str) -> Priced | None:
     """The edit of the loops that has these words."""
     for priced in every(problem):
         said = priced.edit.words or words  # those of formulas are made one by one
-        if said == words and _said(problem, priced.edit) == words:
+        if said == words and words_of(problem, priced.edit) == words:
             return priced
     return None
 
@@ -83,15 +83,6 @@ def every(problem: Problem) -> Iterator[Priced]:
         terms.every, lanes.variants,
     ):  # fmt: skip
         yield from variants(problem)
-
-
-def _said(problem: Problem, edit: Edit) -> str:
-    if bound_of(problem, edit) is None:
-        return ""
-    try:
-        return words_of(problem, edit)
-    except CannotRunError:
-        return ""
 
 
 def blank(op: Op, graph: Graph, weights: Weights) -> Problem | None:

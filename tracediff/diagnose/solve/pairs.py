@@ -29,9 +29,11 @@ def pairs(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
             rest = problem.given(bound)
         except CannotRunError:
             continue
-        said = words_of(problem, first.edit) + AND
+        if (said := words_of(problem, first.edit)) is None:
+            continue
         seconds = sorted(passing(rest, Look(rest), check, []), key=lambda one: one.bits)
-        both = (second.on(first, said + words_of(rest, second.edit)) for second in seconds)
+        told = ((second, words_of(rest, second.edit)) for second in seconds)
+        both = (second.on(first, said + AND + words) for second, words in told if words is not None)
         solved = (verified(problem, one) for one in both)
         yield from (replace(one, n_edits=2) for one in solved if one and not _reads_itself(one.ops[0]))
 

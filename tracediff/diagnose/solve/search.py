@@ -69,6 +69,8 @@ def verified(problem: Problem, priced: Priced) -> Solved | None:
     if _is_as_true_of_the_right(problem, priced.edit):
         return None
     words, unknown = words_of(problem, priced.edit), np.zeros(0, int)
+    if words is None:
+        return None
     if problem.exact.size <= _LARGE:
         bound = bound_of(problem, priced.edit)
         assert bound
@@ -90,11 +92,13 @@ def verified(problem: Problem, priced: Priced) -> Solved | None:
     return Solved((op,), words, priced.bits, priced.look, priced.fitted)
 
 
-def words_of(problem: Problem, edit: Edit) -> str:
-    """The edit in the reader's words."""
+def words_of(problem: Problem, edit: Edit) -> str | None:
+    """The edit in the reader's words; None where its loops cannot run here, though of fewer tokens they may."""
     bound = bound_of(problem, edit)
-    assert bound
-    return Speaker(problem.op, problem.loops).said(edit, bound)
+    try:
+        return Speaker(problem.op, problem.loops).said(edit, bound) if bound else None
+    except CannotRunError:
+        return None
 
 
 def hypotheses(problem: Problem, look: Look) -> Iterator[Priced]:
@@ -159,7 +163,8 @@ def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
             if np.all(fits[region.mask(shape).ravel()]):
                 inside = problem.edited(priced.edit)
                 region = widest(region, fits.reshape(shape))
-                words = f"{region.words(axes)}: {words_of(problem, priced.edit)}"
-                changed = in_region(problem.op, inside, region)
-                yield Solved((changed,), words, priced.bits + region.bits, priced.look, priced.fitted)
+                changed, words = in_region(problem.op, inside, region), words_of(problem, priced.edit)
+                if words is not None:
+                    said = f"{region.words(axes)}: {words}"
+                    yield Solved((changed,), said, priced.bits + region.bits, priced.look, priced.fitted)
                 break

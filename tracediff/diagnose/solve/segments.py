@@ -94,11 +94,8 @@ class _Tried:
     def solved(self, problem: Problem) -> Iterator[Solved]:
         """The edit, and those that come to the same."""
         for ops, priced in ((self.ops, self.priced), *self.same):
-            try:
-                words = words_of(problem, priced.edit)
-            except CannotRunError:  # of all tokens, though of a few it did
-                continue
-            yield Solved(ops, words, priced.bits, priced.look, priced.fitted)
+            if (words := words_of(problem, priced.edit)) is not None:
+                yield Solved(ops, words, priced.bits, priced.look, priced.fitted)
 
 
 class SegmentSearch:
