@@ -23,6 +23,7 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import split
+from tracediff.numerics.arithmetic import scheme_named
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.numerics.kinds.rope import Rope
@@ -226,7 +227,7 @@ CASES = {
     ),
     "a cache that is a ring": Case(
         "attn_scores attn_kqv", in_a_ring(18), "cache_wraps",
-        "position p is cached in slot p % 18, where slots beyond are read too: zeros", also_hidden=False,
+        "position p is cached in slot p % 18, where slots beyond are read too: zeros",
     ),
     "a sum that is not rescaled": Case(
         "attn_probs", in_blocks(4, False, True), "flash_not_rescaled",
@@ -367,6 +368,19 @@ def test_blocks_misread_in_all_matmuls_are_named_behind_hidden_states(models: Mo
     path = traced(graph, file, tmp_path / "whole.trace", TOKENS)
     found = said(some_of(path, tmp_path / "some.trace", lambda op: split(op)[1] in COARSE), model)
     assert {name for name, _ in found} == {"block_minimum"}
+
+
+def test_a_ring_is_no_window_where_sound_records_show_that_no_rounding_turns(models: Models, tmp_path: Path) -> None:
+    """A window leaves less than the floor of 8-bit blocks allows, and all that the ring has besides."""
+    model, size = models("k-quants", "Q8_0"), len(TOKENS) + 4
+    file = GGUFFile(model)
+    graph = build_graph(file)
+    wrong = [replace(op, function=in_a_ring(size)) for op in graph if op.kind in ("scores", "weighted_values")]
+    scheme = scheme_named("llama.cpp")
+    path = traced(graph.changed(*wrong), file, tmp_path / "whole.trace", TOKENS, 7, scheme)
+    found = said(some_of(path, tmp_path / "some.trace", lambda op: split(op)[1] in COARSE), model)
+    words = f"attn_scores, attn_kqv: position p is cached in slot p % {size}, where slots beyond are read too: zeros"
+    assert found == {("cache_wraps", words)}
 
 
 @pytest.mark.parametrize("terms", [False, True])

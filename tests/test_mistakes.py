@@ -25,6 +25,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
 from tracediff.model.model import Model
 from tracediff.model.weights import Weights
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.names import split
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.views import seen
@@ -59,10 +60,17 @@ PLANTED = {
 }  # fmt: skip
 
 
-def traced(graph: Graph, file: GGUFFile, out: Path, tokens: tuple[int, ...] = TOKENS, n_decode: int = 2) -> Path:
-    """A trace of the torch engine in float32."""
+def traced(
+    graph: Graph,
+    file: GGUFFile,
+    out: Path,
+    tokens: tuple[int, ...] = TOKENS,
+    n_decode: int = 2,
+    scheme: Scheme | None = None,
+) -> Path:
+    """A trace of the torch engine in float32, which may round as a scheme says."""
     with TraceWriter(out, "torch", graph.hparams.arch) as writer:
-        engine, recorder = TorchEngine(graph, Weights(file, torch.float32)), TensorWriter(writer)
+        engine, recorder = TorchEngine(graph, Weights(file, torch.float32), scheme), TensorWriter(writer)
         engine.run(0, StepInput(tokens, tuple(range(len(tokens)))), recorder)
         for step in range(1, n_decode + 1):
             last = int(engine.logits[-1].argmax())

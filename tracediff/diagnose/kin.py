@@ -17,13 +17,16 @@ from tracediff.diagnose.trials import Trials
 from tracediff.names import split
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
-from tracediff.replay.score import judge, score
+from tracediff.replay.score import NOTHING, judge, score
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 
 # Of the squared error in other rows what is wrong leaves no more, where one row is soon suited: by a number, which it
 # tells to a few digits, or in a choice of a few.
 _TOLD = 1e-3
+# Ways to choose the records in which roundings turned of all that there are, be they as likely in one as in another:
+# that it is these very ones is a chance of one in so many.
+_RARELY = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,11 @@ class Kin:
         fitted = len(found.parts) == 1 and found.parts[-1].fitted and found.parts[-1].number is None
         here = any(op.name in one.error.segment for op in found.ops)
         if not (here or fitted or SOLVED in found.mistakes or found.may_turn):
-            yield from self.trials.together(found.parts, one.record, one.error)
-        elif there := carried(found, self.replay.graph, one.error.segment):
+            alike = [*self.trials.together(found.parts, one.record, one.error)]
+            yield from alike
+            if alike:  # else the number follows from the record: of a ring, the position from which it is wrong
+                return
+        if there := carried(found, self.replay.graph, one.error.segment):
             before = math.inf if found.may_turn else to_beat(one.error)
             yield replace(there, local=self.replay.under(one.record, there.ops, before))
 
@@ -135,7 +141,27 @@ class Kin:
         """Whether it explains the record, and no other step contradicts it."""
         pays = is_paid or tried.pays(one.error)
         in_some = tried.in_some_steps and not self._is_choice(one.record)
-        return pays and (in_some or not self._contradicted(tried, one.record))
+        return pays and (in_some or not self._contradicted(tried, one.record)) and not self._is_unlikely(tried, one)
+
+    def _is_unlikely(self, tried: Hypothesis, one: Faulty) -> bool:
+        """Whether roundings that turned would have to make up for what it leaves in every record with the mistake, and
+        turned in none without it.
+
+        The floor of a segment allows for a few that turn. Where it hid what a cache that wraps at 40 slots has besides
+        a window of 40, that window was believed: it left 1e-4, and sound steps and layers 5e-15.
+        """
+        if len(one.error.segment) == 1 or tried.left <= NOTHING or tried.may_turn:
+            return False
+        name = split(one.record.op)[1]
+        alike = (x for (_, op), x in self.errors.items() if split(op)[1] == name and len(x.segment) > 1)
+        n_quiet = sum(x.judgement == "sound" and x.nmse <= NOTHING < x.floor for x in alike)
+        for n_loud, other in enumerate((one, *(other for other in self.some if other != one)), 1):
+            left = (same.left for same in self._tried(tried, other)) if other != one else (tried.left,)
+            if min(left, default=0.0) <= NOTHING:
+                return False
+            if math.comb(n_quiet + n_loud, n_loud) >= _RARELY:
+                return True
+        return False
 
     def _is_choice(self, record: OpRecord) -> bool:
         return KINDS[self.replay.graph[record.op].kind].picks is not None

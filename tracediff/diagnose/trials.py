@@ -126,14 +126,17 @@ class Trials:
         return Seen(known.inputs, known.recorded, known.arithmetic.exponential)
 
     def _wrong_from(self, record: OpRecord) -> int:
-        """The position of the first token whose values are wrong; 0 where that cannot be told."""
+        """The position of the first token whose values are wrong, or, where none is beyond its bound, of the one that is
+        nearest to it; 0 where that cannot be told.
+        """
         key, axes = (record.step, record.op), self._replay.graph[record.op].axes
         if key not in self._firsts:
             known, positions = self._replay.known(record), self._replay.trace.steps[record.step].positions
             if "T" in axes and known.exact.ndim == len(axes):
-                wrong = ((known.recorded - known.exact).abs() > known.bound).movedim(axes.index("T"), 0)
+                excess = ((known.recorded - known.exact).abs() / known.bound).movedim(axes.index("T"), 0)
+                most = excess.flatten(1).nan_to_num(math.inf).amax(1).cpu()
                 rows = torch.tensor([positions[row] for row in record.rows or range(len(positions))])
-                self._firsts[key] = min(rows[wrong.flatten(1).any(1).cpu()].tolist(), default=0)
+                self._firsts[key] = int(rows[most >= min(1.0, float(most.max()))].min())
             else:
                 self._firsts[key] = 0
         return self._firsts[key]
