@@ -25,8 +25,8 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
 from tracediff.model.model import Model
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import Scheme
 from tracediff.names import split
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.views import seen
 from tracediff.pipeline import check_trace, compare_traces

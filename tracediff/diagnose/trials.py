@@ -126,8 +126,8 @@ class Trials:
         return Seen(known.inputs, known.recorded, known.arithmetic.exponential)
 
     def _wrong_from(self, record: OpRecord) -> int:
-        """The position of the first token whose values are wrong, or, where none is beyond its bound, of the one that is
-        nearest to it; 0 where that cannot be told.
+        """The position of the first token whose values are wrong, or, where none is beyond its bound, of the one
+        that is nearest to it; 0 where that cannot be told.
         """
         key, axes = (record.step, record.op), self._replay.graph[record.op].axes
         if key not in self._firsts:
