@@ -246,6 +246,38 @@ def test_options_of_another_engine(
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("compare T T --model M --plan --json out.json", "--json is of the verdict, and --plan prints what would be"),
+        ("check T --model M --plan --resolve 1e-6", "--resolve is of the verdict, and --plan prints what would be"),
+        ("compare T T T --explain output", "--explain shows an op of one candidate. Compare two traces."),
+        ("self T T --fault eps", "--fault says how --engine is run. Give that as well, and a GGUF file."),
+        ("self T T --tokens 1,2", "--tokens says how --engine is run. Give that as well, and a GGUF file."),
+        ("self M --engine torch --model M", "--model is for two traces; with --engine the GGUF file comes first"),
+        ("self M T --engine torch", "--engine makes the traces itself. Give the GGUF file alone."),
+        ("inspect M M", "besides a model nothing is listed. Inspect one at a time."),
+        ("inspect M --graph --skeleton", "--graph and --skeleton are two listings of a model. Give one of them."),
+        ("ci T --model M --until 2030-12-31", "--until is until when --accept lets pass what is found."),
+        ("ci T --model M --update --accept why", "--update tightens the lock and --accept loosens it. Give one"),
+        ("ci --model M", "--model is that of a trace. Give TRACE, or leave it to the configuration."),
+    ],
+)
+def test_an_option_that_would_not_be_heeded(
+    command: str,
+    message: str,
+    trace: Path,
+    model: Path,
+    tmp_path: Path,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = {"T": trace, "M": model}
+    assert message in refused(*(words.get(word, word) for word in command.split()))
+    assert not [*tmp_path.iterdir()]
+
+
 def test_the_last_tolerance_of_an_op_counts(
     trace: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracediff.cli.formats import Formats
-from tracediff.cli.options import EffortOptions, Require, Resolve, Tolerance, grouped, policy_of
+from tracediff.cli.options import EffortOptions, Require, Resolve, Tolerance, grouped, policy_of, refuse
 from tracediff.cli.output import ended, print_report, progress_bars, say
 from tracediff.errors import TracediffError
 
@@ -24,6 +24,7 @@ _DAYS = 90  # that a known cause is accepted for
 
 @grouped
 def ci(
+    context: typer.Context,
     trace: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -55,6 +56,12 @@ def ci(
     from tracediff.ci.lock import read, write
     from tracediff.report.ci import render, render_json
 
+    if accept is None:
+        refuse(context, ["until"], "is until when --accept lets pass what is found. Give that as well.")
+    elif update:
+        raise TracediffError("--update tightens the lock and --accept loosens it. Give one of them.")
+    if not trace:
+        refuse(context, ["model", "reference"], "is that of a trace. Give TRACE, or leave it to the configuration.")
     found = project(config)
     if trace:
         found = replace(found, cases=(Case(trace[0].stem, tuple(trace), model, reference),))

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,6 +25,7 @@ from tracediff.cli.options import (
     Tolerance,
     grouped,
     policy_of,
+    refuse,
 )
 from tracediff.cli.output import MATCH, check_json, print_listing, progress_bars, say, show
 from tracediff.errors import TracediffError
@@ -38,8 +39,13 @@ if TYPE_CHECKING:
     from tracediff.trace.runs import Paths
 
 
+_VERDICT = ("tolerance", "require", "allow", "resolve", "explain", *(field.name for field in fields(Formats)))
+_NO_VERDICT = "is of the verdict, and --plan prints what would be judged and how. Leave one of the two out."
+
+
 @grouped
 def compare(
+    context: typer.Context,
     reference: Annotated[Path, typer.Argument(help="The trace that is right.")],
     candidate: Annotated[Path, typer.Argument(help="The trace to judge.")],
     others: Annotated[
@@ -70,8 +76,10 @@ def compare(
     if not 2 <= len(runs) <= 3:
         raise TracediffError(f"{len(runs)} runs to compare: give two, or three. The traces of a run's ranks are one.")
     if plan:
+        refuse(context, _VERDICT, _NO_VERDICT)
         return _show_plan([*zip(runs, (None, arithmetic, None), strict=False)], model)
     if runs[2:]:
+        refuse(context, ["explain"], "shows an op of one candidate. Compare two traces.")
         return _compare_three((runs[0], runs[1], runs[2]), model, policy, effort, arithmetic, formats)
     if arithmetic and not model:
         raise TracediffError("--arithmetic is that of the replay, which needs the GGUF file: give --model as well.")
@@ -115,6 +123,7 @@ def _compare_three(
 
 @grouped
 def self_(
+    context: typer.Context,
     a: Annotated[Path, typer.Argument(metavar="A", help="A trace of the engine; with --engine a GGUF file.")],
     b: Annotated[
         list[Path] | None,
@@ -142,9 +151,13 @@ def self_(
     if engine:
         from tracediff.model.hparams import parse_tokens
 
+        if b:
+            raise TracediffError(f"self {a} {b[0]}: --engine makes the traces itself. Give the GGUF file alone.")
+        refuse(context, ["model"], "is for two traces; with --engine the GGUF file comes first, alone.")
         formats.check(a)
         options: dict[str, Any] = {"dtype": dtype, "device": spent.device, "faults": tuple(fault or ())}
         return _each_way(a, engine, parse_tokens(tokens), options, policy, effort, formats)
+    refuse(context, ["tokens", "dtype", "fault"], "says how --engine is run. Give that as well, and a GGUF file.")
     runs = runs_of([a, *(b or ())])
     if len(runs) != 2:
         raise TracediffError(
@@ -226,6 +239,7 @@ def _explained(result: "Result", op: str | None, code: int) -> int:
 
 @grouped
 def check(
+    context: typer.Context,
     trace: ToJudge,
     model: MadeWith,
     arithmetic: ArithmeticOption = None,
@@ -241,6 +255,7 @@ def check(
 
     formats.check(*trace, model, explain=explain)
     if plan:
+        refuse(context, _VERDICT, _NO_VERDICT)
         return _show_plan([(trace, arithmetic)], model)
     with progress_bars() as progress:
         policy = policy_of(require=require, resolve=resolve)

@@ -96,6 +96,10 @@ def inspect(
         )
     if graph and not is_model:
         raise TracediffError("--graph is of a model. tracediff inspect MODEL --graph")
+    if graph and skeleton:
+        raise TracediffError("--graph and --skeleton are two listings of a model. Give one of them.")
+    if is_model and paths[1:]:
+        raise TracediffError(f"{paths[1]}: besides a model nothing is listed. Inspect one at a time.")
     if is_model:
         from tracediff.model.families import load_graph
 

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -143,6 +143,14 @@ def grouped(command: Callable[..., int]) -> Callable[..., int]:
     with_options.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     with_options.__annotations__ = {one.name: one.annotation for one in options}
     return with_options
+
+
+def refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Raises TracediffError for the first of these options that was given: nothing would come of it, `why` says."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise TracediffError(f"--{name.replace('_', '-')} {why}")
 
 
 def policy_of(

@@ -20,10 +20,10 @@ from tracediff.cli.options import (
     PromptText,
     TraceOut,
     grouped,
+    refuse,
 )
 from tracediff.cli.output import MATCH, progress_bars, say
 from tracediff.cli.prompts import ids_of, passes_after, prompt_of, show_tokens
-from tracediff.errors import EngineError
 
 # Of which engines `trace` takes an option; what is in none of these is for all.
 _OPTIONS = {
@@ -36,12 +36,9 @@ _OPTIONS = {
 def _refuse_options_of_others(context: typer.Context, engine: str) -> None:
     for name in context.params:
         takers = [taker for taker, names in _OPTIONS.items() if name in names]
-        source = context.get_parameter_source(name)
-        if takers and engine not in takers and source is not None and source.name == "COMMANDLINE":
-            raise EngineError(
-                f"--{name.replace('_', '-')} is for --engine {' or '.join(takers)}; this is {engine}, which would not "
-                "heed it. Leave it out."
-            )
+        if takers and engine not in takers:
+            why = f"is for --engine {' or '.join(takers)}; this is {engine}, which would not heed it. Leave it out."
+            refuse(context, [name], why)
 
 
 @grouped
