@@ -16,7 +16,7 @@ from browser import CHROMIUM, Browser
 
 from tracediff.printable import printable
 from tracediff.report import html
-from tracediff.result import Finding, OpResult, Result, Said
+from tracediff.result import Finding, OpResult, Result, Said, worst_case
 
 TRACES = Path(__file__).parent.parent / "traces"
 sys.path.insert(0, str(TRACES))
@@ -88,6 +88,17 @@ def test_the_page_is_whole_and_says_what_the_terminal_says(case: str) -> None:
     assert [*zip(ops["op"], ops["step"], ops["status"], strict=True)] == [
         (op.op, op.step, op.status) for op in result.ops
     ]
+
+
+def test_of_several_cases_the_page_is_of_the_worst() -> None:
+    """One that is undecided stands before one that diverged."""
+    diverged = make.compare("rope-pairing")
+    undecided, match = replace(diverged, verdict="undecided"), replace(diverged, verdict="match")
+    assert diverged.verdict == "diverged"
+    cases = {"a": match, "b": undecided, "c": diverged, "d": diverged}
+    assert worst_case(cases) == ("c", diverged)
+    assert worst_case({"a": match, "b": undecided}) == ("b", undecided)
+    assert "<title>tracediff: c" in html.render(cases)
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_else_runs() -> None:

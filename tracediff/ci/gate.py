@@ -9,9 +9,8 @@ from datetime import date
 from tracediff.ci.lock import Accepted, Locked, Sort
 from tracediff.findings.places import of_names
 from tracediff.findings.words import are, by_name, listed, local_name, number
-from tracediff.result import Finding, Gate, Next, OpResult, Result, Said, Verdict
+from tracediff.result import Finding, Gate, Next, OpResult, Result, Said, worst_case
 
-_WORST_FIRST: tuple[Verdict, ...] = ("diverged", "undecided")
 _JUDGED = ("faulty", "inherited", "drift")
 UNKNOWN = "unknown"  # the name under which a cause is accepted that nobody knows
 # Floors follow from arithmetic and values, of which threads, BLAS and the order of sums change the last digits; what
@@ -166,9 +165,9 @@ def loosened(locked: Locked, result: Result, reason: str, until: date) -> Locked
 
 def joined(cases: Mapping[str, Result]) -> Gate:
     """All cases: diverged where any is, else undecided where any is."""
-    worst: Verdict = next((v for v in _WORST_FIRST if any(result.verdict == v for result in cases.values())), "match")
-    first, *others = (name for name, result in cases.items() if result.verdict == worst)
-    summary = cases[first].summary
+    first, result = worst_case(cases)
+    worst, summary = result.verdict, result.summary
+    others = [name for name, one in cases.items() if one.verdict == worst and name != first]
     if len(cases) > 1 and worst == "match":
         summary = f"nothing is worse than its lock in {len(cases)} cases."
     elif len(cases) > 1:

@@ -115,8 +115,9 @@ def report_all(results: "Mapping[str, Result]", listing: "Listing", formats: For
     """Several results with a table of them, and the report of the worst: the exit code that its verdict asks for."""
     from tracediff.report.json_report import render_all
     from tracediff.report.terminal import render
+    from tracediff.result import worst_case
 
-    worst = min(results.values(), key=lambda result: ("diverged", "undecided", "match").index(result.verdict))
+    _, worst = worst_case(results)
     if str(formats.json) != "-":
         print_listing(listing)
         if worst.verdict != "match":

@@ -10,6 +10,7 @@ from tracediff.result.whole import Coverage, Logits, Normal, Storage
 from tracediff.trace.format import Statistics
 
 Verdict = Literal["match", "diverged", "undecided"]
+_WORST_FIRST: tuple[Verdict, ...] = ("diverged", "undecided", "match")
 Reason = Literal["local", "drift", "weights", "unmatched"]
 
 
@@ -79,8 +80,8 @@ class Result:
 
 
 def worst_case(cases: Mapping[str, Result]) -> tuple[str, Result]:
-    """The first that is no match, by its name; the first of all where each is one."""
-    return next(((name, one) for name, one in cases.items() if one.verdict != "match"), next(iter(cases.items())))
+    """The first of those with the worst verdict, and its name."""
+    return min(cases.items(), key=lambda case: _WORST_FIRST.index(case[1].verdict))
 
 
 @dataclass(frozen=True, slots=True)
