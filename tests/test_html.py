@@ -98,7 +98,7 @@ def test_of_several_cases_the_page_is_of_the_worst() -> None:
     cases = {"a": match, "b": undecided, "c": diverged, "d": diverged}
     assert worst_case(cases) == ("c", diverged)
     assert worst_case({"a": match, "b": undecided}) == ("b", undecided)
-    assert "<title>tracediff: c" in html.render(cases)
+    assert "<title>tracediff: diverged</title>" in html.render(cases)
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_else_runs() -> None:

@@ -25,7 +25,7 @@ _OUTSIDE = "outside"
 
 
 def render(cases: Mapping[str, Result]) -> str:
-    """The page of the first case; the others, where there are several, by their summaries."""
+    """The page of the worst case; the others, where there are several, by their summaries."""
     name, result = worst_case(cases)
     css, js = (files("tracediff.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     policy = f"default-src 'none'; style-src {_hash(css)}; script-src {_hash(js)}; base-uri 'none'; form-action 'none'"
