@@ -206,6 +206,7 @@ def test_values_are_merged_row_by_row_and_channel_by_channel(of: Callable[[str],
     whole = merged.values(record)
     np.testing.assert_array_equal(merged.values(record, (1, 4)), whole[[1, 4]])
     np.testing.assert_array_equal(merged.values(record, channels=slice(5, 40)), whole[:, 5:40])
+    np.testing.assert_array_equal(merged.values(record, (1, 4), slice(5, 40)), whole[[1, 4], 5:40])
     scores = merged.ops[0, "blk.0.attn_scores"]
     np.testing.assert_array_equal(merged.values(scores, (2,)), merged.values(scores)[:, [2]])
 

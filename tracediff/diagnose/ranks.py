@@ -27,7 +27,7 @@ def explain_ranks(
 
     `by_side` are the results of all sides.
     """
-    groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    budget, groups = Budget(seconds), dict[tuple[int, tuple[int, ...]], list[int]]()
     for at, (side, op) in enumerate(found):
         if op.status != "faulty" or not op.local:
             continue
@@ -42,7 +42,6 @@ def explain_ranks(
         else:
             ranks = tuple(sorted({rank for between in faulty for rank in between.ranks()}))
             groups.setdefault((side, ranks), []).append(at)
-    budget = Budget(seconds)
     for done, ((side, ranks), places) in enumerate(groups.items()):
         told = within(progress, done, len(groups))
         explained = _explained(judged[side].replay, ranks, [op for _, op in found], places, told, budget)

@@ -41,13 +41,14 @@ class Ranks(Trace):
         self.cut = next((f"rank {rank}: {trace.cut}" for rank, trace in traces.items() if trace.cut), None)
         self.steps = min((trace.steps for trace in traces.values()), key=len)
         self.lines = {key: line for trace in reversed(traces.values()) for key, line in trace.lines.items()}
-        self._parted: int | None = None  # where in the order of `_all` copies begin to differ
+        self._parted: int | None = None  # where in the order of all keys copies begin to differ
         self._all: dict[Key, list[Part]] = {}
         for rank, trace in traces.items():
             held: dict[Any, Values] = {**trace.weights, **{k: r for k, r in trace.ops.items() if k[0] in self.steps}}
             for key, record in held.items():
                 self._all.setdefault(key, []).append(Part(rank, trace, record))
         self._placed()
+        self._order = {key: place for place, key in enumerate(self._all)}
         self._join(members)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -69,7 +70,7 @@ class Ranks(Trace):
                 signs.append(([rank], {**held}))
         if len(signs) == 1:
             return [self]
-        self._parted = next((i for i, key in enumerate(self._all) if self._differs(key, digests)), None)
+        self._parted = next((i for key, i in self._order.items() if self._differs(key, digests)), None)
         return [self.of(ranks) for ranks, _ in signs]
 
     def _differs(self, key: Key, digests: dict[int, dict[tuple[Key, Shard | None], bytes]]) -> bool:
@@ -105,7 +106,7 @@ class Ranks(Trace):
             return None if mine else []
         if shard.sum:  # where ranks' copies differ, their terms are of different sums
             of_tokens = isinstance(record, OpRecord) and kind_of(record.op) == "embedding"
-            differ = self._parted is not None and not of_tokens and [*self._all].index(_key(record)) > self._parted
+            differ = self._parted is not None and not of_tokens and self._order[_key(record)] > self._parted
             return [] if differ or mine[:1] != parts[:1] else None
         if {part.start for part in mine} == {part.start for part in parts}:
             return None
@@ -116,6 +117,9 @@ class Ranks(Trace):
         parts = self._chosen[_key(record)]
         if parts[0].shard is None:
             return parts[0].trace.values(parts[0].record, rows, channels)
+        if channels is not None and len(record.shape) == 2 and parts[0].shard.axis == 1:  # logits, a few columns
+            cuts = ((part, part.cut(channels)) for part in parts)
+            return np.concatenate([p.trace.values(p.record, rows, cut) for p, cut in cuts if cut], 1)
         values = to_float(self.stored(record), record.dtype or "f32")
         if rows is not None and isinstance(record, OpRecord):
             held = record.rows or range(record.shape[record.token_axis])

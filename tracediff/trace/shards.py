@@ -33,6 +33,12 @@ class Part:
         axis = self.shard.axis or 0 if self.shard else 0
         return (*(slice(None),) * axis, slice(self.start, self.start + self.record.shape[axis]))
 
+    def cut(self, of_whole: slice) -> slice | None:
+        """What a slice of the whole's axis is of this part's; None where it has nothing of that."""
+        size = self.record.shape[self.shard.axis or 0] if self.shard else 0
+        first, last = max(of_whole.start - self.start, 0), min(of_whole.stop - self.start, size)
+        return slice(first, last) if first < last else None
+
 
 def wrong(parts: Sequence[Part]) -> str | None:
     """Why these parts make no whole."""
