@@ -6,11 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import reproducers
 from conftest import TOKENS, Models
+from test_real_arithmetic import traced
 
+from tracediff.model.graph import Op
+from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
+from tracediff.numerics.kinds.norm import rms_norm
+from tracediff.reproduce import reproduce
 
 CASE = Path(__file__).parent.parent / "traces" / "three-faults"
 RIGHT = {
@@ -45,6 +51,28 @@ def test_mistakes_of_many_kinds(case: str, tmp_path: Path, models_folder: Path) 
     size, before, after, said = reproducers.reproduced(reproducers.CASES[case], tmp_path, models_folder)
     assert size <= 1_000_000
     assert (before, after) == (1, 0), said
+
+
+def test_it_is_made_with_the_weights_that_the_engine_holds(tmp_path: Path, models: Models) -> None:
+    """Norm weights in float16, recorded so, and a norm that is 1% too large."""
+
+    def scaled(op: Op) -> Op:
+        wrong = replace(op, function=lambda x, w, *, eps: 1.01 * rms_norm(x, w, eps=eps))
+        return wrong if "ffn_norm" in op.name else op
+
+    model = models("llama", "F32")
+    path = traced(model, tmp_path / "a.trace", change=scaled, held=in_float16)
+    reproduce(path, Model(model), "blk.1.ffn_norm", 0, tmp_path / "out")
+    with np.load(tmp_path / "out" / "data.npz") as data:
+        x, weight, right, bound = (data[key] for key in ("input0", "weight0", "right", "bound"))
+        assert (np.abs(data["recorded"] - right) > bound).all()
+    normed = x / np.sqrt(np.square(x.astype(float)).mean(-1, keepdims=True) + 1e-5)
+    assert (weight == weight.astype(np.float16)).all()
+    assert (np.abs(normed * weight - right) <= bound).all()
+
+
+def in_float16(name: str, values: np.ndarray) -> np.ndarray | None:
+    return values.astype(np.float16).astype(np.float32) if "norm" in name else None
 
 
 LONG = Shape("qwen2", n_layer=1, n_embd=128, n_head=8, n_head_kv=2, n_ff=128, n_ctx=512)

@@ -2,13 +2,15 @@
 
 import inspect
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from tracediff.audit.held import compare_weights, rounded_weights
 from tracediff.errors import OutputError, TracediffError
 from tracediff.files import refuse_foreign, replacing, write_text
 from tracediff.model.graph import Op
@@ -35,9 +37,9 @@ _MARK = b'"""A reproducer by tracediff'
 Arrays = dict[str, np.ndarray]
 
 
-def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path) -> str:
+def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path, arithmetic: str | None = None) -> str:
     """Write reproduce.py and data.npz of one record of a trace, or of those of all ranks of a run, whose parts are put
-    together; -> what is in them, in words.
+    together; -> what is in them, in words. It is judged as `check` does, under the `arithmetic` if given.
 
     Raises TracediffError where the op was not recorded, its inputs were not, it is sound, or it cannot be made small;
     OutputError, before any work, where the folder holds other files of these names.
@@ -52,7 +54,11 @@ def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path) ->
     path = trace.path
     if (step, name) not in trace.ops:
         raise TracediffError(f"{path}: it has no record {name} in step {step}. `tracediff inspect {path}` lists all.")
-    replays = replays_of(model, [Subject(side, {}) for side in trace.sides])
+    subjects = []
+    for side in trace.sides:
+        weights = compare_weights(None, side, model)
+        subjects.append(Subject(side, rounded_weights(weights, side, model), arithmetic))
+    replays = replays_of(model, subjects)
     judged = [one for one in judge_ops(replays, [name]) if one.record.step == step]
     if not judged:
         raise TracediffError(f"{name} in step {step} cannot be replayed. `tracediff check {path}` says why.")
@@ -74,8 +80,9 @@ def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path) ->
     table = np.unique(whole["input0"], return_inverse=True) if op.kind == "embedding" else None
     if table:  # of a table the rows that are read, under numbers of their own
         whole["input0"] = table[1].reshape(whole["input0"].shape).astype(np.float32)
-    weights = _weights(op, model, table[0] if table else None)
-    whole |= {f"weight{n}": values.astype(np.float32) for n, values in enumerate(weights)}
+    held = replay.weights
+    weights = [held.gather(w, torch.from_numpy(table[0]).long()) if table else held.load(w) for w in op.weights]
+    whole |= {f"weight{n}": values.float().numpy() for n, values in enumerate(weights)}
     data = _small(whole, op)
     script = _script(op, record.step, trace.header.engine, data, whole)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,16 +101,6 @@ def _packed(data: Arrays) -> bytes:
     file = io.BytesIO()
     np.savez_compressed(file, **data)  # type: ignore[arg-type]
     return file.getvalue()
-
-
-def _weights(op: Op, model: Model, tokens: np.ndarray | None) -> Iterator[np.ndarray]:
-    """What the op reads of each tensor: of stacked matrices its own, of a table the rows of these `tokens`."""
-    for weight in op.weights:
-        if tokens is not None:
-            yield model.tensors.rows(weight.name, [int(token) for token in tokens])
-            continue
-        values = model.tensors.get(weight.name).reshape(-1, *weight.shape[1:])
-        yield values[weight.first : weight.first + weight.shape[0]]
 
 
 def _is_small(data: Arrays) -> bool:

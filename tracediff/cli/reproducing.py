@@ -20,13 +20,15 @@ def reproduce(
     out: Annotated[Path, typer.Option("-o", "--out", help="The folder to write.")],
     step: Annotated[int, typer.Option(help="The step in which it is faulty.")] = 0,
     sequence: Annotated[int, typer.Option(help="Of several sequences the one whose step it is.")] = 0,
+    arithmetic: ArithmeticOption = None,
 ) -> int:
     """Write one faulty op as a script of numpy alone, with its inputs: it exits 1 until the op is right."""
     from tracediff.model.model import Model
     from tracediff.names import StepOf
     from tracediff.reproduce import reproduce as write
 
-    say(f"wrote {write(trace, Model(model), op, StepOf(step, sequence) if sequence else step, out)}")
+    at = StepOf(step, sequence) if sequence else step
+    say(f"wrote {write(trace, Model(model), op, at, out, arithmetic)}")
     return MATCH
 
 
