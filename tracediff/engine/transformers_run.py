@@ -183,14 +183,22 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 @contextmanager
 def _double(loaded: Any) -> Iterator[None]:
-    """transformers' code in float64 throughout; rope's frequencies are computed again by its own module."""
-    rotary = loaded.model.rotary_emb
+    """transformers' code in float64 throughout; rope's frequencies, where it has any, are computed again by its own
+    modules.
+    """
+    places = [(of, name, one) for of in loaded.modules() for name, one in of.named_children() if _is_rotary(one)]
     with _WideMode():
-        loaded.model.rotary_emb = type(rotary)(loaded.config).to(loaded.device)
+        for of, name, rotary in places:
+            setattr(of, name, type(rotary)(loaded.config).to(loaded.device))
         try:
             yield
         finally:
-            loaded.model.rotary_emb = rotary
+            for of, name, rotary in places:
+                setattr(of, name, rotary)
+
+
+def _is_rotary(module: Any) -> bool:
+    return type(module).__name__.endswith("RotaryEmbedding")
 
 
 class _WideMode(TorchFunctionMode):
