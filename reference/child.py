@@ -30,7 +30,7 @@ def _library(folder: str | None) -> dict[str, str]:
     """Where llama-cpp-python is to find llama.cpp, and that what it is linked with; raises EngineError if it is not."""
     if folder is None:
         return {}
-    if not any((Path(folder) / name).exists() for name in ("libllama.so", "libllama.dylib", "llama.dll")):
+    if not any((Path(folder) / name).exists() for name in ("libllama.so", "libllama.dylib")):
         raise EngineError(f"--llama-lib {folder}: no libllama in it. Name the folder that a build of it is in.")
     before = os.environ.get("LD_LIBRARY_PATH")
     return {"LLAMA_CPP_LIB_PATH": folder, "LD_LIBRARY_PATH": f"{folder}{os.pathsep}{before}" if before else folder}

@@ -54,11 +54,9 @@ class _InitParams(ctypes.Structure):
 @cache
 def library() -> ctypes.CDLL:
     """libggml-base, which libllama has loaded already."""
-    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
     folder = Path(llama._base_path)  # LLAMA_CPP_LIB_PATH, or its own
-    names = [folder / f"{prefix}ggml-base.{suffix}" for prefix in ("lib", "")]
-    path = next((name for name in names if name.exists()), None)
-    if path is None:
+    path = folder / f"libggml-base.{'dylib' if sys.platform == 'darwin' else 'so'}"
+    if not path.exists():
         raise EngineError(f"libggml-base is not in {folder}. Reinstall llama-cpp-python.")
     lib = ctypes.CDLL(str(path))
     pointer, size = ctypes.c_void_p, ctypes.c_size_t

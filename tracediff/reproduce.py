@@ -55,9 +55,9 @@ def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path, ar
     if (step, name) not in trace.ops:
         raise TracediffError(f"{path}: it has no record {name} in step {step}. `tracediff inspect {path}` lists all.")
     subjects = []
-    for side in trace.sides:
-        weights = compare_weights(None, side, model)
-        subjects.append(Subject(side, rounded_weights(weights, side, model), arithmetic))
+    for of_ranks in trace.sides:
+        weights = compare_weights(None, of_ranks, model)
+        subjects.append(Subject(of_ranks, rounded_weights(weights, of_ranks, model), arithmetic))
     replays = replays_of(model, subjects)
     judged = [one for one in judge_ops(replays, [name]) if one.record.step == step]
     if not judged:

@@ -101,14 +101,9 @@ def _keep(place: Path, data: bytes) -> None:
 
 
 def _folder() -> Path | None:
-    """Where descriptions are kept: by the XDG base directories, or what Windows and macOS have in their place."""
+    """Where descriptions are kept: by the XDG base directories, or what macOS has in their place."""
     said = os.environ.get("TRACEDIFF_CACHE")
     if said is not None:
         return Path(said) if said else None
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "tracediff"
+    home = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or home) / "tracediff"

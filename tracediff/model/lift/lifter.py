@@ -145,8 +145,8 @@ class Lifter:
         self.shown[name] = Shown(end)
         return name
 
-    def plain(self, i: int, node: Node) -> None:
-        """An op of the kind that the node's own op says."""
+    def plain(self, i: int, node: Node, kind: str = "") -> None:
+        """An op of the kind that the node's own op says, where no other is given."""
         reads = [read for read in operands(node) if self.nodes[read.of].name != _SEQUENCES]
         inputs = [self.input(read) for read in reads if not self.nodes.is_weight(read)]
         weights = [read for read in reads if self.nodes.is_weight(read)]
@@ -154,9 +154,9 @@ class Lifter:
             inputs = self._halves(node, inputs)
         if node.op == "REPEAT" and "times" not in patterns.attrs(node):
             inputs = [Input(one.name, one.past, layout.stretched(reads[0], node)) for one in inputs]
-        kind = f"{patterns.kind(node)} by step" if patterns.follows_step(node) else patterns.kind(node)
-        axes = self._own_axes(node, kind)
-        self.add(i, self.name(node, kind, inputs, weights), kind, inputs, weights, axes, patterns.attrs(node))
+        usual = f"{patterns.kind(node)} by step" if patterns.follows_step(node) else patterns.kind(node)
+        name, axes = self.name(node, usual, inputs, weights), self._own_axes(node, usual)
+        self.add(i, name, kind or usual, inputs, weights, axes, patterns.attrs(node))
 
     def _own_axes(self, node: Node, kind: str) -> tuple[Axis, ...]:
         """The shape of what the kind makes, where ggml gives the same memory another."""

@@ -55,8 +55,8 @@ def _matmul(lifter: Lifter, i: int, node: Node) -> None:
         attention.weighted_values(lifter, i, node, values, b)
     elif keys := attention.kept(lifter, a, KEYS):
         attention.scores(lifter, i, node, keys, b)
-    else:
-        lifter.plain(i, node)
+    else:  # the weight second, as one row of all its taps: after im2col, of a convolution
+        lifter.plain(i, node, "mul_mat by taps" if lifter.nodes.is_weight(b) else "")
 
 
 def _linear(lifter: Lifter, i: int, node: Node, weight: Read, x: Read) -> None:
