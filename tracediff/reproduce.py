@@ -54,10 +54,8 @@ def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path, ar
     path = trace.path
     if (step, name) not in trace.ops:
         raise TracediffError(f"{path}: it has no record {name} in step {step}. `tracediff inspect {path}` lists all.")
-    subjects = []
-    for of_ranks in trace.sides:
-        weights = compare_weights(None, of_ranks, model)
-        subjects.append(Subject(of_ranks, rounded_weights(weights, of_ranks, model), arithmetic))
+    held_by = [rounded_weights(compare_weights(None, one, model), one, model) for one in trace.sides]
+    subjects = [Subject(one, held, arithmetic) for one, held in zip(trace.sides, held_by, strict=True)]
     replays = replays_of(model, subjects)
     judged = [one for one in judge_ops(replays, [name]) if one.record.step == step]
     if not judged:
@@ -80,8 +78,8 @@ def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path, ar
     table = np.unique(whole["input0"], return_inverse=True) if op.kind == "embedding" else None
     if table:  # of a table the rows that are read, under numbers of their own
         whole["input0"] = table[1].reshape(whole["input0"].shape).astype(np.float32)
-    held = replay.weights
-    weights = [held.gather(w, torch.from_numpy(table[0]).long()) if table else held.load(w) for w in op.weights]
+    of = replay.weights
+    weights = [of.gather(w, torch.from_numpy(table[0]).long()) if table else of.load(w) for w in op.weights]
     whole |= {f"weight{n}": values.float().numpy() for n, values in enumerate(weights)}
     data = _small(whole, op)
     script = _script(op, record.step, trace.header.engine, data, whole)
