@@ -11,7 +11,7 @@ from tracediff.trace.format import Statistics
 
 Verdict = Literal["match", "diverged", "undecided"]
 _WORST_FIRST: tuple[Verdict, ...] = ("diverged", "undecided", "match")
-Reason = Literal["local", "drift", "weights", "unmatched"]
+Reason = Literal["local", "drift", "unmatched"]
 
 
 @dataclass(frozen=True, slots=True)
