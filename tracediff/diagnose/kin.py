@@ -89,8 +89,9 @@ class Kin:
         if not (here or fitted or SOLVED in found.mistakes or found.may_turn):
             alike = [*self.trials.together(found.parts, one.record, one.error)]
             yield from alike
-            if alike:  # else the number follows from the record: of a ring, the position from which it is wrong
+            if alike or len(one.error.segment) == 1:
                 return
+            # Its number follows from the record: of a ring, the position from which that is wrong.
         if there := carried(found, self.replay.graph, one.error.segment):
             before = math.inf if found.may_turn else to_beat(one.error)
             yield replace(there, local=self.replay.under(one.record, there.ops, before))

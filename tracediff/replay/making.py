@@ -11,19 +11,19 @@ from torch import Tensor
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
-from tracediff.numerics.evaluate import call_of, noise, rounding
+from tracediff.numerics.evaluate import call_of, noise
 from tracediff.numerics.floors import UNIT, Noise
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.kinds.kind import Call, Energy, Rounded
+from tracediff.numerics.kinds.kind import Call, Energy
 from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.views import seen
 from tracediff.replay.past import Value
 from tracediff.replay.recorded import Recorded
+from tracediff.replay.turning import Turning
 from tracediff.trace.format import Rows
 
 # Noise through a segment is known from a few samples of it, not from a formula: its spread is that uncertain.
 _SEGMENT_MARGIN = 16.0
-_TURNED = 0.5  # values of a row that are rounded the other way; the margin of a segment allows 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,36 +139,18 @@ class Making:
         return torch.stack(torch.broadcast_tensors(*squares)).sum(0) * (unit**2 * n / 3)
 
 
-def calls_of(
-    op: Op, inputs: Sequence[Value], weights: Weights, arithmetic: Arithmetic, random: torch.Generator, n_samples: int
-) -> list[Call]:
+def calls_of(op: Op, inputs: Sequence[Value], weights: Weights, arithmetic: Arithmetic, n_samples: int) -> list[Call]:
     """The op of its inputs as they are, and where they carry noise of so many samples. Without samples it has none."""
     exact = [value.exact for value in inputs]
     if not n_samples:  # as the weights are: of many hypotheses a look in float32 is enough
         same = [x.to(weights.dtype) if x.is_floating_point() else x for x in exact]
         return [call_of(op, same, weights, arithmetic)]
-    calls = [call_of(op, exact, weights, arithmetic, Energy())]
+    turning = Turning()
+    calls = [call_of(op, exact, weights, arithmetic, Energy(), turning.exact)]
     for i in range(n_samples if any(value.samples for value in inputs) else 0):
-        sampled, rounded = [value.sample(i) for value in inputs], _rounded(inputs, random)
-        calls.append(call_of(op, sampled, weights, arithmetic, rounded=rounded))
+        sampled = [value.sample(i) for value in inputs]
+        calls.append(call_of(op, sampled, weights, arithmetic, rounded=turning.sample()))
     return calls
-
-
-def _rounded(inputs: Sequence[Value], random: torch.Generator) -> Rounded:
-    """Rounds samples of the inputs, with the noise of some values of each row that are rounded the other way.
-
-    Of 10,000 to 100,000 values that were recomputed one lies so near a boundary. If it turns, that is worth more
-    than all other noise: a few samples would have it for some ops and not for others. So each row has its share.
-    """
-    recorded = [id(value.exact) for value in inputs if not value.samples]
-
-    def rounded(x: Tensor, name: str) -> Tensor:
-        if id(x) in recorded or name == "f64":
-            return rounding(x, name)
-        turned = rounding_named(name).step(x) * math.sqrt(_TURNED / x[0].numel())
-        return rounding(x, name) + turned * _gauss(x, random)
-
-    return rounded
 
 
 def picked(made: Recomputed, of: Value, pick: Callable[[Tensor, Tensor], Tensor]) -> Recomputed:

@@ -106,7 +106,7 @@ class Recomputation:
         if op.kind == "add" and arithmetic.operands != "f64":  # each rank's term by itself
             terms = self.recorded.terms(step, op.inputs[0], rows)
             inputs = inputs if terms is None else [Value(terms), *inputs[1:]]
-        calls = calls_of(op, inputs, self.weights, arithmetic, random, self._n_samples)
+        calls = calls_of(op, inputs, self.weights, arithmetic, self._n_samples)
         read = self.graph.tokens_read(op, rows)
         return Making(self.recorded, step, read, storage, random, calls, None if read == rows else rows)
 
