@@ -319,6 +319,23 @@ def test_an_error_that_nobody_foresaw(
     assert not before or before[0] == "Traceback (most recent call last):"
 
 
+def test_where_it_diverges_is_said_though_a_bug_ends_the_search_for_causes(
+    model: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = trace_torch(model, tmp_path / "a.trace", TorchOptions(faults=("act_gelu@1",)), (1, 2, 3))
+
+    def explain(*_: object) -> None:
+        raise ValueError("of a bug")
+
+    monkeypatch.setattr("tracediff.diagnose.explain.Explainer.explain", explain)
+    code, report, _ = cli("check", path, "--model", model)
+    said = " ".join(report.split())
+    assert code == 1
+    assert said.startswith("DIVERGED: ffn_act in layer 1: wrong; not all was tried that may explain it")
+    assert "first at blk.1.ffn_act" in said
+    assert "The search for causes ended in a bug of tracediff, please report it: ValueError: of a bug (in ex" in said
+
+
 # ---- Where it writes
 
 

@@ -1,6 +1,27 @@
 """The error tree. Every message says what is wrong, where, and what to do next; only the CLI catches."""
 
+import os
+import traceback
+
 from tracediff.printable import printable
+
+# What only a bug raises. Of a RuntimeError torch makes many things: one of them is a want of memory.
+BUGS = (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+
+
+def wants_memory(error: BaseException) -> bool:
+    """Whether it is for want of memory, as the system, numpy and torch say so; a library that cannot be mapped too."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        words in said for words in ("allocate memory", "bad_alloc", "failed to map segment", "can't start new thread")
+    )
+
+
+def in_one_line(error: BaseException) -> str:
+    """What it says, and where in the code it was raised."""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{said} (in {frame.name}, line {frame.lineno} of {os.path.basename(frame.filename)})"
 
 
 class TracediffError(Exception):

@@ -1,7 +1,6 @@
 """The command line: the only place that prints and the only place that catches."""
 
 import io
-import os
 import sys
 import traceback
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from typer.core import TyperGroup
 
 from tracediff import __version__
 from tracediff.cli.output import DIVERGED, INTERRUPTED
-from tracediff.errors import TracediffError
+from tracediff.errors import TracediffError, in_one_line, wants_memory
 from tracediff.printable import printable
 from tracediff.process import UNDECIDED, complain, drop, interruption
 
@@ -55,7 +54,7 @@ def _failed(error: BaseException, debug: bool) -> int:
             said = f"{error}. Paths and prompts must be UTF-8."
         case BrokenPipeError():  # the reader of our output went away: `tracediff ... | head`
             said = ""
-        case MemoryError() | RuntimeError() | ImportError() if _wants_memory(error):
+        case MemoryError() | RuntimeError() | ImportError() if wants_memory(error):
             said = f"out of memory: {_first_line(error)}. Give it more, shorten the prompt, or use --capture layers."
         case OSError():
             said = f"{type(error).__name__}: {error}. Check the path, the permissions and the space left."
@@ -68,14 +67,6 @@ def _failed(error: BaseException, debug: bool) -> int:
         said = said if isinstance(error, TracediffError) else printable(said)
         complain("\n".join([said, *map(printable, getattr(error, "__notes__", ()))]))
     return code
-
-
-def _wants_memory(error: BaseException) -> bool:
-    """Whether it is for want of memory, as the system, numpy and torch say so; a library that cannot be mapped too."""
-    said = str(error).lower()
-    return isinstance(error, MemoryError) or any(
-        words in said for words in ("allocate memory", "bad_alloc", "failed to map segment", "can't start new thread")
-    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -115,11 +106,9 @@ def main() -> None:
 
 def _bug(error: BaseException) -> str:
     """What is said of an error that nobody foresaw, in one line."""
-    *_, frame = traceback.extract_tb(error.__traceback__)
-    said = " ".join(f"{type(error).__name__}: {error}".split())
     return (
-        f"this is a bug of tracediff {__version__}, and no verdict: {said} (in {frame.name}, line {frame.lineno} of "
-        f"{os.path.basename(frame.filename)}). Please report it with the command and what it prints with --debug added."
+        f"this is a bug of tracediff {__version__}, and no verdict: {in_one_line(error)}. Please report it with the "
+        "command and what it prints with --debug added."
     )
 
 

@@ -174,12 +174,14 @@ class Explainer:
                 if elsewhere and tried.pays(one.error) and len(texts) < _ALSO:
                     there = split(tried.ops[-1].name)[1]
                     texts.append(f"in {there} instead" if name == part.mistake else tried.parts[-1].text)
+                    texts = [*dict.fromkeys(texts)]
                     ops |= ours | ({op.name for op in tried.ops} - others)
         if not texts:
             return ""
-        *first, last = dict.fromkeys(split(name)[1] for name in one.error.segment[:-1] if name in ops)
-        record = f"{', '.join(first)} and {last}" if first else last
-        return f" (or {', or '.join(texts)}: the same from here; record {record} to tell)"
+        between = [*dict.fromkeys(split(name)[1] for name in one.error.segment[:-1] if name in ops)]
+        records = [", ".join(between[:-1]), *between[-1:]]
+        to_tell = f"; record {' and '.join(filter(None, records))} to tell" if between else ""
+        return f" (or {', or '.join(texts)}: the same from here{to_tell})"
 
     def _described(self, result: OpResult, one: Faulty) -> OpResult:
         known = self._replay.known(one.record)

@@ -11,7 +11,7 @@ from tracediff.names import layer_of
 from tracediff.result import Finding, OpResult, WeightResult
 
 _UNKNOWN = "wrong, and no known mistake explains it"
-_UNSOUGHT = "wrong; the time was too short to try all that may explain it"
+_UNSOUGHT = "wrong; not all was tried that may explain it"
 _SHARED = "what they share: their kernel, and how it reads what their weights are held in"
 _FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?![\w.]*\w)")
 _FITTED = re.compile(r"[.e]")  # in a figure that is no count

@@ -28,7 +28,7 @@ class Turning:
     """Rounds what an op reads: its inputs as they are, then samples of them, each in the order of the first."""
 
     def __init__(self) -> None:
-        self._exact: list[Tensor] = []
+        self._exact: list[Tensor] = []  # in the order of the first
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}  # by place in the order
 
     def exact(self, x: Tensor, name: str) -> Tensor:
@@ -47,6 +47,8 @@ class Turning:
         return rounded
 
     def _rounded(self, at: int, x: Tensor, name: str) -> Tensor:
+        if at >= len(self._exact) or self._exact[at].shape != x.shape:  # other experts were chosen
+            return rounding_named(name)(x)
         if at not in self._turns:
             self._turns[at] = turns(self._exact[at], x, name)
         here, change = self._turns[at]

@@ -36,14 +36,6 @@ def _nothing_hidden(queries: Tensor, keys: Tensor) -> Tensor:
     return causal(queries, keys) & False
 
 
-@AREA.mistake("no_mask", "there is no causal mask", "the mask of the prefill", SOFTMAX, "TinyLLM#17")
-def _no_mask(op: Op, _: Context) -> Variants:
-    everything = op.with_attrs(mask=_nothing_hidden, **dict.fromkeys(_NEAR & op.attrs.keys(), 0))
-    yield everything, "no causal mask: every query sees every key"
-    if _NEAR & op.attrs.keys():
-        yield op.with_attrs(mask=_nothing_hidden), "no causal mask: every query sees all later keys"
-
-
 @AREA.mistake("mask_shifted", "the causal mask is off by one", "the diagonal of the mask", SOFTMAX, "tt-metal#48899")
 def _mask_shifted(op: Op, _: Context) -> Variants:
     words = "the mask is off by one: each query sees the next token"
@@ -154,6 +146,14 @@ def _given(name: str, op: Op) -> float:
     return float(op.function.keywords[name]) if isinstance(op.function, partial) else math.inf
 
 
+@AREA.mistake("no_mask", "there is no causal mask", "the mask of the prefill", SOFTMAX, "TinyLLM#17")
+def _no_mask(op: Op, _: Context) -> Variants:  # after the window: to a query of the last key both are the same
+    everything = op.with_attrs(mask=_nothing_hidden, **dict.fromkeys(_NEAR & op.attrs.keys(), 0))
+    yield everything, "no causal mask: every query sees every key"
+    if _NEAR & op.attrs.keys():
+        yield op.with_attrs(mask=_nothing_hidden), "no causal mask: every query sees all later keys"
+
+
 @AREA.mistake(
     "mask_finite", "what hides a key is a finite number, which large scores outweigh",
     "the value that the mask is filled with: minus infinity, or the least of its type", SOFTMAX,
@@ -228,7 +228,7 @@ def _padded(op: Op, context: Context) -> Variants:
         return
     if context.seen is None:
         yield from (_in_padded(op, length)._replace(fitted=False) for length in _CACHES)
-    elif length := _missing(op, context.seen, weights_of(op, context)):
+    elif (length := _missing(op, context.seen, weights_of(op, context)) or 0) > len(context.seen.inputs[2]) + 1:
         yield _in_padded(op, length)
 
 
@@ -251,10 +251,15 @@ def _missing(op: Op, seen: Seen, sinks: Sequence[Tensor]) -> int | None:
 def _begins(op: Op, context: Context) -> Variants:
     if op.weights:
         return
+    yield computing(op, _with_one_more), "the sum of exponentials has one more, exp(0), as if one more key scored 0"
     first = 1.0 if context.seen is None else _more(op, context.seen)
     if first:
         words = f"the sum of exponentials is more by {first:.6g}: it does not begin with 0, or an eps is added"
         yield Variant(computing(op, partial(_begun_with, first=first)), words, fitted=context.seen is not None)
+
+
+def _with_one_more(scores: Tensor, queries: Tensor, keys: Tensor, **attrs: Any) -> Tensor:
+    return _with_padding(scores, queries, keys, length=len(keys) + 1, **attrs)
 
 
 def _begun_with(*operands: Tensor, first: float, **attrs: Any) -> Tensor:

@@ -17,7 +17,7 @@ from tracediff.model.graph import Op, Span, Weight
 from tracediff.model.weights import values_of
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import EXPONENTIAL
-from tracediff.numerics.evaluate import noise_of
+from tracediff.numerics.evaluate import evaluate, noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Made, one_rounding
@@ -195,8 +195,13 @@ class Reworked:
         """The output. What overflows float32 on the way does so here as well."""
         op, inputs = call.op, call.inputs
         dtype = np.float32 if call.weights.dtype == torch.float32 else np.float64
-        bound = bind(self._plain(op), inputs[: self.n_inputs], call.weights, call.arithmetic)
-        assert bound
+        plain, read = self._plain(op), inputs[: self.n_inputs]
+        bound = bind(plain, read, call.weights, call.arithmetic)
+        if bound is None:  # of another layer, with attributes that no loops are written for: there it explains nothing
+            nothing = torch.full_like(evaluate(plain, read, call.weights, call.arithmetic), math.nan)
+            if call.energy:
+                call.energy.measured = torch.zeros_like(nothing)
+            return nothing
         extra = {name: Flat(flat(x)) for name, x in zip(self.extra, inputs[self.n_inputs :], strict=True)}
         try:
             edited = bound.with_(self.source, extra, dict(self.numbers))
