@@ -136,7 +136,8 @@ def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:
         shapes = {*group.texts}
         step = f" in step {first.step}" * (len({op.step for op in group.ops}) > 1)
         of = f"{first.op}{step}: " if len(shapes) > 1 else ""
-        return f"{where}: {_UNKNOWN if first.sought else _UNSOUGHT} ({of}{group.texts[0]})."
+        shape = f" ({of}{group.texts[0]})" if group.texts[0] else ""
+        return f"{where}: {_UNKNOWN if first.sought else _UNSOUGHT}{shape}."
     texts, each = group.texts, [*zip(group.texts, group.ops, strict=True)]
     if len(names) > 1:
         texts = [unnamed(text, op.op) for text, op in each]
