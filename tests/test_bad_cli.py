@@ -331,7 +331,9 @@ def test_where_it_diverges_is_said_though_a_bug_ends_the_search_for_causes(
     code, report, _ = cli("check", path, "--model", model)
     said = " ".join(report.split())
     assert code == 1
-    assert said.startswith("DIVERGED: ffn_act in layer 1: wrong; not all was tried that may explain it. first at blk.1.ffn_act")
+    assert said.startswith(
+        "DIVERGED: ffn_act in layer 1: wrong; not all was tried that may explain it. first at blk.1.ffn_act"
+    )
     assert "The search for causes ended in a bug of tracediff, please report it: ValueError: of a bug (in ex" in said
 
 

@@ -66,6 +66,12 @@ def over_a_padded_cache(slots: int) -> Function:
     return function
 
 
+def over_one_more_key(scores: Tensor, queries: Tensor, keys: Tensor, *, scale: float) -> Tensor:
+    """exp / (1 + sum), which some write for an attention that may attend to nothing."""
+    e = torch.exp((scores * scale).masked_fill(~causal(queries[:, None], keys[None, :]), -math.inf))
+    return e / (1 + e.sum(-1, keepdim=True))
+
+
 def rounded_before_the_weight(dtype: torch.dtype) -> Function:
     """As transformers' LlamaRMSNorm, of a model in half precision whose norm weights are float32."""
     return lambda x, w, *, eps: (x / (x.square().mean(-1, keepdim=True) + eps).sqrt()).to(dtype).to(x.dtype) * w
@@ -224,6 +230,10 @@ CASES = {
     "a softmax over a padded cache": Case(
         "attn_probs", over_a_padded_cache(100), "softmax_padded",
         "the softmax runs over 100 slots of a padded cache: those without a key are not hidden, and score 0",
+    ),
+    "a softmax with one more term": Case(
+        "attn_probs", over_one_more_key, "softmax_sum_begins",
+        "the sum of exponentials has one more, exp(0), as if one more key scored 0",
     ),
     "a cache that is a ring": Case(
         "attn_scores attn_kqv", in_a_ring(18), "cache_wraps",

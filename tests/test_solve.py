@@ -990,6 +990,10 @@ def test_a_head_that_reads_another_key_head_is_told_behind_its_values(models: Mo
             [1 / (1 + i / 32) for i in range(16)],
             "pairs 1 to 15 turn about 0.97 to 0.68 times as fast as they should, each at its own rate",
         ),
+        (
+            [1 + i * 7 % 5 / 2**12 for i in range(16)],
+            "pairs 1 to 9 turn too fast or too slowly by up to 0.00098 of it, each at its own rate",
+        ),
     ],
 )
 def test_rates_of_pairs_are_told_by_what_each_turns(

@@ -202,6 +202,8 @@ class Kind:
         """Names of the `n` axes of a value of this kind; heads may lie side by side, and any kind may be of scores."""
         if n == 3 and op.axes[1:] == ("T", "S"):
             return "head", "token", "key"
+        if n == 3 and "_moe_" in op.name:  # llama.cpp's name for what each chosen expert makes
+            return "token", "slot", "channel"
         if n == len(self.axes):
             return self.axes
         known = {1: self.axes[:1], 2: (self.axes[0], self.axes[-1])}

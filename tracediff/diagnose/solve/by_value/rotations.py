@@ -24,6 +24,7 @@ _BITS, _NUMBER = 8.0, 12.0
 _ANGLE = 1e-7  # of a pair, in radians: what float32 makes of it in a few tokens and heads
 _RATE = 1e-6  # of a share: what frequencies in float32 are off by
 _MAYBE = 4.0  # times as far from 1 a rate may be the right one
+_NEARLY = 0.05  # of a rate: what is off by less is told by how much
 _RUNS = 3  # of pairs that turn alike: more are told by the first and the last
 _WORDS = re.compile(r"(?:pairs (\d+) to (\d+) turn|pair (\d+) turns) ([\d.e+-]+) times as fast as (?:they|it) should")
 
@@ -88,6 +89,9 @@ def words(times: Sequence[float]) -> str:
     runs = _runs(times)
     if len(runs) > _RUNS:
         (first, _, a), (_, last, b) = runs[0], runs[-1]
+        off = max(abs(rate - 1) for _, _, rate in runs)
+        if off < _NEARLY:
+            return f"pairs {first} to {last} turn too fast or too slowly by up to {off:.2g} of it, each at its own rate"
         return (
             f"pairs {first} to {last} turn about {a:.2g} to {b:.2g} times as fast as they should, each at its own rate"
         )
