@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 import torch
 from conftest import Models, some_of
+from torch import Tensor
 
 from tracediff.diagnose.mistakes import BANK, experts, order, parts, states
 from tracediff.diagnose.mistakes.mistake import Context, Variant
@@ -20,7 +21,7 @@ from tracediff.diagnose.planting import plant
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TraceError
-from tracediff.model.families import build_graph
+from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
 from tracediff.model.model import Model
@@ -28,6 +29,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import evaluate
+from tracediff.numerics.kinds.attention import softmax
 from tracediff.numerics.views import seen
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.reader import Trace
@@ -90,6 +92,20 @@ def test_a_planted_mistake_is_located_and_named(arch: str, fault: str, tiny: Tin
     result = check_trace(path, tiny(arch))
     assert {op.op for op in result.faulty} == shows
     assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {fault.partition("@")[0]}
+
+
+def test_a_window_that_is_left_out_in_decode_is_no_missing_mask(tiny: Tiny, tmp_path: Path) -> None:
+    """To the one query of a step both are the same, but the model has a window there."""
+    file = GGUFFile(tiny("gemma3"))
+    graph = load_graph(tiny("gemma3"))
+
+    def in_prompts(scores: Tensor, *of: Tensor, window: int = 0, **attrs: Any) -> Tensor:
+        return softmax(scores, *of, window=window if scores.shape[1] > 1 else 0, **attrs)
+
+    wrong = [replace(op, function=in_prompts) for op in graph if op.attrs.get("window")]
+    result = check_trace(traced(graph.changed(*wrong), file, tmp_path / "a.trace"), tiny("gemma3"))
+    assert {op.step for op in result.faulty} == {1, 2}
+    assert {op.cause.text if op.cause else op.shape for op in result.faulty} == {"no window instead of one of 5"}
 
 
 def test_another_scale_is_fitted_beside_a_window(tiny: Tiny, tmp_path: Path) -> None:
