@@ -55,7 +55,7 @@ MAY = {
     },
     "tracediff.itself": {"engine", "errors", "findings", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
-    "tracediff.reproduce": {"errors", "files", "model", "numerics", "replay", "trace"},
+    "tracediff.reproduce": {"audit", "errors", "files", "model", "numerics", "replay", "trace"},
     "tracediff.bundle": {
         "english", "compare", "errors", "files", "findings", "model", "names", "printable", "report", "result", "trace",
         "versions",

@@ -17,6 +17,7 @@ from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import check_trace
 from tracediff.replay.turning import Turning, turns
 
+PART = 0.125**0.5  # of a turn: in a sample an eighth of its energy
 COARSE = {"token_embd", "ffn_residual", "output"}
 # Where numbers are cut instead of rounded the largest of each block lies on a boundary: that shows in few samples.
 ROUNDINGS = ("q8_0", "q8_1", "q8_K", "f16", "bf16", "int8/32", "uint8/row", "fp8/32", "int4/32")
@@ -46,16 +47,16 @@ def test_what_noise_turns_is_known_before(name: str) -> None:
         seen |= apart > 0.05 * rounding.step(x)  # a scale that follows the largest value moves all by less
     assert seen.any(1).sum() > 4
     assert (seen & ~may_turn).sum() <= 0.02 * seen.sum()  # where noise is as large as a step samples show it
-    assert (change.abs() > 0.05 * rounding.step(x)).sum() < 12 * seen.sum()
+    assert (change.abs() > 0.05 * PART * rounding.step(x)).sum() < 12 * seen.sum()
 
 
-def test_a_value_next_to_a_boundary_turns_by_a_step_and_others_by_nothing() -> None:
+def test_a_value_next_to_a_boundary_turns_and_no_other() -> None:
     x = torch.arange(32.0, dtype=torch.float64)[None] + 0.2
     x[0, 31], x[0, 5] = 127.0, 5.5 - 1e-6  # a scale of 1
     here, change = turns(x, x + 1e-6, "q8_0")
     assert here[0, :6].tolist() == [0, 1, 2, 3, 4, 5]
     assert change.nonzero().tolist() == [[0, 5]]
-    assert float(change[0, 5]) == 1
+    assert float(change[0, 5]) == pytest.approx(PART)
 
 
 def test_a_scale_next_to_a_boundary_moves_its_block() -> None:
@@ -67,7 +68,7 @@ def test_a_scale_next_to_a_boundary_moves_its_block() -> None:
     moved = change[0].nonzero().flatten().tolist()
     assert moved
     assert max(moved) < 32
-    torch.testing.assert_close(change[0, 31].abs(), torch.tensor(127 * 2.0**-10))
+    torch.testing.assert_close(change[0, 31].abs(), torch.tensor(127 * 2.0**-10 * PART))
 
 
 def test_without_noise_nothing_turns() -> None:
@@ -77,11 +78,11 @@ def test_without_noise_nothing_turns() -> None:
 
 
 def test_of_many_each_turns_by_a_part() -> None:
-    """As much as eight do, be it noise as large as a step."""
+    """As much as an eighth of eight do, be it noise as large as a step."""
     x = values(3)
     _, change = turns(x, x + 0.3, "int8/row")
     step = rounding_named("int8/row").step(x)
-    assert ((change / step).square().sum(1) < 9).all()
+    assert ((change / step).square().sum(1) < 1.1).all()
 
 
 def test_samples_are_turned_where_the_inputs_lie_on_a_boundary() -> None:
@@ -89,7 +90,7 @@ def test_samples_are_turned_where_the_inputs_lie_on_a_boundary() -> None:
     x[0, 0], x[0, 1] = 127.0, 3.5 - 1e-6
     turning = Turning()
     assert turning.exact(x, "q8_0")[0, 1] == 3
-    for _ in range(3):
+    for _ in range(2):
         rounded = turning.sample()
         assert torch.equal(rounded(x, "f64"), x)
         assert rounded(x + 2e-6, "q8_0")[0, :3].tolist() == [127, 4, 3]

@@ -18,6 +18,9 @@ from tracediff.numerics.roundings import rounding_named
 
 # Of more than so many of a row that may turn some do, as often as not: then each turns by a part, all by so many.
 _AT_MOST = 8
+# Of a turn: few of those that may turn do, so an eighth of their energy is expected; with the margin of a segment, 16,
+# that is twice what all make together.
+_PART = math.sqrt(1 / 8)
 # A quotient in float32 is a product of a quotient: good to two units each. Engines multiply in either order.
 _QUOTIENT = 2.0**-22
 _HALFWAY = 0.49  # of a step: no value is further from a boundary than half of one
@@ -57,7 +60,8 @@ class Turning:
 
 
 def turns(x: Tensor, sample: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """X rounded, and how much that changes where noise as large as the sample's may turn it; float32. `x[0]` is a row.
+    """X rounded, and by which part of a turn a sample changes where noise as large as this one's may turn it; float32.
+    `x[0]` is a row.
 
     A value turns where its rounding differs once all are larger and once all are smaller, by what noise is at most but
     in one op of a million: across a boundary of its own, or of the scale that its block shares.
@@ -81,7 +85,7 @@ def turns(x: Tensor, sample: Tensor, name: str) -> tuple[Tensor, Tensor]:
     larger, smaller = larger.sub_(here), smaller.sub_(here)
     change = torch.where(turned, torch.where(larger.abs() > smaller.abs(), larger, smaller), 0.0)
     n = (change / step).nan_to_num_(0.0).square_().reshape(by_row).sum(1)
-    return here, change.mul_(_along(torch.sqrt(_AT_MOST / n.clamp(min=_AT_MOST)), x))
+    return here, change.mul_(_along(_PART * torch.sqrt(_AT_MOST / n.clamp(min=_AT_MOST)), x))
 
 
 def _of_blocks(x: Tensor, here: Tensor, reach: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
