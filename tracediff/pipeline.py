@@ -219,15 +219,17 @@ def _result(
 ) -> Result:
     candidate = sides[0]
     measured = [judge([*ops, *_required(ops, candidate, model, policy)], policy) for ops in measured]
-    ops, bug = [op for _, op in gathered(sides, measured)], None
+    bug = None
     if judged:
         try:
             ops = _explained(judged, measured, effort.seconds, progress)
         except BUGS as error:  # where it diverges is known, whatever becomes of why
             if wants_memory(error):
                 raise
-            ops = [replace(op, sought=op.status != "faulty") for op in ops]
+            ops = [replace(op, sought=op.status != "faulty") for _, op in gathered(sides, measured)]
             bug = f"The search for causes ended in a bug of tracediff, please report it: {in_one_line(error)}."
+    else:
+        ops = [op for _, op in gathered(sides, measured)]
     coverage = measure_coverage(candidate, model.graph, ops) if model else None
     undecided = tuple(doubts(reference, candidate, ops, coverage))
     outcome, first = verdict(ops, weights, policy, undecided)
