@@ -170,6 +170,29 @@ def test_an_engine_with_fused_projections(
     assert {weight.status for weight in result.weights} == {"identical"}
 
 
+class Twice(Engine):
+    """Whose first layer projects once more, as one that takes V for K calls K's norm on both."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        logits = super().forward(input_ids, positions)
+        once_more = self.layers[0].o_proj
+        once_more(torch.zeros(len(positions), once_more.weight.shape[1]))
+        return logits
+
+
+def test_a_module_that_runs_twice_is_said(models: Models, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """The first call is recorded, which is the op's here, and the reader is told: it might be the other."""
+    model, out = models("qwen2", "F16"), tmp_path / "mine.trace"
+    engine = Twice(model)
+    with tracediff.record(engine, out, gguf=model):
+        passes(engine, 5, 2)
+    assert [str(warning.message) for warning in recwarn] == [
+        "modules that ran more than once in a pass, of which the first call is recorded: attn_output",
+        "left out, for the model shows it nowhere: attn_scores, attn_probs",
+    ]
+    assert check_trace(out, model).verdict == "match"
+
+
 class Scale(nn.Module):
     """A norm that calls its weight something else."""
 

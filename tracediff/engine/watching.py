@@ -35,6 +35,7 @@ class Watch:
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
         self.seen: set[str] = set()
+        self.again: set[str] = set()  # ops whose module ran more than once in a pass: the first call is recorded
         self._graph = graph
         self._taps = taps
         self._tapped = {tap.op.name: tap for tap in taps}
@@ -112,6 +113,7 @@ class Watch:
                     elif len(inputs) > 1 and values is output and tap.op.kind == "rms_norm":
                         self._record(self._gated(tap.op, module, inputs[0], inputs[1], values), values)
                     else:
+                        self.again |= {tap.op.name} & self._done
                         self._record(tap.op.name, self._tokens_first(tap.op, inputs[0], tap.of(values)))
 
         return record
