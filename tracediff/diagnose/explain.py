@@ -8,7 +8,7 @@ from itertools import product
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
 from tracediff.diagnose.error_shape import describe, describe_choice
 from tracediff.diagnose.evidence import shown
-from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
+from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, Way
 from tracediff.diagnose.kin import Faulty, Kin
 from tracediff.diagnose.low_rank import followed
 from tracediff.diagnose.mistakes import ALIKE, BANK
@@ -52,6 +52,7 @@ class Explainer:
     def kins(self, ops: list[OpResult]) -> list[list[int]]:
         """Places of records that may have one mistake: single ops of a kind, segments that end in the same op of a
         layer. What one lot has wrong does not depend on another's; segments, which may take all the time, come last.
+        With them segments that are excused by roundings of few engines, where none of their name is faulty.
         """
         by_kin: dict[tuple[bool, str], list[int]] = {}
         for at, op in enumerate(ops):
@@ -59,6 +60,11 @@ class Explainer:
                 several = len(op.local.segment) > 1
                 name = split(op.op)[1] if several else self._replay.graph[op.op].kind
                 by_kin.setdefault((several, name), []).append(at)
+        faulty = {*by_kin}
+        for at, op in enumerate(ops):
+            kin = True, split(op.op)[1]
+            if op.local and op.status != "faulty" and kin not in faulty and self._replay.is_excused(op.local):
+                by_kin.setdefault(kin, []).append(at)
         return [by_kin[key] for key in sorted(by_kin, key=lambda key: key[0])]
 
     def of(self, ops: list[OpResult], members: list[int], budget: Budget, progress: Progress) -> dict[int, OpResult]:
@@ -67,6 +73,8 @@ class Explainer:
         records, explained = self._replay.trace.ops, dict[int, OpResult]()
         pending = [Faulty(at, records[ops[at].step, ops[at].op], error) for at in members if (error := ops[at].local)]
         kin = Kin(self._replay, budget, errors, sorted(pending, key=self._tells_little))
+        if not any(ops[at].status == "faulty" for at in members):
+            return self._not_excused(ops, members, kin, progress)
         left = {one.at: one for one in kin.pending}
         with suppress(OutOfTime):
             for one, best in self._explained(kin, progress):
@@ -79,6 +87,23 @@ class Explainer:
         for one in (*left.values(), *unsought):
             explained[one.at] = replace(self._described(ops[one.at], one), sought=False)
         return explained
+
+    def _not_excused(
+        self, ops: list[OpResult], members: list[int], kin: Kin, progress: Progress
+    ) -> dict[int, OpResult]:
+        """Of a kin that roundings of few engines explain the records in which a known mistake leaves next to nothing,
+        in the arithmetic of most. Of some forty roundings one is as large as many a mistake.
+        """
+        first = kin.pending[0]
+        with suppress(OutOfTime):
+            for scheme, error in self._replay.plain_looks(first.record):
+                if not error.faulty:
+                    continue
+                found = Search(kin).known(replace(first, error=error), Way(scheme), progress)
+                if found and found.left <= NOTHING:
+                    kin.found.append(found)
+                    return self._hidden(ops, members, kin)
+        return {}
 
     def _hidden(self, ops: list[OpResult], members: list[int], kin: Kin) -> dict[int, OpResult]:
         """The kin's records that roundings explain, where a mistake that was found leaves far less: they have it too.

@@ -90,7 +90,7 @@ def _explained(
 
     What explains is imported where there is anything to explain: a tenth of a second.
     """
-    if not any(op.status == "faulty" for op in ops):
+    if not any(op.status == "faulty" or (op.local and replay.is_excused(op.local)) for op in ops):
         return ops
     from tracediff.diagnose.explain import Explainer
     from tracediff.diagnose.misnamed import exchanged

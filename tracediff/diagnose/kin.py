@@ -24,6 +24,7 @@ from tracediff.trace.format import OpRecord
 # Of the squared error in other rows what is wrong leaves no more, where one row is soon suited: by a number, which it
 # tells to a few digits, or in a choice of a few.
 _TOLD = 1e-3
+_HALF = 0.5  # what is wrong in all rows leaves no more of the error in others, be it one of two mistakes
 # Ways to choose the records in which roundings turned of all that there are, be they as likely in one as in another:
 # that it is these very ones is a chance of one in so many.
 _RARELY = 20
@@ -84,9 +85,7 @@ class Kin:
 
     def _tried(self, found: Hypothesis, one: Faulty) -> Iterator[Hypothesis]:
         """What explained one record tried on another, with the same numbers: they are an engine's, not an op's."""
-        fitted = len(found.parts) == 1 and found.parts[-1].fitted and found.parts[-1].number is None
-        here = any(op.name in one.error.segment for op in found.ops)
-        if not (here or fitted or SOLVED in found.mistakes or found.may_turn):
+        if not self._is_carried(found, one):
             alike = [*self.trials.together(found.parts, one.record, one.error)]
             yield from alike
             if alike or len(one.error.segment) == 1:
@@ -96,19 +95,30 @@ class Kin:
             before = math.inf if found.may_turn else to_beat(one.error)
             yield replace(there, local=self.replay.under(one.record, there.ops, before))
 
+    def _proposed(self, found: Hypothesis, one: Faulty) -> list[Hypothesis]:
+        """The same, not looked at: each has the record's error."""
+        proposed = [] if self._is_carried(found, one) else self.trials.proposed(found.parts, one.record, one.error)
+        alike = [Hypothesis(parts, ops, one.error) for parts, ops in proposed]
+        return alike or [*filter(None, (carried(found, self.replay.graph, one.error.segment),))]
+
+    def _is_carried(self, found: Hypothesis, one: Faulty) -> bool:
+        """Whether its ops are changed in the other record as in its own, where they are not made anew."""
+        fitted = len(found.parts) == 1 and found.parts[-1].fitted and found.parts[-1].number is None
+        here = any(op.name in one.error.segment for op in found.ops)
+        return here or fitted or SOLVED in found.mistakes or found.may_turn
+
     def unrounded(self, found: Hypothesis, one: Faulty) -> Hypothesis | None:
         """What explained others, where in the arithmetic of most engines it leaves far less of a record than roundings
         do that explain it by themselves.
         """
         under = (
-            (h, local)
-            for h in self._tried(found, one)
+            replace(h, local=local)
+            for h in self._proposed(found, one)
             for local in self.replay.plainly(one.record, h.ops, one.error.nmse)
         )
-        sound = (replace(h, local=local) for h, local in under if not local.faulty)
-        best = max(sound, key=lambda h: h.score, default=None)
+        best = max((h for h in under if not h.local.faulty), key=lambda h: h.score, default=None)
         wins = best and judge(best.score - score(one.error.nmse)) == "faulty"
-        return best if best and wins and not self._contradicted(best, one.record) else None
+        return best if best and wins and (best.left <= NOTHING or not self._contradicted(best, one.record)) else None
 
     def chosen(self, found: list[Hypothesis]) -> Hypothesis:
         """Of what explains a record the one that explains most of its kin, then the best."""
@@ -169,13 +179,18 @@ class Kin:
 
     def is_soon_suited(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether one row of the record tells little of what is tried: it has a number, or the row is a choice."""
-        return tried.parts[-1].fitted or self._is_choice(record)
+        return any(part.fitted for part in tried.parts) or self._is_choice(record)
+
+    def _is_part(self, tried: Hypothesis) -> bool:
+        """Whether it is one of several mistakes that were found together: beside the others it may hardly show."""
+        return any({*tried.mistakes} < {*found.mistakes} for found in self.found)
 
     def _contradicted(self, tried: Hypothesis, record: OpRecord) -> bool:
-        """Whether the mistake would show in another step of the op, which is as it should be, or takes that of most
-        tokens further from what was recorded.
+        """Whether the mistake would show in another step of the op, which is as it should be, or is little of what is
+        wrong in that of most tokens.
 
-        To one row any factor looks like a wrong eps; in the prompt's rows that eps would show as well.
+        To one row any factor looks like a wrong eps; in the prompt's rows that eps would show as well. An eps of 1e-3
+        beside the root was "eps is 0", "1e-07" and "the weight is multiplied by 0.9998" in single rows.
         """
         steps = self.replay.trace.steps
         errors = {step: error for step in steps if (error := self.errors.get((step, record.op)))}
@@ -185,7 +200,7 @@ class Kin:
             if not error.faulty and self.replay.under(other, tried.ops).faulty:
                 return True
             if error.faulty and step == largest != record.step:
-                allowed = _TOLD if self.is_soon_suited(tried, record) else 1.0
+                allowed = _TOLD if self.is_soon_suited(tried, record) else 1.0 if self._is_part(tried) else _HALF
                 left = self.replay.under(other, tried.ops).nmse
                 most = math.inf if math.isnan(error.nmse) else allowed * error.nmse
                 if math.isinf(left) or not left <= most:  # infinite: what is hidden is chosen, say

@@ -67,6 +67,10 @@ class Search:
             or self._solved(one, how=segments.SegmentSearch.computed)
         )
 
+    def known(self, one: Faulty, way: Way, progress: Progress) -> Hypothesis | None:
+        """The known mistake, made in all layers of the segment alike, that explains the record best in this way."""
+        return next(iter(self._single(one, way, Least(), progress)), None)
+
     def _single(self, one: Faulty, way: Way, tried: Least, progress: Progress) -> list[Hypothesis]:
         """Mistakes that explain the record, best first; those that do not are added to `tried`."""
         found: list[Hypothesis] = []

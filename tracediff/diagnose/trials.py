@@ -86,6 +86,15 @@ class Trials:
         for given in self.together(before, record, error) if before else (None,):
             yield from self.of([BANK[last.mistake]], record, error, given, only=last)
 
+    def proposed(
+        self, parts: Sequence[Assumed], record: OpRecord, error: Local, before: Sequence[Op] = ()
+    ) -> Iterator[tuple[tuple[Assumed, ...], tuple[Op, ...]]]:
+        """The same, not looked at: the parts as they are in this record, and the ops as they would be."""
+        first, *rest = parts
+        for part, ops in self._proposed(BANK[first.mistake], record, error, before, IN_ALL_LAYERS, first):
+            for more, all_ops in self.proposed(rest, record, error, ops) if rest else [((), ops)]:
+                yield (part, *more), all_ops
+
     def fitted(self, tried: Sequence[Hypothesis], record: OpRecord, error: Local, way: Way) -> Hypothesis | None:
         """The mistake that was tried on a segment, in the op or ops where it leaves least, with the number that does.
 

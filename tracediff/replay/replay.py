@@ -18,7 +18,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import PLAIN, REQUANTISED, SCHEMES, Scheme
 from tracediff.numerics.buffers import in_buffer
-from tracediff.numerics.evaluate import arithmetic_of
+from tracediff.numerics.evaluate import arithmetic_of, in_words_of
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.fitting import Fitting, Supposed
@@ -105,10 +105,20 @@ class Replay:
         local = self._fitting.best_of(record, choice.schemes, looked)
         return self._in_another(record, choice) or local if local.faulty else local
 
+    def plain_looks(self, record: OpRecord) -> Iterator[tuple[Scheme, Local]]:
+        """The record's local error in each arithmetic of most engines."""
+        return ((scheme, self._fitting.closely(record, scheme).local) for scheme in PLAIN)
+
+    def is_excused(self, local: Local) -> bool:
+        """Whether roundings that few engines have explain what ends a segment, which are not known bit by bit there."""
+        if local.faulty or local.nmse <= NOTHING or len(local.segment) == 1:
+            return False
+        ops = [self.graph[name] for name in local.segment]
+        return local.arithmetic not in {in_words_of(ops, scheme, self.weights) for scheme in PLAIN}
+
     def in_arithmetic(self, record: OpRecord, arithmetic: str) -> Local | None:
         """The record's local error in the arithmetic of these words, where most engines may have that."""
-        locals_ = (self._fitting.closely(record, scheme).local for scheme in PLAIN)
-        return next((local for local in locals_ if local.arithmetic == arithmetic), None)
+        return next((local for _, local in self.plain_looks(record) if local.arithmetic == arithmetic), None)
 
     def asks(self, record: OpRecord) -> Sequence[Asked]:
         """Under which schemes the record is looked at first, whatever is seen then: together with those of other
