@@ -18,6 +18,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import scheme_named
+from tracediff.pipeline import check_trace
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.trace.reader import Trace
@@ -172,10 +173,12 @@ def test_a_first_position_does_not_tell_how_the_cache_is_held(models: Models, ll
 
 
 def test_no_arithmetic_excuses_a_small_mistake(models: Models, torch_trace: Tracer) -> None:
-    """An eps of 1e-5 for 1e-6 in a trace of hidden states: its error is smaller than the noise of half precision."""
+    """An eps of 1e-5 for 1e-6 in a trace of hidden states: its error is smaller than the noise of half precision. On
+    some processors one step of a layer is undecided until the cause is known.
+    """
     model = models(FAMILIES["qwen3"], "F32")
     trace = torch_trace(model, tokens=tokens_of(17), capture="layers", faults=("eps",))
-    faulty = {(record.step, record.op) for record, local in judged(trace, model) if local.faulty}
+    faulty = {(op.step, op.op) for op in check_trace(trace, model).faulty}
     changed = ("blk.0.ffn_residual", "blk.1.ffn_residual", "output_norm")
     assert faulty == {(step, op) for step in Trace(trace).steps for op in changed}
 
