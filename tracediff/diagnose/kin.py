@@ -177,9 +177,19 @@ class Kin:
     def _is_choice(self, record: OpRecord) -> bool:
         return KINDS[self.replay.graph[record.op].kind].picks is not None
 
+    def is_one_factor(self, record: OpRecord) -> bool:
+        """Whether it is one row of a norm: of most that may be wrong in one it has a factor, which some of thousands of
+        edits have by chance.
+        """
+        one_token = len(self.replay.trace.steps[record.step].tokens) == 1
+        return one_token and KINDS[self.replay.graph[record.op].kind].scheme == "rms_norm"
+
     def is_soon_suited(self, tried: Hypothesis, record: OpRecord) -> bool:
-        """Whether one row of the record tells little of what is tried: it has a number, or the row is a choice."""
-        return any(part.fitted for part in tried.parts) or self._is_choice(record)
+        """Whether one row of the record tells little of what is tried: it has a number, or the row is a choice or one
+        factor.
+        """
+        fitted = any(part.fitted for part in tried.parts)
+        return fitted or self._is_choice(record) or (SOLVED in tried.mistakes and self.is_one_factor(record))
 
     def _is_part(self, tried: Hypothesis) -> bool:
         """Whether it is one of several mistakes that were found together: beside the others it may hardly show."""

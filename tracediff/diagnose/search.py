@@ -174,7 +174,8 @@ class Search:
         at_once: bool = False,
     ) -> Hypothesis | None:
         """The first that explains the record and all that is asked of its kin, or the best of a few. What other steps
-        contradict is taken last, and where no number was fitted: it is made in some steps alone.
+        contradict is taken last, and where no number was fitted, nor one factor suited: it is made in some steps
+        alone.
         """
         found, in_some = list[Hypothesis](), [*in_some]
         for solved, scheme in solutions:
@@ -189,7 +190,7 @@ class Search:
                 found.append(hypothesis)
                 if self._kin.explains_all(hypothesis, self._kin.some):
                     return hypothesis  # none of the others could explain more
-            elif not solved.fitted and hypothesis.pays(one.error):
+            elif not (solved.fitted or self._kin.is_one_factor(one.record)) and hypothesis.pays(one.error):
                 in_some.append(hypothesis.but_in_some_steps())
                 if at_once and self._kin.some and self._kin.explains_all(in_some[-1], self._kin.some):
                     return in_some[-1]  # of thousands of edits few are tried in vain for one that all steps have
