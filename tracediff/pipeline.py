@@ -281,7 +281,7 @@ def _explained(
     """Where it diverges is known when causes are sought, which may take longer: so the stage says it."""
     found = gathered([one.replay.trace for one in judged], measured)
     first = next((op for _, op in found if op.status == "faulty"), None)
-    stage = f"DIVERGED at {first.op} in step {first.step}: why" if first else ""
+    stage = f"DIVERGED at {first.op} in step {first.step}: why" if first else "known mistakes"
     if isinstance(judged[0].replay.trace, Ranks):
         from tracediff.diagnose.ranks import explain_ranks
 

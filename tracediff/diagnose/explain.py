@@ -92,7 +92,8 @@ class Explainer:
         self, ops: list[OpResult], members: list[int], kin: Kin, progress: Progress
     ) -> dict[int, OpResult]:
         """Of a kin that roundings of few engines explain the records in which a known mistake leaves next to nothing,
-        in the arithmetic of most. Of some forty roundings one is as large as many a mistake.
+        in the arithmetic of most. Of some forty roundings one is as large as many a mistake. That values are rounded is
+        no mistake where honest roundings explain as much.
         """
         first = kin.pending[0]
         with suppress(OutOfTime):
@@ -100,7 +101,7 @@ class Explainer:
                 if not error.faulty:
                     continue
                 found = Search(kin).known(replace(first, error=error), Way(scheme), progress)
-                if found and found.left <= NOTHING:
+                if found and not found.may_turn and found.left <= NOTHING:
                     kin.found.append(found)
                     return self._hidden(ops, members, kin)
         return {}

@@ -24,7 +24,7 @@ from tracediff.trace.format import OpRecord
 # Of the squared error in other rows what is wrong leaves no more, where one row is soon suited: by a number, which it
 # tells to a few digits, or in a choice of a few.
 _TOLD = 1e-3
-_HALF = 0.5  # what is wrong in all rows leaves no more of the error in others, be it one of two mistakes
+_NORMS = ("rms_norm", "layer_norm", "l2_norm", "group_norm")
 # Ways to choose the records in which roundings turned of all that there are, be they as likely in one as in another:
 # that it is these very ones is a chance of one in so many.
 _RARELY = 20
@@ -182,7 +182,7 @@ class Kin:
         edits have by chance.
         """
         one_token = len(self.replay.trace.steps[record.step].tokens) == 1
-        return one_token and KINDS[self.replay.graph[record.op].kind].scheme == "rms_norm"
+        return one_token and self.replay.graph[record.op].kind in _NORMS
 
     def is_soon_suited(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether one row of the record tells little of what is tried: it has a number, or the row is a choice or one
@@ -191,16 +191,12 @@ class Kin:
         fitted = any(part.fitted for part in tried.parts)
         return fitted or self._is_choice(record) or (SOLVED in tried.mistakes and self.is_one_factor(record))
 
-    def _is_part(self, tried: Hypothesis) -> bool:
-        """Whether it is one of several mistakes that were found together: beside the others it may hardly show."""
-        return any({*tried.mistakes} < {*found.mistakes} for found in self.found)
-
     def _contradicted(self, tried: Hypothesis, record: OpRecord) -> bool:
-        """Whether the mistake would show in another step of the op, which is as it should be, or is little of what is
-        wrong in that of most tokens.
+        """Whether the mistake would show in another step of the op, which is as it should be, or takes that of most
+        tokens further from what was recorded.
 
         To one row any factor looks like a wrong eps; in the prompt's rows that eps would show as well. An eps of 1e-3
-        beside the root was "eps is 0", "1e-07" and "the weight is multiplied by 0.9998" in single rows.
+        beside the root was "eps is 0" and "the weight is multiplied by 0.9998" in single rows.
         """
         steps = self.replay.trace.steps
         errors = {step: error for step in steps if (error := self.errors.get((step, record.op)))}
@@ -210,7 +206,7 @@ class Kin:
             if not error.faulty and self.replay.under(other, tried.ops).faulty:
                 return True
             if error.faulty and step == largest != record.step:
-                allowed = _TOLD if self.is_soon_suited(tried, record) else 1.0 if self._is_part(tried) else _HALF
+                allowed = _TOLD if self.is_soon_suited(tried, record) else 1.0
                 left = self.replay.under(other, tried.ops).nmse
                 most = math.inf if math.isnan(error.nmse) else allowed * error.nmse
                 if math.isinf(left) or not left <= most:  # infinite: what is hidden is chosen, say

@@ -101,8 +101,8 @@ class Fitting:
 
     def _in_contention(self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord]) -> list[Scheme]:
         """Of schemes that are close, best first, with the ops of which records are `sound` under each: what fits, be it
-        in other records than what leaves less. And of what leaves less still, though it does not fit, the first and
-        what most engines do: between these a record may be undecided.
+        in other records than what leaves less; and what leaves less still, though it does not fit: between these a
+        record may be undecided.
         """
         kept: list[Scheme] = []
         for scheme, ops in sound.items():
@@ -110,8 +110,7 @@ class Fitting:
             # And what most engines do, where its floor hides what it leaves: a clean run of llama.cpp through 16 layers
             # was faulty, for bfloat16 left as much, and less than that explains.
             hidden = scheme in PLAIN and not any(self._judged(record, scheme).faulty for record in records)
-            leaves_less = not covered and (scheme in PLAIN or not kept)
-            if ops - covered or leaves_less or hidden:
+            if ops - covered or not covered or hidden:
                 kept.append(scheme)
         return kept
 

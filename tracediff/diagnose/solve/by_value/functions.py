@@ -118,7 +118,10 @@ def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solve
             return left(mapped(problem.op, name, _of_one(name, number)))
 
         number = best(of, start)
-        found += ((name, _of_one(name, one)) for one in ((*simpler(number), number) if number is not None else ()))
+        found += (
+            (name, _of_one(name, one))
+            for one in ((*(u for u, _ in simpler(number)), number) if number is not None else ())
+        )
     for name, known in found:
         yield _solved(mapped(problem.op, name, known), words(name, known), known)
 

@@ -1,6 +1,7 @@
 """Another number: eps, theta, a scale, fitted to what was recorded."""
 
 import ast
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -36,7 +37,7 @@ def variants(problem: Problem, left: Left) -> Iterator[Priced]:
             if fitted is None:
                 continue
             called = {"theta": "rope's base", "scale": "the scale", "freq_scale": "the frequency scale"}.get(name, name)
-            for value, bits in (*((u, 6.0) for u in simpler(fitted)), (fitted, _BITS)):
+            for value, bits in (*simpler(fitted, 6.0), (fitted, _BITS)):
                 words = "{} is {}; it should be {}".format(called, *told_apart(value, right))
                 yield Priced(
                     Edit(words, problem.loops.source, numbers=((name, value),)),
@@ -51,7 +52,7 @@ def constants(problem: Problem, left: Left) -> Iterator[Priced]:
     for right, source in each_constant(problem.loops.source):
         fitted = _of_name(problem.loops.with_(source, {}, {}), CONSTANT, right, left)
         if fitted is not None and abs(fitted / right - 1) > _SAME:
-            for value, bits in (*((u, 8.0) for u in simpler(fitted)), (fitted, _BITS)):
+            for value, bits in (*simpler(fitted, 8.0), (fitted, _BITS)):
                 edited = source.replace(CONSTANT, f"{value:.6g}")
                 yield Priced(Edit("", edited), bits, fitted=True)
 
@@ -92,11 +93,17 @@ def positions(problem: Problem) -> Iterator[Priced]:
             yield Priced(Edit(words, source.replace("positions[t]", f"(positions[t] % {size})")), 8.0, _LOOK_AT_TABLES)
 
 
-def simpler(fitted: float) -> list[float]:
-    """Usual numbers that the fit may mean, and such of few digits."""
-    usual = [one for one in _USUAL if abs(one - fitted) <= 1e-3 * abs(fitted) or (not one and abs(fitted) < 1e-9)]
-    short = (float(f"{fitted:.{digits}g}") for digits in (2, 3, 4, 5))
-    return [*usual, *(one for one in short if abs(one - fitted) <= _SHORT * abs(fitted))]
+def simpler(fitted: float, bits: float = 0.0) -> Iterator[tuple[float, float]]:
+    """Usual numbers that the fit may mean, of so many bits, and such of few digits, of more for each digit: any factor
+    is one of five digits, and "0.99478 / sqrt(squares / 96)" came before squares / 95.
+    """
+    for one in _USUAL:
+        if abs(one - fitted) <= 1e-3 * abs(fitted) or (not one and abs(fitted) < 1e-9):
+            yield one, bits
+    for digits in (2, 3, 4, 5):
+        one = float(f"{fitted:.{digits}g}")
+        if abs(one - fitted) <= _SHORT * abs(fitted):
+            yield one, bits + (digits - 2) * math.log2(10)
 
 
 def _of_name(loops: Bound, name: str, right: float, left: Left) -> float | None:
