@@ -118,10 +118,8 @@ def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solve
             return left(mapped(problem.op, name, _of_one(name, number)))
 
         number = best(of, start)
-        found += (
-            (name, _of_one(name, one))
-            for one in ((*(u for u, _ in simpler(number)), number) if number is not None else ())
-        )
+        numbers = [] if number is None else [*(one for one, _ in simpler(number)), number]
+        found += ((name, _of_one(name, one)) for one in numbers)
     for name, known in found:
         yield _solved(mapped(problem.op, name, known), words(name, known), known)
 
