@@ -232,6 +232,15 @@ def test_several_mistakes_of_one_row_are_contradicted_by_the_prompts_rows(tiny, 
     assert [(op.op, op.step, op.cause) for op in faulty] == [("output_norm", step, None) for step in range(3)]
 
 
+def test_a_window_is_told_where_no_layer_tells_the_arithmetic(models, tmp_path: Path) -> None:
+    """All layers are mistaken: in 8-bit blocks, which are nearest, the first token is wrong already, and no window."""
+    file = GGUFFile(models("k-quants", "Q8_0"))
+    graph = plant(build_graph(file), file, "window")
+    path = trace_graph(graph, file, tmp_path / "window.trace", TOKENS, (97, 110, 32), (53,), capture="layers")
+    (finding,) = check_trace(path, file.path).findings
+    assert finding.text == "all 3 layers (seen in ffn_residual): attn_probs: a window of 4 instead of none."
+
+
 def test_roundings_of_few_engines_do_not_excuse_a_known_mistake(tiny, tmp_path: Path) -> None:
     """Quick GELU in all layers of gemma3, hidden states alone, leaves as much as bfloat16 does: it was undecided."""
     model = Model(tiny("gemma3"))

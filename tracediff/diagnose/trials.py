@@ -16,7 +16,9 @@ from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
 from tracediff.model.graph import Op
 from tracediff.names import layer_of, split
+from tracediff.numerics.arithmetic import PLAIN
 from tracediff.numerics.exponentials import approximated
+from tracediff.replay.look import Known
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import NOTHING
 from tracediff.result import Local
@@ -136,19 +138,24 @@ class Trials:
 
     def _wrong_from(self, record: OpRecord) -> int:
         """The position of the first token whose values are wrong, or, where none is beyond its bound, of the one
-        that is nearest to it; 0 where that cannot be told.
+        that is nearest to it; 0 where that cannot be told. Of the arithmetics that most engines have and the record's
+        the latest: in one that the engine has not the first token is wrong already.
         """
         key, axes = (record.step, record.op), self._replay.graph[record.op].axes
         if key not in self._firsts:
-            known, positions = self._replay.known(record), self._replay.trace.steps[record.step].positions
-            if "T" in axes and known.exact.ndim == len(axes):
-                excess = ((known.recorded - known.exact).abs() / known.bound).movedim(axes.index("T"), 0)
-                most = excess.flatten(1).nan_to_num(math.inf).amax(1).cpu()
-                rows = torch.tensor([positions[row] for row in record.rows or range(len(positions))])
-                self._firsts[key] = int(rows[most >= min(1.0, float(most.max()))].min())
-            else:
-                self._firsts[key] = 0
+            schemes = dict.fromkeys((self._replay.choice(record).schemes[0], *PLAIN))
+            knowns = (self._replay.known(record, scheme) for scheme in schemes)
+            self._firsts[key] = max(self._first(record, known) if "T" in axes else 0 for known in knowns)
         return self._firsts[key]
+
+    def _first(self, record: OpRecord, known: Known) -> int:
+        axes, positions = self._replay.graph[record.op].axes, self._replay.trace.steps[record.step].positions
+        if known.exact.ndim != len(axes):
+            return 0
+        excess = ((known.recorded - known.exact).abs() / known.bound).movedim(axes.index("T"), 0)
+        most = excess.flatten(1).nan_to_num(math.inf).amax(1).cpu()
+        rows = torch.tensor([positions[row] for row in record.rows or range(len(positions))])
+        return int(rows[most >= min(1.0, float(most.max()))].min())
 
 
 def _by_variant(
