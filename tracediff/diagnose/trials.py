@@ -16,9 +16,8 @@ from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
 from tracediff.model.graph import Op
 from tracediff.names import layer_of, split
-from tracediff.numerics.arithmetic import PLAIN
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.exponentials import approximated
-from tracediff.replay.look import Known
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import NOTHING
 from tracediff.result import Local
@@ -138,18 +137,19 @@ class Trials:
 
     def _wrong_from(self, record: OpRecord) -> int:
         """The position of the first token whose values are wrong, or, where none is beyond its bound, of the one
-        that is nearest to it; 0 where that cannot be told. Of the arithmetics that most engines have and the record's
-        the latest: in one that the engine has not the first token is wrong already.
+        that is nearest to it; 0 where that cannot be told. Where the arithmetic is not settled the latest: in one that
+        the engine has not the first token is wrong already.
         """
-        key, axes = (record.step, record.op), self._replay.graph[record.op].axes
+        key = record.step, record.op
         if key not in self._firsts:
-            schemes = dict.fromkeys((self._replay.choice(record).schemes[0], *PLAIN))
-            knowns = (self._replay.known(record, scheme) for scheme in schemes)
-            self._firsts[key] = max(self._first(record, known) if "T" in axes else 0 for known in knowns)
+            self._firsts[key] = max(self._first(record, scheme) for scheme in self._replay.plain_ones(record))
         return self._firsts[key]
 
-    def _first(self, record: OpRecord, known: Known) -> int:
+    def _first(self, record: OpRecord, scheme: Scheme | None) -> int:
         axes, positions = self._replay.graph[record.op].axes, self._replay.trace.steps[record.step].positions
+        if "T" not in axes:
+            return 0
+        known = self._replay.known(record, scheme)
         if known.exact.ndim != len(axes):
             return 0
         excess = ((known.recorded - known.exact).abs() / known.bound).movedim(axes.index("T"), 0)
