@@ -233,12 +233,16 @@ def test_several_mistakes_of_one_row_are_contradicted_by_the_prompts_rows(tiny, 
 
 
 def test_a_window_is_told_where_no_layer_tells_the_arithmetic(models, tmp_path: Path) -> None:
-    """All layers are mistaken: in 8-bit blocks, which are nearest, the first token is wrong already, and no window."""
+    """All layers are mistaken: in 8-bit blocks, which are nearest, the first token is wrong already, and no window. In
+    the last one every token is, by a mistake of its own; how long the window is the others tell.
+    """
     file = GGUFFile(models("k-quants", "Q8_0"))
-    graph = plant(build_graph(file), file, "window")
+    graph = plant(plant(build_graph(file), file, "window"), file, "gate_up_swapped@2")
     path = trace_graph(graph, file, tmp_path / "window.trace", TOKENS, (97, 110, 32), (53,), capture="layers")
-    (finding,) = check_trace(path, file.path).findings
-    assert finding.text == "all 3 layers (seen in ffn_residual): attn_probs: a window of 4 instead of none."
+    assert [finding.text for finding in check_trace(path, file.path).findings] == [
+        "all 3 layers (seen in ffn_residual): attn_probs: a window of 4 instead of none.",
+        "layer 2 (seen in ffn_residual): ffn_gate, ffn_up: each multiplies with the other's weight.",
+    ]
 
 
 def test_roundings_of_few_engines_do_not_excuse_a_known_mistake(tiny, tmp_path: Path) -> None:

@@ -80,10 +80,10 @@ class Kin:
 
     def carried(self, found: Hypothesis, one: Faulty) -> Hypothesis | None:
         """What was found in another record, where it explains this one too."""
-        same = (same for same in self._tried(found, one) if self.explains(same, one, same.may_turn))
+        same = (same for same in self.tried(found, one) if self.explains(same, one, same.may_turn))
         return self.fewest(next(same, None), one)
 
-    def _tried(self, found: Hypothesis, one: Faulty) -> Iterator[Hypothesis]:
+    def tried(self, found: Hypothesis, one: Faulty) -> Iterator[Hypothesis]:
         """What explained one record tried on another, with the same numbers: they are an engine's, not an op's."""
         if not self._is_carried(found, one):
             alike = [*self.trials.together(found.parts, one.record, one.error)]
@@ -103,7 +103,7 @@ class Kin:
 
     def _is_carried(self, found: Hypothesis, one: Faulty) -> bool:
         """Whether its ops are changed in the other record as in its own, where they are not made anew."""
-        fitted = len(found.parts) == 1 and found.parts[-1].fitted and found.parts[-1].number is None
+        fitted = any(part.fitted and part.number is None for part in found.parts)
         here = any(op.name in one.error.segment for op in found.ops)
         return here or fitted or SOLVED in found.mistakes or found.may_turn
 
@@ -167,7 +167,7 @@ class Kin:
         alike = (x for (_, op), x in self.errors.items() if split(op)[1] == name and len(x.segment) > 1)
         n_quiet = sum(x.judgement == "sound" and x.nmse <= NOTHING < x.floor for x in alike)
         for n_loud, other in enumerate((one, *(other for other in self.some if other != one)), 1):
-            left = (same.left for same in self._tried(tried, other)) if other != one else (tried.left,)
+            left = (same.left for same in self.tried(tried, other)) if other != one else (tried.left,)
             if min(left, default=0.0) <= NOTHING:
                 return False
             if math.comb(n_quiet + n_loud, n_loud) >= _RARELY:

@@ -99,8 +99,7 @@ class Search:
         if _is_long(one.error.segment):
             return None
         for known in (found for found in self._kin.found if SOLVED not in found.mistakes):
-            together = self._trials.together(known.parts, one.record, one.error)
-            given = min(together, key=lambda h: h.left, default=None)
+            given = min(self._kin.tried(known, one), key=lambda h: h.left, default=None)
             if given and (found := self._on_top(given, one, Least())):
                 return found
         return None

@@ -30,7 +30,8 @@ class Trials:
     def __init__(self, replay: Replay, budget: Budget) -> None:
         self._replay = replay
         self.budget = budget
-        self._firsts: dict[tuple[int, str], int] = {}  # of records, the first position that is wrong
+        # Of the last record, and what was given of it, the first position that is wrong.
+        self._firsts: dict[tuple[int, str], tuple[Sequence[Op], int]] = {}
 
     def applicable(self, segment: Sequence[str]) -> list[Mistake]:
         """Mistakes that can be made in some op of the segment."""
@@ -67,7 +68,8 @@ class Trials:
             if mistake.where.holds(graph[name], graph) and way.layer in (None, layer_of(name))
         ]
         seen = self._seen(record, error)
-        context = Context(graph, self._replay.weights.file, seen, None if seen else partial(self._wrong_from, record))
+        wrong_from = None if seen else partial(self._wrong_from, record, before)
+        context = Context(graph, self._replay.weights.file, seen, wrong_from)
         names = list(dict.fromkeys(split(op.name)[1] for op in targets))
         # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone, or at its twin's.
         alone = [] if mistake.everywhere or len(names) == 1 else [[name] for name in names] + _twins(names)
@@ -135,21 +137,23 @@ class Trials:
         known = self._replay.known(record)
         return Seen(known.inputs, known.recorded, known.arithmetic.exponential)
 
-    def _wrong_from(self, record: OpRecord) -> int:
-        """The position of the first token whose values are wrong, or, where none is beyond its bound, of the one
-        that is nearest to it; 0 where that cannot be told. Where the arithmetic is not settled the latest: in one that
-        the engine has not the first token is wrong already.
+    def _wrong_from(self, record: OpRecord, given: Sequence[Op]) -> int:
+        """The position of the first token whose values are wrong beside what is given, or, where none is beyond its
+        bound, of the one that is nearest to it; 0 where that cannot be told. Where the arithmetic is not settled the
+        latest: in one that the engine has not the first token is wrong already.
         """
         key = record.step, record.op
-        if key not in self._firsts:
-            self._firsts[key] = max(self._first(record, scheme) for scheme in self._replay.plain_ones(record))
-        return self._firsts[key]
+        of, first = self._firsts.get(key, (None, 0))
+        if of is not given:
+            first = max(self._first(record, scheme, given) for scheme in self._replay.plain_ones(record))
+            self._firsts[key] = given, first
+        return first
 
-    def _first(self, record: OpRecord, scheme: Scheme | None) -> int:
+    def _first(self, record: OpRecord, scheme: Scheme | None, given: Sequence[Op]) -> int:
         axes, positions = self._replay.graph[record.op].axes, self._replay.trace.steps[record.step].positions
         if "T" not in axes:
             return 0
-        known = self._replay.known(record, scheme)
+        known = self._replay.known(record, scheme, given)
         if known.exact.ndim != len(axes):
             return 0
         excess = ((known.recorded - known.exact).abs() / known.bound).movedim(axes.index("T"), 0)

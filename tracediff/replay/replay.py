@@ -294,9 +294,13 @@ class Replay:
                     "and smaller mistakes show."
                 )
 
-    def known(self, record: OpRecord, scheme: Scheme | None = None) -> Known:
-        """All that is known of a record's op by itself, under this arithmetic or the one that fits best."""
+    def known(self, record: OpRecord, scheme: Scheme | None = None, given: Sequence[Op] = ()) -> Known:
+        """All that is known of a record's op by itself, under this arithmetic or the one that fits best, if the engine
+        computed the ops that are `given` so.
+        """
         key = record, scheme or self.choice(record).schemes[0]
+        if given:
+            return known(self._recomputation.changed(given), *key)
         if self._known is None or self._known[0] != key:
             self._known = None  # never two at once: of 151,936 logits of 128 tokens one takes half a gigabyte
             self._known = key, known(self._recomputation, *key)
