@@ -20,7 +20,7 @@ from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape, write_model
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.linear import linear
-from tracediff.pipeline import check_trace, compare_traces
+from tracediff.pipeline import Effort, check_trace, compare_traces
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
@@ -253,6 +253,12 @@ def test_roundings_of_few_engines_do_not_excuse_a_known_mistake(tiny, tmp_path: 
     faulty = check_trace(path, model.path).faulty
     assert [op.op for op in faulty] == [f"blk.{n}.ffn_residual" for n in range(7)]
     assert {op.cause and op.cause.name for op in faulty} == {"act_gelu_quick"}
+    at_once = check_trace(path, model.path, effort=Effort(seconds=0))
+    assert (at_once.verdict, at_once.faulty) == ("undecided", [])
+    assert at_once.notes[-1] == (
+        "Whether 7 records that roundings of few engines explain may have a known mistake was not sought to the end: "
+        "--time 0 was too short. Give it more seconds."
+    )
 
 
 def test_positions_shifted_alike_are_no_mistake(models, torch_trace, tmp_path: Path) -> None:

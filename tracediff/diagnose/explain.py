@@ -96,7 +96,7 @@ class Explainer:
         no mistake where honest roundings explain as much.
         """
         first = kin.pending[0]
-        with suppress(OutOfTime):
+        try:
             for scheme, error in self._replay.plain_looks(first.record):
                 if not error.faulty:
                     continue
@@ -104,6 +104,8 @@ class Explainer:
                 if found and not found.may_turn and found.left <= NOTHING:
                     kin.found.append(found)
                     return self._hidden(ops, members, kin)
+        except OutOfTime:
+            return {at: replace(ops[at], sought=False) for at in members}
         return {}
 
     def _hidden(self, ops: list[OpResult], members: list[int], kin: Kin) -> dict[int, OpResult]:

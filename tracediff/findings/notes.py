@@ -42,7 +42,12 @@ def of_another_file(trace: Trace, name: str, matmul_type: str, ops: Iterable[OpR
 
 
 def unsought(ops: Iterable[OpResult], seconds: float) -> list[str]:
-    """That so many causes were given up when the time was over."""
-    n = sum(not op.sought for op in ops)
-    causes = "1 cause was" if n == 1 else f"{n} causes were"
-    return [f"{causes} not sought to the end: --time {seconds:g} was too short. Give it more seconds."] if n else []
+    """That so many causes were given up when the time was over, or what rare roundings may hide was."""
+    given_up = [op for op in ops if not op.sought]
+    faulty = sum(op.status == "faulty" for op in given_up)
+    rounded = len(given_up) - faulty
+    causes = "1 cause was not sought" if faulty == 1 else f"{faulty} causes were not sought"
+    records = "1 record" if rounded == 1 else f"{rounded} records"
+    known = f"Whether {records} that roundings of few engines explain may have a known mistake was not sought"
+    said = [*([causes] if faulty else []), *([known] if rounded else [])]
+    return [f"{words} to the end: --time {seconds:g} was too short. Give it more seconds." for words in said]
