@@ -42,7 +42,7 @@ FIRST = (
     Edit("gemma2", "the embedding is not scaled", "* self.embed_scale.to(self.weight.dtype)", "",
          (r"token_embd_scaled: the factor 9\.79796 is left out",)),
     Edit("gemma2", "GELU without tanh", "ACT2FN[config.hidden_activation]", "ACT2FN['gelu']",
-         (r"GELU is used for GELU \(tanh\)",)),
+         (r"GELU \(erf\) is used for GELU \(tanh\)",)),
     Edit("gemma2", "KV heads are tiled, not repeated",
          "return hidden_states.reshape(batch, num_key_value_heads * n_rep, slen, head_dim)",
          "return hidden_states[:, :, 0].repeat(1, n_rep, 1, 1)", (r"query head h reads key/value head h % 2",)),

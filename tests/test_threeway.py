@@ -118,7 +118,7 @@ REPORT = """\
 DIVERGED: llama.cpp and engine b agree; engine c is the outlier from blk.1.ffn_act in step 0 on.
 
 What is wrong by itself, whatever came before
-  - engine c: ffn_act in layer 1: GELU is used for SiLU. (NMSE up to ~)
+  - engine c: ffn_act in layer 1: GELU (erf) is used for SiLU. (NMSE up to ~)
     look at the activation of the gated feed-forward
 
 Hidden states, NMSE of each pair (1 llama.cpp, 2 engine b, 3 engine c)

@@ -16,13 +16,13 @@ AREA = Area()
 Activation = Callable[[Tensor], Tensor]
 _LOOK, _LINK = "the activation of the gated feed-forward", "candle#3745"
 # What kinds of ops activate with, and the same with a gate.
-_ALONE = MappingProxyType({"silu": "SiLU", "gelu": "GELU (tanh)", "gelu_erf": "GELU", "gelu_quick": "quick GELU",
+_ALONE = MappingProxyType({"silu": "SiLU", "gelu": "GELU (tanh)", "gelu_erf": "GELU (erf)", "gelu_quick": "quick GELU",
                            "relu": "ReLU"})  # fmt: skip
-_GATED = MappingProxyType({"swiglu": "SiLU", "geglu": "GELU (tanh)", "geglu_erf": "GELU", "geglu_quick": "quick GELU",
+_GATED = MappingProxyType({"swiglu": "SiLU", "geglu": "GELU (tanh)", "geglu_erf": "GELU (erf)", "geglu_quick": "quick GELU",
                            "reglu": "ReLU", "swiglu_oai": "quick GELU", "swiglu_clamp": "SiLU"})  # fmt: skip
 GATED = Where(tuple(_GATED))
 _FUNCTIONS: dict[str, Activation] = {
-    "SiLU": silu, "GELU (tanh)": gelu, "GELU": gelu_erf, "quick GELU": gelu_quick, "ReLU": torch.relu,
+    "SiLU": silu, "GELU (tanh)": gelu, "GELU (erf)": gelu_erf, "quick GELU": gelu_quick, "ReLU": torch.relu,
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def _instead(words: str, function: Activation) -> Change:
 
 
 for _name, _words in {
-    "act_gelu": "GELU", "act_gelu_tanh": "GELU (tanh)", "act_relu": "ReLU", "act_silu": "SiLU",
+    "act_gelu": "GELU (erf)", "act_gelu_tanh": "GELU (tanh)", "act_relu": "ReLU", "act_silu": "SiLU",
     "act_gelu_quick": "quick GELU",
 }.items():  # fmt: skip
     AREA.mistake(_name, f"{_words} is used for another activation", _LOOK, Where((*_ALONE, *_GATED)), _LINK)(
