@@ -16,10 +16,11 @@ AREA = Area()
 Activation = Callable[[Tensor], Tensor]
 _LOOK, _LINK = "the activation of the gated feed-forward", "candle#3745"
 # What kinds of ops activate with, and the same with a gate.
-_ALONE = MappingProxyType({"silu": "SiLU", "gelu": "GELU (tanh)", "gelu_erf": "GELU (erf)", "gelu_quick": "quick GELU",
-                           "relu": "ReLU"})  # fmt: skip
-_GATED = MappingProxyType({"swiglu": "SiLU", "geglu": "GELU (tanh)", "geglu_erf": "GELU (erf)", "geglu_quick": "quick GELU",
-                           "reglu": "ReLU", "swiglu_oai": "quick GELU", "swiglu_clamp": "SiLU"})  # fmt: skip
+_ALONE = MappingProxyType({"silu": "SiLU", "gelu": "GELU (tanh)", "gelu_erf": "GELU (erf)",
+                           "gelu_quick": "quick GELU", "relu": "ReLU"})  # fmt: skip
+_GATED = MappingProxyType({"swiglu": "SiLU", "geglu": "GELU (tanh)", "geglu_erf": "GELU (erf)",
+                           "geglu_quick": "quick GELU", "reglu": "ReLU", "swiglu_oai": "quick GELU",
+                           "swiglu_clamp": "SiLU"})  # fmt: skip
 GATED = Where(tuple(_GATED))
 _FUNCTIONS: dict[str, Activation] = {
     "SiLU": silu, "GELU (tanh)": gelu, "GELU (erf)": gelu_erf, "quick GELU": gelu_quick, "ReLU": torch.relu,

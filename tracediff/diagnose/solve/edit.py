@@ -60,6 +60,24 @@ class Read:
         return f"{name} of the step before" if self.when == "before" else name
 
 
+def input_words(op: Op, position: int) -> str:
+    """What words call an input of the op: of a value that it reads a part of, which part."""
+    whole, view = Read(op.inputs[position]).words(op), op.seen[position]
+    if view is None or not isinstance(view.offset, int) or view.shape[:1] != ("T",):
+        return whole
+    (row, *strides), sizes = view.strides, view.shape[1:]
+    read = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    if not read or read[-1][1] != 1 or math.prod(size for size, _ in read if isinstance(size, int)) == row:
+        return whole
+    width, heads = read[-1][0], read[:-1]
+    if len(heads) > 1 or not isinstance(width, int):
+        return whole
+    each = heads[0][1] if heads else row
+    first = view.offset % each if isinstance(each, int) else view.offset
+    of_each = " of each head" if heads and each != width else ""
+    return f"channels {first} to {first + width - 1}{of_each} of {whole}" if of_each or not heads else whole
+
+
 SOURCES = {"past": Read("past"), "starts": Read("past", "all")}
 
 

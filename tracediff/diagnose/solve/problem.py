@@ -79,6 +79,10 @@ class Problem:
         """Those of which there is something: in the first step no buffer holds any."""
         return [read for read in reads if (held := self.held(read)) is not None and held.size]
 
+    def operand(self, position: int) -> np.ndarray:
+        """An input of an op that makes each value of those at its place, as the op sees it."""
+        return self.loops.arrays[self.loops.own.inputs[position]].take(np.arange(self.exact.size))
+
     def given(self, edited: Bound) -> "Problem":
         """The same op with edited loops for right ones: what these leave is to be explained."""
         return replace(self, loops=edited, exact=edited.output().ravel())

@@ -20,6 +20,7 @@ from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.nmse import nmse
+from tracediff.numerics.views import seen
 from tracediff.replay.look import Known
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
@@ -49,6 +50,7 @@ class Segment:
         known = replay.known(record, scheme)
         self._recorded, self._bound = known.recorded, known.bound
         self.n_tokens = len(replay.trace.steps[record.step].tokens)
+        self._n_before = replay.trace.n_before(record.step)
 
     @property
     def n_judged(self) -> int:
@@ -84,16 +86,19 @@ class Segment:
         short._recorded = self._recorded[short._judged]
         for op in self.ops:
             known = self._known[op.name]
-            given = tuple(short._first(x, name) for x, name in zip(known.inputs, op.inputs, strict=True))
-            y = self._evaluated(op, given)
-            if nmse(y, short._first(known.exact, op.name)) > _SAME:
+            if op.kind == "state":
+                short._known[op.name] = known
+                continue
+            given = tuple(short._first(x, self._axes_read(op, i)) for i, x in enumerate(known.inputs))
+            y, right = self._evaluated(op, given), short._first(known.exact, op.axes)
+            if y.shape != right.shape or nmse(y, right) > _SAME:
                 return self
             short._known[op.name] = Known(y, y, torch.zeros_like(y), given, known.arithmetic)
         return short if nmse(short._known[self._end].exact[short._judged], short._recorded) > _SHOWS * off else self
 
-    def _first(self, x: Tensor, name: str) -> Tensor:
+    def _first(self, x: Tensor, axes: Sequence[Axis]) -> Tensor:
         """A value without the tokens that are left out, the last ones: as queries and as keys."""
-        for i, axis in enumerate(self._axes(name)):
+        for i, axis in enumerate(axes):
             if axis in ("T", "S"):
                 x = x.narrow(i, 0, x.shape[i] - self._left_out)
         return x
@@ -119,7 +124,7 @@ class Segment:
         if op.name == self._end:
             return 1.0
         readers = [other for other in self.ops if op.name in other.inputs]
-        if len(readers) != 1 or readers[0].inputs.count(op.name) != 1 or readers[0].axes != op.axes:
+        if len(readers) != 1 or readers[0].inputs.count(op.name) != 1 or readers[0].axes != op.axes or readers[0].views:
             return 0.0
         factors = {"add": 1.0, "scale": readers[0].attrs.get("scale", 0.0)}
         return factors.get(readers[0].kind, 0.0) * self._share(readers[0])
@@ -127,6 +132,16 @@ class Segment:
     def _axes(self, name: str) -> Sequence[Axis]:
         graph = self._replay.graph
         return graph[name].axes if name in graph else ("T",) if name in ("tokens", "positions") else ()
+
+    def _axes_read(self, op: Op, i: int) -> Sequence[Axis]:
+        """Of an input as the op sees it."""
+        view = op.seen[i]
+        return view.shape if view else self._axes(op.inputs[i])
+
+    def _seen(self, op: Op, i: int, value: Tensor, n_tokens: int) -> Tensor:
+        """The value of an input, of so many tokens, as the op sees it."""
+        view = op.seen[i]
+        return seen(view, n_tokens, self._n_before + n_tokens, value) if view else value
 
     def left(self, changed: Mapping[str, Op]) -> float:
         """NMSE of what is made at the end with these ops."""
@@ -146,13 +161,14 @@ class Segment:
         last = max((i for i, op in enumerate(self.ops) if op.name in changed or op.name in made), default=-1)
         at, values = max(last + 1, self._apart), dict(made)
         for right in self.ops[:at]:
-            if right.name not in made and (right.name in changed or any(name in values for name in right.inputs)):
+            is_after = right.kind != "state" and any(name in values for name in right.inputs)  # it is of earlier steps
+            if right.name not in made and (right.name in changed or is_after):
                 values[right.name] = self.made(changed.get(right.name, right), values)
         return Begun(at, values)
 
     def _ended(self, begun: Sequence[Begun]) -> Tensor:
         """What each comes to at the end, one after the other along the tokens: each weight is read once for all."""
-        rest = self.ops[begun[0].at :]
+        rest, n = self.ops[begun[0].at :], self.n_judged * len(begun)
         passed = {name for one in begun for name in one.values} & {self._end, *(x for op in rest for x in op.inputs)}
         values = {
             name: torch.cat([one.values.get(name, self._known[name].exact)[self._judged] for one in begun])
@@ -160,9 +176,10 @@ class Segment:
         }
         for op in rest:
             if any(name in values for name in op.inputs):
-                right = zip(op.inputs, self._known[op.name].inputs, strict=True)
+                right = enumerate(zip(op.inputs, self._known[op.name].inputs, strict=True))
                 given = [
-                    values[name] if name in values else torch.cat([x[self._judged]] * len(begun)) for name, x in right
+                    self._seen(op, i, values[name], n) if name in values else torch.cat([x[self._judged]] * len(begun))
+                    for i, (name, x) in right
                 ]
                 values[op.name] = self._evaluated(op, given)
         return values[self._end]
@@ -175,7 +192,7 @@ class Segment:
 
     def _is_by_token(self, op: Op) -> bool:
         """Whether what it makes of a token follows from what it reads of that one, and tokens come first."""
-        first = all(self._axes(name)[:1] == ("T",) for name in (op.name, *op.inputs))
+        first = all(axes[:1] == ("T",) for axes in (op.axes, *(self._axes_read(op, i) for i in range(len(op.inputs)))))
         return first and not any(op.past) and self._replay.graph.tokens_read(op, (0,)) is not None
 
     def moved(self, op: Op, y: Tensor) -> float:
@@ -188,10 +205,14 @@ class Segment:
         for i, (name, past) in enumerate(op.reads):
             if i >= len(known.inputs):
                 given.append(values[name] if name in values and not past else self._held(name, past))
-            elif name in values and past:
-                given.append(torch.cat((known.inputs[i][: -len(values[name])], values[name])))
+            elif name not in values or past == "before":
+                given.append(known.inputs[i])
             else:
-                given.append(values.get(name, known.inputs[i]))
+                value = values[name]
+                if past:
+                    so_far = self._value(name, past) if op.seen[i] else known.inputs[i]
+                    value = torch.cat((so_far[: -len(value)], value))
+                given.append(self._seen(op, i, value, self.n_tokens))
         return self._evaluated(op, given)
 
     def _evaluated(self, op: Op, given: Sequence[Tensor]) -> Tensor:
@@ -201,10 +222,13 @@ class Segment:
     def _held(self, name: str, past: Span) -> Tensor:
         if past is False and name in self._known:
             return self._known[name].exact.flatten()
+        return self._value(name, past).flatten()
+
+    def _value(self, name: str, past: Span) -> Tensor:
         if name not in self._replay.graph and name not in SOURCES:
             raise CannotRunError(name)
         values = self._replay.read(self._record, name, past, self._scheme)
-        return (values if past == "before" else self._first(values, name)).flatten()
+        return values if past == "before" else self._first(values, self._axes(name))
 
     def problem(self, op: Op) -> Problem | None:
         """The op as it should be, to be edited; None where it has no loops."""

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, combinations
 from typing import TypeVar
 
 import numpy as np
@@ -69,11 +69,8 @@ def searched(
 
 
 def _segments(replay: Replay, record: OpRecord, names: Sequence[str]) -> Iterator[tuple[Segment, Scheme | None]]:
-    """The segment under each arithmetic; none where its values cannot be recomputed one by one."""
-    ops = [replay.graph[name] for name in names]
-    if record.rows is not None or any(any(op.views) or op.kind == "state" for op in ops):
-        return
-    for scheme in replay.plain_ones(record):
+    """The segment under each arithmetic; none where some tokens were not recorded."""
+    for scheme in replay.plain_ones(record) if record.rows is None else ():
         yield Segment(replay, record, names, scheme or replay.choice(record).schemes[0]), scheme
 
 
@@ -110,8 +107,8 @@ class SegmentSearch:
         self._waiting: list[tuple[list[Problem], list[Priced]]] = []
 
     def called(self) -> Iterator[Solved]:
-        """What an op is called with, of each lot the cheapest first. The later an op, the less follows it, the sooner
-        it is tried.
+        """What an op is called with, and what is done to its values, of each lot the cheapest first. The later an op,
+        the less follows it, the sooner it is tried.
         """
         for problem in self._hidden.values():
             yield from self._near(operands.cached(problem), self._whole)
@@ -120,6 +117,20 @@ class SegmentSearch:
                 yield from self._near(groups.behind(problem, end.of_tokens), self._whole)
         for problem in self._hidden.values():
             yield from self._tried([problem], _passed(problem))
+        for group in self._reading_alike():
+            yield from self._tried(group, inputs.variants(group[-1]))
+        for problem in self._hidden.values():
+            yield from self._near(functions.usual(problem), self._short)
+
+    def _reading_alike(self) -> Iterator[list[Problem]]:
+        """Ops of one kind that read the same values, which are passed the same buffer: all of them, and any two."""
+        groups: dict[tuple[str, tuple[str, ...]], list[Problem]] = {}
+        for problem in reversed(self._hidden.values()):
+            groups.setdefault((problem.op.kind, problem.op.inputs), []).append(problem)
+        for group in groups.values():
+            yield from ([*pair] for pair in combinations(group, 2))
+            if len(group) > 2:
+                yield group
 
     def computed(self) -> Iterator[Solved]:
         """How ops are computed: edits of a kernel without numbers, then those whose numbers are fitted, and one

@@ -9,20 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.edit import Read, Solved
+from tracediff.diagnose.solve.edit import Solved, input_words
 from tracediff.diagnose.solve.edits.numbers import best, simpler
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.model.graph import Op
-from tracediff.names import split
 from tracediff.numerics.evaluate import computed, evaluate, noise_of
 from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds.activation import gelu, gelu_erf, gelu_quick, silu
 from tracediff.numerics.kinds.kind import Call, Made
 
 _SAME = 4  # values that are equal where a clamp is thought of
 _DIGITS = 3e-6  # within which they are, when they were divided by another value
 _SMALL = 1e-3  # of the largest factor: what is divided by a smaller one says little
 _GATED = ("swiglu", "geglu", "reglu")
-_LINEAR_IN = {**dict.fromkeys(_GATED, (1,)), "add": (0, 1)}  # inputs that the output is linear in
+_LINEAR_IN = {**dict.fromkeys(_GATED, (1,)), "add": (0, 1), "mul": (0, 1)}  # inputs that the output is linear in
 _ACTIVATED = -1  # in the place of an input's number: the activated gate
 _LOOK = "what is done to its result: a scale, a clamp, a cap"
 _LOOK_BEFORE = "what is done to that value before it is used: a scale, a clamp, a cap"
@@ -31,6 +31,10 @@ _FITTED = 1 << 16  # values that a function is fitted to
 _HALVINGS = 60  # of the interval that a cap is sought in
 
 Function = Callable[..., Tensor]
+_ACTIVATIONS: Mapping[str, Function] = {
+    "silu": silu, "gelu (tanh)": gelu, "gelu (erf)": gelu_erf, "gelu (quick)": gelu_quick, "relu": torch.relu,
+    "sigmoid": torch.sigmoid, "tanh": torch.tanh, "softplus": torch.nn.functional.softplus, "exp": torch.exp,
+}  # fmt: skip
 FUNCTIONS: Mapping[str, Function] = {
     "above": lambda x, c: x.clamp(max=c),
     "below": lambda x, c: x.clamp(min=c),
@@ -40,8 +44,13 @@ FUNCTIONS: Mapping[str, Function] = {
     "power": lambda x, p: x.sign() * x.abs() ** p,
     "absolute": lambda x: x.abs(),
     "square": lambda x: x * x,
+    **_ACTIVATIONS,
 }
-NUMBERS = {name: len(signature(function).parameters) - 1 for name, function in FUNCTIONS.items()}
+_WITHOUT_NUMBERS = ("absolute", "square", *_ACTIVATIONS)
+NUMBERS = {
+    name: 0 if name in _WITHOUT_NUMBERS else len(signature(function).parameters) - 1
+    for name, function in FUNCTIONS.items()
+}
 _WORDS = {
     "above": "every value above {0:.6g} is {0:.6g}",
     "below": "every value below {0:.6g} is {0:.6g}",
@@ -50,6 +59,7 @@ _WORDS = {
     "power": "every value is the power {0:.6g} of what it should be, with its sign",
     "absolute": "every value is without its sign",
     "square": "every value is the square of what it should be",
+    **{name: f"every value is {name} of what it should be" for name in _ACTIVATIONS},
 }
 
 
@@ -100,7 +110,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
     for name, numbers in _fits(x, y):
         if all(_gives(name, numbers, x[part], y[part], near[part]) for part in (_thin(x), slice(None))):
             yield _solved(mapped(problem.op, name, numbers), words(name, numbers), numbers)
-    for operand in _LINEAR_IN.get(problem.op.kind, ()):
+    for operand in _linear_in(problem):
         yield from _of_operand(problem, operand)
     if problem.op.kind in _GATED:
         yield from _of_activated(problem)
@@ -111,7 +121,7 @@ def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solve
     largest = float(np.abs(problem.exact).max(initial=0.0))
     starts = [(name, sign * largest) for name in ("above", "below") for sign in (1, -1)]
     starts += [("within", largest), ("cap", largest), ("power", 1.0), ("linear", 1.0)]
-    found: list[tuple[str, tuple[float, ...]]] = [("absolute", ()), ("square", ()), ("linear", (-1.0, 0.0))]
+    found = list[tuple[str, tuple[float, ...]]]()
     for name, start in starts:
 
         def of(number: float, name: str = name) -> np.ndarray:
@@ -122,6 +132,14 @@ def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solve
         found += ((name, _of_one(name, one)) for one in numbers)
     for name, known in found:
         yield _solved(mapped(problem.op, name, known), words(name, known), known)
+
+
+def usual(problem: Problem) -> Iterator[Solved]:
+    """Functions without a number, and another sign, of the output or of an operand."""
+    known: list[tuple[str, tuple[float, ...]]] = [*((name, ()) for name in _WITHOUT_NUMBERS), ("linear", (-1.0, 0.0))]
+    for name, numbers in known:
+        yield _solved(mapped(problem.op, name, numbers), words(name, numbers), numbers)
+        yield from (_of_input(problem.op, operand, name, numbers) for operand in _linear_in(problem))
 
 
 def _of_one(name: str, number: float) -> tuple[float, ...]:
@@ -146,28 +164,41 @@ def _thin(x: np.ndarray) -> slice:
     return slice(None, None, max(1, x.size // _FITTED))
 
 
+def _linear_in(problem: Problem) -> Iterator[int]:
+    """Inputs that have a value for each of the output, which is linear in it."""
+    arrays = (problem.loops.arrays[name] for name in problem.loops.own.inputs)
+    whole = [array.size == problem.exact.size for array in arrays]
+    return (i for i in _LINEAR_IN.get(problem.op.kind, ()) if i < len(whole) and whole[i])
+
+
 def _of_operand(problem: Problem, operand: int) -> Iterator[Solved]:
     """The same of an input of which the output is a multiple, or a sum with."""
-    op = problem.op
-    given = problem.held(Read(op.inputs[operand]))
-    if given is None or not given.any():
+    op, given = problem.op, problem.operand(operand)
+    if not given.any():
         return
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = problem.exact / given if op.kind != "add" else np.ones_like(given)
-    yield from _before(problem, given, slope, operand, f"value of {Read(op.inputs[operand]).words(op)}")
+    for name, numbers in _before(problem, given, slope):
+        yield _of_input(op, operand, name, numbers)
+
+
+def _of_input(op: Op, operand: int, name: str, numbers: tuple[float, ...]) -> Solved:
+    of = f"activated value of {input_words(op, 0)}" if operand == _ACTIVATED else f"value of {input_words(op, operand)}"
+    said = words(name, numbers).replace("every value", f"every {of}")
+    return _solved(mapped(op, name, numbers, operand), said, numbers)
 
 
 def _of_activated(problem: Problem) -> Iterator[Solved]:
     """The same of the activated gate, which `up` is multiplied with."""
-    gate, up = problem.op.inputs
-    slope = problem.held(Read(up))
-    if slope is None or not slope.any():
+    slope = problem.operand(1)
+    if not slope.any():
         return
     given = np.divide(problem.exact, slope, out=np.zeros_like(slope), where=slope != 0)
-    yield from _before(problem, given, slope, _ACTIVATED, f"activated value of {split(gate)[1]}")
+    for name, numbers in _before(problem, given, slope):
+        yield _of_input(problem.op, _ACTIVATED, name, numbers)
 
 
-def _before(problem: Problem, given: np.ndarray, slope: np.ndarray, operand: int, called: str) -> Iterator[Solved]:
+def _before(problem: Problem, given: np.ndarray, slope: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]]]:
     """Functions of what is `given`, which the output has a `slope` in: what it must have been follows by division."""
     with np.errstate(divide="ignore", invalid="ignore"):
         z = given + (problem.recorded - problem.exact) / slope
@@ -175,8 +206,7 @@ def _before(problem: Problem, given: np.ndarray, slope: np.ndarray, operand: int
     for name, numbers in _fits(given[told], z[told]):
         moved = FUNCTIONS[name](torch.from_numpy(given), *numbers).numpy() - given
         if agree(problem.recorded, problem.exact + np.where(moved, moved * slope, 0), problem.near).all():
-            said = words(name, numbers).replace("every value", f"every {called}")
-            yield _solved(mapped(problem.op, name, numbers, operand), said, numbers)
+            yield name, numbers
 
 
 def mapped(op: Op, name: str, numbers: tuple[float, ...], operand: int | None = None) -> Op:
@@ -213,8 +243,7 @@ def _fits(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]
     slope = slope if abs(slope) * np.abs(x).max() > _DIGITS * np.abs(y).max() else 0.0
     if abs(offset) > _DIGITS * np.abs(y).max():
         yield "linear", (_rounder(float(slope)), _rounder(float(offset)))
-    yield "absolute", ()
-    yield "square", ()
+    yield from ((name, ()) for name in _WITHOUT_NUMBERS)
     large = (np.abs(x) > 1e-3 * np.abs(x).max()) & (np.abs(y) > 0)
     logs = np.log(np.abs(x[large])), np.log(np.abs(y[large]))
     if large.sum() > _SAME and (logs[0] @ logs[0]) > 0:

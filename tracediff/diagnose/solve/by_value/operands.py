@@ -31,7 +31,7 @@ from tracediff.diagnose.solve.by_value.maps import (
 )
 from tracediff.diagnose.solve.by_value.parts import in_region
 from tracediff.diagnose.solve.by_value.regions import Along, Region
-from tracediff.diagnose.solve.edit import Read, Solved
+from tracediff.diagnose.solve.edit import Solved, input_words
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.problem import Problem
@@ -95,7 +95,7 @@ class Operand:
         seen = () if self.name == "p" else (-1, *self.shape[1:])  # of [H, T, S] two axes follow the step
         changed = replace(op, rework=MovedInput(position, how, axis, seen))
         noun, n = self.axes[axis]
-        words = f"as it reads {Read(op.inputs[position]).words(op)}, {how.words(noun, n)}"
+        words = f"as it reads {input_words(op, position)}, {how.words(noun, n)}"
         look = LOOK_AT_CACHE if noun in ("key", "position") else _LOOK
         return Solved((changed,), words, how.bits + _OF_INPUT, look)
 
@@ -105,7 +105,8 @@ def operands(problem: Problem) -> Iterator[Operand]:
     kind, loops = problem.op.kind, problem.loops
     if kind not in AXES and len(loops.own.inputs) == 2 and all(size in loops.numbers for _, size in _OF_TWO):
         axes = tuple((noun, int(loops.numbers[size])) for noun, size in _OF_TWO)
-        yield from (Operand(name, axes, (0, 1)) for name in loops.own.inputs)
+        whole = (name for name in loops.own.inputs if loops.arrays[name].size == problem.exact.size)
+        yield from (Operand(name, axes, (0, 1)) for name in whole)
     for name, nouns in _AXES.get(kind, {}).items():
         axes = tuple((noun, int(problem.loops.numbers[size])) for noun, size in AXES[kind][name])
         yield Operand(name, axes, tuple(i for i, (noun, _) in enumerate(axes) if noun in nouns))

@@ -15,7 +15,7 @@ def variants(problem: Problem) -> Iterator[Priced]:
     """The output is all zeros, or another value of the trace."""
     yield Priced(Edit("all values are 0, as if nothing was stored", UNTOUCHED, "both"), 3.0, _LOOK)
     others, loops = problem.others, problem.loops.own
-    own = Read(problem.op.inputs[0]) if loops.inputs[0] == "x" else None
+    own = Read(problem.op.inputs[0]) if loops.inputs[0] == "x" and not problem.op.views else None
     for read in others:
         name = read.words(problem.op)
         words = f"{name} passes through unchanged" if read == own else f"the values are those of {name}"

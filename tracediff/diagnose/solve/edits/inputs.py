@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tracediff.diagnose.solve.edit import Edit, Priced, Read
+from tracediff.diagnose.solve.edit import Edit, Priced, Read, input_words
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.names import split
 
@@ -23,12 +23,12 @@ def variants(problem: Problem) -> Iterator[Priced]:
     others = problem.others
     bits = math.log2(max(2, len(others) * len(loops.inputs)))
     verb = "adds" if op.kind == "add" else "reads"
-    for name, (belongs, past) in zip(loops.inputs, op.reads, strict=False):
+    for position, (name, (belongs, past)) in enumerate(zip(loops.inputs, op.reads, strict=False)):
         if belongs in ("tokens", "positions"):
             continue
         for other in (*_so_far(problem), *others) if past is True else others:
             if other.name != belongs or other.when == "before":
-                words = f"{verb} {other.words(op)} where {Read(belongs).words(op)} belongs"
+                words = f"{verb} {other.words(op)} where {input_words(op, position)} belongs"
                 yield Priced(Edit(words, problem.loops.source, arrays=((name, other),)), bits, _LOOK)
         yield from _sums(problem, name, belongs, bits + 1)
 
@@ -44,7 +44,7 @@ def _so_far(problem: Problem) -> Iterator[Read]:
 def _sums(problem: Problem, name: str, belongs: str, bits: float) -> Iterator[Priced]:
     """Another value as large is added to what the op reads, as where a norm comes after the residual is added."""
     op, own = problem.op, problem.held(Read(belongs))
-    if own is None or op.kind == "add":
+    if own is None or op.kind == "add" or op.views:  # of what is read in part values lie elsewhere
         return
     both = ast.unparse(_Added(name).visit(ast.parse(problem.loops.source)))
     for other in (read for read in problem.others if read.when == "now" and read.name != belongs):

@@ -6,7 +6,7 @@ import ast
 import math
 from collections.abc import Iterator
 
-from tracediff.diagnose.solve.edit import Edit, Priced, Read
+from tracediff.diagnose.solve.edit import Edit, Priced, input_words
 from tracediff.diagnose.solve.edits.terms import Reduction, reductions
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.diagnose.solve.words.nouns import COUNTED, EACH
@@ -49,7 +49,7 @@ def _arrays(sum_: Reduction) -> list[str]:
 def _called(problem: Problem, array: str) -> str:
     loops = problem.loops.own
     if array in loops.inputs:
-        return Read(problem.op.inputs[loops.inputs.index(array)]).words(problem.op)
+        return input_words(problem.op, loops.inputs.index(array))
     return "the weight" if array in loops.weights else array
 
 

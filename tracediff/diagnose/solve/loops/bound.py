@@ -159,6 +159,7 @@ def bind(
     hold = rounding_named(arithmetic.stored)  # caches
     roundings = {
         "linear": (rounding_named(arithmetic.operands),),
+        "linear_id": (rounding_named(arithmetic.operands),),
         "scores": (rounding_named(arithmetic.operands), hold),
         "weighted_values": (rounding_named(arithmetic.operands), hold),
         "add": (rounding_named(arithmetic.operands),),

@@ -37,6 +37,15 @@ for t in range(T):
     for o in range(n_out):
         y[t * n_out + o] = sum(x[t * n_in + i] * w[o * n_in + i] for i in range(n_in)) + b[o]
 """
+_LINEAR_ID = """
+for t in range(T):
+    for s in range(slots):
+        expert = ids[t * slots + s]
+        for o in range(n_out):
+            y[(t * slots + s) * n_out + o] = sum(
+                x[t * n_in + i] * w[(expert * n_out + o) * n_in + i] for i in range(n_in)
+            )
+"""
 _ROPE = """
 heads = H
 for t in range(T):
@@ -117,7 +126,7 @@ _ACTIVATIONS = {
     "scale": "{0} * scale",
 }
 _OF_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_quick": "gelu_quick", "reglu": "relu"}
-_BINARY = {"add": "a[i] + b[i]", "sub": "a[i] - b[i]", "mul": "a[i] * b[i]", "div": "a[i] / b[i]"}
+_BINARY = {"add": "a[i] + {0}", "sub": "a[i] - {0}", "mul": "a[i] * {0}", "div": "a[i] / {0}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +147,7 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
     """The loops of an op whose inputs have these shapes; None where no loops are written for it, or it has a function
     or views of its own.
     """
-    if op.function or any(op.views):
+    if op.function:
         return None
     first = shapes[0]
     match op.kind:
@@ -158,6 +167,8 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
             numbers = {"T": first[0], "n_in": n_in, "n_out": n_out}
             shape = op.shape(first[0])
             return Loops(source, ("x",), ("w", "b"), numbers, shape, ("o", max(1, _BLOCK // n_in)))
+        case "linear_id":
+            return _linear_id(op, *shapes)
         case "rope":
             return _rope(op, first)
         case "scores":
@@ -186,10 +197,13 @@ def _of_each(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
 def _by_tokens(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
     first = shapes[0]
     numbers = {"T": first[0], "n": math.prod(first[1:])}
+    if op.kind in _BINARY and (second := _second(op, shapes)):
+        if "row" in second:
+            numbers["row"] = first[-1]
+        source = _EACH.replace("ACT", _BINARY[op.kind].format(second))
+        return Loops(source, ("a", "b")[: len(shapes)], ("w",)[: len(op.weights)], numbers, first)
     if op.weights or any(shape != first for shape in shapes):
         return None
-    if op.kind in _BINARY and len(shapes) == 2:
-        return Loops(_EACH.replace("ACT", _BINARY[op.kind]), ("a", "b"), (), numbers, first)
     if op.kind in _OF_GATED:
         name = _OF_GATED[op.kind]
         source = _GATED.replace("ACT", _ACTIVATIONS[name].format("gate[i]")).replace("NAME", name)
@@ -198,6 +212,32 @@ def _by_tokens(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
         scale = {"scale": float(op.attrs["scale"])} if op.kind == "scale" else {}
         return Loops(_EACH.replace("ACT", _ACTIVATIONS[op.kind].format("x[i]")), ("x",), (), numbers | scale, first)
     return None
+
+
+def _second(op: Op, shapes: Sequence[tuple[int, ...]]) -> str:
+    """What the second operand has for a value of the first: one of its own, its row's or its channel's. Empty where it
+    has another shape.
+    """
+    first, *others = shapes
+    match others:
+        case [] if len(op.weights) == 1 and op.weights[0].shape == first[-1:]:
+            return "w[i % row]" if len(first) > 2 else "w[i % n]"
+        case [second] if second == first:
+            return "b[i]"
+        case [second] if not op.weights and second == (*first[:-1], 1):
+            return "b[i // row]" if len(first) > 2 else "b[i // n]"
+    return ""
+
+
+def _linear_id(op: Op, x: tuple[int, ...], ids: tuple[int, ...]) -> Loops | None:
+    _, n_out, n_in = op.weights[0].shape
+    if len(op.weights) > 1 or math.prod(x[1:]) not in (n_in, ids[1] * n_in):
+        return None
+    by_slot = math.prod(x[1:]) > n_in
+    source = _LINEAR_ID.replace("x[t * n_in + i]", "x[(t * slots + s) * n_in + i]") if by_slot else _LINEAR_ID
+    numbers = {"T": x[0], "slots": ids[1], "n_in": n_in, "n_out": n_out}
+    block = "o", max(1, _BLOCK // (n_in * x[0] * ids[1]))
+    return Loops(source, ("x", "ids"), ("w",), numbers, (*ids, n_out), block)
 
 
 def _rope(op: Op, shape: tuple[int, ...]) -> Loops | None:

@@ -4,7 +4,7 @@ import ast
 import re
 from dataclasses import dataclass
 
-from tracediff.diagnose.solve.edit import Read
+from tracediff.diagnose.solve.edit import Read, input_words
 from tracediff.diagnose.solve.loops.bound import Bound
 from tracediff.diagnose.solve.words.nouns import COUNTED, COUNTS_TOKENS, EACH, NAMED, NUMBERS, OF_STEPS, SUMS
 from tracediff.english import plural
@@ -24,7 +24,7 @@ class Names:
         """An array by the name of the value or the weight that it is."""
         loops = self.right.own
         if array in loops.inputs:
-            return Read(self.op.inputs[loops.inputs.index(array)]).words(self.op)
+            return input_words(self.op, loops.inputs.index(array))
         if array in loops.weights:
             return Read(self.op.weights[loops.weights.index(array)].name).words(self.op)
         if array == "cache":

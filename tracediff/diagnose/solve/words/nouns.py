@@ -8,6 +8,7 @@ COUNTED: Mapping[str, Mapping[str, str]] = {
     "rms_norm": {"t": "row", "i": "channel"},
     "layer_norm": {"t": "row", "i": "channel"},
     "linear": {"t": "token", "o": "channel", "i": "input channel"},
+    "linear_id": {"t": "token", "s": "slot", "o": "channel", "i": "input channel"},
     "rope": {"t": "token", "h": "head", "i": "pair", "j": "channel"},
     "scores": {"h": "query head", "t": "query", "s": "key", "d": "channel", "c": "cached key", "i": "channel"},
     "softmax": {"h": "head", "t": "query", "s": "key"},
@@ -26,6 +27,10 @@ AXES: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {
     "linear": {
         "x": (("token", "T"), ("channel", "n_in")), "w": (("row", "n_out"), ("column", "n_in")),
         "y": (("token", "T"), ("channel", "n_out")), "b": (("channel", "n_out"),),
+    },
+    "linear_id": {
+        "w": (("expert", ""), ("row", "n_out"), ("column", "n_in")), "ids": (("token", "T"), ("slot", "slots")),
+        "y": (("token", "T"), ("slot", "slots"), ("channel", "n_out")),
     },
     "rope": {
         "x": (("token", "T"), ("head", "H"), ("channel", "D")), "y": (("token", "T"), ("head", "H"), ("channel", "D")),
@@ -53,12 +58,14 @@ NUMBERS = {
     "theta": "rope's base", "scale": "the scale", "eps": "eps", "freq_scale": "the frequency scale",
     "heads": "the number of heads", "queries": "the number of queries", "keys": "the number of keys",
     "channels": "the number of channels of a head", "width": "the width of a cached row",
+    "slots": "the number of chosen experts", "row": "the number of values of a row",
     "past[0]": "the number of positions cached before the step", "P": "the number of cached positions",
 }  # fmt: skip
 NAMED = {
     "squares": "the sum of squares", "largest": "the maximum", "total": "the sum", "visible": "the number of keys seen",
     "here": "where a row is read", "there": "where a row is stored", "first": "a pair's first channel",
     "second": "a pair's second channel", "angle": "the angle", "mean": "the mean", "scale": "the scale",
+    "expert": "the expert",
 }  # fmt: skip
 SUMS = {"sum": "the sum", "max": "the largest", "min": "the smallest", "first": "the first", "last": "the last"}
 OWN = {"scores": "the output's", "softmax": "the softmax's", "weighted_values": "the output's"}
