@@ -142,7 +142,9 @@ def _replayed(op: OpResult, local: Local, faulty_before: bool) -> OpResult:
         return replace(op, status="drift", note="replay is blind here: judged by its drift alone")
     if local.blind and op.resolving > USEFUL:
         return replace(op, status="undecided", note="replay is blind here: roundings may hide any mistake")
-    nothing = _NO_VALUE if lost and op.candidate and _empty(op.candidate) else None
+    # What is filled with -inf, as the scores of groups before some are chosen, has no other value.
+    empty = lost and op.candidate and _empty(op.candidate) and op.kind != "fill"
+    nothing = _NO_VALUE if empty else None
     return replace(op, status="undecided", note=nothing) if nothing else op
 
 

@@ -43,6 +43,10 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     if bool(inherited.any()):  # its inputs' own are no mistake of this op
         x, y = x.masked_fill(inherited, 0.0), y.masked_fill(inherited, 0.0)
     finite = torch.isfinite(y)
+    passed_on = torch.isinf(x) & finite
+    if bool(passed_on.any()):
+        yield f"{int(passed_on.sum())} of {int(x.isinf().sum())} values that should be infinite are numbers"
+        return
     if not bool(finite.all()):
         yield f"{int((~finite).sum())} of {y.numel()} values are NaN or Inf{_in_region(~finite, axes)}"
         right = finite & ((y - x).abs() <= _CLOSE * x.abs().amax())

@@ -141,8 +141,11 @@ class Explainer:
             if best is None:
                 kin.in_vain.append(first)
                 continue
-            kin.found.append(best)
             carried = [(first, best), *kin.carry(best, kin.pending)]
+            if len(carried) == 1 and first.error.one_token and kin.only_chooses(best, first.record):
+                kin.in_vain.append(first)  # of a few choices one: so many a mistake has the same effect in one token
+                continue
+            kin.found.append(best)
             yield from carried
             groups.append((best, carried))
             for one, same in carried if kin.pending or kin.in_vain else ():

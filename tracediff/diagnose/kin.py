@@ -14,6 +14,7 @@ from tracediff.diagnose.budget import Budget
 from tracediff.diagnose.carrying import carried
 from tracediff.diagnose.hypothesis import SOLVED, Hypothesis, to_beat
 from tracediff.diagnose.trials import Trials
+from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
@@ -151,7 +152,7 @@ class Kin:
     def explains(self, tried: Hypothesis, one: Faulty, is_paid: bool = False) -> bool:
         """Whether it explains the record, and no other step contradicts it."""
         pays = is_paid or tried.pays(one.error)
-        in_some = tried.in_some_steps and not self._is_choice(one.record)
+        in_some = tried.in_some_steps and not self._is_choice(one.record) and not self.is_handed_on(tried, one.record)
         return pays and (in_some or not self._contradicted(tried, one.record)) and not self._is_unlikely(tried, one)
 
     def _is_unlikely(self, tried: Hypothesis, one: Faulty) -> bool:
@@ -174,6 +175,30 @@ class Kin:
                 return True
         return False
 
+    def is_handed_on(self, tried: Hypothesis, record: OpRecord) -> bool:
+        """Whether what it changes is read in later steps, as from a cache, within what is recomputed: then it was tried
+        in the steps before as well, and cannot be said of some steps alone.
+        """
+        made, ops = self._after(tried.ops, record), (self.replay.graph[name] for name in self.replay.segment(record))
+        return any(name in made and (past or op.kind == "state") for op in ops for name, past in op.reads)
+
+    def only_chooses(self, tried: Hypothesis, record: OpRecord) -> bool:
+        """Whether it changes nothing but which experts, or groups, are chosen: of few, so many a mistake has the same
+        effect.
+        """
+        return record.op not in self._after(tried.ops, record, through_choices=False)
+
+    def _after(self, ops: Sequence[Op], record: OpRecord, through_choices: bool = True) -> set[str]:
+        """These ops, and what is made of them in the same step that was not recorded, or is the record."""
+        made, recorded = {op.name for op in ops}, self.replay.trace.ops
+        for op in self.replay.graph:
+            if op.name != record.op and (record.step, op.name) in recorded:
+                continue
+            reads = any(name in made and not past for name, past in op.reads)
+            if reads and op.kind != "state" and (through_choices or KINDS[op.kind].picks is None):
+                made.add(op.name)
+        return made
+
     def _is_choice(self, record: OpRecord) -> bool:
         return KINDS[self.replay.graph[record.op].kind].picks is not None
 
@@ -186,14 +211,15 @@ class Kin:
 
     def is_soon_suited(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether one row of the record tells little of what is tried: it has a number, or the row is a choice or one
-        factor.
+        factor, or follows from a choice.
         """
         fitted = any(part.fitted for part in tried.parts)
-        return fitted or self._is_choice(record) or (SOLVED in tried.mistakes and self.is_one_factor(record))
+        one_factor = SOLVED in tried.mistakes and self.is_one_factor(record)
+        return fitted or self._is_choice(record) or one_factor or self.only_chooses(tried, record)
 
     def _contradicted(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether the mistake would show in another step of the op, which is as it should be, or takes that of most
-        tokens further from what was recorded.
+        tokens further from what was recorded; what one row tells little of, whether it leaves another that is mistaken.
 
         To one row any factor looks like a wrong eps; in the prompt's rows that eps would show as well. An eps of 1e-3
         beside the root was "eps is 0" and "the weight is multiplied by 0.9998" in single rows.
@@ -201,12 +227,13 @@ class Kin:
         steps = self.replay.trace.steps
         errors = {step: error for step in steps if (error := self.errors.get((step, record.op)))}
         largest = max(errors, key=lambda step: len(steps[step].tokens))
+        soon_suited = self.is_soon_suited(tried, record)
         for step, error in errors.items():
             other = self.replay.trace.ops[step, record.op]
             if not error.faulty and self.replay.under(other, tried.ops).faulty:
                 return True
-            if error.faulty and step == largest != record.step:
-                allowed = _TOLD if self.is_soon_suited(tried, record) else 1.0
+            if error.faulty and step != record.step and (step == largest or soon_suited):
+                allowed = _TOLD if soon_suited else 1.0
                 left = self.replay.under(other, tried.ops).nmse
                 most = math.inf if math.isnan(error.nmse) else allowed * error.nmse
                 if math.isinf(left) or not left <= most:  # infinite: what is hidden is chosen, say

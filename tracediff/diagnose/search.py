@@ -54,9 +54,10 @@ class Search:
                 return self._unrivalled(self._kin.chosen(found), one)
         if len(vain) >= _SEARCHES:
             return self._kin.fewest(self.one_more(one), one)
-        here = [h for h in tried.first(_ALIKE) if h.pays(one.error) and not self._kin.is_soon_suited(h, one.record)]
+        some = (h.but_in_some_steps() for h in tried.first(_ALIKE) if not self._kin.is_soon_suited(h, one.record))
+        here = [h for h in some if h.pays(one.error) and not self._kin.is_handed_on(h, one.record)]
         began = time.monotonic()
-        if found_one := self._solved(one, [h.but_in_some_steps() for h in here]):
+        if found_one := self._solved(one, here):
             return found_one
         if len(one.error.segment) == 1:
             seconds = time.monotonic() - began
@@ -189,13 +190,18 @@ class Search:
                 found.append(hypothesis)
                 if self._kin.explains_all(hypothesis, self._kin.some):
                     return hypothesis  # none of the others could explain more
-            elif not (solved.fitted or self._kin.is_one_factor(one.record)) and hypothesis.pays(one.error):
+            elif self._may_be_in_some(hypothesis, one):
                 in_some.append(hypothesis.but_in_some_steps())
                 if at_once and self._kin.some and self._kin.explains_all(in_some[-1], self._kin.some):
                     return in_some[-1]  # of thousands of edits few are tried in vain for one that all steps have
             if len(found) == _ALIKE:
                 break
         return self._kin.chosen([*found, *in_some]) if found or in_some else None
+
+    def _may_be_in_some(self, solved: Hypothesis, one: Faulty) -> bool:
+        """Whether it may be made in some steps alone, where others contradict it."""
+        suited = solved.parts[-1].fitted or self._kin.is_one_factor(one.record)
+        return not suited and solved.pays(one.error) and not self._kin.is_handed_on(solved, one.record)
 
 
 def ends_soon(replay: Replay, one: Faulty) -> bool:

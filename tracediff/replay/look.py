@@ -22,7 +22,6 @@ from tracediff.replay.making import Recomputed, picked
 from tracediff.replay.recompute import Recomputation, made_together
 from tracediff.replay.residual import Residual, measure, ratio, turned
 from tracediff.replay.score import BLIND, NOTHING, SHAPE, UNKNOWN, Explanation
-from tracediff.replay.storage import stored_as
 from tracediff.replay.strips import strips
 from tracediff.result import Judgement, Local, Strip, Worst
 from tracediff.trace.format import OpRecord
@@ -105,7 +104,7 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
     for channels in islice(parts, 1) if glance else parts:
         part = op.channels(channels) if channels else op
         values = [one.by.values(one.record, channels) for one in asked]
-        storages = storages or [stored_as(x, a.record.dtype or "f32") for x, a in zip(values, asked, strict=True)]
+        storages = storages or [a.by.recorded.stored(a.record, x) for x, a in zip(values, asked, strict=True)]
         made = made_together(
             part, [(one.by, one.record, one.scheme, storage) for one, storage in zip(asked, storages, strict=True)]
         )

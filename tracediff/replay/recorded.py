@@ -9,9 +9,11 @@ from torch import Tensor
 
 from tracediff.errors import TraceError
 from tracediff.model.graph import SOURCES, Graph, Op
+from tracediff.names import split
 from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds.attention import causal
-from tracediff.replay.storage import rounded_on_the_way, stored_as
+from tracediff.numerics.roundings import rounding_named
+from tracediff.replay.storage import rounded_on_the_way, stored_as, stored_in_all
 from tracediff.trace.data import Stored
 from tracediff.trace.format import OpRecord, Rows
 from tracediff.trace.ranks import Ranks
@@ -19,6 +21,8 @@ from tracediff.trace.reader import Trace
 from tracediff.trace.shards import Part
 
 Place = tuple[int, str, Rows]  # step, name and tokens of a value
+_FEW = 64  # values, which may not tell by themselves what they were stored in
+_KIN = 8  # records, the largest, that tell it together
 
 
 class Recorded:
@@ -42,6 +46,7 @@ class Recorded:
             for sequence, steps in self._steps.items()
         }
         self._first_lacking: dict[tuple[str, int], float] = {}
+        self._of_kin: dict[str, str | None] = {}
         self._uncovered = {op.name for op in graph if not is_covered(op)}
 
     def holds(self, place: Place) -> bool:
@@ -86,11 +91,29 @@ class Recorded:
         """Which types values were rounded to by who wrote the trace; None where nothing tells."""
         return rounded_on_the_way(self, self._graph)
 
+    def stored(self, record: OpRecord, values: Tensor) -> str:
+        """What the engine stored a record's values in, or those of a part of it: of few, what the same op of other
+        layers and steps tells.
+        """
+        dtype = record.dtype or "f32"
+        found = stored_as(values, dtype)
+        kin = self._stored_kin(split(record.op)[1]) if found == dtype and values.numel() <= _FEW else None
+        if kin is None or not torch.equal(rounding_named(kin)(values), values):
+            return found
+        return kin
+
+    def _stored_kin(self, name: str) -> str | None:
+        if name not in self._of_kin:
+            records = (r for r in self.trace.ops.values() if split(r.op)[1] == name and r.op in self._graph)
+            largest = sorted((r for r in records if r.has_data), key=lambda r: -math.prod(r.shape))[:_KIN]
+            self._of_kin[name] = stored_in_all((self.values(r), r.dtype or "f32") for r in largest)
+        return self._of_kin[name]
+
     def lost(self, place: Place, value: Tensor) -> str | None:
         """The type that the value may have been rounded to on the way to the file: the engine had more digits."""
         if place[1] in SOURCES:
             return None
-        storage = stored_as(value, self.dtype(place))
+        storage = self.stored(self.trace.ops[place[:2]], value)
         return storage if storage in self.on_the_way and self.on_the_way[storage] is not False else None
 
     def values(self, record: OpRecord, rows: Rows = None, channels: slice | None = None) -> Tensor:

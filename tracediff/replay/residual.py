@@ -109,9 +109,11 @@ def measure(
     pairs = Pairs(recorded, exact, made.bound, noise, hidden)
     residual = pairs.residual()
     if not math.isfinite(residual.error if hidden is None else _energy(recorded - exact)):
-        # NaN and Inf that the inputs' own make are no mistake of this op. Of a masked key's an engine need make none.
+        # NaN and Inf that the inputs' own make are no mistake of this op. Of a masked key's NaN an engine need make
+        # none; a number where an infinite one is passed on, as of groups that are not chosen, is one.
         forgiven = made.not_finite and not supposed
-        lost = ~exact.isfinite() if forgiven else ~(recorded.isfinite() | exact.isfinite())
+        neither = ~(recorded.isfinite() | exact.isfinite())
+        lost = exact.isnan() | (neither & (recorded != -exact)) if forgiven else neither
         noise = noise.without(lost | ~exact.isfinite())  # of what is no number there is none
         pairs = replace(pairs, noise=noise, lost=lost)
         residual = pairs.residual()

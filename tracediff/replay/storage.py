@@ -1,6 +1,6 @@
 """In what an engine stored values, and what was rounded on the way to the file instead."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import reduce
 from statistics import median
 from typing import TYPE_CHECKING
@@ -16,9 +16,10 @@ from tracediff.trace.format import OpRecord
 if TYPE_CHECKING:
     from tracediff.replay.recorded import Recorded
 
-_LOOK = 1 << 14  # values looked at before the others: most that are longer than float16 show at once
-# So many values that all fit a shorter type do not by chance: 2^-13 to the power of it for float16; 2^-29 for float32.
-_MANY, _MANY_LONG = 64, 8
+_LOOK, _PARTS = 1 << 14, 4  # values looked at before the others: most that are longer than float16 show at once
+# So many different values that all fit a shorter type do not by chance: 2^-13 to the power of it for float16, 2^-16 for
+# bfloat16, 2^-29 for float32. Those of a few bits, as 1 or 0.5, fit any by their nature.
+_MANY, _FEW_BITS = 6, 4
 
 _SUMS = 12  # that are asked what their terms were
 # A sum, rounded once, is what was recorded, or its terms were others. Of the squared error that roundings of the terms
@@ -29,13 +30,39 @@ _WITHIN = 0.99  # of the elements lie as near as roundings of all three take the
 
 def stored_as(values: Tensor, dtype: str) -> str:
     """What an engine stored values in before it wrote them as a longer type: all of many fit a shorter one."""
+    name, n_telling = fitting(values, dtype)
+    return name if n_telling >= _MANY else dtype
+
+
+def stored_in_all(records: Iterable[tuple[Tensor, str]]) -> str | None:
+    """What an engine stored the values of several records in that tell it together; None where none does. The type
+    that each stands in the trace as is given.
+    """
+    types, n_telling = set[str](), 0
+    for values, dtype in records:
+        name, n = fitting(values, dtype)
+        types.add(name)
+        n_telling += n
+        if len(types) > 1 or name == dtype:
+            return None
+        if n_telling >= _MANY:
+            return name
+    return None
+
+
+def fitting(values: Tensor, dtype: str) -> tuple[str, int]:
+    """The shortest type that all values fit, and how many different ones tell that they were stored so."""
     parts = values.flatten().split(_LOOK)
     for name in {"f64": ("bf16", "f16", "f32"), "f32": ("bf16", "f16")}.get(dtype, ()):
         if all(torch.equal(rounding_named(name)(part), part) for part in parts):
             ids = all(torch.equal(part, part.round()) for part in parts)  # of experts: they fit by their nature
-            many = int((values != 0).sum()) >= (_MANY_LONG if dtype == "f64" else _MANY)
-            return name if many and not ids else dtype
-    return dtype
+            return name, 0 if ids else max((_n_telling(part) for part in parts[:_PARTS]), default=0)
+    return dtype, 0
+
+
+def _n_telling(values: Tensor) -> int:
+    mantissas = torch.frexp(values[values.isfinite()].abs().unique()).mantissa * 2**_FEW_BITS
+    return int((mantissas != mantissas.round()).sum())
 
 
 def rounded_on_the_way(recorded: "Recorded", graph: Graph) -> dict[str, bool | None]:

@@ -169,6 +169,8 @@ def bind(
     again = {name: rounding for name, rounding in of_inputs.items() if rounding.name != "f64" and rounding.block}
     arrays: dict[str, Array] = dict(brought)
     for i, (name, x) in enumerate(zip(loops.inputs, inputs, strict=False)):
+        if name == "ids":  # recorded as numbers like any others
+            x = x.double().nan_to_num(-1).long()
         arrays[name] = Flat(flat(roundings[i](x.flatten(1) if op.kind == "linear" else x) if i < len(roundings) else x))
     for name, weight in zip(loops.weights, op.weights, strict=False):
         arrays[name] = FlatWeight(weight, weights, held_as(op, name, arithmetic))
