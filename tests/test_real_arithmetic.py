@@ -34,6 +34,7 @@ from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import Effort, check_trace, compare_traces
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
+from tracediff.replay.storage import stored_as, stored_in_all
 from tracediff.report.terminal import render
 from tracediff.result import Result
 from tracediff.trace.reader import Trace
@@ -510,6 +511,24 @@ def test_an_engine_in_half_precision_holds_every_value_in_it(models: Models, tor
     words = words_of(check_trace(torch_trace(model, dtype="bf16"), model))
     assert "candidate: every value is held in bfloat16" in words
     assert "would tell" not in words
+
+
+def test_of_few_values_other_records_tell_what_they_are_held_in(models: Models, tmp_path: Path) -> None:
+    """K and V of one token are 16 values here: bfloat16 was not recognised in less than 64, and they were faulty."""
+    model = models(Shape("llama", n_layer=2, n_embd=128, n_head=8, n_head_kv=1, n_ff=256, n_vocab=320))
+    result = check_trace(traced(model, tmp_path / "mine.trace", computed=torch.bfloat16), model)
+    assert (result.verdict, faulty(result)) == ("match", [])
+
+
+def test_values_tell_by_their_bits_what_they_are_held_in() -> None:
+    """Six of more than four bits are no accident; ones, halves and whole numbers fit anything."""
+    six = torch.tensor([1.0078125, 3.140625, 0.10009765625, 7.96875, 2.546875, 0.33203125], dtype=torch.float64)
+    assert stored_as(six, "f32") == "bf16"
+    assert stored_as(six[:5], "f32") == "f32"
+    assert stored_as(torch.cat((six[:5], six[:5])), "f32") == "f32"  # the same again says nothing
+    assert stored_as(torch.tensor([0.0, 0.5, 1.0, 1.5, 3.0, -0.25, 0.75] * 20, dtype=torch.float64), "f32") == "f32"
+    assert stored_in_all([(six[:3], "f32"), (six[3:], "f32")]) == "bf16"
+    assert stored_in_all([(six[:3], "f32"), (six[3:] / 3, "f32")]) is None
 
 
 def test_without_a_sum_nothing_tells_who_rounded(models: Models, torch_trace: Callable[..., Path]) -> None:
