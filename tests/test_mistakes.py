@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from conftest import Models, some_of
+from conftest import Models, some_of, trace_graph
 from torch import Tensor
 
 from tracediff.diagnose.mistakes import BANK, experts, order, parts, states
@@ -29,6 +29,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import evaluate
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import softmax
 from tracediff.numerics.views import seen
 from tracediff.pipeline import check_trace, compare_traces
@@ -576,6 +577,20 @@ def test_choices_that_were_not_recorded_are_refused(tiny: Tiny, tmp_path: Path) 
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(TraceError, match=r"blk.0.ffn_moe_topk in step 0 has choices for 10 of 12 tokens"):
         check_trace(path, tiny("qwen3moe"))
+
+
+def test_a_token_that_takes_the_first_expert_twice_is_a_fault(tiny: Tiny, tmp_path: Path) -> None:
+    """The prompt's choices were recorded, so zeros in a decode step are the engine's."""
+    model = Model(tiny("qwen3moe"))
+    top_k = model.graph["blk.1.ffn_moe_topk"]
+
+    def choice(x: torch.Tensor, k: int) -> torch.Tensor:
+        right = KINDS["top_k"].function(x, k=k)
+        return torch.zeros_like(right) if len(x) == 1 else right
+
+    graph = model.graph.changed(replace(top_k, function=choice))
+    path = trace_graph(graph, model.file, tmp_path / "mine.trace", TOKENS, (97,))
+    assert [(op.op, op.step) for op in check_trace(path, model.path).faulty] == [("blk.1.ffn_moe_topk", 1)]
 
 
 def test_a_norm_of_a_norm_that_another_mistake_inserted_is_no_circle(models: Models) -> None:

@@ -23,21 +23,30 @@ from tracediff.trace.reader import Trace
 
 
 def refuse_no_choice(trace: Trace, graph: Graph) -> None:
-    """Raises TraceError for choices that were not recorded whole: zeros alone, or of fewer tokens than there are."""
-    for record in trace.ops.values():
-        op = graph.ops.get(record.op)
-        if op is None or not is_covered(op) or not KINDS[op.kind].picks or not record.has_data:
-            continue
+    """Raises TraceError for choices that were not recorded whole: of fewer tokens than there are, or zeros alone, of
+    several tokens or wherever the op was recorded.
+    """
+    records = [r for r in trace.ops.values() if r.op in graph and _chooses(graph[r.op]) and r.has_data]
+    written = {split(record.op)[1] for record in records if not _is_empty(trace, record)}
+    for record in records:
         n_tokens = len(trace.steps[record.step].tokens)
         if record.rows is None and record.shape[0] < n_tokens:
             wrong = f"has choices for {record.shape[0]} of {n_tokens} tokens, and does not say which"
             then = "Record them for all, or name the tokens in 'rows'"
-        elif record.shape[-1] > 1 and not trace.values(record).any():
+        elif record.shape[-1] > 1 and _is_empty(trace, record) and (n_tokens > 1 or split(record.op)[1] not in written):
             wrong = "holds zeros alone: nobody takes one expert twice"
             then = "Record it after its kernel has run, and before its buffer is used again"
         else:
             continue
         raise TraceError(f"{trace.path}: {record.op} in step {record.step} {wrong}. {then}.")
+
+
+def _chooses(op: Op) -> bool:
+    return is_covered(op) and KINDS[op.kind].picks is not None
+
+
+def _is_empty(trace: Trace, record: OpRecord) -> bool:
+    return not trace.values(record).any()
 
 
 @dataclass(slots=True)
