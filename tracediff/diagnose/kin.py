@@ -26,6 +26,7 @@ from tracediff.trace.format import OpRecord
 # tells to a few digits, or in a choice of a few.
 _TOLD = 1e-3
 _NORMS = ("rms_norm", "layer_norm", "l2_norm", "group_norm")
+_OTHERS = 2  # steps besides that are mistaken: so many are asked of what one row tells little of
 # Ways to choose the records in which roundings turned of all that there are, be they as likely in one as in another:
 # that it is these very ones is a chance of one in so many.
 _RARELY = 20
@@ -167,13 +168,12 @@ class Kin:
         name = split(one.record.op)[1]
         alike = (x for (_, op), x in self.errors.items() if split(op)[1] == name and len(x.segment) > 1)
         n_quiet = sum(x.judgement == "sound" and x.nmse <= NOTHING < x.floor for x in alike)
-        for n_loud, other in enumerate((one, *(other for other in self.some if other != one)), 1):
-            left = (same.left for same in self.tried(tried, other)) if other != one else (tried.left,)
-            if min(left, default=0.0) <= NOTHING:
-                return False
-            if math.comb(n_quiet + n_loud, n_loud) >= _RARELY:
-                return True
-        return False
+        if n_quiet == 0:
+            return False
+        others = [other for other in self.some if other != one]
+        n_loud = 1 + len(others)
+        is_loud = (min((same.left for same in self.tried(tried, other)), default=0.0) > NOTHING for other in others)
+        return math.comb(n_quiet + n_loud, n_loud) >= _RARELY and all(is_loud)
 
     def is_handed_on(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether what it changes is read in later steps, as from a cache, within what is recomputed: then it was tried
@@ -228,14 +228,17 @@ class Kin:
         errors = {step: error for step in steps if (error := self.errors.get((step, record.op)))}
         largest = max(errors, key=lambda step: len(steps[step].tokens))
         soon_suited = self.is_soon_suited(tried, record)
+        mistaken = [step for step, error in errors.items() if error.faulty and step != record.step]
+        asked = {largest, *mistaken[: _OTHERS if soon_suited else 0]}
         for step, error in errors.items():
             other = self.replay.trace.ops[step, record.op]
             if not error.faulty and self.replay.under(other, tried.ops).faulty:
                 return True
-            if error.faulty and step != record.step and (step == largest or soon_suited):
-                allowed = _TOLD if soon_suited else 1.0
-                left = self.replay.under(other, tried.ops).nmse
+            if step in mistaken and step in asked:
+                allowed, local = _TOLD if soon_suited else 1.0, self.replay.under(other, tried.ops)
                 most = math.inf if math.isnan(error.nmse) else allowed * error.nmse
-                if math.isinf(left) or not left <= most:  # infinite: what is hidden is chosen, say
+                is_small = step != largest and not local.faulty  # an error, of which roundings are more than that
+                # What is hidden may be chosen: then the error is infinite.
+                if not is_small and (math.isinf(local.nmse) or not local.nmse <= most):
                     return True
         return False
