@@ -219,7 +219,7 @@ def _second(op: Op, shapes: Sequence[tuple[int, ...]]) -> str:
     has another shape.
     """
     first, *others = shapes
-    match others:
+    match others if len(first) > 1 else [()]:
         case [] if len(op.weights) == 1 and op.weights[0].shape == first[-1:]:
             return "w[i % row]" if len(first) > 2 else "w[i % n]"
         case [second] if second == first:
