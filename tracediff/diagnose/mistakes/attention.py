@@ -41,7 +41,8 @@ def _scaled(op: Op, scale: float) -> Variant:
 
 
 @AREA.mistake(
-    "attention_scale", "another attention scale", "the scale: 1/sqrt(head_dim), applied once",
+    "attention_scale", "another attention scale",
+    "the scale, applied once: attention.scale of the file, else 1/sqrt(channels of a query head)",
     Where(("softmax", "scale"), ("probs", "scores", "q")), "llama.cpp#8444",
     Number(lambda op: float(op.attrs["scale"]), _scaled),
 )  # fmt: skip
@@ -49,12 +50,13 @@ def _scale(op: Op, context: Context) -> Variants:
     h, right = context.graph.hparams, op.attrs["scale"]
     if _caps(op, context.graph):
         return
-    named = {
-        1.0: "missing", right**2: "applied twice", 1 / math.sqrt(h.n_embd / h.n_head): "1/sqrt(n_embd/n_head)",
-        1 / math.sqrt(h.n_embd): "1/sqrt(n_embd)", 1 / h.head_dim: "1/head_dim",
-        1 / math.sqrt(h.n_head_kv * h.head_dim): "1/sqrt(n_head_kv * head_dim)",
+    formulas = {
+        "missing": 1.0, "applied twice": right**2, "1/sqrt(head_dim)": h.head_dim**-0.5,
+        "1/sqrt(n_embd/n_head)": (h.n_embd / h.n_head) ** -0.5, "1/sqrt(n_embd)": h.n_embd**-0.5,
+        "1/head_dim": 1 / h.head_dim, "1/sqrt(n_head_kv * head_dim)": (h.n_head_kv * h.head_dim) ** -0.5,
     }  # fmt: skip
-    for scale, word in named.items():
+    named = {scale: word for word, scale in reversed(formulas.items())}  # of the same number the first
+    for scale, word in reversed(named.items()):
         if not math.isclose(scale, right):
             yield op.with_attrs(scale=scale), f"the attention scale is {word} ({scale:.4g} instead of {right:.4g})"
     if context.seen and (number := fitted_attr(op, context, "scale", (right * 2.0**i for i in range(-8, 9)))):
