@@ -1,10 +1,13 @@
 """Mistakes in which part of a fused value an op reads: a half, a head, one of several vectors that lie in one row."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where
+from tracediff.diagnose.rearranged import Reread
 from tracediff.model.graph import Graph, Op, View
 from tracediff.names import split
 
@@ -37,6 +40,43 @@ def _other_order(op: Op, context: Context) -> Variants:
         for view, order, words in _elsewhere(own, context.graph[name]) if name in context.graph else ():
             both = f"{split(name)[1]} is split in another order, {order}"
             yield Variant(op.seeing({position: view}), f"{both}: {words}", name=both)
+        if blocks := _by_heads(own, context.graph[name]) if name in context.graph else None:
+            whole, places = blocks
+            both = f"{split(name)[1]} is split in another order, as if each part had its heads side by side"
+            words = f"{both}: in it the parts of each head lie side by side"
+            yield Variant(replace(op.seeing({position: whole}), rework=_Blocks(position, places)), words, name=both)
+
+
+def _by_heads(own: View, of: Op) -> tuple[View, tuple[int, ...]] | None:
+    """Of a part that has its heads side by side the view of all heads of all parts, and which of them it would be if
+    they lay in the weight head by head, as checkpoints have them; None of another part.
+    """
+    row, offset = math.prod(axis for axis in of.axes[1:] if isinstance(axis, int)), own.offset
+    if len(own.shape) != 3 or own.shape[0] != "T" or not isinstance(offset, int):
+        return None
+    n, width = own.shape[1:]
+    if not (isinstance(n, int) and isinstance(width, int)) or own.strides != (row, width, 1) or offset % (n * width):
+        return None
+    parts, rest = divmod(row, n * width)
+    if rest or parts < 2 or n < 2:
+        return None
+    first = offset // width
+    places = tuple((first + h) % parts * n + (first + h) // parts for h in range(n))
+    return View(("T", parts * n, width), own.strides, 0), places
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks(Reread):
+    """An input is seen whole, and these heads of it are read."""
+
+    position: int
+    heads: tuple[int, ...]
+
+    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs, one with these heads alone."""
+        read = list(inputs)
+        read[self.position] = read[self.position][:, list(self.heads)]
+        return read
 
 
 def _parts(op: Op) -> Iterator[tuple[int, str, View]]:

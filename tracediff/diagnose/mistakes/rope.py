@@ -201,6 +201,23 @@ def _rope_dim(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
+    "rope_other_channels",
+    "other channels of a head are rotated",
+    "where the rotary dimension begins in a head",
+    ROPE,
+)
+def _other_channels(op: Op, _: Context) -> Variants:
+    rope, head_dim = op.attrs["rope"], op.axes[-1]
+    if not isinstance(head_dim, int):
+        return
+    for first in dict.fromkeys((head_dim - rope.n_rot, 0)):
+        if first != rope.first:
+            rotated, belong = (f"{of} to {of + rope.n_rot - 1}" for of in (first, rope.first))
+            words = f"channels {rotated} of each head are rotated, where {belong} are to be"
+            yield _with(op, first=first), words
+
+
+@AREA.mistake(
     "rope_angles_coarse", "rope's angles are made in half precision",
     "the type of inv_freq and of position ids: a model cast to half precision casts its buffers too", ROPE,
 )  # fmt: skip
