@@ -12,9 +12,14 @@ from conftest import trace_graph
 from tracediff.diagnose.rearranged import Reread
 from tracediff.model.graph import Graph, Op
 from tracediff.model.model import Model
+from tracediff.numerics.evaluate import computed
+from tracediff.numerics.kinds.kind import Call
 from tracediff.pipeline import check_trace
 
 TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12)
+
+# Heads of Q, K and V alike, and a head that is rotated in part.
+OTHERS = {"gptneox": {"attention.head_count_kv": 6}, "glm4": {"rope.dimension_count": 8}}
 
 Tiny = Callable[[str], Path]
 Edit = Callable[[Graph], Sequence[Op]]
@@ -35,6 +40,27 @@ class Early(Reread):
 
     def read(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [inputs[0].roll(1, -1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Activated:
+    """An activation that the model has not, after an op for which no loops are written."""
+
+    def compute(self, call: Call) -> torch.Tensor:
+        return torch.nn.functional.silu(computed(replace(call.op, rework=None), call))
+
+
+@dataclass(frozen=True, slots=True)
+class ByHead(Reread):
+    """Takes what has thirds of heads for heads of three parts: the part of the first `third`."""
+
+    third: int
+
+    def read(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        whole, *others = inputs
+        parts = whole.unflatten(1, (3, -1)).transpose(1, 2).flatten(1, 2)  # as if it had been written head by head
+        n = parts.shape[1] // 3
+        return [parts[:, self.third * n : (self.third + 1) * n], *others]
 
 
 def named(graph: Graph, name: str) -> list[Op]:
@@ -60,6 +86,27 @@ def first_expert(graph: Graph) -> list[Op]:
     return [replace(op, rework=FirstExpert()) for op in named(graph, "ffn_down_exps")]
 
 
+def activated(graph: Graph) -> list[Op]:
+    return [replace(op, rework=Activated()) for op in named(graph, "shortconv.conv")]
+
+
+def by_head(graph: Graph) -> list[Op]:
+    found = list[Op]()
+    for third, name in enumerate(("attn_q_rope", "attn_k_rope", "attn_v")):
+        for op in named(graph, name):
+            view = op.views[0]
+            assert view
+            whole = replace(view, shape=("T", 3 * view.shape[1], view.shape[2]), offset=0)  # type: ignore[operator]
+            found.append(replace(op.seeing({0: whole}), rework=ByHead(third)))
+    return found
+
+
+def last_channels(graph: Graph) -> list[Op]:
+    ops = [*named(graph, "attn_q_rope"), *named(graph, "attn_k_rope")]
+    of = ops[0].attrs["rope"]
+    return [op.with_attrs(rope=replace(of, first=op.axes[-1] - of.n_rot)) for op in ops]
+
+
 def findings(model: Model, out: Path, edit: Edit, capture: str) -> list[str]:
     graph = model.graph.changed(*edit(model.graph))
     path = trace_graph(graph, model.file, out, TOKENS, (97,), (110,), capture=capture)  # type: ignore[arg-type]
@@ -75,6 +122,11 @@ def findings(model: Model, out: Path, edit: Edit, capture: str) -> list[str]:
          "square of what it should be."),
         ("deepseek2", shared_reads_routed, "layers", "layer 1 (seen in ffn_residual): ffn_gate_shexp, ffn_up_shexp: "
          "reads ffn_moe_out where ffn_norm belongs."),
+        ("lfm2", activated, "all", "shortconv.conv in layer 1: every value is silu of what it should be."),
+        ("gptneox", by_head, "layers", "both layers (seen in ffn_residual): attn_q_rope, attn_k_rope, attn_v: attn_qkv "
+         "is split in another order, as if each part had its heads side by side."),
+        ("glm4", last_channels, "all", "attn_q_rope and attn_k_rope in both layers: channels 8 to 15 of each head are "
+         "rotated, where 0 to 7 are to be."),
         ("qwen3moe", first_expert, "all", "ffn_down_exps in both layers: slot s reads slot 0 of ffn_moe_topk, where s "
          "belongs."),
     ],
@@ -83,7 +135,9 @@ def findings(model: Model, out: Path, edit: Edit, capture: str) -> list[str]:
 def test_what_nobody_listed_is_solved_for(
     arch: str, edit: Edit, capture: str, text: str, tiny: Tiny, tmp_path: Path
 ) -> None:
-    assert findings(Model(tiny(arch)), tmp_path / "mine.trace", edit, capture) == [text]
+    others = OTHERS.get(arch)
+    path = tiny_models.write(arch, tmp_path / "model.gguf", others=others) if others else tiny(arch)
+    assert findings(Model(path), tmp_path / "mine.trace", edit, capture) == [text]
 
 
 def test_no_step_alone_has_what_it_is_handed_by_others(tiny: Tiny, tmp_path: Path) -> None:

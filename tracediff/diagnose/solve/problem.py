@@ -8,7 +8,7 @@ import numpy as np
 
 from tracediff.diagnose.solve.edit import SOURCES, Edit, Read
 from tracediff.diagnose.solve.loops.arrays import Flat
-from tracediff.diagnose.solve.loops.bound import Bound, bind, flat
+from tracediff.diagnose.solve.loops.bound import Bound, bind, flat, without_loops
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import split
@@ -36,6 +36,11 @@ class Problem:
     names: Sequence[str]  # of all values recorded in this step
     earlier: Sequence[str]  # those that may have been computed before, which do not follow from the op
     is_told: bool = False  # what was made of it follows from another record: nobody can look up a value of it
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether there are any to be edited."""
+        return bool(self.loops.own.inputs)
 
     @cached_property
     def wrong(self) -> np.ndarray:
@@ -99,12 +104,11 @@ def posed(
     known: Known,
     held: Callable[[Read], np.ndarray | None],
     names: Sequence[str],
-) -> Problem | None:
-    """The problem of an op of which so much is known, with `names` of values at hand; None where it has no loops."""
+) -> Problem:
+    """The problem of an op of which so much is known, with `names` of values at hand."""
     brought = {name: Flat(values) for name, read in SOURCES.items() if (values := held(read)) is not None}
     loops = bind(op, known.inputs, weights, known.arithmetic, brought)
-    if loops is None:
-        return None
+    loops = loops or without_loops(tuple(known.exact.shape))
     later = graph.after([op.name])
     return Problem(
         op, graph, weights, known.arithmetic, loops, flat(known.recorded), flat(known.exact), flat(known.bound),

@@ -107,9 +107,10 @@ class Segment:
         """Ops whose values the record tells, for all that follows adds to or scales them: as if these had been
         recorded.
         """
-        error = flat(self._recorded - self._known[self._end].exact)
+        error = np.nan_to_num(flat(self._recorded - self._known[self._end].exact), nan=0.0)  # of infinite values alike
         for op in reversed(self.ops):
-            if (share := self._share(op)) and (problem := self.problem(op)):
+            if share := self._share(op):
+                problem = self.problem(op)
                 recorded, bound = problem.exact + error / share, flat(self._bound) / abs(share)
                 yield replace(problem, recorded=recorded, bound=bound, is_told=True)
 
@@ -230,8 +231,8 @@ class Segment:
         values = self._replay.read(self._record, name, past, self._scheme)
         return values if past == "before" else self._first(values, self._axes(name))
 
-    def problem(self, op: Op) -> Problem | None:
-        """The op as it should be, to be edited; None where it has no loops."""
+    def problem(self, op: Op) -> Problem:
+        """The op as it should be, to be edited."""
         replay = self._replay
 
         def held(read: Read) -> np.ndarray | None:

@@ -28,6 +28,7 @@ from tracediff.diagnose.solve.words.nouns import COUNTS_TOKENS
 from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.kinds import KINDS
 from tracediff.replay.fitting import ROUGH
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
@@ -102,8 +103,11 @@ class SegmentSearch:
         whole, short = segment.at_a_glance(_FIRST), segment.beginning(_FIRST, off)
         self._whole, self._short = (one.roughly() if off > ROUGH else one for one in (whole, short))
         self._off, self._check = off, check
-        self._problems = [problem for op in segment.ops if (problem := self._whole.problem(op))]
-        self._hidden = {p.op.name: p for p in reversed(self._problems) if not segment.tells(p.op)}
+        problems = [self._whole.problem(op) for op in segment.ops if op.kind != "state" and not KINDS[op.kind].picks]
+        self._problems = [problem for problem in problems if problem.has_loops]
+        hidden = [problem for problem in reversed(problems) if not segment.tells(problem.op)]
+        self._hidden = {problem.op.name: problem for problem in hidden if problem.has_loops}
+        self._all_hidden = hidden
         self._waiting: list[tuple[list[Problem], list[Priced]]] = []
 
     def called(self) -> Iterator[Solved]:
@@ -119,7 +123,7 @@ class SegmentSearch:
             yield from self._tried([problem], _passed(problem))
         for group in self._reading_alike():
             yield from self._tried(group, inputs.variants(group[-1]))
-        for problem in self._hidden.values():
+        for problem in self._all_hidden:
             yield from self._near(functions.usual(problem), self._short)
 
     def _reading_alike(self) -> Iterator[list[Problem]]:
@@ -233,7 +237,6 @@ class SegmentSearch:
     def of_numbers(self, problem: Problem) -> list[Solved]:
         """Edits of an op whose numbers are fitted to what comes out at the end, and maps of its values."""
         short = self._short.problem(problem.op)
-        assert short
         end = _End(self._short, short, self._check)
         found = self._tried(
             [problem],

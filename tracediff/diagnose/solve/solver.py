@@ -16,9 +16,7 @@ How = Callable[[Problem, Callable[[], None]], Iterator[Solved]]
 
 
 def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None) -> Problem | None:
-    """The problem that a record poses under an arithmetic; None where its op has no loops, or some tokens were not
-    recorded.
-    """
+    """The problem that a record poses under an arithmetic; None where some tokens were not recorded."""
     if record.rows is not None:
         return None
     op, known = replay.graph[record.op], replay.known(record, scheme)
@@ -40,8 +38,7 @@ def explanations(
     replay: Replay, record: OpRecord, check: Callable[[], None], how: How = solve
 ) -> Iterator[tuple[Solved, Scheme | None]]:
     """What gives a faulty record, the cheapest first, and the arithmetic under which it was found, where none is
-    settled; `how` it is sought: one edit, or two (`pairs`). Nothing where its op has no loops. `check` raises where the
-    time is over.
+    settled; `how` it is sought: one edit, or two (`pairs`). `check` raises where the time is over.
     """
     for scheme in replay.plain_ones(record):
         problem = problem_of(replay, record, scheme)

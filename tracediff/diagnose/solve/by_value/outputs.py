@@ -14,6 +14,7 @@ from tracediff.diagnose.solve.by_value.maps import LOOK_AT_CACHE, Map, matched, 
 from tracediff.diagnose.solve.edit import Solved
 from tracediff.diagnose.solve.problem import Problem
 from tracediff.model.graph import Op
+from tracediff.names import axes_of
 
 OutputView = tuple[tuple[int, ...], tuple[str, ...], int]  # a shape, its axes, and which of these follows the step
 _LOOK = "the strides of its output and of the rows that it is made of"
@@ -75,8 +76,11 @@ def views(problem: Problem) -> Iterator[OutputView]:
     if problem.op.axes[1:] == ("T", "S"):
         yield shape, ("head", "query", "key"), -1
         return
+    if problem.op.axes[0] != "T":
+        return
     if len(shape) == 3:
-        yield shape, ("token", "head", "head channel"), 0
+        part = axes_of(problem.op.name, 3)[1]
+        yield shape, ("token", part, f"{part} channel"), 0
     width = math.prod(shape[1:])
     yield (shape[0], width), ("token", "channel"), 0
     if len(shape) == 2 and kind == "weighted_values":

@@ -177,6 +177,12 @@ def bind(
     return Bound(loops.source, loops, loops.numbers, arrays, roundings=again, exponential=arithmetic.exponential)
 
 
+def without_loops(shape: tuple[int, ...]) -> Bound:
+    """Of an op for which none are written: of its values alone something can be said."""
+    none = Loops("pass", (), (), {}, shape)
+    return Bound(none.source, none, {}, {})
+
+
 def held_as(op: Op, name: str, arithmetic: Arithmetic) -> Rounding:
     """How an engine holds the op's weight of this name."""
     return rounding_named(arithmetic.biases if op.kind == "linear" and name == "b" else arithmetic.stored)
