@@ -36,10 +36,15 @@ def _exchanged(op: Op, context: Context) -> Variants:
     "the order in which a fused projection, or each of its heads, is split", Where(),
 )  # fmt: skip
 def _other_order(op: Op, context: Context) -> Variants:
+    orders: dict[str, list[tuple[int, View, str]]] = {}  # an op that reads several parts reads all of them so
     for position, name, own in _parts(op):
         for view, order, words in _elsewhere(own, context.graph[name]) if name in context.graph else ():
             both = f"{split(name)[1]} is split in another order, {order}"
-            yield Variant(op.seeing({position: view}), f"{both}: {words}", name=both)
+            orders.setdefault(both, []).append((position, view, words))
+    for both, parts in orders.items():
+        seen = op.seeing({position: view for position, view, _ in parts})
+        yield Variant(seen, f"{both}: {'; '.join(words for _, _, words in parts)}", name=both)
+    for position, name, own in _parts(op):
         if blocks := _by_heads(own, context.graph[name]) if name in context.graph else None:
             whole, places = blocks
             both = f"{split(name)[1]} is split in another order, as if each part had its heads side by side"
@@ -112,6 +117,13 @@ def _elsewhere(own: View, of: Op) -> Iterator[tuple[View, str, str]]:
     read = f"channels {other} to {other + width - 1}{of_each} are read where {offset} to {offset + width - 1} belong"
     if other != offset:
         yield replace(own, offset=other), "the last part first", read
+    parts, first = each // width, offset // width
+    if parts > 1 and each == parts * width and offset == first * width:
+        strides = tuple(parts if one == (width, 1) else one[1] for one in zip(own.shape, own.strides, strict=True))
+        turns = (
+            f"one channel of {parts}{of_each} is read, from {first} on, where {offset} to {offset + width - 1} belong"
+        )
+        yield replace(own, offset=first, strides=strides), "the parts' channels by turns", turns
     if heads and width < each:
         strides = tuple(width if one == (n, each) else one[1] for one in zip(own.shape, own.strides, strict=True))
         run = f"the parts of all heads are read from channel {n * offset} on, where each head has its own"

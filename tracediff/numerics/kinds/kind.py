@@ -204,6 +204,8 @@ class Kind:
             return "head", "token", "key"
         if n == 3 and "_moe_" in op.name:  # llama.cpp's name for what each chosen expert makes
             return "token", "slot", "channel"
+        if n == 2 and op.axes[0] != "T":  # what a convolution reads, and leaves for the next step: tokens are columns
+            return "row", "column"
         if n == len(self.axes):
             return self.axes
         known = {1: self.axes[:1], 2: (self.axes[0], self.axes[-1])}
