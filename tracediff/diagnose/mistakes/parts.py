@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where
 from tracediff.diagnose.rearranged import Reread
+from tracediff.english import nth
 from tracediff.model.graph import Graph, Op, View
-from tracediff.names import split
+from tracediff.names import axes_of, split
 
 AREA = Area()
 
@@ -113,16 +114,15 @@ def _elsewhere(own: View, of: Op) -> Iterator[tuple[View, str, str]]:
         return
     if not isinstance(each, int) or n * each != row or offset + width > each:
         return  # no part of each
-    other, of_each = each - width - offset, " of each head" if heads else ""
+    other, of_each = each - width - offset, f" of each {axes_of(of.name, 3)[1]}" if heads else ""
     read = f"channels {other} to {other + width - 1}{of_each} are read where {offset} to {offset + width - 1} belong"
     if other != offset:
         yield replace(own, offset=other), "the last part first", read
     parts, first = each // width, offset // width
     if parts > 1 and each == parts * width and offset == first * width:
         strides = tuple(parts if one == (width, 1) else one[1] for one in zip(own.shape, own.strides, strict=True))
-        turns = (
-            f"one channel of {parts}{of_each} is read, from {first} on, where {offset} to {offset + width - 1} belong"
-        )
+        belong = f"where {offset} to {offset + width - 1} belong"
+        turns = f"every {nth(parts)} channel{of_each} is read, from {first} on, {belong}"
         yield replace(own, offset=first, strides=strides), "the parts' channels by turns", turns
     if heads and width < each:
         strides = tuple(width if one == (n, each) else one[1] for one in zip(own.shape, own.strides, strict=True))
