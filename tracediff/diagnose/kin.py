@@ -229,12 +229,12 @@ class Kin:
         largest = max(errors, key=lambda step: len(steps[step].tokens))
         soon_suited = self.is_soon_suited(tried, record)
         mistaken = [step for step, error in errors.items() if error.faulty and step != record.step]
-        asked = {largest, *mistaken[: _OTHERS if soon_suited else 0]}
+        asked = {largest, *mistaken[: _OTHERS if soon_suited else 0]} & {*mistaken}
         for step, error in errors.items():
             other = self.replay.trace.ops[step, record.op]
             if not error.faulty and self.replay.under(other, tried.ops).faulty:
                 return True
-            if step in mistaken and step in asked:
+            if step in asked:
                 allowed, local = _TOLD if soon_suited else 1.0, self.replay.under(other, tried.ops)
                 most = math.inf if math.isnan(error.nmse) else allowed * error.nmse
                 is_small = step != largest and not local.faulty  # an error, of which roundings are more than that

@@ -30,7 +30,7 @@ class Trials:
     def __init__(self, replay: Replay, budget: Budget) -> None:
         self._replay = replay
         self.budget = budget
-        # Of the last record, and what was given of it, the first position that is wrong.
+        # Of records, the ops that were given last, and the first position that is wrong beside them.
         self._firsts: dict[tuple[int, str], tuple[Sequence[Op], int]] = {}
 
     def applicable(self, segment: Sequence[str]) -> list[Mistake]:

@@ -27,13 +27,18 @@ def refuse_no_choice(trace: Trace, graph: Graph) -> None:
     several tokens or wherever the op was recorded.
     """
     records = [r for r in trace.ops.values() if r.op in graph and _chooses(graph[r.op]) and r.has_data]
-    written = {split(record.op)[1] for record in records if not _is_empty(trace, record)}
+    empty = {(record.step, record.op) for record in records if not trace.values(record).any()}
+    written = {split(record.op)[1] for record in records if (record.step, record.op) not in empty}
     for record in records:
         n_tokens = len(trace.steps[record.step].tokens)
         if record.rows is None and record.shape[0] < n_tokens:
             wrong = f"has choices for {record.shape[0]} of {n_tokens} tokens, and does not say which"
             then = "Record them for all, or name the tokens in 'rows'"
-        elif record.shape[-1] > 1 and _is_empty(trace, record) and (n_tokens > 1 or split(record.op)[1] not in written):
+        elif (
+            record.shape[-1] > 1
+            and (record.step, record.op) in empty
+            and (n_tokens > 1 or split(record.op)[1] not in written)
+        ):
             wrong = "holds zeros alone: nobody takes one expert twice"
             then = "Record it after its kernel has run, and before its buffer is used again"
         else:
@@ -43,10 +48,6 @@ def refuse_no_choice(trace: Trace, graph: Graph) -> None:
 
 def _chooses(op: Op) -> bool:
     return is_covered(op) and KINDS[op.kind].picks is not None
-
-
-def _is_empty(trace: Trace, record: OpRecord) -> bool:
-    return not trace.values(record).any()
 
 
 @dataclass(slots=True)

@@ -145,7 +145,7 @@ class Loops:
 
 def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
     """The loops of an op whose inputs have these shapes; None where no loops are written for it, or it has a function
-    or views of its own.
+    of its own. What it reads through a view has the view's shape.
     """
     if op.function:
         return None
