@@ -16,6 +16,7 @@ from tracediff.replay.look import Look, can_glance, glanced, look
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.recompute import Recomputation
 from tracediff.replay.residual import ratio
+from tracediff.replay.ties import told as choices_told
 from tracediff.replay.score import MARGIN, NOTHING, RARER, UNKNOWN, judge, lead, score
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
@@ -122,6 +123,16 @@ class Fitting:
         blind = judgement == "sound" and all(seen.local.judgement != "sound" for seen in looks)
         alike = [seen.local for seen in looks if seen.local.faulty == (judgement == "faulty")]
         return replace((alike or [looks[0].local])[0], judgement="undecided" if blind else judgement, lead=leads)
+
+    def by_ties(self, record: OpRecord, schemes: Sequence[Scheme], is_sound: bool) -> Local | None:
+        """The record judged so under the choices that it tells, where it lacks some; None where these do not make it
+        right. One that `is_sound` already is asked where the noise makes other choices, which hide much.
+        """
+        told = choices_told(self._recomputation, record, schemes[0], asked=not is_sound)
+        if told is None:
+            return None
+        local = Fitting(self._recomputation.holding(told.choices), self._planner).best_of(record, schemes)
+        return replace(local, ties=told.n_tokens) if local.judgement == "sound" else None
 
     def in_question(self, record: OpRecord, schemes: Sequence[Scheme]) -> Sequence[Scheme]:
         """Under which schemes a record is judged whose arithmetic is not settled: all, or the first alone where it is

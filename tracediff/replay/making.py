@@ -24,6 +24,10 @@ from tracediff.trace.format import Rows
 
 # Noise through a segment is known from a few samples of it, not from a formula: its spread is that uncertain.
 _SEGMENT_MARGIN = 16.0
+# What half precision rounds is bounded as two roundings of the largest significand each (`kind.Made.stored`). Their
+# errors are independent, which leaves 1 / sqrt(2) of the bound, and significands spread evenly on a logarithmic scale
+# leave sqrt(3 / (8 ln 2)) of that.
+_OF_HALVES = 0.52
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,8 @@ class Making:
         before = made.samples or (made.exact,) * n_samples
         if KINDS[self.calls[0].op.kind].picks:  # what is chosen has no noise: its scores have it
             return Value(made.exact, before)
-        return Value(made.exact, tuple(_perturbed(x, made.own, self.random) for x in before))
+        part = _OF_HALVES if self.storage in ("f16", "bf16") else 1.0
+        return Value(made.exact, tuple(_perturbed(x, made.own, self.random, part) for x in before))
 
     def _terms_of_ranks(self, op: Op, inputs: Sequence[Tensor], energy: Tensor | None) -> Tensor | None:
         """The variance of what ranks round besides where they add up: each its term, and every sum on the way.
@@ -189,8 +194,9 @@ def _apart(sample: Tensor, y: Tensor) -> Tensor:
     return apart if _is_finite(apart) else torch.where((sample == y) | y.isnan(), 0.0, apart)
 
 
-def _perturbed(x: Tensor, noise: Noise, random: torch.Generator) -> Tensor:
-    moved = torch.addcmul(x, _gauss(x, random), noise.sigma).addcmul_(_flat(x, random), noise.hard)
+def _perturbed(x: Tensor, noise: Noise, random: torch.Generator, part: float) -> Tensor:
+    """With noise: of what is bounded so large a part."""
+    moved = torch.addcmul(x, _gauss(x, random), noise.sigma).addcmul_(_flat(x, random), noise.hard, value=part)
     return moved if _is_finite(moved) else torch.where(x.isinf(), x, moved)  # what a mask hides stays hidden
 
 

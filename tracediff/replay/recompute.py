@@ -3,7 +3,7 @@
 Where an input was not recorded it is recomputed too, from the nearest recorded ancestors: a segment of the graph.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -51,6 +51,7 @@ class Recomputation:
         self._cached = graph.cached() - self._states
         self._places, self._last_read = graph.places(), graph.last_read()
         self._values: dict[tuple[Place, str], Value] = {}
+        self._told: Mapping[Place, Tensor] = {}  # choices that were not recorded
         self._exact: dict[tuple[str, int], Growing] = {}  # of what every step recorded, of each sequence
         self._held: dict[tuple[str, int, int], Past] = {}  # the same by number of samples
         self._kept = Kept()
@@ -84,6 +85,18 @@ class Recomputation:
             if (not key[1] and n_samples <= self._n_samples) or (after is not None and key[0][1] not in after)
         }
         return other
+
+    def holding(self, choices: Mapping[Place, Tensor]) -> "Recomputation":
+        """The same where an engine that did not record its choices made these."""
+        other = copy(self)
+        other._told = choices
+        after = self.graph.after(name for _, name, _ in choices)
+        other._values = {key: value for key, value in self._values.items() if not key[1] or key[0][1] not in after}
+        return other
+
+    def holds(self, place: Place) -> bool:
+        """Whether the value was recorded, or is a choice that is known otherwise."""
+        return self.recorded.holds(place) or place in self._told
 
     def roughly(self) -> "Recomputation":
         """The same without noise, multiplied in float32: what many hypotheses leave is seen so."""
@@ -209,7 +222,7 @@ class Recomputation:
         """Recompute what the value, where it is not there, reads of the steps before it: one by one, as the engine ran
         them.
         """
-        if self.recorded.holds(place) or self._key(place, scheme) in self._values:
+        if self.holds(place) or self._key(place, scheme) in self._values:
             return
         step, name, rows = place
         segment = self._segments.of(step, self.graph[name], rows)
@@ -237,7 +250,7 @@ class Recomputation:
     def _in_step(self, place: Place, scheme: Scheme) -> Value:
         """The value, when all that it reads of the steps before is there."""
         key = self._key(place, scheme)
-        if key not in self._values and self.recorded.holds(place):
+        if key not in self._values and self.holds(place):
             self._values[key] = self._recorded_value(place)
         for missing in self._unrecorded(place, scheme):
             self._values[self._key(missing, scheme)] = self._recompute(missing, scheme)
@@ -245,6 +258,8 @@ class Recomputation:
 
     def _recorded_value(self, place: Place) -> Value:
         """A recorded value. One that was rounded on the way to the file has samples of what the engine had instead."""
+        if place in self._told:
+            return Value(self._told[place])
         value = self.recorded.value(place)
         lost = self.recorded.lost(place, value) if self.has_noise else None
         return unrounded(value, lost, numbers_of(*place[:2]), self._n_samples) if lost else Value(value)
@@ -256,7 +271,7 @@ class Recomputation:
         stack, begun = [(place, False)], set[Place]()
         while stack:
             place, inputs_are_there = stack.pop()
-            if self.recorded.holds(place) or self._key(place, scheme) in self._values:
+            if self.holds(place) or self._key(place, scheme) in self._values:
                 continue
             if inputs_are_there:
                 begun.remove(place)
@@ -288,7 +303,7 @@ class Recomputation:
         return place[0], self._places.get(place[1], -1)
 
     def _key(self, place: Place, scheme: Scheme) -> tuple[Place, str]:
-        return place, "" if self.recorded.holds(place) else scheme.name
+        return place, "" if self.holds(place) else scheme.name
 
     def _recompute(self, place: Place, scheme: Scheme) -> Value:
         making = self._making_again(place, scheme)

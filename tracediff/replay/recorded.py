@@ -47,6 +47,7 @@ class Recorded:
         }
         self._first_lacking: dict[tuple[str, int], float] = {}
         self._of_kin: dict[str, str | None] = {}
+        self._storages: dict[int, str] = {}  # of steps
         self._uncovered = {op.name for op in graph if not is_covered(op)}
 
     def holds(self, place: Place) -> bool:
@@ -204,8 +205,14 @@ class Recorded:
         )
 
     def storage(self, step: int) -> str:
-        """What the engine stores values in, by what it recorded in this step."""
-        return next((r.dtype for r in self.trace.step_ops(step) if r.dtype), "f32")
+        """What the engine stores values in, by the first that it computed of what it recorded in this step: what it
+        looked up in a table fits what the table is held in.
+        """
+        if step not in self._storages:
+            records = [r for r in self.trace.step_ops(step) if r.dtype and r.has_data and r.op in self._graph]
+            computed = next((r for r in records if self._graph[r.op].kind != "embedding"), None)
+            self._storages[step] = self.stored(computed, self.values(computed)) if computed else "f32"
+        return self._storages[step]
 
     def shape(self, record: OpRecord, rows: Rows) -> tuple[int, ...]:
         """The shape that the graph gives the record's op, for these tokens of the step."""

@@ -99,7 +99,11 @@ class Replay:
         """
         choice = self.choice(record)
         if self._planner.is_segment(record):
-            return self._fitting.best_of(record, choice.schemes if choice.settled else self._at_hand(record))
+            schemes = choice.schemes if choice.settled else self._at_hand(record)
+            local = self._fitting.best_of(record, schemes)
+            if local.nmse <= NOTHING:
+                return local
+            return self._fitting.by_ties(record, schemes, local.judgement == "sound") or local
         if not choice.settled:
             return self._fitting.best_of(record, self._fitting.in_question(record, self._planner.candidates(record)))
         local = self._fitting.best_of(record, choice.schemes, looked)
