@@ -64,13 +64,15 @@ def trace_graph(
     *steps: Sequence[int],
     capture: Capture = "all",
     scheme: Scheme | None = None,
+    dtype: torch.dtype = torch.float32,
+    writer_of: Callable[[TraceWriter, Capture], TensorWriter] = TensorWriter,
 ) -> Path:
-    """The trace of a float32 engine that computes this graph, be it mistaken, fed these tokens in each step."""
-    engine, at = TorchEngine(graph, Weights(file, torch.float32), scheme), 0
+    """The trace of an engine that computes this graph, be it mistaken, fed these tokens in each step."""
+    engine, at = TorchEngine(graph, Weights(file, dtype), scheme), 0
     with TraceWriter(out, "torch", graph.hparams.arch) as writer:
         for step, tokens in enumerate(steps):
             positions = tuple(range(at, at + len(tokens)))
-            engine.run(step, StepInput(tuple(tokens), positions), TensorWriter(writer, capture))
+            engine.run(step, StepInput(tuple(tokens), positions), writer_of(writer, capture))
             at += len(tokens)
     return out
 

@@ -46,6 +46,12 @@ def _said(fits: _Fits) -> Iterator[str]:
     if turned:
         were = f"{count(sum(turned), 'activation')} on a rounding boundary"
         yield f"{were} went the other way, in {count(len(turned), 'op')}: a countable event, no fault"
+    ties = [local.ties for _, local in passing if local.ties]
+    if ties:
+        yield (
+            f"{count(sum(ties), 'token')} took another expert than exact scores say, in {count(len(ties), 'record')}: "
+            "ties within the engine's own rounding, told by what follows them, no fault"
+        )
     if passing:
         linear = [local.sharpness for op, local in passing if op.kind == "linear" and len(local.segment) == 1]
         seen = f"; a scale error of {number(max(linear))} in a matmul shows" if linear else ""

@@ -19,7 +19,7 @@ _ROLES = MappingProxyType(
         "rms_norm": ("", "norm weights"),
         "embedding": ("", "table"),
         "rope": ("", "rope tables"),
-        "add": ("what is added to the residual", ""),
+        "add": ("what is added to the residual", "biases"),
         "softmax": ("scaled scores", ""),
         **dict.fromkeys(("gelu", "geglu", "gelu_quick", "geglu_quick"), ("activations looked up", "")),
     }

@@ -16,8 +16,8 @@ from tracediff.replay.look import Look, can_glance, glanced, look
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.recompute import Recomputation
 from tracediff.replay.residual import ratio
-from tracediff.replay.ties import told as choices_told
 from tracediff.replay.score import MARGIN, NOTHING, RARER, UNKNOWN, judge, lead, score
+from tracediff.replay.ties import told as choices_told
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 
