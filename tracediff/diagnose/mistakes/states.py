@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing
-from tracediff.model.graph import Op
+from tracediff.model.graph import Extent, Op
 from tracediff.model.weights import reading, values_of
 from tracediff.numerics.kinds.recurrent import ssm_conv, ssm_scan
 
@@ -37,6 +37,21 @@ def _not_written(op: Op, context: Context) -> Variants:
         replace(op, inputs=(*op.inputs, state.name, "positions"), views=(*op.seen, None, None), function=function),
         "steps after the first do not write it: the next finds what the first left",
     )
+
+
+@AREA.mistake(
+    "conv_window_misplaced", "a convolution keeps other columns for the next step than its last ones",
+    "which columns of its input are kept, before or after the step's own are there", Where(("copy",)),
+)  # fmt: skip
+def _misplaced(op: Op, context: Context) -> Variants:
+    view = next(iter(op.views), None)
+    if view is None or view.offset != "T" or all(of.kind != "state" for of, _ in context.graph.readers(op.name)):
+        return
+    n, columns = len(view.shape), view.strides.index(1)
+    early, first = (op.seeing({0: replace(view, offset=offset)}) for offset in (Extent(-1, t=1), 0))
+    yield early, "the columns that it keeps end one token early: the step's last is not among them"
+    yield first, f"it keeps its first {view.shape[columns]} columns in place of the last: those of before the step"
+    yield computing(op, lambda x: x.flip(columns - n)), "it keeps its columns in the reverse order, the newest first"
 
 
 @AREA.mistake(
