@@ -51,8 +51,9 @@ class Explainer:
 
     def kins(self, ops: list[OpResult]) -> list[list[int]]:
         """Places of records that may have one mistake: single ops of a kind, segments that end in the same op of a
-        layer. What one lot has wrong does not depend on another's; segments, which may take all the time, come last.
-        With them segments that are excused by roundings of few engines, where none of their name is faulty.
+        layer, and with these the single ops that they run through. What one lot has wrong does not depend on another's;
+        segments, which may take all the time, come last. With them segments that are excused by roundings of few
+        engines, where none of their name is faulty.
         """
         by_kin: dict[tuple[bool, str], list[int]] = {}
         for at, op in enumerate(ops):
@@ -65,7 +66,14 @@ class Explainer:
             kin = True, split(op.op)[1]
             if op.local and op.status != "faulty" and kin not in faulty and self._replay.is_excused(op.local):
                 by_kin.setdefault(kin, []).append(at)
-        return [by_kin[key] for key in sorted(by_kin, key=lambda key: key[0])]
+        kins = [by_kin[key] for key in sorted(by_kin, key=lambda key: key[0])]
+        for several in kins[:]:
+            through = {name for at in several if (local := ops[at].local) for name in local.segment[:-1]}
+            for single in kins[:]:
+                if single is not several and any(ops[at].op in through for at in single):
+                    kins.remove(single)
+                    several[:0] = single
+        return kins
 
     def of(self, ops: list[OpResult], members: list[int], budget: Budget, progress: Progress) -> dict[int, OpResult]:
         """Those at the places of one kin's `members`, explained."""
@@ -125,18 +133,21 @@ class Explainer:
                     found[at] = self._named(result, one, same, kin)
         return found
 
-    def _tells_little(self, one: Faulty) -> tuple[int, int]:
-        """Which records to look at last: of an engine that is fed token by token the first steps, of few keys, are
-        explained by many edits that no later step has.
+    def _tells_little(self, one: Faulty) -> tuple[bool, int, int]:
+        """Which records to look at last: segments, which run through single ops; and of an engine that is fed token by
+        token the first steps, of few keys, which are explained by many edits that no later step has.
         """
         step = self._replay.trace.steps[one.record.step]
-        return -min(len(step.tokens), _ENOUGH), -min(max(step.positions) + 1, _ENOUGH)
+        return len(one.error.segment) > 1, -min(len(step.tokens), _ENOUGH), -min(max(step.positions) + 1, _ENOUGH)
 
     def _explained(self, kin: Kin, progress: Progress) -> Iterable[tuple[Faulty, Hypothesis | None]]:
         n, groups = len(kin.pending), list[_Group]()
         while kin.pending:
             first = kin.pending.pop(0)
             done = n - len(kin.pending) - 1
+            if given := kin.given(first):
+                yield first, given
+                continue
             best = Search(kin).of(first, within(progress, done, n))
             if best is None:
                 kin.in_vain.append(first)
@@ -146,6 +157,7 @@ class Explainer:
                 kin.in_vain.append(first)  # of a few choices one: so many a mistake has the same effect in one token
                 continue
             kin.found.append(best)
+            kin.alone.update((one.record.op, same) for one, same in carried if len(one.error.segment) == 1)
             yield from carried
             groups.append((best, carried))
             for one, same in carried if kin.pending or kin.in_vain else ():
@@ -176,14 +188,15 @@ class Explainer:
         """The op with what explains it."""
         segment, graph = one.error.segment, self._replay.graph
         each = {part.mistake: part.text for part in best.parts}
-        for part in best.parts if len(segment) > 1 else ():
+        for part in best.parts if len(segment) > 1 and not best.parts[-1].is_said else ():
             key = one.record.op, part.mistake, part.variant  # the first of an op's records tells most
             kin.alike[key] = kin.alike[key] if key in kin.alike else self._alike(one, best, part)
             each[part.mistake] += kin.alike[key]
         name, text, under = " + ".join(each), ", and ".join(each.values()), best.local
         look = {part.mistake: BANK[part.mistake].look if part.mistake in BANK else part.look for part in best.parts}
         places = shown(self._replay, one.record, one.error, best.ops)
-        cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, each, look, places)
+        own = {part.mistake: each[part.mistake] for part in best.parts if not part.is_said}
+        cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, own, look, places)
         in_some, reads = any(part.in_some_steps for part in best.parts), _one_input(graph[one.record.op])
         common = {part.mistake: part.common for part in best.parts if len(segment) == 1}
         return replace(result, cause=cause, shape=None, in_some_steps=in_some, reads=reads, common=common)

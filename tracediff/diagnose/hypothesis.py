@@ -27,6 +27,7 @@ class Assumed:
     number: float | None = None  # that was fitted to a segment
     in_some_steps: bool = False  # other steps do not have it
     n_edits: int = 1
+    is_said: bool = False  # of another record, whose op is wrong by itself
     common: str = ""  # what is wrong in words that suit it in other ops, where its own do not
 
 

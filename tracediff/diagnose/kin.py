@@ -12,7 +12,7 @@ from itertools import combinations
 
 from tracediff.diagnose.budget import Budget
 from tracediff.diagnose.carrying import carried
-from tracediff.diagnose.hypothesis import SOLVED, Hypothesis, to_beat
+from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, to_beat
 from tracediff.diagnose.trials import Trials
 from tracediff.model.graph import Op
 from tracediff.names import split
@@ -53,6 +53,7 @@ class Kin:
     found: list[Hypothesis] = field(default_factory=list)
     in_vain: list[Faulty] = field(default_factory=list)
     unsought: dict[int, Faulty] = field(default_factory=dict)  # by their places, for which there was too little time
+    alone: dict[str, Hypothesis] = field(default_factory=dict)  # what is wrong in an op by itself
     alike: dict[tuple[str, str, str], str] = field(default_factory=dict)  # what else a mistake of an op comes to
 
     @cached_property
@@ -73,6 +74,24 @@ class Kin:
     def in_vain_of(self, one: Faulty) -> list[Faulty]:
         """Records of the same op, in whichever layer, that nothing was found for."""
         return [other for other in self.in_vain if split(other.record.op)[1] == split(one.record.op)[1]]
+
+    def given(self, one: Faulty) -> Hypothesis | None:
+        """What is wrong by itself, in other records, in ops that a segment runs through, where that explains it."""
+        inside = [h for name, h in self.alone.items() if name in one.error.segment[:-1]]
+        if not inside:
+            return None
+        names: dict[Assumed, list[str]] = {}
+        for h in inside:
+            for part in h.parts:
+                names.setdefault(part, []).extend(op.name for op in h.ops)
+        parts = tuple(
+            replace(part, text=f"{', '.join(dict.fromkeys(of))}: {part.text}", is_said=True)
+            for part, of in names.items()
+        )
+        ops = {op.name: op for h in inside for op in h.ops}
+        tried = Hypothesis(parts, (*ops.values(),), one.error)
+        tried = replace(tried, local=self.replay.under(one.record, tried.ops, to_beat(one.error)))
+        return tried if self.explains(tried, one) else None
 
     def carry(self, found: Hypothesis, members: list[Faulty]) -> list[tuple[Faulty, Hypothesis]]:
         """The members that what was found in one record explains too: they are taken from the list."""
