@@ -67,12 +67,11 @@ class Explainer:
             if op.local and op.status != "faulty" and kin not in faulty and self._replay.is_excused(op.local):
                 by_kin.setdefault(kin, []).append(at)
         kins = [by_kin[key] for key in sorted(by_kin, key=lambda key: key[0])]
-        for several in kins[:]:
-            through = {name for at in several if (local := ops[at].local) for name in local.segment[:-1]}
-            for single in kins[:]:
-                if single is not several and any(ops[at].op in through for at in single):
-                    kins.remove(single)
-                    several[:0] = single
+        for long in [kin for kin in kins if any(ops[at].status == "faulty" for at in kin)]:
+            through = {name for at in long if (local := ops[at].local) for name in local.segment[:-1]}
+            for alone in [kin for kin in kins if kin is not long and any(ops[at].op in through for at in kin)]:
+                kins.remove(alone)
+                long[:0] = alone
         return kins
 
     def of(self, ops: list[OpResult], members: list[int], budget: Budget, progress: Progress) -> dict[int, OpResult]:

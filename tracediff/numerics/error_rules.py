@@ -123,6 +123,12 @@ def _amax(y: Tensor, units: Units, a: Operand, *where: Operand, **kwargs: Any) -
     return errors[0], errors[1]
 
 
+def _logaddexp(y: Tensor, units: Units, a: Operand, b: Operand) -> Errors:
+    shares = [torch.exp(one.x - y).nan_to_num(0.0) for one in (a, b)]
+    variance = sum(share.square() * one.variance for share, one in zip(shares, (a, b), strict=True))
+    return variance + _rounding(y.abs() + 3, units[0]), shares[0] * a.hard + shares[1] * b.hard
+
+
 def _cast(y: Tensor, units: Units, a: Operand, *args: Operand, **kwargs: Any) -> Errors:
     return a.variance, a.hard
 
@@ -173,7 +179,7 @@ RULES: Mapping[str, Callable[..., Errors]] = MappingProxyType({
     "add": _add, "sub": _add, "__rsub__": _add, "mul": _mul, "div": _div, "matmul": _matmul, "pow": _pow,
     "__rdiv__": lambda y, units, a, b: _div(y, units, b, a),
     "sum": _sum, "mean": _mean, "cumsum": _cumsum, "where": _where, "masked_fill": _masked_fill,
-    "maximum": _extreme, "minimum": _extreme, "clamp": _clamp, "amax": _amax, "silu": _silu,
+    "maximum": _extreme, "minimum": _extreme, "clamp": _clamp, "amax": _amax, "logaddexp": _logaddexp, "silu": _silu,
     **dict.fromkeys(("to", "float", "half", "double", "bfloat16", "nan_to_num"), _cast),
     "neg": _cast, "sign": _exactly, "trunc": _exactly, "floor": _exactly, "ceil": _exactly, "round": _exactly,
     "abs": _cast,

@@ -1,6 +1,7 @@
 """Mistakes in attention."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -185,6 +186,53 @@ def _scores_f16(op: Op, _: Context) -> Variants:
 def _no_sinks(op: Op, _: Context) -> Variants:
     if op.weights:
         yield replace(op, weights=()), "the sinks are no part of the softmax"
+
+
+@AREA.mistake(
+    "sinks_misread", "the attention sinks are read or added otherwise",
+    "that a sink is one more score of its own head: not scaled, and below the same maximum", SOFTMAX,
+)  # fmt: skip
+def _other_sinks(op: Op, context: Context) -> Variants:
+    if not op.weights:
+        return
+    n = op.weights[0].shape[0]
+    kv_head = torch.arange(n) // (n // (context.graph.hparams.n_head_kv or n))
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "each head has the sink of the next one": lambda sinks: sinks.roll(-1),
+        "each head has the sink of the one before": lambda sinks: sinks.roll(1),
+        "heads have the sinks in the reverse order": lambda sinks: sinks.flip(0),
+        "each head has the sink that is of its KV head's number": lambda sinks: sinks[kv_head],
+        "the sinks are added with the other sign": lambda sinks: -sinks,
+        "the sinks are scaled as if they were scores": lambda sinks: sinks * op.attrs["scale"],
+    }
+    for words, way in ways.items():
+        yield computing(op, partial(_with_sinks, way)), words
+    for of_sinks, words in ((False, "their largest"), (True, "the largest of both")):
+        said = f"exponentials of the sinks are added as they are, though scores are less {words}"
+        yield computing(op, partial(_unshifted, of_sinks)), said
+
+
+def _with_sinks(
+    way: Callable[[Tensor], Tensor],
+    scores: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    sinks: Tensor | None = None,
+    **attrs: Any,
+) -> Tensor:
+    return softmax(scores, queries, keys, None if sinks is None else way(sinks), **attrs)
+
+
+def _unshifted(
+    of_sinks: bool, scores: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor | None = None, **attrs: Any
+) -> Tensor:
+    """What the largest probability was divided by is told by it, for its exponential is 1: of scores, or of both."""
+    if sinks is None:
+        return softmax(scores, queries, keys, **attrs)
+    probs = softmax(scores, queries, keys, *[sinks] * of_sinks, **attrs)
+    of_scores = probs.sum(-1, keepdim=True)
+    total = 1 / torch.maximum(probs.amax(-1, keepdim=True), 1 - of_scores)
+    return probs * (total / (total * of_scores + sinks.exp()[:, None, None]))
 
 
 @AREA.mistake("softcap_missing", "large scores are not bent by the soft cap", "the soft cap of the scores", SOFTMAX)

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.mistakes.masks import SOFTMAX
 from tracediff.diagnose.mistakes.mistake import MATMUL, NORM, Area, Context, Variant, Variants, Where, is_gated
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Weight
@@ -99,11 +100,12 @@ def _embedding_head(op: Op, context: Context) -> Variants:
 
 @AREA.mistake(
     "wrong_layer", "the weight of another layer is read", "the layer index in the loader",
-    Where((*MATMUL.kinds, *NORM.kinds), in_layer=True),
+    Where((*MATMUL.kinds, *NORM.kinds, *SOFTMAX.kinds), in_layer=True),
 )  # fmt: skip
 def _other_layer(op: Op, context: Context) -> Variants:
     layer = layer_of(op.name)
-    assert layer is not None
+    if layer is None or not op.weights:
+        return
     near = {"the layer before": layer - 1, "the layer after": layer + 1, "layer 0": 0}
     for words, n in near.items():
         if not 0 <= n < context.graph.hparams.n_layer or n == layer:
