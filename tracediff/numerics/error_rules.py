@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.numerics.floors import TINY, variance_of_sums
+from tracediff.numerics.floors import TINY, UNIT, variance_of_sums
 
 Errors = tuple[Tensor, Tensor]  # variance and bound
 Units = tuple[float, float]  # of a value between two operations, and of a running sum
@@ -155,21 +155,28 @@ def _of_exp(x: Tensor) -> Tensor:
     return torch.sqrt(4 + x.square())
 
 
-def of_sigmoid(x: Tensor) -> Tensor:
+def of_sigmoid(x: Tensor, unit: float = UNIT["f32"]) -> Tensor:
     """What 1 / (1 + exp(-x)) errs by, in units of 1: of exp(-x) its share of the divisor.
 
     Some have it as 1/2 and an odd function of x, which is tanh(x / 2) / 2: ONNX Runtime (mlas/lib/logistic.cpp) and
-    Eigen a quotient of polynomials, whose three roundings are as large as that part, be the sum next to nothing.
+    Eigen a quotient of polynomials, whose three roundings are as large as that part, be the sum next to nothing. Nobody
+    has that in half precision.
     """
     s, share = torch.sigmoid(x), torch.sigmoid(-x)
     squares = (x.square() + 4).mul_(share.square()).add_(2).mul_(s.square())
-    return squares.add_((s - 0.5).square_(), alpha=3).sqrt_()
+    return squares.add_((s - 0.5).square_(), alpha=3 * min(1.0, UNIT["f32"] / unit) ** 2).sqrt_()
+
+
+def _sigmoid(y: Tensor, units: Units, a: Operand, **kwargs: Any) -> Errors:
+    slope = y * (1 - y)
+    own = of_sigmoid(a.x, units[0])
+    return slope.square() * a.variance + _rounding(own, units[0]), slope.abs() * a.hard + TINY["f32"]
 
 
 def _silu(y: Tensor, units: Units, a: Operand, **kwargs: Any) -> Errors:
     s = torch.sigmoid(a.x)
     slope = s * (1 + a.x * (1 - s))
-    own = torch.hypot(y, a.x * of_sigmoid(a.x))
+    own = torch.hypot(y, a.x * of_sigmoid(a.x, units[0]))
     # 1 / (1 + exp(88.8)) is 0 where exp overflows, though it should be a denormal.
     hard = slope.abs() * a.hard + TINY["f32"] * (1 + a.x.abs())
     return slope.square() * a.variance + _rounding(own, units[0]), hard
@@ -179,7 +186,8 @@ RULES: Mapping[str, Callable[..., Errors]] = MappingProxyType({
     "add": _add, "sub": _add, "__rsub__": _add, "mul": _mul, "div": _div, "matmul": _matmul, "pow": _pow,
     "__rdiv__": lambda y, units, a, b: _div(y, units, b, a),
     "sum": _sum, "mean": _mean, "cumsum": _cumsum, "where": _where, "masked_fill": _masked_fill,
-    "maximum": _extreme, "minimum": _extreme, "clamp": _clamp, "amax": _amax, "logaddexp": _logaddexp, "silu": _silu,
+    "maximum": _extreme, "minimum": _extreme, "clamp": _clamp, "amax": _amax,
+    "sigmoid": _sigmoid, "silu": _silu, "logaddexp": _logaddexp,
     **dict.fromkeys(("to", "float", "half", "double", "bfloat16", "nan_to_num"), _cast),
     "neg": _cast, "sign": _exactly, "trunc": _exactly, "floor": _exactly, "ceil": _exactly, "round": _exactly,
     "abs": _cast,
@@ -191,7 +199,6 @@ RULES: Mapping[str, Callable[..., Errors]] = MappingProxyType({
     "expm1": _through(lambda x, y: y + 1, lambda x, y: 3 * y),
     "log": _through(lambda x, y: 1 / x, lambda x, y: 2 * y),
     "log1p": _through(lambda x, y: 1 / (1 + x), lambda x, y: 2 * y),
-    "sigmoid": _through(lambda x, y: y * (1 - y), lambda x, y: of_sigmoid(x)),
     "tanh": _through(lambda x, y: 1 - y * y, lambda x, y: 3 * y),
     "erf": _through(lambda x, y: 2 / math.sqrt(math.pi) * torch.exp(-x * x), lambda x, y: 8 * y),
     "sin": _through(lambda x, y: torch.cos(x), lambda x, y: torch.full_like(y, 2.0)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tracediff.errors import TraceError
-from tracediff.model.graph import SOURCES, Graph, Op
+from tracediff.model.graph import SOURCES, Graph, Op, sizes
 from tracediff.names import split
 from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds.attention import causal
@@ -94,14 +94,26 @@ class Recorded:
 
     def stored(self, record: OpRecord, values: Tensor) -> str:
         """What the engine stored a record's values in, or those of a part of it: of few, what the same op of other
-        layers and steps tells.
+        layers and steps tells; of what ends in a state, what is before that.
         """
         dtype = record.dtype or "f32"
         found = stored_as(values, dtype)
+        if found == dtype and (n := self._before_state(record)) is not None and values.numel() > n:
+            return stored_as(values.flatten()[:n], dtype)
         kin = self._stored_kin(split(record.op)[1]) if found == dtype and values.numel() <= _FEW else None
         if kin is None or not torch.equal(rounding_named(kin)(values), values):
             return found
         return kin
+
+    def _before_state(self, record: OpRecord) -> int | None:
+        """How many values a record has before the state that is handed on with them, which engines in half precision
+        keep in float32; None where it has none.
+        """
+        for reader, at in self._graph.readers(record.op):
+            view = reader.seen[at]
+            if view and any(of.kind == "state" for of, _ in self._graph.readers(reader.name)):
+                return sizes((view.offset,), *self.sizes(record.step, record.rows))[0]
+        return None
 
     def _stored_kin(self, name: str) -> str | None:
         if name not in self._of_kin:
