@@ -21,7 +21,7 @@ from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.making import Recomputed, picked
 from tracediff.replay.recompute import Recomputation, made_together
 from tracediff.replay.residual import Residual, measure, ratio, turned
-from tracediff.replay.score import BLIND, NOTHING, SHAPE, UNKNOWN, Explanation
+from tracediff.replay.score import BLIND, FAR_BELOW, NOTHING, SHAPE, UNKNOWN, Explanation
 from tracediff.replay.strips import strips
 from tracediff.result import Judgement, Local, Strip, Worst
 from tracediff.trace.format import OpRecord
@@ -188,7 +188,7 @@ def _look(asked: Asked, storage: str, made: Recomputed, whole: Residual) -> Look
         judgement=_covered(nmse, floor, whole.excess),
         flips=whole.flips,
         sharpness=min(math.sqrt(floor), whole.sharpness),
-        limit=NOTHING if floor > BLIND else None,
+        limit=max(NOTHING, nmse) if floor > BLIND else None,
         weight_type=by.weights.type_of(op.weights[0]) if op.kind in _TYPED else None,
         stored=None if on_the_way else _stored(storage, made.exact),
         told=on_the_way is False,
@@ -205,7 +205,7 @@ def _covered(nmse: float, floor: float, excess: float) -> Judgement:
     """What a floor alone says."""
     if not (excess <= 1.0 and nmse <= floor):
         return "faulty"
-    return "undecided" if floor > BLIND and nmse > NOTHING else "sound"
+    return "undecided" if floor > BLIND and nmse > max(NOTHING, FAR_BELOW * floor) else "sound"
 
 
 def _stored(storage: str, exact: Tensor) -> str | None:

@@ -20,8 +20,10 @@ from tracediff.result import Judgement
 # Next to nothing is left: no rounding of an operand is so small (float16's is 4e-8). What leaves less needs no rival.
 NOTHING = 1e-9
 _LEAST = 1e-60
-# A floor beyond this hides everything that is not next to nothing.
-BLIND = 0.05
+# A floor beyond this hides everything, but where what is left is so small a part of it, a sixteenth of the noise that
+# has a margin of 16 there: an engine that rounds as the floor allows comes no nearer by chance, so this one rounds less,
+# and a mistake would add to what is left. (Scores that are not rounded before the softmax, in bfloat16: 1e-6 of 0.1.)
+BLIND, FAR_BELOW = 0.05, 4e-3
 
 # Prices. Through 16 layers of llama.cpp's 8-bit blocks the right arithmetic left 0.5 to 1.6 times what the plain one
 # did, for by then most roundings have turned some other way: that something unknown is wrong must leave less than that.
