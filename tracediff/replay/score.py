@@ -21,8 +21,8 @@ from tracediff.result import Judgement
 NOTHING = 1e-9
 _LEAST = 1e-60
 # A floor beyond this hides everything, but where what is left is so small a part of it, a sixteenth of the noise that
-# has a margin of 16 there: an engine that rounds as the floor allows comes no nearer by chance, so this one rounds less,
-# and a mistake would add to what is left. (Scores that are not rounded before the softmax, in bfloat16: 1e-6 of 0.1.)
+# has a margin of 16 there: an engine that rounds as the floor allows comes no nearer by chance. So this one rounds
+# less, and a mistake would add to what is left. (Scores not rounded before the softmax, in bfloat16: 1e-6 of 0.1.)
 BLIND, FAR_BELOW = 0.05, 4e-3
 
 # Prices. Through 16 layers of llama.cpp's 8-bit blocks the right arithmetic left 0.5 to 1.6 times what the plain one
