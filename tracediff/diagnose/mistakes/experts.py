@@ -55,9 +55,13 @@ def _biased(op: Op, context: Context) -> Variants:
     graph, choice = context.graph, context.graph.ops.get(op.inputs[-1])
     if not choice or choice.kind != "top_k" or len(op.inputs) != 2 or choice.inputs[0] == op.inputs[0]:
         return
-    chosen, own = (math.prod(map(int, graph[one.inputs[0]].shape(1)[1:])) for one in (choice, op))
-    if chosen == own:  # not so where it is groups that are chosen
-        yield replace(op, inputs=(choice.inputs[0], op.inputs[1])), "the weights have the bias of the choice in them"
+    n_chosen, n_own = (math.prod(map(int, graph[one.inputs[0]].shape(1)[1:])) for one in (choice, op))
+    if n_chosen == n_own:  # not so where it is groups that are chosen
+        own, chosen_by = op.inputs[0], choice.inputs[0]
+        has_bias = own in graph[chosen_by].inputs
+        others = f"the weights are those of {chosen_by}, which experts are chosen by, in place of those of {own}"
+        words = "the weights have the bias of the choice in them" if has_bias else others
+        yield replace(op, inputs=(chosen_by, op.inputs[1])), words
 
 
 @AREA.mistake(

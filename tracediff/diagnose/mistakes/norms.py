@@ -61,10 +61,11 @@ def _eps(op: Op, context: Context) -> Variants:
 
 @AREA.mistake(
     "eps_outside_root", "the epsilon is added to the root, not under it", "x / (sqrt(mean(x^2)) + eps) in the norm",
-    RMS_NORM,
+    NORM,
 )  # fmt: skip
 def _eps_outside(op: Op, _: Context) -> Variants:
     def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        x = x - x.mean(-1, keepdim=True) if op.kind == "layer_norm" else x
         return scaled(x / (x.square().mean(-1, keepdim=True).sqrt() + eps), *weight)
 
     yield computing(op, function), "eps is added outside the root"

@@ -101,6 +101,8 @@ class Map:
                 return f"{noun} i has the values of {noun} i * {m} % {n}"
             case "transposed", (m,):
                 return f"{all_of} transposed, as {m} by {n // m}"
+            case "all", (one,) if one == ZERO:
+                return "all values are 0"
             case "all", (one,):
                 return f"every {noun} has the values of {noun} {one}"
             case "held", (by,):
