@@ -116,7 +116,9 @@ def _size(y: Tensor, x: Tensor) -> Iterator[str]:
     sizes = [float(v.square().mean().sqrt()) for v in (a, b)]
     if wrong.any() and all(sizes):
         cosine = float((a * b).mean()) / (sizes[0] * sizes[1])
-        yield f"there the rms is {sizes[1]:.4g} where it should be {sizes[0]:.4g}, and the correlation is {cosine:.2f}"
+        wrong_size, right_size = (f"{size:.4g}" for size in sizes[::-1])
+        size = "as it should be" if wrong_size == right_size else f"{wrong_size} where it should be {right_size}"
+        yield f"there the rms is {size}, and the correlation is {cosine:.2f}"
 
 
 def _name_ratio(ratio: float, x: Tensor) -> str:

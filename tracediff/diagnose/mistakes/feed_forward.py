@@ -8,8 +8,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Change, Context, Variants, Where, computing
+from tracediff.diagnose.mistakes.mistake import Area, Change, Context, Variant, Variants, Where, computing, fitted_attr
 from tracediff.model.graph import Op
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.activation import gelu, gelu_erf, gelu_quick, silu
 
 AREA = Area()
@@ -92,8 +93,29 @@ def _skipped(op: Op, _: Context) -> Variants:
     "act_limits", "gate and up are not held within their limits", "the clamp before the activation",
     Where(("swiglu_oai", "swiglu_clamp")),
 )  # fmt: skip
-def _no_limits(op: Op, _: Context) -> Variants:
-    yield op.with_attrs(limit=float("inf")), f"values beyond {op.attrs['limit']:g} are not cut off"
+def _no_limits(op: Op, context: Context) -> Variants:
+    limit, right = op.attrs["limit"], KINDS[op.kind].function
+    yield op.with_attrs(limit=math.inf), f"values beyond {limit:g} are not cut off"
+    ways: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+        f"up is not held within {limit:g}, gate is": lambda gate, up: (gate.clamp(max=limit), up),
+        f"gate is not held below {limit:g}, up is": lambda gate, up: (gate, up.clamp(-limit, limit)),
+        f"gate is held within -{limit:g} too": lambda gate, up: (gate.clamp(-limit, limit), up.clamp(-limit, limit)),
+        f"up is held below {limit:g} alone": lambda gate, up: (gate.clamp(max=limit), up.clamp(max=limit)),
+    }
+    for words, way in ways.items():
+
+        def function(
+            gate: Tensor,
+            up: Tensor,
+            way: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = way,
+            limit: float = limit,
+            **attrs: float,
+        ) -> Tensor:
+            return right(*way(gate, up), limit=math.inf, **attrs)
+
+        yield computing(op, function), words
+    if context.seen and (number := fitted_attr(op, context, "limit", (limit * 2.0**i for i in (-1, -0.2, 0.2, 1)))):
+        yield Variant(op.with_attrs(limit=number), f"values are held within {number:.6g} instead of {limit:g}", True)
 
 
 @AREA.mistake(

@@ -72,6 +72,18 @@ def _eps_outside(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
+    "variance_unbiased", "the mean of squares is their sum over n - 1", "torch.var in the norm, whose default is that",
+    NORM,
+)  # fmt: skip
+def _unbiased(op: Op, _: Context) -> Variants:
+    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        x = x - x.mean(-1, keepdim=True) if op.kind == "layer_norm" else x
+        return scaled(x * torch.rsqrt(x.square().sum(-1, keepdim=True) / (x.shape[-1] - 1) + eps), *weight)
+
+    yield computing(op, function), "squares are divided by n - 1 instead of n"
+
+
+@AREA.mistake(
     "norm_weight_minus_one", "1 is taken from the norm weight", "a 1 + w convention: GGUF weights have their 1 already",
     NORM, "Liger-Kernel#74",
 )  # fmt: skip

@@ -1,6 +1,10 @@
 """Mistakes in what one step hands on to the next, and in what is computed with it."""
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -8,7 +12,7 @@ from torch import Tensor
 from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing
 from tracediff.model.graph import Extent, Op
 from tracediff.model.weights import reading, values_of
-from tracediff.numerics.kinds.recurrent import ssm_conv, ssm_scan
+from tracediff.numerics.kinds.recurrent import delta_step, gated_delta_net, outer, ssm_conv, ssm_scan, times
 
 AREA = Area()
 
@@ -61,6 +65,59 @@ def _reversed(op: Op, _: Context) -> Variants:
     yield computing(op, lambda x, w: ssm_conv(x, w.flip(-1))), "the taps of the kernel are in the reverse order"
 
 
+Delta = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _turned(predicted: Callable[..., Tensor]) -> Delta:
+    """The delta rule with another change of what the state has where k points."""
+
+    def step(s: Tensor, forget: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        after = s * forget + outer(predicted(s, s * forget, k, v, beta), k)
+        return after, times(after, q)
+
+    return step
+
+
+def _early(s: Tensor, forget: Tensor, q: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    return delta_step(s, forget, q, *others)[0], times(s * forget, q)
+
+
+def _transposed(s: Tensor, forget: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    after = s * forget
+    after = after + outer((v - times(after.mT, k)) * beta, k)
+    return after, times(after.mT, q)
+
+
+def _read_transposed(s: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    after, _ = delta_step(s, *others)
+    return after, times(after.mT, others[1])
+
+
+_DELTA: Mapping[str, Delta] = MappingProxyType({
+    "what k finds is taken from the state before it forgets": _turned(lambda s, f, k, v, b: (v - times(s, k)) * b),
+    "what k finds is not taken from v: k v^T is added": _turned(lambda s, f, k, v, b: v * b),
+    "beta scales v, and not what k finds": _turned(lambda s, f, k, v, b: v * b - times(f, k)),
+    "beta is left out": _turned(lambda s, f, k, v, b: v - times(f, k)),
+    "q reads the state before k and v have changed it": _early,
+    "the state does not forget": lambda s, forget, *others: delta_step(s, torch.ones_like(forget), *others),
+    "k and q read the state transposed": _transposed,
+    "q reads the state transposed": _read_transposed,
+    "q is not divided by sqrt(D)": lambda s, forget, q, *others: (
+        delta_step(s, forget, q * math.sqrt(q.shape[-1]), *others)
+    ),
+})  # fmt: skip
+
+
+@AREA.mistake(
+    "delta_rule", "the delta rule of a state is another",
+    "the recurrence: the state forgets, k finds what it holds, beta (v - that) is added along k, q reads the result",
+    Where(("gated_delta_net",)),
+)  # fmt: skip
+def _delta_rule(op: Op, _: Context) -> Variants:
+    for words, step in _DELTA.items():
+        yield computing(op, partial(gated_delta_net, step=step)), words
+
+
 @AREA.mistake(
     "rate_without_softplus", "the rate of the state is taken as it is, without its softplus", "the softplus of dt",
     Where(("ssm_scan",)),
@@ -74,9 +131,11 @@ def _rate(op: Op, _: Context) -> Variants:
 
 @AREA.mistake(
     "decay_as_logarithm", "the decay of the state is taken for its logarithm", "A_log: GGUF files hold -exp(A_log)",
-    Where(("ssm_scan",)),
+    Where(("ssm_scan", "mul")),
 )  # fmt: skip
 def _logarithm(op: Op, _: Context) -> Variants:
+    if not op.weights or "ssm_a" not in op.weights[0].name:
+        return
     words = f"{op.weights[0].name} is used as -exp(a): a file holds that already"
     yield reading(op, lambda file, info: -torch.exp(values_of(file, info))), words
     yield (

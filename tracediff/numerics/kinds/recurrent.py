@@ -63,8 +63,33 @@ def ssm_scan(
     return _over_tokens(step, state.reshape(n_head, x.shape[2], -1), len(x), snapshots)
 
 
+def times(state: Tensor, x: Tensor) -> Tensor:
+    """[H, D, D], [H, D] -> [H, D]: the product of each head."""
+    return (state @ x[..., None]).squeeze(-1)
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """[H, D], [H, D] -> [H, D, D]."""
+    return a[..., None] * b[:, None]
+
+
+def delta_step(state: Tensor, forget: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The state after a token, and the value that q finds in it."""
+    state = state * forget
+    state = state + outer((v - times(state, k)) * beta, k)
+    return state, times(state, q)
+
+
 def gated_delta_net(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor, *, snapshots: int = 1
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    snapshots: int = 1,
+    step: Callable[..., tuple[Tensor, Tensor]] = delta_step,
 ) -> Tensor:
     """Q and k [T, heads, D], v [T, H, D], gate [T, H, D or 1], beta [T, H, 1], state [H, D, D].
 
@@ -76,13 +101,11 @@ def gated_delta_net(
     forget = torch.exp(gate.reshape(n_tokens, n_head, 1, -1))
     beta = beta.reshape(n_tokens, n_head, 1)
 
-    def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        state = state * forget[t]
-        change = (v[t] - (state @ k[t][..., None]).squeeze(-1)) * beta[t]
-        state = state + change[..., None] * k[t][:, None]
-        return state, (state @ q[t][..., None]).squeeze(-1) / math.sqrt(size)
+    def at(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        state, value = step(state, forget[t], q[t], k[t], v[t], beta[t])
+        return state, value / math.sqrt(size)
 
-    return _over_tokens(step, state.flatten()[: n_head * size * size].reshape(n_head, size, size), n_tokens, snapshots)
+    return _over_tokens(at, state.flatten()[: n_head * size * size].reshape(n_head, size, size), n_tokens, snapshots)
 
 
 def _heads(state: Tensor, like: Tensor) -> Tensor:
