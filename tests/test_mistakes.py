@@ -59,6 +59,7 @@ PLANTED = {
     "mamba2": ("conv_reversed", "rate_without_softplus", "decay_as_logarithm", "state_not_carried@blk.1.conv_state",
                "gate_after_norm", "act_ungated", "written_once@blk.1.conv_state_next",
                "conv_window_misplaced"),
+    "granitemoe": ("rope_factors_multiplied",),
     "hunyuan-dense": ("norm_before_rope@blk.1.attn_q_norm",),
     "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2",),
     "gpt2": ("embedding_row_off@position_embd",),

@@ -85,9 +85,12 @@ def _window(op: Op, context: Context) -> Variants:
         usual = (right - 1, right + 1, 0) if right else sorted(others)
         for wrong in dict.fromkeys((*usual, size)):
             if wrong != right and not (wrong == size and kept):
-                said = f"a {name} of {wrong}" if wrong else f"no {name}"
-                said += f" instead of one of {right}" if right else " instead of none"
-                yield Variant(op.with_attrs(**{name: wrong}), said, fitted=wrong not in usual)
+                # A chunk in the place of a window, or a window in that of a chunk.
+                other = next((o for o in shown if o != name and wrong and not right and op.attrs.get(o)), None)
+                belongs = f"a {other} of {op.attrs[other]}" if other else f"one of {right}" if right else "none"
+                said = f"{f'a {name} of {wrong}' if wrong else f'no {name}'} instead of {belongs}"
+                attrs = {name: wrong} | ({other: 0} if other else {})
+                yield Variant(op.with_attrs(**attrs), said, fitted=wrong not in usual)
     if kept and not any(op.attrs.get(name) for name in shown):
         words = f"a query sees the last {count(shown['window'], 'token')}, its own among them, and the first {kept}"
         yield Variant(op.with_attrs(mask=partial(_but_the_first, size=shown["window"], kept=kept)), words, fitted=True)

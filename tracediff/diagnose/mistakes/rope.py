@@ -24,6 +24,7 @@ from tracediff.diagnose.mistakes.mistake import (
 from tracediff.english import told_apart
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
+from tracediff.model.weights import reading, values_of
 from tracediff.numerics.kinds.rope import Angles, rope_angles, yarn_range
 from tracediff.numerics.kinds.rope import rope as turned
 
@@ -102,6 +103,16 @@ def _fitted(
 def _no_factors(op: Op, _: Context) -> Variants:
     if op.weights:
         yield replace(op, weights=()), f"{op.weights[0].name} is ignored"
+
+
+@AREA.mistake(
+    "rope_factors_multiplied", "frequencies are multiplied by the factors of rope_freqs.weight",
+    "whether rope_freqs.weight divides the frequencies: its factors are those of wavelengths", ROPE,
+)  # fmt: skip
+def _multiplied(op: Op, _: Context) -> Variants:
+    if op.weights:
+        words = f"frequencies are multiplied by {op.weights[0].name}, which they are divided by"
+        yield reading(op, lambda file, info: 1 / values_of(file, info)), words
 
 
 @AREA.mistake(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,6 +117,13 @@ _DELTA: Mapping[str, Delta] = MappingProxyType({
 def _delta_rule(op: Op, _: Context) -> Variants:
     for words, step in _DELTA.items():
         yield computing(op, partial(gated_delta_net, step=step)), words
+
+    def handed(*inputs: Tensor, **attrs: Any) -> Tensor:
+        q, k, v, gate, beta, state = inputs
+        size = v.shape[-1]
+        return gated_delta_net(q, k, v, gate, beta, state.flatten().unflatten(0, (-1, size, size)).mT, **attrs)
+
+    yield computing(op, handed), "the state of the step before is read transposed"
 
 
 @AREA.mistake(

@@ -209,7 +209,8 @@ class Kind:
         if n == len(self.axes):
             return self.axes
         known = {1: self.axes[:1], 2: (self.axes[0], self.axes[-1])}
-        return known.get(n, tuple(f"axis {i}:" for i in range(n)))
+        of = op.axes if len(op.axes) == n else (0,) * n
+        return known.get(n, tuple({"T": "token", "S": "key"}.get(str(a), f"axis {i} place") for i, a in enumerate(of)))
 
 
 def exponential(kind: Kind) -> Kind:

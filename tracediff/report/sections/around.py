@@ -48,7 +48,7 @@ def _worst(op: OpResult) -> Iterator[RenderableType]:
     else:
         return
     n = len(worst.at)
-    axes = axes_of(op.op, n, op.kind) or tuple(f"axis {i}:" for i in range(n))
+    axes = axes_of(op.op, n, op.kind) or tuple(f"axis {i} place" for i in range(n))
     where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, worst.at, strict=True))
     yield line(f"at {where} of {op.op}: {ours} {worst.candidate:.9g}, {right} {worst.reference:.9g}")
 
