@@ -28,7 +28,12 @@ def next_step(result: Result, again: str | None = None) -> Next:
     if first:
         return _of_unknown(first, result, again)
     if result.verdict == "undecided":
-        return Next(made, f"after this is mended: {result.undecided[0]}")
+        blind = [op.op for op in result.ops if op.status == "undecided" and op.local and op.local.blind]
+        coarse = (
+            f"after the engine has computed {listed(list(dict.fromkeys(blind)), 3)} in float32, if it can: as it is"
+        )
+        hides = f"{coarse} its roundings hide any mistake there"
+        return Next(made, hides if blind else f"after this is settled: {result.undecided[0]}")
     if result.verdict == "diverged":
         return Next(made, f"after this is mended: {result.summary.rstrip('.')}")
     return Next(_command(result, "ci", "--update"), "nothing diverges: lock that in, so that it stays so")
