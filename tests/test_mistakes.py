@@ -51,7 +51,7 @@ PLANTED = {
     "olmo2": ("variance_unbiased@blk.1.attn_q_norm",
               "input_normed@blk.1.ffn_gate", "sum_normed", "norm_of_all_heads@blk.1.attn_q_norm"),
     "gpt-oss": ("sinks_misread", "wrong_layer@blk.1.attn_probs",
-                "sinks_ignored", "window@0", "act_limits", "up_plus_one", "softmax_before_choice",
+                "expert_off_by_one@blk.1.ffn_up_exps", "sinks_ignored", "window@0", "act_limits", "up_plus_one", "softmax_before_choice",
                 "bias_missing@blk.1.ffn_down_exps"),
     "gemma3": ("window@blk.5.attn_probs", "no_mask", "mask_shifted", "cache_ignored", "act_silu",
                "norm_after_rope@blk.1.attn_q_norm", "scale_dropped@token_embd_scaled"),

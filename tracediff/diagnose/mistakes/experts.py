@@ -22,7 +22,10 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of
+from tracediff.numerics.evaluate import computed, noise_of
+from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.elementwise import repeated
+from tracediff.numerics.kinds.kind import Call, Made
 from tracediff.numerics.kinds.layout import get_rows
 from tracediff.numerics.kinds.reduction import argsort
 
@@ -217,6 +220,13 @@ def _off_by_one(op: Op, _: Context) -> Variants:
         def read(file: GGUFFile, info: TensorInfo, by: int = by) -> Tensor:
             return values_of(file, info).roll(by, 0)
 
+        with_bias = reading(op, read, 1) if len(op.weights) > 1 else op
+        if with_bias is not op:
+            yield (
+                reading(with_bias, read),
+                f"each {each} multiplies with the matrix of the one {words} it, bias and all",
+            )
+            yield with_bias, f"the bias of each {each} is that of the one {words} it"
         yield reading(op, read), f"each {each} multiplies with the matrix of the one {words} it"
 
 
@@ -231,6 +241,8 @@ def _not_looked_up(op: Op, _: Context) -> Variants:
 
     yield reading(op, of_first), "expert 0 multiplies, whichever was chosen"
     yield replace(op, rework=_BySlot()), "the first slot is of expert 0, the second of expert 1, whichever were chosen"
+    if len(op.weights) > 1:
+        yield replace(op, rework=_BiasBySlot()), "the bias is that of the slot's number, and not of the expert in it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +253,21 @@ class _BySlot(Reread):
         """The input, and the slots' own numbers."""
         x, ids = inputs
         return [x, torch.arange(ids.shape[-1], device=ids.device, dtype=ids.dtype).expand_as(ids)]
+
+
+@dataclass(frozen=True, slots=True)
+class _BiasBySlot:
+    """The number of a slot stands for that of its expert where the bias is added."""
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        bare = replace(call.op, rework=None, weights=call.op.weights[:1])
+        y = computed(bare, call)
+        return y + call.weights.load(call.op.weights[1])[: y.shape[1]].to(y)
+
+    def noise(self, made: Made) -> Noise:
+        """That of the right op."""
+        return noise_of(replace(made.op, rework=None), made)
 
 
 @AREA.mistake("top_k_off_by_one", "the best expert is passed over", "the first rank of the choice", Where(("top_k",)))
