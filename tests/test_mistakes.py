@@ -507,18 +507,18 @@ def test_another_value_may_be_read_over_all_steps(tiny: Tiny, tmp_path: Path) ->
 
 
 def test_an_edit_of_one_op_is_tried_in_all_of_its_kind(tiny: Tiny, tmp_path: Path) -> None:
-    """The mean over n - 1 is a factor to the last norm, which reads large values, and to no other."""
+    """The mean over n + 1 is a factor to the last norm, which reads large values, and to no other."""
 
-    def unbiased(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    def one_more(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
         away = x - x.mean(-1, keepdim=True)
-        return away / torch.sqrt(x.var(-1, keepdim=True) + eps) * weight
+        return away / torch.sqrt(away.square().sum(-1, keepdim=True) / (x.shape[-1] + 1) + eps) * weight
 
     file = GGUFFile(tiny("cohere2"))
     graph = build_graph(file)
-    wrong = [replace(op, function=unbiased) for op in graph if op.kind == "layer_norm"]
+    wrong = [replace(op, function=one_more) for op in graph if op.kind == "layer_norm"]
     path = traced(graph.changed(*wrong), file, tmp_path / "a.trace")
     (finding,) = check_trace(path, tiny("cohere2")).findings
-    assert finding.text == "all 3 norms: the scale is computed with squares / 95, where squares / 96 belongs."
+    assert finding.text == "all 3 norms: the scale is computed with squares / 97, where squares / 96 belongs."
 
 
 def test_parts_that_are_read_otherwise_stay_in_their_row(tmp_path: Path) -> None:
