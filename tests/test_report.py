@@ -340,7 +340,7 @@ def test_other_gaps_are_named(pair: Callable[..., tuple], tmp_path: Path) -> Non
 
 def test_a_blind_segment_is_no_silent_match(pair: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, candidate = pair(capture="layers")
-    for limit, value in (("BLIND", 1e-16), ("NOTHING", -1.0)):
+    for limit, value in (("BLIND", 1e-16), ("NOTHING", -1.0), ("FAR_BELOW", -1.0)):
         monkeypatch.setattr(f"tracediff.replay.look.{limit}", value)
     result = check_trace(candidate, model)
     said = words(result)

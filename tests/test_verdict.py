@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import Models, Pair, logits_of, some_of, the_message
 
+from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.pipeline import Effort, check_trace
 from tracediff.trace.reader import Trace
 
@@ -383,3 +384,20 @@ def test_a_trace_of_another_file_of_the_model_says_so(models: Models, torch_trac
         "F16. If it read another file, judge it with that one: --model."
     )
     assert not any("its first line says" in note for note in check_trace(trace, other).notes)
+
+
+@pytest.mark.parametrize(("far_below", "verdict"), [(4e-3, "match"), (-1.0, "undecided")])
+def test_what_leaves_far_less_than_a_blind_floor_is_told(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, far_below: float, verdict: str
+) -> None:
+    """In bfloat16 scores may be rounded once more before the softmax: of loud ones that hides much, were it done."""
+    monkeypatch.setattr("tracediff.replay.look.BLIND", 0.03)
+    monkeypatch.setattr("tracediff.replay.look.FAR_BELOW", far_below)
+    model, trace = models("loud"), tmp_path / "x.trace"
+    trace_torch(model, trace, TorchOptions(dtype="bf16"), (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12), 2)
+    result = check_trace(trace, model, effort=Effort(seconds=0))
+    widest = max((op.local for op in result.ops if op.local), key=lambda local: local.floor)
+    assert result.verdict == verdict
+    assert widest.floor > 0.03
+    if verdict == "match":
+        assert widest.resolving == pytest.approx(4 * widest.nmse)  # the triangle inequality of what is left with itself
