@@ -174,7 +174,7 @@ def exchanges(scores: Tensor, taken: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     order = torch.argsort(pairs, dim=1, stable=True)
     for nth in order[:, :_PAIRS].T:
         row, pair = nth // gaps[0].numel(), nth % gaps[0].numel()
-        row = row + torch.arange(len(scores)) * (len(rows) // len(scores))
+        row = row + torch.arange(len(scores), device=row.device) * (len(rows) // len(scores))
         out = least.indices[row, pair // gaps.shape[2]]
         instead = most.indices[row, pair % gaps.shape[2]]
         other = at.clone()
