@@ -59,7 +59,7 @@ PLANTED = {
     "qwen3next": ("delta_rule@0", "gate_ignored", "act_skipped@0", "state_not_carried@blk.0.ssm_state"),
     "mamba2": ("conv_reversed", "rate_without_softplus", "decay_as_logarithm", "state_not_carried@blk.1.conv_state",
                "gate_after_norm", "act_ungated", "written_once@blk.1.conv_state_next",
-               "conv_window_misplaced"),
+               "conv_window_misplaced", "state_of_another_layer@blk.0.conv_state"),
     "granitemoe": ("rope_factors_multiplied",),
     "hunyuan-dense": ("norm_before_rope@blk.1.attn_q_norm",),
     "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2",),

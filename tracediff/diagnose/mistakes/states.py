@@ -13,6 +13,7 @@ from torch import Tensor
 from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing
 from tracediff.model.graph import Extent, Op
 from tracediff.model.weights import reading, values_of
+from tracediff.names import split
 from tracediff.numerics.kinds.recurrent import delta_step, gated_delta_net, outer, ssm_conv, ssm_scan, times
 
 AREA = Area()
@@ -24,6 +25,24 @@ AREA = Area()
 )  # fmt: skip
 def _not_carried(op: Op, _: Context) -> Variants:
     yield computing(op, torch.zeros_like), f"{op.name} is zeros: the step before left another"
+
+
+@AREA.mistake(
+    "state_of_another_layer", "a layer begins with the state of another",
+    "the layer's index in the states that are kept", Where(("state",)),
+)  # fmt: skip
+def _of_another_layer(op: Op, context: Context) -> Variants:
+    layer, name = split(op.inputs[0])
+    alike = [of for of in context.graph if of.kind == "copy" and split(of.name)[1] == name and layer is not None]
+    layers = [split(of.name)[0] for of in alike]
+    if layer not in layers:
+        return
+    at = layers.index(layer)
+    for place in dict.fromkeys((at - 1, at + 1, 0)):
+        if 0 <= place < len(alike) and place != at and alike[place].axes == alike[at].axes:
+            other = alike[place].name  # of a layer before this one the state of this step is there
+            read = replace(op, inputs=(other,), kind="copy" if place < at else op.kind)
+            yield read, f"{op.name} is what {other} left, where {op.inputs[0]} belongs"
 
 
 @AREA.mistake(
