@@ -36,10 +36,10 @@ class FirstExpert(Reread):
 
 @dataclass(frozen=True, slots=True)
 class Early(Reread):
-    """The state that a step leaves ends one token too early."""
+    """Every column that a step leaves is the one before its last."""
 
     def read(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [inputs[0].roll(1, -1)]
+        return [inputs[0][..., :1].expand_as(inputs[0])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def test_what_nobody_listed_is_solved_for(
 
 
 def test_no_step_alone_has_what_it_is_handed_by_others(tiny: Tiny, tmp_path: Path) -> None:
-    """With a state that ends a token early, one step looked as if its projections read the row before, which the step
+    """With a state of one column alone, one step looked as if its projections read the row before, which the step
     before, that is right, had not.
     """
 

@@ -62,9 +62,9 @@ def test_a_sum_without_some_terms_is_said(models: Models, tmp_path: Path, kept: 
         (lambda i: i % 4 != 3, "all 5 norms: the sum of squares leaves out every 4th channel, from 3 on."),
         (lambda i: i % 32 < 28, "all 5 norms: of every 32 channels the sum of squares leaves out the last 4."),
         (lambda i: i < 59, "all 5 norms: the sum of squares takes only channels 0 to 58: the last 5 are left out."),
-        (  # the mean over n - 1
-            lambda i: torch.full(i.shape, 64 / 63),
-            "all 5 norms: the scale is computed with squares / 63, where squares / 64 belongs.",
+        (  # the mean over n + 1
+            lambda i: torch.full(i.shape, 64 / 65),
+            "all 5 norms: the scale is computed with squares / 65, where squares / 64 belongs.",
         ),
     ],
 )
