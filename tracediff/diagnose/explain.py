@@ -1,9 +1,9 @@
 """Explains the faulty ops of a trace that was replayed, those of one kind together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
 from tracediff.diagnose.error_shape import describe, describe_choice
@@ -66,13 +66,7 @@ class Explainer:
             kin = True, split(op.op)[1]
             if op.local and op.status != "faulty" and kin not in faulty and self._replay.is_excused(op.local):
                 by_kin.setdefault(kin, []).append(at)
-        kins = [by_kin[key] for key in sorted(by_kin, key=lambda key: key[0])]
-        for long in [kin for kin in kins if any(ops[at].status == "faulty" for at in kin)]:
-            through = {name for at in long if (local := ops[at].local) for name in local.segment[:-1]}
-            for alone in [kin for kin in kins if kin is not long and any(ops[at].op in through for at in kin)]:
-                kins.remove(alone)
-                long[:0] = alone
-        return kins
+        return _joined([by_kin[key] for key in sorted(by_kin, key=lambda key: key[0])], ops)
 
     def of(self, ops: list[OpResult], members: list[int], budget: Budget, progress: Progress) -> dict[int, OpResult]:
         """Those at the places of one kin's `members`, explained."""
@@ -140,6 +134,13 @@ class Explainer:
         return len(one.error.segment) > 1, -min(len(step.tokens), _ENOUGH), -min(max(step.positions) + 1, _ENOUGH)
 
     def _explained(self, kin: Kin, progress: Progress) -> Iterable[tuple[Faulty, Hypothesis | None]]:
+        """Single ops first, then the segments that run through them."""
+        alone = [one for one in kin.pending if len(one.error.segment) == 1]
+        for lot in (alone, [one for one in kin.pending if len(one.error.segment) > 1]):
+            kin.pending[:], kin.in_vain[:] = lot, []
+            yield from self._lot_explained(kin, progress)
+
+    def _lot_explained(self, kin: Kin, progress: Progress) -> Iterable[tuple[Faulty, Hypothesis | None]]:
         n, groups = len(kin.pending), list[_Group]()
         while kin.pending:
             first = kin.pending.pop(0)
@@ -237,6 +238,21 @@ class Explainer:
             shape = f"{of}; {shape}"
         untried = several_layers(one.error.segment) and not ends_soon(self._replay, one)
         return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
+
+
+def _joined(kins: Sequence[list[int]], ops: Sequence[OpResult]) -> list[list[int]]:
+    """Places of single ops and those of segments that run through them as one lot, in the order of its last."""
+    joined: list[list[int]] = []
+    for kin in kins:
+        faulty = (local for at in kin if ops[at].status == "faulty" and (local := ops[at].local))
+        through = {name for local in faulty for name in local.segment[:-1]}
+        parts = [other for other in joined if any(ops[at].op in through and _is_alone(ops[at]) for at in other)]
+        joined = [other for other in joined if other not in parts] + [[*chain.from_iterable(parts), *kin]]
+    return joined
+
+
+def _is_alone(op: OpResult) -> bool:
+    return op.local is not None and len(op.local.segment) == 1
 
 
 def _one_input(op: Op) -> str | None:
