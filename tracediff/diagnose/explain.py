@@ -126,12 +126,12 @@ class Explainer:
                     found[at] = self._named(result, one, same, kin)
         return found
 
-    def _tells_little(self, one: Faulty) -> tuple[bool, int, int]:
-        """Which records to look at last: segments, which run through single ops; and of an engine that is fed token by
-        token the first steps, of few keys, which are explained by many edits that no later step has.
+    def _tells_little(self, one: Faulty) -> tuple[int, int]:
+        """Which records to look at last: of an engine that is fed token by token the first steps, of few keys, are
+        explained by many edits that no later step has.
         """
         step = self._replay.trace.steps[one.record.step]
-        return len(one.error.segment) > 1, -min(len(step.tokens), _ENOUGH), -min(max(step.positions) + 1, _ENOUGH)
+        return -min(len(step.tokens), _ENOUGH), -min(max(step.positions) + 1, _ENOUGH)
 
     def _explained(self, kin: Kin, progress: Progress) -> Iterable[tuple[Faulty, Hypothesis | None]]:
         """Single ops first, then the segments that run through them."""

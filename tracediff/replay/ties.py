@@ -18,6 +18,7 @@ from tracediff.numerics.kinds.layout import as_places
 from tracediff.replay.past import Value
 from tracediff.replay.recompute import Recomputation
 from tracediff.replay.recorded import Place
+from tracediff.replay.turning import beside
 from tracediff.trace.format import OpRecord
 
 _NEAREST = 3  # of those that were taken, and of the others: of so many pairs one is exchanged
@@ -47,7 +48,7 @@ class _Taken:
 
     def __call__(self, scores: Tensor, **attrs: object) -> Tensor:
         own = KINDS[self.op.kind].function(scores, **attrs)
-        return torch.where(_along(self.is_known, own), self.taken.to(own.dtype), own)
+        return torch.where(beside(self.is_known, own), self.taken.to(own.dtype), own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +187,10 @@ def _with(known: Mapping[str, _Taken], op: Op, taken: Tensor, here: Tensor) -> d
     """These choices, and of the tokens that are `here` this one."""
     before = known.get(op.name)
     if before is not None:
-        taken, here = torch.where(_along(here, taken), taken, before.taken), here | before.is_known
+        taken, here = torch.where(beside(here, taken), taken, before.taken), here | before.is_known
     return {**known, op.name: _Taken(op, taken, here)}
 
 
 def _of_rows(x: Tensor) -> Tensor:
     """[T, ...] -> [T]: sums."""
     return x.reshape(len(x), -1).sum(1)
-
-
-def _along(rows: Tensor, x: Tensor) -> Tensor:
-    """A value for each row, to go with x."""
-    return rows.view(-1, *(1,) * (x.ndim - 1))

@@ -72,9 +72,9 @@ def turns(x: Tensor, sample: Tensor, name: str) -> tuple[Tensor, Tensor]:
     by_row = (len(x), x.numel() // max(len(x), 1))
     rows = torch.linalg.vector_norm(error.reshape(by_row), dim=1) / math.sqrt(max(by_row[1], 1))
     tail = math.sqrt(2 * math.log(max(x.numel(), 2) / LUCK))
-    reach = torch.maximum(error, _along(rows, x)).mul_(tail)
+    reach = torch.maximum(error, beside(rows, x)).mul_(tail)
     if rounding.in_blocks:
-        reach.addcmul_(exact.abs(), (_along(rows, x) > 0).float(), value=_QUOTIENT)
+        reach.addcmul_(exact.abs(), (beside(rows, x) > 0).float(), value=_QUOTIENT)
     reach = torch.minimum(reach, step * _HALFWAY)
     outwards, drift = torch.copysign(reach, exact), torch.zeros_like(reach)
     if rounding.in_blocks:
@@ -85,7 +85,7 @@ def turns(x: Tensor, sample: Tensor, name: str) -> tuple[Tensor, Tensor]:
     larger, smaller = larger.sub_(here), smaller.sub_(here)
     change = torch.where(turned, torch.where(larger.abs() > smaller.abs(), larger, smaller), 0.0)
     n = (change / step).nan_to_num_(0.0).square_().reshape(by_row).sum(1)
-    return here, change.mul_(_along(_PART * torch.sqrt(_AT_MOST / n.clamp(min=_AT_MOST)), x))
+    return here, change.mul_(beside(_PART * torch.sqrt(_AT_MOST / n.clamp(min=_AT_MOST)), x))
 
 
 def _of_blocks(x: Tensor, here: Tensor, reach: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
@@ -104,6 +104,6 @@ def _of_blocks(x: Tensor, here: Tensor, reach: Tensor, rounding: Rounding) -> tu
     return largest.flatten(-2), drift.flatten(-2).mul(_DRIFT)
 
 
-def _along(rows: Tensor, x: Tensor) -> Tensor:
+def beside(rows: Tensor, x: Tensor) -> Tensor:
     """A number for each row, to go with x."""
     return rows.view(-1, *(1,) * (x.ndim - 1))

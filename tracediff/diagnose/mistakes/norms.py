@@ -59,13 +59,18 @@ def _eps(op: Op, context: Context) -> Variants:
         yield _adding(op, number)
 
 
+def _centred(op: Op, x: Tensor) -> Tensor:
+    """What the norm takes the squares of."""
+    return x - x.mean(-1, keepdim=True) if op.kind == "layer_norm" else x
+
+
 @AREA.mistake(
     "eps_outside_root", "the epsilon is added to the root, not under it", "x / (sqrt(mean(x^2)) + eps) in the norm",
     NORM,
 )  # fmt: skip
 def _eps_outside(op: Op, _: Context) -> Variants:
     def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
-        x = x - x.mean(-1, keepdim=True) if op.kind == "layer_norm" else x
+        x = _centred(op, x)
         return scaled(x / (x.square().mean(-1, keepdim=True).sqrt() + eps), *weight)
 
     yield computing(op, function), "eps is added outside the root"
@@ -77,7 +82,7 @@ def _eps_outside(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _unbiased(op: Op, _: Context) -> Variants:
     def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
-        x = x - x.mean(-1, keepdim=True) if op.kind == "layer_norm" else x
+        x = _centred(op, x)
         return scaled(x * torch.rsqrt(x.square().sum(-1, keepdim=True) / (x.shape[-1] - 1) + eps), *weight)
 
     yield computing(op, function), "squares are divided by n - 1 instead of n"
