@@ -73,7 +73,8 @@ def transferred(changed: Op, right: Op, other: Op) -> Op | None:
         return None
     read = tuple(filter(None, weights))
     edited = other.with_attrs(**attrs)
-    return replace(edited, weights=read, function=changed.function, rework=changed.rework, stored=changed.stored)
+    as_changed = {name: getattr(changed, name) for name in ("function", "rework", "stored", "tokens")}
+    return replace(edited, weights=read, **as_changed)
 
 
 def _read_alike(changed: Weight, other: Weight) -> Weight | None:

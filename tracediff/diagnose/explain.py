@@ -152,7 +152,8 @@ class Explainer:
             if best is None:
                 kin.in_vain.append(first)
                 continue
-            carried = [(first, best), *kin.carry(best, kin.pending)]
+            carried = _of_prompts_alone([(first, best), *kin.carry(best, kin.pending)])
+            best = carried[0][1]
             if len(carried) == 1 and first.error.one_token and kin.only_chooses(best, first.record):
                 kin.in_vain.append(first)  # of a few choices one: so many a mistake has the same effect in one token
                 continue
@@ -187,7 +188,7 @@ class Explainer:
     def _named(self, result: OpResult, one: Faulty, best: Hypothesis, kin: Kin) -> OpResult:
         """The op with what explains it."""
         segment, graph = one.error.segment, self._replay.graph
-        each = {part.mistake: part.text for part in best.parts}
+        each = {part.mistake: part.words for part in best.parts}
         for part in best.parts if len(segment) > 1 and not best.parts[-1].is_said else ():
             key = one.record.op, part.mistake, part.variant  # the first of an op's records tells most
             kin.alike[key] = kin.alike[key] if key in kin.alike else self._alike(one, best, part)
@@ -197,7 +198,7 @@ class Explainer:
         places = shown(self._replay, one.record, one.error, best.ops)
         own = {part.mistake: each[part.mistake] for part in best.parts if not part.is_said}
         cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, own, look, places)
-        in_some, reads = any(part.in_some_steps for part in best.parts), _one_input(graph[one.record.op])
+        in_some, reads = any(p.in_some_steps or p.tokens for p in best.parts), _one_input(graph[one.record.op])
         common = {part.mistake: part.common for part in best.parts if len(segment) == 1}
         return replace(result, cause=cause, shape=None, in_some_steps=in_some, reads=reads, common=common)
 
@@ -238,6 +239,12 @@ class Explainer:
             shape = f"{of}; {shape}"
         untried = several_layers(one.error.segment) and not ends_soon(self._replay, one)
         return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
+
+
+def _of_prompts_alone(carried: list[tuple[Faulty, Hypothesis]]) -> list[tuple[Faulty, Hypothesis]]:
+    """The same, said of steps of several tokens alone where those of one show that it is not made in them."""
+    alone = any(same.parts[-1].tokens == "several" for _, same in carried)
+    return [(one, same.of_tokens("several") if alone else same) for one, same in carried]
 
 
 def _joined(kins: Sequence[list[int]], ops: Sequence[OpResult]) -> list[list[int]]:

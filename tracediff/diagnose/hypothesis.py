@@ -4,13 +4,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tracediff.model.graph import Op
+from tracediff.model.graph import Op, Tokens
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.score import EDITED_IN_SEGMENT, FITTED, KNOWN, KNOWN_BLINDLY, KNOWN_IN_SEGMENT, score
 from tracediff.result import Local
 
 # Errors of independent mistakes add up: of five the largest makes a fifth, and undone it leaves 0.8.
 PART = 0.9
+_OF_TOKENS = {None: "", "one": ", in steps of one token alone", "several": ", in steps of several tokens alone"}
 _TELLS = 1e-2  # NMSE: what leaves more tells nothing, however little an honest engine is held to there
 SOLVED = "solved"  # the name of a mistake that no known one is
 
@@ -26,9 +27,15 @@ class Assumed:
     look: str = ""  # where in an engine, of what no known mistake is
     number: float | None = None  # that was fitted to a segment
     in_some_steps: bool = False  # other steps do not have it
+    tokens: Tokens | None = None  # of the steps that have it
     n_edits: int = 1
     is_said: bool = False  # of another record, whose op is wrong by itself
     common: str = ""  # what is wrong in words that suit it in other ops, where its own do not
+
+    @property
+    def words(self) -> str:
+        """What is wrong, and in which steps alone."""
+        return self.text + _OF_TOKENS[self.tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,11 @@ class Hypothesis:
     def but_in_some_steps(self) -> "Hypothesis":
         """The same, where other steps contradict it."""
         return replace(self, parts=(*self.parts[:-1], replace(self.parts[-1], in_some_steps=True)))
+
+    def of_tokens(self, tokens: Tokens) -> "Hypothesis":
+        """The same in steps of so many tokens alone: what it leaves is another's."""
+        parts = tuple(replace(part, tokens=tokens) for part in self.parts)
+        return replace(self, parts=parts, ops=tuple(replace(op, tokens=tokens) for op in self.ops))
 
     @property
     def left(self) -> float:
@@ -105,10 +117,13 @@ class Least:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How mistakes are tried on a segment: the arithmetic to look under first, and in which layer; None: in all."""
+    """How mistakes are tried on a segment: the arithmetic to look under first, in which layer, and in steps of how many
+    tokens; None: in all.
+    """
 
     plain: Scheme | None = None
     layer: int | None = None
+    tokens: Tokens | None = None
 
 
 IN_ALL_LAYERS = Way()

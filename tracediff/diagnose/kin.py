@@ -120,7 +120,14 @@ class Kin:
         return tried.left <= _ALL_BUT * one.error.nmse and not self._contradicted(tried, one.record)
 
     def tried(self, found: Hypothesis, one: Faulty) -> Iterator[Hypothesis]:
-        """What explained one record tried on another, with the same numbers: they are an engine's, not an op's."""
+        """What explained one record tried on another, with the same numbers: they are an engine's, not an op's. Where a
+        step of one token reads what earlier ones left in a cache or a state, also made in those of several alone.
+        """
+        yield from self._tried(found, one)
+        if not found.parts[-1].tokens and self.is_of_one_token(one.record) and self.hands_on(one.record):
+            yield from self._tried(found.of_tokens("several"), one)
+
+    def _tried(self, found: Hypothesis, one: Faulty) -> Iterator[Hypothesis]:
         if not self._is_carried(found, one):
             alike = [*self.trials.together(found.parts, one.record, one.error)]
             yield from alike
@@ -209,6 +216,22 @@ class Kin:
         is_loud = (min((same.left for same in self.tried(tried, other)), default=0.0) > NOTHING for other in others)
         return math.comb(n_quiet + n_loud, n_loud) >= _RARELY and all(is_loud)
 
+    def hands_on(self, record: OpRecord) -> bool:
+        """Whether what earlier steps made of some op is recomputed for the record, as what is in a cache."""
+        segment = self.replay.segment(record)
+        reads = (self.replay.graph[name] for name in segment)
+        return any(name in segment and (past or op.kind == "state") for op in reads for name, past in op.reads)
+
+    def is_of_one_token(self, record: OpRecord) -> bool:
+        """Whether its step has one."""
+        return len(self.replay.trace.steps[record.step].tokens) == 1
+
+    def is_sound_in_prompts(self, record: OpRecord) -> bool:
+        """Whether the op is in steps of several tokens, of which there are some."""
+        steps = self.replay.trace.steps
+        several = [x for step in steps if len(steps[step].tokens) > 1 and (x := self.errors.get((step, record.op)))]
+        return bool(several) and not any(x.faulty for x in several)
+
     def is_handed_on(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether what it changes is read in later steps, as from a cache, within what is recomputed: then it was tried
         in the steps before as well, and cannot be said of some steps alone.
@@ -228,7 +251,7 @@ class Kin:
         for op in self.replay.graph:
             if op.name != record.op and (record.step, op.name) in recorded:
                 continue
-            reads = any(name in made and not past for name, past in op.reads)
+            reads = any(name in made and past != "before" for name, past in op.reads)
             if reads and op.kind != "state" and (through_choices or KINDS[op.kind].picks is None):
                 made.add(op.name)
         return made
@@ -240,8 +263,7 @@ class Kin:
         """Whether it is one row of a norm: of most that may be wrong in one it has a factor, which some of thousands of
         edits have by chance.
         """
-        one_token = len(self.replay.trace.steps[record.step].tokens) == 1
-        return one_token and self.replay.graph[record.op].kind in _NORMS
+        return self.is_of_one_token(record) and self.replay.graph[record.op].kind in _NORMS
 
     def is_soon_suited(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether one row of the record tells little of what is tried: it has a number, or the row is a choice or one

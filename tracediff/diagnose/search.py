@@ -14,6 +14,7 @@ from tracediff.model.graph import Graph
 from tracediff.names import layer_of
 from tracediff.replay.recompute import CircularError
 from tracediff.replay.replay import Replay
+from tracediff.trace.format import OpRecord
 
 # A hypothesis that leaves so little of the error needs no rival. (Two kinds of GELU leave 1e-5 of each other.)
 _BEYOND_DOUBT = 1e-8
@@ -48,6 +49,8 @@ class Search:
         vain = self._kin.in_vain_of(one)
         layers = several_layers(one.error.segment) if ends_soon(self._replay, one) and not vain else []
         ways = [Way(scheme) for scheme in plain] + [Way(scheme, layer) for scheme in plain for layer in layers]
+        if self._is_decode_alone(one.record):
+            ways += [Way(scheme, tokens="one") for scheme in plain]
         tried = Least()
         for done, way in enumerate(ways):
             if found := self._single(one, way, tried, within(progress, done, len(ways))):
@@ -67,6 +70,11 @@ class Search:
             or self._together(one, tried)
             or self._solved(one, how=segments.SegmentSearch.computed)
         )
+
+    def _is_decode_alone(self, record: OpRecord) -> bool:
+        """Whether it may be made where one token is computed alone, though earlier steps are recomputed for it."""
+        kin = self._kin
+        return kin.is_of_one_token(record) and kin.is_sound_in_prompts(record) and kin.hands_on(record)
 
     def known(self, one: Faulty, way: Way, progress: Progress) -> Hypothesis | None:
         """The known mistake, made in all layers of the segment alike, that explains the record best in this way."""

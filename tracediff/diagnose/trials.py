@@ -61,7 +61,8 @@ class Trials:
         self, mistake: Mistake, record: OpRecord, error: Local, before: Sequence[Op], way: Way, only: Assumed | None
     ) -> Iterator[tuple[Assumed, tuple[Op, ...]]]:
         """What is to be tried: the part of a hypothesis, and the ops as they would be, those `before` it among them."""
-        graph = self._replay.graph.changed(*before)
+        graph, tokens = self._replay.graph.changed(*before), only.tokens if only else way.tokens
+        way = replace(way, tokens=tokens)
         targets = [
             graph[name]
             for name in error.segment
@@ -80,8 +81,8 @@ class Trials:
                     self.budget.check()
                     part = _said(mistake, variant, changed, way, len(error.segment) > 1)
                     part = replace(part, in_some_steps=only.in_some_steps) if only else part
-                    ops = {op.name: op for op in (*before, *(op for one in changed for op in one.ops))}
-                    yield part, (*ops.values(),)
+                    made = [replace(op, tokens=tokens) for one in changed for op in one.ops]
+                    yield part, (*{op.name: op for op in (*before, *made)}.values(),)
 
     def together(self, parts: Sequence[Assumed], record: OpRecord, error: Local) -> Iterator[Hypothesis]:
         """These mistakes in these variants, each on top of the others."""
@@ -112,7 +113,8 @@ class Trials:
         right = [graph[op.name] for op in first.ops]
 
         def variants(value: float) -> list[Variant]:
-            return [number.replaced(op, value) for op in right]
+            changed = [number.replaced(op, value) for op in right]
+            return [one._replace(op=replace(one.op, tokens=way.tokens)) for one in changed]
 
         def left(value: float) -> float:
             self.budget.check()
@@ -191,4 +193,5 @@ def _said(mistake: Mistake, variant: str, changed: Sequence[Variant], way: Way, 
     where = ", ".join(dict.fromkeys(split(op.name)[1] if way.layer is None else op.name for op in ops))
     first = changed[0]
     said = (first.name or first.text.replace(f"{first.op.name}.", "their ")) if len(ops) > 1 else first.text
-    return Assumed(mistake.name, variant, (f"{where}: " if in_segment else "") + said, first.fitted, common=first.name)
+    text = (f"{where}: " if in_segment else "") + said
+    return Assumed(mistake.name, variant, text, first.fitted, common=first.name, tokens=way.tokens)

@@ -36,6 +36,7 @@ class Extent:
 
 Axis = str | int | Extent  # "T" tokens of the step, "S" positions visible so far, or a fixed size
 Span = Literal[False, True, "before"]  # of steps that an input is read over: this one, all so far, those before it
+Tokens = Literal["one", "several"]  # of a step: engines compute prompts and decoded tokens by different code
 # What a step brings, int64 of shape [T]: its tokens, their positions, and how many positions were cached before it.
 SOURCES = ("tokens", "positions", "past")
 
@@ -98,7 +99,8 @@ class Op:
     a buffer holds from earlier steps ("before"). An input that has one of `views` is seen through it. A state has what
     its inputs were in the step before, zeros in the first.
     `function` replaces the mathematics of `kind`, `rework` all that is done with inputs and weights, and `stored` is a
-    type that the output is rounded to: that is how a graph expresses somebody's mistake.
+    type that the output is rounded to: that is how a graph expresses somebody's mistake. One that is made in steps of
+    one token alone, or of several, has these `tokens`: in others the op is the model's.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Op:
     function: Callable[..., Any] | None = None
     rework: Rework | None = None
     stored: str = "f64"  # as it is
+    tokens: Tokens | None = None
 
     @property
     def seen(self) -> tuple[View | None, ...]:

@@ -31,7 +31,7 @@ class Few:
     @classmethod
     def of(cls, by: Recomputation, record: OpRecord, scheme: Scheme) -> "Few | None":
         """None where these are all, or where nothing is off."""
-        op = by.graph[record.op]
+        op = by.op_of(record)
         if record.rows is not None or op.axes[0] != "T" or record.shape[0] <= _N:
             return None
         off = (by.op(record, op, scheme, "f64").exact - by.values(record)).flatten(1).square().sum(1)
@@ -49,7 +49,7 @@ class Few:
         recompute_together([one.by for one in asked.values()], self.record, self.scheme)
         alike: dict[int, list[int]] = {}
         for i, one in asked.items():
-            alike.setdefault(id(one.by.graph[self.record.op]), []).append(i)
+            alike.setdefault(id(one.by.op_of(self.record)), []).append(i)
         for these in alike.values():
             for i, seen in zip(these, look_together([asked[i] for i in these]), strict=True):
                 found[i] = seen.local

@@ -166,7 +166,7 @@ class Fitting:
         by those of many together.
         """
         common = self.without_noise(record, ROUGH < before < math.inf, given)
-        common.inputs(record.step, common.graph[record.op], scheme, record.rows)
+        common.inputs(record.step, common.op_of(record), scheme, record.rows)
         common.keep_waists()
         few = self._few(common, record, scheme) if enough < math.inf else None
         n_tokens = self._recomputation.recorded.n_tokens(record.step)

@@ -76,7 +76,7 @@ class Known:
 
 def known(by: Recomputation, record: OpRecord, scheme: Scheme) -> Known:
     """All that is known of a record's op by itself, under this arithmetic."""
-    op = by.graph[record.op]
+    op = by.op_of(record)
     read = tuple(value.exact for value in by.inputs(record.step, op, scheme, record.rows))
     made = by.op(record, op, scheme, record.dtype or "f32")
     recorded, bound = by.recorded.values(record).reshape(made.exact.shape), made.bound()
@@ -95,7 +95,7 @@ def look(by: Recomputation, record: OpRecord, scheme: Scheme, glance: bool = Fal
 
 def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
     """Records of one op, be they of several steps and traces, each under a scheme: its weight is read once for all."""
-    op = asked[0].by.graph[asked[0].record.op]
+    op = asked[0].by.op_of(asked[0].record)
     storages: list[str] = []
     residuals: list[list[Residual]] = [[] for _ in asked]
     made: list[Recomputed] = []
@@ -118,12 +118,12 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
 
 def can_glance(by: Recomputation, record: OpRecord) -> bool:
     """Whether a glance at the record is less than all of it."""
-    return glanced(by, record) is not by.graph[record.op]
+    return glanced(by, record) is not by.op_of(record)
 
 
 def glanced(by: Recomputation, record: OpRecord) -> Op:
     """So much of the record's op as tells an arithmetic."""
-    op = by.graph[record.op]
+    op = by.op_of(record)
     channels = next(_parts(op, [by.recorded.shape(record, record.rows)], _GLANCE))
     return op.channels(channels) if channels else op
 
@@ -173,7 +173,7 @@ def _choice(worst: Worst, chosen: Tensor, right: Tensor) -> Worst:
 def _look(asked: Asked, storage: str, made: Recomputed, whole: Residual) -> Look:
     """What was seen of the record; `made` is the last part of its op."""
     by, record, scheme = asked.by, asked.record, asked.scheme
-    op, on_the_way = by.graph[record.op], by.recorded.on_the_way.get(storage)
+    op, on_the_way = by.op_of(record), by.recorded.on_the_way.get(storage)
     nmse, noise = ratio(whole.error, whole.signal), ratio(whole.noise, whole.signal)
     floor = made.margin * noise
     # A table's rows that were rounded on the way to the file look as if the table were.

@@ -42,7 +42,7 @@ class Recomputation:
 
     def __init__(self, recorded: Recorded, graph: Graph, weights: Weights) -> None:
         self.recorded = recorded
-        self.graph = graph
+        self.graph = self._model = graph
         self.weights = weights
         self._n_samples = _SAMPLES
         self.has_noise = True
@@ -107,7 +107,11 @@ class Recomputation:
 
     def segment(self, record: OpRecord) -> tuple[str, ...]:
         """The ops that are recomputed for the record, in execution order; its own is the last."""
-        return self._segments.of(record.step, self.graph[record.op], record.rows)
+        return self._segments.of(record.step, self.op_of(record), record.rows)
+
+    def op_of(self, record: OpRecord) -> Op:
+        """The record's op as it is computed in its step."""
+        return self._op(record.step, record.op)
 
     def op(self, record: OpRecord, op: Op, scheme: Scheme, storage: str) -> Recomputed:
         """The op's output for the record's tokens, were it computed under `scheme` and stored as `storage`."""
@@ -225,7 +229,7 @@ class Recomputation:
         if self.holds(place) or self._key(place, scheme) in self._values:
             return
         step, name, rows = place
-        segment = self._segments.of(step, self.graph[name], rows)
+        segment = self._segments.of(step, self._op(step, name), rows)
         pasts = {name: self._past(step, name, scheme) for name in segment if name in self._cached}
         states = [name for name in segment if name in self._states]
         n_before = self.recorded.n_until(step) - 1
@@ -285,7 +289,7 @@ class Recomputation:
     def _reads(self, place: Place, scheme: Scheme) -> Iterator[Place]:
         """What is read for a value, the last first; of all steps so far those that are not there."""
         step, name, rows = place
-        op, before = self.graph[name], self.recorded.before(step)
+        op, before = self._op(step, name), self.recorded.before(step)
         rows = self.graph.tokens_read(op, rows)
         for read, past in reversed(op.reads):
             if op.kind == "state":
@@ -311,7 +315,14 @@ class Recomputation:
 
     def _making_again(self, place: Place, scheme: Scheme) -> Making:
         step, name, rows = place
-        return self._making(step, self.graph[name], scheme, self._held_in(step, self.graph[name], scheme), rows)
+        op = self._op(step, name)
+        return self._making(step, op, scheme, self._held_in(step, op, scheme), rows)
+
+    def _op(self, step: int, name: str) -> Op:
+        """The op as it is computed in the step."""
+        op = self.graph[name]
+        is_so = op.tokens in (None, self.recorded.tokens(step)) or name not in self._model
+        return op if is_so else self._model[name]
 
     def _missing(self, record: OpRecord, scheme: Scheme) -> Iterator[Place]:
         """What must be recomputed for what the record's op reads, each after its inputs."""
@@ -339,7 +350,7 @@ def recompute_together(asked: Sequence[Recomputation], record: OpRecord, scheme:
         alike: dict[int, list[int]] = {}
         for i, place in waiting.items():
             if place == at:
-                alike.setdefault(id(asked[i].graph[at[1]]), []).append(i)
+                alike.setdefault(id(asked[i]._op(*at[:2])), []).append(i)
         for these in alike.values():
             makings = [asked[i]._making_again(at, scheme) for i in these]
             for i, making, ys in zip(these, makings, _evaluated(makings), strict=True):

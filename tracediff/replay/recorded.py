@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tracediff.errors import TraceError
-from tracediff.model.graph import SOURCES, Graph, Op, sizes
+from tracediff.model.graph import SOURCES, Graph, Op, Tokens, sizes
 from tracediff.names import split
 from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds.attention import causal
@@ -178,6 +178,10 @@ class Recorded:
     def n_until(self, step: int) -> int:
         """How many steps of its sequence there are until this one, itself included."""
         return self._n_until[step]
+
+    def tokens(self, step: int) -> Tokens:
+        """Whether the step has one token or several."""
+        return "one" if len(self._positions[step]) == 1 else "several"
 
     def n_tokens(self, step: int) -> int:
         """How many tokens of its sequence were fed until the end of this step."""
