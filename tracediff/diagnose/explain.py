@@ -188,7 +188,9 @@ class Explainer:
     def _named(self, result: OpResult, one: Faulty, best: Hypothesis, kin: Kin) -> OpResult:
         """The op with what explains it."""
         segment, graph = one.error.segment, self._replay.graph
-        each = {part.mistake: part.words for part in best.parts}
+        each: dict[str, str] = {}
+        for part in best.parts:  # two may be of one name, or of none
+            each[part.mistake] = "; ".join(filter(None, (each.get(part.mistake), part.words)))
         for part in best.parts if len(segment) > 1 and not best.parts[-1].is_said else ():
             key = one.record.op, part.mistake, part.variant  # the first of an op's records tells most
             kin.alike[key] = kin.alike[key] if key in kin.alike else self._alike(one, best, part)
@@ -204,29 +206,36 @@ class Explainer:
 
     def _alike(self, one: Faulty, best: Hypothesis, part: Assumed) -> str:
         """What else comes to the same from the end of a segment, in words: the mistake in another op, or one that is
-        known to. Empty where nothing does.
+        known to. Empty where nothing does. Asked when the time is over, too: without it what is said would be false.
         """
         if part.mistake == SOLVED:
             return ""
-        trials, rest = Trials(self._replay, ENDLESS), [other for other in best.parts if other is not part]
-        given = [*trials.together(rest, one.record, one.error)] if rest else [None]
-        names, texts, ops = (part.mistake, *ALIKE.get(part.mistake, ())), list[str](), set[str]()
-        for name, before in product(names, given):
-            others = {op.name for op in (before.ops if before else ())}
-            ours = {op.name for op in best.ops} - others
-            for tried in trials.of([BANK[name]], one.record, one.error, before):
-                elsewhere = ours.isdisjoint(op.name for op in tried.ops)
-                if elsewhere and tried.pays(one.error) and len(texts) < _ALSO:
-                    there = split(tried.ops[-1].name)[1]
-                    texts.append(f"in {there} instead" if name == part.mistake else tried.parts[-1].text)
-                    texts = [*dict.fromkeys(texts)]
-                    ops |= ours | ({op.name for op in tried.ops} - others)
+        texts, ops = list[str](), set[str]()
+        for text, of in self._comes_to_the_same(one, best, part):
+            texts = [*dict.fromkeys((*texts, text))]
+            ops |= of
+            if len(texts) == _ALSO:
+                break
         if not texts:
             return ""
         between = [*dict.fromkeys(split(name)[1] for name in one.error.segment[:-1] if name in ops)]
         records = [", ".join(between[:-1]), *between[-1:]]
         to_tell = f"; record {' and '.join(filter(None, records))} to tell" if between else ""
         return f" (or {', or '.join(texts)}: the same from here{to_tell})"
+
+    def _comes_to_the_same(self, one: Faulty, best: Hypothesis, part: Assumed) -> Iterable[tuple[str, set[str]]]:
+        """Other mistakes that explain the record in the place of a part, in words, and all ops in which they differ."""
+        trials, way = Trials(self._replay, ENDLESS), Way(tokens=part.tokens)
+        rest = [other for other in best.parts if other is not part]
+        given = [*trials.together(rest, one.record, one.error)] if rest else [None]
+        for name, before in product((part.mistake, *ALIKE.get(part.mistake, ())), given):
+            others = {op.name for op in (before.ops if before else ())}
+            ours = {op.name for op in best.ops} - others
+            for tried in trials.of([BANK[name]], one.record, one.error, before, way):
+                if tried.pays(one.error) and ours.isdisjoint(op.name for op in tried.ops):
+                    there = split(tried.ops[-1].name)[1]
+                    text = f"in {there} instead" if name == part.mistake else tried.parts[-1].text
+                    yield text, ours | ({op.name for op in tried.ops} - others)
 
     def _described(self, result: OpResult, one: Faulty) -> OpResult:
         known = self._replay.known(one.record)

@@ -82,7 +82,8 @@ class Fitting:
             return nearest
         kept = self._in_contention(sound, records)
         fit = {op for scheme in kept for op in sound[scheme]}
-        return Choice(tuple(kept), True, least, tuple(record for record in records if record.op not in fit))
+        unfit = tuple(record for record in records if record.op not in fit)
+        return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
 
     def _plainly(self, schemes: Sequence[Scheme], records: Sequence[OpRecord]) -> list[tuple[OpRecord, Scheme]]:
         """Segments under what most engines do, which is asked first. If the first is a mistaken layer, all that may fit
@@ -168,7 +169,7 @@ class Fitting:
         common = self.without_noise(record, ROUGH < before < math.inf, given)
         common.inputs(record.step, common.op_of(record), scheme, record.rows)
         common.keep_waists()
-        few = self._few(common, record, scheme) if enough < math.inf else None
+        few = self._few(common, record, scheme) if 0 < enough < math.inf else None
         n_tokens = self._recomputation.recorded.n_tokens(record.step)
         waiting = iter(hypotheses)
         while lot := [*islice(waiting, max(1, _TOGETHER // n_tokens) if few else 1)]:

@@ -149,13 +149,16 @@ def _residual(asked: Asked, op: Op, recorded: Tensor, made: Recomputed) -> Resid
         scores = by.inputs(record.step, op, scheme, record.rows)[0]
         recorded, made = pick(scores.exact, recorded), picked(made, scores, pick)
     first = op.weights[0].first - by.graph[op.name].weights[0].first if op.kind == "linear" else 0
-    residual = measure(recorded, made, _hidden(by, record, op), by.is_supposed, _others(by, record, recorded, first))
+    others = _others(by, record, recorded, first)
+    residual = measure(recorded, made, _hidden(by, record, op), by.is_supposed, others)
     passes = residual.excess <= 1 and residual.error <= made.margin * residual.noise
     if by.has_noise and not passes and op.kind == "linear" and len(made.segment) == 1:
         x = by.inputs(record.step, op, scheme, record.rows)[0].exact
-        other_way = turned(op, x, recorded, made, arithmetic_of(op, scheme, by.weights), by.weights)
+        own = torch.ones_like(recorded, dtype=torch.bool) if others is None else ~others
+        other_way = turned(op, x, recorded, made, arithmetic_of(op, scheme, by.weights), by.weights, own)
         if other_way is not None:
-            residual = replace(measure(recorded, replace(made, exact=other_way[0])), flips=other_way[1])
+            residual = measure(recorded, replace(made, exact=other_way[0]), None, by.is_supposed, others)
+            residual = replace(residual, flips=other_way[1])
     worst = _choice(residual.worst, chosen, right) if pick else residual.worst
     return replace(residual, worst=_placed(worst, record, op))
 
@@ -237,6 +240,8 @@ def _others(by: Recomputation, record: OpRecord, values: Tensor, first: int = 0)
     others = torch.ones(record.shape, dtype=torch.bool, device=values.device)
     for at in own:
         others[at] = False
+    if record.rows is not None and len(record.rows) < len(others):  # a few tokens of the record
+        others = others[list(record.rows)]
     if others.numel() != values.numel():
         others = others.flatten(1)[:, first : first + values.shape[-1]]
     return others.reshape(values.shape)

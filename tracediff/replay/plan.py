@@ -61,6 +61,7 @@ class Choice:
     settled: bool
     nmse: float  # the least that is left of a sample; NaN where there was no choice
     unfit: tuple[OpRecord, ...] = ()  # those of the sample that none of them fits
+    alike: tuple[Scheme, ...] = ()  # others that fit the sample, which does not tell them from these
     said: tuple[str, ...] = ()  # what each of the schemes rounds in these records
     n_records: int = 0
     by_op: Mapping[str, tuple[Scheme, ...]] = field(default_factory=dict)  # by the op's name in a layer, if they differ

@@ -11,7 +11,6 @@ from torch import Tensor
 from tracediff.diagnose.mistakes.mistake import Area, Change, Context, Variant, Variants, Where, computing, fitted_attr
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.kinds.activation import gelu, gelu_erf, gelu_quick, silu
 
 AREA = Area()
 Activation = Callable[[Tensor], Tensor]
@@ -23,9 +22,7 @@ _GATED = MappingProxyType({"swiglu": "SiLU", "geglu": "GELU (tanh)", "geglu_erf"
                            "geglu_quick": "quick GELU", "reglu": "ReLU", "swiglu_oai": "quick GELU",
                            "swiglu_clamp": "SiLU"})  # fmt: skip
 GATED = Where(tuple(_GATED))
-_FUNCTIONS: dict[str, Activation] = {
-    "SiLU": silu, "GELU (tanh)": gelu, "GELU (erf)": gelu_erf, "quick GELU": gelu_quick, "ReLU": torch.relu,
-}  # fmt: skip
+_FUNCTIONS: dict[str, Activation] = {words: KINDS[kind].function for kind, words in _ALONE.items()}
 
 
 def _gated(op: Op, function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:

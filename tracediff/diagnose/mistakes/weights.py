@@ -91,7 +91,7 @@ def _permuted_as_q(op: Op, context: Context) -> Variants:
     "head_is_embedding", "the embedding is used as the output head of a model that has its own",
     "tie_word_embeddings, and whether output.weight is loaded", Where(("linear",), ("logits",)), "ComfyUI#15048",
 )  # fmt: skip
-def _embedding_head(op: Op, context: Context) -> Variants:
+def _embedding_head(op: Op, _: Context) -> Variants:
     if op.weights[0].name != "token_embd.weight":
         tied = Weight("token_embd.weight", op.weights[0].shape)
         words = "token_embd.weight is the head; output.weight is in the file"

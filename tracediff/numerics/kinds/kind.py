@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
+from tracediff.names import axes_of
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.exponentials import approximated
 from tracediff.numerics.floors import TINY, UNIT, Noise
@@ -202,8 +203,8 @@ class Kind:
         """Names of the `n` axes of a value of this kind; heads may lie side by side, and any kind may be of scores."""
         if n == 3 and op.axes[1:] == ("T", "S"):
             return "head", "token", "key"
-        if n == 3 and "_moe_" in op.name:  # llama.cpp's name for what each chosen expert makes
-            return "token", "slot", "channel"
+        if n == 3 and axes_of(op.name, n)[1] == "slot":
+            return axes_of(op.name, n)
         if n == 2 and op.axes[0] != "T":  # what a convolution reads, and leaves for the next step: tokens are columns
             return "row", "column"
         if n == len(self.axes):

@@ -17,7 +17,7 @@ from tracediff.numerics.kinds.kind import Call, Energy, Made
 
 def in_region(op: Op, inside: Op, region: Region) -> Op:
     """`op`, but in the region what `inside` makes. `inside` reads what the op does, and may read more."""
-    return replace(op, inputs=inside.inputs, past=inside.past, rework=InRegion(region, op, inside))
+    return replace(op, inputs=inside.inputs, past=inside.past, views=inside.views, rework=InRegion(region, op, inside))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
     factors = problem.weights.load(op.weights[0], torch.float64) if op.weights else None
     of_one = rope_angles(torch.ones(1), factors, right)[0].numpy()
     turned = _turned(x.reshape(shape), problem.recorded.reshape(shape), right)
-    rates = _rates(turned, positions, of_one)
+    rates = _rates(turned, positions)
     if rates is None:
         return
     coarse = np.median(problem.bound / np.maximum(np.abs(problem.recorded), 1e-30)) / np.sqrt(turned.size)
@@ -122,7 +122,7 @@ def _turned(x: np.ndarray, y: np.ndarray, right: Rope) -> np.ndarray:
     return np.divide((after * before.conj()).sum(1), size, out=np.ones_like(size, complex), where=size > 0)
 
 
-def _rates(turned: np.ndarray, positions: np.ndarray, right: np.ndarray) -> np.ndarray | None:
+def _rates(turned: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
     """The angle of each pair at position 1, [n_rot / 2]; None where no two tokens follow one another.
 
     From these to farther ones, where a full turn more or less would not be seen: each step tells the next one's turns.
