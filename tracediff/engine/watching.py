@@ -22,6 +22,7 @@ from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of
 
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+_NEXT_TO = 0.1  # of a value's size: another epsilon or half precision leaves it so near, a gate does not
 
 
 class Watch:
@@ -135,13 +136,14 @@ class Watch:
         return min((op.name, 1.0), (scaled.name, scaled.attrs["scale"]), key=lambda known: abs(ratio - known[1]))[0]
 
     def _gated(self, op: Op, module: nn.Module, x: Tensor, gate: Any, values: Tensor) -> str:
-        """The op that a norm which is called with a gate puts out: itself, or already its product with the gate."""
+        """The op that a norm which is called with a gate puts out: its product with the gate, but where it is next to
+        what it normed. (A row times another function of the gate is nearer to that than to the product with the right.)
+        """
         product = next((reader for reader, _ in self._graph.readers(op.name) if reader.kind == "mul"), None)
         if product is None or not isinstance(gate, Tensor) or gate.shape != x.shape:
             return op.name
         normed = nn.functional.rms_norm(x, x.shape[-1:], weight_of(module))
-        known = {op.name: normed, product.name: normed * nn.functional.silu(gate)}
-        return min(known, key=lambda name: _size(values - known[name]))
+        return op.name if _size(values - normed) <= _NEXT_TO * _size(normed) else product.name
 
     def _tokens_first(self, op: Op, read: Tensor, values: Tensor) -> Tensor:
         """Heads of tokens, [..., H, T, D], in a trace's order; where H is T the strides of what was read tell."""

@@ -17,7 +17,8 @@ Activation = Callable[[Tensor], Tensor]
 _LOOK, _LINK = "the activation of the gated feed-forward", "candle#3745"
 # What kinds of ops activate with, and the same with a gate.
 _ALONE = MappingProxyType({"silu": "SiLU", "gelu": "GELU (tanh)", "gelu_erf": "GELU (erf)",
-                           "gelu_quick": "quick GELU", "relu": "ReLU"})  # fmt: skip
+                           "gelu_quick": "quick GELU", "relu": "ReLU", "sigmoid": "sigmoid", "tanh": "tanh",
+                           "softplus": "softplus"})  # fmt: skip
 _GATED = MappingProxyType({"swiglu": "SiLU", "geglu": "GELU (tanh)", "geglu_erf": "GELU (erf)",
                            "geglu_quick": "quick GELU", "reglu": "ReLU", "swiglu_oai": "quick GELU",
                            "swiglu_clamp": "SiLU"})  # fmt: skip
@@ -45,9 +46,10 @@ def _instead(words: str, function: Activation) -> Change:
 
 for _name, _words in {
     "act_gelu": "GELU (erf)", "act_gelu_tanh": "GELU (tanh)", "act_relu": "ReLU", "act_silu": "SiLU",
-    "act_gelu_quick": "quick GELU",
+    "act_gelu_quick": "quick GELU", "act_tanh": "tanh", "act_softplus": "softplus",
 }.items():  # fmt: skip
-    AREA.mistake(_name, f"{_words} is used for another activation", _LOOK, Where((*_ALONE, *_GATED)), _LINK)(
+    _where = Where((*_ALONE, *_GATED) if _words in _GATED.values() else (*_ALONE,))
+    AREA.mistake(_name, f"{_words} is used for another activation", _LOOK, _where, _LINK)(
         _instead(_words, _FUNCTIONS[_words])
     )
 
@@ -73,9 +75,17 @@ for _name, (_text, _function) in _OF_BOTH.items():
     AREA.mistake(_name, _text.format("the activation"), _LOOK, GATED, _LINK)(_of_both(_text, _function))
 
 
-@AREA.mistake("act_sigmoid", "the sigmoid is not multiplied by its argument", _LOOK, Where(("swiglu",)), _LINK)
+@AREA.mistake(
+    "act_sigmoid", "the sigmoid is not multiplied by its argument, or used for another activation", _LOOK,
+    Where(("swiglu", *_ALONE)), _LINK,
+)  # fmt: skip
 def _sigmoid(op: Op, _: Context) -> Variants:
-    yield computing(op, lambda g, u: torch.sigmoid(g) * u), "the sigmoid is not multiplied by its argument"
+    if op.kind == "swiglu":
+        yield computing(op, lambda g, u: torch.sigmoid(g) * u), "the sigmoid is not multiplied by its argument"
+    elif op.kind == "silu":
+        yield computing(op, torch.sigmoid), "the sigmoid is not multiplied by its argument"
+    elif op.kind != "sigmoid":
+        yield computing(op, torch.sigmoid), f"sigmoid is used for {_ALONE[op.kind]}"
 
 
 @AREA.mistake(

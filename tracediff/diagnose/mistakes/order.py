@@ -1,6 +1,6 @@
 """Mistakes in where a norm, a rotation or a residual stands: what an op reads has been through one more."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -83,6 +83,24 @@ def _gated_after(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
+    "gate_before_norm", "what is normed is gated before, not behind, the norm", "the order of norm and gate",
+    Where(("mul",)),
+)  # fmt: skip
+def _gated_before(op: Op, context: Context) -> Variants:
+    graph = context.graph
+    for i, name in enumerate(op.inputs[:2]):
+        norm = graph.ops.get(name)
+        if norm is None or norm.kind not in NORM.kinds or len(op.inputs) < 2 or op.seen[i] is not None:
+            continue
+        inputs, views = [*op.inputs], [*op.seen]
+        inputs[i], views[i] = norm.inputs[0], norm.seen[0]
+        gated = replace(op, name=f"{op.name}.gated", inputs=(*inputs,), views=(*views,), axes=norm.axes)
+        changed = replace(norm, name=op.name, inputs=(gated.name,), views=(), axes=op.axes)
+        words = f"{split(norm.inputs[0])[1]} is gated before {split(name)[1]}, which belongs before the gate"
+        yield Variant(changed, words, before=(gated,))
+
+
+@AREA.mistake(
     "norm_bypassed", "a projection reads as it is what should be normed first", "which buffer is passed to it",
     _PROJECTION,
 )  # fmt: skip
@@ -158,3 +176,69 @@ def _rotated(op: Op, context: Context) -> Variants:
         )
         changed = replace(op, inputs=tuple(one.name for one in before))
         yield Variant(changed, f"queries and keys are rotated{words}", before=before)
+
+
+# What is done to a projection, in words, until attention reads it.
+_DONE = {"rope": "rotated", "mul": "multiplied", "scale": "scaled"} | dict.fromkeys((*NORM.kinds, "l2_norm"), "normed")
+_Made = tuple[str, list[Op]]  # a projection's name, and the ops between it and what attention reads
+
+
+@AREA.mistake(
+    "layer_of_another_sort", "queries and keys are made as in layers of another sort",
+    "which layers have rope, norms of Q and K or a factor: some families have them in every other one",
+    Where(("scores",)),
+)  # fmt: skip
+def _of_another_sort(op: Op, context: Context) -> Variants:
+    own, name = _made_of(op, context.graph), split(op.name)[1]
+    known = {_sort(own)} if own else set()
+    for other in context.graph if own else ():
+        theirs = _made_of(other, context.graph) if split(other.name)[1] == name else None
+        if not theirs or _sort(theirs) in known:
+            continue
+        known.add(_sort(theirs))
+        there = f", as in layer {layer_of(other.name)}"
+        made = [(root, ops) for (root, _), (_, ops) in zip(own, theirs, strict=True)]
+        yield from _reading_these(op, made, f"{_words(theirs)}{there}, where here {_words(own)}", context)
+        if "normed" not in _words(own):
+            norms = [[one for one in ops if _DONE[one.kind] == "normed"] for _, ops in theirs]
+            on_top = [*zip(op.inputs, norms, strict=True)]
+            yield from _reading_these(op, on_top, f"queries and keys are normed{there}", context)
+
+
+def _made_of(op: Op, graph: Graph) -> list[_Made]:
+    """What attention's queries and keys are made of; nothing where that is not in so many words."""
+    found: list[_Made] = []
+    for name in () if any(op.seen) else op.inputs:
+        ops: list[Op] = []
+        while name in graph and graph[name].kind in _DONE:
+            ops.insert(0, graph[name])
+            name = graph[name].inputs[0]
+        found += [(name, ops)] if name in graph and graph[name].kind in MATMUL.kinds else []
+    return found if len(found) == len(op.inputs) else []
+
+
+def _sort(made: Sequence[_Made]) -> tuple[object, ...]:
+    return tuple((one.kind, one.attrs.get("rope")) for _, ops in made for one in ops)
+
+
+def _words(made: Sequence[_Made]) -> str:
+    each = [" and ".join(_DONE[one.kind] for one in ops) or "as projected" for _, ops in made]
+    return f"queries and keys are {each[0]}" if len({*each}) == 1 else f"queries are {each[0]} and keys {each[1]}"
+
+
+def _reading_these(op: Op, made: Sequence[_Made], words: str, context: Context) -> Iterator[Variant]:
+    """The op reading values to which those ops are done, of other layers, with the weights of its own; not where that
+    has none.
+    """
+    before, inputs = list[Op](), list[str]()
+    for i, (name, ops) in enumerate(made):
+        for j, one in enumerate(ops):
+            weights = tuple(replace(w, name=f"blk.{layer_of(op.name)}.{split(w.name)[1]}") for w in one.weights)
+            if any(weight.name not in context.file.tensors for weight in weights):
+                return
+            new = replace(one, name=f"{op.name}.{i}.{j}", inputs=(name, *one.inputs[1:]), weights=weights)
+            before.append(new)
+            name = new.name
+        inputs.append(name)
+    if tuple(inputs) != op.inputs:
+        yield Variant(replace(op, inputs=tuple(inputs)), words, before=tuple(before))
