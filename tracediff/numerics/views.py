@@ -12,7 +12,8 @@ def seen(view: View, n_tokens: int, n_positions: int, value: Tensor) -> Tensor:
     """The value through a view, for T and S."""
     (offset,) = sizes((view.offset,), n_tokens, n_positions)
     shape, strides = (sizes(axes, n_tokens, n_positions) for axes in (view.shape, view.strides))
-    return value.contiguous().as_strided(shape, strides, offset)
+    whole = value.contiguous()  # which of one token may be a part of what it was seen in
+    return whole.as_strided(shape, strides, whole.storage_offset() + offset)
 
 
 def state(op: Op, parts: Sequence[Tensor], device: str, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -1,0 +1,102 @@
+"""Mistakes in the code for prompts alone, or for decoded tokens: behind hidden states, which hold no cache, and where a
+state was not recorded.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Models, trace_graph
+
+from tracediff.diagnose.budget import ENDLESS
+from tracediff.diagnose.hypothesis import Assumed, Hypothesis
+from tracediff.diagnose.kin import Faulty, Kin
+from tracediff.model.graph import Graph, Op, View
+from tracediff.model.model import Model
+from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.views import seen
+from tracediff.pipeline import check_trace
+from tracediff.replay.judging import Subject, replays_of
+from tracediff.trace.reader import Trace
+
+TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12)
+
+Edit = Callable[[Graph], Sequence[Op]]
+
+
+def where(tokens: str, ops: Sequence[Op], wrong: Callable[..., torch.Tensor]) -> list[Op]:
+    """The ops computed by `wrong` in steps of one token, or of several."""
+
+    def as_it_is(op: Op) -> Callable[..., torch.Tensor]:
+        right = KINDS[op.kind].function
+
+        def function(x: torch.Tensor, *others: torch.Tensor, **attrs: object) -> torch.Tensor:
+            return (wrong if (len(x) == 1) == (tokens == "one") else right)(x, *others, **attrs)
+
+        return function
+
+    return [replace(op, function=as_it_is(op)) for op in ops]
+
+
+def named(graph: Graph, tail: str) -> list[Op]:
+    return [op for op in graph if op.name.endswith(f".{tail}")]
+
+
+def same(x: torch.Tensor, *_: torch.Tensor, **__: object) -> torch.Tensor:
+    return x
+
+
+def findings(model: Model, out: Path, ops: Sequence[Op], capture: str) -> list[str]:
+    path = trace_graph(model.graph.changed(*ops), model.file, out, TOKENS, (97,), (110,), capture=capture)  # type: ignore[arg-type]
+    return [finding.text for finding in check_trace(path, model.path).findings]
+
+
+@pytest.mark.parametrize(
+    ("tail", "tokens", "text"),
+    [
+        ("attn_k_norm", "one", "all {} layers (seen in ffn_residual), in steps 1, 2: attn_k_norm: the input passes "
+         "through unchanged, in steps of one token alone."),
+        ("attn_k_norm", "several", "all {} layers (seen in ffn_residual): attn_k_norm: the input passes through "
+         "unchanged, in steps of several tokens alone."),
+        ("attn_k_rope", "several", "all {} layers (seen in ffn_residual): attn_k_rope: the input passes through "
+         "unrotated, in steps of several tokens alone."),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_keys_of_one_sort_of_steps_is_named(
+    tail: str, tokens: str, text: str, models: Models, tmp_path: Path
+) -> None:
+    model = Model(models("qwen3"))
+    ops = where(tokens, named(model.graph, tail), same)
+    assert findings(model, tmp_path / "mine.trace", ops, "layers") == [text.format(len(ops))]
+
+
+def test_a_mistake_of_decode_behind_a_state_is_named(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """What the convolution makes of the prompt is in the state that decode steps begin with."""
+    model = Model(tiny("qwen3next"))
+    ops = where("one", named(model.graph, "conv_output_silu"), same)
+    said = findings(model, tmp_path / "mine.trace", ops, "layers")
+    assert len(said) == 1
+    assert said[0].endswith("in steps 1, 2: conv_output_silu: silu is not applied, in steps of one token alone.")
+
+
+def test_what_attention_reads_of_this_step_is_no_choice(models: Models, tmp_path: Path) -> None:
+    """A mistake in K was taken for one that only chooses, for attention reads K of all steps: single rows told little
+    of it then.
+    """
+    model = Model(models("qwen3"))
+    path = trace_graph(model.graph, model.file, tmp_path / "mine.trace", TOKENS, capture="layers")
+    (replay,) = replays_of(model, [Subject(Trace(path), {})])
+    record = replay.trace.ops[0, "blk.0.ffn_residual"]
+    one = Faulty(0, record, replay.judge(record))
+    kin = Kin(replay, ENDLESS, {}, [one])
+    tried = Hypothesis((Assumed("norm_skipped", "", "", False),), (model.graph["blk.0.attn_k_norm"],), one.error)
+    assert not kin.only_chooses(tried, record)
+
+
+def test_a_view_of_what_is_a_part_of_another_begins_where_that_does() -> None:
+    """Of one token a part of a row lies in one piece, and was not copied."""
+    row = torch.arange(12.0).reshape(1, 12)
+    part = seen(View(("T", 2, 3), (12, 3, 1), 6), 1, 1, row)
+    assert seen(View(("T", 6), (6, 1), 0), 1, 1, part).tolist() == [[6, 7, 8, 9, 10, 11]]
