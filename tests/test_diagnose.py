@@ -257,7 +257,7 @@ def test_roundings_of_few_engines_do_not_excuse_a_known_mistake(tiny, tmp_path: 
     assert (at_once.verdict, at_once.faulty) == ("undecided", [])
     assert at_once.notes[-1] == (
         "Whether 7 records that roundings of few engines explain may have a known mistake was not sought to the end: "
-        "--time 0 was too short. Give it more seconds."
+        "--time 0 is too short for what is left to try. Give it more seconds."
     )
 
 

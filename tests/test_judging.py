@@ -152,7 +152,8 @@ def test_what_no_time_was_left_for_is_said(sides: tuple[Path, Path, Path]) -> No
     assert found == {"blk.1.attn_probs"}
     assert not any(op.cause or op.sought for op in result.faulty)
     n = len(result.faulty)
-    assert result.notes[-1] == f"{n} causes were not sought to the end: --time 0 was too short. Give it more seconds."
+    too_short = "--time 0 is too short for what is left to try. Give it more seconds."
+    assert result.notes[-1] == f"{n} causes were not sought to the end: {too_short}"
     assert "not all was tried that may explain it" in result.findings[0].text
     assert '"sought": false' in render(result)
 

@@ -155,14 +155,18 @@ def matches(op: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(op, pattern) or fnmatch.fnmatchcase(split(op)[1], pattern)
 
 
+_OF_KEYS = ("scores", "softmax")  # kinds; llama.cpp's names of what is made of scores before that begin with kq_
+_BY_HEAD = ("attn_k_b", "attn_v_b")
 # Parts of the names of what a mixture has of each chosen expert; of two axes what the last two name.
 _OF_SLOTS = ("_exps", "ffn_moe_", "ffn_moe_topk", "ffn_moe_weights")
 
 
 def axes_of(op: str, n: int, kind: str = "unknown") -> tuple[str, ...]:
     """What the indices of an op's `n` axes count; none for a shape that no op has. A name may not say the kind."""
-    if {kind, kind_of(op)} & {"scores", "softmax"} and n == 3:
+    if n == 3 and (kind in _OF_KEYS or kind_of(op) in _OF_KEYS or split(op)[1].startswith("kq_")):
         return "head", "token", "key"
+    if n == 3 and token_axis(op) == 1:
+        return "head", "token", "channel"
     if n > 1 and any(part in op for part in _OF_SLOTS[0 if n == 3 else 2 :]):
         return ("token", "slot", "channel")[:n]
     return {1: ("token",), 2: ("token", "channel"), 3: ("token", "head", "channel")}.get(n, ())
@@ -176,8 +180,11 @@ def kind_of(op: str) -> str:
 
 @lru_cache(1 << 14)
 def token_axis(op: str) -> int:
-    """The axis of an op's output that counts tokens, by its name: heads come before it in scores and probabilities."""
-    return 1 if kind_of(op) in ("scores", "softmax") else 0
+    """The axis of an op's output that counts tokens, by its name: heads come before it in scores and probabilities, and
+    in what latent attention multiplies head by head.
+    """
+    name = split(op)[1]
+    return 1 if kind_of(op) in _OF_KEYS or name.startswith("kq_") or name in _BY_HEAD else 0
 
 
 class StepOf(int):

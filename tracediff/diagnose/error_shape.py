@@ -14,6 +14,7 @@ from tracediff.numerics.nmse import nmse
 # NMSE that a stated relation may leave, and how much of the error: of a small one any relation leaves little.
 _CLOSE, _LEFT = 1e-6, 0.1
 _WRONG = 1e-4  # of the largest value: what is off by more is called wrong
+_MOVED = 1e-2  # NMSE of values that stand elsewhere: sorted, what is off by little is off by far less in its place
 _ALIKE = 100.0  # times the median share that a rounded value is off by
 _ZEROS = 0.1  # of the values that should be 0, as by a mask: weights of few bits have some, which say nothing
 _MULTIPLES = 8  # values of a slice that can tell that it is one
@@ -77,7 +78,7 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
         yield "the same vector is added for every token, as a bias would be"
     yield from _multiples(y, x, axes, little)
     yield from _places(difference, x, axes)
-    if y.ndim >= 2 and nmse(y.flatten().sort().values, x.flatten().sort().values) < little:
+    if y.ndim >= 2 and off > _MOVED and nmse(y.flatten().sort().values, x.flatten().sort().values) < little:
         yield from _permutation(y, x, axes, little)
     yield from _size(y, x)
 

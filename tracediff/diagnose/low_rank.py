@@ -83,9 +83,11 @@ def _of_experts(known: Known, error: Tensor) -> str:
 
 
 def _of_rank(error: Tensor, near: Tensor) -> str:
-    """Of an error [T, n] that few vectors give, whatever they are."""
+    """Of an error [T, n] that few vectors give, whatever they are: one wrong token is of rank 1 in any case."""
+    off = error.abs() > near
+    n_wrong = min(int(off.any(axis).sum()) for axis in (0, 1))
     u, s, v = torch.linalg.svd(error, full_matrices=False)
-    for rank in range(1, min(_MOST, min(error.shape) // _EQUATIONS) + 1):
+    for rank in range(1, min(_MOST, n_wrong // _EQUATIONS) + 1):
         if bool(((error - u[:, :rank] * s[:rank] @ v[:rank]).abs() <= near).all()):
             return f"the error is of rank {rank}, as an adapter (LoRA) of that rank would leave"
     return ""

@@ -50,4 +50,7 @@ def unsought(ops: Iterable[OpResult], seconds: float) -> list[str]:
     records = "1 record" if rounded == 1 else f"{rounded} records"
     known = f"Whether {records} that roundings of few engines explain may have a known mistake was not sought"
     said = [*([causes] if faulty else []), *([known] if rounded else [])]
-    return [f"{words} to the end: --time {seconds:g} was too short. Give it more seconds." for words in said]
+    return [
+        f"{words} to the end: --time {seconds:g} is too short for what is left to try. Give it more seconds."
+        for words in said
+    ]

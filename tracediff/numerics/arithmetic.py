@@ -158,6 +158,7 @@ class Scheme:
     exponentials: str = ""
     scaled: str = "f64"  # what scores are rounded to when they are scaled
     added: str = "f64"  # what a layer adds to the residual is rounded to: each rank's term, as it is sent to the others
+    looked_up: bool = False  # GELU in a table of every float16, which who rounds as ggml does has too (ggml-cpu/vec.h)
 
     def of(self, kind: str, weight_type: str = "F32") -> Arithmetic:
         """The arithmetic of an op of this kind; `weight_type` is its matrix's ggml type."""
@@ -172,7 +173,7 @@ class Scheme:
                 return Arithmetic(stored=self.held)
             case "rope":
                 return Arithmetic(stored=self.tables)
-            case "table" if self.linear is None:  # GELU of every float16 (ggml-cpu/vec.h)
+            case "table" if self.linear is None or self.looked_up:
                 return Arithmetic("f16")
             case "rms_norm":
                 return Arithmetic(stored=self.norms)
@@ -280,12 +281,13 @@ def _attentions() -> Iterator[Scheme]:
     degree_4 = Scheme("exponentials to degree 4", exponentials="taylor4/8")
     yield degree_4
     yield replace(degree_4, name=f"{degree_4.name} and what is added in q8_0", added="q8_0")  # distributed-llama
+    yield Scheme("activations looked up in float16", looked_up=True)
 
 
 def _with(matmul: Scheme, attention: Scheme) -> Scheme:
     name, of = f"{matmul.name}, {attention.name}", attention
     scheme = replace(matmul, name=name, scores=of.scores, values=of.values, scaled=of.scaled)
-    return replace(scheme, exponentials=of.exponentials, added=of.added)
+    return replace(scheme, exponentials=of.exponentials, added=of.added, looked_up=of.looked_up)
 
 
 def _schemes() -> Iterator[Scheme]:
@@ -293,7 +295,8 @@ def _schemes() -> Iterator[Scheme]:
     matmuls, attentions = list(_matmuls()), list(_attentions())
     ggml, exact, *others = matmuls
     yield from (ggml, exact)
-    yield from (_with(ggml, a) for a in attentions if {a.scores.operands, a.scores.stored} <= _GGML_TYPES)
+    in_ggml = [a for a in attentions if {a.scores.operands, a.scores.stored} <= _GGML_TYPES and not a.looked_up]
+    yield from (_with(ggml, attention) for attention in in_ggml)
     for other in others:
         cached = Arithmetic(stored="f16") if other.held in _SHORTER else replace(other.linear or EXACT, biases="f64")
         alike = [a for a in attentions if a.values == cached != EXACT]

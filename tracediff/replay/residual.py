@@ -115,7 +115,8 @@ def measure(
     """`recorded` against what was made; `hidden` [T, S] marks scores that do not count, `others` what is not this
     side's to answer for, of the shape of the values.
 
-    What was made may be `supposed`, by a hypothesis: then it is contradicted where it makes a NaN of a number.
+    What was made may be `supposed`, by a hypothesis: then it is contradicted where it makes a NaN of a number, and
+    nothing speaks for it where there are no numbers, which any NaN in what it reads makes.
     """
     shape = made.exact.shape
     if others is not None:
@@ -137,6 +138,8 @@ def measure(
         noise = noise.without(lost | ~exact.isfinite())  # of what is no number there is none
         pairs = replace(pairs, noise=noise, lost=lost)
         residual = pairs.residual()
+        if supposed and bool(lost.all()):
+            residual = replace(residual, error=math.nan)
     place = tuple(int(i) for i in np.unravel_index(residual.worst.at[0], shape))  # torch's own takes a second
     is_off = not supposed and not residual.excess <= 1
     return replace(
