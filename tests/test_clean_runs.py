@@ -13,13 +13,15 @@ import pytest
 import torch
 from conftest import SHAPES, TOKENS, Models, logits_of, trace_graph
 
+from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import scheme_named
+from tracediff.numerics.arithmetic import PLAIN, scheme_named
 from tracediff.pipeline import check_trace
-from tracediff.replay.judging import judge_all
+from tracediff.replay.judging import Subject, judge_all, replays_of
 from tracediff.replay.replay import Replay
 from tracediff.trace.reader import Trace
 
@@ -228,6 +230,49 @@ def test_block_arithmetic_of_wide_heads_is_clean(models: Models, torch_trace: Tr
     model = models(shape, "Q8_0")
     trace = torch_trace(model, tokens=tokens_of(17), arithmetic="KV cache in q8_0 blocks")
     assert alarms(judged(trace, model)) == []
+
+
+@pytest.mark.parametrize(
+    ("arch", "tokens"),
+    [("qwen3next", (58, 114, 133)), ("qwen3next", (152, 150, 105)), ("gpt-oss", (58, 114, 133)), ("gpt-oss", (81,))],
+)
+def test_what_chose_an_arithmetic_need_not_tell_it_from_others(
+    arch: str, tokens: tuple[int, ...], tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Biases in bfloat16, or as the file has them: four values of one token fit both, those of the next one alone."""
+    path = trace_torch(tiny(arch), tmp_path / "mine.trace", TorchOptions(dtype="bf16"), tokens, 2)
+    assert [op.op for op in check_trace(path, tiny(arch)).ops if op.status == "faulty"] == []
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gemma3"])
+def test_gelu_from_a_table_is_clean_behind_hidden_states(
+    arch: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = Model(tiny(arch))
+    table = scheme_named("exact, activations looked up in float16")
+    path = trace_graph(
+        model.graph, model.file, tmp_path / "mine.trace", range(40, 60), (97,), capture="layers", scheme=table
+    )
+    assert check_trace(path, model).verdict == "match"
+
+
+def test_a_segment_may_have_what_the_trace_has_elsewhere(models: Models, tmp_path: Path) -> None:
+    """One token that was asked of decode fitted without a cache in float16 as well, which prompts were seen to have."""
+    model = Model(models("qwen3"))
+    scheme = scheme_named("exact, KV cache in float16")
+    path = trace_graph(
+        model.graph, model.file, tmp_path / "mine.trace", range(40, 60), (97,), (110,), capture="layers", scheme=scheme
+    )
+    (replay,) = replays_of(model, [Subject(Trace(path), {})])
+    record = replay.trace.ops[2, "blk.1.ffn_residual"]
+    assert replay.judge(record).judgement == "sound"
+    plain = {sort: replace(one, schemes=PLAIN[1:]) for sort, one in replay.plan.choices.items() if sort.n_tokens == 1}
+    replay.plan = replace(replay.plan, choices={**replay.plan.choices, **plain})
+    assert replay.choice(record).schemes == PLAIN[1:]
+    assert replay.judge(record).judgement == "sound"
+    alone = {sort: replace(one, schemes=PLAIN[1:]) for sort, one in replay.plan.choices.items()}
+    replay.plan = replace(replay.plan, choices=alone)
+    assert replay.judge(record).judgement == "faulty"
 
 
 def test_what_may_be_drowned_roundings_or_a_mistake_of_their_size_is_blind(models: Models, torch_trace: Tracer) -> None:

@@ -10,6 +10,7 @@ import torch
 from conftest import trace_graph
 
 from tracediff.diagnose.rearranged import Reread
+from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.graph import Graph, Op
 from tracediff.model.model import Model
 from tracediff.numerics.evaluate import computed
@@ -200,3 +201,26 @@ def test_an_infinite_value_that_is_passed_on_counts(tmp_path: Path) -> None:
     assert len(said) == 1
     assert "set_rows" in said[0]
     assert "values that should be infinite are numbers" in said[0]
+
+
+def test_no_cause_rests_on_nan_being_nan(tiny: Tiny, tmp_path: Path) -> None:
+    """Of sums over memory that was never written all are NaN: whatever reads past what it should makes as many."""
+
+    model = Model(tiny("gemma3"))
+    op = model.graph["blk.0.attn_kqv"]
+    wrong = replace(op, function=lambda p, v: v.new_full((p.shape[1], op.axes[-1]), torch.nan))
+    path = trace_graph(model.graph.changed(wrong), model.file, tmp_path / "mine.trace", TOKENS, (97,))
+    result = check_trace(path, model)
+    first = result.findings[0]
+    assert first.mistake is None
+    assert "values are NaN or Inf; all that it reads is finite" in first.text
+    assert not any(finding.mistake for finding in result.findings)
+
+
+def test_an_edit_of_a_region_reads_through_the_ops_views(tiny: Tiny, tmp_path: Path) -> None:
+    """In a lifted graph the search ended in a bug."""
+    options = TorchOptions(faults=("no_mask",), dtype="bf16")
+    path = trace_torch(tiny("qwen3next"), tmp_path / "mine.trace", options, (177, 115, 100), 2)
+    result = check_trace(path, tiny("qwen3next"))
+    assert not [note for note in result.notes if "bug" in note]
+    assert [finding.mistake for finding in result.findings] == ["no_mask"]

@@ -360,10 +360,12 @@ def test_accepted(values: str, expected: list[object], tmp_path: Path) -> None:
     assert record.rows is None
 
 
-def test_rows_of_scores_are_their_second_axis(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["attn_probs", "kq_scaled_1", "kq_tanh", "attn_k_b"])
+def test_rows_of_scores_are_their_second_axis(name: str, tmp_path: Path) -> None:
+    """And those of what llama.cpp makes of scores before, and of what latent attention multiplies head by head."""
     values = '"shape":[2,1,3],"rows":[1],"dtype":"f32","offset":0'
-    trace = Trace(one_record(tmp_path / "a.trace", values, "blk.0.attn_probs"))
-    assert trace.ops[0, "blk.0.attn_probs"].token_axis == 1
+    trace = Trace(one_record(tmp_path / "a.trace", values, f"blk.0.{name}"))
+    assert trace.ops[0, f"blk.0.{name}"].token_axis == 1
     with pytest.raises(TraceError, match="1 rows, but axis 0"):
         Trace(one_record(tmp_path / "a.trace", values, "blk.0.attn_q"))
 

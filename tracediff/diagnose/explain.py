@@ -260,8 +260,8 @@ class Explainer:
         return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
 
     def _least_wrong(self, record: OpRecord) -> Scheme | None:
-        """The arithmetic in which the fewest values are wrong, where none is settled. The one that leaves least is chosen
-        by the wrong ones: beside sums that 64 values lack, activations in float16 left less, and made thousands wrong.
+        """The arithmetic in which the fewest values are wrong, where none is settled. The one that leaves least is
+        chosen by those: beside 64 that lack terms activations in float16 left less, and thousands wrong.
         """
 
         def n_wrong(scheme: Scheme | None) -> int:
