@@ -50,7 +50,7 @@ PLANTED = {
     "cohere2": ("in_sequence@blk.1.ffn_gate", "rope_in_all_layers", "norm_bypassed@blk.1.ffn_up"),
     "olmo2": ("variance_unbiased@blk.1.attn_q_norm",
               "input_normed@blk.1.ffn_gate", "sum_normed", "norm_of_all_heads@blk.1.attn_q_norm"),
-    "gpt-oss": ("sinks_misread", "wrong_layer@blk.1.attn_probs",
+    "gpt-oss": ("bias_not_weighted", "alpha_outside", "sinks_misread", "wrong_layer@blk.1.attn_probs",
                 "expert_off_by_one@blk.1.ffn_up_exps",
                 "sinks_ignored", "window@0", "act_limits", "up_plus_one", "softmax_before_choice",
                 "bias_missing@blk.1.ffn_down_exps"),

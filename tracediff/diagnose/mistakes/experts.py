@@ -10,6 +10,7 @@ from torch import Tensor
 from tracediff.diagnose.mistakes.mistake import (
     Area,
     Context,
+    Variant,
     Variants,
     Where,
     axes_of,
@@ -228,6 +229,26 @@ def _off_by_one(op: Op, _: Context) -> Variants:
             )
             yield with_bias, f"the bias of each {each} is that of the one {words} it"
         yield reading(op, read), f"each {each} multiplies with the matrix of the one {words} it"
+
+
+@AREA.mistake(
+    "bias_not_weighted", "an expert's bias is added when its product is weighted already",
+    "whether the bias of the down projection is added before or after the token's weight", Where(("mul",)),
+)  # fmt: skip
+def _bias_not_weighted(op: Op, context: Context) -> Variants:
+    down = context.graph.ops.get(op.inputs[0])
+    if down is None or down.kind != "linear_id" or len(down.weights) < 2 or len(op.inputs) != 2 or op.seen[0]:
+        return
+    product = replace(down, name=f"{op.name}.product", weights=down.weights[:1])
+
+    def function(x: Tensor, weight: Tensor, chosen: Tensor, bias: Tensor) -> Tensor:
+        return x * weight + bias[chosen.long()]
+
+    more = op.also_reading((down.inputs[1], False))
+    inputs = (product.name, *more.inputs[1:])
+    changed = replace(more, inputs=inputs, weights=down.weights[1:], function=function)
+    words = f"{down.weights[1].name} is added after the token's weight is multiplied in"
+    yield Variant(changed, words, before=(product,))
 
 
 @AREA.mistake(

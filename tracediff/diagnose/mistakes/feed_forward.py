@@ -149,6 +149,16 @@ def _no_plus_one(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
+    "alpha_outside", "the factor in the sigmoid multiplies the gate outside of it, too", "x sigmoid(alpha x)",
+    Where(("swiglu_oai",)),
+)  # fmt: skip
+def _alpha_outside(op: Op, _: Context) -> Variants:
+    alpha = op.attrs["alpha"]
+    words = f"the gate is multiplied by {alpha:.6g} outside of the sigmoid, too"
+    yield computing(op, lambda gate, up, **attrs: alpha * KINDS[op.kind].function(gate, up, **attrs)), words
+
+
+@AREA.mistake(
     "ffn_act_f16", "the activations of the down projection are kept in float16, which overflows at 65,504",
     "the type of the feed-forward's buffer", GATED, "llama.cpp#27016",
 )  # fmt: skip

@@ -54,7 +54,7 @@ class Speaker(Names):
             first, second = (NUMBERS.get(x, "") if x in self.right.numbers else self.called(x) for x in (a, b))
             return f"{first} and {second} are exchanged"
         if a == "P" and b.isdigit() and int(b) < self.right.numbers[a]:
-            return f"of what it caches only positions before {b} are stored; those from there on count as 0"
+            return f"of what is cached only positions before {b} count, as if those from there on were 0"
         if a in COUNTS_TOKENS:  # another number in each step
             return f"{NUMBERS[a]} is taken for {NUMBERS.get(b, b)}"
         return f"{NUMBERS.get(a, a)} is taken for {self._size(b, edited)}; it is {self._size(a, self.right)}"
