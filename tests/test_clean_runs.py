@@ -256,6 +256,16 @@ def test_gelu_from_a_table_is_clean_behind_hidden_states(
     assert check_trace(path, model).verdict == "match"
 
 
+@pytest.mark.parametrize("arch", ["gemma3n", "gemma4"])
+def test_sums_of_rows_that_are_no_multiples_of_blocks_are_judged(
+    arch: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """What a layer adds may be rounded in blocks: not what is added to 24 channels. Half precision asks for all ways."""
+    options = TorchOptions(dtype="bf16", capture="layers")
+    path = trace_torch(tiny(arch), tmp_path / "mine.trace", options, (58, 114, 133), 2)
+    assert check_trace(path, tiny(arch)).verdict == "match"
+
+
 def test_a_segment_may_have_what_the_trace_has_elsewhere(models: Models, tmp_path: Path) -> None:
     """One token that was asked of decode fitted without a cache in float16 as well, which prompts were seen to have."""
     model = Model(models("qwen3"))

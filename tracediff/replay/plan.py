@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from tracediff.errors import EngineError
-from tracediff.model.graph import Graph, Op
+from tracediff.model.graph import Axis, Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import (
@@ -198,10 +198,11 @@ class Planner:
 
     def _unlike(self, ops: Iterable[Op]) -> tuple[Op, ...]:
         """One of each sort that a scheme may treat otherwise: a model has hundreds of ops, of a dozen sorts."""
-        sorts: dict[tuple[str, bool, str, int, int], Op] = {}
+        sorts: dict[tuple[str, bool, str, Axis, int], Op] = {}
         for op in ops:
             first = op.weights[0] if op.weights else None
-            of = (self._weights.type_of(first), first.shape[-1], len(op.weights)) if first else ("", 0, 0)
+            row = op.axes[-1] if op.kind == "add" else 0  # what is added may be rounded in blocks
+            of = (self._weights.type_of(first), first.shape[-1], len(op.weights)) if first else ("", row, 0)
             sorts.setdefault((op.kind, any(op.past), *of), op)
         return tuple(sorts.values())
 
