@@ -44,10 +44,10 @@ def in_words_of(ops: Iterable[Op], scheme: Scheme, weights: Weights) -> str:
 def rows_fit(op: Op, arithmetic: Arithmetic, head_dim: int) -> bool:
     """Whether the rows that the arithmetic rounds in blocks are multiples of them."""
     columns = op.weights[0].shape[-1] if op.weights else op.axes[-1] if op.kind == "add" else head_dim
-    if not isinstance(columns, int):
-        return True
-    roundings = (rounding_named(name) for name in (arithmetic.operands, arithmetic.stored))
-    return not any(columns % (rounding.block or columns) for rounding in roundings)
+    blocks = [rounding_named(name).block for name in (arithmetic.operands, arithmetic.stored)]
+    if not isinstance(columns, int):  # keys, which are some more in each step
+        return all((block or 1) == 1 for block in blocks)
+    return not any(columns % (block or columns) for block in blocks)
 
 
 def evaluate(

@@ -16,6 +16,7 @@ from torch import Tensor
 from tracediff.model.graph import Op
 from tracediff.numerics.arithmetic import Arithmetic, Scheme
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
+from tracediff.numerics.floors import UNIT
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.making import Recomputed, picked
@@ -200,7 +201,8 @@ def _look(asked: Asked, storage: str, made: Recomputed, whole: Residual) -> Look
         strips=_strips(by, op, whole),
     )
     # What tensor cores cut off of sums of one sign is a factor as well.
-    shaped = whole.error if arithmetic_of(op, scheme, by.weights).truncates else whole.shaped
+    truncates = arithmetic_of(op, scheme, by.weights).truncates
+    shaped = whole.error if truncates else whole.shaped(2 * UNIT[storage])
     return Look(local, noise, ratio(shaped, whole.signal))
 
 

@@ -62,12 +62,12 @@ def _sum(call: Call) -> Tensor:
     if call.arithmetic.operands == "f64":
         return applied(call)
     terms, stream = call.inputs
+    several = terms.ndim > len(call.op.axes)
     if call.energy:
-        call.energy.turned = turns(terms, call.arithmetic.operands).abs()
-        if terms.ndim > stream.ndim:
-            call.energy.turned = call.energy.turned.sum(0)
+        turned = turns(terms, call.arithmetic.operands).abs()
+        call.energy.turned = turned.sum(0) if several else turned
     added = call.rounded(terms, call.arithmetic.operands)
-    return applied(replace(call, inputs=(added.sum(0) if terms.ndim > stream.ndim else added, stream)))
+    return applied(replace(call, inputs=(added.sum(0) if several else added, stream)))
 
 
 def _sum_noise(made: Made) -> Noise:
