@@ -16,7 +16,6 @@ from torch import Tensor
 from tracediff.model.graph import Op
 from tracediff.numerics.arithmetic import Arithmetic, Scheme
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
-from tracediff.numerics.floors import UNIT
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.making import Recomputed, picked
@@ -27,6 +26,7 @@ from tracediff.replay.strips import strips
 from tracediff.result import Judgement, Local, Strip, Worst
 from tracediff.trace.format import OpRecord
 
+_HALVES = ("f16", "bf16")
 _TYPED = ("linear", "linear_id", "embedding")  # kinds whose first weight has a type worth telling
 PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
 _GLANCE = 1 << 14  # values that tell an arithmetic: what rounds anything rounds one of so many
@@ -109,8 +109,9 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
         made = made_together(
             part, [(one.by, one.record, one.scheme, storage) for one, storage in zip(asked, storages, strict=True)]
         )
-        for one, x, y, of in zip(asked, values, made, residuals, strict=True):
-            of.append(_residual(one, part, x, y))
+        for one, x, y, storage, of in zip(asked, values, made, storages, residuals, strict=True):
+            as_stored = storage in _HALVES and torch.equal(rounding_named(storage)(y.exact), x.reshape(y.exact.shape))
+            of.append(replace(_residual(one, part, x, y), as_stored=as_stored))
     return [
         _look(one, storage, last, reduce(operator.add, of))
         for one, storage, last, of in zip(asked, storages, made, residuals, strict=True)
@@ -201,8 +202,7 @@ def _look(asked: Asked, storage: str, made: Recomputed, whole: Residual) -> Look
         strips=_strips(by, op, whole),
     )
     # What tensor cores cut off of sums of one sign is a factor as well.
-    truncates = arithmetic_of(op, scheme, by.weights).truncates
-    shaped = whole.error if truncates else whole.shaped(2 * UNIT[storage])
+    shaped = whole.error if arithmetic_of(op, scheme, by.weights).truncates else whole.shaped
     return Look(local, noise, ratio(shaped, whole.signal))
 
 
@@ -215,7 +215,7 @@ def _covered(nmse: float, floor: float, excess: float) -> Judgement:
 
 def _stored(storage: str, exact: Tensor) -> str | None:
     """The type that these values were rounded to, where that is shorter than float32 and changes them."""
-    rounded = storage in ("f16", "bf16") and not torch.equal(rounding_named(storage)(exact), exact)
+    rounded = storage in _HALVES and not torch.equal(rounding_named(storage)(exact), exact)
     return storage if rounded else None
 
 
