@@ -97,7 +97,7 @@ class Residual:
         which takes most of those in units of their bounds, and no less than its share of these.
 
         One value of 12 that was 128 bounds off left 8e-11 in such units behind an offset, of which it was 2e-6. And
-        roundings of what has few bits may be alike: in bfloat16 all of what was normed before is 1.0003 times too small.
+        roundings of what has few bits may be alike: in bfloat16 what was normed before is 1.0003 times too small.
         """
         own = self.own
         if own.left == 1.0 or self.as_stored:
