@@ -17,13 +17,13 @@ Activation = Callable[[Tensor], Tensor]
 _LOOK, _LINK = "the activation of the gated feed-forward", "candle#3745"
 # What kinds of ops activate with, and the same with a gate.
 _ALONE = MappingProxyType({"silu": "SiLU", "gelu": "GELU (tanh)", "gelu_erf": "GELU (erf)",
-                           "gelu_quick": "quick GELU", "relu": "ReLU", "sigmoid": "sigmoid", "tanh": "tanh",
+                           "gelu_quick": "quick GELU", "relu": "ReLU", "sigmoid": "sigmoid",
                            "softplus": "softplus"})  # fmt: skip
 _GATED = MappingProxyType({"swiglu": "SiLU", "geglu": "GELU (tanh)", "geglu_erf": "GELU (erf)",
                            "geglu_quick": "quick GELU", "reglu": "ReLU", "swiglu_oai": "quick GELU",
                            "swiglu_clamp": "SiLU"})  # fmt: skip
 GATED = Where(tuple(_GATED))
-_FUNCTIONS: dict[str, Activation] = {words: KINDS[kind].function for kind, words in _ALONE.items()}
+_FUNCTIONS: dict[str, Activation] = {words: KINDS[kind].function for kind, words in {**_ALONE, "tanh": "tanh"}.items()}
 
 
 def _gated(op: Op, function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
