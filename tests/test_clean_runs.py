@@ -111,8 +111,7 @@ def test_hidden_states_of_a_loud_model_are_clean(
     assert alarms(records) == []
 
 
-@pytest.mark.parametrize("options", [{}, FLASH | F16], ids=["defaults", "flash attention"])
-@pytest.mark.parametrize("weights", ["F16", "Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize(("weights", "options"), [("F16", {}), ("Q8_0", FLASH | F16), ("Q4_K_M", {})])
 def test_logits_of_a_loud_model_are_clean(
     weights: str, options: dict[str, Any], models: Models, llama_cpp_trace: Tracer
 ) -> None:

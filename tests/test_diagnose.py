@@ -130,7 +130,6 @@ def test_norms_that_were_never_loaded_are_no_other_model(models, torch_trace) ->
         ("bias_missing", "attn_q, attn_k, attn_v: ", "Q4_K_M", "exact"),
         ("bias_missing", "attn_q, attn_k, attn_v: ", "Q4_K_M", "llama.cpp"),
         ("rope_pairing@1", "blk.1.attn_q_rope, blk.1.attn_k_rope: ", "Q4_K_M", "llama.cpp"),
-        ("residual_twice@blk.2.ffn_residual", "blk.2.ffn_residual: ", "F32", "exact"),
         # Whatever it is called in each.
         ("residual_twice", "attn_residual, ffn_residual: the residual stream is added twice", "Q4_K_M", "llama.cpp"),
     ],
