@@ -267,6 +267,13 @@ def test_sums_of_rows_that_are_no_multiples_of_blocks_are_judged(
     assert check_trace(path, tiny(arch)).verdict == "match"
 
 
+def test_what_a_mask_is_filled_with_is_infinite_in_half_precision(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Chameleon's logits of images are float32's least number, which is no number of bfloat16."""
+    options = TorchOptions(dtype="bf16", capture="layers")
+    path = trace_torch(tiny("chameleon"), tmp_path / "mine.trace", options, (22, 60, 14), 1)
+    assert check_trace(path, tiny("chameleon")).verdict == "match"
+
+
 @pytest.mark.parametrize(
     ("arch", "dtype", "tokens"),
     [

@@ -25,6 +25,7 @@ _MOST_TURNED = 0.5
 # Values whose figures are taken at a time: in float64 256 kB, so that what is made of them stays in the second-level
 # cache.
 _PIECE = 1 << 15
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +136,14 @@ def measure(
     if not math.isfinite(residual.error if hidden is None else _energy(recorded - exact)):
         # NaN and Inf that the inputs' own make are no mistake of this op. Of a masked key's NaN an engine need make
         # none; a number where an infinite one is passed on, as of groups that are not chosen, is one.
+        # What a mask is filled with, float32's largest number, is infinite in half precision.
+        filled = recorded.isinf() & (exact.abs() >= _LARGEST) & (recorded.sign() == exact.sign())
+        exact = torch.where(filled, recorded, exact)
         forgiven = made.not_finite and not supposed
         neither = ~(recorded.isfinite() | exact.isfinite())
         lost = exact.isnan() | (neither & (recorded != -exact)) if forgiven else neither
         noise = noise.without(lost | ~exact.isfinite())  # of what is no number there is none
-        pairs = replace(pairs, noise=noise, lost=lost)
+        pairs = replace(pairs, exact=exact, noise=noise, lost=lost)
         residual = pairs.residual()
         if supposed and bool(lost.all()):
             residual = replace(residual, error=math.nan)
