@@ -210,7 +210,8 @@ def _covered(nmse: float, floor: float, excess: float) -> Judgement:
     """What a floor alone says."""
     if not (excess <= 1.0 and nmse <= floor):
         return "faulty"
-    return "undecided" if floor > BLIND and nmse > max(NOTHING, FAR_BELOW * floor) else "sound"
+    told = FAR_BELOW * floor if math.isfinite(floor) else 0.0  # where there is a floor at all
+    return "undecided" if floor > BLIND and nmse > max(NOTHING, told) else "sound"
 
 
 def _stored(storage: str, exact: Tensor) -> str | None:

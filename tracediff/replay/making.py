@@ -188,10 +188,12 @@ def _sampled(own: Noise, y: Tensor, samples: Sequence[Tensor]) -> Noise:
 
 def _apart(sample: Tensor, y: Tensor) -> Tensor:
     """How far a sample is off. Where a mask makes both infinite it is not, nor is what is no number: others of its row
-    have noise.
+    have noise. A sample that is none, as where it chose masked keys alone, tells no bound.
     """
     apart = sample - y
-    return apart if _is_finite(apart) else torch.where((sample == y) | y.isnan(), 0.0, apart)
+    if _is_finite(apart):
+        return apart
+    return torch.where((sample == y) | y.isnan(), 0.0, apart.masked_fill(sample.isnan(), math.inf))
 
 
 def _perturbed(x: Tensor, noise: Noise, random: torch.Generator, part: float) -> Tensor:
