@@ -61,8 +61,7 @@ class Trials:
         self, mistake: Mistake, record: OpRecord, error: Local, before: Sequence[Op], way: Way, only: Assumed | None
     ) -> Iterator[tuple[Assumed, tuple[Op, ...]]]:
         """What is to be tried: the part of a hypothesis, and the ops as they would be, those `before` it among them."""
-        graph, tokens = self._replay.graph.changed(*before), only.tokens if only else way.tokens
-        way = replace(way, tokens=tokens)
+        graph, way = self._replay.graph.changed(*before), replace(way, tokens=only.tokens) if only else way
         targets = [
             graph[name]
             for name in error.segment
@@ -81,7 +80,7 @@ class Trials:
                     self.budget.check()
                     part = _said(mistake, variant, changed, way, len(error.segment) > 1)
                     part = replace(part, in_some_steps=only.in_some_steps) if only else part
-                    made = [replace(op, tokens=tokens) for one in changed for op in one.ops]
+                    made = [replace(op, tokens=way.tokens) for one in changed for op in one.ops]
                     yield part, (*{op.name: op for op in (*before, *made)}.values(),)
 
     def together(self, parts: Sequence[Assumed], record: OpRecord, error: Local) -> Iterator[Hypothesis]:
