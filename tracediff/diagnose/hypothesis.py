@@ -60,7 +60,7 @@ class Hypothesis:
         """The same, where other steps contradict it."""
         return replace(self, parts=(*self.parts[:-1], replace(self.parts[-1], in_some_steps=True)))
 
-    def of_tokens(self, tokens: Tokens) -> "Hypothesis":
+    def of_tokens(self, tokens: Tokens | None) -> "Hypothesis":
         """The same in steps of so many tokens alone: what it leaves is another's."""
         parts = tuple(replace(part, tokens=tokens) for part in self.parts)
         return replace(self, parts=parts, ops=tuple(replace(op, tokens=tokens) for op in self.ops))

@@ -120,12 +120,17 @@ class Kin:
         return tried.left <= _ALL_BUT * one.error.nmse and not self._contradicted(tried, one.record)
 
     def tried(self, found: Hypothesis, one: Faulty) -> Iterator[Hypothesis]:
-        """What explained one record tried on another, with the same numbers: they are an engine's, not an op's. Where a
-        step of one token reads what earlier ones left in a cache or a state, also made in those of several alone.
+        """What explained one record tried on another, with the same numbers: they are an engine's, not an op's."""
+        for way in self._ways(found, one.record):
+            yield from self._tried(way, one)
+
+    def _ways(self, found: Hypothesis, record: OpRecord) -> Iterator[Hypothesis]:
+        """What it may be of a record in another step: the same, and where that has one token and reads what earlier
+        steps left in a cache or a state, also made in those of several alone.
         """
-        yield from self._tried(found, one)
-        if not found.parts[-1].tokens and self.is_of_one_token(one.record) and self.hands_on(one.record):
-            yield from self._tried(found.of_tokens("several"), one)
+        yield found
+        if not found.parts[-1].tokens and self.is_of_one_token(record) and self.hands_on(record):
+            yield found.of_tokens("several")
 
     def _tried(self, found: Hypothesis, one: Faulty) -> Iterator[Hypothesis]:
         if not self._is_carried(found, one):
@@ -187,7 +192,7 @@ class Kin:
         for n in range(1, len(found.parts)):
             for parts in combinations(found.parts, n):
                 for fewer in self.trials.together(parts, one.record, one.error):
-                    if self.explains(fewer, one) and fewer.score >= found.score:
+                    if (fewer.left <= NOTHING or fewer.score >= found.score) and self.explains(fewer, one):
                         return fewer
         return found
 
@@ -291,7 +296,9 @@ class Kin:
             if not error.faulty and self.replay.under(other, tried.ops).faulty:
                 return True
             if step in asked:
-                allowed, local = _TOLD if soon_suited else 1.0, self.replay.under(other, tried.ops)
+                under = (self.replay.under(other, way.ops) for way in self._ways(tried, other))
+                local = min(under, key=lambda x: (math.isnan(x.nmse), x.nmse))
+                allowed = _TOLD if soon_suited else 1.0
                 most = math.inf if math.isnan(error.nmse) else allowed * error.nmse
                 is_small = step != largest and not local.faulty  # an error, of which roundings are more than that
                 # What is hidden may be chosen: then the error is infinite.

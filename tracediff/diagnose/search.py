@@ -2,7 +2,9 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 
 from tracediff.diagnose.budget import Progress, within
@@ -10,7 +12,7 @@ from tracediff.diagnose.hypothesis import PART, SOLVED, Assumed, Hypothesis, Lea
 from tracediff.diagnose.kin import Faulty, Kin
 from tracediff.diagnose.solve import pairs, segments, solver
 from tracediff.diagnose.solve.segments import Explanations, How
-from tracediff.model.graph import Graph
+from tracediff.model.graph import Graph, Tokens
 from tracediff.names import layer_of
 from tracediff.replay.recompute import CircularError
 from tracediff.replay.replay import Replay
@@ -186,14 +188,7 @@ class Search:
         alone.
         """
         found, in_some = list[Hypothesis](), [*in_some]
-        for solved, scheme in solutions:
-            self._budget.check()  # of a state of NaN thousands are found at once
-            try:
-                local = self._replay.under(one.record, solved.ops, to_beat(one.error), scheme)
-            except CircularError:
-                continue
-            part = Assumed(SOLVED, solved.words, solved.words, solved.fitted, solved.look, n_edits=solved.n_edits)
-            hypothesis = Hypothesis((part,), solved.ops, local)
+        for hypothesis in self._hypotheses(solutions, one):
             if self._kin.explains(hypothesis, one):
                 found.append(hypothesis)
                 if self._kin.explains_all(hypothesis, self._kin.some):
@@ -205,6 +200,17 @@ class Search:
             if len(found) == _ALIKE:
                 break
         return self._kin.chosen([*found, *in_some]) if found or in_some else None
+
+    def _hypotheses(self, solutions: Explanations, one: Faulty) -> Iterator[Hypothesis]:
+        """What they leave of the record: made in all steps, or, where that may be, in those of one token."""
+        each: tuple[Tokens | None, ...] = (None, "one") if self._is_decode_alone(one.record) else (None,)
+        for solved, scheme in solutions:
+            part = Assumed(SOLVED, solved.words, solved.words, solved.fitted, solved.look, n_edits=solved.n_edits)
+            for tokens in each:
+                tried = Hypothesis((part,), solved.ops, one.error).of_tokens(tokens)
+                self._budget.check()  # of a state of NaN thousands are found at once
+                with suppress(CircularError):
+                    yield replace(tried, local=self._replay.under(one.record, tried.ops, to_beat(one.error), scheme))
 
     def _may_be_in_some(self, solved: Hypothesis, one: Faulty) -> bool:
         """Whether it may be made in some steps alone, where others contradict it."""

@@ -42,4 +42,6 @@ ALIKE = {
     "attention_scale": ("scores_scaled",), "scores_scaled": ("attention_scale",),
     "weight_zero": ("residual_dropped", "term_dropped"),
     "residual_dropped": ("weight_zero",), "term_dropped": ("weight_zero",),
+    "block_scale_bits": ("weight_zero", "residual_dropped", "term_dropped"),
+    "norm_skipped": ("norm_bypassed",), "norm_bypassed": ("norm_skipped",),
 }  # fmt: skip

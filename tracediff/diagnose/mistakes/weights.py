@@ -1,13 +1,25 @@
 """Mistakes in loading a weight, or in how a matmul reads it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.masks import SOFTMAX
-from tracediff.diagnose.mistakes.mistake import MATMUL, NORM, Area, Context, Variant, Variants, Where, is_gated
+from tracediff.diagnose.mistakes.mistake import (
+    MATMUL,
+    NORM,
+    Area,
+    Context,
+    Variant,
+    Variants,
+    Where,
+    is_gated,
+    parts_of,
+)
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Weight
 from tracediff.model.pairing import neighbours
@@ -134,6 +146,45 @@ def _swapped(op: Op, context: Context) -> Variants:
         names = (split(o.name)[1] for o in (op, other))
         words = "{} multiplies with {}.weight".format(*names)
         yield Variant(replace(op, weights=other.weights), words, name="each multiplies with the other's weight")
+
+
+@AREA.mistake(
+    "qkv_order", "the product of joined Q, K and V weights is split in another order than they were joined in",
+    "the order in which Q, K and V are split from one product", Where(("linear",), ("q", "k", "v")),
+)  # fmt: skip
+def _other_order(op: Op, context: Context) -> Variants:
+    joined = _joined(op, context)
+    names, sizes = [one.name for one in joined], [one.weights[0].shape[0] for one in joined]
+    if op.name not in names:
+        return
+    own = names.index(op.name)
+    begin, n = sum(sizes[:own]), sizes[own]
+    for order in permutations(range(3)):
+        first = sum(sizes[i] for i in order[: order.index(own)])
+        if first == begin:
+            continue
+        whole = [split(o.name)[1] for i, o in enumerate(joined) if (sum(sizes[:i]), sizes[i]) == (first, n)]
+        rows = f"rows {first} to {first + n - 1} of Q, K and V, one below the other,"
+        words = f"{f'{whole[0]}.weight is' if whole else f'{rows} are'} used where {names[own]}.weight belongs"
+        both = f"Q, K and V are split from one product in the order {', '.join('QKV'[i] for i in order)}"
+        weights = tuple(
+            replace(weight, read=partial(_rows, of=tuple(o.weights[i].name for o in joined), first=first))
+            for i, weight in enumerate(op.weights)
+        )
+        yield Variant(replace(op, weights=weights), words, name=both)
+
+
+def _joined(op: Op, context: Context) -> list[Op]:
+    """The three ops that project what this one does to Q, K and V, each by weights of its own; else none."""
+    beside = [other for other, _ in context.graph.readers(op.inputs[0]) if other.kind == "linear"]
+    of_each = [[other for other in beside if part in parts_of(other, context.graph)] for part in ("q", "k", "v")]
+    joined = [found[0] for found in of_each if len(found) == 1 and len(found[0].weights) == len(op.weights)]
+    return joined if len({one.name for one in joined}) == 3 else []
+
+
+def _rows(file: GGUFFile, info: TensorInfo, of: Sequence[str], first: int) -> Tensor:
+    """As many rows as the tensor has, of those of several, one below the other."""
+    return torch.cat([values_of(file, file.tensors[name]) for name in of])[first : first + info.shape[0]]
 
 
 @AREA.mistake(
