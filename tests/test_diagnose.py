@@ -32,6 +32,7 @@ FAULTS = {
     "bias_missing": {"attn_q", "attn_k", "attn_v"},
     "rope_permuted": {"attn_q", "attn_k"},
     "gate_up_swapped": {"ffn_gate", "ffn_up"},
+    "qkv_order": {"attn_k", "attn_v"},
     "eps": {"attn_norm", "ffn_norm", "output_norm"},
     "norm_weight_plus_one@attn_norm": {"attn_norm"},
     "norm_scaled@output_norm": {"output_norm"},

@@ -187,7 +187,7 @@ class Explainer:
             for best, others in reversed(left):
                 pending = [one for one, _ in members]
                 same = dict(kin.carry(best, pending))
-                if not pending and all(judge(before.score - same[one].score) != "faulty" for one, before in members):
+                if not pending and all(_suits(same[one], before) for one, before in members):
                     yield from same.items()
                     others += same.items()
                     break
@@ -276,6 +276,11 @@ def _of_prompts_alone(carried: list[tuple[Faulty, Hypothesis]]) -> list[tuple[Fa
     """The same, said of steps of several tokens alone where those of one show that it is not made in them."""
     alone = any(same.parts[-1].tokens == "several" for _, same in carried)
     return [(one, same.of_tokens("several") if alone else same) for one, same in carried]
+
+
+def _suits(same: Hypothesis, before: Hypothesis) -> bool:
+    """Whether what other records have anyway explains one as well as what it was explained by before."""
+    return same.left <= NOTHING or judge(before.score - same.score) != "faulty"
 
 
 def _joined(kins: Sequence[list[int]], ops: Sequence[OpResult]) -> list[list[int]]:

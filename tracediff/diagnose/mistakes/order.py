@@ -5,7 +5,17 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import MATMUL, NORM, Area, Context, Variant, Variants, Where, is_gated
+from tracediff.diagnose.mistakes.mistake import (
+    MATMUL,
+    NORM,
+    Area,
+    Context,
+    Variant,
+    Variants,
+    Where,
+    is_gated,
+    parts_of,
+)
 from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of, split
 from tracediff.numerics.kinds import KINDS
@@ -176,6 +186,20 @@ def _rotated(op: Op, context: Context) -> Variants:
         )
         changed = replace(op, inputs=tuple(one.name for one in before))
         yield Variant(changed, f"queries and keys are rotated{words}", before=before)
+
+
+@AREA.mistake(
+    "values_normed", "values are normed as keys are", "which of Q, K and V have a norm", Where(("weighted_values",)),
+)  # fmt: skip
+def _values_normed(op: Op, context: Context) -> Variants:
+    values, layer = op.inputs[1], layer_of(op.name)
+    if any(op.seen) or layer is None or values not in context.graph:
+        return
+    for norm in context.graph.layer(layer):
+        if norm.kind in NORM.kinds and norm.axes == context.graph[values].axes and "k" in parts_of(norm, context.graph):
+            before = replace(norm, name=f"{op.name}.read", inputs=(values,), views=())
+            words = f"values are normed, as keys are, with {split(norm.name)[1]}.weight"
+            yield Variant(replace(op, inputs=(op.inputs[0], before.name)), words, before=(before,))
 
 
 # What is done to a projection, in words, until attention reads it.

@@ -1,6 +1,9 @@
 """Mistakes in sums of values: of the residual stream, and of what is added to a layer's output."""
 
 from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
 
 from tracediff.diagnose.mistakes.mistake import (
     NORM,
@@ -83,3 +86,28 @@ def _normed(op: Op, context: Context) -> Variants:
         words = f"{norm.name} is added where {stream} belongs"
         name = "the normed value is added where the residual stream belongs"
         yield Variant(replace(op, inputs=(op.inputs[0], norm.name)), words, name=name)
+
+
+@AREA.mistake(
+    "factor_of_another_term", "a factor multiplies another term of a sum, or all of it",
+    "what the residual multiplier multiplies", SUM,
+)  # fmt: skip
+def _other_scaled(op: Op, context: Context) -> Variants:
+    if len(op.inputs) != 2 or op.views:
+        return
+    for position, name in enumerate(op.inputs):
+        scaled = context.graph.ops.get(name)
+        if scaled is None or scaled.kind != "scale" or scaled.views:
+            continue
+        inputs = tuple(scaled.inputs[0] if i == position else other for i, other in enumerate(op.inputs))
+        factor, read = scaled.attrs["scale"], replace(op, inputs=inputs)
+        factors = (1.0, factor) if position == 0 else (factor, 1.0)
+        own, other = _terms(op, context.graph)[:: 1 if position == 0 else -1]
+        for by, how in ((factors, "instead"), ((factor, factor), "as well")):
+            words = f"the factor {factor:g} of {inputs[position]} multiplies {inputs[1 - position]} {how}"
+            name = f"the factor {factor:g} of {own} multiplies {other} {how}"
+            yield Variant(computing(read, partial(_weighted, by=by)), words, name=name)
+
+
+def _weighted(a: Tensor, b: Tensor, *, by: tuple[float, float]) -> Tensor:
+    return by[0] * a + by[1] * b
