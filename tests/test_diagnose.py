@@ -33,6 +33,7 @@ FAULTS = {
     "rope_permuted": {"attn_q", "attn_k"},
     "gate_up_swapped": {"ffn_gate", "ffn_up"},
     "qkv_order": {"attn_k", "attn_v"},
+    "slot_off_by_one": {"attn_scores", "attn_kqv"},
     "eps": {"attn_norm", "ffn_norm", "output_norm"},
     "norm_weight_plus_one@attn_norm": {"attn_norm"},
     "norm_scaled@output_norm": {"output_norm"},

@@ -106,6 +106,24 @@ def _first_wrong(op: Op, seen: Seen) -> int:
 
 
 @AREA.mistake(
+    "slot_off_by_one", "a position is cached in the slot beside its own",
+    "the slots that a step writes: where it begins, and the block size of a paged cache",
+    Where(("scores", "weighted_values")),
+)  # fmt: skip
+def _slot_beside(op: Op, _: Context) -> Variants:
+    for by, slot, empty in ((1, "p + 1", "slot 0"), (-1, "p - 1", "the last slot that is read")):
+        words = f"position p is cached in slot {slot}, and {empty} holds zeros"
+        yield computing(op, partial(_shifted, KINDS[op.kind].function, by)), words
+
+
+def _shifted(function: Callable[..., Tensor], by: int, left: Tensor, cached: Tensor) -> Tensor:
+    """With what the slots hold where each position is written `by` slots further, and the others were never."""
+    held, n = torch.zeros_like(cached), len(cached)
+    held[max(by, 0) : n + min(by, 0)] = cached[max(-by, 0) : n - max(by, 0)]
+    return function(left, held)
+
+
+@AREA.mistake(
     "values_window", "the sum of values leaves out the oldest", "the bounds of the sum over positions",
     Where(("weighted_values",)),
 )  # fmt: skip
