@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, product
 
+from tracediff.diagnose import rows_read
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
 from tracediff.diagnose.error_shape import describe, describe_choice
 from tracediff.diagnose.evidence import shown
@@ -18,6 +19,7 @@ from tracediff.diagnose.trials import Trials
 from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.evaluate import in_words_of
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import NOTHING, judge
@@ -93,7 +95,8 @@ class Explainer:
         explained |= self._hidden(ops, members, kin)
         unsought = [one for one in kin.unsought.values() if one.at not in left and not explained[one.at].cause]
         for one in (*left.values(), *unsought):
-            explained[one.at] = replace(self._described(ops[one.at], one), sought=False)
+            described = self._described(ops[one.at], one)
+            explained[one.at] = described if described.cause else replace(described, sought=False)
         return explained
 
     def _not_excused(
@@ -155,7 +158,9 @@ class Explainer:
             if given := kin.given(first):
                 yield first, given
                 continue
-            best = Search(kin).of(first, within(progress, done, n))
+            told = rows_read.told(self._replay, first.record, self._least_wrong(first.record))
+            is_told = told is not None and told.explains(first.error)
+            best = Search(kin).of(first, within(progress, done, n), only_known=is_told)
             if best is None:
                 kin.in_vain.append(first)
                 continue
@@ -245,7 +250,8 @@ class Explainer:
                     yield text, ours | ({op.name for op in tried.ops} - others)
 
     def _described(self, result: OpResult, one: Faulty) -> OpResult:
-        known = self._replay.known(one.record, self._least_wrong(one.record))
+        scheme = self._least_wrong(one.record)
+        known = self._replay.known(one.record, scheme)
         op = self._replay.graph[one.record.op]
         axes = KINDS[op.kind].axis_names(op, known.exact.ndim)
         is_choice = KINDS[op.kind].picks is not None and bool(known.recorded.isfinite().all())
@@ -256,19 +262,27 @@ class Explainer:
             shape = f"{shape}; all that it reads is finite"
         if len(one.error.segment) == 1 and (of := followed(op, known, self._replay.weights)):
             shape = f"{of}; {shape}"
+        told = rows_read.told(self._replay, one.record, scheme)
+        if told and told.explains(one.error):
+            ops, each = [self._replay.graph[name] for name in one.error.segment], {SOLVED: told.text}
+            under = in_words_of(ops, scheme, self._replay.weights)
+            cause = Cause(SOLVED, told.nmse, told.text, one.error.floor, under, each, {SOLVED: rows_read.LOOK})
+            return replace(result, cause=cause, in_some_steps=True, common={SOLVED: rows_read.READ})
+        if told:
+            shape = f"{told.text}; {shape}"
         untried = several_layers(one.error.segment) and not ends_soon(self._replay, one)
         return replace(result, shape=f"{shape}; {_UNTRIED}" if untried else shape)
 
-    def _least_wrong(self, record: OpRecord) -> Scheme | None:
+    def _least_wrong(self, record: OpRecord) -> Scheme:
         """The arithmetic in which the fewest values are wrong, where none is settled. The one that leaves least is
         chosen by those: beside 64 that lack terms activations in float16 left less, and thousands wrong.
         """
 
-        def n_wrong(scheme: Scheme | None) -> int:
+        def n_wrong(scheme: Scheme) -> int:
             known = self._replay.known(record, scheme)
             return int(((known.recorded - known.exact).abs() > known.bound).sum())
 
-        schemes = self._replay.plain_ones(record)
+        schemes = [scheme or self._replay.choice(record).schemes[0] for scheme in self._replay.plain_ones(record)]
         return schemes[0] if len(schemes) == 1 else min(schemes, key=n_wrong)
 
 

@@ -42,13 +42,16 @@ class Search:
         self._kin = kin
         self._replay, self._budget, self._trials = kin.replay, kin.budget, kin.trials
 
-    def of(self, one: Faulty, progress: Progress) -> Hypothesis | None:
+    def of(self, one: Faulty, progress: Progress, only_known: bool = False) -> Hypothesis | None:
         """What explains the record best, its kin asked where several do.
 
-        One mistake in all layers of the segment alike; then in one of several layers; then several mistakes.
+        One mistake in all layers of the segment alike; then in one of several layers; then several mistakes. Where
+        something else tells what is wrong, `only_known` ones, which have a name.
         """
         plain = self._replay.tried_under(one.record, one.error.nmse)
         vain = self._kin.in_vain_of(one)
+        if only_known and len(vain) >= _SEARCHES:
+            return None
         layers = several_layers(one.error.segment) if ends_soon(self._replay, one) and not vain else []
         ways = [Way(scheme) for scheme in plain] + [Way(scheme, layer) for scheme in plain for layer in layers]
         if self._is_decode_alone(one.record):
@@ -57,6 +60,8 @@ class Search:
         for done, way in enumerate(ways):
             if found := self._single(one, way, tried, within(progress, done, len(ways))):
                 return self._unrivalled(self._kin.chosen(found), one)
+        if only_known:
+            return None
         if len(vain) >= _SEARCHES:
             return self._kin.fewest(self.one_more(one), one)
         some = (h.but_in_some_steps() for h in tried.first(_ALIKE) if not self._kin.is_soon_suited(h, one.record))

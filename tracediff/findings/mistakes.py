@@ -143,8 +143,13 @@ def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:
         texts = [unnamed(text, op.op) for text, op in each]
         if len({*map(pattern, texts)}) > 1:
             texts = [_of_stream(text, op) for text, (_, op) in zip(texts, each, strict=True)]
-        if len({*map(pattern, texts)}) > 1:
-            texts = [_in_any_op(op, group.mistake, text) for text, op in each]
+    if len({*map(pattern, texts)}) > 1:
+        texts = [_in_any_op(op, group.mistake, text) for text, op in each]
+    of_op: dict[str, set[str]] = {}
+    for text, op in each:
+        of_op.setdefault(op.op, set()).add(pattern(text))
+    if len({*texts}) == 1 and max(map(len, of_op.values())) > 1:  # what is said of one op depends on the step
+        return f"{where}: {texts[0]} ({first.op} in step {first.step}: {group.texts[0]})."
     return f"{where}: {in_common(texts)}."
 
 

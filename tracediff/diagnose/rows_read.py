@@ -1,0 +1,249 @@
+"""Which cached keys and values a token attended to, where these are not its own: told by what came of it.
+
+Attention is a mean of values, weighted by e_j = exp(scale q.k_j). Of every row j that any sequence has cached so far
+key and value are known, so what was made of a token, y, tells which of them were read: sum_j x_j e_j (v_j - y) = 0 in
+each channel of each head, where x_j is how often j was read. That is linear in x, with as many equations as y has
+values. Of a row that no sequence cached, as in a slot that nobody wrote to, neither is known: then y = a + w (u - a)
+with one value u for all heads of a group and all tokens, a share w of each, and the mean a over the rest; u and 1 / w
+are linear in what is known.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracediff.english import ranges
+from tracediff.names import StepOf
+from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.kinds.attention import VISIBLE
+from tracediff.numerics.nmse import nmse
+from tracediff.replay.replay import Replay
+from tracediff.result import Local
+from tracediff.trace.format import OpRecord
+
+_LITTLE = 1e-5  # NMSE: a cache in half precision leaves less, any other set of rows far more
+_OF_ERROR = 1e-4  # of what is wrong, which may be little: what leaves more does not explain it
+_MOST = 1 << 23  # values of one system of equations
+_SURE = 0.25  # so near to 0, 1 or 2 is how often a row was read
+_PLACES = 64  # of a row that may be another: of more the first and the last are asked
+_EQUATIONS = 2  # outputs, of a token's head each, that tell a value that is unknown
+
+READ = "attention reads other rows of the cache than the token's own"
+LOOK = "block tables, slots and lengths: which rows of the cache a query reads, and where a step writes its own"
+
+Row = tuple[int, int]  # a sequence, and a position of it
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """What was made of queries [T, H, D], `y` [T, H, D], and what they could read: keys and values [N, G, D], each of
+    one of `rows`, or of several that are alike. Which of them each query should see, bool [T, N].
+    """
+
+    q: Tensor
+    y: Tensor
+    keys: Tensor
+    values: Tensor
+    rows: Sequence[Sequence[Row]]
+    sees: Tensor
+
+    def weights(self, t: int) -> Tensor:
+        """Of each row for a token, [H, N], the largest 1."""
+        q = self.q[t].unflatten(0, (self.keys.shape[1], -1))  # G, H/G, D
+        logits = (q @ self.keys.permute(1, 2, 0)).flatten(0, 1)
+        return (logits - logits.amax(1, keepdim=True)).exp()
+
+    def mean(self, t: int, times: Tensor) -> Tensor:
+        """What comes of a token that reads each row so many times, [H, D]; NaN where it reads none."""
+        shares = self.weights(t) * times
+        shares = (shares / shares.sum(1, keepdim=True)).unflatten(0, (self.keys.shape[1], -1))
+        return (shares @ self.values.permute(1, 0, 2)).flatten(0, 1)
+
+    def error(self, t: int) -> float:
+        """NMSE of what a token should read."""
+        return nmse(self.mean(t, self.sees[t].double()), self.y[t])
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What was read, in words of the first token that tells it, and the NMSE that is left of the record; infinite where
+    not all tokens that are wrong tell.
+    """
+
+    text: str
+    nmse: float
+
+    def explains(self, error: Local) -> bool:
+        """Whether so little is left of the record as a cache in half precision may leave."""
+        return self.nmse <= max(error.floor, _OF_ERROR * error.nmse)
+
+
+def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
+    """What tokens attended to that they should not have; None where that cannot be told. Of a record of attention's
+    output whose scores were not recorded.
+    """
+    attention = _attention(replay, record, scheme)
+    if attention is None or not bool(attention.y.isfinite().all()):
+        return None
+    step = replay.trace.steps[record.step]
+    made = torch.stack([attention.mean(t, of.double()) for t, of in enumerate(attention.sees)])
+    wrong = [t for t in range(len(made)) if not attention.error(t) <= _LITTLE]
+    few = len(wrong) * attention.y[0].numel() * len(attention.rows) <= _MOST
+    asked = wrong if few else [*dict.fromkeys((wrong[0], wrong[len(wrong) // 2], wrong[-1]))]
+    texts: dict[int, str] = {}
+    for t in asked:
+        times = _read(attention, t)
+        if times is not None:
+            made[t] = attention.mean(t, times)
+            read, right = (_words(attention.rows, n, step.sequence) for n in (times, attention.sees[t]))
+            texts[t] = f"the token at position {step.positions[t]} attends to {read}, not to {right}"
+    rest = [t for t in asked if t not in texts]
+    for some in (rest, *([t] for t in rest)) if rest else ():
+        unknown = _unknown(attention, some)
+        if unknown and not texts.keys() & {*some}:
+            where, made[some] = unknown
+            at, s = ranges([step.positions[t] for t in some]), "s" * (len(some) > 1)
+            who = f"the token{s} at position{s} {at} attend{'s' * (not s)} to"
+            what = "a key and value that no step has cached"
+            texts |= dict.fromkeys(some, f"{who} {what}, {where}: as in a slot that was never written to")
+    left = nmse(made, attention.y) if texts.keys() == {*wrong} else math.inf
+    return Told(texts[min(texts)], left) if texts else None
+
+
+def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention | None:
+    """The attention that ends in the record; None where it is of another sort, or a part of it was recorded."""
+    graph, trace = replay.graph, replay.trace
+    out = graph[record.op]
+    softmax = graph.ops.get(out.inputs[0]) if out.kind == "weighted_values" and not any(out.seen) else None
+    scores = graph.ops.get(softmax.inputs[0]) if softmax and softmax.kind == "softmax" else None
+    if softmax is None or scores is None or scores.kind != "scores" or any(scores.seen) or record.rows is not None:
+        return None
+    is_plain = len(softmax.inputs) == 3 and softmax.attrs.keys() <= {"scale", *VISIBLE}
+    if not is_plain or not {softmax.name, scores.name} <= {*replay.segment(record)}:
+        return None
+    q, k = replay.supposed(record, scores.name, scheme).inputs[:2]
+    probs, v = replay.supposed(record, out.name, scheme).inputs[:2]
+    y = replay.known(record, scheme).recorded.unflatten(-1, (q.shape[1], -1))
+    own = trace.steps[record.step].sequence
+    rows, keys, values = [(own, int(at)) for at in trace.positions_until(record.step)], [k], [v]
+    for sequence, step in _others(replay, record).items():
+        cached = [replay.held(step, name, True) for name in (scores.inputs[1], out.inputs[1])]
+        if cached[0] is not None and cached[1] is not None:
+            rows += [(sequence, int(at)) for at in trace.positions_until(step)]
+            keys.append(cached[0].reshape(-1, *k.shape[1:]))
+            values.append(cached[1].reshape(-1, *v.shape[1:]))
+    keys_of_all, values_of_all = torch.cat(keys), torch.cat(values)
+    alike = _alike(torch.cat((keys_of_all.flatten(1), values_of_all.flatten(1)), 1), len(k))
+    sees = torch.zeros(len(y), len(alike), dtype=torch.bool, device=y.device)
+    sees[:, : len(k)] = (probs > 0).any(0)
+    q, new = q * float(softmax.attrs["scale"]), [*alike]
+    return _Attention(
+        q, y, keys_of_all[new], values_of_all[new], [[rows[i] for i in of] for of in alike.values()], sees
+    )
+
+
+def _others(replay: Replay, record: OpRecord) -> Mapping[int, int]:
+    """Of each other sequence its last step until the record's, itself included."""
+    steps, here = replay.trace.steps, _number(record.step)
+    last = {step.sequence: number for number, step in steps.items() if _number(number) <= here}
+    return {sequence: step for sequence, step in last.items() if sequence != steps[record.step].sequence}
+
+
+def _number(step: int) -> int:
+    return step.step if isinstance(step, StepOf) else step
+
+
+def _alike(rows: Tensor, n_own: int) -> dict[int, list[int]]:
+    """The first `n_own`, and of the others those that are unlike all before, each with those that are like it:
+    sequences may begin alike.
+    """
+    sizes, found = rows.square().sum(1), {i: [i] for i in range(n_own)}
+    for i in range(n_own, len(rows)):
+        first = [*found]
+        near = (rows[first] - rows[i]).square().sum(1) <= _LITTLE * sizes[i]
+        found.setdefault(first[int(near.nonzero()[0])] if bool(near.any()) else i, []).append(i)
+    return found
+
+
+def _read(attention: _Attention, t: int) -> Tensor | None:
+    """How often a token read each row, [N]; None where no numbers of times give what was made of it."""
+    y, weights = attention.y[t], attention.weights(t)
+    n_heads, n_rows = weights.shape
+    if y.numel() <= n_rows or y.numel() * n_rows > _MOST:
+        return None
+    values = attention.values.repeat_interleave(n_heads // attention.values.shape[1], 1).permute(1, 2, 0)  # H, D, N
+    equations = (weights[:, None] * (values - y[..., None])).flatten(0, 1)
+    sizes = equations.square().sum(0).sqrt().clamp(min=1e-300)
+    vector = torch.linalg.svd(equations / sizes, full_matrices=False).Vh[-1]
+    times = vector / sizes
+    times = times / times[vector.abs().argmax()]
+    whole = times.round()
+    sees = attention.sees[t].double()
+    whole = torch.where(((times - whole).abs() <= _SURE) & (whole >= 0), whole, sees)
+    left = nmse(attention.mean(t, whole), y) if bool(whole.any()) else math.inf
+    return whole if left <= min(_LITTLE, _OF_ERROR * attention.error(t)) else None
+
+
+def _unknown(attention: _Attention, tokens: Sequence[int]) -> tuple[str, Tensor] | None:
+    """Where these tokens read one row that nobody cached, in words, and what comes of that, [T, H, D]; None where that
+    is not so.
+    """
+    sees = attention.sees[[*tokens]]
+    if (made := _with_one_more(attention, tokens, sees)) is not None:
+        return "beside those that it should read", made
+    instead = sees.any(0).nonzero().flatten().tolist()
+    for row in instead if len(instead) <= _PLACES else (instead[0], instead[-1]):
+        others = sees.clone()
+        others[:, row] = False
+        if (made := _with_one_more(attention, tokens, others)) is not None:
+            return f"in the place of position {attention.rows[row][0][1]}", made
+    own = torch.zeros_like(sees)
+    own[range(len(tokens)), [int(of.nonzero()[-1]) for of in sees]] = True
+    made = _with_one_more(attention, tokens, sees & ~own)
+    return None if made is None else ("in the place of the last that each should read", made)
+
+
+def _with_one_more(attention: _Attention, tokens: Sequence[int], sees: Tensor) -> Tensor | None:
+    """What is made of tokens that read one unknown row beside those that each `sees`, [T, H, D]; None where no such row
+    gives what was made.
+    """
+    groups, n_heads = attention.values.shape[1], attention.y.shape[1]
+    means = torch.stack([attention.mean(t, of.double()) for t, of in zip(tokens, sees, strict=True)])
+    ys = attention.y[[*tokens]]  # T, H, D; of means NaN where nothing is seen
+    means, ys = (x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2) for x in (means, ys))  # G, n, D
+    enough = min(_LITTLE, _OF_ERROR * min(map(attention.error, tokens)))
+    if ys.shape[1] < _EQUATIONS:
+        return None
+    made = list[Tensor]()
+    for mean, y in zip(means, ys, strict=True):
+        alone = mean.isnan()
+        at, along = torch.where(alone, y, mean), torch.where(alone, 0.0, y - mean)
+        along = along / along.square().sum(1, keepdim=True).sqrt().clamp(min=1e-300)
+        across = len(y) * torch.eye(y.shape[1], dtype=y.dtype, device=y.device) - along.T @ along
+        unknown = torch.linalg.lstsq(across, (at - along * (along * at).sum(1, keepdim=True)).sum(0)).solution
+        away = unknown - at
+        share = ((y - at) * away).sum(1, keepdim=True) / away.square().sum(1, keepdim=True).clamp(min=1e-300)
+        made.append(torch.where(alone, unknown, at + share * away))
+        if not nmse(made[-1], y) <= enough or bool(((share < 0) | (share > 1)).any()):
+            return None
+    return torch.stack(made).unflatten(1, (len(tokens), -1)).transpose(0, 1).reshape(len(tokens), n_heads, -1)
+
+
+def _words(rows: Sequence[Sequence[Row]], times: Tensor, own: int) -> str:
+    """Which rows these are: of one sequence where they may be, the token's own first."""
+    read = [(of, int(n)) for of, n in zip(rows, times.tolist(), strict=True) if n]
+    every = [{sequence for sequence, _ in of} for of, _ in read]
+    one = min(set.intersection(*every), key=lambda sequence: sequence != own, default=None)
+    found: dict[tuple[bool, int, int], list[int]] = {}
+    for of, n in read:
+        each = sorted(of, key=lambda row: row[0] != one)[:n]  # of rows that are alike nobody knows which was read
+        for sequence, position in each:
+            found.setdefault((sequence != own, sequence, n if len(each) < n else 1), []).append(position)
+    parts = []
+    for (other, sequence, n), at in sorted(found.items()):
+        whose, often = f" of sequence {sequence}" * other, f"{n} times " * (n > 1)
+        parts.append(f"{often}position{'s' * (len(at) > 1)} {ranges(sorted(at))}{whose}")
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
