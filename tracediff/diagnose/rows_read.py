@@ -27,7 +27,7 @@ from tracediff.trace.format import OpRecord
 _LITTLE = 1e-5  # NMSE: a cache in half precision leaves less, any other set of rows far more
 _OF_ERROR = 1e-4  # of what is wrong, which may be little: what leaves more does not explain it
 _MOST = 1 << 23  # values of one system of equations
-_SURE = 0.25  # so near to 0, 1 or 2 is how often a row was read
+_SURE = 0.25  # so near to a whole number is how often a row was read
 _PLACES = 64  # of a row that may be another: of more the first and the last are asked
 _EQUATIONS = 2  # outputs, of a token's head each, that tell a value that is unknown
 
@@ -178,13 +178,14 @@ def _read(attention: _Attention, t: int) -> Tensor | None:
     equations = (weights[:, None] * (values - y[..., None])).flatten(0, 1)
     sizes = equations.square().sum(0).sqrt().clamp(min=1e-300)
     vector = torch.linalg.svd(equations / sizes, full_matrices=False).Vh[-1]
-    times = vector / sizes
-    times = times / times[vector.abs().argmax()]
-    whole = times.round()
-    sees = attention.sees[t].double()
-    whole = torch.where(((times - whole).abs() <= _SURE) & (whole >= 0), whole, sees)
-    left = nmse(attention.mean(t, whole), y) if bool(whole.any()) else math.inf
-    return whole if left <= min(_LITTLE, _OF_ERROR * attention.error(t)) else None
+    found, sees, enough = vector / sizes, attention.sees[t].double(), min(_LITTLE, _OF_ERROR * attention.error(t))
+    for most in (1, 2):  # times that the row which tells most was read
+        times = most * found / found[vector.abs().argmax()]
+        whole = times.round()
+        whole = torch.where(((times - whole).abs() <= _SURE) & (whole >= 0), whole, sees)
+        if bool(whole.any()) and nmse(attention.mean(t, whole), y) <= enough:
+            return whole
+    return None
 
 
 def _unknown(attention: _Attention, tokens: Sequence[int]) -> tuple[str, Tensor] | None:
@@ -218,7 +219,7 @@ def _with_one_more(attention: _Attention, tokens: Sequence[int], sees: Tensor) -
     if ys.shape[1] < _EQUATIONS:
         return None
     made = list[Tensor]()
-    for mean, y in zip(means, ys, strict=True):
+    for mean, y, cached in zip(means, ys, attention.values.transpose(0, 1), strict=True):
         alone = mean.isnan()
         at, along = torch.where(alone, y, mean), torch.where(alone, 0.0, y - mean)
         along = along / along.square().sum(1, keepdim=True).sqrt().clamp(min=1e-300)
@@ -227,7 +228,8 @@ def _with_one_more(attention: _Attention, tokens: Sequence[int], sees: Tensor) -
         away = unknown - at
         share = ((y - at) * away).sum(1, keepdim=True) / away.square().sum(1, keepdim=True).clamp(min=1e-300)
         made.append(torch.where(alone, unknown, at + share * away))
-        if not nmse(made[-1], y) <= enough or bool(((share < 0) | (share > 1)).any()):
+        is_cached = (cached - unknown).square().sum(1) <= _LITTLE * unknown.square().sum()
+        if not nmse(made[-1], y) <= enough or bool(((share < 0) | (share > 1)).any()) or bool(is_cached.any()):
             return None
     return torch.stack(made).unflatten(1, (len(tokens), -1)).transpose(0, 1).reshape(len(tokens), n_heads, -1)
 

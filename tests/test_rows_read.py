@@ -1,0 +1,113 @@
+"""Rows of the cache that a token read, where scores were not recorded: other positions', other sequences', and what is
+left in a slot that nothing was written to.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Models, some_of, trace_graph
+from test_sequences import BATCHES
+from torch import Tensor
+
+from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.model.model import Model
+from tracediff.names import StepOf
+from tracediff.numerics.kinds import KINDS
+from tracediff.pipeline import check_trace
+from tracediff.trace.reader import Trace
+
+TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12)
+READ = "attention reads other rows of the cache than the token's own"
+
+
+def other_at_3(cached: Tensor) -> Tensor:
+    return torch.cat((cached[:3], cached[1:2], cached[4:]))
+
+
+def garbage_at_2(cached: Tensor) -> Tensor:
+    """Of keys and of values others, the same in every step."""
+    noise = torch.randn(cached[:1].shape, generator=torch.Generator().manual_seed(cached.shape[1]))
+    return torch.cat((cached[:2], noise.to(cached), cached[3:]))
+
+
+def garbage_at_0_and_all_late(cached: Tensor) -> Tensor:
+    noise = torch.randn(cached[:1].shape, generator=torch.Generator().manual_seed(3))
+    return torch.cat((noise.to(cached), cached[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (other_at_3, "the token at position 3 attends to positions 0, 2 and 2 times position 1, not to positions 0 to "
+         "3"),
+        (garbage_at_2, "the tokens at positions 2 to 10 attend to a key and value that no step has cached, in the "
+         "place of position 2: as in a slot that was never written to"),
+        (garbage_at_0_and_all_late, "the tokens at positions 0 to 10 attend to a key and value that no step has "
+         "cached, in the place of the last that each should read: as in a slot that was never written to"),
+    ],
+)  # fmt: skip
+def test_rows_of_the_cache_are_told(
+    rows: Callable[[Tensor], Tensor], text: str, models: Models, tmp_path: Path
+) -> None:
+    model = Model(models("qwen3"))
+    changed = [
+        replace(op, function=lambda x, cached, right=KINDS[op.kind].function: right(x, rows(cached)))
+        for op in model.graph
+        if op.kind in ("scores", "weighted_values")
+    ]
+    whole = trace_graph(model.graph.changed(*changed), model.file, tmp_path / "whole.trace", TOKENS, (97,))
+    path = some_of(whole, tmp_path / "fused.trace", lambda op: not op.endswith(("attn_scores", "attn_probs")))
+    (finding,) = check_trace(path, model.path).findings
+    assert finding.text == (f"all 3 layers (seen in attn_kqv): {READ} (blk.0.attn_kqv in step 0: {text}).")
+
+
+def test_rows_of_another_sequence_are_told(models: Models, tmp_path: Path) -> None:
+    """What sequence 4 makes of sequence 0's keys and values, by numpy, in the place of what it made of its own."""
+    model = models("qwen3", "F32")
+    kept = ("attn_q_rope", "attn_k_rope", "attn_v", "attn_kqv", "ffn_residual")
+    whole = trace_torch(model, tmp_path / "whole.trace", TorchOptions(), steps=BATCHES)
+    last = "blk.2."
+    path = some_of(
+        whole, tmp_path / "some.trace", lambda op: op.endswith(kept) and op != f"{last}ffn_residual" and op != "output"
+    )
+    trace, here = Trace(path), StepOf(2, 4)
+
+    def cached(name: str) -> np.ndarray:
+        return np.concatenate([trace.values(trace.ops[step, last + name]) for step in (0, 1, 2)]).astype(np.float64)
+
+    q = trace.values(trace.ops[here, f"{last}attn_q_rope"])[0].astype(np.float64)
+    k, v = (cached(name).repeat(len(q) // cached(name).shape[1], 1) for name in ("attn_k_rope", "attn_v"))
+    weights = np.exp(np.einsum("hd,nhd->hn", q, k) / math.sqrt(q.shape[1]))
+    made = np.einsum("hn,nhd->hd", weights / weights.sum(1, keepdims=True), v).astype(np.float32)
+    record = trace.ops[here, f"{last}attn_kqv"]
+    with path.with_name("whole.bin").open("r+b") as file:
+        file.seek(record.offset or 0)
+        file.write(made.tobytes())
+    (finding,) = check_trace(path, model).findings
+    assert finding.text == (
+        "layer 2 (seen in attn_kqv), in step 2 of sequence 4: the token at position 3 attends to positions 0 to 7 of "
+        "sequence 0, not to positions 0 to 3."
+    )
+
+
+def test_what_no_rows_give_is_not_told(models: Models, tmp_path: Path) -> None:
+    """Two slots that nothing was written to are more than a decoded token tells, and heads that read others no rows."""
+    model = Model(models("qwen3"))
+
+    def two(cached: Tensor) -> Tensor:
+        noise = torch.randn(cached[:2].shape, generator=torch.Generator().manual_seed(cached.shape[1]))
+        return torch.cat((cached[:1], noise.to(cached), cached[3:]))
+
+    changed = [
+        replace(op, function=lambda x, cached, right=KINDS[op.kind].function: right(x, two(cached)))
+        for op in model.graph
+        if op.kind in ("scores", "weighted_values")
+    ]
+    whole = trace_graph(model.graph.changed(*changed), model.file, tmp_path / "whole.trace", TOKENS[:4], (97,))
+    path = some_of(whole, tmp_path / "fused.trace", lambda op: not op.endswith(("attn_scores", "attn_probs")))
+    assert all(READ not in finding.text for finding in check_trace(path, model.path).findings if 1 in finding.steps)
