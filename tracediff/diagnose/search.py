@@ -79,9 +79,8 @@ class Search:
         )
 
     def _is_decode_alone(self, record: OpRecord) -> bool:
-        """Whether it may be made where one token is computed alone, though earlier steps are recomputed for it."""
-        kin = self._kin
-        return kin.is_of_one_token(record) and kin.is_sound_in_prompts(record) and kin.hands_on(record)
+        """Whether it may be made where one token is computed alone."""
+        return self._kin.is_of_one_token(record) and self._kin.is_sound_in_prompts(record)
 
     def known(self, one: Faulty, way: Way, progress: Progress) -> Hypothesis | None:
         """The known mistake, made in all layers of the segment alike, that explains the record best in this way."""

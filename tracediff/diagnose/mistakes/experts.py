@@ -189,6 +189,29 @@ def _sorted(op: Op, context: Context) -> Variants:
     yield computing(op.also_reading((ids, False)), function), words
 
 
+@AREA.mistake(
+    "experts_left_out", "some of a token's chosen experts do not count",
+    "the bounds of the loop over experts, and whether what each makes is added to what others made", Where(("mul",)),
+)  # fmt: skip
+def _left_out(op: Op, context: Context) -> Variants:
+    product = context.graph.ops.get(op.inputs[0])
+    if product is None or product.kind != "linear_id" or len(op.inputs) != 2:
+        return
+    last = product.weights[0].shape[0] - 1
+    for words, counts in (
+        (f"expert {last}, the last, is left out", lambda ids: ids != last),
+        ("expert 0 is left out", lambda ids: ids != 0),
+        ("the expert of the largest number alone counts", lambda ids: ids == ids.amax(-1, keepdim=True)),
+        ("the expert of the smallest number alone counts", lambda ids: ids == ids.amin(-1, keepdim=True)),
+    ):
+
+        def function(x: Tensor, weights: Tensor, ids: Tensor, counts: Callable[[Tensor], Tensor] = counts) -> Tensor:
+            return x * repeated(torch.where(counts(ids).reshape(weights.shape), weights, 0.0), x)
+
+        overwritten = ", as if each overwrote what others had made of the token" * ("alone" in words)
+        yield computing(op.also_reading((product.inputs[1], False)), function), words + overwritten
+
+
 def _is_of_experts(name: str, graph: Graph) -> bool:
     return name in graph and graph[name].kind in ("linear_id", "add_id")
 
