@@ -26,12 +26,15 @@ from tracediff.trace.format import OpRecord
 
 _LITTLE = 1e-5  # NMSE: a cache in half precision leaves less, any other set of rows far more
 _OF_ERROR = 1e-4  # of what is wrong, which may be little: what leaves more does not explain it
-_MOST = 1 << 23  # values of one system of equations
+_MOST = 1 << 21  # values of one system of equations: it takes a second
+_ALL = 1 << 25  # of those of all tokens: beyond it three are asked
+_PRODUCTS = 1 << 33  # of all queries with all keys
 _SURE = 0.25  # so near to a whole number is how often a row was read
 _PLACES = 64  # of a row that may be another: of more the first and the last are asked
 _EQUATIONS = 2  # outputs, of a token's head each, that tell a value that is unknown
 
 READ = "attention reads other rows of the cache than the token's own"
+_NOWHERE = "a key and value that no step has cached"
 LOOK = "block tables, slots and lengths: which rows of the cache a query reads, and where a step writes its own"
 
 Row = tuple[int, int]  # a sequence, and a position of it
@@ -88,29 +91,29 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     attention = _attention(replay, record, scheme)
     if attention is None or not bool(attention.y.isfinite().all()):
         return None
-    step = replay.trace.steps[record.step]
+    positions, own = replay.trace.steps[record.step].positions, replay.trace.steps[record.step].sequence
     made = torch.stack([attention.mean(t, of.double()) for t, of in enumerate(attention.sees)])
-    wrong = [t for t in range(len(made)) if not attention.error(t) <= _LITTLE]
-    few = len(wrong) * attention.y[0].numel() * len(attention.rows) <= _MOST
-    asked = wrong if few else [*dict.fromkeys((wrong[0], wrong[len(wrong) // 2], wrong[-1]))]
+    wrong = [t for t, (right, y) in enumerate(zip(made, attention.y, strict=True)) if not nmse(right, y) <= _LITTLE]
+    if len(wrong) * attention.y[0].numel() * len(attention.rows) > _ALL:
+        asked = [*dict.fromkeys((wrong[0], wrong[len(wrong) // 2], wrong[-1]))]
+    else:
+        asked = wrong
     texts: dict[int, str] = {}
     for t in asked:
         times = _read(attention, t)
         if times is not None:
             made[t] = attention.mean(t, times)
-            read, right = (_words(attention.rows, n, step.sequence) for n in (times, attention.sees[t]))
-            texts[t] = f"the token at position {step.positions[t]} attends to {read}, not to {right}"
+            read, right = (_words(attention.rows, n, own) for n in (times, attention.sees[t]))
+            texts[t] = f"the token at position {positions[t]} attends to {read}, not to {right}"
     rest = [t for t in asked if t not in texts]
-    for some in (rest, *([t] for t in rest)) if rest else ():
-        unknown = _unknown(attention, some)
-        if unknown and not texts.keys() & {*some}:
+    for some in [rest, *([t] for t in rest)] if rest else ():
+        unknown = None if some[0] in texts else _unknown(attention, some)
+        if unknown:
             where, made[some] = unknown
-            at, s = ranges([step.positions[t] for t in some]), "s" * (len(some) > 1)
-            who = f"the token{s} at position{s} {at} attend{'s' * (not s)} to"
-            what = "a key and value that no step has cached"
-            texts |= dict.fromkeys(some, f"{who} {what}, {where}: as in a slot that was never written to")
-    left = nmse(made, attention.y) if texts.keys() == {*wrong} else math.inf
-    return Told(texts[min(texts)], left) if texts else None
+            at, s = ranges([positions[t] for t in some]), "s" * (len(some) > 1)
+            who = f"the token{s} at position{s} {at} attend{'s' * (not s)} to {_NOWHERE}"
+            texts |= dict.fromkeys(some, f"{who}, {where}: as in a slot that was never written to")
+    return Told(texts[min(texts)], nmse(made, attention.y) if len(texts) == len(wrong) else math.inf) if texts else None
 
 
 def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention | None:
@@ -129,10 +132,14 @@ def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention |
     y = replay.known(record, scheme).recorded.unflatten(-1, (q.shape[1], -1))
     own = trace.steps[record.step].sequence
     rows, keys, values = [(own, int(at)) for at in trace.positions_until(record.step)], [k], [v]
+    if len(rows) != len(k) or y.numel() * len(k) > _PRODUCTS:
+        return None
     for sequence, step in _others(replay, record).items():
         cached = [replay.held(step, name, True) for name in (scores.inputs[1], out.inputs[1])]
-        if cached[0] is not None and cached[1] is not None:
-            rows += [(sequence, int(at)) for at in trace.positions_until(step)]
+        more = [(sequence, int(at)) for at in trace.positions_until(step)]
+        fits = len(rows) + len(more) < y[0].numel() and (len(rows) + len(more)) * y[0].numel() <= _MOST
+        if cached[0] is not None and cached[1] is not None and fits:
+            rows += more
             keys.append(cached[0].reshape(-1, *k.shape[1:]))
             values.append(cached[1].reshape(-1, *v.shape[1:]))
     keys_of_all, values_of_all = torch.cat(keys), torch.cat(values)
