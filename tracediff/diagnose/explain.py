@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, product
 
-from tracediff.diagnose import rows_read
+from tracediff.diagnose import rows
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
 from tracediff.diagnose.error_shape import describe, describe_choice
 from tracediff.diagnose.evidence import shown
@@ -158,7 +158,7 @@ class Explainer:
             if given := kin.given(first):
                 yield first, given
                 continue
-            told = rows_read.told(self._replay, first.record, self._least_wrong(first.record))
+            told = rows.told(self._replay, first.record, self._least_wrong(first.record))
             is_told = told is not None and told.explains(first.error)
             best = Search(kin).of(first, within(progress, done, n), only_known=is_told)
             if best is None:
@@ -262,12 +262,12 @@ class Explainer:
             shape = f"{shape}; all that it reads is finite"
         if len(one.error.segment) == 1 and (of := followed(op, known, self._replay.weights)):
             shape = f"{of}; {shape}"
-        told = rows_read.told(self._replay, one.record, scheme)
+        told = rows.told(self._replay, one.record, scheme)
         if told and told.explains(one.error):
             ops, each = [self._replay.graph[name] for name in one.error.segment], {SOLVED: told.text}
             under = in_words_of(ops, scheme, self._replay.weights)
-            cause = Cause(SOLVED, told.nmse, told.text, one.error.floor, under, each, {SOLVED: rows_read.LOOK})
-            return replace(result, cause=cause, in_some_steps=True, common={SOLVED: rows_read.READ})
+            cause = Cause(SOLVED, told.nmse, told.text, one.error.floor, under, each, {SOLVED: told.look})
+            return replace(result, cause=cause, in_some_steps=True, common={SOLVED: told.common})
         if told:
             shape = f"{told.text}; {shape}"
         untried = several_layers(one.error.segment) and not ends_soon(self._replay, one)

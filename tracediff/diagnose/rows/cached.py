@@ -15,17 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.rows.told import OF_ERROR, Row, Told
 from tracediff.english import ranges
-from tracediff.names import StepOf
+from tracediff.names import number_of
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.kinds.attention import VISIBLE
 from tracediff.numerics.nmse import nmse
 from tracediff.replay.replay import Replay
-from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 
 _LITTLE = 1e-5  # NMSE: a cache in half precision leaves less, any other set of rows far more
-_OF_ERROR = 1e-4  # of what is wrong, which may be little: what leaves more does not explain it
 _MOST = 1 << 21  # values of one system of equations: it takes a second
 _ALL = 1 << 25  # of those of all tokens: beyond it three are asked
 _PRODUCTS = 1 << 33  # of all queries with all keys
@@ -33,11 +32,9 @@ _SURE = 0.25  # so near to a whole number is how often a row was read
 _PLACES = 64  # of a row that may be another: of more the first and the last are asked
 _EQUATIONS = 2  # outputs, of a token's head each, that tell a value that is unknown
 
-READ = "attention reads other rows of the cache than the token's own"
+_READ = "attention reads other rows of the cache than the token's own"
+_LOOK = "block tables, slots and lengths: which rows of the cache a query reads, and where a step writes its own"
 _NOWHERE = "a key and value that no step has cached"
-LOOK = "block tables, slots and lengths: which rows of the cache a query reads, and where a step writes its own"
-
-Row = tuple[int, int]  # a sequence, and a position of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +67,6 @@ class _Attention:
         return nmse(self.mean(t, self.sees[t].double()), self.y[t])
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What was read, in words of the first token that tells it, and the NMSE that is left of the record; infinite where
-    not all tokens that are wrong tell.
-    """
-
-    text: str
-    nmse: float
-
-    def explains(self, error: Local) -> bool:
-        """Whether so little is left of the record as a cache in half precision may leave."""
-        return self.nmse <= max(error.floor, _OF_ERROR * error.nmse)
-
-
 def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     """What tokens attended to that they should not have; None where that cannot be told. Of a record of attention's
     output whose scores were not recorded.
@@ -113,7 +96,8 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
             at, s = ranges([positions[t] for t in some]), "s" * (len(some) > 1)
             who = f"the token{s} at position{s} {at} attend{'s' * (not s)} to {_NOWHERE}"
             texts |= dict.fromkeys(some, f"{who}, {where}: as in a slot that was never written to")
-    return Told(texts[min(texts)], nmse(made, attention.y) if len(texts) == len(wrong) else math.inf) if texts else None
+    left = nmse(made, attention.y) if len(texts) == len(wrong) else math.inf
+    return Told(texts[min(texts)], left, _READ, _LOOK) if texts else None
 
 
 def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention | None:
@@ -154,13 +138,9 @@ def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention |
 
 def _others(replay: Replay, record: OpRecord) -> Mapping[int, int]:
     """Of each other sequence its last step until the record's, itself included."""
-    steps, here = replay.trace.steps, _number(record.step)
-    last = {step.sequence: number for number, step in steps.items() if _number(number) <= here}
+    steps, here = replay.trace.steps, number_of(record.step)
+    last = {step.sequence: number for number, step in steps.items() if number_of(number) <= here}
     return {sequence: step for sequence, step in last.items() if sequence != steps[record.step].sequence}
-
-
-def _number(step: int) -> int:
-    return step.step if isinstance(step, StepOf) else step
 
 
 def _alike(rows: Tensor, n_own: int) -> dict[int, list[int]]:
@@ -185,7 +165,7 @@ def _read(attention: _Attention, t: int) -> Tensor | None:
     equations = (weights[:, None] * (values - y[..., None])).flatten(0, 1)
     sizes = equations.square().sum(0).sqrt().clamp(min=1e-300)
     vector = torch.linalg.svd(equations / sizes, full_matrices=False).Vh[-1]
-    found, sees, enough = vector / sizes, attention.sees[t].double(), min(_LITTLE, _OF_ERROR * attention.error(t))
+    found, sees, enough = vector / sizes, attention.sees[t].double(), min(_LITTLE, OF_ERROR * attention.error(t))
     for most in (1, 2):  # times that the row which tells most was read
         times = most * found / found[vector.abs().argmax()]
         whole = times.round()
@@ -222,7 +202,7 @@ def _with_one_more(attention: _Attention, tokens: Sequence[int], sees: Tensor) -
     means = torch.stack([attention.mean(t, of.double()) for t, of in zip(tokens, sees, strict=True)])
     ys = attention.y[[*tokens]]  # T, H, D; of means NaN where nothing is seen
     means, ys = (x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2) for x in (means, ys))  # G, n, D
-    enough = min(_LITTLE, _OF_ERROR * min(map(attention.error, tokens)))
+    enough = min(_LITTLE, OF_ERROR * min(map(attention.error, tokens)))
     if ys.shape[1] < _EQUATIONS:
         return None
     made = list[Tensor]()

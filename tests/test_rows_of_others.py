@@ -1,7 +1,8 @@
-"""Rows of the cache that a token read, where scores were not recorded: other positions', other sequences', and what is
-left in a slot that nothing was written to.
+"""Rows that are not a token's own: of the cache, where scores were not recorded, other positions', other sequences',
+and what is left in a slot that nothing was written to; and of a batch, of which logits are made.
 """
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -92,6 +93,36 @@ def test_rows_of_another_sequence_are_told(models: Models, tmp_path: Path) -> No
     assert finding.text == (
         "layer 2 (seen in attn_kqv), in step 2 of sequence 4: the token at position 3 attends to positions 0 to 7 of "
         "sequence 0, not to positions 0 to 3."
+    )
+
+
+def test_logits_of_another_row_are_told(models: Models, tmp_path: Path) -> None:
+    """As the last token's those of the one before it."""
+    model = models("qwen3", "F32")
+    path = trace_torch(model, tmp_path / "a.trace", TorchOptions(), TOKENS)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    (logits,) = (line for line in lines if line.get("op") == "output")
+    n, width = logits["shape"]
+    logits |= {"rows": [n - 1], "shape": [1, width], "offset": logits["offset"] + (n - 2) * width * 4}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (finding,) = check_trace(path, model).findings
+    assert finding.text == "output: the row of position 10 is that of position 9."
+
+
+def test_logits_of_another_sequence_are_told(models: Models, tmp_path: Path) -> None:
+    model = models("qwen3", "F32")
+    path = trace_torch(model, tmp_path / "a.trace", TorchOptions(), steps=BATCHES)
+    trace = Trace(path)
+    records = [trace.ops[StepOf(2, sequence), "output"] for sequence in (0, 4)]
+    rows = [trace.values(record) for record in records]
+    with path.with_suffix(".bin").open("r+b") as file:
+        for record, values in zip(records, reversed(rows), strict=True):
+            file.seek(record.offset or 0)
+            file.write(values.tobytes())
+    (finding,) = check_trace(path, model).findings
+    assert finding.text == (
+        "output, in steps 2 of sequence 0, 2 of sequence 4: rows are made of those of other tokens (output in step 2 "
+        "of sequence 0: the row of position 7 is that of position 3 of sequence 4)."
     )
 
 

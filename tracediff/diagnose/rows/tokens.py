@@ -1,0 +1,63 @@
+"""Of which token's row each row was made, where an op makes each of its own token's: found by what other tokens' come
+to. A batch has several sequences, and logits are made of the last token of each, so rows are gathered. (Within one
+sequence, all of whose rows were recorded, the solver finds the map.)
+"""
+
+import math
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tracediff.diagnose.rows.told import OF_ERROR, Row, Told
+from tracediff.names import number_of
+from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.nmse import nmse
+from tracediff.replay.replay import Replay
+from tracediff.trace.format import OpRecord
+
+_MOST = 1 << 26  # values that other tokens come to: half a gigabyte
+_READ = "rows are made of those of other tokens"
+_LOOK = "which rows of a batch are gathered: where each sequence begins and ends, and which token's logits are made"
+
+
+def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
+    """Whose rows a record's are made of; None where that cannot be told."""
+    graph, segment, step = replay.graph, replay.segment(record), replay.trace.steps[record.step]
+    if any(graph.tokens_read(graph[name], (0,)) is None or any(graph[name].past) for name in segment):
+        return None
+    rows, others = _others(replay, record, scheme)
+    if record.rows is None and len({sequence for sequence, _ in rows}) < 2:
+        return None
+    known = replay.known(record, scheme)
+    if others is None or others.shape[1:] != known.recorded.shape[1:] or not bool(known.recorded.isfinite().all()):
+        return None
+    own = [(step.sequence, step.positions[row]) for row in record.rows or range(len(step.positions))]
+    made, texts = known.exact.clone(), list[str]()
+    for i, (right, y, bound) in enumerate(zip(known.exact, known.recorded, known.bound, strict=True)):
+        if bool(((y - right).abs() <= bound).all()):
+            continue
+        nearest = int((others - y).flatten(1).square().sum(1).argmin())
+        if not nmse(others[nearest], y) <= OF_ERROR * nmse(right, y):
+            return None
+        made[i] = others[nearest]
+        sequence, position = rows[nearest]
+        whose = f" of sequence {sequence}" * (sequence != step.sequence)
+        texts.append(f"the row of position {own[i][1]} is that of position {position}{whose}")
+    return Told(texts[0], nmse(made, known.recorded), _READ, _LOOK) if texts else None
+
+
+def _others(replay: Replay, record: OpRecord, scheme: Scheme) -> tuple[list[Row], Tensor | None]:
+    """What all tokens that were fed together with the record's come to, and whose each row is."""
+    rows, values, here = list[Row](), list[Tensor](), number_of(record.step)
+    segment = replay.segment(record)
+    read = {name for part in segment for name in replay.graph[part].inputs if name not in segment}
+    for number, step in replay.trace.steps.items():
+        together = number_of(number) == here and all(
+            name not in replay.graph or replay.held(number, name, False) is not None for name in read
+        )
+        if together and (len(rows) + len(step.tokens)) * math.prod(record.shape[1:]) <= _MOST:
+            rows += [(step.sequence, position) for position in step.positions]
+            of_all = msgspec.structs.replace(record, step=number, rows=None)
+            values.append(replay.supposed(of_all, record.op, scheme).exact)
+    return rows, torch.cat(values) if values else None

@@ -1,0 +1,25 @@
+"""What is told of rows that were read."""
+
+from dataclasses import dataclass
+
+from tracediff.result import Local
+
+OF_ERROR = 1e-4  # of what is wrong, which may be little: what leaves more does not explain it
+
+Row = tuple[int, int]  # a sequence, and a position of it
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What was read, in words of the first token that tells it, and the NMSE that is left of the record; infinite where
+    not all that is wrong tells. `common` is true of other records that have it too, `look` where to look.
+    """
+
+    text: str
+    nmse: float
+    common: str
+    look: str
+
+    def explains(self, error: Local) -> bool:
+        """Whether next to nothing is left of the record; what is cached in half precision leaves that."""
+        return self.nmse <= max(error.floor, OF_ERROR * error.nmse)
