@@ -6,6 +6,7 @@ import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +104,44 @@ def test_a_mistake_of_one_sequence_is_named_with_it(traced: Traced, models: Mode
     assert packed
     assert "2 of sequence 4" in json.loads(zlib.decompress(base64.b64decode(packed[1])))["steps"]
     assert "in step 2 of sequence 4" in cli("check", wrong, "--model", models("qwen3", "F16"))[1]
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Path:
+    """The trace with each line changed, or left out."""
+    lines = [line for line in map(change, map(json.loads, path.read_text().splitlines())) if line]
+    lines[-1]["records"] = len(lines) - 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_sequence_that_is_fed_anew_is_another(traced: Traced, models: Models) -> None:
+    """As after a preemption, or by an engine without a cache; under its own number. Twice, and with more tokens."""
+    steps = [Step(0, A, tuple(range(6))), Step(1, (5,), (6,))]
+    steps += [Step(2, (*A, 5, 9), tuple(range(8)), sequence=1), Step(3, (11,), (8,), sequence=1)]
+    steps += [Step(4, (*A, 5), tuple(range(7)), sequence=2), Step(5, (3,), (7,), sequence=2)]
+    path = rewritten(traced(steps), lambda line: {key: line[key] for key in line if key != "sequence"})
+    result = check_trace(path, models("qwen3", "F16"))
+    assert result.verdict == "match"
+    assert [*Trace(path).steps] == [0, 1, StepOf(2, 1), StepOf(3, 1), StepOf(4, 2), StepOf(5, 2)]
+    assert [note.partition(": ")[2] for note in result.notes if "anew" in note] == [
+        f"step {step} feeds sequence 0 anew from its first token on, as after a preemption or without a cache: from "
+        f"there on it is called sequence {again}."
+        for step, again in ((2, 1), (4, 2))
+    ]
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_what_was_cached_before_a_sequence_begins_is_undecided(capture: str, traced: Traced, models: Models) -> None:
+    """As from a prefix cache: no engine is called wrong for it."""
+    path = traced([Step(0, A, tuple(range(6))), Step(1, (5, 7), (6, 7)), Step(2, (9,), (8,))], capture=capture)
+    path = rewritten(path, lambda line: None if line.get("step") == 0 else line)
+    result = check_trace(path, models("qwen3", "F16"))
+    assert (result.verdict, result.findings) == ("undecided", ())
+    end = {"all": "attn_scores", "layers": "ffn_residual"}[capture]
+    assert end in result.undecided[0]
+    assert (
+        "its sequence begins at position 6: what is cached of those before is not in the trace" in result.undecided[0]
+    )
 
 
 def test_what_a_step_of_one_sequence_is_called(traced: Traced) -> None:

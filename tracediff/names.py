@@ -231,8 +231,3 @@ def sequence_of(step: int) -> int:
 def plain_step(step: int) -> int:
     """A step's number in the file."""
     return step.step if isinstance(step, StepOf) else step
-
-
-def number_of(step: int) -> int:
-    """A step's number in the file, whose it may be."""
-    return step.step if isinstance(step, StepOf) else step

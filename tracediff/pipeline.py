@@ -157,19 +157,34 @@ def _with_replay(op: OpResult, model: "Model", ours: "Judged", theirs: "Judged |
     if op.op in model.graph:  # a name alone does not tell the kind: of a feed-forward's activation there are several
         op = replace(op, kind=model.graph[op.op].kind)
     wrong, other = ours.misshapen.get(key), theirs.misshapen.get(key) if theirs else None
+    local, reference_local = ours.locals.get(key), theirs.locals.get(key) if theirs else None
     if wrong and wrong.some_tokens:
         note = f"{wrong.shapes}: if it holds some tokens, say which in its rows"
         return replace(op, status="unmatched", note=note)
+    segment = local.segment if local and local.faulty else (op.op,) if wrong else ()
+    if lacking := _lacking_cache(segment, op.step, model, ours.replay.trace):
+        return replace(op, status="undecided", note=lacking)
     if wrong:
         cause = Cause("shape", math.nan, wrong.text, math.nan, "", {"shape": wrong.text})
         return replace(op, status="faulty", note=wrong.shapes, cause=cause, in_some_steps=True)
     if other:
         op = replace(op, status="unmatched", note=f"the reference's has {other.shapes}")
-    local, reference_local = ours.locals.get(key), theirs.locals.get(key) if theirs else None
     if local and local.faulty and (of := _misshapen_in(local.segment, op.step, ours)):
         note = f"made of {of}, which has another shape: there is nothing to replay"
         return replace(op, status="unmatched", note=note)
     return replace(op, local=local, reference_local=reference_local)
+
+
+def _lacking_cache(segment: tuple[str, ...], step: int, model: "Model", trace: Trace) -> str | None:
+    """That what was cached before its sequence began is not in the trace, where an op of the segment reads it."""
+    first = next(other for other in trace.steps.values() if other.sequence == trace.steps[step].sequence)
+    ops = (model.graph[name] for name in segment)
+    if not first.positions[0] or not any(op.kind == "state" or any(op.past) or "S" in op.axes for op in ops):
+        return None
+    return (
+        f"its sequence begins at position {first.positions[0]}: what is cached of those before is not in the trace. "
+        "Name their tokens in the step as well, and give its ops the rows that were computed"
+    )
 
 
 def _misshapen_in(segment: tuple[str, ...], step: int, judged: "Judged") -> str | None:

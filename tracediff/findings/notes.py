@@ -2,13 +2,23 @@
 
 from collections.abc import Iterable
 
+from tracediff.names import plain_step
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
+
+_LISTED = 3  # sequences that are fed anew
 
 
 def trace_notes(trace: Trace) -> list[str]:
     """What a reader must know of the trace itself, whatever it holds."""
     notes = [f"{trace.path}: cut off: {trace.cut}."] if trace.cut else []
+    for sequence, step, again in trace.begun_again[:_LISTED]:
+        notes.append(
+            f"{trace.path}: step {plain_step(step)} feeds sequence {sequence} anew from its first token on, as after a "
+            f"preemption or without a cache: from there on it is called sequence {again}."
+        )
+    if (more := len(trace.begun_again) - _LISTED) > 0:
+        notes.append(f"{trace.path}: sequences are fed anew {more} times more.")
     if any(record.sketch for record in trace.ops.values()):
         notes.append(
             f"{trace.path} holds sketches: how far two values are apart is estimated from at most 336 numbers of each, "

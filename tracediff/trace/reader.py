@@ -21,11 +21,13 @@ class Trace:
     """A trace file, its records read, their data to be read when it is asked for.
 
     Each of several sequences has steps and records of its own: a step's number, of type StepOf, says whose it is.
+    One that begins again is another from there on: `begun_again` has its number, the step's key and the new number.
     `cut` says where and how a trace without its `end` record breaks off; None for a whole one.
     Raises TraceError, naming file and line, for anything that breaks the format.
     """
 
     cut: str | None
+    begun_again: Sequence[tuple[int, int, int]]
 
     def __init__(self, path: Path) -> None:
         reading, self.cut = Reading(path), None
@@ -149,6 +151,7 @@ class Trace:
         reading.settle()
         self.path, self.header, self._data = reading.path, reading.header, reading.data
         self.weights, self.steps, self.ops, self.lines = reading.weights, reading.steps, reading.ops, reading.lines
+        self.begun_again = reading.begun_again
         self._index()
 
     def _index(self) -> None:

@@ -24,7 +24,7 @@ from tracediff.trace.format import (
     decode,
     possible,
 )
-from tracediff.trace.sequences import SequencePart, parts_of, split
+from tracediff.trace.sequences import SequencePart, begun_again, parts_of, split
 
 Record = Header | Weight | Step | OpRecord | End
 _FORMAT = "The format is described in docs/trace-format.md."
@@ -63,6 +63,7 @@ class Reading:
         self._last: dict[int, int] = {}  # of each sequence so far the last step's number
         self._parts: list[SequencePart] = []  # of the step begun last
         self._begun: dict[int, None] = {}  # numbers of the steps, as the file has them
+        self.begun_again: list[tuple[int, int, int]] = []  # a sequence, the step's key, and what it is from there on
 
     def problems(self) -> Iterator[Problem]:
         """Add every record that is right; yield what is wrong with the others."""
@@ -141,7 +142,15 @@ class Reading:
                     self.lines[part.step, part.op] = number
 
     def settle(self) -> None:
-        """Where there are several sequences each step's number says whose it is; of one it is the number alone."""
+        """Where there are several sequences each step's number says whose it is; of one it is the number alone. One
+        that begins again is another from there on.
+        """
+        whose = {at: step.sequence for at, step in self.steps.items()}
+        self.begun_again = [*begun_again(self.steps)]
+        for sequence, first, again in self.begun_again:
+            later = (at for at in self.steps if whose[at] == sequence and plain_step(at) >= plain_step(first))
+            for at in later:
+                self.steps[at] = msgspec.structs.replace(self.steps[at], sequence=again)
         of = {step.sequence for step in self.steps.values()}
         if not any(of):
             return

@@ -5,7 +5,7 @@ another offset and other strides.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -33,6 +33,21 @@ def _step_of(step: Step, sequence: int) -> Step:
     rows = _rows_of(step, sequence)
     tokens, positions = (tuple(x[row] for row in rows if row < len(x)) for x in (step.tokens, step.positions))
     return Step(StepOf(step.step, sequence), tokens, positions, sequence)
+
+
+def begun_again(steps: Mapping[int, Step]) -> Iterator[tuple[int, int, int]]:
+    """Steps in which a sequence is fed anew from its first token on, as after a preemption, or by an engine without a
+    cache: the sequence, the step's key, and a number that no other has. One token tells nothing.
+    """
+    free = max((step.sequence for step in steps.values()), default=0) + 1
+    fed: dict[int, list[int]] = {}
+    for at, step in steps.items():
+        before, tokens = fed.setdefault(step.sequence, []), [*step.tokens]
+        n = min(len(tokens), len(before))
+        if n > 1 and tokens[:n] == before[:n] and step.positions == (*range(len(tokens)),):
+            yield step.sequence, at, free
+            free, before[:] = free + 1, []
+        before += tokens
 
 
 def split(record: OpRecord, parts: Sequence[SequencePart]) -> Iterator[OpRecord]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tracediff.diagnose.rows.told import OF_ERROR, Row, Told
 from tracediff.english import ranges
-from tracediff.names import number_of
+from tracediff.names import plain_step
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.kinds.attention import VISIBLE
 from tracediff.numerics.nmse import nmse
@@ -138,8 +138,8 @@ def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention |
 
 def _others(replay: Replay, record: OpRecord) -> Mapping[int, int]:
     """Of each other sequence its last step until the record's, itself included."""
-    steps, here = replay.trace.steps, number_of(record.step)
-    last = {step.sequence: number for number, step in steps.items() if number_of(number) <= here}
+    steps, here = replay.trace.steps, plain_step(record.step)
+    last = {step.sequence: number for number, step in steps.items() if plain_step(number) <= here}
     return {sequence: step for sequence, step in last.items() if sequence != steps[record.step].sequence}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.rows.told import OF_ERROR, Row, Told
-from tracediff.names import number_of
+from tracediff.names import plain_step
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.nmse import nmse
 from tracediff.replay.replay import Replay
@@ -49,11 +49,11 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
 
 def _others(replay: Replay, record: OpRecord, scheme: Scheme) -> tuple[list[Row], Tensor | None]:
     """What all tokens that were fed together with the record's come to, and whose each row is."""
-    rows, values, here = list[Row](), list[Tensor](), number_of(record.step)
+    rows, values, here = list[Row](), list[Tensor](), plain_step(record.step)
     segment = replay.segment(record)
     read = {name for part in segment for name in replay.graph[part].inputs if name not in segment}
     for number, step in replay.trace.steps.items():
-        together = number_of(number) == here and all(
+        together = plain_step(number) == here and all(
             name not in replay.graph or replay.held(number, name, False) is not None for name in read
         )
         if together and (len(rows) + len(step.tokens)) * math.prod(record.shape[1:]) <= _MOST:
