@@ -144,6 +144,14 @@ def test_what_was_cached_before_a_sequence_begins_is_undecided(capture: str, tra
     )
 
 
+def test_positions_that_begin_later_are_judged_where_nothing_was_cached(models: Models, tmp_path: Path) -> None:
+    """As OPT's do: the attention of other layers tells that it saw nothing before."""
+    model, steps = models("qwen3", "F16"), [Step(0, A, tuple(range(2, 8))), Step(1, (5,), (8,))]
+    out = tmp_path / "late.trace"
+    trace_torch(model, out, TorchOptions(capture="layers", faults=("heads_first@1",)), steps=steps)
+    assert {finding.mistake for finding in check_trace(out, model).findings} == {"heads_first"}
+
+
 def test_what_a_step_of_one_sequence_is_called(traced: Traced) -> None:
     """By its number alone, whatever the sequence's."""
     trace = Trace(traced(ALONE[4]))

@@ -49,6 +49,10 @@ class Effort:
 
 
 NO_LIMIT = Effort()
+_LATE = (
+    "its sequence begins at position {}: what is cached of those before is not in the trace. Name their tokens in the "
+    "step as well, and give its ops the rows that were computed"
+)
 _TERMS = "a sum over ranks whose copies of what it is made of differ: terms of different sums, which are not judged"
 
 
@@ -162,8 +166,8 @@ def _with_replay(op: OpResult, model: "Model", ours: "Judged", theirs: "Judged |
         note = f"{wrong.shapes}: if it holds some tokens, say which in its rows"
         return replace(op, status="unmatched", note=note)
     segment = local.segment if local and local.faulty else (op.op,) if wrong else ()
-    if lacking := _lacking_cache(segment, op.step, model, ours.replay.trace):
-        return replace(op, status="undecided", note=lacking)
+    if begins := ours.begins_late(op.step, segment):
+        return replace(op, status="undecided", note=_LATE.format(begins))
     if wrong:
         cause = Cause("shape", math.nan, wrong.text, math.nan, "", {"shape": wrong.text})
         return replace(op, status="faulty", note=wrong.shapes, cause=cause, in_some_steps=True)
@@ -173,18 +177,6 @@ def _with_replay(op: OpResult, model: "Model", ours: "Judged", theirs: "Judged |
         note = f"made of {of}, which has another shape: there is nothing to replay"
         return replace(op, status="unmatched", note=note)
     return replace(op, local=local, reference_local=reference_local)
-
-
-def _lacking_cache(segment: tuple[str, ...], step: int, model: "Model", trace: Trace) -> str | None:
-    """That what was cached before its sequence began is not in the trace, where an op of the segment reads it."""
-    first = next(other for other in trace.steps.values() if other.sequence == trace.steps[step].sequence)
-    ops = (model.graph[name] for name in segment)
-    if not first.positions[0] or not any(op.kind == "state" or any(op.past) or "S" in op.axes for op in ops):
-        return None
-    return (
-        f"its sequence begins at position {first.positions[0]}: what is cached of those before is not in the trace. "
-        "Name their tokens in the step as well, and give its ops the rows that were computed"
-    )
 
 
 def _misshapen_in(segment: tuple[str, ...], step: int, judged: "Judged") -> str | None:

@@ -10,6 +10,7 @@ from tracediff.model.weights import check_device
 from tracediff.numerics.evaluate import is_covered
 from tracediff.replay.choices import refuse_no_choice, ties
 from tracediff.replay.judging import Subject, replays_of
+from tracediff.replay.late import begun_late, reads_cache
 from tracediff.replay.misshapen import Misshapen, misshapen
 from tracediff.replay.replay import Replay
 from tracediff.replay.workers import ALONE, Workers, judged_by, spread
@@ -21,16 +22,23 @@ from tracediff.trace.reader import Trace
 class Judged:
     """What replay says of one trace, and how to explain what it found; and records that have no op's shape.
 
-    `uncovered` are the model's ops that nothing here computes, and those made of them.
+    `uncovered` are the model's ops that nothing here computes, and those made of them; `begun_late` the sequences, and
+    their first positions, of which it lacks what was cached before.
     """
 
     locals: dict[tuple[int, str], Local]
     uncovered: set[str]
     misshapen: dict[tuple[int, str], Misshapen]
+    begun_late: dict[int, int]
     explain: Callable[[list[OpResult], Progress, float], list[OpResult]]
     notes: tuple[str, ...]  # what replay found out about the trace itself
     ties: Callable[[Trace | None], Iterable[str]]  # what is to be said of choices other than a reference's
     replay: Replay
+
+    def begins_late(self, step: int, names: Iterable[str]) -> int | None:
+        """Where the step's sequence begins, if the trace lacks what was cached before and one of these ops reads it."""
+        first = self.begun_late.get(self.replay.trace.steps[step].sequence)
+        return first if first and reads_cache(names, self.replay.graph) else None
 
 
 def replay_and_explain(
@@ -59,6 +67,7 @@ def replay_and_explain(
             locals=found,
             uncovered=uncovered,
             misshapen=misshapen(subject.trace, graph),
+            begun_late=begun_late(subject.trace, graph, found),
             explain=partial(_explained, workers, model, subject, replay),
             notes=tuple(replay.notes()),
             ties=partial(ties, replay, found),
