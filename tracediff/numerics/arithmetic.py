@@ -202,7 +202,8 @@ _ASKED = (  # with any N, or `row`
 _ON_TENSOR_CORES = " on tensor cores"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
-_HALVES, _SHORTER = ("f16", "bf16"), ("e5m2", "e4m3", "gf4")
+_HALVES, _FLOAT8 = ("f16", "bf16"), ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtype
+_SHORTER = ("e5m2", "e4m3", "gf4")
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
 # What engines quantise the file's weights to by themselves: MLX, bitsandbytes (with scales in the type that it computes
@@ -263,7 +264,7 @@ def _attentions() -> Iterator[Scheme]:
     for name in _HALVES:  # PyTorch's autocast, whose softmax is computed in float32
         both = Arithmetic(name, name)
         yield Scheme(_phrase("attention and scaled scores", name), scores=both, values=both, scaled=name)
-    for name in (*_HALVES, "int8/row"):
+    for name in (*_HALVES, "int8/row", *_FLOAT8):
         cached = Arithmetic(stored=name)  # of f16 what ggml_compute_forward_flash_attn_ext_tiled does from 64 tokens on
         yield Scheme(_phrase("KV cache", name), scores=cached, values=cached)
     yield Scheme(_phrase("KV cache", "q8_0"), scores=Arithmetic("q8_0", "q8_0"), values=Arithmetic("f64", "q8_0"))
