@@ -154,9 +154,19 @@ def test_a_cache_that_is_full_is_one_mistake(model: Path, torch_trace: Callable[
     ("step", "op", "shape", "text"),
     [
         (1, "blk.1.attn_scores", [6, 1, 4], "1 key fewer than positions so far: some are forgotten"),
-        (1, "blk.1.attn_scores", [6, 1, 6], "1 key more than positions so far: some are made up (a padded cache?)"),
+        (
+            1,
+            "blk.1.attn_scores",
+            [6, 1, 6],
+            "1 key more than positions so far: some are no position's (a padded cache, or keys of other sequences?)",
+        ),
         (1, "blk.0.attn_probs", [6, 1, 4], "1 key fewer than positions so far: some are forgotten"),
-        (1, "blk.0.attn_probs", [6, 1, 8], "3 keys more than positions so far: some are made up (a padded cache?)"),
+        (
+            1,
+            "blk.0.attn_probs",
+            [6, 1, 8],
+            "3 keys more than positions so far: some are no position's (a padded cache, or keys of other sequences?)",
+        ),
         (0, "blk.0.attn_q_rope", [4, 5, 8], "1 head fewer than this model's"),
         (0, "blk.0.attn_q", [4, 40], "8 channels fewer than this model's"),
         (0, "blk.0.attn_q", [4, 8, 6], "the axes in another order"),

@@ -169,6 +169,10 @@ class Explainer:
             if len(carried) == 1 and first.error.one_token and kin.only_chooses(best, first.record):
                 kin.in_vain.append(first)  # of a few choices one: so many a mistake has the same effect in one token
                 continue
+            steps = {one.record.step for one, _ in carried}
+            if is_told and len(steps) == 1 and any(other.record.step not in steps for other in kin.pending):
+                kin.in_vain += [one for one, _ in carried]  # it is of this step alone; what was read is told of others
+                continue
             kin.found.append(best)
             kin.alone.update((one.record.op, same) for one, same in carried if len(one.error.segment) == 1)
             yield from carried

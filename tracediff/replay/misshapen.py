@@ -68,7 +68,9 @@ def _misshapen(record: OpRecord, expected: tuple[int, ...]) -> Misshapen | None:
     shapes = f"shape {list(record.shape)}; this model's is {list(expected)}"
     if wrong.axes == ("key",):
         forgets = record.shape[-1] < expected[-1]
-        did = "some are forgotten" if forgets else "some are made up (a padded cache?)"
+        did = (
+            "some are forgotten" if forgets else "some are no position's (a padded cache, or keys of other sequences?)"
+        )
         return Misshapen(f"{wrong.text} than positions so far: {did}", shapes, False, forgets)
     some_tokens = wrong.axes == ("token",) and record.shape[record.token_axis] < expected[record.token_axis]
     return Misshapen(f"{wrong.text} than this model's" if wrong.axes else wrong.text, shapes, some_tokens)

@@ -252,7 +252,8 @@ def _positions(trace: Trace, graph: Graph) -> dict[int, tuple[int, ...]]:
         if step.positions[0] > first and not any("S" in axes for axes in known):
             raise TraceError(
                 f"{trace.path}: step {number} begins at position {step.positions[0]}, but the steps before end at "
-                f"{first - 1}: the keys and values between are missing. Record every step from the first."
+                f"{first - 1}: the keys and values between are missing, or the engine's positions are wrong. Record "
+                "every step from the first; if each is there, give them the positions that they should have."
             )
         positions[number] = tuple(range(first, first + len(step.positions)))
         following[step.sequence] = first + len(step.positions)
