@@ -37,7 +37,8 @@ class Judged:
 
     def begins_late(self, step: int, names: Iterable[str]) -> int | None:
         """Where the step's sequence begins, if the trace lacks what was cached before and one of these ops reads it."""
-        first = self.begun_late.get(self.replay.trace.steps[step].sequence)
+        here = self.replay.trace.steps.get(step)
+        first = self.begun_late.get(here.sequence) if here else None
         return first if first and reads_cache(names, self.replay.graph) else None
 
 
