@@ -96,6 +96,30 @@ def test_rows_of_another_sequence_are_told(models: Models, tmp_path: Path) -> No
     )
 
 
+def test_keys_of_another_sequence_are_told(models: Models, tmp_path: Path) -> None:
+    """Where scores were recorded: those of sequence 4 with sequence 0's keys."""
+    model, last, here = models("qwen3", "F32"), "blk.2.", StepOf(2, 4)
+    whole = trace_torch(model, tmp_path / "whole.trace", TorchOptions(), steps=BATCHES)
+    kept = ("attn_q_rope", "attn_k_rope", "attn_v", "ffn_residual")
+    path = some_of(
+        whole,
+        tmp_path / "some.trace",
+        lambda op: op == f"{last}attn_scores" or (op.endswith(kept) and op != f"{last}ffn_residual"),
+    )
+    trace = Trace(path)
+    q = trace.values(trace.ops[here, f"{last}attn_q_rope"])[0]
+    k = np.concatenate([trace.values(trace.ops[step, f"{last}attn_k_rope"]) for step in (0, 1, 2)])[:4]
+    record = trace.ops[here, f"{last}attn_scores"]
+    with path.with_name("whole.bin").open("r+b") as file:
+        file.seek(record.offset or 0)
+        file.write(np.einsum("hd,nhd->hn", q, k.repeat(len(q) // k.shape[1], 1)).astype(np.float32).tobytes())
+    (finding,) = check_trace(path, model).findings
+    assert finding.text == (
+        "attn_scores in layer 2, in step 2 of sequence 4: the keys at positions 0 to 3 are of positions 0 to 3 of "
+        "sequence 0."
+    )
+
+
 def test_logits_of_another_row_are_told(models: Models, tmp_path: Path) -> None:
     """As the last token's those of the one before it."""
     model = models("qwen3", "F32")

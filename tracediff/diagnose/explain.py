@@ -171,7 +171,7 @@ class Explainer:
                 continue
             steps = {one.record.step for one, _ in carried}
             if is_told and len(steps) == 1 and any(other.record.step not in steps for other in kin.pending):
-                kin.in_vain.extend(one for one, _ in carried)  # it is of this step alone; what was read is told of others
+                kin.in_vain.extend(one for one, _ in carried)  # it is of this step; what was read is told of others
                 continue
             kin.found.append(best)
             kin.alone.update((one.record.op, same) for one, same in carried if len(one.error.segment) == 1)

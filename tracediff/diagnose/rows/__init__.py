@@ -1,10 +1,11 @@
 """Rows that an op read and that are not its own: what came of them tells which, whatever the code that chose them.
 
-Of what attention read in the `cached` keys and values, and of an op that makes each token's row of that token's own,
-the `tokens` whose rows it is made of. They are other positions', or other sequences' in a batch.
+Of what attention read in the `cached` keys and values, or the `keys` and values by themselves where scores and
+probabilities were recorded; and of an op that makes each token's row of that token's own, the `tokens` whose rows it is
+made of. They are other positions', or other sequences' in a batch.
 """
 
-from tracediff.diagnose.rows import cached, tokens
+from tracediff.diagnose.rows import cached, keys, tokens
 from tracediff.diagnose.rows.told import Told
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.replay import Replay
@@ -13,4 +14,5 @@ from tracediff.trace.format import OpRecord
 
 def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     """Which rows were read for a record under an arithmetic; None where that cannot be told."""
-    return cached.told(replay, record, scheme) or tokens.told(replay, record, scheme)
+    ways = (of.told(replay, record, scheme) for of in (cached, keys, tokens))
+    return next(filter(None, ways), None)

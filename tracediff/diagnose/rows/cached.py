@@ -102,7 +102,7 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
 
 def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention | None:
     """The attention that ends in the record; None where it is of another sort, or a part of it was recorded."""
-    graph, trace = replay.graph, replay.trace
+    graph = replay.graph
     out = graph[record.op]
     softmax = graph.ops.get(out.inputs[0]) if out.kind == "weighted_values" and not any(out.seen) else None
     scores = graph.ops.get(softmax.inputs[0]) if softmax and softmax.kind == "softmax" else None
@@ -114,26 +114,37 @@ def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention |
     q, k = replay.supposed(record, scores.name, scheme).inputs[:2]
     probs, v = replay.supposed(record, out.name, scheme).inputs[:2]
     y = replay.known(record, scheme).recorded.unflatten(-1, (q.shape[1], -1))
-    own = trace.steps[record.step].sequence
-    rows, keys, values = [(own, int(at)) for at in trace.positions_until(record.step)], [k], [v]
-    if len(rows) != len(k) or y.numel() * len(k) > _PRODUCTS:
+    if y.numel() * len(k) > _PRODUCTS:
         return None
-    for sequence, step in _others(replay, record).items():
-        cached = [replay.held(step, name, True) for name in (scores.inputs[1], out.inputs[1])]
-        more = [(sequence, int(at)) for at in trace.positions_until(step)]
-        fits = len(rows) + len(more) < y[0].numel() and (len(rows) + len(more)) * y[0].numel() <= _MOST
-        if cached[0] is not None and cached[1] is not None and fits:
-            rows += more
-            keys.append(cached[0].reshape(-1, *k.shape[1:]))
-            values.append(cached[1].reshape(-1, *v.shape[1:]))
-    keys_of_all, values_of_all = torch.cat(keys), torch.cat(values)
-    alike = _alike(torch.cat((keys_of_all.flatten(1), values_of_all.flatten(1)), 1), len(k))
+    most = min(y[0].numel() - 1, _MOST // y[0].numel())  # more rows than equations tell nothing
+    rows, (keys, values) = cached_by_all(replay, record, (scores.inputs[1], out.inputs[1]), (k, v), most)
+    alike = _alike(torch.cat((keys.flatten(1), values.flatten(1)), 1), len(k))
     sees = torch.zeros(len(y), len(alike), dtype=torch.bool, device=y.device)
     sees[:, : len(k)] = (probs > 0).any(0)
     q, new = q * float(softmax.attrs["scale"]), [*alike]
-    return _Attention(
-        q, y, keys_of_all[new], values_of_all[new], [[rows[i] for i in of] for of in alike.values()], sees
-    )
+    return _Attention(q, y, keys[new], values[new], [[rows[i] for i in of] for of in alike.values()], sees)
+
+
+def cached_by_all(
+    replay: Replay, record: OpRecord, names: Sequence[str], own: Sequence[Tensor], most: int
+) -> tuple[list[Row], list[Tensor]]:
+    """What was cached until the record's step under these names, [N, G, D] each, and whose each row is: its own
+    sequence's, and the others' as long as there are no more than so many.
+    """
+    trace = replay.trace
+    sequence = trace.steps[record.step].sequence
+    rows, cached = [(sequence, position) for position in range(len(own[0]))], [[values] for values in own]
+    if len(at := trace.positions_until(record.step)) == len(rows):
+        rows = [(sequence, int(position)) for position in at]
+    for other, step in _others(replay, record).items():
+        theirs = [replay.held(step, name, True) for name in names]
+        more = [(other, int(position)) for position in trace.positions_until(step)]
+        if len(rows) + len(more) <= most and all(values is not None for values in theirs):
+            rows += more
+            for values, of, like in zip(theirs, cached, own, strict=True):
+                assert values is not None
+                of.append(values.reshape(-1, *like.shape[1:]))
+    return rows, [torch.cat(of) for of in cached]
 
 
 def _others(replay: Replay, record: OpRecord) -> Mapping[int, int]:
