@@ -109,6 +109,20 @@ def test_what_no_trace_can_hold_is_refused_as_it_comes(
             call(r)
 
 
+def test_another_number_of_keys_is_recorded(models: Models, tmp_path: Path) -> None:
+    """It is what the engine did: the trace shows it."""
+    model = models("qwen2", "F32")
+    given = Trace(trace_torch(model, tmp_path / "given.trace", TorchOptions(), (5, 6, 7), 1))
+    with tracediff.Recorder(tmp_path / "mine.trace", gguf=model) as r:
+        for number, step in given.steps.items():
+            r.step(step.tokens)
+            for record in given.step_ops(number):
+                values = given.values(record)
+                r(record.op, values[..., 1:] if number and record.op.endswith("attn_scores") else values)
+    (finding,) = check_trace(tmp_path / "mine.trace", model).findings
+    assert finding.text.endswith("in step 1: 1 key fewer than positions so far: some are forgotten.")
+
+
 def test_an_op_before_its_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no step has begun"), tracediff.Recorder(tmp_path / "mine.trace") as r:
         r("output", np.zeros((1, 2), "f4"))

@@ -20,7 +20,8 @@ from tracediff.engine import recorder
 from tracediff.errors import TraceError
 from tracediff.model.model import Model
 from tracediff.names import Capture
-from tracediff.trace.format import Rows, same_shape
+from tracediff.trace.format import Rows
+from tracediff.trace.shapes import misfit
 from tracediff.trace.staging import staged
 from tracediff.trace.writer import TraceWriter
 
@@ -115,7 +116,9 @@ class Recorder:
         self._to.weight(name, _tensor(name, values))
 
     def _check(self, op: str, shape: tuple[int, ...], n_rows: int, n_positions: int) -> None:
-        """Raises TraceError where the model has no such op, or one of another shape."""
+        """Raises TraceError where the model has no such op, or one of another shape. More keys than there are, or fewer,
+        may be the engine's mistake, which the trace is to show.
+        """
         if self._graph is None:
             return
         graph = self._graph.with_scores([op])
@@ -126,7 +129,8 @@ class Recorder:
                 "MODEL` lists all."
             )
         expected = graph[op].shape(n_rows, n_positions - n_rows)
-        if not same_shape(shape, expected, may_be_flat=graph[op].axes[0] == "T"):
+        wrong = misfit(op, shape, expected, may_be_flat=graph[op].axes[0] == "T")
+        if wrong and wrong.axes != ("key",):
             raise TraceError(
                 f"{op}: shape {list(shape)} in step {self._step}; this model's is {list(expected)} for "
                 f"{n_rows} tokens of {n_positions} so far. For some tokens of the step alone give rows=[...]; of a "
