@@ -116,8 +116,8 @@ class Recorder:
         self._to.weight(name, _tensor(name, values))
 
     def _check(self, op: str, shape: tuple[int, ...], n_rows: int, n_positions: int) -> None:
-        """Raises TraceError where the model has no such op, or one of another shape. More keys than there are, or fewer,
-        may be the engine's mistake, which the trace is to show.
+        """Raises TraceError where the model has no such op, or one of another shape. More keys than there are, or
+        fewer, may be the engine's mistake, which the trace is to show.
         """
         if self._graph is None:
             return

@@ -4,6 +4,7 @@ sequence, all of whose rows were recorded, the solver finds the map.)
 """
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -24,11 +25,12 @@ _LOOK = "which rows of a batch are gathered: where each sequence begins and ends
 def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     """Whose rows a record's are made of; None where that cannot be told."""
     graph, segment, step = replay.graph, replay.segment(record), replay.trace.steps[record.step]
+    together = [number for number in replay.trace.steps if plain_step(number) == plain_step(record.step)]
+    if record.rows is None and len(together) < 2:
+        return None
     if any(graph.tokens_read(graph[name], (0,)) is None or any(graph[name].past) for name in segment):
         return None
-    rows, others = _others(replay, record, scheme)
-    if record.rows is None and len({sequence for sequence, _ in rows}) < 2:
-        return None
+    rows, others = _others(replay, record, scheme, together)
     known = replay.known(record, scheme)
     if others is None or others.shape[1:] != known.recorded.shape[1:] or not bool(known.recorded.isfinite().all()):
         return None
@@ -47,16 +49,17 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     return Told(texts[0], nmse(made, known.recorded), _READ, _LOOK) if texts else None
 
 
-def _others(replay: Replay, record: OpRecord, scheme: Scheme) -> tuple[list[Row], Tensor | None]:
-    """What all tokens that were fed together with the record's come to, and whose each row is."""
-    rows, values, here = list[Row](), list[Tensor](), plain_step(record.step)
+def _others(
+    replay: Replay, record: OpRecord, scheme: Scheme, together: Sequence[int]
+) -> tuple[list[Row], Tensor | None]:
+    """What all tokens of these steps come to in the record's op, and whose each row is."""
+    rows, values = list[Row](), list[Tensor]()
     segment = replay.segment(record)
     read = {name for part in segment for name in replay.graph[part].inputs if name not in segment}
-    for number, step in replay.trace.steps.items():
-        together = plain_step(number) == here and all(
-            name not in replay.graph or replay.held(number, name, False) is not None for name in read
-        )
-        if together and (len(rows) + len(step.tokens)) * math.prod(record.shape[1:]) <= _MOST:
+    for number in together:
+        step = replay.trace.steps[number]
+        is_held = all(name not in replay.graph or replay.held(number, name, False) is not None for name in read)
+        if is_held and (len(rows) + len(step.tokens)) * math.prod(record.shape[1:]) <= _MOST:
             rows += [(step.sequence, position) for position in step.positions]
             of_all = msgspec.structs.replace(record, step=number, rows=None)
             values.append(replay.supposed(of_all, record.op, scheme).exact)
