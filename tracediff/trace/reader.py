@@ -79,7 +79,7 @@ class Trace:
     @property
     def sequences(self) -> list[int]:
         """The numbers of the sequences, ascending."""
-        return sorted({step.sequence for step in self.steps.values()})
+        return self._sequences
 
     @property
     def length(self) -> int:
@@ -163,5 +163,6 @@ class Trace:
         for number, step in self.steps.items():
             self._n_before[number] = fed[step.sequence]
             fed[step.sequence] += len(step.tokens)
+        self._sequences = sorted(fed)
         for record in self.ops.values():
             self._of_step[record.step].append(record)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.rows.told import OF_ERROR, Row, Told
-from tracediff.names import plain_step
+from tracediff.names import StepOf, plain_step
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.nmse import nmse
 from tracediff.replay.replay import Replay
@@ -25,7 +25,8 @@ _LOOK = "which rows of a batch are gathered: where each sequence begins and ends
 def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     """Whose rows a record's are made of; None where that cannot be told."""
     graph, segment, step = replay.graph, replay.segment(record), replay.trace.steps[record.step]
-    together = [number for number in replay.trace.steps if plain_step(number) == plain_step(record.step)]
+    numbers = (StepOf(plain_step(record.step), sequence) for sequence in replay.trace.sequences)
+    together = [number for number in numbers if number in replay.trace.steps]
     if record.rows is None and len(together) < 2:
         return None
     if any(graph.tokens_read(graph[name], (0,)) is None or any(graph[name].past) for name in segment):
