@@ -130,8 +130,9 @@ class Explainer:
             for at, error in rounded:
                 one = Faulty(at, self._replay.trace.ops[ops[at].step, ops[at].op], error)
                 same = next(filter(None, (kin.unrounded(best, one) for best in kin.found)), None)
-                if same:
-                    local = self._replay.in_arithmetic(one.record, same.local.arithmetic) or error
+                plain = self._replay.in_arithmetic(one.record, same.local.arithmetic) if same else None
+                if same and not (plain and plain.nmse <= NOTHING):  # else it has no mistake
+                    local = plain or error
                     result = replace(ops[at], status="faulty", note=None, local=replace(local, judgement="faulty"))
                     found[at] = self._named(result, one, same, kin)
         return found

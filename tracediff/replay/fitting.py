@@ -123,7 +123,11 @@ class Fitting:
         judgement = judge(leads)
         blind = judgement == "sound" and all(seen.local.judgement != "sound" for seen in looks)
         alike = [seen.local for seen in looks if seen.local.faulty == (judgement == "faulty")]
-        return replace((alike or [looks[0].local])[0], judgement="undecided" if blind else judgement, lead=leads)
+        best, *others = alike or [looks[0].local]
+        for other in others:  # the first is the most usual
+            if judge(score(other.nmse) - score(best.nmse)) == "faulty":
+                best = other
+        return replace(best, judgement="undecided" if blind else judgement, lead=leads)
 
     def by_ties(self, record: OpRecord, schemes: Sequence[Scheme], is_sound: bool) -> Local | None:
         """The record judged so under the choices that it tells, where it lacks some; None where these do not make it
