@@ -114,7 +114,9 @@ def test_a_window_that_is_left_out_in_decode_is_no_missing_mask(tiny: Tiny, tmp_
     wrong = [replace(op, function=in_prompts) for op in graph if op.attrs.get("window")]
     result = check_trace(traced(graph.changed(*wrong), file, tmp_path / "a.trace"), tiny("gemma3"))
     assert {op.step for op in result.faulty} == {1, 2}
-    assert {op.cause.text if op.cause else op.shape for op in result.faulty} == {"no window instead of one of 5"}
+    assert {op.cause.text if op.cause else op.shape for op in result.faulty} == {
+        "no window instead of one of 5, in steps of one token alone"
+    }
 
 
 def test_another_scale_is_fitted_beside_a_window(tiny: Tiny, tmp_path: Path) -> None:

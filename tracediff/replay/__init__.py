@@ -7,5 +7,6 @@ the `plan` holds once `planning` has made it; `replay` judges a record by it, `j
 several processes or on a `cluster`, `starting` while files are opened, by `tasks`, within the `memory` that is said.
 Hypotheses are looked at in a `few` tokens first. `past` values are those of a cache; `storage` is what values were
 rounded to, `strips` are where an output is off, `choices` those of experts, `ties` those that were not recorded,
-`misshapen` the records that are left out, and `coverage` says what could not be judged.
+`misshapen` the records that are left out, `late` the sequences of which the trace lacks what was cached before, and
+`coverage` says what could not be judged.
 """

@@ -2,7 +2,7 @@
 
 Of what attention read in the `cached` keys and values, or the `keys` and values by themselves where scores and
 probabilities were recorded; and of an op that makes each token's row of that token's own, the `tokens` whose rows it is
-made of. They are other positions', or other sequences' in a batch.
+made of. They are other positions', or other sequences' in a batch. Each says what it has `told`.
 """
 
 from tracediff.diagnose.rows import cached, keys, tokens
