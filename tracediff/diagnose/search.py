@@ -52,6 +52,10 @@ class Search:
         vain = self._kin.in_vain_of(one)
         if only_known and len(vain) >= _SEARCHES:
             return None
+        if self._is_decode_alone(one.record):  # others may have it in all steps
+            in_some = (self._kin.carried(found.but_in_some_steps(), one) for found in self._kin.found)
+            if same := next(filter(None, in_some), None):
+                return same
         layers = several_layers(one.error.segment) if ends_soon(self._replay, one) and not vain else []
         ways = [Way(scheme) for scheme in plain] + [Way(scheme, layer) for scheme in plain for layer in layers]
         if self._is_decode_alone(one.record):
