@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain, islice, product
 
 from tracediff.diagnose import rows
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
@@ -13,6 +13,7 @@ from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, Way
 from tracediff.diagnose.kin import Faulty, Kin
 from tracediff.diagnose.low_rank import followed
 from tracediff.diagnose.mistakes import ALIKE, BANK
+from tracediff.diagnose.rows.told import Told
 from tracediff.diagnose.search import Search, ends_soon, several_layers
 from tracediff.diagnose.solve.edit import Read
 from tracediff.diagnose.trials import Trials
@@ -28,6 +29,7 @@ from tracediff.trace.format import OpRecord
 
 _ALSO = 3  # other mistakes that come to the same are said
 _ENOUGH = 8  # tokens, and positions: with more a record tells no mistake from another that fewer do not
+_OTHER_STEPS = 3  # that are asked what they read
 _UNTRIED = "mistakes were tried in all layers alike, not in one alone: record hidden states to find the layer"
 
 
@@ -39,6 +41,7 @@ class Explainer:
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
+        self._told: dict[tuple[int, str], Told | None] = {}  # of records what they read
 
     def explain(
         self, ops: list[OpResult], progress: Progress = lambda fraction: None, budget: Budget = ENDLESS
@@ -159,8 +162,7 @@ class Explainer:
             if given := kin.given(first):
                 yield first, given
                 continue
-            told = rows.told(self._replay, first.record, self._least_wrong(first.record))
-            is_told = told is not None and told.explains(first.error)
+            is_told = self._is_told(first, kin.budget)
             best = Search(kin).of(first, within(progress, done, n), only_known=is_told)
             if best is None:
                 kin.in_vain.append(first)
@@ -170,9 +172,8 @@ class Explainer:
             if len(carried) == 1 and first.error.one_token and kin.only_chooses(best, first.record):
                 kin.in_vain.append(first)  # of a few choices one: so many a mistake has the same effect in one token
                 continue
-            steps = {one.record.step for one, _ in carried}
-            if is_told and len(steps) == 1 and any(other.record.step not in steps for other in kin.pending):
-                kin.in_vain.extend(one for one, _ in carried)  # it is of this step; what was read is told of others
+            if is_told and self._suits_one_step(carried, kin):
+                kin.in_vain.extend(one for one, _ in carried)
                 continue
             kin.found.append(best)
             kin.alone.update((one.record.op, same) for one, same in carried if len(one.error.segment) == 1)
@@ -186,6 +187,21 @@ class Explainer:
         for one in kin.in_vain:
             yield one, Search(kin).one_more(one)
         yield from self._fewer(kin, groups)
+
+    def _is_told(self, one: Faulty, budget: Budget) -> bool:
+        """Whether rows that are all known tell what is wrong."""
+        key = one.record.step, one.record.op
+        if key not in self._told:
+            budget.check()
+            self._told[key] = rows.told(self._replay, one.record, self._least_wrong(one.record))
+        told = self._told[key]
+        return told is not None and told.is_sure and told.explains(one.error)
+
+    def _suits_one_step(self, carried: Sequence[tuple[Faulty, Hypothesis]], kin: Kin) -> bool:
+        """Whether what explains these is of one step, and rows that were read tell what is wrong in another."""
+        steps, names = {one.record.step for one, _ in carried}, {one.record.op for one, _ in carried}
+        others = (o for o in kin.pending if o.record.op in names and o.record.step not in steps)
+        return len(steps) == 1 and any(self._is_told(other, kin.budget) for other in islice(others, _OTHER_STEPS))
 
     def _fewer(self, kin: Kin, groups: list[_Group]) -> Iterable[tuple[Faulty, Hypothesis]]:
         """Records that another explanation suits as well, which more of them have: what was found in the first step may
@@ -267,7 +283,7 @@ class Explainer:
             shape = f"{shape}; all that it reads is finite"
         if len(one.error.segment) == 1 and (of := followed(op, known, self._replay.weights)):
             shape = f"{of}; {shape}"
-        told = rows.told(self._replay, one.record, scheme)
+        told = self._told.get((one.record.step, one.record.op))
         if told and told.explains(one.error):
             ops, each = [self._replay.graph[name] for name in one.error.segment], {SOLVED: told.text}
             under = in_words_of(ops, scheme, self._replay.weights)

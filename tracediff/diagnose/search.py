@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 
 from tracediff.diagnose.budget import Progress, within
 from tracediff.diagnose.hypothesis import PART, SOLVED, Assumed, Hypothesis, Least, Way, to_beat
@@ -30,6 +30,7 @@ _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for i
 _SECONDS: Mapping[How, float] = {segments.SegmentSearch.called: 2e-7, segments.SegmentSearch.computed: 4e-6}
 _A_SHARE = 4  # of the time that is left a search of pairs of edits takes no more than one of so many
 _ALIKE = 4  # edits of an op that come to the same in a record, and not in others as a rule
+_ASKED = 2  # other records of one token, which must have what is said of all of them
 # Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
 # With 4e7 on two cores it took a minute.
 _ONE_BY_ONE = 2e8
@@ -197,6 +198,8 @@ class Search:
         """
         found, in_some = list[Hypothesis](), [*in_some]
         for hypothesis in self._hypotheses(solutions, one):
+            if hypothesis.parts[-1].tokens and not self._is_in_another_step(hypothesis, one):
+                continue
             if self._kin.explains(hypothesis, one):
                 found.append(hypothesis)
                 if self._kin.explains_all(hypothesis, self._kin.some):
@@ -208,6 +211,11 @@ class Search:
             if len(found) == _ALIKE:
                 break
         return self._kin.chosen([*found, *in_some]) if found or in_some else None
+
+    def _is_in_another_step(self, solved: Hypothesis, one: Faulty) -> bool:
+        """Whether it explains another step too: of one token alone thousands of edits give what some other did."""
+        others = (other for other in self._kin.pending if other.record.step != one.record.step)
+        return solved.pays(one.error) and any(self._kin.carried(solved, other) for other in islice(others, _ASKED))
 
     def _hypotheses(self, solutions: Explanations, one: Faulty) -> Iterator[Hypothesis]:
         """What they leave of the record: made in all steps, or, where that may be, in those of one token."""

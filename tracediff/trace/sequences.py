@@ -11,9 +11,10 @@ from operator import mul
 
 import msgspec
 
-from tracediff.names import StepOf
+from tracediff.names import StepOf, plain_step
 from tracediff.trace.format import STORAGE, OpRecord, Step
 
+_SEQUENCES, _STEPS = 1 << 20, 1 << 32  # which StepOf tells apart
 SequencePart = tuple[Step, tuple[int, ...]]  # a step of one sequence, and its tokens' indices in the step of the file
 
 
@@ -37,14 +38,16 @@ def _step_of(step: Step, sequence: int) -> Step:
 
 def begun_again(steps: Mapping[int, Step]) -> Iterator[tuple[int, int, int]]:
     """Steps in which a sequence is fed anew from its first token on, as after a preemption, or by an engine without a
-    cache: the sequence, the step's key, and a number that no other has. One token tells nothing.
+    cache: the sequence, the step's key, and a number that no other has. Tokens that are all one tell nothing: they may
+    as well go on, at wrong positions.
     """
     free = max((step.sequence for step in steps.values()), default=0) + 1
     fed: dict[int, list[int]] = {}
     for at, step in steps.items():
         before, tokens = fed.setdefault(step.sequence, []), [*step.tokens]
         n = min(len(tokens), len(before))
-        if n > 1 and tokens[:n] == before[:n] and step.positions == (*range(len(tokens)),):
+        is_anew = n > 0 and tokens[:n] == before[:n] and step.positions == (*range(len(tokens)),)
+        if is_anew and len({*tokens}) > 1 and free < _SEQUENCES and plain_step(at) < _STEPS:
             yield step.sequence, at, free
             free, before[:] = free + 1, []
         before += tokens

@@ -195,7 +195,7 @@ def _sorted(op: Op, context: Context) -> Variants:
 )  # fmt: skip
 def _left_out(op: Op, context: Context) -> Variants:
     product = context.graph.ops.get(op.inputs[0])
-    if product is None or product.kind != "linear_id" or len(op.inputs) != 2:
+    if product is None or not _is_of_experts(product.name, context.graph) or len(op.inputs) != 2:
         return
     last = product.weights[0].shape[0] - 1
     for words, counts in (
@@ -209,7 +209,7 @@ def _left_out(op: Op, context: Context) -> Variants:
             return x * repeated(torch.where(counts(ids).reshape(weights.shape), weights, 0.0), x)
 
         overwritten = ", as if each overwrote what others had made of the token" * ("alone" in words)
-        yield computing(op.also_reading((product.inputs[1], False)), function), words + overwritten
+        yield computing(op.also_reading((product.inputs[-1], False)), function), words + overwritten
 
 
 def _is_of_experts(name: str, graph: Graph) -> bool:

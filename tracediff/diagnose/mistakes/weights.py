@@ -164,8 +164,8 @@ def _other_order(op: Op, context: Context) -> Variants:
         if first == begin:
             continue
         whole = [split(o.name)[1] for i, o in enumerate(joined) if (sum(sizes[:i]), sizes[i]) == (first, n)]
-        rows = f"rows {first} to {first + n - 1} of Q, K and V, one below the other,"
-        words = f"{f'{whole[0]}.weight is' if whole else f'{rows} are'} used where {names[own]}.weight belongs"
+        rows = f"rows {first} to {first + n - 1} of Q, K and V, one below the other"
+        words = f"it multiplies with {f'the rows of {whole[0]}' if whole else rows}"
         both = f"Q, K and V are split from one product in the order {', '.join('QKV'[i] for i in order)}"
         weights = tuple(
             replace(weight, read=partial(_rows, of=tuple(o.weights[i].name for o in joined), first=first))

@@ -26,9 +26,10 @@ from tracediff.trace.format import OpRecord
 
 _LITTLE = 1e-5  # NMSE: a cache in half precision leaves less, any other set of rows far more
 _MOST = 1 << 21  # values of one system of equations: it takes a second
-_ALL = 1 << 25  # of those of all tokens: beyond it three are asked
+_ALL = 1 << 23  # of those of all tokens: beyond it three are asked
 _PRODUCTS = 1 << 33  # of all queries with all keys
 _SURE = 0.25  # so near to a whole number is how often a row was read
+_ALIKE = 1e-3  # of shares: queries that differ give a key others
 _PLACES = 64  # of a row that may be another: of more the first and the last are asked
 _EQUATIONS = 2  # outputs, of a token's head each, that tell a value that is unknown
 
@@ -72,7 +73,7 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     output whose scores were not recorded.
     """
     attention = _attention(replay, record, scheme)
-    if attention is None or not bool(attention.y.isfinite().all()):
+    if attention is None:
         return None
     positions, own = replay.trace.steps[record.step].positions, replay.trace.steps[record.step].sequence
     made = torch.stack([attention.mean(t, of.double()) for t, of in enumerate(attention.sees)])
@@ -97,7 +98,7 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
             who = f"the token{s} at position{s} {at} attend{'s' * (not s)} to {_NOWHERE}"
             texts |= dict.fromkeys(some, f"{who}, {where}: as in a slot that was never written to")
     left = nmse(made, attention.y) if len(texts) == len(wrong) else math.inf
-    return Told(texts[min(texts)], left, _READ, _LOOK) if texts else None
+    return Told(texts[min(texts)], left, _READ, _LOOK, is_sure=not rest) if texts else None
 
 
 def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention | None:
@@ -108,13 +109,15 @@ def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention |
     scores = graph.ops.get(softmax.inputs[0]) if softmax and softmax.kind == "softmax" else None
     if softmax is None or scores is None or scores.kind != "scores" or any(scores.seen) or record.rows is not None:
         return None
-    is_plain = len(softmax.inputs) == 3 and softmax.attrs.keys() <= {"scale", *VISIBLE}
+    is_plain = len(softmax.inputs) == 3 and not softmax.weights and softmax.attrs.keys() <= {"scale", *VISIBLE}
     if not is_plain or not {softmax.name, scores.name} <= {*replay.segment(record)}:
+        return None
+    if math.prod(record.shape) * len(replay.trace.positions_until(record.step)) > _PRODUCTS:
         return None
     q, k = replay.supposed(record, scores.name, scheme).inputs[:2]
     probs, v = replay.supposed(record, out.name, scheme).inputs[:2]
     y = replay.known(record, scheme).recorded.unflatten(-1, (q.shape[1], -1))
-    if y.numel() * len(k) > _PRODUCTS:
+    if not all(bool(x.isfinite().all()) for x in (q, k, v, y)) or not bool((probs > 0).any(0).any(-1).all()):
         return None
     most = min(y[0].numel() - 1, _MOST // y[0].numel())  # more rows than equations tell nothing
     rows, (keys, values) = cached_by_all(replay, record, (scores.inputs[1], out.inputs[1]), (k, v), most)
@@ -139,7 +142,8 @@ def cached_by_all(
     for other, step in _others(replay, record).items():
         theirs = [replay.held(step, name, True) for name in names]
         more = [(other, int(position)) for position in trace.positions_until(step)]
-        if len(rows) + len(more) <= most and all(values is not None for values in theirs):
+        are_told = all(values is not None and bool(values.isfinite().all()) for values in theirs)
+        if are_told and len(rows) + len(more) <= most:
             rows += more
             for values, of, like in zip(theirs, cached, own, strict=True):
                 assert values is not None
@@ -229,7 +233,17 @@ def _with_one_more(attention: _Attention, tokens: Sequence[int], sees: Tensor) -
         is_cached = (cached - unknown).square().sum(1) <= _LITTLE * unknown.square().sum()
         if not nmse(made[-1], y) <= enough or bool(((share < 0) | (share > 1)).any()) or bool(is_cached.any()):
             return None
+        if _is_a_function(unknown, share, y):
+            return None
     return torch.stack(made).unflatten(1, (len(tokens), -1)).transpose(0, 1).reshape(len(tokens), n_heads, -1)
+
+
+def _is_a_function(unknown: Tensor, share: Tensor, y: Tensor) -> bool:
+    """Whether it may be a factor and an offset of what is right, which leave lines through one point as well: nothing
+    tells a row from them that is zero, or has the same share of all that reads it.
+    """
+    is_zero = unknown.square().mean() <= _LITTLE * y.square().mean()
+    return bool(is_zero) or bool(share.amax() - share.amin() <= _ALIKE * share.amax())
 
 
 def _words(rows: Sequence[Sequence[Row]], times: Tensor, own: int) -> str:

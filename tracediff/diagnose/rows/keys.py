@@ -53,7 +53,7 @@ def _keys(replay: Replay, record: OpRecord, scheme: Scheme) -> _Read | None:
     known, op = replay.known(record, scheme), replay.graph[record.op]
     q, k = known.inputs[:2]
     n_values = known.recorded.shape[0] * known.recorded.shape[1]
-    if n_values < _NUMBERS or not bool(known.recorded.isfinite().all()):
+    if n_values < _NUMBERS or not all(bool(x.isfinite().all()) for x in (known.recorded, q, k)):
         return None
     rows, (keys,) = cached_by_all(replay, record, op.inputs[1:2], (k,), _ROWS)
     every, made, which = scores(q, keys), known.exact.clone(), [*range(len(k))]

@@ -13,11 +13,13 @@ from torch import Tensor
 from tracediff.diagnose.rows.told import OF_ERROR, Row, Told
 from tracediff.names import StepOf, plain_step
 from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.nmse import nmse
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
 
 _MOST = 1 << 26  # values that other tokens come to: half a gigabyte
+_NUMBERS = 8  # of a row that tells whose it is
 _READ = "rows are made of those of other tokens"
 _LOOK = "which rows of a batch are gathered: where each sequence begins and ends, and which token's logits are made"
 
@@ -27,7 +29,10 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     graph, segment, step = replay.graph, replay.segment(record), replay.trace.steps[record.step]
     numbers = (StepOf(plain_step(record.step), sequence) for sequence in replay.trace.sequences)
     together = [number for number in numbers if number in replay.trace.steps]
-    if record.rows is None and len(together) < 2:
+    n_values = math.prod(record.shape) // max(1, record.shape[record.token_axis])
+    if (record.rows is None and len(together) < 2) or record.token_axis or n_values < _NUMBERS:
+        return None
+    if any(KINDS[graph[name].kind].picks for name in segment):  # rows of few numbers are alike by chance
         return None
     if any(graph.tokens_read(graph[name], (0,)) is None or any(graph[name].past) for name in segment):
         return None
@@ -41,7 +46,8 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
         if bool(((y - right).abs() <= bound).all()):
             continue
         nearest = int((others - y).flatten(1).square().sum(1).argmin())
-        if not nmse(others[nearest], y) <= OF_ERROR * nmse(right, y):
+        left = nmse(others[nearest], y)
+        if not math.isfinite(left) or left > OF_ERROR * nmse(right, y):
             return None
         made[i] = others[nearest]
         sequence, position = rows[nearest]

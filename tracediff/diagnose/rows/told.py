@@ -1,5 +1,6 @@
 """What is told of rows that were read."""
 
+import math
 from dataclasses import dataclass
 
 from tracediff.result import Local
@@ -12,14 +13,16 @@ Row = tuple[int, int]  # a sequence, and a position of it
 @dataclass(frozen=True, slots=True)
 class Told:
     """What was read, in words of the first token that tells it, and the NMSE that is left of the record; infinite where
-    not all that is wrong tells. `common` is true of other records that have it too, `look` where to look.
+    not all that is wrong tells. `common` is true of other records that have it too, `look` where to look. `is_sure`:
+    all rows are known, so no edit would explain it better.
     """
 
     text: str
     nmse: float
     common: str
     look: str
+    is_sure: bool = True
 
     def explains(self, error: Local) -> bool:
         """Whether next to nothing is left of the record; what is cached in half precision leaves that."""
-        return self.nmse <= max(error.floor, OF_ERROR * error.nmse)
+        return math.isfinite(self.nmse) and self.nmse <= max(error.floor, OF_ERROR * error.nmse)
