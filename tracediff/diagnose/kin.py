@@ -264,18 +264,20 @@ class Kin:
     def _is_choice(self, record: OpRecord) -> bool:
         return KINDS[self.replay.graph[record.op].kind].picks is not None
 
-    def is_one_factor(self, record: OpRecord) -> bool:
-        """Whether it is one row of a norm: of most that may be wrong in one it has a factor, which some of thousands of
-        edits have by chance.
+    def is_one_factor(self, record: OpRecord, ops: Sequence[Op] = ()) -> bool:
+        """Whether it is one row of a norm, or follows from one, where these ops are changed: of most that may be wrong in
+        one it has a factor, which some of thousands of edits have by chance.
         """
-        return self.is_of_one_token(record) and self.replay.graph[record.op].kind in _NORMS
+        graph = self.replay.graph
+        kinds = {graph[op.name].kind for op in ops if op.name in graph} | {graph[record.op].kind}
+        return self.is_of_one_token(record) and not kinds.isdisjoint(_NORMS)
 
     def is_soon_suited(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether one row of the record tells little of what is tried: it has a number, or the row is a choice or one
         factor, or follows from a choice.
         """
         fitted = any(part.fitted for part in tried.parts)
-        one_factor = SOLVED in tried.mistakes and self.is_one_factor(record)
+        one_factor = SOLVED in tried.mistakes and self.is_one_factor(record, tried.ops)
         return fitted or self._is_choice(record) or one_factor or self.only_chooses(tried, record)
 
     def _contradicted(self, tried: Hypothesis, record: OpRecord) -> bool:

@@ -63,7 +63,10 @@ class Search:
             ways += [Way(scheme, tokens="one") for scheme in plain]
         tried = Least()
         for done, way in enumerate(ways):
-            if found := self._single(one, way, tried, within(progress, done, len(ways))):
+            found = self._single(one, way, tried, within(progress, done, len(ways)))
+            if way.tokens:
+                found = [h for h in found if self._is_sure(h, one)]
+            if found:
                 return self._unrivalled(self._kin.chosen(found), one)
         if only_known:
             return None
@@ -217,6 +220,10 @@ class Search:
         others = (other for other in self._kin.pending if other.record.step != one.record.step)
         return solved.pays(one.error) and any(self._kin.carried(solved, other) for other in islice(others, _ASKED))
 
+    def _is_sure(self, known: Hypothesis, one: Faulty) -> bool:
+        """Whether it may be said of all steps of one token: of what one row tells little another step must have it."""
+        return not self._kin.is_soon_suited(known, one.record) or self._is_in_another_step(known, one)
+
     def _hypotheses(self, solutions: Explanations, one: Faulty) -> Iterator[Hypothesis]:
         """What they leave of the record: made in all steps, or, where that may be, in those of one token."""
         each: tuple[Tokens | None, ...] = (None, "one") if self._is_decode_alone(one.record) else (None,)
@@ -230,7 +237,7 @@ class Search:
 
     def _may_be_in_some(self, solved: Hypothesis, one: Faulty) -> bool:
         """Whether it may be made in some steps alone, where others contradict it."""
-        suited = solved.parts[-1].fitted or self._kin.is_one_factor(one.record)
+        suited = solved.parts[-1].fitted or self._kin.is_one_factor(one.record, solved.ops)
         return not suited and solved.pays(one.error) and not self._kin.is_handed_on(solved, one.record)
 
 

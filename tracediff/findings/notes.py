@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from tracediff.english import count
 from tracediff.names import plain_step
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
@@ -18,7 +19,7 @@ def trace_notes(trace: Trace) -> list[str]:
             f"preemption or without a cache: from there on it is called sequence {again}."
         )
     if (more := len(trace.begun_again) - _LISTED) > 0:
-        notes.append(f"{trace.path}: sequences are fed anew {more} times more.")
+        notes.append(f"{trace.path}: so {'does' if more == 1 else 'do'} {count(more, 'more step')}.")
     if any(record.sketch for record in trace.ops.values()):
         notes.append(
             f"{trace.path} holds sketches: how far two values are apart is estimated from at most 336 numbers of each, "
