@@ -265,8 +265,8 @@ class Kin:
         return KINDS[self.replay.graph[record.op].kind].picks is not None
 
     def is_one_factor(self, record: OpRecord, ops: Sequence[Op] = ()) -> bool:
-        """Whether it is one row of a norm, or follows from one, where these ops are changed: of most that may be wrong in
-        one it has a factor, which some of thousands of edits have by chance.
+        """Whether it is one row of a norm, or follows from one, where these ops are changed: of most that may be wrong
+        in one it has a factor, which some of thousands of edits have by chance.
         """
         graph = self.replay.graph
         kinds = {graph[op.name].kind for op in ops if op.name in graph} | {graph[record.op].kind}
