@@ -1149,7 +1149,11 @@ def test_a_prompt_that_is_cached_in_another_layout_is_said(
     lies, read = orders if heads_first else reversed(orders)
     faulty = explained(models("llama"), tmp_path, in_cache(f"blk.0.{name}", change, decoding=True), n_decode=2)
     assert [(op.step, op.cause and op.cause.text) for op in faulty] == [
-        (step, f"cached {value}, of the first step, lies as {lies} and is read as {read}") for step in (1, 2)
+        (
+            step,
+            f"cached {value}, of the first step, lies as {lies} and is read as {read}, in steps of one token alone",
+        )
+        for step in (1, 2)
     ]
 
 
@@ -1287,10 +1291,12 @@ def test_where_the_time_ends_after_a_search_that_was_not_begun_all_that_was_not_
     ops = [OpResult(r.op, 0, layer_of(r.op), "add", "faulty", local=replay.judge(r)) for r in records]
     sought = Search.of
 
-    def until_the_time_is_over(self: Search, one: Faulty, progress: Progress) -> Hypothesis | None:
+    def until_the_time_is_over(
+        self: Search, one: Faulty, progress: Progress, only_known: bool = False
+    ) -> Hypothesis | None:
         if one.record.op.startswith("blk.1"):
             raise OutOfTime
-        return sought(self, one, progress)
+        return sought(self, one, progress, only_known)
 
     monkeypatch.setattr(
         "tracediff.diagnose.search._SECONDS", dict.fromkeys((SegmentSearch.called, SegmentSearch.computed), 1e9)
@@ -1321,7 +1327,8 @@ def test_a_known_mistake_of_decode_steps_alone_is_named(models: Models, tmp_path
         (
             f"blk.0.attn_{which}_rope",
             1,
-            "rope pairs halves (i, i + n/2); this model pairs neighbouring channels (2i, 2i + 1)",
+            "rope pairs halves (i, i + n/2); this model pairs neighbouring channels (2i, 2i + 1), in steps of one "
+            "token alone",
         )
         for which in "qk"
     }
