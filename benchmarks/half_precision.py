@@ -78,8 +78,9 @@ tokens and two decode steps, traced with every op and with its hidden states alo
 
     python benchmarks/half_precision.py --seed {seed} --out docs/half-precision.md
 
-{n_runs} runs of {n_archs} architectures. None has a mistake, so none may diverge; *undecided*: of some record the
-roundings that its arithmetic may have hide a mistake, which the report says."""
+{n_runs} runs of {n_archs} architectures. None has a mistake, so none may diverge, but where what float16 cannot hold
+overflows, as sums of squares of gemma3n do: that is a mistake. *Undecided*: of some record the roundings that its
+arithmetic may have hide a mistake, or no value is finite, which the report says."""
 
 
 def page(runs: Sequence[Run], seed: int) -> str:
