@@ -17,6 +17,7 @@ from tracediff import Recorder
 
 BLOCK = 4  # positions
 N_BLOCKS = 24
+N_SLOTS = N_BLOCKS * BLOCK
 BUDGET = 9  # tokens of a pass
 
 
@@ -67,7 +68,7 @@ class Part:
         """The slots of the keys that it reads."""
         by, table = self.read_by, [*self.table, (self.table[-1] + 1) % N_BLOCKS]
         places = (table[j // by] * by + j % by for j in range(self.first, self.length))
-        return [place % (N_BLOCKS * BLOCK) for place in places]
+        return [place % N_SLOTS for place in places]
 
 
 Batch = list[Part]
@@ -93,7 +94,7 @@ class Engine:
         )  # fmt: skip
         self._record, self._change, self._layer_read = record, change, layer_read
         left = torch.Generator().manual_seed(0)  # what an earlier batch left there
-        self._cache = torch.randn(2, self._n_layer, N_BLOCKS * BLOCK, self._groups, self._dim, generator=left)
+        self._cache = torch.randn(2, self._n_layer, N_SLOTS, self._groups, self._dim, generator=left)
         self._free = iter(range(N_BLOCKS))
         for name, weight in self._weights.items():
             if name.endswith("norm.weight"):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from architectures import table
-from paged_engine import N_BLOCKS, Batch, Change, Engine, Part, Request
+from paged_engine import N_SLOTS, Batch, Change, Engine, Part, Request
 
 from tracediff import Recorder
 from tracediff.model.synthetic import Shape, write_model
@@ -53,11 +53,11 @@ def _each(change: Callable[[Part], None], decodes: bool | None = None) -> Change
 
 
 def _late(part: Part) -> None:
-    part.slots = [(slot + 1) % (N_BLOCKS * 4) for slot in part.slots]
+    part.slots = [(slot + 1) % N_SLOTS for slot in part.slots]
 
 
 def _written_by_8(part: Part) -> None:
-    part.slots = [(part.table[p // 8] * 8 + p % 8) % (N_BLOCKS * 4) for p in part.positions]
+    part.slots = [(part.table[p // 8] * 8 + p % 8) % N_SLOTS for p in part.positions]
 
 
 def _read_by_8(part: Part) -> None:
@@ -123,7 +123,8 @@ def _tokens_of_next(batch: Batch) -> None:
 
 def _padding_written(batch: Batch) -> None:
     """To slot 0: what lies there is the first position's of sequence 0."""
-    batch[-1].slots[-1:] = [0] if len(batch) > 1 else batch[-1].slots[-1:]
+    if len(batch) > 1:
+        batch[-1].slots[-1] = 0
 
 
 READS, OF_ROW = r"attention reads other rows|attends to", "is that of position"

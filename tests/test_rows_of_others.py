@@ -20,6 +20,7 @@ from tracediff.model.model import Model
 from tracediff.names import StepOf
 from tracediff.numerics.kinds import KINDS
 from tracediff.pipeline import check_trace
+from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
 TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12)
@@ -30,15 +31,36 @@ def other_at_3(cached: Tensor) -> Tensor:
     return torch.cat((cached[:3], cached[1:2], cached[4:]))
 
 
+def noise_like(rows: Tensor, seed: int) -> Tensor:
+    return torch.randn(rows.shape, generator=torch.Generator().manual_seed(seed)).to(rows)
+
+
 def garbage_at_2(cached: Tensor) -> Tensor:
     """Of keys and of values others, the same in every step."""
-    noise = torch.randn(cached[:1].shape, generator=torch.Generator().manual_seed(cached.shape[1]))
-    return torch.cat((cached[:2], noise.to(cached), cached[3:]))
+    return torch.cat((cached[:2], noise_like(cached[:1], cached.shape[1]), cached[3:]))
 
 
 def garbage_at_0_and_all_late(cached: Tensor) -> Tensor:
-    noise = torch.randn(cached[:1].shape, generator=torch.Generator().manual_seed(3))
-    return torch.cat((noise.to(cached), cached[:-1]))
+    return torch.cat((noise_like(cached[:1], 3), cached[:-1]))
+
+
+def fused(models: Models, rows: Callable[[Tensor], Tensor], folder: Path, tokens: tuple[int, ...]) -> tuple[Path, Path]:
+    """The trace of an engine that reads these rows of the cache and shows no scores, and its model."""
+    model = Model(models("qwen3"))
+    changed = [
+        replace(op, function=lambda x, cached, right=KINDS[op.kind].function: right(x, rows(cached)))
+        for op in model.graph
+        if op.kind in ("scores", "weighted_values")
+    ]
+    whole = trace_graph(model.graph.changed(*changed), model.file, folder / "whole.trace", tokens, (97,))
+    return some_of(whole, folder / "fused.trace", lambda op: not op.endswith(("attn_scores", "attn_probs"))), model.path
+
+
+def overwrite(data: Path, record: OpRecord, values: np.ndarray) -> None:
+    """A record's values in the data file by others."""
+    with data.open("r+b") as file:
+        file.seek(record.offset or 0)
+        file.write(values.astype(np.float32).tobytes())
 
 
 @pytest.mark.parametrize(
@@ -55,15 +77,8 @@ def garbage_at_0_and_all_late(cached: Tensor) -> Tensor:
 def test_rows_of_the_cache_are_told(
     rows: Callable[[Tensor], Tensor], text: str, models: Models, tmp_path: Path
 ) -> None:
-    model = Model(models("qwen3"))
-    changed = [
-        replace(op, function=lambda x, cached, right=KINDS[op.kind].function: right(x, rows(cached)))
-        for op in model.graph
-        if op.kind in ("scores", "weighted_values")
-    ]
-    whole = trace_graph(model.graph.changed(*changed), model.file, tmp_path / "whole.trace", TOKENS, (97,))
-    path = some_of(whole, tmp_path / "fused.trace", lambda op: not op.endswith(("attn_scores", "attn_probs")))
-    (finding,) = check_trace(path, model.path).findings
+    path, model = fused(models, rows, tmp_path, TOKENS)
+    (finding,) = check_trace(path, model).findings
     assert finding.text == (f"all 3 layers (seen in attn_kqv): {READ} (blk.0.attn_kqv in step 0: {text}).")
 
 
@@ -84,11 +99,8 @@ def test_rows_of_another_sequence_are_told(models: Models, tmp_path: Path) -> No
     q = trace.values(trace.ops[here, f"{last}attn_q_rope"])[0].astype(np.float64)
     k, v = (cached(name).repeat(len(q) // cached(name).shape[1], 1) for name in ("attn_k_rope", "attn_v"))
     weights = np.exp(np.einsum("hd,nhd->hn", q, k) / math.sqrt(q.shape[1]))
-    made = np.einsum("hn,nhd->hd", weights / weights.sum(1, keepdims=True), v).astype(np.float32)
-    record = trace.ops[here, f"{last}attn_kqv"]
-    with path.with_name("whole.bin").open("r+b") as file:
-        file.seek(record.offset or 0)
-        file.write(made.tobytes())
+    made = np.einsum("hn,nhd->hd", weights / weights.sum(1, keepdims=True), v)
+    overwrite(path.with_name("whole.bin"), trace.ops[here, f"{last}attn_kqv"], made)
     (finding,) = check_trace(path, model).findings
     assert finding.text == (
         "layer 2 (seen in attn_kqv), in step 2 of sequence 4: the token at position 3 attends to positions 0 to 7 of "
@@ -109,10 +121,8 @@ def test_keys_of_another_sequence_are_told(models: Models, tmp_path: Path) -> No
     trace = Trace(path)
     q = trace.values(trace.ops[here, f"{last}attn_q_rope"])[0]
     k = np.concatenate([trace.values(trace.ops[step, f"{last}attn_k_rope"]) for step in (0, 1, 2)])[:4]
-    record = trace.ops[here, f"{last}attn_scores"]
-    with path.with_name("whole.bin").open("r+b") as file:
-        file.seek(record.offset or 0)
-        file.write(np.einsum("hd,nhd->hn", q, k.repeat(len(q) // k.shape[1], 1)).astype(np.float32).tobytes())
+    made = np.einsum("hd,nhd->hn", q, k.repeat(len(q) // k.shape[1], 1))
+    overwrite(path.with_name("whole.bin"), trace.ops[here, f"{last}attn_scores"], made)
     (finding,) = check_trace(path, model).findings
     assert finding.text == (
         "attn_scores in layer 2, in step 2 of sequence 4: the keys at positions 0 to 3 are of positions 0 to 3 of "
@@ -139,10 +149,8 @@ def test_logits_of_another_sequence_are_told(models: Models, tmp_path: Path) -> 
     trace = Trace(path)
     records = [trace.ops[StepOf(2, sequence), "output"] for sequence in (0, 4)]
     rows = [trace.values(record) for record in records]
-    with path.with_suffix(".bin").open("r+b") as file:
-        for record, values in zip(records, reversed(rows), strict=True):
-            file.seek(record.offset or 0)
-            file.write(values.tobytes())
+    for record, values in zip(records, reversed(rows), strict=True):
+        overwrite(path.with_suffix(".bin"), record, values)
     (finding,) = check_trace(path, model).findings
     assert finding.text == (
         "output, in steps 2 of sequence 0, 2 of sequence 4: rows are made of those of other tokens (output in step 2 "
@@ -152,17 +160,9 @@ def test_logits_of_another_sequence_are_told(models: Models, tmp_path: Path) -> 
 
 def test_what_no_rows_give_is_not_told(models: Models, tmp_path: Path) -> None:
     """Two slots that nothing was written to are more than a decoded token tells, and heads that read others no rows."""
-    model = Model(models("qwen3"))
 
     def two(cached: Tensor) -> Tensor:
-        noise = torch.randn(cached[:2].shape, generator=torch.Generator().manual_seed(cached.shape[1]))
-        return torch.cat((cached[:1], noise.to(cached), cached[3:]))
+        return torch.cat((cached[:1], noise_like(cached[:2], cached.shape[1]), cached[3:]))
 
-    changed = [
-        replace(op, function=lambda x, cached, right=KINDS[op.kind].function: right(x, two(cached)))
-        for op in model.graph
-        if op.kind in ("scores", "weighted_values")
-    ]
-    whole = trace_graph(model.graph.changed(*changed), model.file, tmp_path / "whole.trace", TOKENS[:4], (97,))
-    path = some_of(whole, tmp_path / "fused.trace", lambda op: not op.endswith(("attn_scores", "attn_probs")))
-    assert all(READ not in finding.text for finding in check_trace(path, model.path).findings if 1 in finding.steps)
+    path, model = fused(models, two, tmp_path, TOKENS[:4])
+    assert all(READ not in finding.text for finding in check_trace(path, model).findings if 1 in finding.steps)

@@ -145,12 +145,11 @@ class Reading:
         """Where there are several sequences each step's number says whose it is; of one it is the number alone. One
         that begins again is another from there on.
         """
-        whose = {at: step.sequence for at, step in self.steps.items()}
         self.begun_again = [*begun_again(self.steps)]
-        for sequence, first, again in self.begun_again:
-            later = (at for at in self.steps if whose[at] == sequence and plain_step(at) >= plain_step(first))
-            for at in later:
-                self.steps[at] = msgspec.structs.replace(self.steps[at], sequence=again)
+        anew, called = {first: again for _, first, again in self.begun_again}, dict[int, int]()
+        for at, step in self.steps.items() if anew else ():
+            called[step.sequence] = anew.get(at, called.get(step.sequence, step.sequence))
+            self.steps[at] = msgspec.structs.replace(step, sequence=called[step.sequence])
         of = {step.sequence for step in self.steps.values()}
         if not any(of):
             return

@@ -198,18 +198,24 @@ def _left_out(op: Op, context: Context) -> Variants:
     if product is None or not _is_of_experts(product.name, context.graph) or len(op.inputs) != 2:
         return
     last = product.weights[0].shape[0] - 1
+    overwritten = "as if each overwrote what others had made of the token"
     for words, counts in (
         (f"expert {last}, the last, is left out", lambda ids: ids != last),
         ("expert 0 is left out", lambda ids: ids != 0),
-        ("the expert of the largest number alone counts", lambda ids: ids == ids.amax(-1, keepdim=True)),
-        ("the expert of the smallest number alone counts", lambda ids: ids == ids.amin(-1, keepdim=True)),
+        (
+            f"the expert of the largest number alone counts, {overwritten}",
+            lambda ids: ids == ids.amax(-1, keepdim=True),
+        ),
+        (
+            f"the expert of the smallest number alone counts, {overwritten}",
+            lambda ids: ids == ids.amin(-1, keepdim=True),
+        ),
     ):
 
         def function(x: Tensor, weights: Tensor, ids: Tensor, counts: Callable[[Tensor], Tensor] = counts) -> Tensor:
             return x * repeated(torch.where(counts(ids).reshape(weights.shape), weights, 0.0), x)
 
-        overwritten = ", as if each overwrote what others had made of the token" * ("alone" in words)
-        yield computing(op.also_reading((product.inputs[-1], False)), function), words + overwritten
+        yield computing(op.also_reading((product.inputs[-1], False)), function), words
 
 
 def _is_of_experts(name: str, graph: Graph) -> bool:

@@ -153,6 +153,8 @@ def cached_by_all(
 
 def _others(replay: Replay, record: OpRecord) -> Mapping[int, int]:
     """Of each other sequence its last step until the record's, itself included."""
+    if len(replay.trace.sequences) == 1:  # of which a trace may have thousands of steps, and as many records that ask
+        return {}
     steps, here = replay.trace.steps, plain_step(record.step)
     last = {step.sequence: number for number, step in steps.items() if plain_step(number) <= here}
     return {sequence: step for sequence, step in last.items() if sequence != steps[record.step].sequence}

@@ -25,7 +25,7 @@ _NONE = -1  # of a key that nobody cached
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Which of `rows` was read at each position, `_NONE` where it is none of them; what they make, and what not."""
+    """Which of `rows` was read at each position, `_NONE` where it is none of them; what they make."""
 
     rows: list[Row]
     which: list[int]
@@ -39,13 +39,12 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     op = replay.graph[record.op]
     if len(replay.segment(record)) > 1 or record.rows is not None or any(op.seen) or op.function or op.rework:
         return None
-    if op.kind == "scores":
-        return _said(_keys(replay, record, scheme), replay, record, scheme, "key")
-    return (
-        _said(_values(replay, record, scheme), replay, record, scheme, "value")
-        if op.kind == "weighted_values"
-        else None
-    )
+    sought = {"scores": (_keys, "key"), "weighted_values": (_values, "value")}.get(op.kind)
+    if sought is None:
+        return None
+    find, what = sought
+    read = find(replay, record, scheme)
+    return _said(read, replay, record, scheme, what) if read else None
 
 
 def _keys(replay: Replay, record: OpRecord, scheme: Scheme) -> _Read | None:
@@ -87,16 +86,11 @@ def _values(replay: Replay, record: OpRecord, scheme: Scheme) -> _Read | None:
     probs, v = known.inputs[:2]
     _, (values,) = cached_by_all(replay, record, op.inputs[1:2], (v,), _ROWS)
     made = weighted_values(probs, values[read.which])
-    return (
-        _Read(read.rows, read.which, made)
-        if nmse(made, known.recorded) <= OF_ERROR * nmse(known.exact, known.recorded)
-        else None
-    )
+    leaves_little = nmse(made, known.recorded) <= OF_ERROR * nmse(known.exact, known.recorded)
+    return _Read(read.rows, read.which, made) if leaves_little else None
 
 
-def _said(read: _Read | None, replay: Replay, record: OpRecord, scheme: Scheme, what: str) -> Told | None:
-    if read is None:
-        return None
+def _said(read: _Read, replay: Replay, record: OpRecord, scheme: Scheme, what: str) -> Told | None:
     own = replay.trace.steps[record.step].sequence
     moved: dict[int | None, tuple[list[int], list[int]]] = {}  # by the sequence, positions and what they have
     for (_, position), row in zip(read.rows, read.which, strict=False):

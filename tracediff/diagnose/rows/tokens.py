@@ -40,7 +40,7 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     known = replay.known(record, scheme)
     if others is None or others.shape[1:] != known.recorded.shape[1:] or not bool(known.recorded.isfinite().all()):
         return None
-    own = [(step.sequence, step.positions[row]) for row in record.rows or range(len(step.positions))]
+    at = [step.positions[row] for row in record.rows or range(len(step.positions))]
     made, texts = known.exact.clone(), list[str]()
     for i, (right, y, bound) in enumerate(zip(known.exact, known.recorded, known.bound, strict=True)):
         if bool(((y - right).abs() <= bound).all()):
@@ -52,7 +52,7 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
         made[i] = others[nearest]
         sequence, position = rows[nearest]
         whose = f" of sequence {sequence}" * (sequence != step.sequence)
-        texts.append(f"the row of position {own[i][1]} is that of position {position}{whose}")
+        texts.append(f"the row of position {at[i]} is that of position {position}{whose}")
     return Told(texts[0], nmse(made, known.recorded), _READ, _LOOK) if texts else None
 
 
