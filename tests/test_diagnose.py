@@ -11,6 +11,7 @@ from conftest import logits_of, some_of, trace_graph
 
 from tracediff.diagnose.error_shape import describe
 from tracediff.diagnose.mistakes import BANK
+from tracediff.diagnose.mistakes.mistake import Context
 from tracediff.diagnose.planting import plant
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import TracediffError
@@ -18,6 +19,7 @@ from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape, write_model
+from tracediff.names import layer_of
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.linear import linear
 from tracediff.pipeline import Effort, check_trace, compare_traces
@@ -244,6 +246,32 @@ def test_a_window_is_told_where_no_layer_tells_the_arithmetic(models, tmp_path: 
         "all 3 layers (seen in ffn_residual): attn_probs: a window of 4 instead of none.",
         "layer 2 (seen in ffn_residual): ffn_gate, ffn_up: each multiplies with the other's weight.",
     ]
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("weights", ["F32", "Q8_0"])
+@pytest.mark.parametrize(
+    ("words", "steps", "first"),
+    [
+        ("the cache of the layer before is read", {0, 1, 2}, 1),
+        ("the cache of layer 0 is read", {0, 1, 2}, 2),
+        ("all layers have one cache: of earlier steps it holds what the last layer wrote", {1, 2}, 0),
+    ],
+)
+def test_whose_layers_cache_is_read(words, steps, first, weights, capture, models, tmp_path: Path) -> None:
+    """The index of the layer is wrong, or forgotten, in the address of the cache."""
+    model = Model(models("k-quants", weights))
+    mistake, context = BANK["cache_of_another_layer"], Context(model.graph, model.file)
+    ops = [op for op in model.graph if mistake.where.holds(op, model.graph)]
+    wrong = [changed for op in ops for changed, said in mistake.change(op, context) if said == words]
+    steps_fed = TOKENS, (97, 110, 32), (53,)
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", *steps_fed, capture=capture)
+    faulty = check_trace(path, model.path).faulty
+    assert {op.cause.name if op.cause else op.shape for op in faulty} == {"cache_of_another_layer"}
+    assert all(op.cause.text.endswith(words) for op in faulty)
+    assert {op.step for op in faulty} == steps
+    assert {op.layer for op in faulty} == {layer_of(op.name) for op in wrong}
+    assert min(op.layer for op in faulty) == first
 
 
 def test_roundings_of_few_engines_do_not_excuse_a_known_mistake(tiny, tmp_path: Path) -> None:

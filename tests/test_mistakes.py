@@ -221,7 +221,7 @@ def test_whatever_mistake_is_tried_the_op_makes_values_of_its_shape(arch: str, t
                     given = []
                     for (name, past), view in zip(wrong.reads, wrong.seen, strict=True):
                         shape = there[name].shape(t, s - t) if name in there else ()
-                        whole = (s, *shape[1:]) if past is True else shape
+                        whole = ({True: s, "earlier": s - t}[past], *shape[1:]) if past in (True, "earlier") else shape
                         x = integers[name] if name in integers else torch.rand(whole)
                         x = torch.arange(s) if name == "positions" and past else x
                         given.append(seen(view, t, s, x) if view else x)

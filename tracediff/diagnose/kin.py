@@ -256,7 +256,7 @@ class Kin:
         for op in self.replay.graph:
             if op.name != record.op and (record.step, op.name) in recorded:
                 continue
-            reads = any(name in made and past != "before" for name, past in op.reads)
+            reads = any(name in made and past not in ("earlier", "before") for name, past in op.reads)
             if reads and op.kind != "state" and (through_choices or KINDS[op.kind].picks is None):
                 made.add(op.name)
         return made

@@ -158,5 +158,8 @@ class TorchEngine:
             if past == "before":
                 yield cache.buffers[name]
                 continue
-            whole = cache.past[name].rows if past else values[name][sequence]
+            if past == "earlier":
+                whole = cache.past[name].first(cache.n_positions - n_tokens)
+            else:
+                whole = cache.past[name].rows if past else values[name][sequence]
             yield seen(view, n_tokens, cache.n_positions, whole) if view else whole

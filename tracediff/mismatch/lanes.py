@@ -180,7 +180,7 @@ class Lanes:
 def _inputs(op: Op, lane: Lane) -> Iterator[Tensor]:
     n = len(lane.values["tokens"])
     for (name, past), view in zip(op.reads, op.seen, strict=True):
-        if past == "before":
+        if past in ("earlier", "before"):  # there is one step
             yield in_buffer(()).to(torch.float64)
         else:
             yield seen(view, n, n, lane.values[name]) if view else lane.values[name]

@@ -35,7 +35,8 @@ class Extent:
 
 
 Axis = str | int | Extent  # "T" tokens of the step, "S" positions visible so far, or a fixed size
-Span = Literal[False, True, "before"]  # of steps that an input is read over: this one, all so far, those before it
+# Of steps that an input is read over: this one, all so far, those before it, or what these leave in a buffer.
+Span = Literal[False, True, "earlier", "before"]
 Tokens = Literal["one", "several"]  # of a step: engines compute prompts and decoded tokens by different code
 # What a step brings, int64 of shape [T]: its tokens, their positions, and how many positions were cached before it.
 SOURCES = ("tokens", "positions", "past")
@@ -95,9 +96,9 @@ class Rework(Protocol):
 class Op:
     """One step of the forward pass.
 
-    `inputs` are names of ops or SOURCES; those also in `past` are read over all steps so far (the KV cache), or as what
-    a buffer holds from earlier steps ("before"). An input that has one of `views` is seen through it. A state has what
-    its inputs were in the step before, zeros in the first.
+    `inputs` are names of ops or SOURCES; those also in `past` are read over all steps so far (the KV cache), over those
+    before this one ("earlier"), or as what a buffer holds from these ("before"). An input that has one of `views` is
+    seen through it. A state has what its inputs were in the step before, zeros in the first.
     `function` replaces the mathematics of `kind`, `rework` all that is done with inputs and weights, and `stored` is a
     type that the output is rounded to: that is how a graph expresses somebody's mistake. One that is made in steps of
     one token alone, or of several, has these `tokens`: in others the op is the model's.
@@ -270,7 +271,7 @@ class Graph:
 
     def cached(self) -> set[str]:
         """Names of the values that later steps read."""
-        return {name for op in self for name, past in op.reads if past is True or op.kind == "state"}
+        return {name for op in self for name, past in op.reads if past in (True, "earlier") or op.kind == "state"}
 
     def states(self) -> set[str]:
         """Names of the values that the next step alone reads."""

@@ -38,7 +38,6 @@ class Growing:
         self._n_rows = end
 
     def first(self, n: int) -> Tensor:
-        """The first `n` rows."""
-        assert self._room is not None
+        """The first `n` rows; before any was appended their shape is not known, and it is `[0]`."""
         assert n <= self._n_rows
-        return self._room[:n]
+        return torch.empty(0) if self._room is None else self._room[:n]

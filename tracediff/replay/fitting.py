@@ -80,7 +80,7 @@ class Fitting:
         sound = {s: {r.op for r, left in zip(records, table[s], strict=True) if self._fits(r, s, left)} for s in close}
         if not any(sound.values()):
             return nearest
-        kept = self._in_contention(sound, records)
+        kept = self._in_contention(sound, records, usual)
         fit = {op for scheme in kept for op in sound[scheme]}
         unfit = tuple(record for record in records if record.op not in fit)
         return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
@@ -101,10 +101,12 @@ class Fitting:
         alone = (record for record in records if not self._planner.is_segment(record))
         return tuple(record for record in alone if self._judged(record, scheme).judgement != "sound")
 
-    def _in_contention(self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord]) -> list[Scheme]:
+    def _in_contention(
+        self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord], usual: Sequence[Scheme]
+    ) -> list[Scheme]:
         """Of schemes that are close, best first, with the ops of which records are `sound` under each: what fits, be it
         in other records than what leaves less; and what leaves less still, though it does not fit: between these a
-        record may be undecided.
+        record may be undecided. Of such, which a mistake makes all alike, the best and what is usual.
         """
         kept: list[Scheme] = []
         for scheme, ops in sound.items():
@@ -112,7 +114,8 @@ class Fitting:
             # And what most engines do, where its floor hides what it leaves: a clean run of llama.cpp through 16 layers
             # was faulty, for bfloat16 left as much, and less than that explains.
             hidden = scheme in PLAIN and not any(self._judged(record, scheme).faulty for record in records)
-            if ops - covered or not covered or hidden:
+            is_usual = not covered and (scheme in PLAIN or scheme in usual)
+            if not kept or ops - covered or hidden or is_usual:
                 kept.append(scheme)
         return kept
 

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import accumulate, islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tracediff.model.graph import Graph, Op, Span
@@ -73,7 +74,7 @@ class Recomputation:
         other = copy(self)
         other.graph = self.graph.changed(*ops)
         other._segments = self._segments.changed(other.graph)
-        other._cached = self._cached | {name for op in ops for name, past in op.reads if past is True}
+        other._cached = self._cached | {name for op in ops for name, past in op.reads if past in (True, "earlier")}
         other._n_samples, other.has_noise = n_samples, n_samples > 0
         other._changes = (*self._changes, *ops)
         other._pasts = self._kept.of(other._changes, n_samples)
@@ -143,6 +144,9 @@ class Recomputation:
         """A value as a step has it: of these tokens, of all tokens so far, or what a buffer holds of earlier steps."""
         if past == "before":
             return self._left_of(step, name, scheme)
+        if past == "earlier":
+            before = self.recorded.before(step)
+            return Value(torch.empty(0)) if before is None else self._so_far(before, name, scheme)
         return self._so_far(step, name, scheme) if past else self._value((step, name, rows), scheme)
 
     def values(self, record: OpRecord, channels: slice | None = None) -> Tensor:
@@ -298,6 +302,7 @@ class Recomputation:
                 yield from ((number, read, None) for number in self.recorded.until(step)[:-1])
             elif past:
                 missing = self.recorded.until(step, len(self._past(step, read, scheme)))
+                missing = missing[:-1] if past == "earlier" else missing
                 yield from ((number, read, None) for number in missing)
             else:
                 yield step, read, rows

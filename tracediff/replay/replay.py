@@ -360,8 +360,8 @@ class Replay:
         steps; None where it was not recorded.
         """
         until = self._recorded.until(step)
-        steps = {False: [step], True: until, "before": until[:-1]}[past]
+        steps = {False: [step], True: until, "earlier": until[:-1], "before": until[:-1]}[past]
         if not all(self._recorded.holds((number, name, None)) for number in steps):
             return None
         values = [self._recorded.value((number, name, None)).flatten() for number in steps]
-        return torch.cat(values) if past is True else in_buffer(values)
+        return in_buffer(values) if past == "before" else torch.cat(values)

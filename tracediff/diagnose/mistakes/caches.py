@@ -1,6 +1,7 @@
 """Mistakes in the cache of keys and values: which slots are written, and which are read."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ from tracediff.diagnose.mistakes.attention import SCORES
 from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variant, Variants, Where, computing, weights_of
 from tracediff.english import ranges
 from tracediff.model.graph import Op
+from tracediff.names import split
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.rope import rope
@@ -121,6 +123,33 @@ def _shifted(function: Callable[..., Tensor], by: int, left: Tensor, cached: Ten
     held, n = torch.zeros_like(cached), len(cached)
     held[max(by, 0) : n + min(by, 0)] = cached[max(-by, 0) : n - max(by, 0)]
     return function(left, held)
+
+
+@AREA.mistake(
+    "cache_of_another_layer", "keys and values are read from the cache of another layer",
+    "the layer's index in the address of the cache, where it is written and where it is read",
+    Where(("scores", "weighted_values")),
+)  # fmt: skip
+def _another_layers(op: Op, context: Context) -> Variants:
+    own, axes = op.inputs[1], context.graph[op.inputs[1]].axes
+    alike = [other.name for other in context.graph if split(other.name)[1] == split(own)[1] and other.axes == axes]
+    if not any(op.past) or len(alike) == 1:
+        return
+    before, first, last = alike[alike.index(own) - 1], alike[0], alike[-1]
+    if own != first:  # of a layer after this one the cache lacks the step's own tokens
+        yield replace(op, inputs=(op.inputs[0], before, *op.inputs[2:])), "the cache of the layer before is read"
+    if own not in (first, alike[1]):
+        words = f"the cache of layer {split(first)[0]} is read"
+        yield replace(op, inputs=(op.inputs[0], first, *op.inputs[2:])), words
+    if own != last:
+        shared = computing(op.also_reading((last, "earlier")), partial(_shared, KINDS[op.kind].function))
+        yield shared, "all layers have one cache: of earlier steps it holds what the last layer wrote"
+
+
+def _shared(function: Callable[..., Tensor], left: Tensor, cached: Tensor, others: Tensor) -> Tensor:
+    """With what other layers cached in earlier steps."""
+    earlier = others.reshape(-1, *cached.shape[1:])
+    return function(left, torch.cat((earlier.to(cached), cached[len(earlier) :])))
 
 
 @AREA.mistake(
