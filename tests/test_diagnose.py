@@ -11,12 +11,13 @@ from conftest import logits_of, some_of, trace_graph
 
 from tracediff.diagnose.error_shape import describe
 from tracediff.diagnose.mistakes import BANK
-from tracediff.diagnose.mistakes.mistake import Context
+from tracediff.diagnose.mistakes.mistake import Context, Variant
 from tracediff.diagnose.planting import plant
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Op
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape, write_model
 from tracediff.names import layer_of
@@ -248,6 +249,45 @@ def test_a_window_is_told_where_no_layer_tells_the_arithmetic(models, tmp_path: 
     ]
 
 
+def variant(model: Model, name: str, words: str) -> list[Op]:
+    """The ops of the model that a mistake changes, in the variant that is said so."""
+    mistake, context = BANK[name], Context(model.graph, model.file)
+    ops = [op for op in model.graph if mistake.where.holds(op, model.graph)]
+    changed = (Variant(*one) for op in ops for one in mistake.change(op, context))
+    return [one.op for one in changed if one.text == words]
+
+
+def test_a_soft_cap_after_the_mask_leaves_no_probability_zero(tiny, tmp_path: Path) -> None:
+    """exp(-20) is less than the others' roundings: that it is not 0 alone tells. Where the mistake undone left hardly
+    more of all values than before, no known one explained it.
+    """
+    model = Model(tiny("gemma2"))
+    words = "the soft cap is applied after the mask: masked scores are -20, where minus infinity belongs"
+    graph = model.graph.changed(*variant(model, "cap_after_mask", words))
+    path = trace_graph(graph, model.file, tmp_path / "cap.trace", TOKENS, (97, 110, 32), (53,))
+    faulty = check_trace(path, model.path).faulty
+    windows = [op.name for op in model.graph if op.kind == "softmax" and "window" in op.attrs]
+    assert {(op.op, op.step) for op in faulty} >= {(name, step) for name in windows for step in range(3)}
+    assert {op.cause.text if op.cause else op.shape for op in faulty} == {words}
+
+
+@pytest.mark.parametrize("weights", ["F16", "Q4_K_M"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "query head h reads key/value head h % 2; it is h // 4",
+        "query head h reads key/value head h // 2, at most 1; it is h // 4",
+    ],
+)
+def test_which_key_head_a_query_head_reads(words: str, weights: str, models, tmp_path: Path) -> None:
+    model = Model(models("k-quants", weights))
+    graph = model.graph.changed(*variant(model, "gqa_heads", words))
+    path = trace_graph(graph, model.file, tmp_path / "heads.trace", TOKENS, (53,), capture="layers")
+    faulty = check_trace(path, model.path).faulty
+    assert {op.op for op in faulty} == {f"blk.{n}.ffn_residual" for n in range(3)}
+    assert {op.cause.text if op.cause else op.shape for op in faulty} == {f"attn_scores, attn_kqv: {words}"}
+
+
 @pytest.mark.parametrize("capture", ["all", "layers"])
 @pytest.mark.parametrize("weights", ["F32", "Q8_0"])
 @pytest.mark.parametrize(
@@ -261,9 +301,7 @@ def test_a_window_is_told_where_no_layer_tells_the_arithmetic(models, tmp_path: 
 def test_whose_layers_cache_is_read(words, steps, first, weights, capture, models, tmp_path: Path) -> None:
     """The index of the layer is wrong, or forgotten, in the address of the cache."""
     model = Model(models("k-quants", weights))
-    mistake, context = BANK["cache_of_another_layer"], Context(model.graph, model.file)
-    ops = [op for op in model.graph if mistake.where.holds(op, model.graph)]
-    wrong = [changed for op in ops for changed, said in mistake.change(op, context) if said == words]
+    wrong = variant(model, "cache_of_another_layer", words)
     steps_fed = TOKENS, (97, 110, 32), (53,)
     path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", *steps_fed, capture=capture)
     faulty = check_trace(path, model.path).faulty

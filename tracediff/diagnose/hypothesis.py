@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tracediff.model.graph import Op, Tokens
 from tracediff.numerics.arithmetic import Scheme
-from tracediff.replay.score import EDITED_IN_SEGMENT, FITTED, KNOWN, KNOWN_BLINDLY, KNOWN_IN_SEGMENT, score
+from tracediff.replay.score import EDITED_IN_SEGMENT, FITTED, KNOWN, KNOWN_BLINDLY, KNOWN_IN_SEGMENT, MARGIN, score
 from tracediff.result import Local
 
 # Errors of independent mistakes add up: of five the largest makes a fifth, and undone it leaves 0.8.
@@ -92,9 +92,10 @@ class Hypothesis:
 
     def pays(self, error: Local) -> bool:
         """Whether it is the better explanation of a record that is so far off without it; where only single values
-        are, of these, and as a whole no worse.
+        are, of these, and as a whole no worse, but by what roundings make of so little.
         """
-        better = self.left <= error.nmse if error.nmse <= error.floor else self.score > score(error.nmse)
+        no_worse = score(self.left) >= score(error.nmse) - MARGIN
+        better = no_worse if error.nmse <= error.floor else self.score > score(error.nmse)
         return not self.local.faulty and self.left <= _TELLS and better
 
 

@@ -132,7 +132,8 @@ _STRUCTURAL = frozenset({
     "unbind", "split", "chunk", "narrow", "gather", "clone", "contiguous", "tril", "triu", "roll", "diag_embed", "flip",
     "unfold", "pad",
 })  # fmt: skip
-_CONSTANT = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
+# A number of its own; or, detached, the value as if it had no error.
+_CONSTANT = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "detach"})
 
 
 def _softmax(x: Tensor, dim: int) -> Tensor:

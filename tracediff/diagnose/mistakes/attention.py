@@ -23,7 +23,8 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.english import count, told_apart
 from tracediff.model.graph import Graph, Op
-from tracediff.numerics.kinds.attention import alibi, scores, softmax, unseen_in, weighted_values
+from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.attention import alibi, scores, softmax, unseen_in
 
 AREA = Area()
 SCORES = Where(("scores",))
@@ -135,17 +136,8 @@ def _online(
     return (after if of_output else before) / (after if of_sum else before).sum(-1, keepdim=True)
 
 
-def _interleaved(x: Tensor, groups: int) -> Tensor:
-    """Query heads so ordered that the honest grouping reads key head h % groups."""
-    return x.unflatten(0, (-1, groups)).swapaxes(0, 1).flatten(0, 1)
-
-
-def _deinterleaved(x: Tensor, groups: int) -> Tensor:
-    return x.unflatten(0, (groups, -1)).swapaxes(0, 1).flatten(0, 1)
-
-
 @AREA.mistake(
-    "gqa_heads", "query heads read the wrong key/value head: h % n_kv instead of h // group",
+    "gqa_heads", "query heads read the wrong key/value head: h % n_kv, or h // n_kv, instead of h // group",
     "the mapping from query heads to key/value heads", Where(("scores", "weighted_values")), "onnx#7274",
 )  # fmt: skip
 def _heads(op: Op, context: Context) -> Variants:
@@ -155,18 +147,20 @@ def _heads(op: Op, context: Context) -> Variants:
     assert isinstance(n_head_kv, int)
     if n_head_kv in (1, n_head):
         return
+    group, heads = n_head // n_head_kv, torch.arange(n_head)
+    last = f", at most {n_head_kv - 1}" if n_head > n_head_kv**2 else ""
+    for words, read in (
+        (f"h % {n_head_kv}", heads % n_head_kv),
+        (f"h // {n_head_kv}{last}", (heads // n_head_kv).clamp(max=n_head_kv - 1)),
+    ):
+        if not torch.equal(read, heads // group):
+            wrong = computing(op, partial(_reading_heads, KINDS[op.kind].function, read.tolist()))
+            yield wrong, f"query head h reads key/value head {words}; it is h // {group}"
 
-    def of_scores(q: Tensor, k: Tensor) -> Tensor:
-        groups = k.shape[1]
-        return _deinterleaved(scores(_interleaved(q.swapaxes(0, 1), groups).swapaxes(0, 1), k), groups)
 
-    def of_values(p: Tensor, v: Tensor) -> Tensor:
-        groups, d = v.shape[1], v.shape[2]
-        y = weighted_values(_interleaved(p, groups), v).unflatten(1, (-1, d)).swapaxes(0, 1)
-        return _deinterleaved(y, groups).swapaxes(0, 1).flatten(1)
-
-    words = f"query head h reads key/value head h % {n_head_kv}; it is h // {n_head // n_head_kv}"
-    yield computing(op, of_scores if op.kind == "scores" else of_values), words
+def _reading_heads(function: Callable[..., Tensor], read: list[int], left: Tensor, cached: Tensor) -> Tensor:
+    """Attention in which each query head reads this key/value head."""
+    return function(left, cached[:, read])
 
 
 @AREA.mistake(

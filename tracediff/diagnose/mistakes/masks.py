@@ -144,6 +144,24 @@ def _masked(
     return softmax(torch.where(hides, masked, scores), queries, keys, *sinks, mask=_nothing_hidden, **plain)
 
 
+@AREA.mistake(
+    "cap_after_mask", "scores are masked before the soft cap bends them",
+    "the order of the soft cap and the mask: infinity is bent to the cap", SOFTMAX,
+)  # fmt: skip
+def _cap_after_mask(op: Op, context: Context) -> Variants:
+    if cap := float(op.attrs.get("softcap") or _cap_before(op, context)):
+        words = f"the soft cap is applied after the mask: masked scores are {-cap:g}, where minus infinity belongs"
+        value = math.inf if op.attrs.get("softcap") else cap  # a softmax that bends scores bends that too
+        yield computing(op, partial(_masked, op, value=value, added=False)), words
+
+
+def _cap_before(op: Op, context: Context) -> float:
+    """The cap of scores that are bent by ops of their own: s * tanh(x / s); 0.0 where they are not."""
+    times, *_ = (context.graph.ops.get(name) for name in op.inputs)
+    bent = context.graph.ops.get(times.inputs[0]) if times and times.kind == "scale" else None
+    return float(times.attrs["scale"] * op.attrs["scale"]) if times and bent and bent.kind == "tanh" else 0.0
+
+
 def _given(name: str, op: Op) -> float:
     """The number that the mistaken op was made with: infinite in the right one."""
     return float(op.function.keywords[name]) if isinstance(op.function, partial) else math.inf

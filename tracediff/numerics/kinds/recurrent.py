@@ -14,6 +14,11 @@ from torch import Tensor
 
 from tracediff.numerics.kinds.elementwise import softplus, softplus_as_computed
 from tracediff.numerics.kinds.kind import Kind, expressed_as
+from tracediff.numerics.kinds.layout import identity
+
+# Tokens that a kernel computes at once: Mamba-2's chunk_size (mamba_ssm, ops/triton/ssd_combined.py; FLA and ggml: 64).
+_CHUNK = 256
+_LEAST_LOG = -103.0  # exp of less is 0 in float32
 
 Step = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # state before, token -> state after, value
 
@@ -27,6 +32,15 @@ def _over_tokens(step: Step, state: Tensor, n_tokens: int, snapshots: int = 1) -
     latest = states[: -snapshots - 1 : -1]
     blanks = [torch.zeros_like(state).flatten()] * (snapshots - len(latest))
     return torch.cat((*values, *latest, *blanks))
+
+
+def in_chunks(log: Tensor) -> Tensor:
+    """Logarithms of decays [T, ...] less exactly, as kernels have them that compute many tokens at once: differences of
+    their sums since a chunk's first token, which round at the size of these.
+    """
+    log = log.clamp(min=_LEAST_LOG)
+    sums = torch.cat([chunk.cumsum(0) for chunk in log.detach().split(_CHUNK)])
+    return (log + sums) - sums
 
 
 def ssm_conv(x: Tensor, kernel: Tensor) -> Tensor:
@@ -44,6 +58,7 @@ def ssm_scan(
     *,
     snapshots: int = 1,
     softplus: Callable[[Tensor], Tensor] = softplus,
+    logs: Callable[[Tensor], Tensor] = identity,
 ) -> Tensor:
     """State [H, D, N], x [T, H, D], dt [T, H], b and c [T, groups, N], a [H, N] or [H, 1].
 
@@ -51,7 +66,7 @@ def ssm_scan(
     """
     n_head = x.shape[1]
     rate = softplus(dt)[..., None]
-    decay = torch.exp(rate * a.reshape(n_head, -1))[:, :, None]  # T, H, 1, N or 1
+    decay = torch.exp(logs(rate * a.reshape(n_head, -1)))[:, :, None]  # T, H, 1, N or 1
     heads = n_head // b.shape[1]
     b, c = (z.repeat_interleave(heads, 1)[:, :, None] for z in (b, c))  # T, H, 1, N
     inflow = (x * rate)[..., None] * b
@@ -90,6 +105,7 @@ def gated_delta_net(
     *,
     snapshots: int = 1,
     step: Callable[..., tuple[Tensor, Tensor]] = delta_step,
+    logs: Callable[[Tensor], Tensor] = identity,
 ) -> Tensor:
     """Q and k [T, heads, D], v [T, H, D], gate [T, H, D or 1], beta [T, H, 1], state [H, D, D].
 
@@ -98,7 +114,7 @@ def gated_delta_net(
     """
     n_tokens, n_head, size = v.shape
     q, k = (z.repeat(1, n_head // z.shape[1], 1) for z in (q, k))
-    forget = torch.exp(gate.reshape(n_tokens, n_head, 1, -1))
+    forget = torch.exp(logs(gate.reshape(n_tokens, n_head, 1, -1)))
     beta = beta.reshape(n_tokens, n_head, 1)
 
     def at(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
@@ -170,9 +186,15 @@ KINDS = (
         ("state", "x", "dt", "b", "c"),
         ("value",),
         scheme="rms_norm",
-        noise=expressed_as(partial(ssm_scan, softplus=softplus_as_computed)),
+        noise=expressed_as(partial(ssm_scan, softplus=softplus_as_computed, logs=in_chunks)),
     ),
-    Kind("gated_delta_net", gated_delta_net, ("q", "k", "v", "gate", "beta", "state"), ("value",)),
+    Kind(
+        "gated_delta_net",
+        gated_delta_net,
+        ("q", "k", "v", "gate", "beta", "state"),
+        ("value",),
+        noise=expressed_as(partial(gated_delta_net, logs=in_chunks)),
+    ),
     Kind("gated_linear_attn", gated_linear_attn, ("k", "v", "q", "gate", "state"), ("value",)),
     Kind("rwkv_wkv6", rwkv_wkv6, ("k", "v", "r", "decay", "state"), ("value",), scheme="rms_norm"),
     Kind("rwkv_wkv7", rwkv_wkv7, ("r", "decay", "k", "v", "a", "b", "state"), ("value",)),
