@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from conftest import Models, the_message
 
+from tracediff.diagnose.mistakes import BANK
 from tracediff.engine import torch_engine
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.torch_run import TorchOptions, trace_torch
@@ -334,7 +336,27 @@ def test_where_it_diverges_is_said_though_a_bug_ends_the_search_for_causes(
     assert said.startswith(
         "DIVERGED: ffn_act in layer 1: wrong; not all was tried that may explain it. first at blk.1.ffn_act"
     )
-    assert "The search for causes ended in a bug of tracediff, please report it: ValueError: of a bug (in ex" in said
+    assert "A search for causes ended in a bug of tracediff, please report it: ValueError: of a bug (in ex" in said
+
+
+def test_a_bug_in_the_search_for_one_cause_leaves_the_others(
+    model: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = ("act_gelu@1", "rope_pairing@1")
+    path = trace_torch(model, tmp_path / "a.trace", TorchOptions(faults=faults), (1, 2, 3))
+
+    def rope(*_: object) -> None:
+        raise ZeroDivisionError("of a bug")
+
+    mistakes = {name: replace(mistake, change=rope) if "rope" in name else mistake for name, mistake in BANK.items()}
+    monkeypatch.setattr("tracediff.diagnose.trials.BANK", mistakes)
+    code, report, _ = cli("check", path, "--model", model)
+    said = " ".join(report.split())
+    assert code == 1
+    assert "- ffn_act in layer 1: GELU (erf) is used for SiLU." in said
+    assert "- attn_q_rope in layer 1: wrong; not all was tried that may explain it." in said
+    assert "A search for causes ended in a bug of tracediff, please report it: ZeroDivisionError: of a bug (in" in said
+    assert "--time" not in said.split("Could not be judged")[0]
 
 
 # ---- Where it writes

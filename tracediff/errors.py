@@ -5,9 +5,6 @@ import traceback
 
 from tracediff.printable import printable
 
-# What only a bug raises. Of a RuntimeError torch makes many things: one of them is a want of memory.
-BUGS = (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
-
 
 def wants_memory(error: BaseException) -> bool:
     """Whether it is for want of memory, as the system, numpy and torch say so; a library that cannot be mapped too."""
@@ -15,6 +12,11 @@ def wants_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(
         words in said for words in ("allocate memory", "bad_alloc", "failed to map segment", "can't start new thread")
     )
+
+
+def is_bug(error: Exception) -> bool:
+    """Whether it is tracediff's own: neither what it says by itself, nor a want of memory."""
+    return not (isinstance(error, TracediffError) or wants_memory(error))
 
 
 def in_one_line(error: BaseException) -> str:

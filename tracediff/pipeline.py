@@ -14,7 +14,7 @@ from tracediff.compare.measure import measure_pairs, record_statistics
 from tracediff.compare.sides import gathered, side_of, weights_of
 from tracediff.compare.storage import measure_storage
 from tracediff.compare.vital_signs import measure_normal
-from tracediff.errors import BUGS, in_one_line, wants_memory
+from tracediff.errors import in_one_line, is_bug
 from tracediff.findings.doubts import doubts
 from tracediff.findings.notes import of_another_file, trace_notes, unsought
 from tracediff.findings.tell import told
@@ -226,15 +226,14 @@ def _result(
 ) -> Result:
     candidate = sides[0]
     measured = [judge([*ops, *_required(ops, candidate, model, policy)], policy) for ops in measured]
-    bug = None
     if judged:
         try:
             ops = _explained(judged, measured, effort.seconds, progress)
-        except BUGS as error:  # where it diverges is known, whatever becomes of why
-            if wants_memory(error):
+        except Exception as error:  # where it diverges is known, whatever becomes of why
+            if not is_bug(error):
                 raise
-            ops = [replace(op, sought=op.status != "faulty") for _, op in gathered(sides, measured)]
-            bug = f"The search for causes ended in a bug of tracediff, please report it: {in_one_line(error)}."
+            bug, found = in_one_line(error), (op for _, op in gathered(sides, measured))
+            ops = [replace(op, sought=False, bug=bug) if op.status == "faulty" else op for op in found]
     else:
         ops = [op for _, op in gathered(sides, measured)]
     coverage = measure_coverage(candidate, model.graph, ops) if model else None
@@ -254,7 +253,7 @@ def _result(
         normal=measure_normal(reference, candidate),
         storage=measure_storage(ops),
         coverage=coverage,
-        notes=(*other_file, *notes, *([bug] if bug else unsought(ops, effort.seconds))),
+        notes=(*other_file, *notes, *unsought(ops, effort.seconds)),
         undecided=undecided,
         model=str(model.path) if model else None,
     )

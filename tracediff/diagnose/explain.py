@@ -17,6 +17,7 @@ from tracediff.diagnose.rows.told import Told
 from tracediff.diagnose.search import Search, ends_soon, several_layers
 from tracediff.diagnose.solve.edit import Read
 from tracediff.diagnose.trials import Trials
+from tracediff.errors import in_one_line, is_bug
 from tracediff.model.graph import Op
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme
@@ -81,7 +82,15 @@ class Explainer:
         return _joined([by_kin[key] for key in sorted(by_kin, key=lambda key: key[0])], ops)
 
     def of(self, ops: list[OpResult], members: list[int], budget: Budget, progress: Progress) -> dict[int, OpResult]:
-        """Those at the places of one kin's `members`, explained."""
+        """Those at the places of one kin's `members`, explained. A bug ends the search for these alone."""
+        try:
+            return self._of(ops, members, budget, progress)
+        except Exception as error:
+            if not is_bug(error):
+                raise
+            return {at: replace(ops[at], sought=False, bug=in_one_line(error)) for at in members}
+
+    def _of(self, ops: list[OpResult], members: list[int], budget: Budget, progress: Progress) -> dict[int, OpResult]:
         errors = {(op.step, op.op): op.local for op in ops if op.local}
         records, explained = self._replay.trace.ops, dict[int, OpResult]()
         pending = [Faulty(at, records[ops[at].step, ops[at].op], error) for at in members if (error := ops[at].local)]

@@ -53,15 +53,22 @@ def of_another_file(trace: Trace, name: str, matmul_type: str, ops: Iterable[OpR
 
 
 def unsought(ops: Iterable[OpResult], seconds: float) -> list[str]:
-    """That so many causes were given up when the time was over, or what rare roundings may hide was."""
-    given_up = [op for op in ops if not op.sought]
+    """That so many causes were given up when the time was over, or what rare roundings may hide was; and which bugs of
+    tracediff ended a search.
+    """
+    ops = list(ops)
+    given_up = [op for op in ops if not op.sought and not op.bug]
     faulty = sum(op.status == "faulty" for op in given_up)
     rounded = len(given_up) - faulty
     causes = "1 cause was not sought" if faulty == 1 else f"{faulty} causes were not sought"
     records = "1 record" if rounded == 1 else f"{rounded} records"
     known = f"Whether {records} that roundings of few engines explain may have a known mistake was not sought"
     said = [*([causes] if faulty else []), *([known] if rounded else [])]
+    bugs = dict.fromkeys(op.bug for op in ops if op.bug)
     return [
-        f"{words} to the end: --time {seconds:g} is too short for what is left to try. Give it more seconds."
-        for words in said
+        *(f"A search for causes ended in a bug of tracediff, please report it: {bug}." for bug in bugs),
+        *(
+            f"{words} to the end: --time {seconds:g} is too short for what is left to try. Give it more seconds."
+            for words in said
+        ),
     ]

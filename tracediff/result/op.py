@@ -153,7 +153,8 @@ class OpResult:
     reads: str | None = None  # what the cause's words call its input, where it has one
     common: dict[str, str] = field(default_factory=dict)  # each mistake of it in words that suit others that have it
     shape: str | None = None  # the error's shape in words, where no cause fits
-    sought: bool = True  # not where the time was too short to try all that may explain it, or a bug ended it
+    sought: bool = True  # not where the time was too short to try all that may explain it, or a bug ended it:
+    bug: str = ""  # this one
     note: str | None = None
 
     @property
