@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,21 @@ from torch import Tensor
 
 from tracediff.diagnose.mistakes import BANK, experts, order, parts, states
 from tracediff.diagnose.mistakes.mistake import Context, Variant
-from tracediff.diagnose.planting import plant
+from tracediff.diagnose.planting import plant, undoes
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import TraceError
 from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.graph import Graph
+from tracediff.model.graph import Graph, Op
 from tracediff.model.model import Model
 from tracediff.model.weights import Weights
 from tracediff.names import split
-from tracediff.numerics.arithmetic import Scheme
-from tracediff.numerics.evaluate import evaluate
+from tracediff.numerics.arithmetic import EXACT, Scheme
+from tracediff.numerics.evaluate import evaluate, noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import softmax
+from tracediff.numerics.kinds.kind import Energy
 from tracediff.numerics.views import seen
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.reader import Trace
@@ -203,31 +204,70 @@ def test_a_mistake_between_two_records_is_named_in_prompt_and_decode(case: str, 
     assert {op.step for op in result.faulty} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("arch", ["modern-bert", "minimax-01", "minimax-m2", "rwkv7", "arwkv7", "plm", "qwen3next"])
+T, S = 11, 13  # tokens of a step, and of all so far
+INTEGERS = {"tokens": torch.arange(T), "positions": torch.arange(S - T, S), "past": torch.tensor([S - T] * T)}
+
+
+def computes(graph: Graph, wrong: Op, weights: Weights) -> None:
+    """The op makes a value of its shape, and is known how far it may be off."""
+    given: list[torch.Tensor] = []
+    for (name, past), view in zip(wrong.reads, wrong.seen, strict=True):
+        shape = graph[name].shape(T, S - T) if name in graph else ()
+        whole = ({True: S, "earlier": S - T}[past], *shape[1:]) if past in (True, "earlier") else shape
+        x = INTEGERS[name] if name in INTEGERS else torch.rand(whole, dtype=torch.float64)
+        x = torch.arange(S) if name == "positions" and past else x
+        given.append(seen(view, T, S, x) if view else x)
+    energy = Energy()
+    made = evaluate(wrong, given, weights, EXACT, energy)
+    assert made.shape == graph[wrong.name].shape(T, S - T)
+    noise(wrong, given, made, weights, energy, EXACT, "f32")
+
+
+def mistaken(op: Op, graph: Graph, file: GGUFFile) -> Iterator[tuple[str, Variant]]:
+    """All known mistakes that can be made in the op."""
+    for mistake in BANK.values():
+        for one in mistake.change(op, Context(graph, file)) if mistake.where.holds(op, graph) else ():
+            yield mistake.name, Variant(*one)
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "modern-bert",
+        "minimax-01",
+        "minimax-m2",
+        "rwkv7",
+        "arwkv7",
+        "plm",
+        "qwen3next",
+        "gpt-oss",
+        "deepseek2",
+        "llama4",
+    ],
+)
 def test_whatever_mistake_is_tried_the_op_makes_values_of_its_shape(arch: str, tiny: Tiny) -> None:
     """In graphs of every make: sums that repeat an operand, norms over all heads, views that follow the step."""
     file = GGUFFile(tiny(arch))
-    graph, weights = build_graph(file), Weights(file, torch.float32)
-    context, t, s = Context(graph, file), 11, 13
-    integers = {"tokens": torch.arange(t), "positions": torch.arange(s - t, s), "past": torch.tensor([s - t] * t)}
-    tried = set()
-    for op in graph:
-        of = (op.kind, split(op.name)[1])
-        for mistake in BANK.values() if of not in tried and op.kind != "state" else ():
-            for one in mistake.change(op, context) if mistake.where.holds(op, graph) else ():
-                ops = Variant(*one).ops
-                there = graph.changed(*ops)
-                for wrong in ops:
-                    given = []
-                    for (name, past), view in zip(wrong.reads, wrong.seen, strict=True):
-                        shape = there[name].shape(t, s - t) if name in there else ()
-                        whole = ({True: s, "earlier": s - t}[past], *shape[1:]) if past in (True, "earlier") else shape
-                        x = integers[name] if name in integers else torch.rand(whole)
-                        x = torch.arange(s) if name == "positions" and past else x
-                        given.append(seen(view, t, s, x) if view else x)
-                    made = evaluate(wrong, given, weights)
-                    assert made.shape == there[wrong.name].shape(t, s - t), (mistake.name, op.name)
-        tried.add(of)
+    graph, weights = build_graph(file), Weights(file)
+    sorts = {(op.kind, split(op.name)[1]): op for op in graph if op.kind != "state"}
+    for op in sorts.values():
+        for _, variant in mistaken(op, graph, file):
+            for wrong in variant.ops:
+                computes(graph.changed(*variant.ops), wrong, weights)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gpt-oss"])
+def test_whatever_two_mistakes_are_tried_in_an_op_it_makes_values_of_its_shape(arch: str, tiny: Tiny) -> None:
+    """One on top of the other, as where both are in one op: what the first left of it the second must cope with."""
+    file = GGUFFile(tiny(arch))
+    graph, weights = build_graph(file), Weights(file)
+    sorts = {(op.kind, op.axes, len(op.weights)): op for op in graph if op.kind != "state"}
+    for op in sorts.values():
+        for first in dict(mistaken(op, graph, file)).values():  # the last variant of each
+            there = graph.changed(*first.ops)
+            for second in dict(mistaken(there[op.name], there, file)).values():
+                for wrong in () if undoes(second.op, there[op.name]) else second.ops:
+                    computes(there.changed(*second.ops), wrong, weights)
 
 
 def test_every_mistake_of_experts_and_states_is_planted_here() -> None:

@@ -7,6 +7,7 @@ value's error.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -116,9 +117,9 @@ def _clamp(y: Tensor, units: Units, a: Operand, *limits: Operand, **kwargs: Any)
     return _where(y, units, Operand(y == a.x), a, Operand(0.0))
 
 
-def _amax(y: Tensor, units: Units, a: Operand, *where: Operand, **kwargs: Any) -> Errors:
+def _along(place: Callable[..., Tensor], y: Tensor, units: Units, a: Operand, *where: Operand, **kwargs: Any) -> Errors:
     axis = where[0].x if where else kwargs["dim"]
-    at = a.x.argmax(axis, keepdim=True)
+    at = place(a.x, axis, keepdim=True)
     errors = [(e + torch.zeros_like(a.x)).gather(axis, at).reshape(y.shape) for e in (a.variance, a.hard)]
     return errors[0], errors[1]
 
@@ -186,7 +187,8 @@ RULES: Mapping[str, Callable[..., Errors]] = MappingProxyType({
     "add": _add, "sub": _add, "__rsub__": _add, "mul": _mul, "div": _div, "matmul": _matmul, "pow": _pow,
     "__rdiv__": lambda y, units, a, b: _div(y, units, b, a),
     "sum": _sum, "mean": _mean, "cumsum": _cumsum, "where": _where, "masked_fill": _masked_fill,
-    "maximum": _extreme, "minimum": _extreme, "clamp": _clamp, "amax": _amax,
+    "maximum": _extreme, "minimum": _extreme, "clamp": _clamp, "amax": partial(_along, torch.argmax),
+    "amin": partial(_along, torch.argmin),
     "sigmoid": _sigmoid, "silu": _silu, "logaddexp": _logaddexp,
     **dict.fromkeys(("to", "float", "half", "double", "bfloat16", "nan_to_num"), _cast),
     "neg": _cast, "sign": _exactly, "trunc": _exactly, "floor": _exactly, "ceil": _exactly, "round": _exactly,

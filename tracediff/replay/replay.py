@@ -364,4 +364,4 @@ class Replay:
         if not all(self._recorded.holds((number, name, None)) for number in steps):
             return None
         values = [self._recorded.value((number, name, None)).flatten() for number in steps]
-        return in_buffer(values) if past == "before" else torch.cat(values)
+        return in_buffer(values) if past == "before" or not values else torch.cat(values)

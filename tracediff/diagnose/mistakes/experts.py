@@ -311,9 +311,11 @@ class _BiasBySlot:
 
     def compute(self, call: Call) -> Tensor:
         """The output."""
-        bare = replace(call.op, rework=None, weights=call.op.weights[:1])
-        y = computed(bare, call)
-        return y + call.weights.load(call.op.weights[1])[: y.shape[1]].to(y)
+        matrix, *biases = call.op.weights
+        y = computed(replace(call.op, rework=None, weights=(matrix,)), call)
+        for bias in biases:  # none, where another mistake left it out
+            y = y + call.weights.load(bias)[: y.shape[1]].to(y)
+        return y
 
     def noise(self, made: Made) -> Noise:
         """That of the right op."""

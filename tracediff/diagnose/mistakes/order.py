@@ -199,7 +199,7 @@ def _values_normed(op: Op, context: Context) -> Variants:
         if norm.kind in NORM.kinds and norm.axes == context.graph[values].axes and "k" in parts_of(norm, context.graph):
             before = replace(norm, name=f"{op.name}.read", inputs=(values,), views=())
             words = f"values are normed, as keys are, with {split(norm.name)[1]}.weight"
-            yield Variant(replace(op, inputs=(op.inputs[0], before.name)), words, before=(before,))
+            yield Variant(replace(op, inputs=(op.inputs[0], before.name, *op.inputs[2:])), words, before=(before,))
 
 
 # What is done to a projection, in words, until attention reads it.
@@ -232,7 +232,7 @@ def _of_another_sort(op: Op, context: Context) -> Variants:
 def _made_of(op: Op, graph: Graph) -> list[_Made]:
     """What attention's queries and keys are made of; nothing where that is not in so many words."""
     found: list[_Made] = []
-    for name in () if any(op.seen) else op.inputs:
+    for name in () if any(op.seen) or len(op.inputs) > 2 else op.inputs:  # another mistake may read more
         ops: list[Op] = []
         while name in graph and graph[name].kind in _DONE:
             ops.insert(0, graph[name])

@@ -24,8 +24,9 @@ from tracediff.numerics.kinds.kind import Call, Made, one_rounding
 
 AND = "; and "  # between the words of two edits of one op
 Touches = Literal["values", "places", "both"]  # what is stored, or where and in which order
-When = Literal["now", "all", "before"]  # in this step, in all so far, or what a buffer holds from earlier ones
-_SPANS: dict[When, Span] = {"now": False, "all": True, "before": "before"}  # as ops name it
+# In this step, in all so far, in earlier ones, or what a buffer holds from these.
+When = Literal["now", "all", "earlier", "before"]
+_SPANS: dict[When, Span] = {"now": False, "all": True, "earlier": "earlier", "before": "before"}  # as ops name it
 # The op's own record among the arrays: of values that follow from what lies beyond an array nothing else is known.
 RECORDED = "recorded"
 
@@ -57,7 +58,7 @@ class Read:
         if here is not None and layer is not None:
             near = {0: "", 1: " of the layer before", -1: " of the layer after"}.get(here - layer, "?")
         name = self.name if layer is None or here is None or near == "?" else f"{local}{near}"
-        return f"{name} of the step before" if self.when == "before" else name
+        return name + {"before": " of the step before", "earlier": " of earlier steps"}.get(self.when, "")
 
 
 def input_words(op: Op, position: int) -> str:
