@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracediff.compare.metrics import compare_values, drift_of_statistics
+from tracediff.compare.metrics import compare_values, drift_of_statistics, statistics_of
 from tracediff.judge import Policy, judge, verdict
 from tracediff.result import Drift, Local, OpResult, Statistics, Worst
 
@@ -56,6 +56,22 @@ def test_hidden_scores_do_not_count() -> None:
     reference, candidate, drift = compare_values(r, c, hidden)
     assert drift.nmse == 0
     assert reference.rms == candidate.rms == pytest.approx(np.sqrt((r[:, ~hidden] ** 2).mean()))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_hidden_scores_are_no_extreme(sign: int) -> None:
+    """They were zeros: the least of scores that are all positive. The place of the worst is that in all of them."""
+    r = sign * RNG.uniform(3, 9, (3, 5, 7)).astype(np.float32)
+    hidden = np.triu(np.ones((5, 7), bool), 3)
+    c = np.where(hidden, np.nan, r).astype(np.float32)
+    c[2, 4, 5] += 1
+    reference, candidate, drift = compare_values(r, c, hidden)
+    visible, theirs = r[:, ~hidden], c[:, ~hidden]
+    assert (reference.min, reference.max) == (visible.min(), visible.max())
+    assert (candidate.min, candidate.max, candidate.nan) == (theirs.min(), theirs.max(), 0)
+    assert (drift.worst.at, drift.max_abs) == ((2, 4, 5), 1)
+    assert statistics_of(c, hidden) == candidate
+    assert candidate.mean == pytest.approx(theirs.mean())
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -41,15 +41,18 @@ class _Sums:
     at: int = 0
     apart: int = 0  # pairs whose difference is not finite and that are not the same
 
-    def add(self, reference: np.ndarray, candidate: np.ndarray, offset: int) -> None:
-        """Add a chunk of pairs, both float32 or both float64, that begins at flat index `offset`."""
+    def add(self, reference: np.ndarray, candidate: np.ndarray, places: range | np.ndarray) -> None:
+        """Add a chunk of pairs, both float32 or both float64, that are at these places of the flat values."""
         rows, index = [candidate - reference, reference, candidate], None
         parts = [moments(row) for row in rows]
         if any(part.nan or part.inf for part in parts):
             wide = rows[2].astype(np.float64) - rows[1]
             finite = np.isfinite(wide)  # not so if either side is not
             same = (reference == candidate) | (np.isnan(reference) & np.isnan(candidate))
-            self._add_apart(offset + np.flatnonzero(~finite & ~same))
+            apart = np.flatnonzero(~finite & ~same)
+            if apart.size and not self.apart:
+                self.max_abs, self.at = math.inf, int(places[apart[0]])
+            self.apart += int(apart.size)
             index = np.flatnonzero(finite)
             rows[0] = wide[index]
             parts[0] = moments(rows[0])
@@ -59,12 +62,7 @@ class _Sums:
         if parts[0].count and largest > self.max_abs:
             self.max_abs = largest
             at = rows[0].argmax() if largest == parts[0].max else rows[0].argmin()
-            self.at = offset + int(at if index is None else index[at])
-
-    def _add_apart(self, places: np.ndarray) -> None:
-        if places.size and not self.apart:
-            self.max_abs, self.at = math.inf, int(places[0])
-        self.apart += int(places.size)
+            self.at = int(places[at if index is None else index[at]])
 
     def merge(self, other: "_Sums") -> None:
         """Add what another has summed."""
@@ -125,14 +123,13 @@ def compare_values(
     for cut in _chunks(first, size):
         x = a(cut).astype(wide, copy=False)
         y = x if candidate is reference else b(cut).astype(wide, copy=False)
+        places: range | np.ndarray = range(cut.start, cut.stop)
         if hidden is not None:
-            x, y = np.where(hidden[cut], wide(0), x), np.where(hidden[cut], wide(0), y)
-        parts[cut.start >= first].add(x, y, cut.start)
+            seen = np.flatnonzero(~hidden[cut])
+            x, y, places = x[seen], y[seen], cut.start + seen
+        parts[cut.start >= first].add(x, y, places)
     for part in parts:
         whole.merge(part)
-    if hidden is not None:
-        for side in (whole.reference, whole.candidate):
-            side.count -= int(hidden.sum())
     worst = Worst((), 0.0, 0.0)
     if size:
         there = slice(whole.at, whole.at + 1)
@@ -153,8 +150,7 @@ def statistics_of(values: np.ndarray | Stored, hidden: np.ndarray | None = None)
     for cut in _chunks(0, math.prod(values.shape)):
         x = read(cut)
         x = x.astype(np.promote_types(x.dtype, np.float32), copy=False)
-        seen.merge(moments(x if hidden is None else np.where(hidden[cut], x.dtype.type(0), x)))
-    seen.count -= 0 if hidden is None else int(hidden.sum())
+        seen.merge(moments(x if hidden is None else x[~hidden[cut]]))
     return seen.statistics()
 
 
