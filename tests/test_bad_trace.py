@@ -91,6 +91,13 @@ def test_data_short(pair: Pair, refused: Callable[..., str]) -> None:
     assert message.endswith("Copy the whole of it, or trace again.")
 
 
+@pytest.mark.parametrize("n", [1 << 10, 1 << 17])
+def test_a_first_line_as_deep_as_no_parser_goes(n: int, pair: Pair, refused: Callable[..., str]) -> None:
+    """Which run a trace is of is asked before it is opened."""
+    pair.path.write_bytes(b'{"type":"trace","version":1,"engine":"e","x":' + b"[" * n + b"]" * n + b"}\n")
+    assert "c.trace:1: " in refused("compare", pair.reference, pair.path)
+
+
 def test_data_of_a_trace_that_names_none(pair: Pair, refused: Callable[..., str]) -> None:
     pair.change(HEADER, data=None)
     message = refused("compare", pair.reference, pair.path)
@@ -128,6 +135,7 @@ def test_data_of_a_trace_that_names_none(pair: Pair, refused: Callable[..., str]
         (9, b'{"type":"op","step":0,"op":"x","shape":[1]}', "neither data (dtype, offset) nor statistics"),
         (9, b'{"type":"op","step":0,"op":"x","shape":[1],"dtype":"f32"}', "'dtype' and 'offset' come together"),
         (9, b'{"type":"op","step":0,"op":"x","shape":[1],"dtype":"i8","offset":0}', "Invalid enum value 'i8' - at `$"),
+        (9, b'{"type":"op","step":0,"op":"x","shape":[1],"nan":1,"sketch":"YWJj"}', "a sketch of 3 bytes: it is float"),
     ],
 )  # fmt: skip
 def test_records(line: int, text: bytes | int, expected: str, pair: Pair, refused: Callable[..., str]) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tracediff.compare.metrics import compare_values, drift_of_statistics, statistics_of
 from tracediff.judge import Policy, judge, verdict
+from tracediff.names import StepOf
 from tracediff.result import Drift, Local, OpResult, Statistics, Worst
 
 RNG = np.random.default_rng(1)
@@ -127,6 +128,21 @@ def test_statistics_never_claim_more_drift_than_there_is(n: int, seed: int) -> N
     proved = drift_of_statistics(reference, candidate, n)
     assert proved is not None
     assert proved.nmse <= drift.nmse * (1 + 1e-9)
+
+
+def test_what_follows_a_fault_in_another_sequence_does_not_follow_from_it() -> None:
+    """One of replay, in sequence 0, comes first in the list; the drift in sequence 1 is its own."""
+    worst, seen = Worst((), 0, 0), Statistics(0, 1, 0, 1)
+    local = Local(1.0, 1e-9, 9.0, worst, "exact", ("output",), "faulty")
+    wrong = OpResult("output", 0, None, "linear", "ok", seen, seen, local=local)
+    sound = replace(local, nmse=0.0, excess=0.0, judgement="sound")
+    drift = Drift(0.5, 1.0, 0.0, worst)
+    same, other = (
+        OpResult("output", StepOf(1, n), None, "linear", "ok", seen, seen, drift, 1e-9, sound) for n in (0, 1)
+    )
+    assert [op.status for op in judge([wrong, same], Policy())] == ["faulty", "inherited"]
+    assert [op.status for op in judge([wrong, other], Policy())] == ["faulty", judge([other], Policy())[0].status]
+    assert judge([other], Policy())[0].status != "inherited"
 
 
 def test_the_first_in_execution_order_is_named_and_counts_add_up() -> None:

@@ -377,6 +377,30 @@ def no_cache(engine: Engine) -> None:
     passes(engine, 5, 2)
 
 
+class FromEmbeddings(nn.Module):
+    """What is fed values in the place of ids."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__()
+        self.engine = Engine(model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.engine.lm_head(self.engine.norm(x))
+
+
+@pytest.mark.filterwarnings("ignore:left out")
+def test_ids_of_all_passes_are_given_where_no_call_shows_any(models: Models, tmp_path: Path) -> None:
+    """The first took them all: a prompt and a decode step were "another model"."""
+    model = models("qwen2", "F16")
+    engine, width = FromEmbeddings(model), build_graph(GGUFFile(model)).hparams.n_embd
+    with tracediff.record(engine, tmp_path / "x.trace", gguf=model, tokens=TOKENS[:6]):
+        engine(torch.rand(1, 5, width))
+        engine(torch.rand(1, width))
+    steps = Trace(tmp_path / "x.trace").steps.values()
+    assert [step.tokens for step in steps] == [tuple(TOKENS[:5]), tuple(TOKENS[5:6])]
+    assert [step.positions for step in steps] == [(0, 1, 2, 3, 4), (5,)]
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

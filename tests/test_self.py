@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from conftest import Models
 
+from tracediff.compare.measure import record_statistics
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import MismatchError
 from tracediff.itself.two_ways import compare_with_itself
 from tracediff.trace.format import Step
 from tracediff.trace.reader import Trace
+from tracediff.trace.reduce import reduce
 from tracediff.trace.restep import restep
 from tracediff.trace.ways import passes
 
@@ -55,6 +57,18 @@ def test_rows_are_those_of_the_other_steps(models: Models, tmp_path: Path) -> No
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
     assert restep(right, Trace(parts), tmp_path / "back.trace") == []
     assert Trace(tmp_path / "back.trace").ops[3, "blk.1.attn_probs"].shape == (6, 1, 8)
+
+
+def test_how_the_engine_was_set_up_is_kept(models: Models, tmp_path: Path) -> None:
+    """Beyond the length of the training rope may have other factors: of a context of 131,072 they are those."""
+    path = fed(models("llama", "F32"), tmp_path / "whole.trace", "prefill")
+    first, _, rest = path.read_bytes().partition(b"\n")
+    path.write_bytes(first.replace(b'"engine"', b'"context":131072,"engine"') + b"\n" + rest)
+    trace = Trace(path)
+    restep(trace, trace, tmp_path / "again.trace")
+    reduce(trace, tmp_path / "few.trace", {(0, "output")}, record_statistics)
+    for name in ("again", "few"):
+        assert Trace(tmp_path / f"{name}.trace").header.context == trace.header.context == 131_072
 
 
 CACHE_MISTAKES = {

@@ -1358,6 +1358,16 @@ def test_what_reads_another_tensor_reads_that_of_another_layer(reading: OtherTen
     assert carried.weights == (Weight("blk.1.a", (4, 4), read=reading.renamed(lambda name: "blk.1.b")),)
 
 
+def test_what_reads_the_layer_beside_reads_that_beside_another_layer() -> None:
+    """It was that very layer in all: each asked for a search of its own."""
+    here, there, first = (Op(f"blk.{n}.q", "linear", (f"blk.{n}.x",), (4,)) for n in (3, 7, 0))
+    for other, moved in (("blk.2.x", "blk.6.x"), ("blk.4.x", "blk.8.x"), ("blk.0.x", "blk.0.x"), ("y", "y")):
+        carried = relayered(replace(here, inputs=(other,)), here, there)
+        assert carried
+        assert carried.inputs == (moved,)
+    assert relayered(replace(here, inputs=("blk.2.x",)), here, first)  # of which the caller knows that it is none
+
+
 @pytest.mark.parametrize(
     ("last", "rows", "there"),
     [(5, 4, (2, 3)), (5, 9, (2, 8)), (5, 6, (2, 5)), (4, 6, (2, 4)), (4, 4, None), (5, 2, None)],

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tracediff.errors import TracediffError
-from tracediff.names import kind_of, layer_of, matches, split
+from tracediff.names import kind_of, layer_of, matches, sequence_of, split
 from tracediff.result import Divergence, Local, OpResult, Statistics, Verdict, WeightResult
 
 # NMSE that one rounding of all operands makes, rounded up: llama.cpp's matmuls replayed without it are off by 4e-8
@@ -106,10 +106,12 @@ def judge(ops: Iterable[OpResult], policy: Policy) -> list[OpResult]:
     One that comes as faulty or drifting has another shape than it should have.
     """
     judged: list[OpResult] = []
-    faulty = False  # on either side: what follows differs because of it
+    faulty = set[int]()  # sequences, on either side: what follows in them differs because of it
     for op in ops:
-        judged.append(_resolved(_judged(op, faulty, policy), policy))
-        faulty = faulty or judged[-1].status == "faulty" or _faulty(op.reference_local)
+        sequence = sequence_of(op.step)
+        judged.append(_resolved(_judged(op, sequence in faulty, policy), policy))
+        if judged[-1].status == "faulty" or _faulty(op.reference_local):
+            faulty.add(sequence)
     return judged
 
 

@@ -8,7 +8,7 @@ from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
 from tracediff.diagnose.solve.by_value.readings import Reading
 from tracediff.diagnose.solve.edit import Read, Reworked, relayered
 from tracediff.model.graph import Graph, Op, Weight
-from tracediff.names import split
+from tracediff.names import layer_of, split
 
 # Of a changed op, of it as it should be, and of another op: the other, changed alike.
 _Change = Callable[[Op, Op, Op], Op | None]
@@ -33,7 +33,9 @@ def _each(ops: Sequence[Op], graph: Graph, segment: Sequence[str], change: _Chan
     others = [graph[segment[0]]] if len(segment) == len(ops) == 1 else [there.get(split(op.name)[1]) for op in ops]
     pairs = zip(ops, others, strict=True)
     made = [changed for op, other in pairs if other and (changed := change(op, graph[op.name], other))]
-    return tuple(made) if len(made) == len(ops) else ()
+    known = {*graph.ops, *(op.name for op in made)}  # of the layer beside it there may be none
+    read = {name for op in made for name in op.inputs if layer_of(name) is not None}
+    return tuple(made) if len(made) == len(ops) and read <= known else ()
 
 
 def _renamed(found: Hypothesis, ops: Sequence[Op], graph: Graph) -> tuple[Assumed, ...]:

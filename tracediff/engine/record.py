@@ -102,6 +102,14 @@ def _left_out(graph: Graph, watch: Watch) -> list[str]:
     return [f"left out, for the model shows it nowhere: {', '.join(missing)}"] if missing else []
 
 
+def _n_rows(given: Sequence[Any]) -> int | None:
+    """How many tokens a model is called with in the place of ids, by values [sequences, tokens, channels] or
+    [tokens, channels]; None where it shows neither.
+    """
+    shapes = [x.shape for x in given if isinstance(x, Tensor) and x.is_floating_point()]
+    return next((shape[-2] for n in (3, 2) for shape in shapes if len(shape) == n), None)
+
+
 class _Calls:
     """What begins a step: a call of the model."""
 
@@ -124,9 +132,12 @@ class _Calls:
         given = [*args, *kwargs.values()]
         ids = next((x for x in given if isinstance(x, Tensor) and not x.is_floating_point() and x.ndim in (1, 2)), None)
         ids = kwargs.get("input_ids", ids)
-        if ids is None and not self._expected:
+        if ids is not None:
+            rows = ids.detach().cpu().reshape(-1, ids.shape[-1])
+        elif self._expected:  # as many of those that are left as the pass has rows
+            rows = torch.tensor([self._expected[: _n_rows(given)]])
+        else:
             raise EngineError("the call shows no token ids. Give them: record(..., tokens=ids).")
-        rows = torch.tensor([self._expected]) if ids is None else ids.detach().cpu().reshape(-1, ids.shape[-1])
         kept = _not_padding(kwargs.get("attention_mask"), rows)
         tokens = [int(token) for token in rows[kept]]
         if self._expected is not None:

@@ -27,6 +27,7 @@ from tracediff.trace.format import (
 from tracediff.trace.sequences import SequencePart, begun_again, parts_of, split
 
 Record = Header | Weight | Step | OpRecord | End
+_FIRST_LINE = 1 << 20  # bytes, at most
 _FORMAT = "The format is described in docs/trace-format.md."
 _COPY = "It must lie beside the trace: copy it there too."
 _NO_END = "Close the trace after the last step: a trace without 'end' was cut off."
@@ -204,6 +205,8 @@ class Reading:
             yield f"op {record.op!r} of step {record.step} after step {last} began: out of order"
         elif record.rows is not None:
             yield from _wrong_rows(record, record.rows, sum(len(step.tokens) for step in mine))
+        if record.sketch is not None and (len(record.sketch) % 4 or not record.sketch):
+            yield f"a sketch of {len(record.sketch)} bytes: it is float32 numbers in base64"
         if any((step.step, record.op) in self.ops for step in mine):
             yield f"op {record.op!r} is recorded twice in step {record.step}"
 
@@ -233,6 +236,16 @@ class Reading:
             f"the data file {self.header.data!r} is too short: the record needs {record.nbytes:,} bytes "
             f"at {record.offset:,}, the file has {self.data.size:,}"
         )
+
+
+def header_of(path: Path) -> Header | None:
+    """What a file's first line says; None where it is no trace's: what is wrong is said when the trace is opened."""
+    try:
+        with open_file(path) as file:
+            record = decode(file.read(_FIRST_LINE).partition(b"\n")[0])
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
+        return None
+    return record if isinstance(record, Header) else None
 
 
 def _header(line: bytes) -> Header | str:

@@ -12,8 +12,7 @@ def reduce(
     trace: Trace, out: Path, kept: Container[tuple[int, str]], statistics: Callable[[OpRecord, Trace], Statistics]
 ) -> None:
     """Write to `out` the data of the records that are `kept` (step, name), the statistics of the others, no weights."""
-    header = trace.header
-    with TraceWriter(out, header.engine, header.arch, header.model, header.weights, rank=header.place) as writer:
+    with TraceWriter.like(out, trace.header) as writer:
         for step in trace.steps.values():
             writer.step(step.step, step.tokens, step.positions, (step.sequence,) * len(step.tokens))
             for record in trace.step_ops(step.step):
@@ -22,4 +21,6 @@ def reduce(
                     writer.op(record.step, record.op, values, record.dtype, record.rows, shard=record.shard)
                 elif record.size:
                     held = statistics(record, trace)
-                    writer.op_statistics(record.step, record.op, record.shape, held, record.rows, shard=record.shard)
+                    writer.op_statistics(
+                        record.step, record.op, record.shape, held, record.rows, None, record.sketch, record.shard
+                    )

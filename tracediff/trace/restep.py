@@ -66,8 +66,8 @@ def _plan(like: Trace, pairs: Iterable[tuple[Fed, Fed, Match]]) -> Iterator[_Pla
 def _write(out: Path, trace: Trace, planned: Sequence[_Planned]) -> list[str]:
     first = next(iter(trace.steps))
     names = dict.fromkeys(chain((r.op for r in trace.step_ops(first)), (op for _, op in trace.ops)))
-    header, dropped = trace.header, set()
-    with TraceWriter(out, header.engine, header.arch, header.model, header.weights, rank=header.place) as writer:
+    dropped = set[str]()
+    with TraceWriter.like(out, trace.header) as writer:
         for weight in trace.weights.values():
             if weight.dtype:
                 writer.weight(weight.weight, trace.stored(weight), weight.dtype, weight.shard)

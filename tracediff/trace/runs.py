@@ -1,18 +1,16 @@
 """A run's traces opened as one: that of one process, or those of all ranks."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-import msgspec
-
 from tracediff.english import few
 from tracediff.errors import TraceError
-from tracediff.inputs import fitting, open_file
-from tracediff.trace.format import Header, Step, decode
+from tracediff.inputs import fitting
+from tracediff.trace.format import Step
 from tracediff.trace.ranks import Ranks
 from tracediff.trace.reader import Trace
+from tracediff.trace.reading import header_of
 
 Paths = Path | Sequence[Path]  # of a trace, or of those of all ranks of a run; a path may be a pattern, as rank*.trace
 
@@ -51,12 +49,8 @@ def runs_of(paths: Sequence[Path]) -> list[list[Path]]:
 
 
 def _rank_of(path: Path) -> int | None:
-    """What the first line says; what is wrong with it is said when the trace is opened."""
-    with suppress(OSError, ValueError, msgspec.MsgspecError):
-        with open_file(path) as file:
-            header = decode(file.read(1 << 16).partition(b"\n")[0])
-        return header.rank if isinstance(header, Header) else None
-    return None
+    header = header_of(path)
+    return header.rank if header else None
 
 
 def _by_rank(traces: Sequence[Trace]) -> dict[int, Trace]:

@@ -13,15 +13,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import msgspec
-
 from tracediff.errors import TraceError
 from tracediff.files import refuse_inputs, sync
-from tracediff.trace.format import Header, decode
+from tracediff.trace.format import Header
 from tracediff.trace.reader import Trace
+from tracediff.trace.reading import header_of
 
 _ELSEWHERE = "Move it away, or name the trace otherwise."
-_HEADER = 1 << 20  # bytes of a first line, at most
 
 
 @contextmanager
@@ -100,15 +98,9 @@ def _size(path: Path) -> int:
 
 
 def _header(path: Path) -> Header | None:
-    """The first line of a trace; None where there is none."""
-    try:
-        if not path.is_file():
-            return None
-        with path.open("rb") as file:
-            record = decode(file.readline(_HEADER))
-    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
-        return None
-    return record if isinstance(record, Header) and Path(record.data or "").name == (record.data or "") else None
+    """The first line of a trace; None where there is none, or one whose data lies elsewhere."""
+    header = header_of(path)
+    return header if header and Path(header.data or "").name == (header.data or "") else None
 
 
 def _holds(text: Path, data: Path) -> bool:

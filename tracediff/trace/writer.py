@@ -60,6 +60,11 @@ class TraceWriter:
         except OSError as error:
             raise cannot_write(self.path, error) from None
 
+    @classmethod
+    def like(cls, path: Path, header: Header) -> Self:
+        """A trace of the same engine, as it was set up for another."""
+        return cls(path, header.engine, header.arch, header.model, header.weights, header.context, header.place)
+
     def __enter__(self) -> Self:
         return self
 

@@ -122,13 +122,18 @@ class Edit:
 def relayered(changed: Op, right: Op, other: Op) -> Op | None:
     """The change from `right` to `changed` made in the same op of another layer; None in ops of another name."""
     (here, name), (there, same) = split(right.name), split(other.name)
-    if name != same or here is None or len(right.weights) != len(other.weights):
+    if name != same or here is None or there is None or len(right.weights) != len(other.weights):
         return None
 
+    by = there - here
     inputs = dict(zip(right.inputs, other.inputs, strict=False))  # of the first layer it has another name
 
     def moved(text: str) -> str:
-        return inputs.get(text) or text.replace(f"blk.{here}.", f"blk.{there}.")
+        """The same value there: of the layer, or of the one beside it."""
+        layer, local = split(text)
+        if text in inputs or layer is None or abs(layer - here) > 1:
+            return inputs.get(text, text)
+        return f"blk.{layer + by}.{local}"
 
     def elsewhere(weight: Weight) -> Weight:
         read = getattr(weight.read, "renamed", None)  # of what reads other tensors
