@@ -343,3 +343,31 @@ def test_a_mistake_of_one_rank_is_named_behind_what_was_not_recorded(
     assert not [note for note in result.notes if "bug" in note]
     assert SAID["an all-reduce left out on one rank"] in said(result)
     assert "rope pairs" in said(result)
+
+
+def twice(trace: Path, folder: Path) -> list[Path]:
+    """Two ranks, each of which has all of the trace."""
+    first, _, rest = trace.read_bytes().partition(b"\n")
+    outs = []
+    for rank in range(2):
+        outs.append(folder / f"copy{rank}.trace")
+        header = json.loads(first) | {"rank": rank, "ranks": 2, "data": f"copy{rank}.bin"}
+        outs[-1].write_bytes(json.dumps(header).encode() + b"\n" + rest)
+        outs[-1].with_suffix(".bin").write_bytes(trace.with_suffix(".bin").read_bytes())
+    return outs
+
+
+def test_what_all_ranks_do_is_explained_as_of_one_trace(of: Callable[[str], Model], tiny, tmp_path: Path) -> None:
+    """Values recorded under each other's names were "SiLU is applied to up"; roundings excused quick GELU."""
+    model = of("llama")
+    path = trace_torch(model.path, tmp_path / "names.trace", TorchOptions(), sharded.TOKENS)
+    renamed = path.read_text().replace('.ffn_gate"', '.X"').replace('.ffn_up"', '.ffn_gate"').replace('.X"', '.ffn_up"')
+    path.write_text(renamed)
+    one = check_trace(path, model.path)
+    assert "are recorded under each other's names" in said(one)
+    assert said(check_trace(twice(path, tmp_path), model.path)) == said(one)
+    gemma = Model(tiny("gemma3"))
+    options = TorchOptions(faults=("act_gelu_quick",), capture="layers")
+    path = trace_torch(gemma.path, tmp_path / "gelu.trace", options, sharded.TOKENS)
+    result = check_trace(twice(path, tmp_path), gemma.path)
+    assert (result.verdict, "quick GELU is used for GELU" in said(result)) == ("diverged", True)

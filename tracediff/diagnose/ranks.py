@@ -27,7 +27,11 @@ def explain_ranks(
 
     `by_side` are the results of all sides.
     """
-    budget, groups = Budget(seconds), dict[tuple[int, tuple[int, ...]], list[int]]()
+    whole = judged[0].replay.trace
+    assert isinstance(whole, Ranks)
+    everyone, budget = tuple(sorted(whole.everyone)), Budget(seconds)
+    # What all ranks do is asked whether or not something is faulty: as of one trace.
+    groups: dict[tuple[int, tuple[int, ...]], list[int]] = {(0, everyone): []}
     for at, (side, op) in enumerate(found):
         if op.status != "faulty" or not op.local:
             continue
@@ -44,9 +48,17 @@ def explain_ranks(
             groups.setdefault((side, ranks), []).append(at)
     for done, ((side, ranks), places) in enumerate(groups.items()):
         told = within(progress, done, len(groups))
-        explained = _explained(judged[side].replay, ranks, [op for _, op in found], places, told, budget)
-        for at in places:
-            found[at] = side, explained[at]
+        asked = [
+            op if of == side and (op.status != "faulty" or at in places) else replace(op, local=None)
+            for at, (of, op) in enumerate(found)
+        ]
+        if ranks == everyone:
+            explained = judged[side].explain(asked, told, budget.left)
+        else:
+            explained = _explained(judged[side].replay, ranks, asked, places, told, budget)
+        for at, (before, op) in enumerate(zip(asked, explained, strict=True)):
+            if op is not before:
+                found[at] = side, op
     return [op for _, op in found]
 
 
@@ -60,17 +72,13 @@ def _explained(
     replay: Replay, ranks: tuple[int, ...], ops: list[OpResult], places: list[int], progress: Progress, budget: Budget
 ) -> list[OpResult]:
     """Those at these places with their cause, of the parts of these ranks alone."""
-    trace = replay.trace
-    assert isinstance(trace, Ranks)
-    if everyone := set(ranks) == set(trace.everyone):
-        of = replay
-    else:
-        of = Replay(trace.of(ranks), replay.graph, replay.weights, planned=replay.plan)
-    asked = [op if op.status != "faulty" or at in places else replace(op, local=None) for at, op in enumerate(ops)]
-    for at in [] if everyone else places:
+    assert isinstance(replay.trace, Ranks)
+    of = Replay(replay.trace.of(ranks), replay.graph, replay.weights, planned=replay.plan)
+    asked = [*ops]
+    for at in places:
         asked[at] = replace(asked[at], local=of.judge(of.trace.ops[asked[at].step, asked[at].op]))
     explained = Explainer(of).explain(asked, progress, budget)
-    return explained if everyone else [_named(op, ranks) for op in explained]
+    return [_named(op, ranks) if at in places else ops[at] for at, op in enumerate(explained)]
 
 
 def _named(op: OpResult, ranks: Sequence[int]) -> OpResult:
