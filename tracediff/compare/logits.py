@@ -9,6 +9,7 @@ import numpy as np
 from tracediff.model.vocabulary import Vocabulary
 from tracediff.result import Logits, Token
 from tracediff.trace.reader import Trace
+from tracediff.trace.statistics import ratio
 
 if TYPE_CHECKING:
     from tracediff.model.graph import Op
@@ -48,7 +49,7 @@ def _compare(step: int, r: np.ndarray, c: np.ndarray, texts: Vocabulary) -> Logi
         same_argmax=bool(r.argmax() == c.argmax()),
         margin=float(best[-1] - best[0]),
         max_diff=float(np.abs(r - c).max()),
-        nmse=float(np.sum((c - r) ** 2) / max(np.sum(r**2), 1e-300)),
+        nmse=ratio(float(np.sum((c - r) ** 2)), float(np.sum(r**2))),
     )
 
 

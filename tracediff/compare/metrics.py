@@ -13,7 +13,7 @@ import numpy as np
 
 from tracediff.result import Drift, Statistics, Worst
 from tracediff.trace.data import Stored
-from tracediff.trace.statistics import Moments, moments
+from tracediff.trace.statistics import Moments, moments, ratio
 
 # 128k pairs are 1.5 MB in float32 (difference and both sides): within a second-level cache, and so long that the
 # interpreter's share is small.
@@ -76,7 +76,7 @@ class _Sums:
     @property
     def nmse(self) -> float:
         """sum((c - r)^2) / sum(r^2); inf where the reference is all zero and the candidate is not, or NaN is apart."""
-        return math.inf if self.apart else _ratio(self.difference.squares, self.reference.squares)
+        return math.inf if self.apart else ratio(self.difference.squares, self.reference.squares)
 
     @property
     def cosine(self) -> float:
@@ -88,12 +88,6 @@ class _Sums:
         if norms == 0:
             return 1.0 if d == 0 else 0.0
         return min(1.0, max(-1.0, (r + c - d) / 2 / norms))
-
-
-def _ratio(error: float, signal: float) -> float:
-    if signal == 0:
-        return 0.0 if error == 0 else float("inf")
-    return float(error / signal)
 
 
 # Inf on both sides, 3e38 less -3e38, a signalling NaN that is cast, squares of 1e200: what comes of them is counted
@@ -183,8 +177,8 @@ def drift_of_statistics(reference: Statistics, candidate: Statistics, size: int)
         return None
     root, scale = math.sqrt(size), _scale(reference, candidate)
     proved = max(gap / root if name in ("min", "max") else gap for name, gap in gaps.items())
-    ratio = proved / scale if scale else (math.inf if proved else 0.0)
-    nmse = ratio * ratio  # ** raises OverflowError where * gives Inf
+    root_nmse = ratio(proved, scale)
+    nmse = root_nmse * root_nmse  # ** raises OverflowError where * gives Inf
     # Elements differ at least by as much as their mean does.
     largest = max((gaps[name] for name in ("min", "max") if name in gaps), default=gaps.get("mean", math.nan))
     worst = Worst((), _or_nan(reference.max), _or_nan(candidate.max))

@@ -23,6 +23,7 @@ from tracediff.result import Cause, Local, OpResult
 from tracediff.trace.format import OpRecord
 from tracediff.trace.ranks import Ranks, on_ranks
 from tracediff.trace.shards import Part
+from tracediff.trace.statistics import ratio
 
 _LITTLE = 1e-6  # of the error: what a mistake may leave of it where that is more than the floor
 _SHIFTS = 8  # rows of a vocabulary
@@ -122,7 +123,7 @@ class Between:
         """The NMSE that the recorded values have against what a mistake makes; of those that this side answers for."""
         known = self.known
         error = torch.where(known.recorded == known.exact, 0.0, known.recorded - made.reshape(known.exact.shape))
-        return float(error.square().sum() / known.exact.square().sum().clamp(min=1e-300))
+        return ratio(float(error.square().sum()), float(known.exact.square().sum()))
 
     def _values(self, part: Part) -> Tensor:
         values = torch.from_numpy(part.trace.values(part.record)).to(self.known.exact)
@@ -160,7 +161,7 @@ class Between:
     def _adds_up(self, copies: Sequence[Tensor]) -> bool:
         """Whether the copies are the terms of what is right."""
         y = self.known.exact
-        left = float((sum(copies) - y).square().sum() / y.square().sum().clamp(min=1e-300))
+        left = ratio(float((sum(copies) - y).square().sum()), float(y.square().sum()))
         return left <= max(100 * self.error.floor, _LITTLE * self.error.nmse)
 
     def _terms(self) -> tuple[Tensor, dict[int, Tensor]]:

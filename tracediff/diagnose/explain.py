@@ -18,7 +18,7 @@ from tracediff.diagnose.search import Search, ends_soon, several_layers
 from tracediff.diagnose.solve.edit import Read
 from tracediff.diagnose.trials import Trials
 from tracediff.errors import in_one_line, is_bug
-from tracediff.model.graph import Op
+from tracediff.model.graph import SOURCES, Op
 from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import in_words_of
@@ -312,7 +312,7 @@ class Explainer:
             known = self._replay.known(record, scheme)
             return int(((known.recorded - known.exact).abs() > known.bound).sum())
 
-        schemes = [scheme or self._replay.choice(record).schemes[0] for scheme in self._replay.plain_ones(record)]
+        schemes = [self._replay.scheme(record, scheme) for scheme in self._replay.plain_ones(record)]
         return schemes[0] if len(schemes) == 1 else min(schemes, key=n_wrong)
 
 
@@ -344,5 +344,5 @@ def _is_alone(op: OpResult) -> bool:
 
 def _one_input(op: Op) -> str | None:
     """What words call the one value that the op reads; None where it reads several."""
-    names = [name for name in op.inputs if name not in ("tokens", "positions")]
+    names = [name for name in op.inputs if name not in SOURCES]
     return Read(names[0]).words(op) if len(names) == 1 else None

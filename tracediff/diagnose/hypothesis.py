@@ -68,7 +68,7 @@ class Hypothesis:
     @property
     def left(self) -> float:
         """NMSE; infinite where it is NaN."""
-        return math.inf if math.isnan(self.local.nmse) else self.local.nmse
+        return self.local.left
 
     @property
     def price(self) -> float:
@@ -134,4 +134,4 @@ def to_beat(error: Local) -> float:
     """The NMSE of which a hypothesis must take a part away; infinite where that is within the floor, for single values
     are beyond their bounds, as those that leak through a mask.
     """
-    return math.inf if error.nmse <= error.floor else error.nmse
+    return math.inf if error.nmse <= error.floor else error.left

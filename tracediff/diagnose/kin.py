@@ -223,9 +223,7 @@ class Kin:
 
     def hands_on(self, record: OpRecord) -> bool:
         """Whether what earlier steps made of some op is recomputed for the record, as what is in a cache."""
-        segment = self.replay.segment(record)
-        reads = (self.replay.graph[name] for name in segment)
-        return any(name in segment and (past or op.kind == "state") for op in reads for name, past in op.reads)
+        return self._is_read_later({*self.replay.segment(record)}, record)
 
     def is_of_one_token(self, record: OpRecord) -> bool:
         """Whether its step has one."""
@@ -241,8 +239,12 @@ class Kin:
         """Whether what it changes is read in later steps, as from a cache, within what is recomputed: then it was tried
         in the steps before as well, and cannot be said of some steps alone.
         """
-        made, ops = self._after(tried.ops, record), (self.replay.graph[name] for name in self.replay.segment(record))
-        return any(name in made and (past or op.kind == "state") for op in ops for name, past in op.reads)
+        return self._is_read_later(self._after(tried.ops, record), record)
+
+    def _is_read_later(self, names: set[str], record: OpRecord) -> bool:
+        """Whether what is recomputed for the record reads any of these of earlier steps."""
+        ops = (self.replay.graph[name] for name in self.replay.segment(record))
+        return any(name in names and (past or op.kind == "state") for op in ops for name, past in op.reads)
 
     def only_chooses(self, tried: Hypothesis, record: OpRecord) -> bool:
         """Whether it changes nothing but which experts, or groups, are chosen: of few, so many a mistake has the same
@@ -299,9 +301,9 @@ class Kin:
                 return True
             if step in asked:
                 under = (self.replay.under(other, way.ops) for way in self._ways(tried, other))
-                local = min(under, key=lambda x: (math.isnan(x.nmse), x.nmse))
+                local = min(under, key=lambda x: x.left)
                 allowed = _TOLD if soon_suited else 1.0
-                most = math.inf if math.isnan(error.nmse) else allowed * error.nmse
+                most = allowed * error.left
                 is_small = step != largest and not local.faulty  # an error, of which roundings are more than that
                 # What is hidden may be chosen: then the error is infinite.
                 if not is_small and (math.isinf(local.nmse) or not local.nmse <= most):

@@ -117,8 +117,7 @@ class Trials:
 
         def left(value: float) -> float:
             self.budget.check()
-            under = self._replay.under(record, [one.op for one in variants(value)], 0.0, way.plain)
-            return math.inf if math.isnan(under.nmse) else under.nmse
+            return self._replay.under(record, [one.op for one in variants(value)], 0.0, way.plain).left
 
         own = number.of(right[0])
         starts = {own * times: left(own * times) for times in number.starts} | {number.of(first.ops[0]): first.left}

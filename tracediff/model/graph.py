@@ -127,6 +127,11 @@ class Op:
         """Each input, and whether it is read over all steps so far, or earlier ones."""
         return tuple(zip(self.inputs, self.past or (False,) * len(self.inputs), strict=True))
 
+    @property
+    def reads_earlier(self) -> bool:
+        """Whether it reads what earlier steps left, in a cache, a buffer or a state."""
+        return self.kind == "state" or any(self.past)
+
     def shape(self, n_tokens: int, n_past: int = 0) -> tuple[int, ...]:
         """The output's shape for a step of `n_tokens` after `n_past` cached positions."""
         return sizes(self.axes, n_tokens, n_tokens + n_past)

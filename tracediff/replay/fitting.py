@@ -15,11 +15,11 @@ from tracediff.replay.few import Few
 from tracediff.replay.look import Look, can_glance, glanced, look
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.recompute import Recomputation
-from tracediff.replay.residual import ratio
 from tracediff.replay.score import MARGIN, NOTHING, RARER, UNKNOWN, judge, lead, score
 from tracediff.replay.ties import told as choices_told
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
+from tracediff.trace.statistics import ratio
 
 _PROMISING = math.log(100.0)  # of squared error: what leaves so much more of one record is not tried on the next
 # Where one large value makes most of the noise, two samples show less than a hundredth of it in one record of a

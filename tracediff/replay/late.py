@@ -10,7 +10,7 @@ from tracediff.trace.reader import Trace
 
 def reads_cache(names: Iterable[str], graph: Graph) -> bool:
     """Whether what an earlier step cached has a part in any of these ops."""
-    return any(op.kind == "state" or any(op.past) or "S" in op.axes for op in map(graph.__getitem__, names))
+    return any(op.reads_earlier or "S" in op.axes for op in map(graph.__getitem__, names))
 
 
 def begun_late(trace: Trace, graph: Graph, locals_: Mapping[tuple[int, str], Local]) -> dict[int, int]:
@@ -34,7 +34,7 @@ def _sees_all(names: Iterable[str], graph: Graph, is_first: bool) -> bool:
     cache or a state, later attention without a window.
     """
     for op in map(graph.__getitem__, names):
-        if is_first and (op.kind == "state" or any(op.past)):
+        if is_first and op.reads_earlier:
             return True
         softmax = graph.ops.get(op.inputs[0]) if op.kind == "weighted_values" else None
         if softmax and any(op.past) and not {"window", "chunk"} & softmax.attrs.keys():

@@ -20,11 +20,12 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.making import Recomputed, picked
 from tracediff.replay.recompute import Recomputation, made_together
-from tracediff.replay.residual import Residual, measure, ratio, turned
+from tracediff.replay.residual import Residual, measure, turned
 from tracediff.replay.score import BLIND, FAR_BELOW, NOTHING, SHAPE, UNKNOWN, Explanation
 from tracediff.replay.strips import strips
 from tracediff.result import Judgement, Local, Strip, Worst
 from tracediff.trace.format import OpRecord
+from tracediff.trace.statistics import ratio
 
 _HALVES = ("f16", "bf16")
 _TYPED = ("linear", "linear_id", "embedding")  # kinds whose first weight has a type worth telling

@@ -184,6 +184,10 @@ class Replay:
         """What the plan says of the record's sort."""
         return self.plan.choices[self._planner.sort(record)].of(record.op)
 
+    def scheme(self, record: OpRecord, given: Scheme | None = None) -> Scheme:
+        """The one that is given, one of `plain_ones`, or the best of the record's sort."""
+        return given or self.choice(record).schemes[0]
+
     def under(
         self, record: OpRecord, ops: Sequence[Op], before: float = math.inf, plain: Scheme | None = None
     ) -> Local:
@@ -208,7 +212,7 @@ class Replay:
         """
         before = math.inf if math.isnan(before) else before
         plain = plain or self.plain_ones(record)[0]
-        scheme = plain or self.choice(record).schemes[0]
+        scheme = self.scheme(record, plain)
         promising = (_HALF if plain else _LITTLE) * before
         for ops, look in self._fitting.first_looks(record, hypotheses, scheme, before, promising, given):
             yield self._closely(record, ops, look, before, plain) if look.nmse <= promising else look
@@ -318,7 +322,7 @@ class Replay:
         """All that is known of a record's op by itself, under this arithmetic or the one that fits best, if the engine
         computed the ops that are `given` so.
         """
-        key = record, scheme or self.choice(record).schemes[0]
+        key = record, self.scheme(record, scheme)
         if given:
             return known(self._recomputation.changed(given), *key)
         if self._known is None or self._known[0] != key:
@@ -350,7 +354,7 @@ class Replay:
     @torch.inference_mode()
     def made(self, record: OpRecord, ops: Sequence[Op]) -> Tensor:
         """What a record would hold if the engine computed these ops as given, float64."""
-        scheme = self.choice(record).schemes[0]
+        scheme = self.scheme(record)
         other = self._recomputation.changed(ops, n_samples=0)
         op = self.graph.changed(*ops)[record.op]
         return other.op(record, op, scheme, record.dtype or "f32").exact

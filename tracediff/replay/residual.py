@@ -214,13 +214,6 @@ class Pairs:
         )
 
 
-def ratio(error: float, signal: float) -> float:
-    """NMSE of squared sums: infinite where there is an error and no signal."""
-    if not signal:
-        return 0.0 if not error else math.inf
-    return error / signal
-
-
 def _energy(x: Tensor) -> float:
     x = x.flatten()
     return float(x @ x)

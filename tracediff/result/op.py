@@ -77,6 +77,11 @@ class Local:
     lead: float = -math.inf  # nats by which the best explanation that finds a mistake beats the best without one
 
     @property
+    def left(self) -> float:
+        """NMSE; infinite where it is NaN."""
+        return math.inf if math.isnan(self.nmse) else self.nmse
+
+    @property
     def faulty(self) -> bool:
         """Whether the error is more than arithmetic explains, or a mistake explains it better."""
         return self.judgement == "faulty"

@@ -14,6 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from tracediff.trace.statistics import ratio
+
 _NUMBERS = 336  # float32: 1,792 characters in base64
 _GROUPS = 6  # of tokens: the first by itself, which massive activations are in, and others
 _SLICES = 8
@@ -52,8 +54,7 @@ def apart(reference: bytes, candidate: bytes, n_rows: int) -> tuple[float, float
 
 
 def _nmse(x: np.ndarray, y: np.ndarray) -> float:
-    error, signal = float(np.square(y - x).sum()), float(np.square(x).sum())
-    return error / signal if signal else (math.inf if error else 0.0)
+    return ratio(float(np.square(y - x).sum()), float(np.square(x).sum()))
 
 
 def _shape(shape: tuple[int, ...], token_axis: int) -> tuple[int, int]:

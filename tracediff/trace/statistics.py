@@ -51,6 +51,13 @@ class Moments:
         return Statistics(self.min, self.max, self.sum / n, math.sqrt(self.squares / n), self.nan, self.inf)
 
 
+def ratio(error: float, signal: float) -> float:
+    """NMSE of a squared error and signal: infinite where there is an error and no signal, 0 where there is neither."""
+    if not signal:
+        return 0.0 if not error else math.inf
+    return error / signal
+
+
 def moments(x: np.ndarray) -> Moments:
     """Those of a flat float32 or float64 array."""
     if not x.size:

@@ -79,7 +79,7 @@ def _values(replay: Replay, record: OpRecord, scheme: Scheme) -> _Read | None:
         return None
     if len(replay.segment(of_scores)) > 1 or of_scores.rows is not None:
         return None
-    plain = replay.plain_ones(of_scores)[0] or replay.choice(of_scores).schemes[0]
+    plain = replay.scheme(of_scores, replay.plain_ones(of_scores)[0])
     read = _keys(replay, of_scores, plain)
     if read is None or _NONE in read.which:
         return None

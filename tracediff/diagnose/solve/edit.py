@@ -83,7 +83,8 @@ def input_words(op: Op, position: int) -> str:
     return f"channels {first} to {first + width - 1}{f' of each {part}' if each != row else ''} of {whole}"
 
 
-SOURCES = {"past": Read("past"), "starts": Read("past", "all")}
+# What loops may read besides their own arrays, by its name in them.
+BROUGHT = {"past": Read("past"), "starts": Read("past", "all")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class OtherTensor:
 
 def sources(source: str) -> list[tuple[str, Read]]:
     """What loops read besides an op's inputs and weights: how many positions were cached before the step."""
-    return [(name, read) for name, read in SOURCES.items() if f"{name}[" in source]
+    return [(name, read) for name, read in BROUGHT.items() if f"{name}[" in source]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from tracediff.diagnose.solve.by_value import functions, maps, operands, outputs, readings, rotations
-from tracediff.diagnose.solve.edit import AND, SOURCES, Priced
+from tracediff.diagnose.solve.edit import AND, BROUGHT, Priced
 from tracediff.diagnose.solve.edits import copies, formulas, inputs, lanes, numbers, tensors, terms
 from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.loops.bound import bind, flat
@@ -93,7 +93,7 @@ def blank(op: Op, graph: Graph, weights: Weights) -> Problem | None:
 
     step = torch.arange(_TOKENS)
     given = [zeros(graph[name].axes) if name in graph else step for name in op.inputs]
-    brought = {name: Flat(step.numpy() * 0) for name in SOURCES}
+    brought = {name: Flat(step.numpy() * 0) for name in BROUGHT}
     loops = bind(op, given, weights, EXACT, brought)
     if loops is None:
         return None

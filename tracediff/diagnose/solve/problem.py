@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tracediff.diagnose.solve.edit import SOURCES, Edit, Read
+from tracediff.diagnose.solve.edit import BROUGHT, Edit, Read
 from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.loops.bound import Bound, bind, flat, without_loops
 from tracediff.model.graph import Graph, Op
@@ -106,7 +106,7 @@ def posed(
     names: Sequence[str],
 ) -> Problem:
     """The problem of an op of which so much is known, with `names` of values at hand."""
-    brought = {name: Flat(values) for name, read in SOURCES.items() if (values := held(read)) is not None}
+    brought = {name: Flat(values) for name, read in BROUGHT.items() if (values := held(read)) is not None}
     loops = bind(op, known.inputs, weights, known.arithmetic, brought)
     loops = loops or without_loops(tuple(known.exact.shape))
     later = graph.after([op.name])

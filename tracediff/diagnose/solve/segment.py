@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.solve.edit import SOURCES, Read
+from tracediff.diagnose.solve.edit import Read
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.loops.bound import flat
 from tracediff.diagnose.solve.problem import Problem, posed
-from tracediff.model.graph import Axis, Op, Span
+from tracediff.model.graph import SOURCES, Axis, Op, Span
 from tracediff.names import layer_of
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import evaluate
@@ -132,7 +132,7 @@ class Segment:
 
     def _axes(self, name: str) -> Sequence[Axis]:
         graph = self._replay.graph
-        return graph[name].axes if name in graph else ("T",) if name in ("tokens", "positions") else ()
+        return graph[name].axes if name in graph else ("T",) if name in SOURCES else ()
 
     def _axes_read(self, op: Op, i: int) -> Sequence[Axis]:
         """Of an input as the op sees it."""

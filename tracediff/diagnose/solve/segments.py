@@ -72,7 +72,7 @@ def searched(
 def _segments(replay: Replay, record: OpRecord, names: Sequence[str]) -> Iterator[tuple[Segment, Scheme | None]]:
     """The segment under each arithmetic; none where some tokens were not recorded."""
     for scheme in replay.plain_ones(record) if record.rows is None else ():
-        yield Segment(replay, record, names, scheme or replay.choice(record).schemes[0]), scheme
+        yield Segment(replay, record, names, replay.scheme(record, scheme)), scheme
 
 
 def _placed(found: Iterator[Solved], scheme: Scheme | None) -> Explanations:

@@ -23,7 +23,7 @@ def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None) -> Probl
     recorded = {name for step, name in replay.trace.ops if step == record.step}
     made = replay.makeable(record)
     names = [other.name for other in replay.graph if other.name in recorded or other.name in made]
-    used = scheme or replay.choice(record).schemes[0]
+    used = replay.scheme(record, scheme)
 
     def held(read: Read) -> np.ndarray | None:
         if read.name in made and read.when == "now":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.rearranged import Reread
-from tracediff.diagnose.solve.edit import SOURCES, Read, Solved
+from tracediff.diagnose.solve.edit import BROUGHT, Read, Solved
 from tracediff.diagnose.solve.look import spread
 from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.problem import Problem, agree
@@ -72,7 +72,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
     """Distances between the caches of layers that give what was recorded of an op that reads its own."""
     op = problem.op
     layer, local = split(op.inputs[1]) if op.kind in ("scores", "weighted_values") else (None, "")
-    starts = problem.held(SOURCES["starts"])
+    starts = problem.held(BROUGHT["starts"])
     if layer is None or starts is None or not starts[-1]:
         return
     reads = {other: Read(f"blk.{other}.{local}", "all") for other in range(problem.graph.hparams.n_layer)}
