@@ -13,6 +13,8 @@ from tracediff.diagnose.error_shape import describe
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.mistake import Context, Variant
 from tracediff.diagnose.planting import plant
+from tracediff.engine.recorder import TensorWriter
+from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph, load_graph
@@ -56,6 +58,7 @@ FAULTS = {
     "sums_in_half@attn_v": {"attn_v"},
     "token_ids_cut": {"token_embd"},
     "no_mask": {"attn_probs"},
+    "last_keys_dropped": {"attn_probs"},
     "mask_shifted": {"attn_probs"},
     "attention_scale": {"attn_probs"},
     "gqa_heads": {"attn_scores", "attn_kqv"},
@@ -269,6 +272,36 @@ def test_a_soft_cap_after_the_mask_leaves_no_probability_zero(tiny, tmp_path: Pa
     windows = [op.name for op in model.graph if op.kind == "softmax" and "window" in op.attrs]
     assert {(op.op, op.step) for op in faulty} >= {(name, step) for name in windows for step in range(3)}
     assert {op.cause.text if op.cause else op.shape for op in faulty} == {words}
+
+
+def test_activations_that_are_cast_to_blocks_are_named_though_no_matmul_tells_the_arithmetic(
+    models, tmp_path: Path
+) -> None:
+    """All matmuls have it, so none is settled: as ggml's reference has blocks, but for a cast to int8."""
+    model = Model(models("k-quants", "Q8_0"))
+    words = "activations in q8_0 blocks are truncated towards 0, where rounding belongs"
+    wrong = variant(model, "activations_truncated", words)
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "cast.trace", TOKENS)
+    faulty = check_trace(path, model.path).faulty
+    assert {op.op for op in faulty} == {op.name for op in wrong}
+    assert {op.cause.text if op.cause else op.shape for op in faulty} == {words}
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_keys_of_a_last_block_that_is_not_full_are_told_in_decode_alone(size: int, models, tmp_path: Path) -> None:
+    model = Model(models("k-quants", "F16"))
+    words = f"keys are read in blocks of {size}, and those of a last block that is not full are left out"
+    wrong, path, at = variant(model, "last_keys_dropped", words), tmp_path / "blocks.trace", 0
+    engine = TorchEngine(model.graph, model.weights(torch.float32))
+    with TraceWriter(path, "torch", model.graph.hparams.arch) as writer:
+        for step, tokens in enumerate((TOKENS, (53,), (97,), (110,))):  # 11 keys, 12, 13, 14
+            engine.graph = model.graph.changed(*wrong) if len(tokens) == 1 else model.graph
+            engine.run(step, StepInput(tokens, tuple(range(at, at + len(tokens)))), TensorWriter(writer, "layers"))
+            at += len(tokens)
+    faulty = check_trace(path, model.path).faulty
+    assert {op.step for op in faulty} == {n for n in (1, 2, 3) if (11 + n) % size}
+    texts = {op.cause.text if op.cause else op.shape for op in faulty}
+    assert texts == {f"attn_probs: {words}, in steps of one token alone"}
 
 
 @pytest.mark.parametrize("weights", ["F16", "Q4_K_M"])

@@ -501,6 +501,23 @@ def with_choices(wrong: np.ndarray, tiny: Tiny, tmp_path: Path) -> Path:
     return path
 
 
+def test_an_expert_that_is_never_chosen_is_told(tiny: Tiny, tmp_path: Path) -> None:
+    """The loop over experts ends one too early."""
+    model = Model(tiny("qwen3moe"))
+    op = model.graph["blk.1.ffn_moe_topk"]
+    n = model.graph[op.inputs[0]].axes[-1]
+    assert isinstance(n, int)
+
+    def but_the_last(scores: Tensor, k: int) -> Tensor:
+        return torch.argsort(scores[..., :-1], descending=True, stable=True)[..., :k]
+
+    wrong = replace(op, function=but_the_last)
+    path = traced(model.graph.changed(wrong), model.file, tmp_path / "last.trace", TOKENS * 3)
+    shapes = [op.shape for op in check_trace(path, model.path).faulty if op.op == wrong.name]
+    assert shapes[0]
+    assert shapes[0].startswith(f"{n - 1} is never chosen; another choice in ")
+
+
 def test_a_choice_is_told_in_places_and_not_in_scores(tiny: Tiny, tmp_path: Path) -> None:
     """A mask of what was taken already that does not work: the score of the place was called what was recorded."""
     model = tiny("qwen3moe")

@@ -128,3 +128,16 @@ def test_a_quotient_that_all_but_lies_between_two_levels_may_be_either() -> None
     )
     flips = rounding_named("nf4/64").flips(halfway)
     assert flips[0, :3].tolist() == pytest.approx([0.0, 0.7229568362236023 - 0.5626170039176941, 0.0])
+
+
+def test_truncated_blocks_are_what_a_cast_makes_of_ggmls_reference() -> None:
+    """quantize_row_q8_0_ref with a cast in the place of roundf, written out in float32: the largest of a block, too,
+    which by the inverse of the scale may be a little less than 127.
+    """
+    x = np.random.default_rng(3).standard_normal((400, 32)).astype(np.float32)
+    scales = np.abs(x).max(1, keepdims=True) / np.float32(127)
+    integers = np.trunc(x * (np.float32(1) / scales))
+    expected = integers * scales.astype(np.float16).astype(np.float32)
+    got = rounding_named("truncated q8_0")(torch.from_numpy(x.reshape(100, 128)).double())
+    np.testing.assert_array_equal(got.numpy(), expected.astype(np.float64).reshape(100, 128))
+    assert 0 < (np.abs(integers).max(1) == 126).mean() < 1

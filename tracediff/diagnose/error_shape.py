@@ -17,6 +17,7 @@ _WRONG = 1e-4  # of the largest value: what is off by more is called wrong
 _MOVED = 1e-2  # NMSE of values that stand elsewhere: sorted, what is off by little is off by far less in its place
 _ALIKE = 100.0  # times the median share that a rounded value is off by
 _ZEROS = 0.1  # of the values that should be 0, as by a mask: weights of few bits have some, which say nothing
+_TOKENS_TELL = 3  # whose choices all lack one: of fewer that may be chance
 _MULTIPLES = 8  # values of a slice that can tell that it is one
 
 
@@ -36,6 +37,10 @@ def describe_choice(chosen: Tensor, right: Tensor) -> str:
     twice = int((sorted_ours[:, 1:] == sorted_ours[:, :-1]).any(-1).sum())
     of = f" in {len(wrong)} of {len(ours)} tokens" if len(ours) > 1 else ""
     said = f"another choice{of}: token {wrong[0]} takes {taken}, where {largest} have the largest scores"
+    never = sorted({*theirs.flatten().tolist()} - {*ours.flatten().tolist()})
+    lacks = [row for row in wrong if not {*theirs[row].tolist()}.isdisjoint(never)]
+    if never and len(lacks) == len(wrong) >= _TOKENS_TELL:
+        said = f"{' and '.join(map(str, never))} {'is' if len(never) == 1 else 'are'} never chosen; {said}"
     return f"{said}; {count(twice, 'token')} took one twice" if twice else said
 
 

@@ -47,17 +47,29 @@ class Wide(Signed):
 class Truncated(Signed):
     """The same by a cast, as C has it: towards 0. Nobody means it: it makes every sum smaller."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """What the integers stand for."""
-        quotients, scale, _ = self.grid(x)
-        return (torch.trunc(quotients).to(x.dtype) * scale.to(x.dtype)).flatten(-2)
+    def whole(self, quotients: Tensor) -> Tensor:
+        """The next integers towards 0."""
+        return torch.trunc(quotients)
 
     def flips(self, x: Tensor) -> Tensor:
         """A scale towards 0 or away from it where the quotient is all but an integer."""
         quotients, scale, _ = self.grid(x)
         whole = torch.round(quotients)
-        other = torch.where(torch.trunc(quotients) == whole, -1.0, 1.0) * torch.sign(whole) * scale
+        other = torch.where(torch.trunc(quotients) == whole, -1.0, 1.0) * torch.sign(whole) * scale.to(self.scales)
         return torch.where((quotients - whole).abs() < NEAR, other, 0.0).to(x.dtype).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class TruncatedQ80(Truncated):
+    """The same of q8_0 as engines copy it from ggml-quants.c (quantize_row_q8_0_ref): by the inverse of the scale, so
+    the largest of a block may come out one less.
+    """
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of 127 on both sides of 0."""
+        blocks = self.of(x)
+        scale = blocks.abs().amax(-1, keepdim=True) / 127.0
+        return blocks * over(1.0, scale), scale, torch.zeros_like(scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from tracediff.errors import EngineError
 from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, Blocks
 from tracediff.numerics.floats import TF32, Float, Rounding
-from tracediff.numerics.groups import NF4, Affine, Full, Signed, Truncated, Unsigned, Wide
+from tracediff.numerics.groups import NF4, Affine, Full, Signed, Truncated, TruncatedQ80, Unsigned, Wide
 
 half = Float("f16", "float16", dtype=torch.float16, mantissa=10)
 bfloat = Float("bf16", "bfloat16", dtype=torch.bfloat16, mantissa=7)
@@ -27,6 +27,7 @@ _KNOWN = {
         Float("e4m3", "float8 (e4m3)", dtype=torch.float8_e4m3fn, mantissa=3),
         q8_0,
         Q80("q8_1", "q8_1 blocks", 32, torch.float16),
+        TruncatedQ80("truncated q8_0", "q8_0 blocks", 32, torch.float16),
         Q8K("q8_K", "q8_K blocks", 256),
         GF4("gf4", "gf4", 8),
     )

@@ -19,7 +19,7 @@ from tracediff.numerics.floors import Noise
 from tracediff.numerics.groups import Signed
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Made
-from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.roundings import q8_0, rounding_named
 
 AREA = Area()
 
@@ -48,7 +48,8 @@ class _Rounding:
     "the cast to int8 in the quantisation of activations: round before it", MATMUL, everywhere=True,
 )  # fmt: skip
 def _truncated(op: Op, context: Context) -> Variants:
-    for group in _groups(op):
+    in_blocks = [q8_0] if op.weights[0].shape[-1] % q8_0.block == 0 else []
+    for group in (*_groups(op), *in_blocks):
         name = f"truncated {group.name}"
         if is_near(op, context, of_input=rounding_named(name)):
             words = f"activations in {group.words} are truncated towards 0, where rounding belongs"

@@ -29,6 +29,7 @@ SOFTMAX = Where(("softmax",))
 _NEAR = frozenset(("window", "chunk"))  # of what says what a query sees, what hides far keys
 _PLANTED = 4  # tokens of a window
 _CACHES = (512.0, 64.0, 4096.0)  # lengths
+_BLOCKS = (4, 8, 16, 32, 64, 128, 256)  # keys that attention reads at once
 _USUAL = (1e4, 1e3, 1e2, 1e1, 1.0)  # in the place of infinity
 
 
@@ -68,6 +69,21 @@ def _mask_offset(op: Op, _: Context) -> Variants:
 def _cache_ignored(op: Op, _: Context) -> Variants:
     words = "the step sees only its own tokens: cached positions are not attended to"
     yield op.with_attrs(mask=lambda q, k: (k[None, :] > q[:, None]) | (k[None, :] < q[0])), words
+
+
+@AREA.mistake(
+    "last_keys_dropped", "the keys of a last block that is not full are left out",
+    "the number of blocks of keys: it rounds up, and the last block is masked", SOFTMAX,
+)  # fmt: skip
+def _whole_blocks(op: Op, _: Context) -> Variants:
+    for size in _BLOCKS:
+        words = f"keys are read in blocks of {size}, and those of a last block that is not full are left out"
+        yield op.with_attrs(mask=partial(_of_whole_blocks, size=size)), words
+
+
+def _of_whole_blocks(queries: Tensor, keys: Tensor, size: int) -> Tensor:
+    n = len(keys) // size * size or len(keys)  # a block by itself is read as it is
+    return causal(queries, keys) | (torch.arange(len(keys), device=keys.device) >= n)
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------

@@ -129,10 +129,13 @@ def relayered(changed: Op, right: Op, other: Op) -> Op | None:
     by = there - here
     inputs = dict(zip(right.inputs, other.inputs, strict=False))  # of the first layer it has another name
 
-    def moved(text: str) -> str:
-        """The same value there: of the layer, or of the one beside it."""
+    def moved(text: str, past: Span = False) -> str:
+        """The same value there: of the layer, or of the one beside it; of earlier steps that of the same layer, for
+        layers share buffers.
+        """
         layer, local = split(text)
-        if text in inputs or layer is None or abs(layer - here) > 1:
+        near = 0 if past in ("earlier", "before") else 1
+        if text in inputs or layer is None or abs(layer - here) > near:
             return inputs.get(text, text)
         return f"blk.{layer + by}.{local}"
 
@@ -148,7 +151,7 @@ def relayered(changed: Op, right: Op, other: Op) -> Op | None:
     return replace(
         changed,
         name=other.name,
-        inputs=tuple(map(moved, changed.inputs)),
+        inputs=tuple(moved(*read) for read in changed.reads),
         weights=tuple(weights),
         attrs=other.attrs,
         rework=carried(right, other) if carried else changed.rework,
