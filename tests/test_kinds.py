@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chunked import ssd
 from ggml_op import Quantised, compute
 from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType
@@ -389,27 +390,12 @@ def test_values_of_one_token_over_and_over_stay_within_the_floor(alike: bool, tm
 
 @pytest.mark.parametrize("chunk", [64, 256])
 def test_a_scan_that_computes_many_tokens_at_once_stays_within_the_floor(chunk: int, tmp_path: Path) -> None:
-    """As Mamba-2's kernels do (https://arxiv.org/abs/2405.21060, 6): decays are exponentials of differences of sums of
-    logarithms, which round at the size of these.
-    """
+    """Its sums of logarithms round at their size, a hundred and more."""
     n, heads, states = 300, 3, 8
-    x, dt = normal(n, heads, D), normal(n, heads, scale=2.0)
-    b, c, a = normal(n, 1, states), normal(n, 1, states, seed=1), -within(0.01, 3.0, heads, 1)
-    state = normal(heads, D, states)
+    x, dt, b, c = normal(n, heads, D), normal(n, heads, scale=2.0), normal(n, 1, states), normal(n, 1, states, seed=1)
+    state, a = normal(heads, D, states), -within(0.01, 3.0, heads, 1)
+    inputs = [torch.from_numpy(z) for z in (state, x, dt, b, c, a)]
     op, file = opened(Case("ssm_scan", (state, x, dt, b, c, a)), tmp_path)
-    exact, floor = made(op, file, [torch.from_numpy(z).double() for z in (state, x, dt, b, c, a)], EXACT)
-    h, values = torch.from_numpy(state), []
-    rate = torch.nn.functional.softplus(torch.from_numpy(dt))
-    for at in range(0, n, chunk):
-        cut = slice(at, at + chunk)
-        sums = (rate[cut] * torch.from_numpy(a)[:, 0]).cumsum(0)  # [t, H]
-        inflow, (bs, cs) = torch.from_numpy(x[cut]) * rate[cut, :, None], (torch.from_numpy(z[cut, 0]) for z in (b, c))
-        later = torch.ones(len(sums), len(sums)).triu(1).bool()[..., None]
-        between = torch.exp((sums[:, None] - sums[None]).masked_fill(later, -math.inf))  # [t, s, H]
-        inside = torch.einsum("ts,tsh,shd->thd", cs @ bs.T, between, inflow)
-        values.append(inside + torch.einsum("tn,th,hdn->thd", cs, torch.exp(sums), h))
-        left = torch.einsum("sn,sh,shd->hdn", bs, torch.exp(sums[-1:] - sums), inflow)
-        h = h * torch.exp(sums[-1])[:, None, None] + left
-    recorded = torch.cat((*(value.flatten() for value in values), h.flatten())).double()
-    assert max(excess(recorded, exact, floor)) <= 1
+    exact, floor = made(op, file, [z.double() for z in inputs], EXACT)
+    assert max(excess(ssd(*inputs, chunk=chunk).double(), exact, floor)) <= 1
     assert excess(exact * (1 + 1e-4), exact, floor)[1] > 1

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from chunked import ssd
 from conftest import Models, some_of, trace_graph
 from torch import Tensor
 
@@ -26,12 +28,13 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
 from tracediff.model.model import Model
 from tracediff.model.weights import Weights
-from tracediff.names import split
+from tracediff.names import Capture, layer_of, split
 from tracediff.numerics.arithmetic import EXACT, Scheme
 from tracediff.numerics.evaluate import evaluate, noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import softmax
 from tracediff.numerics.kinds.kind import Energy
+from tracediff.numerics.kinds.recurrent import ssm_scan
 from tracediff.numerics.views import seen
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.reader import Trace
@@ -63,7 +66,7 @@ PLANTED = {
     "llama4": ("layer_of_another_sort@blk.3.attn_scores", "layer_of_another_sort@blk.1.attn_scores"),
     "mamba2": ("conv_reversed", "rate_without_softplus", "decay_as_logarithm", "state_not_carried@blk.1.conv_state",
                "gate_after_norm", "act_ungated", "written_once@blk.1.conv_state_next",
-               "conv_window_misplaced", "state_of_another_layer@blk.0.conv_state"),
+               "conv_window_misplaced", "state_of_another_layer@blk.0.conv_state", "scan_groups"),
     "granitemoe": ("rope_factors_multiplied", "factor_of_another_term"),
     "hunyuan-dense": ("norm_before_rope@blk.1.attn_q_norm",),
     "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2",),
@@ -102,6 +105,37 @@ def test_a_planted_mistake_is_located_and_named(arch: str, fault: str, tiny: Tin
     result = check_trace(path, tiny(arch))
     assert {op.op for op in result.faulty} == shows
     assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {fault.partition("@")[0]}
+
+
+CHUNKS = {
+    "not decayed": "the state is not decayed from a chunk of 5 tokens to the next",
+    "forgotten": "each chunk of 5 tokens begins with what the one before it added to the state, without what was there",
+    "read early": "what came before a chunk of 5 tokens is decayed by one token too few in each token's value",
+    "added late": "what a token adds to the state that its chunk of 5 leaves is decayed by that token, too",
+}
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("mistake", CHUNKS)
+def test_what_chunks_of_a_scan_leave_for_one_another(
+    mistake: str, capture: Capture, tiny: Tiny, tmp_path: Path
+) -> None:
+    """A kernel for prompts computes many tokens at once, one for decoded tokens none but its own: the prompt is wrong,
+    from the second chunk on or from the third.
+    """
+    model = Model(tiny("mamba2"))
+    scans = [op for op in model.graph if op.kind == "ssm_scan"]
+
+    def kernel(state: Tensor, x: Tensor, *others: Tensor, **attrs: Any) -> Tensor:
+        scan = partial(ssd, chunk=5, mistake=mistake) if len(x) > 1 else ssm_scan
+        return scan(state, x, *others, **attrs)
+
+    wrong = [replace(op, function=kernel) for op in scans]
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", TOKENS * 2, (7,), capture=capture)
+    faulty = check_trace(path, model.path).faulty
+    assert {op.step for op in faulty} >= {0}  # and what reads the state, where that was not recorded
+    assert {op.layer for op in faulty} == {layer_of(op.name) for op in scans}
+    assert {op.cause.text if op.cause else op.shape for op in faulty} == {f"ssm_scan: {CHUNKS[mistake]}"}
 
 
 def test_a_window_that_is_left_out_in_decode_is_no_missing_mask(tiny: Tiny, tmp_path: Path) -> None:

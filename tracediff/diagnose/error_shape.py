@@ -26,6 +26,20 @@ def describe(recorded: Tensor, exact: Tensor, axes: tuple[str, ...]) -> str:
     return "; ".join(_facts(recorded, exact, axes)) or "no simple relation to the right values"
 
 
+def describe_scan(recorded: Tensor, exact: Tensor, shape: tuple[int, ...], n_states: int) -> str:
+    """The same of all tokens' values, of a shape [T, H, D], and of the states after them, [n_states, H, D, ...], which
+    lie in one row: of each in its own axes.
+    """
+    n, axes, said = math.prod(shape), ("token", "head", "channel"), list[str]()
+    y, x = recorded.flatten(), exact.flatten()
+    states = [whole[n:].reshape(n_states, *shape[1:], -1)[0] for whole in (y, x)]  # the latest
+    parts = [("", [whole[:n].reshape(shape) for whole in (y, x)], axes), ("the state after them: ", states, axes[1:])]
+    for of, (ours, right), names in parts:
+        if bool(((ours - right).abs() > _WRONG * right.abs().amax()).any()):
+            said.append(of + describe(ours, right, (*names, "column")[: right.ndim]))
+    return "; ".join(said) or f"no value is off by more than {_WRONG:g} of the largest"
+
+
 def describe_choice(chosen: Tensor, right: Tensor) -> str:
     """What sets places that were chosen, [..., k] of a token each, apart from those of the largest values."""
     ours, theirs = (places.flatten(0, -2).long() for places in (chosen, right))

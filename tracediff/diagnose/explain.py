@@ -7,7 +7,7 @@ from itertools import chain, islice, product
 
 from tracediff.diagnose import rows
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
-from tracediff.diagnose.error_shape import describe, describe_choice
+from tracediff.diagnose.error_shape import describe, describe_choice, describe_scan
 from tracediff.diagnose.evidence import shown
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, Way
 from tracediff.diagnose.kin import Faulty, Kin
@@ -23,6 +23,7 @@ from tracediff.names import split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import in_words_of
 from tracediff.numerics.kinds import KINDS
+from tracediff.replay.look import Known
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import NOTHING, judge
 from tracediff.result import Cause, OpResult
@@ -286,7 +287,7 @@ class Explainer:
         axes = KINDS[op.kind].axis_names(op, known.exact.ndim)
         is_choice = KINDS[op.kind].picks is not None and bool(known.recorded.isfinite().all())
         of_places = describe_choice(known.recorded, known.exact) if is_choice else ""
-        shape = of_places or describe(known.recorded, known.exact, axes)
+        shape = of_places or _of_scan(op, known) or describe(known.recorded, known.exact, axes)
         finite_before = len(one.error.segment) == 1 and all(bool(x.isfinite().all()) for x in known.inputs)
         if finite_before and not bool(known.recorded.isfinite().all() or known.exact.isinf().any()):
             shape = f"{shape}; all that it reads is finite"
@@ -340,6 +341,12 @@ def _joined(kins: Sequence[list[int]], ops: Sequence[OpResult]) -> list[list[int
 
 def _is_alone(op: OpResult) -> bool:
     return op.local is not None and len(op.local.segment) == 1
+
+
+def _of_scan(op: Op, known: Known) -> str:
+    """The error's shape where the op makes values token after token, and hands on a state."""
+    shape = known.of_tokens(op)
+    return describe_scan(known.recorded, known.exact, shape, op.attrs.get("snapshots", 1)) if shape else ""
 
 
 def _one_input(op: Op) -> str | None:

@@ -150,13 +150,15 @@ class Trials:
         return first
 
     def _first(self, record: OpRecord, scheme: Scheme | None, given: Sequence[Op]) -> int:
-        axes, positions = self._replay.graph[record.op].axes, self._replay.trace.steps[record.step].positions
-        if "T" not in axes:
-            return 0
+        op, positions = self._replay.graph[record.op], self._replay.trace.steps[record.step].positions
         known = self._replay.known(record, scheme, given)
-        if known.exact.ndim != len(axes):
+        excess = (known.recorded - known.exact).abs() / known.bound
+        if shape := known.of_tokens(op):
+            excess = excess[: math.prod(shape)].reshape(shape)
+        elif "T" not in op.axes or known.exact.ndim != len(op.axes):
             return 0
-        excess = ((known.recorded - known.exact).abs() / known.bound).movedim(axes.index("T"), 0)
+        else:
+            excess = excess.movedim(op.axes.index("T"), 0)
         most = excess.flatten(1).nan_to_num(math.inf).amax(1).cpu()
         rows = torch.tensor([positions[row] for row in record.rows or range(len(positions))])
         return int(rows[most >= min(1.0, float(most.max()))].min())

@@ -75,6 +75,13 @@ class Known:
     inputs: tuple[Tensor, ...]
     arithmetic: Arithmetic
 
+    def of_tokens(self, op: Op) -> tuple[int, ...] | None:
+        """The shape [T, H, D] of the tokens' values, where the op's output is one row of these and of states."""
+        kind = KINDS[op.kind]
+        if not kind.shaped_as or self.exact.ndim != 1:
+            return None
+        return tuple(self.inputs[kind.inputs.index(kind.shaped_as)].shape)
+
 
 def known(by: Recomputation, record: OpRecord, scheme: Scheme) -> Known:
     """All that is known of a record's op by itself, under this arithmetic."""

@@ -8,6 +8,7 @@ from tracediff.diagnose.mistakes import (
     attention,
     blocks,
     caches,
+    chunks,
     embedding,
     experts,
     feed_forward,
@@ -27,7 +28,7 @@ from tracediff.diagnose.mistakes import (
 
 _AREAS = (
     weights, blocks, rows, integers, embedding, norms, order, rope, heads, masks, attention, caches, feed_forward,
-    residual, experts, states, parts, sums,
+    residual, experts, states, chunks, parts, sums,
 )  # fmt: skip
 BANK = {mistake.name: mistake for area in _AREAS for mistake in area.AREA}
 # What was never added to a sum leaves what a weight of zeros does, and is said first: an engine has many weights.

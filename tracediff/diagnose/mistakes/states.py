@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, axes_of, computing
 from tracediff.model.graph import Extent, Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import split
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.recurrent import delta_step, gated_delta_net, outer, ssm_conv, ssm_scan, times
 
 AREA = Area()
@@ -143,6 +144,32 @@ def _delta_rule(op: Op, _: Context) -> Variants:
         return gated_delta_net(q, k, v, gate, beta, state.flatten().unflatten(0, (-1, size, size)).mT, **attrs)
 
     yield computing(op, handed), "the state of the step before is read transposed"
+
+
+@AREA.mistake(
+    "scan_groups", "a head reads what is another group's",
+    "the mapping from heads to groups: repeat, or repeat_interleave", Where(("ssm_scan", "gated_delta_net")),
+)  # fmt: skip
+def _other_groups(op: Op, context: Context) -> Variants:
+    names, shared, head = (("B", "C"), (3, 4), 1) if op.kind == "ssm_scan" else (("q", "k"), (0, 1), 2)
+    n_groups, n_heads = (axes_of(op, i, context.graph)[1] for i in (shared[0], head))
+    assert isinstance(n_groups, int)
+    assert isinstance(n_heads, int)
+    if n_groups in (1, n_heads):
+        return
+    at = torch.arange(n_heads)
+    by_turns, in_runs = (f"h % {n_groups}", at % n_groups), (f"h // {n_heads // n_groups}", at // (n_heads // n_groups))
+    right, wrong = (in_runs, by_turns) if op.kind == "ssm_scan" else (by_turns, in_runs)
+    for chosen in (shared, shared[:1], shared[1:]):
+        read = {i: (wrong if i in chosen else right)[1].tolist() for i in shared}
+        words = " and ".join(name for i, name in zip(shared, names, strict=True) if i in chosen)
+        changed = computing(op, partial(_of_groups, KINDS[op.kind].function, read))
+        yield changed, f"head h reads {words} of group {wrong[0]}; it is {right[0]}"
+
+
+def _of_groups(function: Callable[..., Tensor], read: Mapping[int, list[int]], *inputs: Tensor, **attrs: Any) -> Tensor:
+    """A scan of which each head has these rows of what groups of heads share, [T, groups, N]."""
+    return function(*(x[:, read[i]] if i in read else x for i, x in enumerate(inputs)), **attrs)
 
 
 @AREA.mistake(

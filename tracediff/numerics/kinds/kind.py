@@ -180,7 +180,8 @@ class Kind:
     what an engine rounds in it: of all small weights that of a norm's. `together` computes several calls of an op that
     hold its weight alike, and reads that once; those for an energy come first. Where the value is places in its first
     input, `picks` gives what is found there: that is compared, and that has the noise, for of equal values any may be
-    taken.
+    taken. Where the value is one row of all tokens' values, which are `shaped_as` the input of that part, and of the
+    states that they leave, what is wrong is told of each.
     """
 
     name: str
@@ -193,6 +194,7 @@ class Kind:
     scheme: str | None = None
     keeps_part: bool = False
     picks: Callable[[Tensor, Tensor], Tensor] | None = None
+    shaped_as: str = ""
     together: Callable[[Sequence[Call]], list[Tensor]] | None = None
 
     def noise_of(self, made: Made) -> Noise:

@@ -186,6 +186,7 @@ KINDS = (
         ("state", "x", "dt", "b", "c"),
         ("value",),
         scheme="rms_norm",
+        shaped_as="x",
         noise=expressed_as(partial(ssm_scan, softplus=softplus_as_computed, logs=in_chunks)),
     ),
     Kind(
@@ -193,10 +194,11 @@ KINDS = (
         gated_delta_net,
         ("q", "k", "v", "gate", "beta", "state"),
         ("value",),
+        shaped_as="v",
         noise=expressed_as(partial(gated_delta_net, logs=in_chunks)),
     ),
-    Kind("gated_linear_attn", gated_linear_attn, ("k", "v", "q", "gate", "state"), ("value",)),
-    Kind("rwkv_wkv6", rwkv_wkv6, ("k", "v", "r", "decay", "state"), ("value",), scheme="rms_norm"),
-    Kind("rwkv_wkv7", rwkv_wkv7, ("r", "decay", "k", "v", "a", "b", "state"), ("value",)),
+    Kind("gated_linear_attn", gated_linear_attn, ("k", "v", "q", "gate", "state"), ("value",), shaped_as="v"),
+    Kind("rwkv_wkv6", rwkv_wkv6, ("k", "v", "r", "decay", "state"), ("value",), scheme="rms_norm", shaped_as="v"),
+    Kind("rwkv_wkv7", rwkv_wkv7, ("r", "decay", "k", "v", "a", "b", "state"), ("value",), shaped_as="v"),
     Kind("solve_tri", solve_tri, ("a", "b")),
 )
