@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import logits_of, some_of, trace_graph
 
+from tracediff.diagnose.budget import OutOfTime
 from tracediff.diagnose.error_shape import describe
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.mistake import Context, Variant
@@ -258,6 +259,32 @@ def variant(model: Model, name: str, words: str) -> list[Op]:
     ops = [op for op in model.graph if mistake.where.holds(op, model.graph)]
     changed = (Variant(*one) for op in ops for one in mistake.change(op, context))
     return [one.op for one in changed if one.text == words]
+
+
+def test_known_mistakes_are_tried_everywhere_before_any_other_is_sought(
+    models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody knows took all of the time: what was soon found in other matmuls had no name."""
+    model = Model(models("k-quants", "F32"))
+    noise = torch.randn(512, generator=torch.Generator().manual_seed(0))
+
+    def unknown(x: torch.Tensor, w: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        return linear(x, w, *bias) * noise[: len(w)].to(x)
+
+    wrong = replace(model.graph["blk.0.attn_q"], function=unknown)
+    graph = plant(model.graph.changed(wrong), model.file, "row_before@ffn_down")
+    path = trace_graph(graph, model.file, tmp_path / "a.trace", TOKENS)
+
+    def solved(*_: object, **__: object) -> None:
+        raise OutOfTime
+
+    monkeypatch.setattr("tracediff.diagnose.search.Search._solved", solved)
+    faulty = check_trace(path, model.path, effort=Effort(seconds=600)).faulty
+    assert {op.op: op.cause and op.cause.name for op in faulty} == {
+        "blk.0.attn_q": None,
+        **{f"blk.{n}.ffn_down": "row_before" for n in range(3)},
+    }
+    assert {op.op for op in faulty if not op.sought} == {"blk.0.attn_q"}
 
 
 def test_a_soft_cap_after_the_mask_leaves_no_probability_zero(tiny, tmp_path: Path) -> None:

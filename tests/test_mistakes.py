@@ -47,7 +47,8 @@ TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12, 13)
 PLANTED = {
     "qwen3moe": ("router_sigmoid", "weights_not_normalised", "expert_order", "expert_off_by_one", "top_k_off_by_one",
                  "top_k_smallest", "expert_not_looked_up", "experts_left_out", "too_few_experts", "experts_sorted",
-                 "rope_before_norm", "wrong_layer", "expert_weights", "weight_transposed@blk.1.ffn_gate_exps"),
+                 "rope_before_norm", "wrong_layer", "expert_weights", "weight_transposed@blk.1.ffn_gate_exps",
+                 "experts_not_cleared"),
     "deepseek2": ("router_softmax", "selection_bias_in_weights", "weights_normalised", "scale_dropped", "term_dropped",
                   "gate_up_swapped", "weight_transposed@blk.1.attn_k_b", "expert_off_by_one@blk.1.attn_v_b",
                   "parts_in_another_order@blk.1.q_pe", "parts_in_another_order@blk.1.attn_kv_a_norm"),

@@ -50,12 +50,17 @@ class Explainer:
     ) -> list[OpResult]:
         """The ops, those that are faulty with their cause or the shape of their error.
 
-        Where the time is over no further cause is sought.
+        Where the time is over no further cause is sought. A kin has half of its share of it; those for which that was
+        too short have what is left of it then: what nobody knows does not take the time of what is soon found.
         """
         explained, kins = list(ops), self.kins(ops)
-        for done, kin in enumerate(kins):
-            for at, op in self.of(ops, kin, budget, within(progress, done, len(kins))).items():
-                explained[at] = op
+        for n_rounds in (2, 1) if len(kins) > 1 else (1,):
+            for done, kin in enumerate(kins):
+                own = Budget(budget.left / (n_rounds * len(kins) - done))
+                told = within(within(progress, 2 - n_rounds, 2), done, len(kins))
+                for at, op in self.of(ops, kin, own, told).items():
+                    explained[at] = op
+            kins = [kin for kin in kins if not all(explained[at].sought for at in kin)]
         return explained
 
     def kins(self, ops: list[OpResult]) -> list[list[int]]:
@@ -166,18 +171,31 @@ class Explainer:
 
     def _lot_explained(self, kin: Kin, progress: Progress) -> Iterable[tuple[Faulty, Hypothesis | None]]:
         n, groups = len(kin.pending), list[_Group]()
-        while kin.pending:
+        # What no known mistake explains waits until these are found in ops of other names; and the names of such ops.
+        later, unknown = list[Faulty](), set[str]()
+        known_first = len({split(one.record.op)[1] for one in kin.pending}) > 1
+        while kin.pending or later:
+            if not kin.pending:
+                kin.pending[:], later, unknown = later, [], set()
+                known_first = False
             first = kin.pending.pop(0)
-            done = n - len(kin.pending) - 1
+            done = n - len(kin.pending) - len(later) - 1
             if given := kin.given(first):
                 yield first, given
                 continue
-            is_told = self._is_told(first, kin.budget)
-            best = Search(kin).of(first, within(progress, done, n), only_known=is_told)
+            is_told, name = self._is_told(first, kin.budget), split(first.record.op)[1]
+            best = None
+            if not (known_first and name in unknown):
+                best = Search(kin).of(first, within(progress, done, n), only_known=is_told or known_first)
+            if best is None and known_first and not is_told:
+                later.append(first)
+                unknown.add(name)
+                continue
             if best is None:
                 kin.in_vain.append(first)
                 continue
-            carried = _of_prompts_alone([(first, best), *kin.carry(best, kin.pending)])
+            carried = [(first, best), *kin.carry(best, kin.pending), *kin.carry(best, later)]
+            carried = _of_prompts_alone(carried)
             best = carried[0][1]
             if len(carried) == 1 and first.error.one_token and kin.only_chooses(best, first.record):
                 kin.in_vain.append(first)  # of a few choices one: so many a mistake has the same effect in one token

@@ -218,6 +218,19 @@ def _left_out(op: Op, context: Context) -> Variants:
         yield computing(op.also_reading((product.inputs[-1], False)), function), words
 
 
+@AREA.mistake(
+    "experts_not_cleared", "what experts made of the tokens before is still in the sum",
+    "whether the buffer that experts add to is cleared for each token", Where(("add",)),
+)  # fmt: skip
+def _not_cleared(op: Op, context: Context) -> Variants:
+    weighted = context.graph.ops.get(op.inputs[-1])
+    if weighted is None or weighted.kind != "mul" or not _is_of_experts(weighted.inputs[0], context.graph):
+        return
+    if not any(weighted.name in reader.inputs for reader, _ in context.graph.readers(op.name)):  # the last slot's
+        added = computing(op, lambda a, b: (a + b).cumsum(0))
+        yield added, "each token's sum begins with that of the token before: the buffer is not cleared"
+
+
 def _is_of_experts(name: str, graph: Graph) -> bool:
     return name in graph and graph[name].kind in ("linear_id", "add_id")
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tracediff.numerics.floors import Noise
-from tracediff.numerics.kinds.kind import Call, Kind, Made, applied, expressed_as, one_rounding
+from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, expressed_as, one_rounding
 from tracediff.numerics.kinds.matmul import turns
 
 
@@ -71,7 +71,9 @@ def _sum(call: Call) -> Tensor:
 
 
 def _sum_noise(made: Made) -> Noise:
-    return replace(one_rounding(made), turned=made.energy.turned)
+    several = made.inputs[0].ndim > len(made.op.axes)
+    added = replace(made, inputs=(made.inputs[0].sum(0), *made.inputs[1:])) if several else made
+    return replace(analysed(added) if made.op.function else one_rounding(made), turned=made.energy.turned)
 
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -135,14 +135,8 @@ def held(of: Call | Made) -> list[Tensor]:
 
 
 def one_rounding(made: Made) -> Noise:
-    """Of an op that rounds once before its result is stored; a mistaken one may round twice more on the way.
-
-    (x + y) + x is a right sum and another: each rounds, the first at the size of what it adds.
-    """
-    sizes = made.size
-    if made.op.function:
-        sizes = sizes + 2 * reduce(torch.add, (x.abs() for x in made.inputs if x.shape == sizes.shape), sizes)
-    return Noise(torch.zeros_like(made.y), made.stored + made.unit * sizes)
+    """Of an op that rounds once before its result is stored."""
+    return Noise(torch.zeros_like(made.y), made.stored + made.unit * made.size)
 
 
 def none(made: Made) -> Noise:
