@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TOKENS, Models
+from conftest import TOKENS, Models, trace_graph
 from rich.console import Console
 
 from tracediff.audit.requantised import requantised_as
@@ -29,6 +29,7 @@ from tracediff.model.synthetic import Shape
 from tracediff.model.tensors import FileTensors
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import REQUANTISED, SCHEMES, Arithmetic, in_words, scheme_named
+from tracediff.numerics.kinds.kind import Call
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import Effort, check_trace, compare_traces
@@ -161,6 +162,66 @@ def test_an_activation_on_a_boundary_may_go_either_way_beside_requantised_weight
     assert faulty(result) == [(0, "blk.1.attn_norm")]
     flips = {op.op: op.local.flips for op in result.ops if op.local and op.local.flips}
     assert flips == dict.fromkeys(("blk.1.attn_q", "blk.1.attn_k", "blk.1.attn_v"), 1)
+
+
+def rounded_as_in_c(x: torch.Tensor) -> torch.Tensor:
+    """In blocks of 32 with scales in float16, halves away from 0: ggml's reference, which engines copy."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    scales = blocks.abs().amax(-1, keepdim=True) / 127
+    quotients = blocks / scales.clamp(min=1e-30)
+    return (torch.sign(quotients) * torch.floor(quotients.abs() + 0.5) * scales.half().float()).flatten(-2).to(x)
+
+
+class InIntegers:
+    """A matmul, be it of chosen experts, of inputs that are rounded so: sums of integers are exact."""
+
+    def compute(self, call: Call) -> torch.Tensor:
+        x, *ids = call.inputs
+        rounded, w = rounded_as_in_c(x).double(), call.weights.load(call.op.weights[0]).double()
+        if not ids:
+            biases = [call.weights.load(bias).double() for bias in call.op.weights[1:]]
+            return sum(biases, rounded @ w.T).to(x)
+        of_slots = rounded.reshape(len(x), -1, x.shape[-1])
+        return (w[ids[0].long()] @ of_slots[..., None]).squeeze(-1).to(x)
+
+
+def test_an_activation_of_an_expert_on_a_boundary_may_go_either_way(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """54.5 units again: of experts it was "all that expert 1 makes is wrong"."""
+
+    def normed(x: torch.Tensor, w: torch.Tensor, *, eps: float) -> torch.Tensor:
+        y = torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps)
+        if len(y) > 3:
+            y[3, :32] = y[3, :32].clamp(-1.5, 1.5)
+            y[3, 0], y[3, 5] = 127 / 64, 54.5 / 64
+        return y
+
+    def change(op: Op) -> Op:
+        if op.kind in ("linear", "linear_id"):
+            return replace(op, rework=InIntegers())  # type: ignore[arg-type]
+        return replace(op, function=normed) if op.name == "blk.1.ffn_norm" else op
+
+    model = tiny("qwen3moe")
+    result = check_trace(traced(model, tmp_path / "t.trace", change=change), model)
+    assert faulty(result) == [(0, "blk.1.ffn_norm")]
+    flips = {op.op: op.local.flips for op in result.ops if op.local and op.local.flips}
+    n_used = build_graph(GGUFFile(model))["blk.1.ffn_moe_topk"].axes[-1]
+    assert flips == {"blk.1.ffn_gate_inp": 1, "blk.1.ffn_gate_exps": n_used, "blk.1.ffn_up_exps": n_used}
+
+
+@pytest.mark.parametrize("rounding", ["q8_0 blocks", "int8 rows with float32 scales"])
+def test_activations_in_integers_beside_a_cache_in_float16_are_an_arithmetic(
+    rounding: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of an engine of somebody's own, which has no table of GELU as ggml has: behind hidden states it diverged."""
+    file = GGUFFile(tiny("gemma2"))
+    scheme = scheme_named(f"activations in {rounding}, KV cache in float16")
+    path = trace_graph(
+        build_graph(file), file, tmp_path / "own.trace", range(40, 57), (7,), (9,), capture="layers", scheme=scheme
+    )
+    result = check_trace(path, tiny("gemma2"))
+    assert (result.verdict, faulty(result)) == ("match", [])
 
 
 @pytest.mark.parametrize("size", [32, 48, 192])

@@ -139,7 +139,7 @@ def _is_of_single_values(error: Local) -> bool:
     """Whether the whole is within its floor and single values are not within their bounds, as those that leak through a
     mask.
 
-    At the end of a segment bounds are of noise that is sampled: what adds noise widens them, and explains nothing. (Of a
-    right engine rope's positions in bfloat16 were believed, which left what there was before.)
+    At the end of a segment bounds are of noise that is sampled: what adds noise widens them, and explains nothing. (So
+    rope's positions in bfloat16 were believed of a right engine, though they left as much.)
     """
     return error.nmse <= error.floor and len(error.segment) == 1

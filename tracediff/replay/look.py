@@ -162,10 +162,10 @@ def _residual(asked: Asked, op: Op, recorded: Tensor, made: Recomputed) -> Resid
     others = _others(by, record, recorded, first)
     residual = measure(recorded, made, _hidden(by, record, op), by.is_supposed, others)
     passes = residual.excess <= 1 and residual.error <= made.margin * residual.noise
-    if by.has_noise and not passes and op.kind == "linear" and len(made.segment) == 1:
-        x = by.inputs(record.step, op, scheme, record.rows)[0].exact
+    if by.has_noise and not passes and op.kind in ("linear", "linear_id") and len(made.segment) == 1:
+        inputs = [value.exact for value in by.inputs(record.step, op, scheme, record.rows)]
         own = torch.ones_like(recorded, dtype=torch.bool) if others is None else ~others
-        other_way = turned(op, x, recorded, made, arithmetic_of(op, scheme, by.weights), by.weights, own)
+        other_way = turned(op, inputs, recorded, made, arithmetic_of(op, scheme, by.weights), by.weights, own)
         if other_way is not None:
             residual = measure(recorded, replace(made, exact=other_way[0]), None, by.is_supposed, others)
             residual = replace(residual, flips=other_way[1])

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.model.graph import Op
+from tracediff.model.graph import Op, Weight
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.floors import LUCK, Noise
-from tracediff.numerics.kinds.linear import columns
+from tracediff.numerics.kinds.layout import as_places
+from tracediff.numerics.kinds.linear import columns, matrix
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.making import Recomputed
 from tracediff.replay.strips import Along, along, joined, nothing
@@ -220,24 +221,37 @@ def _energy(x: Tensor) -> float:
 
 
 def turned(
-    op: Op, x: Tensor, recorded: Tensor, made: Recomputed, arithmetic: Arithmetic, weights: Weights, own: Tensor
+    op: Op,
+    inputs: Sequence[Tensor],
+    recorded: Tensor,
+    made: Recomputed,
+    arithmetic: Arithmetic,
+    weights: Weights,
+    own: Tensor,
 ) -> tuple[Tensor, int] | None:
-    """The output of a linear op with activations `x` that lie on a boundary of their rounding turned where that
-    explains the error, and how many were turned. None where too many rows err for such an event, or none does.
+    """The output of a linear op, be it of chosen experts, with activations that lie on a boundary of their rounding
+    turned where that explains the error, and how many were turned. None where too many rows err for such an event, or
+    none does.
     """
-    x = x.flatten(1)
-    own = own.flatten(1).to(made.exact)
-    exact, error = made.exact.flatten(1).clone(), (recorded - made.exact).flatten(1) * own
-    rows = torch.nonzero((error.abs() > made.bound().flatten(1)).any(1)).flatten()
+    x, matrices = _rows(op, inputs)
+
+    def by_row(of: Tensor) -> Tensor:
+        return of.reshape(len(x), -1)
+
+    own, exact = by_row(own).to(made.exact), by_row(made.exact).clone()
+    error = by_row(recorded - made.exact) * own
+    rows = torch.nonzero((error.abs() > by_row(made.bound())).any(1)).flatten().tolist()
     turns = rounding_named(arithmetic.operands).flips(x)
     if not 0 < len(rows) <= _MOST_TURNED * len(x) + 1 or not bool(turns[rows].any()):
         return None
-    near = torch.nonzero(turns[rows].any(0)).flatten()
-    matrix = columns(op, near, weights, arithmetic)
+    near, held = torch.nonzero(turns[rows].any(0)).flatten(), dict[Weight, Tensor]()
     count = 0
     for row in rows:
+        of = matrices[row % len(matrices)]
+        if of not in held:
+            held[of] = columns(replace(op, weights=(of,)), near, weights, arithmetic)
         for i, column in enumerate(near):
-            change = float(turns[row, column]) * matrix[:, i]
+            change = float(turns[row, column]) * held[of][:, i]
             # How much of the change is in the error: 1 if this value went the other way, 0 if it did not.
             share = float(error[row] @ change / (change.square() @ own[row]).clamp(min=1e-300))
             if 0.5 < share < 1.5:  # not of NaN
@@ -245,3 +259,13 @@ def turned(
                 error[row] -= change * own[row]
                 count += 1
     return exact.reshape(made.exact.shape), count
+
+
+def _rows(op: Op, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Weight]]:
+    """The rows that a linear op multiplies, [n, n_in], and with which matrix each: one for all, or its expert's."""
+    x, *ids = inputs
+    if not ids:
+        return x.flatten(1), [op.weights[0]]
+    at, _ = as_places(ids[0], op.weights[0].shape[0])
+    x = x.reshape(len(at), -1, op.weights[0].shape[-1]).expand(-1, at.shape[1], -1)
+    return x.flatten(0, 1), [matrix(op.weights[0], expert) for expert in at.flatten().tolist()]
