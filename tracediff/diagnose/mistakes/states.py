@@ -60,8 +60,18 @@ def _not_written(op: Op, context: Context) -> Variants:
 
     yield (
         replace(op, inputs=(*op.inputs, state.name, "positions"), views=(*op.seen, None, None), function=function),
-        "steps after the first do not write it: the next finds what the first left",
+        "the step does not write it: the next finds what the one before left",
     )
+
+
+@AREA.mistake(
+    "state_transposed", "the state is handed on transposed", "the order of its two axes, of keys and of values",
+    Where(("copy",)),
+)  # fmt: skip
+def _handed_transposed(op: Op, context: Context) -> Variants:
+    is_state = any(reader.kind == "state" for reader, _ in context.graph.readers(op.name))
+    if is_state and len(op.axes) == 3 and op.axes[1] == op.axes[2]:
+        yield computing(op, lambda x: x.mT), "the next step finds it transposed"
 
 
 @AREA.mistake(

@@ -17,6 +17,7 @@ from tracediff.diagnose.mistakes.mistake import (
     Variant,
     Variants,
     Where,
+    computing,
     is_gated,
     parts_of,
 )
@@ -63,9 +64,14 @@ def _no_bias(op: Op, _: Context) -> Variants:
         yield replace(op, weights=op.weights[:1]), f"{op.weights[1].name} is not added"
 
 
-@AREA.mistake("bias_twice", "the bias is added twice", "a bias both fused into the matmul and added after it", MATMUL)
+@AREA.mistake(
+    "bias_twice", "the bias is added twice", "a bias both fused into the matmul and added after it",
+    Where((*MATMUL.kinds, "add")),
+)  # fmt: skip
 def _bias_twice(op: Op, _: Context) -> Variants:
-    if len(op.weights) > 1:
+    if op.kind == "add" and op.weights:
+        yield computing(op, lambda x, b: x + b + b), f"{op.weights[0].name} is added twice"
+    elif len(op.weights) > 1:
         yield reading(op, lambda file, info: 2 * values_of(file, info), 1), f"{op.weights[1].name} is added twice"
 
 

@@ -201,7 +201,9 @@ class Kind:
             return "head", "token", "key"
         if n == 3 and axes_of(op.name, n)[1] == "slot":
             return axes_of(op.name, n)
-        if n == 2 and op.axes[0] != "T":  # what a convolution reads, and leaves for the next step: tokens are columns
+        if n == len(op.axes) and "T" not in op.axes:  # a state; what a convolution leaves: tokens are columns
+            return ("value",) if n == 1 else (*("head",) * (n - 2), "row", "column")
+        if n == 2 and op.axes[0] != "T":  # what a convolution reads
             return "row", "column"
         if n == len(self.axes):
             return self.axes
