@@ -538,6 +538,19 @@ def with_choices(wrong: np.ndarray, tiny: Tiny, tmp_path: Path) -> Path:
     return path
 
 
+def test_a_part_of_each_head_is_said_to_be_one(tiny: Tiny, tmp_path: Path) -> None:
+    """Channels "0 to 95 of attn_q" were read where "16 to 111" belong: as if they lay in one run."""
+    model = Model(tiny("qwen3next"))
+    name = next(op.name for op in model.graph if op.name.startswith("blk.1.gate") and "attn_q" in op.inputs[0])
+    path = traced(plant(model.graph, model.file, f"parts_exchanged@{name}"), model.file, tmp_path / "a.trace")
+    width = model.graph[name].seen[0].shape[-1]
+    assert isinstance(width, int)
+    words = f"channels 0 to {width - 1} of each head of attn_q are read where {width} to {2 * width - 1} of each head"
+    assert {op.cause.text if op.cause else op.shape for op in check_trace(path, model.path).faulty} == {
+        f"{words} belong"
+    }
+
+
 def test_an_expert_that_is_never_chosen_is_told(tiny: Tiny, tmp_path: Path) -> None:
     """The loop over experts ends one too early."""
     model = Model(tiny("qwen3moe"))
