@@ -15,13 +15,16 @@ from conftest import Models, some_of, trace_graph
 from test_sequences import BATCHES
 from torch import Tensor
 
+from tracediff.engine.recorder import TensorWriter
+from tracediff.engine.torch_engine import Cache, StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.model import Model
-from tracediff.names import StepOf
+from tracediff.names import StepOf, split
 from tracediff.numerics.kinds import KINDS
 from tracediff.pipeline import check_trace
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
+from tracediff.trace.writer import TraceWriter
 
 TOKENS = (256, 84, 104, 101, 32, 113, 117, 105, 99, 300, 12)
 READ = "attention reads other rows of the cache than the token's own"
@@ -166,3 +169,28 @@ def test_what_no_rows_give_is_not_told(models: Models, tmp_path: Path) -> None:
 
     path, model = fused(models, two, tmp_path, TOKENS[:4])
     assert all(READ not in finding.text for finding in check_trace(path, model).findings if 1 in finding.steps)
+
+
+@pytest.mark.parametrize("arch", ["mamba2", "qwen3next"])
+def test_a_state_that_is_not_cleared_for_another_sequence_is_told(
+    arch: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A slot's states, of the convolution too, are there when the next request gets it."""
+    model, path = Model(tiny(arch)), tmp_path / "a.trace"
+    engine = TorchEngine(model.graph, model.weights(torch.float32))
+    with TraceWriter(path, "torch", arch) as writer:
+        for step, (sequence, tokens) in enumerate([(0, TOKENS), (0, (9,)), (1, TOKENS[::-1]), (1, (7,))]):
+            begin = len(TOKENS) if len(tokens) == 1 else 0
+            if sequence and not begin:
+                engine.caches[sequence] = Cache(model.graph, engine.caches[0].past, torch.float32)
+                engine.caches[sequence].handed = dict(engine.caches[0].handed)
+            positions = tuple(range(begin, begin + len(tokens)))
+            engine.run(step, StepInput(tokens, positions, (sequence,) * len(tokens)), TensorWriter(writer))
+    result = check_trace(path, model.path)
+    states = {split(op.name)[1] for op in model.graph if op.kind == "state"}
+    assert {op.cause.text if op.cause else op.shape for op in result.faulty} == {
+        f"{state} is what sequence 0 left: it is not cleared for another" for state in states
+    }
+    assert {str(op.step) for op in result.faulty} == {"2 of sequence 1"}
+    (finding,) = result.findings
+    assert finding.text.endswith("the sequence begins with what another left: its state is not cleared.")
