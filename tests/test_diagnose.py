@@ -287,6 +287,18 @@ def test_known_mistakes_are_tried_everywhere_before_any_other_is_sought(
     assert {op.op for op in faulty if not op.sought} == {"blk.0.attn_q"}
 
 
+def test_a_norm_of_what_overflows_float32_is_no_kernel_that_did_not_run(models, tmp_path: Path) -> None:
+    """Values of 1e20 have no sum of squares in float32, so its norm is 0: "as if nothing was stored"."""
+    model = Model(models("k-quants", "F32"))
+    op = model.graph["blk.1.ffn_residual"]
+    loud = replace(op, function=lambda a, b: (a + b) * 1e20)
+    path = trace_graph(model.graph.changed(loud), model.file, tmp_path / "loud.trace", TOKENS)
+    causes = {op.op: op.cause.name if op.cause else op.shape for op in check_trace(path, model.path).faulty}
+    assert causes.keys() == {"blk.1.ffn_residual", "blk.2.attn_norm", "blk.2.ffn_norm", "output_norm"}
+    norms = {name: cause for name, cause in causes.items() if "norm" in name}
+    assert set(norms.values()) == {"norm_f32_overflow"}
+
+
 def test_a_soft_cap_after_the_mask_leaves_no_probability_zero(tiny, tmp_path: Path) -> None:
     """exp(-20) is less than the others' roundings: that it is not 0 alone tells. Where the mistake undone left hardly
     more of all values than before, no known one explained it.

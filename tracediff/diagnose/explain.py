@@ -187,7 +187,9 @@ class Explainer:
             best = None
             if not (known_first and name in unknown):
                 best = Search(kin).of(first, within(progress, done, n), only_known=is_told or known_first)
-            if best is None and known_first and not is_told:
+            # A number that was fitted suits what tells less: a factor a norm over n + 1, where eps is next to nothing.
+            is_weak = best is None or any(part.fitted for part in best.parts)
+            if is_weak and known_first and not is_told:
                 later.append(first)
                 unknown.add(name)
                 continue

@@ -30,6 +30,7 @@ from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
 ANY_NORM, RMS_NORM = Where((*NORM.kinds, "l2_norm")), Where(("rms_norm",))
+_LARGEST = torch.finfo(torch.float32).max
 _DECADES = range(-6, 7)  # about the right epsilon
 
 
@@ -219,6 +220,19 @@ def _norm_f16(op: Op, _: Context) -> Variants:
         return scaled(x * torch.rsqrt(mean + eps), *weight)
 
     yield computing(op, function), "squares are float16: infinite where |x| > 256"
+
+
+@AREA.mistake(
+    "norm_f32_overflow", "the sum of squares overflows float32, so what is normed becomes 0",
+    "what made values of 1e18 and more: the norm is as right as float32 lets it be", RMS_NORM,
+)  # fmt: skip
+def _overflows(op: Op, _: Context) -> Variants:
+    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        total = x.square().sum(-1, keepdim=True)
+        inverse = torch.rsqrt(total / x.shape[-1] + eps)
+        return scaled(x * torch.where(total > _LARGEST, torch.zeros_like(inverse), inverse), *weight)
+
+    yield computing(op, function), "sums of squares overflow float32, and what is normed becomes 0"
 
 
 @AREA.mistake(
