@@ -210,19 +210,6 @@ def _of_all_heads(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
-    "norm_f16_overflow", "the mean of squares is taken in float16, which overflows beyond |x| = 256",
-    "the accumulator's type in the norm", RMS_NORM, "llama#1048",
-)  # fmt: skip
-def _norm_f16(op: Op, _: Context) -> Variants:
-    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
-        squares = x.half().square()
-        mean = squares.double().mean(-1, keepdim=True).to(x.dtype)
-        return scaled(x * torch.rsqrt(mean + eps), *weight)
-
-    yield computing(op, function), "squares are float16: infinite where |x| > 256"
-
-
-@AREA.mistake(
     "norm_f32_overflow", "the sum of squares overflows float32, so what is normed becomes 0",
     "what made values of 1e18 and more: the norm is as right as float32 lets it be", RMS_NORM,
 )  # fmt: skip
@@ -233,6 +220,19 @@ def _overflows(op: Op, _: Context) -> Variants:
         return scaled(x * torch.where(total > _LARGEST, torch.zeros_like(inverse), inverse), *weight)
 
     yield computing(op, function), "sums of squares overflow float32, and what is normed becomes 0"
+
+
+@AREA.mistake(
+    "norm_f16_overflow", "the mean of squares is taken in float16, which overflows beyond |x| = 256",
+    "the accumulator's type in the norm", RMS_NORM, "llama#1048",
+)  # fmt: skip
+def _norm_f16(op: Op, _: Context) -> Variants:
+    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        squares = x.half().square()
+        mean = squares.double().mean(-1, keepdim=True).to(x.dtype)
+        return scaled(x * torch.rsqrt(mean + eps), *weight)
+
+    yield computing(op, function), "squares are float16: infinite where |x| > 256"
 
 
 @AREA.mistake(
