@@ -13,11 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from conftest import TOKENS, Models, trace_graph
 from rich.console import Console
 
 from tracediff.audit.requantised import requantised_as
+from tracediff.diagnose.budget import ENDLESS
+from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
+from tracediff.diagnose.kin import Faulty, Kin
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.errors import EngineError
@@ -25,10 +29,12 @@ from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
-from tracediff.model.synthetic import Shape
+from tracediff.model.model import Model
+from tracediff.model.synthetic import Shape, quantize
 from tracediff.model.tensors import FileTensors
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import REQUANTISED, SCHEMES, Arithmetic, in_words, scheme_named
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import rounding_named
@@ -222,6 +228,28 @@ def test_activations_in_integers_beside_a_cache_in_float16_are_an_arithmetic(
     )
     result = check_trace(path, tiny("gemma2"))
     assert (result.verdict, faulty(result)) == ("match", [])
+
+
+def test_an_arithmetic_that_nobody_knows_is_no_edit_of_an_activation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without ggml's table of GELU all is explained, whatever the edit: "values 0 to 2720 are computed, 1 beyond"."""
+    sizes = {"embedding_length": 128, "feed_forward_length": 160}
+    path = quantize(tiny_models.write("gemma2", tmp_path / "f32.gguf", others=sizes), tmp_path / "q8_0.gguf", "Q8_0")
+    model, scheme = Model(path), scheme_named("activations in q8_0 blocks, KV cache in float16")
+    steps = range(40, 57), (7,)
+    out = trace_graph(model.graph, model.file, tmp_path / "own.trace", *steps, capture="layers", scheme=scheme)
+    known = [one for one in SCHEMES if not one.name.startswith("activations in q8_0 blocks, ")]
+    monkeypatch.setattr("tracediff.replay.replay.SCHEMES", known)
+    replay = Replay(Trace(out), model.graph, model.weights())
+    record = replay.trace.ops[0, "blk.0.ffn_residual"]
+    error, act = replay.judge(record), model.graph["blk.0.ffn_act"]
+    edited = replace(act, function=lambda gate, up: KINDS[act.kind].function(gate, up) * 1.0)
+    said = Assumed(SOLVED, "edited", "edited", False)
+    tried = Hypothesis((said,), (edited,), replay.under(record, [edited], error.nmse))
+    assert (error.faulty, tried.local.faulty, tried.pays(error)) == (True, False, True)
+    one = Faulty(0, record, error)
+    assert not Kin(replay, ENDLESS, {(record.step, record.op): error}, [one]).explains(tried, one)
 
 
 @pytest.mark.parametrize("size", [32, 48, 192])

@@ -200,7 +200,19 @@ class Kin:
         """Whether it explains the record, and no other step contradicts it."""
         pays = is_paid or tried.pays(one.error)
         in_some = tried.in_some_steps and not self._is_choice(one.record) and not self.is_handed_on(tried, one.record)
-        return pays and (in_some or not self._contradicted(tried, one.record)) and not self._is_unlikely(tried, one)
+        is_true = in_some or not self._contradicted(tried, one.record)
+        return pays and is_true and not self._is_unlikely(tried, one) and not self._is_without_table(tried, one)
+
+    def _is_without_table(self, tried: Hypothesis, one: Faulty) -> bool:
+        """Whether the record is as well explained where nothing is changed but that an activation is computed, not
+        looked up as ggml does, in the arithmetic that is left to it: what a mistaken op is, too.
+        """
+        kinds = [KINDS[op.kind] for op in tried.ops]
+        if len(one.error.segment) == 1 or any(kind.scheme != "table" for kind in kinds):
+            return False
+        right = (self.replay.graph[op.name] for op in tried.ops)
+        computed = [replace(op, function=kind.function) for op, kind in zip(right, kinds, strict=True)]
+        return not self.replay.under(one.record, computed, to_beat(one.error)).faulty
 
     def _is_unlikely(self, tried: Hypothesis, one: Faulty) -> bool:
         """Whether roundings that turned would have to make up for what it leaves in every record with the mistake, and

@@ -204,7 +204,7 @@ GGML = "activations as ggml rounds them"  # to the weight type's dot-product typ
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
 _HALVES, _FLOAT8 = ("f16", "bf16"), ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtype
 _SHORTER = ("e5m2", "e4m3", "gf4")
-_IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in float16
+_IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in half precision
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
 # What engines quantise the file's weights to by themselves: MLX, bitsandbytes (with scales in the type that it computes
@@ -307,8 +307,8 @@ def _schemes() -> Iterator[Scheme]:
             yield other
     # An engine of somebody's own rounds activations as ggml does, and has no table of GELU.
     in_integers = [m for m in others if m.name in {_phrase("activations", name) for name in _IN_CACHES}]
-    half = next(a for a in attentions if a.name == _phrase("KV cache", "f16"))
-    yield from (_with(matmul, half) for matmul in in_integers)
+    halves = [a for a in attentions if a.name in {_phrase("KV cache", name) for name in _HALVES}]
+    yield from (_with(matmul, cache) for cache in halves for matmul in in_integers)
     yield from (_with(exact, a) for a in attentions if a.values.accumulate == "f32" and a.scores.stored != "tf32")
 
 

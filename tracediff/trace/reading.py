@@ -27,7 +27,7 @@ from tracediff.trace.format import (
 from tracediff.trace.sequences import SequencePart, begun_again, parts_of, split
 
 Record = Header | Weight | Step | OpRecord | End
-_FIRST_LINE = 1 << 20  # bytes, at most
+_FIRST_LINE, _PIECE = 1 << 20, 1 << 14  # bytes of a first line at most, and that are read at once
 _FORMAT = "The format is described in docs/trace-format.md."
 _COPY = "It must lie beside the trace: copy it there too."
 _NO_END = "Close the trace after the last step: a trace without 'end' was cut off."
@@ -242,7 +242,10 @@ def header_of(path: Path) -> Header | None:
     """What a file's first line says; None where it is no trace's: what is wrong is said when the trace is opened."""
     try:
         with open_file(path) as file:
-            record = decode(file.read(_FIRST_LINE).partition(b"\n")[0])
+            line = file.read(_PIECE)
+            while b"\n" not in line and len(line) < _FIRST_LINE and (more := file.read(_PIECE)):
+                line += more
+            record = decode(line.partition(b"\n")[0])
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
         return None
     return record if isinstance(record, Header) else None
