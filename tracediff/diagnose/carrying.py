@@ -8,7 +8,7 @@ from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
 from tracediff.diagnose.solve.by_value.readings import Reading
 from tracediff.diagnose.solve.edit import Read, Reworked, relayered
 from tracediff.model.graph import Graph, Op, Weight
-from tracediff.names import layer_of, split
+from tracediff.names import split
 
 # Of a changed op, of it as it should be, and of another op: the other, changed alike.
 _Change = Callable[[Op, Op, Op], Op | None]
@@ -34,7 +34,7 @@ def _each(ops: Sequence[Op], graph: Graph, segment: Sequence[str], change: _Chan
     pairs = zip(ops, others, strict=True)
     made = [changed for op, other in pairs if other and (changed := change(op, graph[op.name], other))]
     known = {*graph.ops, *(op.name for op in made)}  # of the layer beside it there may be none
-    read = {name for op in made for name in op.inputs if layer_of(name) is not None}
+    read = {name for op in made for name in op.inputs if name.startswith("blk.")}
     return tuple(made) if len(made) == len(ops) and read <= known else ()
 
 

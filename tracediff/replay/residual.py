@@ -263,9 +263,9 @@ def turned(
 
 def _rows(op: Op, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Weight]]:
     """The rows that a linear op multiplies, [n, n_in], and with which matrix each: one for all, or its expert's."""
-    x, *ids = inputs
-    if not ids:
+    x = inputs[0]
+    if op.kind == "linear":  # which, mistaken, may read more
         return x.flatten(1), [op.weights[0]]
-    at, _ = as_places(ids[0], op.weights[0].shape[0])
+    at, _ = as_places(inputs[1], op.weights[0].shape[0])
     x = x.reshape(len(at), -1, op.weights[0].shape[-1]).expand(-1, at.shape[1], -1)
     return x.flatten(0, 1), [matrix(op.weights[0], expert) for expert in at.flatten().tolist()]
