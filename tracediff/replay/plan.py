@@ -26,9 +26,11 @@ from tracediff.numerics.arithmetic import (
 )
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit
 from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.recorded import Recorded
 from tracediff.trace.format import OpRecord
 
+_HALVES = ("f16", "bf16")
 _SAMPLES = 3  # records of a sort that choose its arithmetic
 
 
@@ -179,12 +181,13 @@ class Planner:
         """
         record = records[0]
         alike = () if self.is_segment(record) else tuple(dict.fromkeys(record.op for record in records))
-        key = schemes is self._rarer, *alike, self._lengths(record)
+        held = self._recorded.storage(record.step)
+        key = schemes is self._rarer, *alike, self._lengths(record), held
         if key not in self._found:
             covered = self._unlike(self._graph[name] for name in alike) if alike else self._all
             found: dict[tuple[Arithmetic, ...], Scheme] = {}
             for scheme in schemes:
-                if len(schemes) > 1 and not self._sums_so(record, scheme.values):
+                if len(schemes) > 1 and not (self._sums_so(record, scheme.values) and _caches_so(held, scheme)):
                     continue
                 arithmetics = tuple(arithmetic_of(o, scheme, self._weights) for o in covered)
                 if self._rows_fit(covered, arithmetics):
@@ -223,6 +226,12 @@ class Planner:
         if values.parts > 1:
             return len(split_keys(n_tokens - whole, n_keys, values.parts)) > 1
         return 0 < whole < n_tokens < whole + TILED_FROM if values.ubatch else n_tokens <= UBATCH
+
+
+def _caches_so(held: str, scheme: Scheme) -> bool:
+    """Whether there is anything to a cache in half precision: not where all values are, which a cache would be too."""
+    in_integers = scheme.linear is not None and rounding_named(scheme.linear.operands).in_blocks
+    return not (in_integers and held in _HALVES and scheme.values.stored in _HALVES)
 
 
 def _spread(records: Sequence[OpRecord]) -> list[OpRecord]:

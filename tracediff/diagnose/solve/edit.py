@@ -129,12 +129,9 @@ def relayered(changed: Op, right: Op, other: Op) -> Op | None:
     by = there - here
     inputs = dict(zip(right.inputs, other.inputs, strict=False))  # of the first layer it has another name
 
-    def moved(text: str, past: Span = False) -> str:
-        """The same value there: of the layer, or of the one beside it; of earlier steps that of the same layer, for
-        layers share buffers.
-        """
+    def moved(text: str, near: int = 0) -> str:
+        """The same value there: of the layer, or of one so near."""
         layer, local = split(text)
-        near = 0 if past in ("earlier", "before") else 1
         if text in inputs or layer is None or abs(layer - here) > near:
             return inputs.get(text, text)
         return f"blk.{layer + by}.{local}"
@@ -151,7 +148,8 @@ def relayered(changed: Op, right: Op, other: Op) -> Op | None:
     return replace(
         changed,
         name=other.name,
-        inputs=tuple(moved(*read) for read in changed.reads),
+        # Of earlier steps what is of another layer is of that very one: layers share buffers.
+        inputs=tuple(moved(read, past in (False, True)) for read, past in changed.reads),
         weights=tuple(weights),
         attrs=other.attrs,
         rework=carried(right, other) if carried else changed.rework,
