@@ -198,10 +198,12 @@ class Kin:
 
     def explains(self, tried: Hypothesis, one: Faulty, is_paid: bool = False) -> bool:
         """Whether it explains the record, and no other step contradicts it."""
-        pays = is_paid or tried.pays(one.error)
+        if not (is_paid or tried.pays(one.error)):
+            return False
         in_some = tried.in_some_steps and not self._is_choice(one.record) and not self.is_handed_on(tried, one.record)
-        is_true = in_some or not self._contradicted(tried, one.record)
-        return pays and is_true and not self._is_unlikely(tried, one) and not self._is_without_table(tried, one)
+        if not in_some and self._contradicted(tried, one.record):
+            return False
+        return not self._is_unlikely(tried, one) and not self._is_without_table(tried, one)
 
     def _is_without_table(self, tried: Hypothesis, one: Faulty) -> bool:
         """Whether the record is as well explained where nothing is changed but that an activation is computed, not
