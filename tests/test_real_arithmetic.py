@@ -147,22 +147,24 @@ def test_int8_groups_with_float32_scales_are_an_arithmetic(
     assert said(result, "linear") == {expected}
 
 
+def normed_to_a_boundary(x: torch.Tensor, w: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """A norm that has one value of token 3 halfway between two integers of its block."""
+    y = torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps)
+    if len(y) > 3:
+        y[3, :32] = y[3, :32].clamp(-1.5, 1.5)
+        y[3, 0], y[3, 5] = 127 / 64, 54.5 / 64
+    return y
+
+
 def test_an_activation_on_a_boundary_may_go_either_way_beside_requantised_weights(
     models: Models, tmp_path: Path
 ) -> None:
     """54.5 units are 55 in C and 54 in torch: what that makes was looked for with the file's weights."""
 
-    def normed(x: torch.Tensor, w: torch.Tensor, *, eps: float) -> torch.Tensor:
-        y = torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps)
-        if len(y) > 3:
-            y[3, :32] = y[3, :32].clamp(-1.5, 1.5)
-            y[3, 0], y[3, 5] = 127 / 64, 54.5 / 64
-        return y
-
     def change(op: Op) -> Op:
         if op.kind == "linear":
             return replace(op, function=partial(in_groups, size=32, weights=True))
-        return replace(op, function=normed) if op.name == "blk.1.attn_norm" else op
+        return replace(op, function=normed_to_a_boundary) if op.name == "blk.1.attn_norm" else op
 
     result = check_trace(traced(models(LLAMA, "F16"), tmp_path / "t.trace", change=change), models(LLAMA, "F16"))
     assert faulty(result) == [(0, "blk.1.attn_norm")]
@@ -196,17 +198,10 @@ def test_an_activation_of_an_expert_on_a_boundary_may_go_either_way(
 ) -> None:
     """54.5 units again: of experts it was "all that expert 1 makes is wrong"."""
 
-    def normed(x: torch.Tensor, w: torch.Tensor, *, eps: float) -> torch.Tensor:
-        y = torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps)
-        if len(y) > 3:
-            y[3, :32] = y[3, :32].clamp(-1.5, 1.5)
-            y[3, 0], y[3, 5] = 127 / 64, 54.5 / 64
-        return y
-
     def change(op: Op) -> Op:
         if op.kind in ("linear", "linear_id"):
             return replace(op, rework=InIntegers())  # type: ignore[arg-type]
-        return replace(op, function=normed) if op.name == "blk.1.ffn_norm" else op
+        return replace(op, function=normed_to_a_boundary) if op.name == "blk.1.ffn_norm" else op
 
     model = tiny("qwen3moe")
     result = check_trace(traced(model, tmp_path / "t.trace", change=change), model)

@@ -18,6 +18,7 @@ from tracediff.model.graph import Op
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.exponentials import approximated
+from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import NOTHING
 from tracediff.result import Local
@@ -151,6 +152,8 @@ class Trials:
 
     def _first(self, record: OpRecord, scheme: Scheme | None, given: Sequence[Op]) -> int:
         op, positions = self._replay.graph[record.op], self._replay.trace.steps[record.step].positions
+        if "T" not in op.axes and not KINDS[op.kind].shaped_as:
+            return 0
         known = self._replay.known(record, scheme, given)
         excess = (known.recorded - known.exact).abs() / known.bound
         if shape := known.of_tokens(op):

@@ -43,12 +43,11 @@ def _part(op: Op, position: int, graph: Graph) -> str:
         return ""
     if len(axes) == 3 and view.shape[1:] == axes[2:]:
         return f"{axes_of(op.inputs[position], 3)[1]} {view.offset // sizes[-1]} of "
-    each = view.strides[1]
-    if len(read) == 2 and read[0] > 1 and isinstance(each, int) and each != read[1]:
-        first = view.offset % each
-        return f"channels {first} to {first + read[1] - 1} of each head of "
-    first = view.offset % math.prod(sizes)
-    return f"channels {first} to {first + math.prod(read) - 1} of "
+    run = view.run()
+    assert run
+    first, n, is_of_each = run
+    first %= math.prod(sizes)
+    return f"channels {first} to {first + n - 1}{' of each head' * is_of_each} of "
 
 
 def _named(op: Op, graph: Graph) -> str:

@@ -19,6 +19,7 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import call_of, evaluate_together, noise, rounding
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.floors import UNIT, Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import causal
@@ -192,7 +193,7 @@ def _excess(error: Tensor | None, honest: Noise, y: Tensor, storage: str) -> flo
     """
     if error is None:
         return 0.0
-    kept = UNIT[storage] * _ROUNDINGS if storage in ("f16", "bf16") else 0.0
+    kept = UNIT[storage] * _ROUNDINGS if storage in HALVES else 0.0
     noise = honest.sigma**2 + honest.hard**2 / 3 + (kept * y) ** 2
     rows = (x.reshape(len(y), -1).sum(1) for x in (error.square(), noise + torch.zeros_like(y)))
     return float(torch.div(*rows).nan_to_num(0.0).median())

@@ -81,6 +81,18 @@ class View:
     strides: tuple[Axis, ...]
     offset: Axis = 0
 
+    def run(self) -> tuple[int, int, bool] | None:
+        """The first channel that it reads of a token and how many from there on, and whether these are of each head, at
+        some distance; None where it does not begin at a fixed place.
+        """
+        if not isinstance(self.offset, int):
+            return None
+        pairs = zip(self.shape, self.strides, strict=True)
+        match fixed := [(n, by) for n, by in pairs if isinstance(n, int) and n != 1]:
+            case [(_, int(each)), (int(width), 1)] if each != width:
+                return self.offset % each, width, True
+        return self.offset, math.prod(n for n, _ in fixed), False
+
 
 class Rework(Protocol):
     """Another way to compute an op than its kind's: `call` and `made` are those of numerics/kinds/kind.py."""

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from tracediff.errors import EngineError
 from tracediff.numerics.exponentials import exponential_named
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.roundings import rounding_named
 
 # What `operands` and `stored` of an Arithmetic are, by kind of op.
@@ -202,7 +203,7 @@ _ASKED = (  # with any N, or `row`
 _ON_TENSOR_CORES = " on tensor cores"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
-_HALVES, _FLOAT8 = ("f16", "bf16"), ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtype
+_FLOAT8 = ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtype
 _SHORTER = ("e5m2", "e4m3", "gf4")
 _IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in half precision
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
@@ -220,17 +221,17 @@ def _matmuls() -> Iterator[Scheme]:
     """What engines do where activations meet weights, most usual first."""
     yield Scheme(GGML, None)
     yield Scheme("exact")
-    for name in _HALVES:
+    for name in HALVES:
         yield _matmul("weights", name)
-    for name in (*_HALVES, *_SHORTER):  # an engine in C, whose norms stay as the file has them
+    for name in (*HALVES, *_SHORTER):  # an engine in C, whose norms stay as the file has them
         yield _matmul("matrices", name)
-    for name in _HALVES:
+    for name in HALVES:
         yield Scheme(_phrase("rope tables", name), tables=name)
-    for name in (*_HALVES, "tf32"):
+    for name in (*HALVES, "tf32"):
         yield _matmul("activations and weights", name)
-    for name in _HALVES:  # OpenVINO, whose biases stay as they are
+    for name in HALVES:  # OpenVINO, whose biases stay as they are
         yield _matmul("activations and matrices", name)
-    for name in (*_HALVES, "q8_0", "q8_K", *GROUPS):
+    for name in (*HALVES, "q8_0", "q8_K", *GROUPS):
         yield _matmul("activations", name)
     for name in ("q8_0", *GROUPS):  # an engine that quantises the file's weights by itself, as llama2.c's runq.c
         yield _matmul("activations and weights", name)
@@ -244,10 +245,10 @@ def _matmul(what: str, rounding: str) -> Scheme:
     operands = rounding if "activations" in what else "f64"
     stored = rounding if what != "activations" else "f64"
     held = stored if stored != operands or stored in GROUPS else "f64"
-    norms = held if what == "weights" and held in _HALVES else "f64"  # nobody quantises these few
+    norms = held if what == "weights" and held in HALVES else "f64"  # nobody quantises these few
     sums = "fp8 tensor cores" if "fp8" in operands else "f32"
     before = stored.partition(" ")[0]  # who holds weights in half precision before they are quantised holds biases so
-    biases = before if before in _HALVES and (stored != before or "matrices" not in what) else "f64"
+    biases = before if before in HALVES and (stored != before or "matrices" not in what) else "f64"
     return Scheme(_phrase(what, rounding), Arithmetic(operands, stored, sums, biases), held=held, norms=norms)
 
 
@@ -259,13 +260,13 @@ def _of_integers(activations: str, matrices: str) -> Scheme:
 
 def _attentions() -> Iterator[Scheme]:
     """What engines do in attention, where activations meet the cache, most usual first."""
-    for name in (*_HALVES, "tf32"):
+    for name in (*HALVES, "tf32"):
         both = Arithmetic(name, name)
         yield Scheme(_phrase("attention", name), scores=both, values=both)
-    for name in _HALVES:  # PyTorch's autocast, whose softmax is computed in float32
+    for name in HALVES:  # PyTorch's autocast, whose softmax is computed in float32
         both = Arithmetic(name, name)
         yield Scheme(_phrase("attention and scaled scores", name), scores=both, values=both, scaled=name)
-    for name in (*_HALVES, "int8/row", *_FLOAT8):
+    for name in (*HALVES, "int8/row", *_FLOAT8):
         cached = Arithmetic(stored=name)  # of f16 what ggml_compute_forward_flash_attn_ext_tiled does from 64 tokens on
         yield Scheme(_phrase("KV cache", name), scores=cached, values=cached)
     yield Scheme(_phrase("KV cache", "q8_0"), scores=Arithmetic("q8_0", "q8_0"), values=Arithmetic("f64", "q8_0"))
@@ -306,8 +307,8 @@ def _schemes() -> Iterator[Scheme]:
         if not alike or "activations" not in other.name:
             yield other
     # An engine of somebody's own rounds activations as ggml does, and has no table of GELU.
-    in_integers = [m for m in others if m.name in {_phrase("activations", name) for name in _IN_CACHES}]
-    halves = [a for a in attentions if a.name in {_phrase("KV cache", name) for name in _HALVES}]
+    in_integers = [_matmul("activations", name) for name in _IN_CACHES]
+    halves = [a for a in attentions if a.name in {_phrase("KV cache", name) for name in HALVES}]
     yield from (_with(matmul, cache) for cache in halves for matmul in in_integers)
     yield from (_with(exact, a) for a in attentions if a.values.accumulate == "f32" and a.scores.stored != "tf32")
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+HALVES = ("f16", "bf16")  # types in which engines keep all of their values
+
 
 @dataclass(frozen=True, slots=True)
 class Rounding:

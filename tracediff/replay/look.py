@@ -16,6 +16,7 @@ from torch import Tensor
 from tracediff.model.graph import Op
 from tracediff.numerics.arithmetic import Arithmetic, Scheme
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.making import Recomputed, picked
@@ -27,7 +28,6 @@ from tracediff.result import Judgement, Local, Strip, Worst
 from tracediff.trace.format import OpRecord
 from tracediff.trace.statistics import ratio
 
-_HALVES = ("f16", "bf16")
 _TYPED = ("linear", "linear_id", "embedding")  # kinds whose first weight has a type worth telling
 PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
 _GLANCE = 1 << 14  # values that tell an arithmetic: what rounds anything rounds one of so many
@@ -77,10 +77,7 @@ class Known:
 
     def of_tokens(self, op: Op) -> tuple[int, ...] | None:
         """The shape [T, H, D] of the tokens' values, where the op's output is one row of these and of states."""
-        kind = KINDS[op.kind]
-        if not kind.shaped_as or self.exact.ndim != 1:
-            return None
-        return tuple(self.inputs[kind.inputs.index(kind.shaped_as)].shape)
+        return KINDS[op.kind].of_tokens(self.inputs) if self.exact.ndim == 1 else None
 
 
 def known(by: Recomputation, record: OpRecord, scheme: Scheme) -> Known:
@@ -118,7 +115,7 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
             part, [(one.by, one.record, one.scheme, storage) for one, storage in zip(asked, storages, strict=True)]
         )
         for one, x, y, storage, of in zip(asked, values, made, storages, residuals, strict=True):
-            as_stored = storage in _HALVES and torch.equal(rounding_named(storage)(y.exact), x.reshape(y.exact.shape))
+            as_stored = storage in HALVES and torch.equal(rounding_named(storage)(y.exact), x.reshape(y.exact.shape))
             of.append(replace(_residual(one, part, x, y), as_stored=as_stored))
     return [
         _look(one, storage, last, reduce(operator.add, of))
@@ -224,7 +221,7 @@ def _covered(nmse: float, floor: float, excess: float) -> Judgement:
 
 def _stored(storage: str, exact: Tensor) -> str | None:
     """The type that these values were rounded to, where that is shorter than float32 and changes them."""
-    rounded = storage in _HALVES and not torch.equal(rounding_named(storage)(exact), exact)
+    rounded = storage in HALVES and not torch.equal(rounding_named(storage)(exact), exact)
     return storage if rounded else None
 
 

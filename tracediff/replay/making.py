@@ -12,6 +12,7 @@ from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.evaluate import call_of, noise
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.floors import UNIT, Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Energy
@@ -116,7 +117,7 @@ class Making:
         before = made.samples or (made.exact,) * n_samples
         if KINDS[self.calls[0].op.kind].picks:  # what is chosen has no noise: its scores have it
             return Value(made.exact, before)
-        part = _OF_HALVES if self.storage in ("f16", "bf16") else 1.0
+        part = _OF_HALVES if self.storage in HALVES else 1.0
         return Value(made.exact, tuple(_perturbed(x, made.own, self.random, part) for x in before))
 
     def _terms_of_ranks(self, op: Op, inputs: Sequence[Tensor], energy: Tensor | None) -> Tensor | None:
@@ -130,7 +131,7 @@ class Making:
         if not n:
             return None
         if op.kind == "linear":
-            return energy * (UNIT[dtype] ** 2 * n / 3) if dtype in ("f16", "bf16") and energy is not None else None
+            return energy * (UNIT[dtype] ** 2 * n / 3) if dtype in HALVES and energy is not None else None
         sizes, unit = self.recorded.sizes(self.step, self.rows), UNIT[dtype]
         own = self.recorded.terms(self.step, op.name, self.rows) if op.kind != "add" else None
         if own is not None:  # what each makes of its term it rounds

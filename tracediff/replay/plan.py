@@ -25,12 +25,12 @@ from tracediff.numerics.arithmetic import (
     split_keys,
 )
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.recorded import Recorded
 from tracediff.trace.format import OpRecord
 
-_HALVES = ("f16", "bf16")
 _SAMPLES = 3  # records of a sort that choose its arithmetic
 
 
@@ -97,7 +97,8 @@ class Plan:
 
 
 class Planner:
-    """Sorts the records of a trace, and knows which schemes could be that of a sort. Looks at metadata alone."""
+    """Sorts the records of a trace, and knows which schemes could be that of a sort. Looks at metadata, and at
+    what the values of a step are stored in."""
 
     def __init__(
         self,
@@ -231,7 +232,7 @@ class Planner:
 def _caches_so(held: str, scheme: Scheme) -> bool:
     """Whether there is anything to a cache in half precision: not where all values are, which a cache would be too."""
     in_integers = scheme.linear is not None and rounding_named(scheme.linear.operands).in_blocks
-    return not (in_integers and held in _HALVES and scheme.values.stored in _HALVES)
+    return not (in_integers and held in HALVES and scheme.values.stored in HALVES)
 
 
 def _spread(records: Sequence[OpRecord]) -> list[OpRecord]:

@@ -18,6 +18,7 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of, evaluate_together
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.growing import Growing
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.views import seen, state
@@ -340,7 +341,7 @@ class Recomputation:
         weights are multiplied in half precision their product is, as under PyTorch's autocast.
         """
         arithmetic = arithmetic_of(op, scheme, self.weights)
-        halves = KINDS[op.kind].scheme == "linear" and arithmetic.operands == arithmetic.stored in ("f16", "bf16")
+        halves = KINDS[op.kind].scheme == "linear" and arithmetic.operands == arithmetic.stored in HALVES
         return arithmetic.operands if halves else self.recorded.storage(step)
 
 

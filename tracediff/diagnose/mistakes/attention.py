@@ -20,6 +20,7 @@ from tracediff.diagnose.mistakes.mistake import (
     axes_of,
     computing,
     fitted_attr,
+    reading_heads,
 )
 from tracediff.english import count, told_apart
 from tracediff.model.graph import Graph, Op
@@ -28,6 +29,7 @@ from tracediff.numerics.kinds.attention import alibi, scores, softmax, unseen_in
 
 AREA = Area()
 SCORES = Where(("scores",))
+WITH_CACHE = Where(("scores", "weighted_values"))  # what multiplies with cached keys or values
 _USUAL_CAPS = (50.0, 30.0)  # of Gemma 2, of Grok (llama.cpp, src/models/gemma2.cpp and grok.cpp)
 
 
@@ -138,7 +140,7 @@ def _online(
 
 @AREA.mistake(
     "gqa_heads", "query heads read the wrong key/value head: h % n_kv, or h // n_kv, instead of h // group",
-    "the mapping from query heads to key/value heads", Where(("scores", "weighted_values")), "onnx#7274",
+    "the mapping from query heads to key/value heads", WITH_CACHE, "onnx#7274",
 )  # fmt: skip
 def _heads(op: Op, context: Context) -> Variants:
     n_head = op.axes[0] if op.kind == "scores" else axes_of(op, 0, context.graph)[0]
@@ -154,13 +156,8 @@ def _heads(op: Op, context: Context) -> Variants:
         (f"h // {n_head_kv}{last}", (heads // n_head_kv).clamp(max=n_head_kv - 1)),
     ):
         if not torch.equal(read, heads // group):
-            wrong = computing(op, partial(_reading_heads, KINDS[op.kind].function, read.tolist()))
+            wrong = computing(op, partial(reading_heads, KINDS[op.kind].function, {1: read.tolist()}))
             yield wrong, f"query head h reads key/value head {words}; it is h // {group}"
-
-
-def _reading_heads(function: Callable[..., Tensor], read: list[int], left: Tensor, cached: Tensor) -> Tensor:
-    """Attention in which each query head reads this key/value head."""
-    return function(left, cached[:, read])
 
 
 @AREA.mistake(

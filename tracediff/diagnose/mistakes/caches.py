@@ -7,8 +7,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.attention import SCORES
-from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variant, Variants, Where, computing, weights_of
+from tracediff.diagnose.mistakes.attention import SCORES, WITH_CACHE
+from tracediff.diagnose.mistakes.mistake import (
+    Area,
+    Context,
+    Seen,
+    Variant,
+    Variants,
+    Where,
+    computing,
+    first_wrong,
+    weights_of,
+)
 from tracediff.english import ranges
 from tracediff.model.graph import Op
 from tracediff.names import split
@@ -17,7 +27,6 @@ from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.rope import rope
 
 AREA = Area()
-_WRONG = 1e-3  # of a token's output: far more than rounding, far less than a value that is left out
 
 
 @AREA.mistake(
@@ -74,7 +83,7 @@ def _cache_zeros(op: Op, context: Context) -> Variants:
 
 @AREA.mistake(
     "cache_wraps", "the cache is a ring that is shorter than what is read of it",
-    "the slot that a position is written to, and its size", Where(("scores", "weighted_values")),
+    "the slot that a position is written to, and its size", WITH_CACHE,
 )  # fmt: skip
 def _ring(op: Op, context: Context) -> Variants:
     sizes = [context.wrong_from() if context.wrong_from else 4]
@@ -101,16 +110,15 @@ def _wrapped(function: Callable[..., Tensor], size: int, read: bool, left: Tenso
 def _first_wrong(op: Op, seen: Seen) -> int:
     """The position of the first token whose output is wrong: so many before it were cached, or added up, rightly."""
     tokens = 1 if op.kind == "scores" else 0
-    apart = (KINDS[op.kind].function(*seen.inputs) - seen.output).transpose(0, tokens).flatten(1).norm(dim=1)
-    size = seen.output.transpose(0, tokens).flatten(1).norm(dim=1)
-    wrong = torch.nonzero(apart > _WRONG * size).flatten()
-    return len(seen.inputs[1]) - len(apart) + (int(wrong[0]) if len(wrong) else 0)
+    apart, y = KINDS[op.kind].function(*seen.inputs) - seen.output, seen.output
+    first = first_wrong(*(whole.transpose(0, tokens).flatten(1) for whole in (apart, y)))
+    return len(seen.inputs[1]) - y.shape[tokens] + (first or 0)
 
 
 @AREA.mistake(
     "slot_off_by_one", "a position is cached in the slot beside its own",
     "the slots that a step writes: where it begins, and the block size of a paged cache",
-    Where(("scores", "weighted_values")),
+    WITH_CACHE,
 )  # fmt: skip
 def _slot_beside(op: Op, _: Context) -> Variants:
     for by, slot, empty in ((1, "p + 1", "slot 0"), (-1, "p - 1", "the last slot that is read")):
@@ -128,7 +136,7 @@ def _shifted(function: Callable[..., Tensor], by: int, left: Tensor, cached: Ten
 @AREA.mistake(
     "cache_of_another_layer", "keys and values are read from the cache of another layer",
     "the layer's index in the address of the cache, where it is written and where it is read",
-    Where(("scores", "weighted_values")),
+    WITH_CACHE,
 )  # fmt: skip
 def _another_layers(op: Op, context: Context) -> Variants:
     own, axes = op.inputs[1], context.graph[op.inputs[1]].axes

@@ -4,14 +4,15 @@ Kernels compute what tokens of a chunk make of one another as a matmul, and what
 chunk began with (https://arxiv.org/abs/2405.21060, 6; https://arxiv.org/abs/2412.06464, 3).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variant, Variants, Where, computing
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where, computing, first_wrong
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.elementwise import softplus
@@ -19,53 +20,76 @@ from tracediff.numerics.kinds.recurrent import gated_delta_net, in_chunks, ssm_s
 
 AREA = Area()
 _PLANTED = 4  # tokens of a chunk
-_WRONG = 1e-3  # of a token's values: far more than rounding
-_SCANS = ("ssm_scan", "gated_delta_net")
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A scan over the tokens of a chunk: its values [T, H, D], the state that it begins with and that which it leaves,
-    [H, D, N], and the logarithms of how much each token leaves of a state, [T, H, 1, N or 1].
+    """A scan over the tokens of a chunk: what there is of each token and weights, its values [T, H, D], the state that
+    it begins with and that which it leaves, [H, D, N], and the logarithms of how much each token leaves of a state,
+    [T, H, 1, N or 1].
     """
 
+    tokens: Sequence[Tensor]
+    weights: Sequence[Tensor]
     values: Tensor
     begun: Tensor
     left: Tensor
     logs: Tensor
 
     @property
-    def share(self) -> Tensor:
-        """How much of what it begins with is in what it leaves, but for what a delta rule takes away."""
-        return torch.exp(self.logs.sum(0))
+    def kept(self) -> Tensor:
+        """What it leaves of the state that it begins with, but for what a delta rule takes away."""
+        return torch.exp(self.logs.sum(0)) * self.begun
 
 
-# Of a chunk what the next begins with, and what is handed on to the next step.
-_Border = Callable[[_Chunk], tuple[Tensor, Tensor]]
+# Of a chunk its values, the state that the next begins with, and the one that is handed on to the next step.
+_Wrong = Callable[[_Chunk], tuple[Tensor, Tensor, Tensor]]
 
 
-def _same(state: Tensor) -> tuple[Tensor, Tensor]:
-    return state, state
+def _leaving(state: Callable[[_Chunk], Tensor]) -> _Wrong:
+    """Another state, be it to the next chunk or the next step."""
+
+    def wrong(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
+        left = state(chunk)
+        return chunk.values, left, left
+
+    return wrong
 
 
-_BORDERS: dict[str, _Border] = {
-    "the state is not decayed from a chunk of {} tokens to the next": lambda c: _same(c.left + (1 - c.share) * c.begun),
-    "each chunk of {} tokens begins with what the one before it added to the state, without what was there": lambda c: (
-        _same(c.left - c.share * c.begun)
+def _early(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    """Values in which the state of before lacks each token's own decay."""
+    c, sums = chunk.tokens[3], chunk.logs.cumsum(0)
+    lacks = (torch.exp(sums - chunk.logs) - torch.exp(sums)) * chunk.begun
+    read = c.repeat_interleave(chunk.begun.shape[0] // c.shape[1], 1)[:, :, None]
+    return chunk.values + (lacks * read).sum(-1), chunk.left, chunk.left
+
+
+def _late(chunk: _Chunk) -> Tensor:
+    """The state, to which each token adds as much as its own decay leaves of that."""
+    x, *others = chunk.tokens
+    return _ssm(chunk.begun, (x * torch.exp(chunk.logs[..., 0]), *others), chunk.weights).left
+
+
+_OF_STATES: Mapping[str, _Wrong] = MappingProxyType({
+    "the state is not decayed from a chunk of {} tokens to the next": _leaving(lambda c: c.left + c.begun - c.kept),
+    "each chunk of {} tokens begins with what the one before it added to the state, without what was there": _leaving(
+        lambda c: c.left - c.kept
     ),
-    "each chunk of {} tokens begins with an empty state": lambda c: (torch.zeros_like(c.left), c.left),
-}
+    "each chunk of {} tokens begins with an empty state": lambda c: (c.values, torch.zeros_like(c.left), c.left),
+})  # fmt: skip
+_OF_DECAYS: Mapping[str, _Wrong] = MappingProxyType({
+    "what came before a chunk of {} tokens is decayed by one token too few in each token's value": _early,
+    "what a token adds to the state that its chunk of {} leaves is decayed by that token, too": _leaving(_late),
+})  # fmt: skip
 
 
 @AREA.mistake(
     "chunk_state", "what a chunk of tokens leaves for the next is wrong",
-    "the recurrence over chunks: state = state * the chunk's whole decay + what the chunk added", Where(_SCANS),
+    "the recurrence over chunks: state = state * the chunk's whole decay + what the chunk added",
+    Where(("ssm_scan", "gated_delta_net")),
 )  # fmt: skip
 def _state(op: Op, context: Context) -> Variants:
-    for size in _sizes(op, context):
-        for words, border in _BORDERS.items():
-            changed = computing(op, partial(_in_chunks, op.kind, size, border))
-            yield Variant(changed, words.format(size), fitted=context.seen is not None)
+    yield from _variants(op, context, _OF_STATES)
 
 
 @AREA.mistake(
@@ -74,13 +98,14 @@ def _state(op: Op, context: Context) -> Variants:
     Where(("ssm_scan",)),
 )  # fmt: skip
 def _decay(op: Op, context: Context) -> Variants:
+    yield from _variants(op, context, _OF_DECAYS)
+
+
+def _variants(op: Op, context: Context, ways: Mapping[str, _Wrong]) -> Variants:
     for size in _sizes(op, context):
-        early = "what came before a chunk of {} tokens is decayed by one token too few in each token's value"
-        changed = computing(op, partial(_in_chunks, op.kind, size, lambda c: _same(c.left), early=True))
-        yield Variant(changed, early.format(size), fitted=context.seen is not None)
-        words = f"what a token adds to the state that its chunk of {size} leaves is decayed by that token, too"
-        changed = computing(op, partial(_in_chunks, op.kind, size, lambda c: _same(c.left), late=True))
-        yield Variant(changed, words, fitted=context.seen is not None)
+        for words, wrong in ways.items():
+            changed = computing(op, partial(_in_chunks, op.kind, size, wrong))
+            yield Variant(changed, words.format(size), fitted=context.seen is not None)
 
 
 def _sizes(op: Op, context: Context) -> Sequence[int]:
@@ -89,44 +114,30 @@ def _sizes(op: Op, context: Context) -> Sequence[int]:
     """
     if op.attrs.get("snapshots", 1) != 1:
         return ()
-    if context.seen:
-        first = _first_wrong(op, context.seen)
-    else:
-        first = context.wrong_from() if context.wrong_from else 2 * _PLANTED
+    first = _first(op, context)
     return [first // n for n in (2, 1) if first % n == 0 and first // n > 1]
 
 
-def _first_wrong(op: Op, seen: Seen) -> int:
-    kind = KINDS[op.kind]
-    shape = seen.inputs[kind.inputs.index(kind.shaped_as)].shape
-    made = kind.function(*seen.inputs, **op.attrs)
-    right, y = (whole.flatten()[: shape.numel()].reshape(shape[0], -1) for whole in (made, seen.output))
-    wrong = torch.nonzero((right - y).norm(dim=1) > _WRONG * right.norm(dim=1)).flatten()
-    return int(wrong[0]) if len(wrong) else 0
+def _first(op: Op, context: Context) -> int:
+    kind, seen = KINDS[op.kind], context.seen
+    if seen is None:
+        return context.wrong_from() if context.wrong_from else 2 * _PLANTED
+    shape = torch.Size(kind.of_tokens(seen.inputs) or ())
+    whole = kind.function(*seen.inputs, **op.attrs), seen.output
+    right, y = (of.flatten()[: shape.numel()].reshape(shape[0], -1) for of in whole)
+    return first_wrong(right - y, right) or 0
 
 
-def _in_chunks(
-    kind: str, size: int, border: _Border, *inputs: Tensor, early: bool = False, late: bool = False, snapshots: int = 1
-) -> Tensor:
+def _in_chunks(kind: str, size: int, wrong: _Wrong, *inputs: Tensor, snapshots: int = 1) -> Tensor:
     """A scan that is computed so many tokens at once; of one token there is another kernel."""
-    scan, values, at = partial(_SCAN[kind], late=late), list[Tensor](), 0
     state, of_tokens, weights = _parted(kind, inputs)
     if len(of_tokens[0]) == 1:
         return KINDS[kind].function(*inputs)
-    handed = state
-    while at < len(of_tokens[0]):
-        tokens = [x[at : at + size] for x in of_tokens]
-        chunk = scan(state, tokens, weights)
-        if early:
-            c, sums = tokens[3], chunk.logs.cumsum(0)
-            lacks = torch.exp(sums - chunk.logs) - torch.exp(sums)
-            heads = chunk.begun.shape[0] // c.shape[1]
-            lacking = (lacks * chunk.begun * c.repeat_interleave(heads, 1)[:, :, None]).sum(-1)
-            values.append((chunk.values + lacking).flatten())
-        else:
-            values.append(chunk.values.flatten())
-        state, handed = border(chunk)
-        at += size
+    values, handed = list[Tensor](), state
+    for at in range(0, len(of_tokens[0]), size):
+        chunk = _SCAN[kind](state, [x[at : at + size] for x in of_tokens], weights)
+        made, state, handed = wrong(chunk)
+        values.append(made.flatten())
     return torch.cat((*values, handed.flatten()))
 
 
@@ -139,22 +150,20 @@ def _parted(kind: str, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], 
     return state.reshape(*of_tokens[2].shape[1:], -1), of_tokens, []
 
 
-def _ssm(state: Tensor, tokens: Sequence[Tensor], weights: Sequence[Tensor], late: bool) -> _Chunk:
+def _ssm(state: Tensor, tokens: Sequence[Tensor], weights: Sequence[Tensor]) -> _Chunk:
     x, dt, b, c = tokens
     (a,) = weights
     logs = (softplus(dt)[..., None] * a.reshape(x.shape[1], -1))[:, :, None]
     made = ssm_scan(state, x, dt, b, c, a, logs=in_chunks)
-    values, left = made[: x.numel()].reshape(x.shape), made[x.numel() :]
-    if late:
-        left = ssm_scan(state, x * torch.exp(logs[..., 0]), dt, b, c, a, logs=in_chunks)[x.numel() :]
-    return _Chunk(values, state, left.reshape(state.shape), logs)
+    values, left = made[: x.numel()].reshape(x.shape), made[x.numel() :].reshape(state.shape)
+    return _Chunk(tokens, weights, values, state, left, logs)
 
 
-def _delta(state: Tensor, tokens: Sequence[Tensor], weights: Sequence[Tensor], late: bool) -> _Chunk:
+def _delta(state: Tensor, tokens: Sequence[Tensor], weights: Sequence[Tensor]) -> _Chunk:
     q, k, v, gate, beta = tokens
     made = gated_delta_net(q, k, v, gate, beta, state, logs=in_chunks)
     values, left = made[: v.numel()].reshape(v.shape), made[v.numel() :].reshape(state.shape)
-    return _Chunk(values, state, left, gate.reshape(*v.shape[:2], 1, -1))
+    return _Chunk(tokens, weights, values, state, left, gate.reshape(*v.shape[:2], 1, -1))
 
 
 _SCAN = {"ssm_scan": _ssm, "gated_delta_net": _delta}

@@ -163,9 +163,7 @@ def _first(view: View) -> int:
 
 def _run(view: View) -> str:
     """Its channels, in one run, or as many of each head's."""
-    fixed = [(n, by) for n, by in zip(view.shape, view.strides, strict=True) if isinstance(n, int) and n != 1]
-    match fixed:
-        case [(_, int(each)), (int(width), 1)] if each != width:
-            first = _first(view) % each
-            return f"{first} to {first + width - 1} of each head"
-    return f"{_first(view)} to {_first(view) + _size(view) - 1}"
+    run = view.run()
+    assert run
+    first, n, is_of_each = run
+    return f"{first} to {first + n - 1}{' of each head' * is_of_each}"

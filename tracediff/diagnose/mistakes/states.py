@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, axes_of, computing
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, axes_of, computing, reading_heads
 from tracediff.model.graph import Extent, Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import split
@@ -173,13 +173,8 @@ def _other_groups(op: Op, context: Context) -> Variants:
     for chosen in (shared, shared[:1], shared[1:]):
         read = {i: (wrong if i in chosen else right)[1].tolist() for i in shared}
         words = " and ".join(name for i, name in zip(shared, names, strict=True) if i in chosen)
-        changed = computing(op, partial(_of_groups, KINDS[op.kind].function, read))
+        changed = computing(op, partial(reading_heads, KINDS[op.kind].function, read))
         yield changed, f"head h reads {words} of group {wrong[0]}; it is {right[0]}"
-
-
-def _of_groups(function: Callable[..., Tensor], read: Mapping[int, list[int]], *inputs: Tensor, **attrs: Any) -> Tensor:
-    """A scan of which each head has these rows of what groups of heads share, [T, groups, N]."""
-    return function(*(x[:, read[i]] if i in read else x for i, x in enumerate(inputs)), **attrs)
 
 
 @AREA.mistake(

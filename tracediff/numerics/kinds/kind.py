@@ -12,6 +12,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import axes_of
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.exponentials import approximated
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.floors import TINY, UNIT, Noise
 from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.running import running
@@ -94,7 +95,7 @@ class Made:
     @property
     def half(self) -> bool:
         """Whether the engine keeps values in half precision."""
-        return self.storage in ("f16", "bf16")
+        return self.storage in HALVES
 
     @property
     def kept(self) -> float:
@@ -194,6 +195,10 @@ class Kind:
     def noise_of(self, made: Made) -> Noise:
         """Its noise, or that of the function in its place: formulas hold for their own."""
         return (self.noise_of_any if made.op.function and self.compute is applied else self.noise)(made)
+
+    def of_tokens(self, inputs: Sequence[Tensor]) -> tuple[int, ...] | None:
+        """The shape [T, ...] of the tokens' values, where these and states lie in one row; None of other kinds."""
+        return tuple(inputs[self.inputs.index(self.shaped_as)].shape) if self.shaped_as else None
 
     def axis_names(self, op: Op, n: int) -> tuple[str, ...]:
         """Names of the `n` axes of a value of this kind; heads may lie side by side, and any kind may be of scores."""
