@@ -45,7 +45,8 @@ from tracediff.model.graph import Graph, Op
 from tracediff.model.synthetic import Shape, write_model
 from tracediff.model.weights import Weights
 from tracediff.names import kind_of, layer_of
-from tracediff.numerics.arithmetic import Scheme, scheme_named
+from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.schemes import scheme_named
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.result import OpResult

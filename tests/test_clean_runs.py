@@ -19,7 +19,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import PLAIN, scheme_named
+from tracediff.numerics.schemes import PLAIN, scheme_named
 from tracediff.pipeline import check_trace
 from tracediff.replay.judging import Subject, judge_all, replays_of
 from tracediff.replay.replay import Replay

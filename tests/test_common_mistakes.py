@@ -23,11 +23,11 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import split
-from tracediff.numerics.arithmetic import scheme_named
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.numerics.kinds.rope import Rope
 from tracediff.numerics.kinds.rope import rope as turned
+from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import check_trace
 
 TOKENS = (256, 84, 104, 101, 32, 300, 117, 105, 99, 107, 311, 98, 114, 111, 119, 110, 260, 102)

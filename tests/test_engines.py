@@ -17,8 +17,8 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import scheme_named
 from tracediff.numerics.evaluate import evaluate
+from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import compare_traces
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace

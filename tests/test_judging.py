@@ -20,10 +20,11 @@ from tracediff.model.gguf_file import TensorInfo
 from tracediff.model.graph import Op, Weight
 from tracediff.model.model import Model
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import EXACT, PLAIN, Arithmetic, Scheme
+from tracediff.numerics.arithmetic import EXACT, Arithmetic, Scheme
 from tracediff.numerics.evaluate import evaluate, noise
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Energy
+from tracediff.numerics.schemes import PLAIN
 from tracediff.pipeline import Effort, compare_traces
 from tracediff.replay import fitting, look, residual
 from tracediff.replay.judging import Subject, judge_all, replays_of

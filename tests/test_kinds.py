@@ -19,7 +19,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op, Weight
 from tracediff.model.weights import Weights
 from tracediff.names import NAMES
-from tracediff.numerics.arithmetic import Scheme, scheme_named
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import arithmetic_of, evaluate, noise
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
@@ -28,6 +28,7 @@ from tracediff.numerics.kinds.kind import Energy
 from tracediff.numerics.kinds.layout import hadamard, set_rows
 from tracediff.numerics.kinds.positional import decays, relative_buckets, scale_by_tokens
 from tracediff.numerics.kinds.reduction import argsort, top_k
+from tracediff.numerics.schemes import scheme_named
 
 T, H, D, N = 7, 3, 16, 40  # tokens, heads, channels of a head, channels
 GGML, EXACT = scheme_named("llama.cpp"), scheme_named("exact")

@@ -33,11 +33,12 @@ from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape, quantize
 from tracediff.model.tensors import FileTensors
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import REQUANTISED, SCHEMES, Arithmetic, in_words, scheme_named
+from tracediff.numerics.arithmetic import Arithmetic, in_words
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.schemes import SCHEMES, WAYS, scheme_named
 from tracediff.pipeline import Effort, check_trace, compare_traces
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
@@ -236,6 +237,7 @@ def test_an_arithmetic_that_nobody_knows_is_no_edit_of_an_activation(
     out = trace_graph(model.graph, model.file, tmp_path / "own.trace", *steps, capture="layers", scheme=scheme)
     known = [one for one in SCHEMES if not one.name.startswith("activations in q8_0 blocks, ")]
     monkeypatch.setattr("tracediff.replay.replay.SCHEMES", known)
+    monkeypatch.setattr("tracediff.replay.plan.WAYS", ())
     replay = Replay(Trace(out), model.graph, model.weights())
     record = replay.trace.ops[0, "blk.0.ffn_residual"]
     error, act = replay.judge(record), model.graph["blk.0.ffn_act"]
@@ -796,13 +798,20 @@ def test_every_scheme_can_be_asked_for_by_its_name() -> None:
     assert scheme_named("llama.cpp, KV cache in float16").values == Arithmetic(stored="f16")
 
 
-def test_every_way_to_quantise_weights_can_be_asked_for() -> None:
-    for scheme in REQUANTISED:
-        linear = scheme.of("linear")
-        name = f"matrices in {linear.stored}"
-        name = name if linear.operands == "f64" else f"activations in {linear.operands} and {name}"
-        assert scheme_named(name) == scheme
-        assert scheme_named(f"{name}, KV cache in float16").of("linear") == linear
+def test_every_way_to_do_a_part_can_be_asked_for() -> None:
+    for way in WAYS:
+        of = way.of(scheme_named("exact"))
+        assert scheme_named(f"exact, {way.name}") == replace(of, name=f"exact, {way.name}")
+
+
+def test_parts_are_done_each_in_its_way() -> None:
+    scheme = scheme_named(
+        "activations in q8_0 blocks, KV cache in float8 (e4m3), attention in bfloat16, matrices in int4/32"
+    )
+    assert scheme.of("linear") == Arithmetic("q8_0", "int4/32")
+    assert scheme.of("scores") == Arithmetic("bf16", "e4m3 then bf16")
+    assert in_words([("scores", scheme.of("scores"))]) == "Q in bfloat16, K cache in float8 (e4m3) read as bfloat16"
+    assert scheme_named("exact, attention in bfloat16, KV cache in float8 (e4m3)").of("scores") == scheme.of("scores")
 
 
 def test_groups_of_any_size_can_be_asked_for() -> None:

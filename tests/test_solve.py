@@ -48,7 +48,7 @@ from tracediff.model.graph import Graph, Op, Weight
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.names import Capture, kind_of, layer_of
-from tracediff.numerics.arithmetic import EXACT, scheme_named
+from tracediff.numerics.arithmetic import EXACT
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import softmax, weighted_values
@@ -56,6 +56,7 @@ from tracediff.numerics.kinds.linear import linear
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.numerics.kinds.rope import Rope
 from tracediff.numerics.kinds.rope import rope as turned
+from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import check_trace
 from tracediff.replay.judging import judge_all
 from tracediff.replay.look import Known

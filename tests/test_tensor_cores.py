@@ -15,8 +15,8 @@ from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
-from tracediff.numerics.arithmetic import scheme_named
 from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import check_trace
 from tracediff.trace.writer import TraceWriter
 

@@ -11,9 +11,9 @@ from test_mistakes import traced
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.names import split
-from tracediff.numerics.arithmetic import scheme_named
 from tracediff.numerics.kinds.linear import linear
 from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import check_trace
 from tracediff.replay.turning import Turning, turns
 

@@ -16,8 +16,9 @@ from tracediff.model.graph import Graph
 from tracediff.model.model import Model
 from tracediff.model.weights import Weights, check_device
 from tracediff.names import Capture, plain_step
-from tracediff.numerics.arithmetic import Scheme, scheme_named
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import arithmetic_of, is_covered, rows_fit
+from tracediff.numerics.schemes import scheme_named
 from tracediff.trace.format import Step
 from tracediff.trace.writer import TraceWriter
 

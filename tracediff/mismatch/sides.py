@@ -14,10 +14,11 @@ from tracediff.mismatch.words import UNKNOWN
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
 from tracediff.names import split
-from tracediff.numerics.arithmetic import EXACT, PLAIN, Scheme, in_words
+from tracediff.numerics.arithmetic import EXACT, Scheme, in_words
 from tracediff.numerics.evaluate import arithmetic_of, is_covered, rounding
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.schemes import PLAIN
 from tracediff.replay.judging import Subject, replays_of
 from tracediff.replay.replay import Replay
 from tracediff.replay.storage import stored_as

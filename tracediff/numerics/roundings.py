@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from tracediff.errors import EngineError
 from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, Blocks
@@ -45,16 +47,60 @@ _GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
 }
 
 
+_THEN = " then "
+
+
+@dataclass(frozen=True, slots=True)
+class Read(Rounding):
+    """Values that are `held` in one rounding and `read` as another: a cache in float8, in matmuls of bfloat16."""
+
+    held: Rounding = half
+    read: Rounding = half
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """One after the other."""
+        return self.read(self.held(x))
+
+    def step(self, x: Tensor) -> Tensor:
+        """The coarser of both."""
+        return torch.maximum(self.held.step(x), self.read.step(x))
+
+    def flips(self, x: Tensor) -> Tensor:
+        """Those of what they are held in; reading rounds what lies on a grid, not values from a computation."""
+        return self.held.flips(x)
+
+
+def read_as(held: str, read: str) -> str:
+    """The name of the rounding that both make."""
+    if "f64" in (held, read) or held == read:
+        return held if read == "f64" else read
+    return f"{held}{_THEN}{read}"
+
+
+def as_held(name: str) -> str:
+    """What values of this rounding are held in, whatever they are read as."""
+    return name.partition(_THEN)[0]
+
+
+def as_read(name: str) -> str:
+    """What they are read as, where that is another thing."""
+    return name.partition(_THEN)[2] or "f64"
+
+
 @cache
 def rounding_named(name: str) -> Rounding:
     """A rounding by its name: one of `_KNOWN`, or in groups of N values, or rows, intB/N or uintB/N of B bits, fp8/N,
     nf4/N, affineB/N with offsets. intB may be truncated, full or wide.
 
     With `f16 ` or `bf16 ` before it values were held in that before; scales of nf4 and affineB are then kept in it too,
-    others in float32. Raises EngineError for any other name.
+    others in float32. Two with ` then ` between: held in one, and read as the other. Raises EngineError for any other
+    name.
     """
     if name in _KNOWN:
         return _KNOWN[name]
+    if _THEN in name:
+        held, read = rounding_named(as_held(name)), rounding_named(as_read(name))
+        return Read(name, f"{held.words} read as {read.words}", held.block, held, read)
     found = re.fullmatch(r"(?:(f16|bf16) )?([a-z ]+)(\d)/(row|[1-9]\d{0,5})", name)
     of, bits, words = _GROUPS.get(found[2], (Blocks, (), "")) if found else (Blocks, (), "")
     if not found or int(found[3]) not in bits:

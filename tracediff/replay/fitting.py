@@ -10,7 +10,8 @@ from itertools import islice
 from statistics import median
 
 from tracediff.model.graph import Op
-from tracediff.numerics.arithmetic import PLAIN, Scheme
+from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.schemes import PLAIN
 from tracediff.replay.few import Few
 from tracediff.replay.look import Look, can_glance, glanced, look
 from tracediff.replay.plan import Choice, Planner
@@ -28,6 +29,8 @@ _MORE_SAMPLES, _FAR = 16, 100.0
 # NMSE. Through a layer float32 leaves 1e-13 and less, so a share of this is seen to its first digits.
 ROUGH = 1e-8
 _TOGETHER = 4096  # tokens of hypotheses that are looked at together: in attention each has all of a step
+# One part done in another way that leaves no less is not done so; what leaves about as much may be what is done.
+_LESS, _ALIKE = 0.9, 4.0
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
 # was 0.55 to 2.8 times that in llama.cpp's records.
 _AS_FAR = 5.0
@@ -41,6 +44,7 @@ class Fitting:
         self._planner = planner
         self._common: dict[tuple[bool, bool], tuple[tuple[OpRecord, tuple[int, ...]], Recomputation]] = {}
         self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
+        self._lefts: dict[tuple[OpRecord, Scheme], float] = {}
         self._looks: dict[tuple[OpRecord, Scheme, bool], Look] = {}
         self._fews: tuple[tuple[Recomputation, OpRecord, Scheme], Few | None] | None = None
 
@@ -84,6 +88,27 @@ class Fitting:
         fit = {op for scheme in kept for op in sound[scheme]}
         unfit = tuple(record for record in records if record.op not in fit)
         return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
+
+    def composed(self, start: Scheme, records: Sequence[OpRecord]) -> Choice:
+        """The arithmetic of these records where none that is listed fits: from `start`, one part of it after another is
+        done in the way that leaves least of the records, as long as that takes something away.
+        """
+        scheme, left = start, self._left_of(start, records)
+        near: list[Scheme] = []
+        while left > NOTHING:
+            others = {other: self._left_of(other, records) for other in self._planner.changes(scheme, *records)}
+            best = min(others, key=lambda other: others[other], default=scheme)
+            least = min(left, others.get(best, left))
+            near = [other for other in (scheme, *others) if others.get(other, left) <= _ALIKE * least]
+            if least > _LESS * left:
+                break
+            scheme, left = best, least
+        rivals = dict.fromkeys((scheme, *near, start))  # of one alone it would not be asked whether it fits
+        return self.settle(tuple(rivals), records) if scheme is not start else Choice((start,), False, left)
+
+    def _left_of(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
+        """What it leaves of the records: one mistake among three is outvoted."""
+        return median(self.left(record, scheme) for record in records)
 
     def _plainly(self, schemes: Sequence[Scheme], records: Sequence[OpRecord]) -> list[tuple[OpRecord, Scheme]]:
         """Segments under what most engines do, which is asked first. If the first is a mistaken layer, all that may fit
@@ -230,6 +255,11 @@ class Fitting:
         """NMSE that the scheme leaves of the record, or of a part of a large one; without its noise, but for what most
         engines do: there it is asked next whether that is within the floor.
         """
+        if (record, scheme) not in self._lefts:
+            self._lefts[record, scheme] = self._left(record, scheme)
+        return self._lefts[record, scheme]
+
+    def _left(self, record: OpRecord, scheme: Scheme) -> float:
         if self._planner.is_segment(record):
             return self._rough_or_not(record, lambda by: self._left_by(by, record, scheme))
         if scheme in PLAIN:

@@ -13,8 +13,9 @@ import torch
 
 from tracediff.model.model import Model
 from tracediff.names import layer_of
-from tracediff.numerics.arithmetic import Scheme, scheme_named
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.schemes import scheme_named
 from tracediff.replay.look import Look, look_together
 from tracediff.replay.misshapen import misshapen
 from tracediff.replay.plan import Plan

@@ -6,7 +6,7 @@ the order in which records are judged.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -16,18 +16,12 @@ from tracediff.errors import EngineError
 from tracediff.model.graph import Axis, Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of, split
-from tracediff.numerics.arithmetic import (
-    SHARED_BEYOND,
-    TILED_FROM,
-    UBATCH,
-    Arithmetic,
-    Scheme,
-    split_keys,
-)
+from tracediff.numerics.arithmetic import SHARED_BEYOND, TILED_FROM, UBATCH, Arithmetic, Scheme, split_keys
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.schemes import WAYS
 from tracediff.replay.recorded import Recorded
 from tracediff.trace.format import OpRecord
 
@@ -106,16 +100,12 @@ class Planner:
         graph: Graph,
         weights: Weights,
         schemes: Sequence[Scheme],
-        rarer: Sequence[Scheme] = (),
     ) -> None:
         self._recorded = recorded
         self._graph = graph
         self._weights = weights
         self._schemes = schemes
-        self._rarer = rarer  # asked where none of these fits
-        self._found: dict[
-            tuple[object, ...], Mapping[tuple[Arithmetic, ...], Scheme]
-        ] = {}  # of schemes those that differ
+        self._found: dict[tuple[object, ...], tuple[Scheme, ...]] = {}  # of schemes those that differ
 
     def sort(self, record: OpRecord) -> Sort:
         """The record's sort, by names and types alone."""
@@ -126,10 +116,9 @@ class Planner:
         kind = op.kind if all(held) else split(op.name)[1]
         return Sort(kind, record.dtype or "", n_tokens, n_keys > SHARED_BEYOND, tuple(held), tuple(types))
 
-    def said(self, schemes: Iterable[Scheme], records: Sequence[OpRecord]) -> tuple[str, ...]:
-        """What each scheme rounds in records of a sort, or in what they are recomputed through."""
-        names = dict.fromkeys(record.op for record in records)
-        ops = self._all if self.is_segment(records[0]) else self._unlike(self._graph[name] for name in names)
+    def said(self, schemes: Iterable[Scheme], names: Iterable[str]) -> tuple[str, ...]:
+        """What each scheme rounds in these ops: those of a sort, and what they are recomputed through."""
+        ops = self._unlike(self._graph[name] for name in dict.fromkeys(names))
         return tuple(in_words_of(ops, scheme, self._weights) for scheme in schemes)
 
     def is_segment(self, record: OpRecord) -> bool:
@@ -153,26 +142,27 @@ class Planner:
 
         Raises EngineError where the op's rows cannot be rounded as the only scheme says.
         """
-        found = tuple(self._differing(self._schemes, *records).values())
-        if not found:
+        record = records[0]
+        alike = () if self.is_segment(record) else tuple(dict.fromkeys(record.op for record in records))
+        key = *alike, self._lengths(record), self._recorded.storage(record.step)
+        if key not in self._found:
+            self._found[key] = tuple(self._differing(self._schemes, *records).values())
+        if not self._found[key]:
             raise EngineError(
                 f"{records[0].op} cannot be recomputed in the arithmetic {self._schemes[0].name!r}: this model has "
                 "rows that are no multiples of its blocks. Leave --arithmetic out, or name another."
             )
-        return found
+        return self._found[key]
 
-    def rarer(self, *records: OpRecord) -> Sequence[Scheme]:
-        """The same of those that are asked where none of these fits."""
-        usual = self._differing(self._schemes, *records)
-        return [s for rounds, s in self._differing(self._rarer, *records).items() if rounds not in usual]
+    def changes(self, scheme: Scheme, *records: OpRecord) -> Sequence[Scheme]:
+        """The scheme with any one part done in another way, those that differ from it and another in these records."""
+        if len(self._schemes) == 1:
+            return ()
+        return [*self._differing((scheme, *(way.of(scheme) for way in WAYS)), *records).values()][1:]
 
     def as_in(self, record: OpRecord, schemes: Iterable[Scheme]) -> Sequence[Scheme]:
         """The candidates that round in the record what one of these does: other sorts may know it by another scheme."""
-        covered = self._all if self.is_segment(record) else [self._graph[record.op]]
-
-        def rounds(scheme: Scheme) -> tuple[Arithmetic, ...]:
-            return tuple(arithmetic_of(op, scheme, self._weights) for op in covered)
-
+        rounds = self._rounds(record)
         wanted = {*map(rounds, schemes)}
         return [scheme for scheme in self.candidates(record) if rounds(scheme) in wanted]
 
@@ -180,21 +170,31 @@ class Planner:
         """Those of the schemes that differ for these records, or for a segment in any op, and suit their rows, by what
         they round.
         """
-        record = records[0]
-        alike = () if self.is_segment(record) else tuple(dict.fromkeys(record.op for record in records))
+        record, rounds = records[0], self._rounds(*records)
         held = self._recorded.storage(record.step)
-        key = schemes is self._rarer, *alike, self._lengths(record), held
-        if key not in self._found:
-            covered = self._unlike(self._graph[name] for name in alike) if alike else self._all
-            found: dict[tuple[Arithmetic, ...], Scheme] = {}
-            for scheme in schemes:
-                if len(schemes) > 1 and not (self._sums_so(record, scheme.values) and _caches_so(held, scheme)):
-                    continue
-                arithmetics = tuple(arithmetic_of(o, scheme, self._weights) for o in covered)
-                if self._rows_fit(covered, arithmetics):
-                    found.setdefault(arithmetics, scheme)
-            self._found[key] = found
-        return self._found[key]
+        found: dict[tuple[Arithmetic, ...], Scheme] = {}
+        for scheme in schemes:
+            if len(schemes) > 1 and not (self._sums_so(record, scheme.values) and _caches_so(held, scheme)):
+                continue
+            if self._rows_fit(self._covered(*records), of := rounds(scheme)):
+                found.setdefault(of, scheme)
+        return found
+
+    def _rounds(self, *records: OpRecord) -> Callable[[Scheme], tuple[Arithmetic, ...]]:
+        """What a scheme rounds in records of a sort. Through other ops what sums run in makes no difference."""
+        covered, is_segment = self._covered(*records), self.is_segment(records[0])
+
+        def rounds(scheme: Scheme) -> tuple[Arithmetic, ...]:
+            found = (arithmetic_of(op, scheme, self._weights) for op in covered)
+            return tuple(map(_in_float32, found)) if is_segment else tuple(found)
+
+        return rounds
+
+    def _covered(self, *records: OpRecord) -> Sequence[Op]:
+        """The ops that tell schemes apart: the records' own, and of segments all."""
+        if self.is_segment(records[0]):
+            return self._all
+        return self._unlike(self._graph[name] for name in dict.fromkeys(record.op for record in records))
 
     @cached_property
     def _all(self) -> tuple[Op, ...]:
@@ -231,8 +231,12 @@ class Planner:
 
 def _caches_so(held: str, scheme: Scheme) -> bool:
     """Whether there is anything to a cache in half precision: not where all values are, which a cache would be too."""
-    in_integers = scheme.linear is not None and rounding_named(scheme.linear.operands).in_blocks
+    in_integers = not scheme.is_ggml and rounding_named(scheme.linear.operands).in_blocks
     return not (in_integers and held in HALVES and scheme.values.stored in HALVES)
+
+
+def _in_float32(arithmetic: Arithmetic) -> Arithmetic:
+    return replace(arithmetic, accumulate="f32") if arithmetic.accumulate == "i32" else arithmetic
 
 
 def _spread(records: Sequence[OpRecord]) -> list[OpRecord]:

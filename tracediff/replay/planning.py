@@ -12,7 +12,7 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
 from tracediff.replay.recompute import Recomputation
-from tracediff.replay.score import REQUANTISED, score
+from tracediff.replay.score import COMPOSED, score
 from tracediff.trace.format import OpRecord
 
 # Of fewer values one of some fifty arithmetics leaves next to nothing by chance: of one value in bfloat16, which is a
@@ -45,19 +45,25 @@ class Planning:
         choice = self._fitting.settle(candidates, samples, usual=usual)
         asked = choice.unfit or (samples if len(choice.schemes) > 1 else ())
         if asked and self._is_short(asked[0]):
-            choice = self._requantised(choice, asked, records)
+            choice = self._composed(choice, asked, records)
         self._recomputation.forget()
-        return replace(choice, said=self._planner.said(choice.schemes, records), n_records=len(records), unfit=())
+        return replace(choice, said=self.said(choice.schemes, records), n_records=len(records), unfit=())
 
-    def _requantised(self, choice: Choice, asked: Sequence[OpRecord], records: Sequence[OpRecord]) -> Choice:
-        """With what fits those that nothing usual does, or not one thing: weights that the engine quantised by itself,
-        be it but for the head.
+    def said(self, schemes: Sequence[Scheme], records: Iterable[OpRecord]) -> tuple[str, ...]:
+        """What each scheme rounds in the records, or in what they are recomputed through."""
+        through = (name for record in records for name in self._recomputation.segment(record))
+        return self._planner.said(schemes, through)
+
+    def _composed(self, choice: Choice, asked: Sequence[OpRecord], records: Sequence[OpRecord]) -> Choice:
+        """With what fits those that nothing usual does, or not one thing: parts that are done in ways of other engines,
+        or weights that the engine quantised by itself, be it but for the head.
         """
-        rarer = self._planner.rarer(*asked)
-        if not rarer or not (found := self._fitting.settle((*choice.schemes, *rarer), asked)).settled:
+        start = choice.schemes[0]
+        found = self._fitting.composed(start, asked)
+        if not found.settled:
             return choice
         left = min(self._fitting.left(record, scheme) for record in asked for scheme in choice.schemes)
-        if score(found.nmse, REQUANTISED) <= score(left):
+        if score(found.nmse, COMPOSED) <= score(left):
             return choice
         if not (choice.settled and choice.unfit):
             return found

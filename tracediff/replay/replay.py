@@ -16,11 +16,12 @@ from torch import Tensor
 from tracediff.model.graph import Graph, Op, Span
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of
-from tracediff.numerics.arithmetic import PLAIN, REQUANTISED, SCHEMES, Scheme
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.schemes import PLAIN, SCHEMES
 from tracediff.replay.fitting import Fitting, Supposed
 from tracediff.replay.look import Asked, Known, Look, known
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
@@ -57,8 +58,7 @@ class Replay:
         self.weights = weights
         self._recorded = Recorded(trace, graph, weights.device)
         self._recomputation = Recomputation(self._recorded, graph, weights)
-        schemes = ((pinned,), ()) if pinned else (SCHEMES, REQUANTISED)
-        self._planner = Planner(self._recorded, graph, weights, *schemes)
+        self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
         self._fitting = Fitting(self._recomputation, self._planner)
         self._planning = Planning(self._recomputation, self._planner, self._fitting)
         self._known: tuple[tuple[OpRecord, Scheme], Known] | None = None  # of the last record that was asked of
@@ -172,6 +172,8 @@ class Replay:
             candidates = [scheme for scheme in self._planner.candidates(record) if scheme in elsewhere]
         else:
             candidates = [*self._planner.candidates(record)]
+            if choice.schemes[0] not in candidates:  # but one that was composed
+                candidates += self._planner.changes(choice.schemes[0], record)
         others = [scheme for scheme in candidates if scheme not in choice.schemes]
         near = [s for s in others if s in choice.alike or self._fitting.leaves(record, s, NOTHING)]
         for scheme in near:
@@ -272,7 +274,7 @@ class Replay:
         found = Supposed(self._fitting, ops).settle(self._planner.candidates(record), [record])
         if not found.settled:
             return self
-        said = self._planner.said(found.schemes, [record])
+        said = self._planning.said(found.schemes, [record])
         known = copy(self)
         sort = self._planner.sort(record)
         chosen = replace(found, said=said, n_records=choice.n_records)

@@ -35,9 +35,10 @@ SHAPE = math.log(50.0)
 # segment, where wrong ones leave half by chance, less where the floor hides everything.
 KNOWN, KNOWN_IN_SEGMENT, KNOWN_BLINDLY = math.log(2.0), math.log(10.0), math.log(20.0)
 EDITED_IN_SEGMENT = math.log(3000.0)  # one edit of some thousand, of an op that was not recorded
-# Weights that the engine quantised by itself in one of some thirty ways: of a mistaken record several leave as much as
-# the file's weights do, and have wider floors; of a right one in bfloat16 eight bits left a seventh.
-REQUANTISED = math.log(4.0)
+# Arithmetic that is not listed, as of weights that the engine quantised by itself in one of some thirty ways: several
+# leave as much of a mistaken record as the file's weights do, and have wider floors; of a right one in bfloat16 eight
+# bits left a seventh.
+COMPOSED = math.log(4.0)
 FITTED = math.log(4.0)  # a number that was fitted, beyond a usual one: two fits to within the noise differ by so much
 # One place further down the list of arithmetics, which begins with the most usual: between two that leave the same.
 RARER = 0.01

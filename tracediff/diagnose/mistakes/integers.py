@@ -12,7 +12,7 @@ from tracediff.diagnose.mistakes.near import is_near
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import dequantize, reading, values_of
-from tracediff.numerics.arithmetic import GROUPS, Arithmetic
+from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.blocks import Blocks
 from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise
@@ -20,6 +20,7 @@ from tracediff.numerics.groups import Signed
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Made
 from tracediff.numerics.roundings import q8_0, rounding_named
+from tracediff.numerics.schemes import GROUPS
 
 AREA = Area()
 

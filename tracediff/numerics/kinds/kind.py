@@ -110,8 +110,8 @@ class Made:
     @property
     def unit(self) -> float:
         """The unit of the type that it is computed in. Half precision that was followed is in `energy`."""
-        accumulate = self.arithmetic.accumulate if self.energy.last_place is None else "f32"
-        return UNIT["f64" if self.storage == "f64" else accumulate]
+        in_float32 = self.energy.last_place is not None or self.arithmetic.accumulate == "i32"  # as blocks are
+        return UNIT["f64" if self.storage == "f64" else "f32" if in_float32 else self.arithmetic.accumulate]
 
 
 def applied(call: Call) -> Tensor:

@@ -42,11 +42,12 @@ def noise_of_sums(made: Made, length: int) -> Noise:
 
 
 def _terms(length: int, arithmetic: Arithmetic) -> int:
-    """Length of the sum in floating point: block types add the products of a block as integers.
+    """Length of the sum in floating point: of integers a block is one term.
 
     Eight more for adding up the lanes of a vector and multiplying by scales.
     """
-    return length // (rounding_named(arithmetic.operands).block or length) + 8
+    block = rounding_named(arithmetic.operands).block or length
+    return length // (block if arithmetic.accumulate == "i32" else 1) + 8
 
 
 def _followed(noise: Noise, last_place: Tensor) -> Noise:

@@ -1,0 +1,271 @@
+"""The arithmetics that engines have: the usual ones, the ways in which each part is done, and what both are called."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from tracediff.errors import EngineError
+from tracediff.numerics.arithmetic import (
+    AS_IN_GGML,
+    EXACT,
+    ON_TENSOR_CORES,
+    UBATCH,
+    Arithmetic,
+    Scheme,
+    phrase,
+)
+from tracediff.numerics.floats import HALVES
+from tracediff.numerics.roundings import as_held, as_read, read_as
+
+_ASKED = (  # with any N, or `row`
+    "activations in int8/N", "activations and weights in fp8/N",
+    "matrices in int4/N, full int4/N, wide int8/N, uint4/N, affine4/N or nf4/N",
+    "activations in int8/N and matrices in int4/N",
+)  # fmt: skip
+GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
+_GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
+_FLOAT8 = ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtype
+_SHORTER = ("e5m2", "e4m3", "gf4")
+_IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in half precision
+GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
+
+# What engines quantise the file's weights to by themselves: MLX, bitsandbytes (with scales in the type that it computes
+# in), ONNX Runtime, torchao, and who writes an engine of their own.
+_OWN = (
+    *(f"{scales}{own}" for own in ("affine4/64", "nf4/64") for scales in ("", "bf16 ", "f16 ")), "affine8/64",
+    *(f"{kind}{size}" for kind in ("int4/", "full int4/", "uint4/") for size in (32, 64, 128)),
+    "int8/row", "int8/32", "int8/64", "int8/128", "wide int8/row", "bf16 wide int8/row", "full int8/32", "uint8/32",
+)  # fmt: skip
+
+
+def _matmuls() -> Iterator[Scheme]:
+    """What engines do where activations meet weights, most usual first."""
+    yield Scheme(GGML, Arithmetic(AS_IN_GGML))
+    yield Scheme("exact")
+    for name in HALVES:
+        yield _matmul("weights", name)
+    for name in (*HALVES, *_SHORTER):  # an engine in C, whose norms stay as the file has them
+        yield _matmul("matrices", name)
+    for name in HALVES:
+        yield Scheme(phrase("rope tables", name), tables=name)
+    for name in (*HALVES, "tf32"):
+        yield _matmul("activations and weights", name)
+    for name in HALVES:  # OpenVINO, whose biases stay as they are
+        yield _matmul("activations and matrices", name)
+    for name in (*HALVES, "q8_0", "q8_K", *GROUPS):
+        yield _matmul("activations", name)
+    for name in ("q8_0", *GROUPS):  # an engine that quantises the file's weights by itself, as llama2.c's runq.c
+        yield _matmul("activations and weights", name)
+
+
+def _matmul(what: str, rounding: str) -> Scheme:
+    """`what` is rounded so: activations, weights or both, or of the weights matrices alone, and no norms' or biases.
+
+    Raises EngineError for a rounding that is not known.
+    """
+    operands = rounding if "activations" in what else "f64"
+    stored = rounding if what != "activations" else "f64"
+    held = stored if stored != operands or stored in GROUPS else "f64"
+    norms = held if what == "weights" and held in HALVES else "f64"  # nobody quantises these few
+    sums = "fp8 tensor cores" if "fp8" in operands else "f32"
+    before = stored.partition(" ")[0]  # who holds weights in half precision before they are quantised holds biases so
+    biases = before if before in HALVES and (stored != before or "matrices" not in what) else "f64"
+    return Scheme(phrase(what, rounding), Arithmetic(operands, stored, sums, biases), held=held, norms=norms)
+
+
+def _of_integers(activations: str, matrices: str) -> Scheme:
+    """Activations in integers of one sort, matrices in those of another."""
+    name = f"activations in {activations} and matrices in {matrices}"
+    return Scheme(name, Arithmetic(activations, matrices), held=matrices)
+
+
+def _attentions() -> Iterator[Scheme]:
+    """What engines do in attention, where activations meet the cache, most usual first."""
+    for name in (*HALVES, "tf32"):
+        both = Arithmetic(name, name)
+        yield Scheme(phrase("attention", name), scores=both, values=both)
+    for name in HALVES:  # PyTorch's autocast, whose softmax is computed in float32
+        both = Arithmetic(name, name)
+        yield Scheme(phrase("attention and scaled scores", name), scores=both, values=both, scaled=name)
+    for name in (*HALVES, "int8/row", *_FLOAT8):
+        cached = Arithmetic(stored=name)  # of f16 what ggml_compute_forward_flash_attn_ext_tiled does from 64 tokens on
+        yield Scheme(phrase("KV cache", name), scores=cached, values=cached)
+    yield Scheme(phrase("KV cache", "q8_0"), scores=Arithmetic("q8_0", "q8_0"), values=Arithmetic("f64", "q8_0"))
+    # ggml_compute_forward_flash_attn_ext_f16_one_chunk: Q to f16, values summed in f16 key by key
+    flash = Scheme("flash attention", scores=Arithmetic("f16", "f16"), values=Arithmetic("f64", "f16", "f16"))
+    yield flash
+    after = Scheme(  # a prompt of more than one ubatch, whose last has fewer than 64 tokens
+        "flash attention after whole ubatches",
+        scores=replace(flash.scores, ubatch=UBATCH),
+        values=replace(flash.values, ubatch=UBATCH),
+    )
+    yield after
+    for n in (2, 3, 4, 6, 8, 12, 16):
+        yield replace(after, name=f"flash attention on {n} threads", values=replace(after.values, parts=n))
+    degree_4 = Scheme("exponentials to degree 4", exponentials="taylor4/8")
+    yield degree_4
+    yield replace(degree_4, name=f"{degree_4.name} and what is added in q8_0", added="q8_0")  # distributed-llama
+    yield Scheme("activations looked up in float16", looked_up=True)
+
+
+def _with(matmul: Scheme, attention: Scheme) -> Scheme:
+    name, of = f"{matmul.name}, {attention.name}", attention
+    scheme = replace(matmul, name=name, scores=of.scores, values=of.values, scaled=of.scaled)
+    return replace(scheme, exponentials=of.exponentials, added=of.added, looked_up=of.looked_up)
+
+
+def _schemes() -> Iterator[Scheme]:
+    """Every way of both, and together those that engines combine: each costs a segment a pass. First the most usual."""
+    matmuls, attentions = list(_matmuls()), list(_attentions())
+    ggml, exact, *others = matmuls
+    yield from (ggml, exact)
+    in_ggml = [a for a in attentions if {a.scores.operands, a.scores.stored} <= _GGML_TYPES and not a.looked_up]
+    yield from (_with(ggml, attention) for attention in in_ggml)
+    for other in others:
+        cached = Arithmetic(stored="f16") if other.held in _SHORTER else replace(other.linear, biases="f64")
+        alike = [a for a in attentions if a.values == cached != EXACT]
+        yield from (_with(other, attention) for attention in alike)
+        if not alike or "activations" not in other.name:
+            yield other
+    # An engine of somebody's own rounds activations as ggml does, and has no table of GELU.
+    in_integers = [_matmul("activations", name) for name in _IN_CACHES]
+    halves = [a for a in attentions if a.name in {phrase("KV cache", name) for name in HALVES}]
+    yield from (_with(matmul, cache) for cache in halves for matmul in in_integers)
+    yield from (_with(exact, a) for a in attentions if a.values.accumulate == "f32" and a.scores.stored != "tf32")
+
+
+# Real engines' arithmetic, most usual first. Each entry is what some engine does: a fit can excuse no mistake.
+SCHEMES = tuple(_schemes())
+PLAIN = SCHEMES[:2]  # what most engines do: round activations as the weights' type wants it, or not at all
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How engines may do one part of their arithmetic, whatever they do in the others."""
+
+    part: str
+    name: str
+    change: Callable[[Scheme], Scheme]
+
+    def of(self, scheme: Scheme) -> Scheme:
+        """The scheme with this part done so."""
+        others = [piece for piece in scheme.name.split(", ") if _PARTS.get(piece) != self.part]
+        return replace(self.change(scheme), name=", ".join((*others, self.name)))
+
+
+def _ways() -> Iterator[Way]:
+    """Every way of every part, of each the most usual first."""
+    whole = ("f64", *HALVES)
+    for name in ("f64", AS_IN_GGML, *HALVES, "tf32", "q8_0", "q8_K", *GROUPS):
+        yield Way("activations", _named("activations", name), partial(_multiplied, name))
+    for name in _READ:
+        yield Way("activations", phrase("activations and matrices", name), partial(_multiplied, name, both=True))
+    for name in ("f64", *HALVES, "q8_0", "int8/row", *_FLOAT8):
+        words = "KV cache alone" if name == "q8_0" else "KV cache"  # which in ggml Q is rounded to as well
+        yield Way("cache", _named(words, name), partial(_cached, name))
+    for name in ("f64", *_READ):
+        yield Way("attention", _named("attention", name), partial(_attended, name))
+    for part, words in _FIELDS.items():
+        for name in (*whole, *(("q8_0",) if part == "added" else ())):
+            yield Way(part, _named(words, name), partial(_with_field, part, name))
+    for name in whole:
+        yield Way("biases", _named("biases", name), partial(_biased, name))
+    for name, words in (("", "exponentials not approximated"), ("taylor4/8", "exponentials to degree 4")):
+        yield Way("exponentials", words, partial(_with_field, "exponentials", name))
+    for name in ("f64", *HALVES, *_SHORTER, "q8_0"):
+        yield Way("matrices", _named("matrices", name), partial(_held, name))
+    for name in _OWN:
+        yield Way("matrices", f"matrices in {name}", partial(_held, name))
+
+
+_READ = (*HALVES, "tf32")  # types that both operands are multiplied in
+_FIELDS = {
+    "norms": "norm weights",
+    "tables": "rope tables",
+    "added": "what is added to the residual",
+    "scaled": "scaled scores",
+}
+
+
+def _named(part: str, rounding: str) -> str:
+    return {"f64": f"{part} not rounded", AS_IN_GGML: GGML}.get(rounding) or phrase(part, rounding)
+
+
+def _with_field(field: str, value: str, scheme: Scheme) -> Scheme:
+    return replace(scheme, **{field: value})
+
+
+def _multiplied(operands: str, scheme: Scheme, both: bool = False) -> Scheme:
+    """Activations are rounded so, and with `both` what weights are held in is read so."""
+    stored = read_as(_own(scheme.linear), operands if both else "f64")
+    return replace(scheme, linear=replace(scheme.linear, operands=operands, stored=stored))
+
+
+def _held(stored: str, scheme: Scheme) -> Scheme:
+    """Matrices and the table of the embedding are held so, and read as before."""
+    read = read_as(stored, as_read(scheme.linear.stored))
+    return replace(scheme, linear=replace(scheme.linear, stored=read), held=stored)
+
+
+def _biased(biases: str, scheme: Scheme) -> Scheme:
+    return replace(scheme, linear=replace(scheme.linear, biases=biases))
+
+
+def _cached(stored: str, scheme: Scheme) -> Scheme:
+    """K and V are held so, and read as what they are multiplied in."""
+    return _attention(scheme, lambda of: (of.operands, read_as(stored, of.operands if of.operands in _READ else "f64")))
+
+
+def _attended(operands: str, scheme: Scheme) -> Scheme:
+    """Q and the probabilities are rounded so, and what K and V are held in is read so."""
+    return _attention(scheme, lambda of: (operands, read_as(_own(of), operands)))
+
+
+def _own(arithmetic: Arithmetic) -> str:
+    """What the other operand is held in, beyond what both are read as."""
+    both = arithmetic.operands in _READ and arithmetic.operands == arithmetic.stored
+    return "f64" if both else as_held(arithmetic.stored)
+
+
+def _attention(scheme: Scheme, change: Callable[[Arithmetic], tuple[str, str]]) -> Scheme:
+    scores, values = (Arithmetic(*change(of)) for of in (scheme.scores, scheme.values))
+    return replace(scheme, scores=scores, values=values)
+
+
+WAYS = tuple(_ways())
+_PARTS = {way.name: way.part for way in WAYS}
+
+# What only a user can know: sums in half precision in an order that cannot be followed, as in GPUs' kernels
+# (ggml-cuda/fattn*.cuh). The floor is so wide that small mistakes hide below it: never tried unasked.
+_UNORDERED = Scheme(
+    "flash attention with f16 sums", scores=Arithmetic("f16", "f16"), values=Arithmetic("f64", "f16", "f16", parts=0)
+)
+
+
+def scheme_named(name: str) -> Scheme:
+    """A way to round in matmuls with weights (`llama.cpp` is ggml's), ways to do other parts, or both, with commas.
+
+    With ` on tensor cores` at the end sums run there. Any rounding may stand in `activations in ROUNDING` and the like.
+    Raises EngineError with all names.
+    """
+    if name.endswith(ON_TENSOR_CORES):
+        return scheme_named(name.removesuffix(ON_TENSOR_CORES)).on_tensor_cores()
+    matmuls = {"llama.cpp": SCHEMES[0]} | {scheme.name: scheme for scheme in _matmuls()}
+    attentions = {scheme.name: scheme for scheme in (*_attentions(), _UNORDERED)}
+    ways = {way.name: way for way in WAYS}
+    first, *others = name.split(", ")
+    both = re.fullmatch(r"activations in (.+/\w+) and matrices in (.+/\w+)", first)
+    asked = re.fullmatch(r"(activations and (?:weights|matrices)|activations|weights|matrices) in (.+/\w+)", first)
+    scheme = _of_integers(*both.groups()) if both else _matmul(asked[1], asked[2]) if asked else matmuls.get(first)
+    if scheme is None:
+        scheme, others = SCHEMES[0], [first, *others]
+    for other in others:
+        if other not in attentions and other not in ways:
+            raise EngineError(
+                f"unknown arithmetic {name!r}. Known: {'; '.join((*matmuls, *_ASKED))}; and, alone or after one of "
+                f"these and a comma: {'; '.join(dict.fromkeys((*attentions, *ways)))}. At the end may stand"
+                f"{ON_TENSOR_CORES!r}."
+            )
+        scheme = ways[other].of(scheme) if other in ways else _with(scheme, attentions[other])
+    return scheme
