@@ -29,8 +29,10 @@ _MORE_SAMPLES, _FAR = 16, 100.0
 # NMSE. Through a layer float32 leaves 1e-13 and less, so a share of this is seen to its first digits.
 ROUGH = 1e-8
 _TOGETHER = 4096  # tokens of hypotheses that are looked at together: in attention each has all of a step
-# One part done in another way that leaves no less is not done so; what leaves about as much may be what is done.
-_LESS, _ALIKE = 0.9, 4.0
+# Of a wrong way chance takes away z^2 / n at most, where z is its luck and n is how many values err by themselves: of
+# some thousand a two-hundredth is more. What leaves about as much as the best may be what is done.
+_LESS, _ALIKE = 1 - 1 / 200, 4.0
+_FEW = 3  # records that tell the parts of an arithmetic
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
 # was 0.55 to 2.8 times that in llama.cpp's records.
 _AS_FAR = 5.0
@@ -90,21 +92,32 @@ class Fitting:
         return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
 
     def composed(self, start: Scheme, records: Sequence[OpRecord]) -> Choice:
-        """The arithmetic of these records where none that is listed fits: from `start`, one part of it after another is
-        done in the way that leaves least of the records, as long as that takes something away.
+        """The arithmetic of these records where none that is listed fits: from `start`, parts of it are done in other
+        ways as long as that takes something away.
+
+        Behind integers nothing falls by much until all is right, for any difference turns some of their roundings: so
+        little counts, and what parts take away each they are tried to take away together.
         """
-        scheme, left = start, self._left_of(start, records)
-        near: list[Scheme] = []
+        few = records[:_FEW]
+        scheme, left, near = start, self._left_of(start, few), [start]
         while left > NOTHING:
-            others = {other: self._left_of(other, records) for other in self._planner.changes(scheme, *records)}
-            best = min(others, key=lambda other: others[other], default=scheme)
-            least = min(left, others.get(best, left))
-            near = [other for other in (scheme, *others) if others.get(other, left) <= _ALIKE * least]
-            if least > _LESS * left:
+            ways = self._planner.changes(scheme, *records)
+            found = {way: self._left_by_change(other, few, left) for way, other in ways.items()}
+            near = [other for way, other in ways.items() if found[way] <= _ALIKE * left]
+            better = sorted((way for way in found if found[way] < _LESS * left), key=lambda way: found[way])
+            if not better:
                 break
-            scheme, left = best, least
+            for way in better:
+                other = way.of(scheme)
+                if (less := self._left_of(other, few)) < _LESS * left:
+                    scheme, left = other, less
         rivals = dict.fromkeys((scheme, *near, start))  # of one alone it would not be asked whether it fits
         return self.settle(tuple(rivals), records) if scheme is not start else Choice((start,), False, left)
+
+    def _left_by_change(self, scheme: Scheme, records: Sequence[OpRecord], before: float) -> float:
+        """What it leaves of the records; of the first alone where that is no less than `before`."""
+        first = self.left(records[0], scheme)
+        return first if first > _ALIKE * before else self._left_of(scheme, records)
 
     def _left_of(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
         """What it leaves of the records: one mistake among three is outvoted."""

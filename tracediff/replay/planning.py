@@ -9,10 +9,11 @@ import numpy as np
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.schemes import SCHEMES
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
 from tracediff.replay.recompute import Recomputation
-from tracediff.replay.score import COMPOSED, score
+from tracediff.replay.score import COMPOSED, NOTHING, score
 from tracediff.trace.format import OpRecord
 
 # Of fewer values one of some fifty arithmetics leaves next to nothing by chance: of one value in bfloat16, which is a
@@ -37,6 +38,9 @@ class Planning:
             usual = () if choice.settled else self._as_others(by_sort[sort][0], settled)
             if usual and choice.schemes[0] not in usual:
                 choices[sort] = self._settled(by_sort[sort], usual)
+        firsts = (choice.schemes[0] for choice in choices.values() if choice.settled)
+        composed = [scheme for scheme in dict.fromkeys(firsts) if scheme not in SCHEMES]
+        choices = {sort: self._as_composed(choice, by_sort[sort], composed) for sort, choice in choices.items()}
         return Plan(choices, self._recomputation.weights.device, self._recomputation.recorded.on_the_way)
 
     def _settled(self, records: list[OpRecord], usual: Sequence[Scheme] = ()) -> Choice:
@@ -47,6 +51,21 @@ class Planning:
         if asked and self._is_short(asked[0]):
             choice = self._composed(choice, asked, records)
         self._recomputation.forget()
+        return self._told(choice, records)
+
+    def _as_composed(self, choice: Choice, records: list[OpRecord], composed: Sequence[Scheme]) -> Choice:
+        """In an arithmetic that was composed for another sort, where that leaves far less: what is listed may
+        hide the rest in its floor, in a few tokens.
+        """
+        schemes = self._planner.suiting((*choice.schemes, *composed), *records)
+        others = [scheme for scheme in schemes if scheme not in choice.schemes]
+        if not others or choice.nmse <= NOTHING:
+            return choice
+        found = self._fitting.settle(schemes, self._samples(records))
+        pays = score(found.nmse, COMPOSED) > score(choice.nmse)
+        return self._told(found, records) if found.settled and found.schemes[0] in others and pays else choice
+
+    def _told(self, choice: Choice, records: Sequence[OpRecord]) -> Choice:
         return replace(choice, said=self.said(choice.schemes, records), n_records=len(records), unfit=())
 
     def said(self, schemes: Sequence[Scheme], records: Iterable[OpRecord]) -> tuple[str, ...]:

@@ -73,7 +73,8 @@ def _sum(call: Call) -> Tensor:
 def _sum_noise(made: Made) -> Noise:
     several = made.inputs[0].ndim > len(made.op.axes)
     added = replace(made, inputs=(made.inputs[0].sum(0), *made.inputs[1:])) if several else made
-    return replace(analysed(added) if made.op.function else one_rounding(made), turned=made.energy.turned)
+    noise, turned = analysed(added) if made.op.function else one_rounding(made), made.energy.turned
+    return noise if turned is None else replace(noise, hard=noise.hard + turned)
 
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {

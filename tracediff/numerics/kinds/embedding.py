@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tracediff.numerics.floors import UNIT, Noise
 from tracediff.numerics.kinds.kind import Call, Kind, Made
+from tracediff.numerics.kinds.matmul import turns
 from tracediff.numerics.roundings import rounding_named
 
 
@@ -19,8 +20,15 @@ def _gathered(call: Call) -> Tensor:
 
 
 def _noise(made: Made) -> Noise:
-    """A dequantised value is a scale times an integer, less a minimum, in float32."""
-    return Noise(torch.zeros_like(made.y), made.stored + 2 * UNIT["f32"] * made.size.amax(-1, keepdim=True))
+    """A dequantised value is a scale times an integer, less a minimum, in float32. One that an engine quantises by
+    itself may lie on a boundary.
+    """
+    hard = made.stored + 2 * UNIT["f32"] * made.size.amax(-1, keepdim=True)
+    if not rounding_named(made.arithmetic.stored).in_blocks:
+        return Noise(torch.zeros_like(made.y), hard)
+    rows = made.weights.gather(made.op.weights[0], made.inputs[0].flatten().long())
+    turned = made.function(turns(rows, made.arithmetic.stored), **made.op.attrs)
+    return Noise(torch.zeros_like(made.y), hard + turned.reshape(made.y.shape).to(made.y.dtype))
 
 
 KINDS = (Kind("embedding", embedding, ("tokens",), compute=_gathered, noise=_noise, scheme="embedding"),)
