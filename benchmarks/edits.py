@@ -164,7 +164,8 @@ SECOND = (
     Edit("cohere2", "global layers rotate, too", "if self.sliding_window is not None:", "if True:",
          ("rope|rotated",), "nn"),
     Edit("cohere2", "variance over n - 1", "variance = (hidden_states - mean).pow(2).mean(-1, keepdim=True)",
-         "variance = hidden_states.var(-1, keepdim=True)", (r"squares / 95|multiplied by 0\.9948",), "nn"),
+         "variance = hidden_states.var(-1, keepdim=True)",
+         (r"squares / 95|multiplied by 0\.9948|divided by n - 1",), "nn"),
     Edit("olmo2", "Q is normed head by head", "query_states = self.q_norm(self.q_proj(hidden_states))",
          "q = self.q_proj(hidden_states).view(hidden_shape)\n"
          "        q = q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + self.q_norm.variance_epsilon)\n"
@@ -245,7 +246,7 @@ SECOND = (
          "config.no_rope_layers[layer_idx - 1]", ("rope|rotated|passes through", ), "nn"),
     Edit("phi3", "V begins where K does",
          "value_states = qkv[..., query_pos + self.num_key_value_heads * self.head_dim :]",
-         "value_states = key_states", ("reads attn_k where attn_v belongs",), "ll"),
+         "value_states = key_states", ("reads attn_k where attn_v belongs|with the rows of attn_k",), "ll"),
     Edit("hunyuan-dense", "norms of Q and K come before rope",
          "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)\n"
          "        query_states = self.query_layernorm(query_states)\n"
@@ -266,7 +267,7 @@ SECOND = (
     Edit("mamba2", "no softplus of dt", "dt = F.softplus(dt)", "pass", ("without its softplus",), "ll"),
     Edit("mamba2", "the convolution's inputs are not kept in decode",
          "conv_state.copy_(hidden_states_new[:, :, -state_len:])", "pass",
-         ("conv_state_next: steps after the first do not write it",), "ll"),
+         ("conv_state_next: (steps after the first do|the step does) not write it",), "ll"),
     Edit("mamba2", "A without exp", "A = -torch.exp(self.A_log.float())", "A = -self.A_log.float()",
          ("ssm_a is used as -log",), "ll"),
     Edit("qwen3next", "the gate of attention without sigmoid", "attn_output * torch.sigmoid(gate)",

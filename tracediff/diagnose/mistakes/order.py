@@ -1,7 +1,7 @@
 """Mistakes in where a norm, a rotation or a residual stands: what an op reads has been through one more."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from tracediff.diagnose.mistakes.mistake import (
     is_gated,
     parts_of,
 )
+from tracediff.english import told_apart
 from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of, split
 from tracediff.numerics.kinds import KINDS
@@ -204,6 +205,7 @@ def _values_normed(op: Op, context: Context) -> Variants:
 
 # What is done to a projection, in words, until attention reads it.
 _DONE = {"rope": "rotated", "mul": "multiplied", "scale": "scaled"} | dict.fromkeys((*NORM.kinds, "l2_norm"), "normed")
+_ROPE = {"theta": "base", "freq_scale": "scale of positions", "n_rot": "number of channels"}
 _Made = tuple[str, list[Op]]  # a projection's name, and the ops between it and what attention reads
 
 
@@ -222,7 +224,10 @@ def _of_another_sort(op: Op, context: Context) -> Variants:
         known.add(_sort(theirs))
         there = f", as in layer {layer_of(other.name)}"
         made = [(root, ops) for (root, _), (_, ops) in zip(own, theirs, strict=True)]
-        yield from _reading_these(op, made, f"{_words(theirs)}{there}, where here {_words(own)}", context)
+        words = f"{_words(theirs)}{there}, where here {_words(own)}"
+        if _words(theirs) == _words(own):  # by other numbers
+            words = f"{_numbers(theirs, own)}{there}"
+        yield from _reading_these(op, made, words, context)
         if "normed" not in _words(own):
             norms = [[one for one in ops if _DONE[one.kind] == "normed"] for _, ops in theirs]
             on_top = [*zip(op.inputs, norms, strict=True)]
@@ -248,6 +253,16 @@ def _sort(made: Sequence[_Made]) -> tuple[object, ...]:
 def _words(made: Sequence[_Made]) -> str:
     each = [" and ".join(_DONE[one.kind] for one in ops) or "as projected" for _, ops in made]
     return f"queries and keys are {each[0]}" if len({*each}) == 1 else f"queries are {each[0]} and keys {each[1]}"
+
+
+def _numbers(theirs: Sequence[_Made], own: Sequence[_Made]) -> str:
+    """By which numbers queries are rotated there, and not here."""
+    there, here = (next(one.attrs["rope"] for one in made[0][1] if one.kind == "rope") for made in (theirs, own))
+    apart = {name: (of, right) for name, of in asdict(there).items() if of != (right := getattr(here, name))}
+    said = {name: map(str, pair) if name == "pairing" else told_apart(*pair) for name, pair in apart.items()}
+    return ", ".join(
+        "rope's {} is {} instead of {}".format(_ROPE.get(name, name), *pair) for name, pair in said.items()
+    )
 
 
 def _reading_these(op: Op, made: Sequence[_Made], words: str, context: Context) -> Iterator[Variant]:
