@@ -16,7 +16,7 @@ from tracediff.replay.few import Few
 from tracediff.replay.look import Look, can_glance, glanced, look
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.recompute import Recomputation
-from tracediff.replay.score import MARGIN, NOTHING, RARER, UNKNOWN, judge, lead, score
+from tracediff.replay.score import COMPOSED, MARGIN, NOTHING, RARER, UNKNOWN, judge, lead, score
 from tracediff.replay.ties import told as choices_told
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
@@ -99,7 +99,8 @@ class Fitting:
         little counts, and what parts take away each they are tried to take away together.
         """
         few = records[:_FEW]
-        scheme, left, near = start, self._left_of(start, few), [start]
+        before = left = self._left_of(start, few)
+        scheme, near = start, [start]
         while left > NOTHING:
             ways = self._planner.changes(scheme, *records)
             found = {way: self._left_by_change(other, few, left) for way, other in ways.items()}
@@ -111,8 +112,10 @@ class Fitting:
                 other = way.of(scheme)
                 if (less := self._left_of(other, few)) < _LESS * left:
                     scheme, left = other, less
+        if score(left, COMPOSED) <= score(before):
+            return Choice((start,), False, before)
         rivals = dict.fromkeys((scheme, *near, start))  # of one alone it would not be asked whether it fits
-        return self.settle(tuple(rivals), records) if scheme is not start else Choice((start,), False, left)
+        return self.settle(tuple(rivals), records)
 
     def _left_by_change(self, scheme: Scheme, records: Sequence[OpRecord], before: float) -> float:
         """What it leaves of the records; of the first alone where that is no less than `before`."""

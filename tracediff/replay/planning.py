@@ -77,12 +77,8 @@ class Planning:
         """With what fits those that nothing usual does, or not one thing: parts that are done in ways of other engines,
         or weights that the engine quantised by itself, be it but for the head.
         """
-        start = choice.schemes[0]
-        found = self._fitting.composed(start, asked)
+        found = self._fitting.composed(choice.schemes[0], asked)
         if not found.settled:
-            return choice
-        left = min(self._fitting.left(record, scheme) for record in asked for scheme in choice.schemes)
-        if score(found.nmse, COMPOSED) <= score(left):
             return choice
         if not (choice.settled and choice.unfit):
             return found
