@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from tracediff.errors import EngineError
 from tracediff.numerics.arithmetic import (
@@ -193,7 +194,8 @@ def _named(part: str, rounding: str) -> str:
 
 
 def _with_field(field: str, value: str, scheme: Scheme) -> Scheme:
-    return replace(scheme, **{field: value})
+    changed: dict[str, Any] = {field: value}
+    return replace(scheme, **changed)
 
 
 def _multiplied(operands: str, scheme: Scheme, both: bool = False) -> Scheme:
