@@ -35,9 +35,10 @@ from tracediff.model.tensors import FileTensors
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic, in_words
 from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.activation import swiglu
 from tracediff.numerics.kinds.kind import Call
 from tracediff.numerics.kinds.rope import rope_angles
-from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.roundings import read_as, rounding_named
 from tracediff.numerics.schemes import SCHEMES, WAYS, scheme_named
 from tracediff.pipeline import Effort, check_trace, compare_traces
 from tracediff.replay.judging import judge_all
@@ -787,6 +788,58 @@ def test_a_mistake_in_a_trace_written_in_half_precision_is_found(capture: str, m
     file = GGUFFile(model)
     judged = judge_all([Replay(Trace(trace), build_graph(file), Weights(file))])
     assert [(r.step, r.op) for _, r, local in judged if local.faulty] == [(n, "blk.1.ffn_residual") for n in range(3)]
+
+
+# ---- parts that are done each in its way, as no engine that is listed does
+
+COMBINED = {  # and what is said of a kind of op
+    "activations in int8 groups of 64 with float32 scales, matrices in bfloat16, norm weights in bfloat16":
+        ("linear", "activations in int8 groups of 64 with float32 scales, weights in bfloat16"),
+    "KV cache in int8 rows with float32 scales, rope tables in bfloat16, what is added to the residual in bfloat16":
+        ("add", "what is added to the residual in bfloat16"),
+    "activations in q8_0 blocks, KV cache in float8 (e4m3), attention in bfloat16":
+        ("scores", "Q in bfloat16, K cache in float8 (e4m3) read as bfloat16"),
+}  # fmt: skip
+
+
+def steeper_gate(op: Op) -> Op:
+    return replace(op, function=lambda gate, up: swiglu(1.2 * gate, up)) if op.name == "blk.1.ffn_act" else op
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("arithmetic", COMBINED)
+def test_an_arithmetic_that_is_not_listed_is_composed_of_its_parts(
+    models: Models, tmp_path: Path, arithmetic: str, capture: str
+) -> None:
+    assert scheme_named(arithmetic) not in SCHEMES
+    model = models(SHAPE, "Q8_0")
+    trace = traced(model, tmp_path / "own.trace", arithmetic=arithmetic, capture=capture)
+    result = check_trace(trace, model)
+    assert (result.verdict, faulty(result)) == ("match", [])
+    if capture == "all":
+        kind, words = COMBINED[arithmetic]
+        assert said(result, kind) == {words}
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("arithmetic", COMBINED)
+def test_a_composed_arithmetic_excuses_no_mistake(
+    models: Models, tmp_path: Path, arithmetic: str, capture: str
+) -> None:
+    model = models(SHAPE, "Q8_0")
+    trace = traced(model, tmp_path / "own.trace", change=steeper_gate, arithmetic=arithmetic, capture=capture)
+    where = "blk.1.ffn_act" if capture == "all" else "blk.1.ffn_residual"
+    assert faulty(check_trace(trace, model, effort=Effort(seconds=0.01))) == [(step, where) for step in range(3)]
+
+
+def test_a_value_is_held_in_one_rounding_and_read_as_another() -> None:
+    x = torch.linspace(-3, 5, 64, dtype=torch.float64)
+    held, read = rounding_named("q8_0"), rounding_named("bf16")
+    both = rounding_named("q8_0 then bf16")
+    assert both.words == "q8_0 blocks read as bfloat16"
+    assert torch.equal(both(x), read(held(x)))
+    assert torch.equal(both.step(x), torch.maximum(held.step(x), read.step(x)))
+    assert (both.block, both.in_blocks, read_as("q8_0", "f64"), read_as("f64", "bf16")) == (32, False, "q8_0", "bf16")
 
 
 # ---- names

@@ -57,6 +57,11 @@ class Read(Rounding):
     held: Rounding = half
     read: Rounding = half
 
+    @property
+    def in_blocks(self) -> bool:
+        """No: what is multiplied are floats."""
+        return False
+
     def __call__(self, x: Tensor) -> Tensor:
         """One after the other."""
         return self.read(self.held(x))

@@ -160,8 +160,6 @@ def _ways() -> Iterator[Way]:
     whole = ("f64", *HALVES)
     for name in ("f64", AS_IN_GGML, *HALVES, "tf32", "q8_0", "q8_K", *GROUPS):
         yield Way("activations", _named("activations", name), partial(_multiplied, name))
-    for name in _READ:
-        yield Way("activations", phrase("activations and matrices", name), partial(_multiplied, name, both=True))
     for name in ("f64", *HALVES, "q8_0", "int8/row", *_FLOAT8):
         words = "KV cache alone" if name == "q8_0" else "KV cache"  # which in ggml Q is rounded to as well
         yield Way("cache", _named(words, name), partial(_cached, name))
@@ -198,16 +196,16 @@ def _with_field(field: str, value: str, scheme: Scheme) -> Scheme:
     return replace(scheme, **changed)
 
 
-def _multiplied(operands: str, scheme: Scheme, both: bool = False) -> Scheme:
-    """Activations are rounded so, and with `both` what weights are held in is read so."""
-    stored = read_as(_own(scheme.linear), operands if both else "f64")
-    return replace(scheme, linear=replace(scheme.linear, operands=operands, stored=stored))
+def _multiplied(operands: str, scheme: Scheme) -> Scheme:
+    """Activations are rounded so, and weights held as before."""
+    return replace(scheme, linear=replace(scheme.linear, operands=operands))
 
 
 def _held(stored: str, scheme: Scheme) -> Scheme:
-    """Matrices and the table of the embedding are held so, and read as before."""
-    read = read_as(stored, as_read(scheme.linear.stored))
-    return replace(scheme, linear=replace(scheme.linear, stored=read), held=stored)
+    """Matrices and the embedding are held so, and read as before: as activations, where both were alike."""
+    linear = scheme.linear
+    read = linear.operands if linear.operands in _READ and linear.stored == linear.operands else as_read(linear.stored)
+    return replace(scheme, linear=replace(linear, stored=read_as(stored, read)), held=stored)
 
 
 def _biased(biases: str, scheme: Scheme) -> Scheme:

@@ -92,26 +92,24 @@ class Fitting:
         return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
 
     def composed(self, start: Scheme, records: Sequence[OpRecord]) -> Choice:
-        """The arithmetic of these records where none that is listed fits: from `start`, parts of it are done in other
-        ways as long as that takes something away.
+        """The arithmetic of these records where none that is listed fits: from `start`, one part of it after another is
+        done in the way that leaves least, as long as that takes something away.
 
         Behind integers nothing falls by much until all is right, for any difference turns some of their roundings: so
-        little counts, and what parts take away each they are tried to take away together.
+        little counts.
         """
-        few = records[:_FEW]
+        few = sorted(records[:_FEW], key=lambda record: self.left(record, start))
+        few.insert(0, few.pop((len(few) - 1) // 2))  # not the one that is mistaken
         before = left = self._left_of(start, few)
-        scheme, near = start, [start]
-        while left > NOTHING:
-            ways = self._planner.changes(scheme, *records)
-            found = {way: self._left_by_change(other, few, left) for way, other in ways.items()}
-            near = [other for way, other in ways.items() if found[way] <= _ALIKE * left]
-            better = sorted((way for way in found if found[way] < _LESS * left), key=lambda way: found[way])
-            if not better:
+        scheme = start
+        while True:
+            others = self._planner.changes(scheme, *records)
+            found = {other: self._left_by_change(other, few, left) for other in others}
+            near = [other for other in others if found[other] <= _ALIKE * left]
+            best = min(found, key=lambda other: found[other], default=scheme)
+            if found.get(best, left) >= _LESS * left:
                 break
-            for way in better:
-                other = way.of(scheme)
-                if (less := self._left_of(other, few)) < _LESS * left:
-                    scheme, left = other, less
+            scheme, left = best, found[best]
         if score(left, COMPOSED) <= score(before):
             return Choice((start,), False, before)
         rivals = dict.fromkeys((scheme, *near, start))  # of one alone it would not be asked whether it fits

@@ -21,7 +21,7 @@ from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
-from tracediff.numerics.schemes import WAYS, Way
+from tracediff.numerics.schemes import WAYS
 from tracediff.replay.recorded import Recorded
 from tracediff.trace.format import OpRecord
 
@@ -154,13 +154,11 @@ class Planner:
             )
         return self._found[key]
 
-    def changes(self, scheme: Scheme, *records: OpRecord) -> Mapping[Way, Scheme]:
+    def changes(self, scheme: Scheme, *records: OpRecord) -> Sequence[Scheme]:
         """The scheme with any one part done in another way, those that differ from it and another in these records."""
         if len(self._schemes) == 1:
-            return {}
-        ways = {way.of(scheme): way for way in reversed(WAYS)}
-        differing = self._differing((scheme, *reversed(ways)), *records).values()
-        return {ways[other]: other for other in differing if other is not scheme}
+            return ()
+        return self.suiting((scheme, *(way.of(scheme) for way in WAYS)), *records)[1:]
 
     def suiting(self, schemes: Sequence[Scheme], *records: OpRecord) -> Sequence[Scheme]:
         """Those of the schemes that differ for these records of a sort, and suit their rows."""

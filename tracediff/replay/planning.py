@@ -19,6 +19,7 @@ from tracediff.trace.format import OpRecord
 # Of fewer values one of some fifty arithmetics leaves next to nothing by chance: of one value in bfloat16, which is a
 # step of 4e-3 wide, 3e-5 of it every other time; of four one time in ten million.
 _VALUES = 4
+_SHARED = 2  # times that what was composed for one sort is tried for others, and where it leads for the first
 
 
 class Planning:
@@ -38,9 +39,10 @@ class Planning:
             usual = () if choice.settled else self._as_others(by_sort[sort][0], settled)
             if usual and choice.schemes[0] not in usual:
                 choices[sort] = self._settled(by_sort[sort], usual)
-        firsts = (choice.schemes[0] for choice in choices.values() if choice.settled)
-        composed = [scheme for scheme in dict.fromkeys(firsts) if scheme not in SCHEMES]
-        choices = {sort: self._as_composed(choice, by_sort[sort], composed) for sort, choice in choices.items()}
+        for _ in range(_SHARED):
+            firsts = (choice.schemes[0] for choice in choices.values() if choice.settled)
+            composed = [scheme for scheme in dict.fromkeys(firsts) if scheme not in SCHEMES]
+            choices = {sort: self._as_composed(choice, by_sort[sort], composed) for sort, choice in choices.items()}
         return Plan(choices, self._recomputation.weights.device, self._recomputation.recorded.on_the_way)
 
     def _settled(self, records: list[OpRecord], usual: Sequence[Scheme] = ()) -> Choice:
@@ -61,9 +63,12 @@ class Planning:
         others = [scheme for scheme in schemes if scheme not in choice.schemes]
         if not others or choice.nmse <= NOTHING:
             return choice
-        found = self._fitting.settle(schemes, self._samples(records))
-        pays = score(found.nmse, COMPOSED) > score(choice.nmse)
-        return self._told(found, records) if found.settled and found.schemes[0] in others and pays else choice
+        samples = self._samples(records)
+        found = self._fitting.settle(schemes, samples)
+        if not found.settled or found.schemes[0] not in others or score(found.nmse, COMPOSED) <= score(choice.nmse):
+            return choice
+        further = self._fitting.composed(found.schemes[0], samples)
+        return self._told(further if further.settled else found, records)
 
     def _told(self, choice: Choice, records: Sequence[OpRecord]) -> Choice:
         return replace(choice, said=self.said(choice.schemes, records), n_records=len(records), unfit=())
