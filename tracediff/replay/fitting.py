@@ -101,8 +101,8 @@ class Fitting:
         few = sorted(records[:_FEW], key=lambda record: self.left(record, start))
         few.insert(0, few.pop((len(few) - 1) // 2))  # not the one that is mistaken
         before = left = self._left_of(start, few)
-        scheme = start
-        while True:
+        scheme, near = start, list[Scheme]()
+        while before > NOTHING:
             others = self._planner.changes(scheme, *records)
             found = {other: self._left_by_change(other, few, left) for other in others}
             near = [other for other in others if found[other] <= _ALIKE * left]

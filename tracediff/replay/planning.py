@@ -50,6 +50,8 @@ class Planning:
         samples = self._samples(records) if len(candidates) > 1 else records
         choice = self._fitting.settle(candidates, samples, usual=usual)
         asked = choice.unfit or (samples if len(choice.schemes) > 1 else ())
+        if asked and self._planner.is_segment(asked[0]):
+            asked = samples  # of which one that nothing fits may be the mistaken one
         if asked and self._is_short(asked[0]):
             choice = self._composed(choice, asked, records)
         self._recomputation.forget()
