@@ -46,7 +46,7 @@ def _matmuls() -> Iterator[Scheme]:
     yield Scheme("exact")
     for name in HALVES:
         yield _matmul("weights", name)
-    for name in (*HALVES, *_SHORTER):  # an engine in C, whose norms stay as the file has them
+    for name in (*HALVES, *_SHORTER, "q8_0"):  # an engine in C, whose norms stay as the file has them
         yield _matmul("matrices", name)
     for name in HALVES:
         yield Scheme(phrase("rope tables", name), tables=name)

@@ -21,7 +21,7 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.making import Recomputed, picked
 from tracediff.replay.recompute import Recomputation, made_together
-from tracediff.replay.residual import Residual, measure, turned
+from tracediff.replay.residual import Residual, measure, turned, turned_in_table
 from tracediff.replay.score import BLIND, FAR_BELOW, NOTHING, SHAPE, UNKNOWN, Explanation
 from tracediff.replay.strips import strips
 from tracediff.result import Judgement, Local, Strip, Worst
@@ -159,10 +159,12 @@ def _residual(asked: Asked, op: Op, recorded: Tensor, made: Recomputed) -> Resid
     others = _others(by, record, recorded, first)
     residual = measure(recorded, made, _hidden(by, record, op), by.is_supposed, others)
     passes = residual.excess <= 1 and residual.error <= made.margin * residual.noise
-    if by.has_noise and not passes and op.kind in ("linear", "linear_id") and len(made.segment) == 1:
+    is_table = op.kind == "embedding"  # whose bounds have room for what may turn
+    if by.has_noise and (is_table or (not passes and op.kind in ("linear", "linear_id"))) and len(made.segment) == 1:
         inputs = [value.exact for value in by.inputs(record.step, op, scheme, record.rows)]
         own = torch.ones_like(recorded, dtype=torch.bool) if others is None else ~others
-        other_way = turned(op, inputs, recorded, made, arithmetic_of(op, scheme, by.weights), by.weights, own)
+        of = op, inputs, recorded, made, arithmetic_of(op, scheme, by.weights), by.weights
+        other_way = turned_in_table(*of) if is_table else turned(*of, own)
         if other_way is not None:
             residual = measure(recorded, replace(made, exact=other_way[0]), None, by.is_supposed, others)
             residual = replace(residual, flips=other_way[1])

@@ -14,6 +14,7 @@ from tracediff.model.graph import Op, Weight
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.floors import LUCK, Noise
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.layout import as_places
 from tracediff.numerics.kinds.linear import columns, matrix
 from tracediff.numerics.roundings import rounding_named
@@ -259,6 +260,21 @@ def turned(
                 error[row] -= change * own[row]
                 count += 1
     return exact.reshape(made.exact.shape), count
+
+
+def turned_in_table(
+    op: Op, inputs: Sequence[Tensor], recorded: Tensor, made: Recomputed, arithmetic: Arithmetic, weights: Weights
+) -> tuple[Tensor, int] | None:
+    """The rows of a table that the engine quantised by itself, with values that lie on a boundary turned where they are
+    what was recorded, and how many were turned. None where none is.
+    """
+    hold = rounding_named(arithmetic.stored)
+    if not hold.in_blocks:
+        return None
+    flips = hold.flips(weights.gather(op.weights[0], inputs[0].flatten().long()))
+    turns = KINDS[op.kind].function(flips, **op.attrs).reshape(made.exact.shape).to(made.exact)
+    others = (recorded - made.exact - turns).abs() < turns.abs() / 2
+    return (made.exact + turns * others, int(others.sum())) if bool(others.any()) else None
 
 
 def _rows(op: Op, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Weight]]:
