@@ -25,12 +25,13 @@ import numpy as np
 import torch
 from architectures import table
 from detection import SHAPES, WEIGHTS, make_model
+from half_precision import CAPTURES, NO_SEARCH
 from msgspec import Struct
 from torch import Tensor
 
 from tracediff import Recorder
 from tracediff.names import Capture
-from tracediff.pipeline import Effort, check_trace
+from tracediff.pipeline import check_trace
 
 Rounding = Callable[[Tensor], Tensor]
 
@@ -72,10 +73,8 @@ PARTS: Mapping[str, Sequence[str]] = {
     "norms": ("f16", "bf16"),
     "added": ("bf16", "q8_0"),
 }
-CAPTURES: Mapping[Capture, str] = {"all": "every op", "layers": "hidden states"}
 VERDICTS = ("match", "undecided", "diverged")
 N_PROMPT, N_DECODE = 19, 2
-NO_SEARCH = Effort(seconds=0.01)  # for causes
 
 
 class Run(Struct):

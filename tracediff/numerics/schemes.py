@@ -151,7 +151,8 @@ class Way:
 
     def of(self, scheme: Scheme) -> Scheme:
         """The scheme with this part done so."""
-        others = [piece for piece in scheme.name.split(", ") if _PARTS.get(piece) != self.part]
+        pieces = scheme.name.split(", ")
+        others = [piece for piece in pieces if piece not in _BY_NAME or _BY_NAME[piece].part != self.part]
         return replace(self.change(scheme), name=", ".join((*others, self.name)))
 
 
@@ -234,7 +235,7 @@ def _attention(scheme: Scheme, change: Callable[[Arithmetic], tuple[str, str]]) 
 
 
 WAYS = tuple(_ways())
-_PARTS = {way.name: way.part for way in WAYS}
+_BY_NAME = {way.name: way for way in WAYS}
 
 # What only a user can know: sums in half precision in an order that cannot be followed, as in GPUs' kernels
 # (ggml-cuda/fattn*.cuh). The floor is so wide that small mistakes hide below it: never tried unasked.
@@ -253,7 +254,6 @@ def scheme_named(name: str) -> Scheme:
         return scheme_named(name.removesuffix(ON_TENSOR_CORES)).on_tensor_cores()
     matmuls = {"llama.cpp": SCHEMES[0]} | {scheme.name: scheme for scheme in _matmuls()}
     attentions = {scheme.name: scheme for scheme in (*_attentions(), _UNORDERED)}
-    ways = {way.name: way for way in WAYS}
     first, *others = name.split(", ")
     both = re.fullmatch(r"activations in (.+/\w+) and matrices in (.+/\w+)", first)
     asked = re.fullmatch(r"(activations and (?:weights|matrices)|activations|weights|matrices) in (.+/\w+)", first)
@@ -261,11 +261,11 @@ def scheme_named(name: str) -> Scheme:
     if scheme is None:
         scheme, others = SCHEMES[0], [first, *others]
     for other in others:
-        if other not in attentions and other not in ways:
+        if other not in attentions and other not in _BY_NAME:
             raise EngineError(
                 f"unknown arithmetic {name!r}. Known: {'; '.join((*matmuls, *_ASKED))}; and, alone or after one of "
-                f"these and a comma: {'; '.join(dict.fromkeys((*attentions, *ways)))}. At the end may stand"
+                f"these and a comma: {'; '.join(dict.fromkeys((*attentions, *_BY_NAME)))}. At the end may stand"
                 f"{ON_TENSOR_CORES!r}."
             )
-        scheme = ways[other].of(scheme) if other in ways else _with(scheme, attentions[other])
+        scheme = _BY_NAME[other].of(scheme) if other in _BY_NAME else _with(scheme, attentions[other])
     return scheme

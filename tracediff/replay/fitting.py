@@ -16,7 +16,7 @@ from tracediff.replay.few import Few
 from tracediff.replay.look import Look, can_glance, glanced, look
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.recompute import Recomputation
-from tracediff.replay.score import COMPOSED, MARGIN, NOTHING, RARER, UNKNOWN, judge, lead, score
+from tracediff.replay.score import ALIKE, COMPOSED, LESS, MARGIN, NOTHING, RARER, UNKNOWN, judge, lead, score
 from tracediff.replay.ties import told as choices_told
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
@@ -29,9 +29,6 @@ _MORE_SAMPLES, _FAR = 16, 100.0
 # NMSE. Through a layer float32 leaves 1e-13 and less, so a share of this is seen to its first digits.
 ROUGH = 1e-8
 _TOGETHER = 4096  # tokens of hypotheses that are looked at together: in attention each has all of a step
-# Of a wrong way chance takes away z^2 / n at most, where z is its luck and n is how many values err by themselves: of
-# some thousand a two-hundredth is more. What leaves about as much as the best may be what is done.
-_LESS, _ALIKE = 1 - 1 / 200, 4.0
 _FEW = 3  # records that tell the parts of an arithmetic
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
 # was 0.55 to 2.8 times that in llama.cpp's records.
@@ -105,9 +102,9 @@ class Fitting:
         while before > NOTHING:
             others = self._planner.changes(scheme, *records)
             found = {other: self._left_by_change(other, few, left) for other in others}
-            near = [other for other in others if found[other] <= _ALIKE * left]
+            near = [other for other in others if found[other] <= ALIKE * left]
             best = min(found, key=lambda other: found[other], default=scheme)
-            if found.get(best, left) >= _LESS * left:
+            if found.get(best, left) >= LESS * left:
                 break
             scheme, left = best, found[best]
         if score(left, COMPOSED) <= score(before):
@@ -116,9 +113,9 @@ class Fitting:
         return self.settle(tuple(rivals), records)
 
     def _left_by_change(self, scheme: Scheme, records: Sequence[OpRecord], before: float) -> float:
-        """What it leaves of the records; of the first alone where that is no less than `before`."""
+        """What it leaves of the records; of the first alone where that is far more than `before`."""
         first = self.left(records[0], scheme)
-        return first if first > _ALIKE * before else self._left_of(scheme, records)
+        return first if first > ALIKE * before else self._left_of(scheme, records)
 
     def _left_of(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
         """What it leaves of the records: one mistake among three is outvoted."""

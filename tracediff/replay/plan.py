@@ -6,7 +6,7 @@ the order in which records are judged.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -166,33 +166,28 @@ class Planner:
 
     def as_in(self, record: OpRecord, schemes: Iterable[Scheme]) -> Sequence[Scheme]:
         """The candidates that round in the record what one of these does: other sorts may know it by another scheme."""
-        rounds = self._rounds(record)
-        wanted = {*map(rounds, schemes)}
-        return [scheme for scheme in self.candidates(record) if rounds(scheme) in wanted]
+        covered = self._covered(record)
+        wanted = {self._rounds(scheme, covered) for scheme in schemes}
+        return [scheme for scheme in self.candidates(record) if self._rounds(scheme, covered) in wanted]
 
     def _differing(self, schemes: Sequence[Scheme], *records: OpRecord) -> Mapping[tuple[Arithmetic, ...], Scheme]:
         """Those of the schemes that differ for these records, or for a segment in any op, and suit their rows, by what
         they round.
         """
-        record, rounds = records[0], self._rounds(*records)
+        record, covered = records[0], self._covered(*records)
         held = self._recorded.storage(record.step)
         found: dict[tuple[Arithmetic, ...], Scheme] = {}
         for scheme in schemes:
             if len(schemes) > 1 and not (self._sums_so(record, scheme.values) and _caches_so(held, scheme)):
                 continue
-            if self._rows_fit(self._covered(*records), of := rounds(scheme)):
+            if self._rows_fit(covered, of := self._rounds(scheme, covered)):
                 found.setdefault(of, scheme)
         return found
 
-    def _rounds(self, *records: OpRecord) -> Callable[[Scheme], tuple[Arithmetic, ...]]:
-        """What a scheme rounds in records of a sort. Through other ops what sums run in makes no difference."""
-        covered, is_segment = self._covered(*records), self.is_segment(records[0])
-
-        def rounds(scheme: Scheme) -> tuple[Arithmetic, ...]:
-            found = (arithmetic_of(op, scheme, self._weights) for op in covered)
-            return tuple(map(_in_float32, found)) if is_segment else tuple(found)
-
-        return rounds
+    def _rounds(self, scheme: Scheme, covered: Sequence[Op]) -> tuple[Arithmetic, ...]:
+        """What the scheme rounds in these ops. Through all of them what sums run in makes no difference."""
+        found = (arithmetic_of(op, scheme, self._weights) for op in covered)
+        return tuple(map(_in_float32, found)) if covered is self._all else tuple(found)
 
     def _covered(self, *records: OpRecord) -> Sequence[Op]:
         """The ops that tell schemes apart: the records' own, and of segments all."""

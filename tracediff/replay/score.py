@@ -39,6 +39,10 @@ EDITED_IN_SEGMENT = math.log(3000.0)  # one edit of some thousand, of an op that
 # leave as much of a mistaken record as the file's weights do, and have wider floors; of a right one in bfloat16 eight
 # bits left a seventh.
 COMPOSED = math.log(4.0)
+# A part of it that is done in another way must leave less than this share. Of a wrong way chance takes away z^2 / n at
+# most, where z is its luck and n is how many values err by themselves: of some thousand a two-hundredth is more. What
+# leaves up to `ALIKE` times as much as the best is its rival.
+LESS, ALIKE = 1 - 1 / 200, 4.0
 FITTED = math.log(4.0)  # a number that was fitted, beyond a usual one: two fits to within the noise differ by so much
 # One place further down the list of arithmetics, which begins with the most usual: between two that leave the same.
 RARER = 0.01
