@@ -131,7 +131,7 @@ def test_tokens_outside_the_vocabulary_by_the_library(model: Path, tmp_path: Pat
         (("--fault", "rope_pairing@77"), "the fault 'rope_pairing@77' applies to nothing in this qwen2 model of 2"),
         (
             ("--arithmetic", "zebra"),
-            "unknown arithmetic 'zebra'. Known: llama.cpp; activations as ggml rounds them; exact; ",
+            "unknown arithmetic 'zebra'. First, llama.cpp, exact, or one of activations, ",
         ),
         (
             ("--arithmetic", "activations in q8_K blocks"),
@@ -215,9 +215,7 @@ def test_tolerance(tolerance: str, trace: Path, refused: Callable[..., str]) -> 
 def test_arithmetic(trace: Path, model: Path, refused: Callable[..., str]) -> None:
     for arguments in (("check", trace), ("compare", trace, trace)):
         message = refused(*arguments, "--model", model, "--arithmetic", "zebra")
-        assert message.startswith(
-            "unknown arithmetic 'zebra'. Known: llama.cpp; activations as ggml rounds them; exact; "
-        )
+        assert message.startswith("unknown arithmetic 'zebra'. First, llama.cpp, exact, or one of activations, ")
     assert "give --model as well" in refused("compare", trace, trace, "--arithmetic", "exact")
     message = refused("check", trace, "--model", model, "--arithmetic", "activations in q8_K blocks")
     assert message == (

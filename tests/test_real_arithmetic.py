@@ -6,6 +6,7 @@ Each engine here is the torch one with something of its own; what quantises is w
 import io
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -799,6 +800,10 @@ COMBINED = {  # and what is said of a kind of op
         ("add", "what is added to the residual in bfloat16"),
     "activations in q8_0 blocks, KV cache in float8 (e4m3), attention in bfloat16":
         ("scores", "Q in bfloat16, K cache in float8 (e4m3) read as bfloat16"),
+    # Of hidden states no step from what is listed leaves much less: one from what the head and its norm tell does.
+    "activations in int8/64, norm weights in float16, rope tables in bfloat16, attention in float16, "
+    "KV cache in int8 rows with float32 scales, what is added to the residual in q8_0 blocks":
+        ("weighted_values", "probabilities in float16, V cache in int8 rows with float32 scales read as float16"),
 }  # fmt: skip
 
 
@@ -819,6 +824,15 @@ def test_an_arithmetic_that_is_not_listed_is_composed_of_its_parts(
     if capture == "all":
         kind, words = COMBINED[arithmetic]
         assert said(result, kind) == {words}
+
+
+def test_rows_of_another_width_tell_their_groups(models: Models, tmp_path: Path) -> None:
+    """Rows of 256 are one group of 256; those of 512 are two."""
+    model = models(replace(SHAPE, n_embd=256, n_head=8, n_ff=512), "F16")
+    trace = traced(model, tmp_path / "rows.trace", arithmetic="activations in int8 rows with float32 scales")
+    choices = Replay(Trace(trace), build_graph(file := GGUFFile(model)), Weights(file)).plan.choices
+    wide = [choice.of("blk.1.ffn_down").schemes for sort, choice in choices.items() if sort.name == "linear"]
+    assert [{scheme.linear.operands for scheme in schemes} for schemes in wide] == [{"int8/row"}] * 2
 
 
 @pytest.mark.parametrize("capture", ["all", "layers"])
@@ -877,7 +891,16 @@ def test_groups_of_any_size_can_be_asked_for() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["zebra", "exact, zebra", "exact, exact", "", "KV cache in"])
-def test_an_arithmetic_that_is_none_is_refused_with_all_names(name: str) -> None:
-    with pytest.raises(EngineError, match=r"Known: llama.cpp; .*; activations in int8/N.*KV cache in float16"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("zebra", "unknown arithmetic 'zebra'. First, llama.cpp, exact, or one of activations, "),
+        ("exact, KV cache in bf16", "unknown arithmetic 'KV cache in bf16'. Near: KV cache in bfloat16; KV cache in "),
+        ("exact, exact", "unknown arithmetic 'exact'. First, llama.cpp, "),
+        ("weights in int8/", "unknown arithmetic 'weights in int8/'. Near: weights in float16; "),
+        ("", "unknown arithmetic ''. First, llama.cpp, "),
+    ],
+)
+def test_an_arithmetic_that_is_none_is_refused_with_what_is_near(name: str, words: str) -> None:
+    with pytest.raises(EngineError, match=f"^{re.escape(words)}"):
         scheme_named(name)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,6 @@ from tracediff.numerics.arithmetic import (
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.roundings import as_held, as_read, read_as
 
-_ASKED = (  # with any N, or `row`
-    "activations in int8/N", "activations and weights in fp8/N",
-    "matrices in int4/N, full int4/N, wide int8/N, uint4/N, affine4/N or nf4/N",
-    "activations in int8/N and matrices in int4/N",
-)  # fmt: skip
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
 _FLOAT8 = ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtype
@@ -138,7 +134,7 @@ def _schemes() -> Iterator[Scheme]:
 
 # Real engines' arithmetic, most usual first. Each entry is what some engine does: a fit can excuse no mistake.
 SCHEMES = tuple(_schemes())
-PLAIN = SCHEMES[:2]  # what most engines do: round activations as the weights' type wants it, or not at all
+PLAIN = _, EXACTLY = SCHEMES[:2]  # what most engines do: round activations as the weights' type wants it, or not at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +150,10 @@ class Way:
         pieces = scheme.name.split(", ")
         others = [piece for piece in pieces if piece not in _BY_NAME or _BY_NAME[piece].part != self.part]
         return replace(self.change(scheme), name=", ".join((*others, self.name)))
+
+    def is_of(self, scheme: Scheme) -> bool:
+        """Whether the scheme does this part so."""
+        return replace(self.change(scheme), name=scheme.name) == scheme
 
 
 def _ways() -> Iterator[Way]:
@@ -244,11 +244,21 @@ _UNORDERED = Scheme(
 )
 
 
+_GRAMMAR = (
+    "First, llama.cpp, exact, or one of activations, weights, matrices, activations and weights, activations and "
+    "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, attention, biases, "
+    f"{', '.join(_FIELDS.values())} `in ROUNDING`, flash attention, exponentials to degree 4. A ROUNDING is float16, "
+    "bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0 or q8_K blocks; of activations, weights and matrices also, "
+    "with any N or `row`, int8/N, fp8/N, int4/N, full int4/N, wide int8/N, uint4/N, affine4/N, nf4/N. At the end may "
+    f"stand{ON_TENSOR_CORES!r}."
+)
+
+
 def scheme_named(name: str) -> Scheme:
     """A way to round in matmuls with weights (`llama.cpp` is ggml's), ways to do other parts, or both, with commas.
 
     With ` on tensor cores` at the end sums run there. Any rounding may stand in `activations in ROUNDING` and the like.
-    Raises EngineError with all names.
+    Raises EngineError with those that are near, and with what there is.
     """
     if name.endswith(ON_TENSOR_CORES):
         return scheme_named(name.removesuffix(ON_TENSOR_CORES)).on_tensor_cores()
@@ -262,10 +272,8 @@ def scheme_named(name: str) -> Scheme:
         scheme, others = SCHEMES[0], [first, *others]
     for other in others:
         if other not in attentions and other not in _BY_NAME:
-            raise EngineError(
-                f"unknown arithmetic {name!r}. Known: {'; '.join((*matmuls, *_ASKED))}; and, alone or after one of "
-                f"these and a comma: {'; '.join(dict.fromkeys((*attentions, *_BY_NAME)))}. At the end may stand"
-                f"{ON_TENSOR_CORES!r}."
-            )
+            known = dict.fromkeys((*(() if other in matmuls else matmuls), *attentions, *_BY_NAME))
+            near = "; ".join(get_close_matches(other, known))
+            raise EngineError(f"unknown arithmetic {other!r}. {f'Near: {near}. ' if near else ''}{_GRAMMAR}")
         scheme = _BY_NAME[other].of(scheme) if other in _BY_NAME else _with(scheme, attentions[other])
     return scheme

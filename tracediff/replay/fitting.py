@@ -16,7 +16,7 @@ from tracediff.replay.few import Few
 from tracediff.replay.look import Look, can_glance, glanced, look
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.recompute import Recomputation
-from tracediff.replay.score import ALIKE, COMPOSED, LESS, MARGIN, NOTHING, RARER, UNKNOWN, judge, lead, score
+from tracediff.replay.score import ALIKE, BLIND, COMPOSED, LESS, MARGIN, NOTHING, RARER, UNKNOWN, judge, lead, score
 from tracediff.replay.ties import told as choices_told
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
@@ -29,6 +29,7 @@ _MORE_SAMPLES, _FAR = 16, 100.0
 # NMSE. Through a layer float32 leaves 1e-13 and less, so a share of this is seen to its first digits.
 ROUGH = 1e-8
 _TOGETHER = 4096  # tokens of hypotheses that are looked at together: in attention each has all of a step
+_ABREAST = 2  # schemes that are changed further, part by part
 _FEW = 3  # records that tell the parts of an arithmetic
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
 # was 0.55 to 2.8 times that in llama.cpp's records.
@@ -75,7 +76,8 @@ class Fitting:
                 known = seen.get((record, scheme)) if within else table[first][-1]  # about as much
                 table[scheme].append(self.left(record, scheme) if known is None else known)
                 if self._needs_no_rival(record, scheme, table[scheme][-1]):
-                    return Choice((scheme,), True, table[scheme][-1], self._unfit(records[:i], scheme))
+                    asked = *records[:i], *self._planner.unlike(record, records[i + 1 :])
+                    return Choice((scheme,), True, table[scheme][-1], self._unfit(asked, scheme))
         close, least = _close(table, len(records)), min(min(figures) for figures in table.values())
         nearest = Choice((next((s for s in close if s in usual), close[0]),), False, least, tuple(records))
         if least > enough:
@@ -88,29 +90,46 @@ class Fitting:
         unfit = tuple(record for record in records if record.op not in fit)
         return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
 
-    def composed(self, start: Scheme, records: Sequence[OpRecord]) -> Choice:
-        """The arithmetic of these records where none that is listed fits: from `start`, one part of it after another is
-        done in the way that leaves least, as long as that takes something away.
+    def composed(self, starts: Sequence[Scheme], records: Sequence[OpRecord]) -> Choice:
+        """The arithmetic of these records where none that is listed fits: from each of `starts`, of which the first is
+        the nearest that is known, one part after another is done in the way that leaves least, as long as that takes
+        something away.
 
         Behind integers nothing falls by much until all is right, for any difference turns some of their roundings: so
         little counts.
         """
-        few = sorted(records[:_FEW], key=lambda record: self.left(record, start))
+        few = sorted(records[:_FEW], key=lambda record: self.left(record, starts[0]))
         few.insert(0, few.pop((len(few) - 1) // 2))  # not the one that is mistaken
-        before = left = self._left_of(start, few)
-        scheme, near = start, list[Scheme]()
-        while before > NOTHING:
-            others = self._planner.changes(scheme, *records)
-            found = {other: self._left_by_change(other, few, left) for other in others}
-            near = [other for other in others if found[other] <= ALIKE * left]
-            best = min(found, key=lambda other: found[other], default=scheme)
-            if found.get(best, left) >= LESS * left:
-                break
-            scheme, left = best, found[best]
+        best, rivals = starts[0], starts
+        before = left = self._left_of(best, few)
+        for start in starts:
+            if left > NOTHING:
+                end, near = self._nearer(start, few, records)
+                if self._left_of(end, few) < left:
+                    best, rivals, left = end, near, self._left_of(end, few)
         if score(left, COMPOSED) <= score(before):
-            return Choice((start,), False, before)
-        rivals = dict.fromkeys((scheme, *near, start))  # of one alone it would not be asked whether it fits
-        return self.settle(tuple(rivals), records)
+            return Choice((starts[0],), False, before)
+        # Of one alone it would not be asked whether it fits.
+        return self.settle(tuple(dict.fromkeys((best, *rivals, *starts))), records)
+
+    def _nearer(
+        self, start: Scheme, few: Sequence[OpRecord], records: Sequence[OpRecord]
+    ) -> tuple[Scheme, Sequence[Scheme]]:
+        """Where steps from a scheme end, by a few of the records, and the rivals of that. The best go on together, for
+        two ways of a part may be alike while another part is done wrongly.
+        """
+        left, found = self._left_of(start, few), {start: self._left_of(start, few)}
+        near: Sequence[Scheme] = (start,)
+        while NOTHING < left <= BLIND:  # no roundings make more that a floor does not hide
+            ahead = near[:_ABREAST]
+            for other in self._planner.changes(ahead, *records):
+                if other not in found:
+                    found[other] = self._left_by_change(other, few, found[ahead[0]])
+            near = sorted(found, key=lambda scheme: found[scheme])
+            if found[near[0]] >= LESS * left:
+                break
+            left = found[near[0]]
+        return near[0], [scheme for scheme in near if found[scheme] <= ALIKE * left]
 
     def _left_by_change(self, scheme: Scheme, records: Sequence[OpRecord], before: float) -> float:
         """What it leaves of the records; of the first alone where that is far more than `before`."""

@@ -21,7 +21,7 @@ from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
-from tracediff.numerics.schemes import WAYS
+from tracediff.numerics.schemes import WAYS, Way
 from tracediff.replay.recorded import Recorded
 from tracediff.trace.format import OpRecord
 
@@ -116,6 +116,14 @@ class Planner:
         kind = op.kind if all(held) else split(op.name)[1]
         return Sort(kind, record.dtype or "", n_tokens, n_keys > SHARED_BEYOND, tuple(held), tuple(types))
 
+    def unlike(self, record: OpRecord, others: Iterable[OpRecord]) -> list[OpRecord]:
+        """Of other records of a sort one of each op that a scheme may treat otherwise than its op: by its rows."""
+        found: dict[object, OpRecord] = {}
+        for other in others:
+            found.setdefault(self._treated(self._graph[other.op]), other)
+        found.pop(self._treated(self._graph[record.op]), None)
+        return [*found.values()]
+
     def said(self, schemes: Iterable[Scheme], names: Iterable[str]) -> tuple[str, ...]:
         """What each scheme rounds in these ops: those of a sort, and what they are recomputed through."""
         ops = self._unlike(self._graph[name] for name in dict.fromkeys(names))
@@ -154,11 +162,21 @@ class Planner:
             )
         return self._found[key]
 
-    def changes(self, scheme: Scheme, *records: OpRecord) -> Sequence[Scheme]:
-        """The scheme with any one part done in another way, those that differ from it and another in these records."""
+    def changes(self, schemes: Sequence[Scheme], *records: OpRecord) -> Sequence[Scheme]:
+        """Each scheme with any one part done in another way: those that differ from these and one another in the
+        records.
+        """
         if len(self._schemes) == 1:
             return ()
-        return self.suiting((scheme, *(way.of(scheme) for way in WAYS)), *records)[1:]
+        changed = (way.of(scheme) for scheme in schemes for way in WAYS)
+        return [scheme for scheme in self.suiting((*schemes, *changed), *records) if scheme not in schemes]
+
+    def told(self, scheme: Scheme, *records: OpRecord) -> Sequence[Way]:
+        """How the scheme does each part that makes a difference in these records of a sort."""
+        covered = self._covered(*records)
+        of, parts = self._rounds(scheme, covered), {way.part: way for way in reversed(WAYS) if way.is_of(scheme)}
+        differ = {way.part for way in WAYS if self._rounds(way.of(scheme), covered) != of}
+        return [way for part, way in parts.items() if part in differ]
 
     def suiting(self, schemes: Sequence[Scheme], *records: OpRecord) -> Sequence[Scheme]:
         """Those of the schemes that differ for these records of a sort, and suit their rows."""
@@ -203,11 +221,15 @@ class Planner:
         """One of each sort that a scheme may treat otherwise: a model has hundreds of ops, of a dozen sorts."""
         sorts: dict[tuple[str, bool, str, Axis, int], Op] = {}
         for op in ops:
-            first = op.weights[0] if op.weights else None
-            row = op.axes[-1] if op.kind == "add" else 0  # what is added may be rounded in blocks
-            of = (self._weights.type_of(first), first.shape[-1], len(op.weights)) if first else ("", row, 0)
-            sorts.setdefault((op.kind, any(op.past), *of), op)
+            sorts.setdefault(self._treated(op), op)
         return tuple(sorts.values())
+
+    def _treated(self, op: Op) -> tuple[str, bool, str, Axis, int]:
+        """What of the op makes a difference to a scheme."""
+        first = op.weights[0] if op.weights else None
+        row = op.axes[-1] if op.kind == "add" else 0  # what is added may be rounded in blocks
+        of = (self._weights.type_of(first), first.shape[-1], len(op.weights)) if first else ("", row, 0)
+        return op.kind, any(op.past), *of
 
     def _rows_fit(self, ops: Sequence[Op], arithmetics: Sequence[Arithmetic]) -> bool:
         width = self._graph.hparams.head_dim

@@ -3,23 +3,24 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.schemes import SCHEMES
+from tracediff.numerics.schemes import EXACTLY, PLAIN, Way
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
 from tracediff.replay.recompute import Recomputation
-from tracediff.replay.score import COMPOSED, NOTHING, score
+from tracediff.replay.score import NOTHING
 from tracediff.trace.format import OpRecord
 
 # Of fewer values one of some fifty arithmetics leaves next to nothing by chance: of one value in bfloat16, which is a
 # step of 4e-3 wide, 3e-5 of it every other time; of four one time in ten million.
 _VALUES = 4
-_SHARED = 2  # times that what was composed for one sort is tried for others, and where it leads for the first
+_ROUNDS = 2  # times that arithmetic is composed with what other sorts told, be it by what was composed for them
 
 
 class Planning:
@@ -39,38 +40,54 @@ class Planning:
             usual = () if choice.settled else self._as_others(by_sort[sort][0], settled)
             if usual and choice.schemes[0] not in usual:
                 choices[sort] = self._settled(by_sort[sort], usual)
-        for _ in range(_SHARED):
-            firsts = (choice.schemes[0] for choice in choices.values() if choice.settled)
-            composed = [scheme for scheme in dict.fromkeys(firsts) if scheme not in SCHEMES]
-            choices = {sort: self._as_composed(choice, by_sort[sort], composed) for sort, choice in choices.items()}
+        for _ in range(_ROUNDS):
+            told = self._told_by(choices, by_sort)
+            choices = {sort: self._composed(choice, by_sort[sort], told) for sort, choice in choices.items()}
+        choices = {sort: self._told(choice, by_sort[sort]) for sort, choice in choices.items()}
         return Plan(choices, self._recomputation.weights.device, self._recomputation.recorded.on_the_way)
 
     def _settled(self, records: list[OpRecord], usual: Sequence[Scheme] = ()) -> Choice:
+        """By what is listed."""
         candidates = self._planner.candidates(*records)
         samples = self._samples(records) if len(candidates) > 1 else records
         choice = self._fitting.settle(candidates, samples, usual=usual)
-        asked = choice.unfit or (samples if len(choice.schemes) > 1 else ())
+        self._recomputation.forget()
+        return choice
+
+    def _told_by(self, choices: Mapping[Sort, Choice], by_sort: Mapping[Sort, Sequence[OpRecord]]) -> Mapping[str, Way]:
+        """How the engine does each part, as far as some sort tells: what leaves next to nothing knows best, and of such
+        what does other than most engines do, who leave a head or a table as it is where they quantise all else.
+        """
+        known: list[tuple[tuple[bool, bool, float], Way]] = []
+        for sort, choice in choices.items():
+            if choice.settled and len(choice.schemes) == 1:
+                for way in self._planner.told(choice.schemes[0], *by_sort[sort]):
+                    usual = any(way.is_of(scheme) for scheme in PLAIN)
+                    known.append(((not choice.nmse <= NOTHING, usual, choice.nmse), way))
+        return {way.part: way for _, way in sorted(known, key=lambda one: one[0], reverse=True)}
+
+    def _composed(self, choice: Choice, records: list[OpRecord], told: Mapping[str, Way]) -> Choice:
+        """Where nothing usual fits, or not one thing, or leaves more than next to nothing: parts that are done in ways
+        of other engines, or weights that the engine quantised by itself, be it but for the head; from the nearest, and
+        from that with what other sorts told.
+        """
+        samples, nearest = self._samples(records), choice.schemes[0]
+        starts = [nearest]
+        if choice.nmse > NOTHING:
+            as_told = reduce(lambda scheme, way: way.of(scheme), told.values(), EXACTLY)
+            starts = [*self._planner.suiting((nearest, as_told), *records)]
+        doubtful = (len(choice.schemes) > 1 or len(starts) > 1) and not choice.by_op
+        asked = choice.unfit or (samples if doubtful else ())
         if asked and self._planner.is_segment(asked[0]):
             asked = samples  # of which one that nothing fits may be the mistaken one
-        if asked and self._is_short(asked[0]):
-            choice = self._composed(choice, asked, records)
+        if not asked or not self._is_short(asked[0]):
+            return choice
+        found = self._fitting.composed(starts, asked)
         self._recomputation.forget()
-        return self._told(choice, records)
-
-    def _as_composed(self, choice: Choice, records: list[OpRecord], composed: Sequence[Scheme]) -> Choice:
-        """In an arithmetic that was composed for another sort, where that leaves far less: what is listed may
-        hide the rest in its floor, in a few tokens.
-        """
-        schemes = self._planner.suiting((*choice.schemes, *composed), *records)
-        others = [scheme for scheme in schemes if scheme not in choice.schemes]
-        if not others or choice.nmse <= NOTHING:
+        if not found.settled:
             return choice
-        samples = self._samples(records)
-        found = self._fitting.settle(schemes, samples)
-        if not found.settled or found.schemes[0] not in others or score(found.nmse, COMPOSED) <= score(choice.nmse):
-            return choice
-        further = self._fitting.composed(found.schemes[0], samples)
-        return self._told(further if further.settled else found, records)
+        whole = self._beside(choice, found, records) if choice.settled and choice.unfit else found
+        return self._composed(whole, records, told) if 0 < len(found.unfit) < len(asked) else whole
 
     def _told(self, choice: Choice, records: Sequence[OpRecord]) -> Choice:
         return replace(choice, said=self.said(choice.schemes, records), n_records=len(records), unfit=())
@@ -80,17 +97,10 @@ class Planning:
         through = (name for record in records for name in self._recomputation.segment(record))
         return self._planner.said(schemes, through)
 
-    def _composed(self, choice: Choice, asked: Sequence[OpRecord], records: Sequence[OpRecord]) -> Choice:
-        """With what fits those that nothing usual does, or not one thing: parts that are done in ways of other engines,
-        or weights that the engine quantised by itself, be it but for the head.
-        """
-        found = self._fitting.composed(choice.schemes[0], asked)
-        if not found.settled:
-            return choice
-        if not (choice.settled and choice.unfit):
-            return found
+    def _beside(self, choice: Choice, found: Choice, records: Sequence[OpRecord]) -> Choice:
+        """A choice, and what was found for the ops of those records that it does not fit."""
         both = tuple(dict.fromkeys((*found.schemes, *choice.schemes)))
-        by_op = dict.fromkeys(_names(records), choice.schemes)
+        by_op = {name: choice.of(name).schemes for name in _names(records)}
         by_op |= dict.fromkeys(_names(choice.unfit), found.schemes)
         by_op |= dict.fromkeys(_names(found.unfit), both)
         return replace(found, schemes=both, by_op=by_op)

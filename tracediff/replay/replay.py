@@ -173,7 +173,7 @@ class Replay:
         else:
             candidates = [*self._planner.candidates(record)]
             if choice.schemes[0] not in candidates:  # but one that was composed
-                candidates += self._planner.changes(choice.schemes[0], record)
+                candidates += self._planner.changes(choice.schemes[:1], record)
         others = [scheme for scheme in candidates if scheme not in choice.schemes]
         near = [s for s in others if s in choice.alike or self._fitting.leaves(record, s, NOTHING)]
         for scheme in near:
