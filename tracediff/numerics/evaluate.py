@@ -29,7 +29,8 @@ def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
     """What the scheme rounds in this op, which depends on the type of its weight."""
     entry = KINDS[op.kind].scheme if is_covered(op) else None
     if not op.weights and entry == "rms_norm":
-        return scheme.of("residual") if op.kind == "add" and not any(op.views) else EXACT
+        added = scheme.of("residual") if op.kind == "add" and not any(op.views) else EXACT
+        return added if added == EXACT or rows_fit(op, added, 0) else EXACT  # a hypothesis may add other rows
     if not op.weights and entry == "linear":  # of two values: as in attention, where one comes from a cache
         entry = "scores" if any(op.past) else None
     found = scheme.of(entry, weights.type_of(op.weights[0]) if op.weights else "F32") if entry else EXACT

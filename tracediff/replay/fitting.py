@@ -16,7 +16,20 @@ from tracediff.replay.few import Few
 from tracediff.replay.look import Look, can_glance, glanced, look
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.recompute import Recomputation
-from tracediff.replay.score import ALIKE, BLIND, COMPOSED, LESS, MARGIN, NOTHING, RARER, UNKNOWN, judge, lead, score
+from tracediff.replay.score import (
+    ALIKE,
+    BLIND,
+    COMPOSED,
+    LESS,
+    MARGIN,
+    NOTHING,
+    RARER,
+    UNKNOWN,
+    UNLIKE,
+    judge,
+    lead,
+    score,
+)
 from tracediff.replay.ties import told as choices_told
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
@@ -54,9 +67,11 @@ class Fitting:
         records: Sequence[OpRecord],
         enough: float = math.inf,
         usual: Sequence[Scheme] = (),
+        unlike: Sequence[Scheme] = (),
     ) -> Choice:
         """The arithmetic of these records, which share it. Where none leaves little `enough`, it is not asked what
-        fits. Where none fits, one that is `usual` in the trace comes before what leaves hardly less.
+        fits. Where none fits, one that is `usual` in the trace comes before what leaves hardly less. Those that are
+        `unlike` what other records tell must leave far less than the others.
 
         What leaves next to nothing of one of them needs no rival. Else those that leave least of all of them are in
         contention: what an engine does not do adds an error, which the others have no part in, so it leaves more.
@@ -78,7 +93,7 @@ class Fitting:
                 if self._needs_no_rival(record, scheme, table[scheme][-1]):
                     asked = *records[:i], *self._planner.unlike(record, records[i + 1 :])
                     return Choice((scheme,), True, table[scheme][-1], self._unfit(asked, scheme))
-        close, least = _close(table, len(records)), min(min(figures) for figures in table.values())
+        close, least = _close(table, len(records), unlike), min(min(figures) for figures in table.values())
         nearest = Choice((next((s for s in close if s in usual), close[0]),), False, least, tuple(records))
         if least > enough:
             return nearest
@@ -408,10 +423,10 @@ def _promising(table: Mapping[Scheme, list[float]]) -> list[Scheme]:
     return [scheme for scheme in scores if scheme in PLAIN or scores[scheme] >= max(scores.values()) - _PROMISING]
 
 
-def _close(table: Mapping[Scheme, list[float]], n_records: int) -> list[Scheme]:
+def _close(table: Mapping[Scheme, list[float]], n_records: int, unlike: Sequence[Scheme]) -> list[Scheme]:
     """Those that were asked of all records and leave about as little as the best does, which comes first."""
     scores = {
-        scheme: median(map(score, figures)) - RARER * place
+        scheme: median(map(score, figures)) - RARER * place - UNLIKE * (scheme in unlike)
         for place, (scheme, figures) in enumerate(table.items())
         if len(figures) == n_records
     }

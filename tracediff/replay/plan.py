@@ -6,6 +6,7 @@ the order in which records are judged.
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -171,12 +172,17 @@ class Planner:
         changed = (way.of(scheme) for scheme in schemes for way in WAYS)
         return [scheme for scheme in self.suiting((*schemes, *changed), *records) if scheme not in schemes]
 
-    def told(self, scheme: Scheme, *records: OpRecord) -> Sequence[Way]:
-        """How the scheme does each part that makes a difference in these records of a sort."""
+    def told(self, scheme: Scheme, *records: OpRecord) -> Mapping[str, Sequence[Way]]:
+        """The ways of each part that make these records of a sort what the scheme does: its own first, unless it has
+        none of them. Parts that make no difference in them are left out.
+        """
         covered = self._covered(*records)
-        of, parts = self._rounds(scheme, covered), {way.part: way for way in reversed(WAYS) if way.is_of(scheme)}
-        differ = {way.part for way in WAYS if self._rounds(way.of(scheme), covered) != of}
-        return [way for part, way in parts.items() if part in differ]
+        of, found = self._rounds(scheme, covered), defaultdict[str, list[Way]](list)
+        for way in sorted(WAYS, key=lambda way: not way.is_of(scheme)):
+            if self._rounds(way.of(scheme), covered) == of:
+                found[way.part].append(way)
+        n_ways = Counter(way.part for way in WAYS)
+        return {part: ways for part, ways in found.items() if len(ways) < n_ways[part]}
 
     def suiting(self, schemes: Sequence[Scheme], *records: OpRecord) -> Sequence[Scheme]:
         """Those of the schemes that differ for these records of a sort, and suit their rows."""

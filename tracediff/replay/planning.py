@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,16 @@ _VALUES = 4
 _ROUNDS = 2  # times that arithmetic is composed with what other sorts told, be it by what was composed for them
 
 
+class Known(NamedTuple):
+    """What some sort of record tells: that a part is done in one of these ways."""
+
+    part: str
+    ways: Sequence[Way]
+    surely: bool  # by records of their own, of which it leaves next to nothing
+    usual: bool
+    nmse: float
+
+
 class Planning:
     """Makes the plan of one trace."""
 
@@ -36,37 +47,50 @@ class Planning:
             by_sort[self._planner.sort(record)].append(record)
         choices = {sort: self._settled(alike) for sort, alike in by_sort.items()}
         settled = {sort.name: choice.schemes[0] for sort, choice in choices.items() if choice.settled}
+        known = self._known(choices, by_sort)
         for sort, choice in choices.items():
             usual = () if choice.settled else self._as_others(by_sort[sort][0], settled)
-            if usual and choice.schemes[0] not in usual:
-                choices[sort] = self._settled(by_sort[sort], usual)
+            unlike = self._unlike(by_sort[sort], known)
+            if (usual and choice.schemes[0] not in usual) or any(scheme in unlike for scheme in choice.schemes):
+                choices[sort] = self._settled(by_sort[sort], usual, unlike)
         for _ in range(_ROUNDS):
-            told = self._told_by(choices, by_sort)
-            choices = {sort: self._composed(choice, by_sort[sort], told) for sort, choice in choices.items()}
+            known = self._known(choices, by_sort)
+            choices = {sort: self._composed(choice, by_sort[sort], known) for sort, choice in choices.items()}
         choices = {sort: self._told(choice, by_sort[sort]) for sort, choice in choices.items()}
         return Plan(choices, self._recomputation.weights.device, self._recomputation.recorded.on_the_way)
 
-    def _settled(self, records: list[OpRecord], usual: Sequence[Scheme] = ()) -> Choice:
+    def _settled(self, records: list[OpRecord], usual: Sequence[Scheme] = (), unlike: Sequence[Scheme] = ()) -> Choice:
         """By what is listed."""
         candidates = self._planner.candidates(*records)
         samples = self._samples(records) if len(candidates) > 1 else records
-        choice = self._fitting.settle(candidates, samples, usual=usual)
+        choice = self._fitting.settle(candidates, samples, usual=usual, unlike=unlike)
         self._recomputation.forget()
         return choice
 
-    def _told_by(self, choices: Mapping[Sort, Choice], by_sort: Mapping[Sort, Sequence[OpRecord]]) -> Mapping[str, Way]:
-        """How the engine does each part, as far as some sort tells: what leaves next to nothing knows best, and of such
-        what does other than most engines do, who leave a head or a table as it is where they quantise all else.
+    def _known(self, choices: Mapping[Sort, Choice], by_sort: Mapping[Sort, Sequence[OpRecord]]) -> Sequence[Known]:
+        """How the engine does parts, as far as sorts tell. First what leaves next to nothing, of such what does other
+        than most engines do: who quantise all else may leave a head or a table as it is.
         """
-        known: list[tuple[tuple[bool, bool, float], Way]] = []
+        known = []
         for sort, choice in choices.items():
             if choice.settled and len(choice.schemes) == 1:
-                for way in self._planner.told(choice.schemes[0], *by_sort[sort]):
-                    usual = any(way.is_of(scheme) for scheme in PLAIN)
-                    known.append(((not choice.nmse <= NOTHING, usual, choice.nmse), way))
-        return {way.part: way for _, way in sorted(known, key=lambda one: one[0], reverse=True)}
+                for part, ways in self._planner.told(choice.schemes[0], *by_sort[sort]).items():
+                    usual = any(way.is_of(scheme) for way in ways for scheme in PLAIN)
+                    known.append(Known(part, ways, all(sort.held) and choice.nmse <= NOTHING, usual, choice.nmse))
+        return sorted(known, key=lambda one: (not one.surely, one.usual, one.nmse))
 
-    def _composed(self, choice: Choice, records: list[OpRecord], told: Mapping[str, Way]) -> Choice:
+    def _unlike(self, records: Sequence[OpRecord], known: Sequence[Known]) -> Sequence[Scheme]:
+        """Of segments the candidates that do some part in none of the ways that are surely known of it."""
+        if not self._planner.is_segment(records[0]):
+            return ()
+        ways: defaultdict[str, set[Way]] = defaultdict(set)
+        for one in known:
+            ways[one.part] |= set(one.ways if one.surely else ())
+        sure = [of_part for of_part in ways.values() if of_part]
+        candidates = self._planner.candidates(*records)
+        return [s for s in candidates if not all(any(way.is_of(s) for way in of_part) for of_part in sure)]
+
+    def _composed(self, choice: Choice, records: list[OpRecord], known: Sequence[Known]) -> Choice:
         """Where nothing usual fits, or not one thing, or leaves more than next to nothing: parts that are done in ways
         of other engines, or weights that the engine quantised by itself, be it but for the head; from the nearest, and
         from that with what other sorts told.
@@ -74,6 +98,7 @@ class Planning:
         samples, nearest = self._samples(records), choice.schemes[0]
         starts = [nearest]
         if choice.nmse > NOTHING:
+            told = {one.part: one.ways[0] for one in reversed(known)}
             as_told = reduce(lambda scheme, way: way.of(scheme), told.values(), EXACTLY)
             starts = [*self._planner.suiting((nearest, as_told), *records)]
         doubtful = (len(choice.schemes) > 1 or len(starts) > 1) and not choice.by_op
@@ -87,7 +112,7 @@ class Planning:
         if not found.settled:
             return choice
         whole = self._beside(choice, found, records) if choice.settled and choice.unfit else found
-        return self._composed(whole, records, told) if 0 < len(found.unfit) < len(asked) else whole
+        return self._composed(whole, records, known) if 0 < len(found.unfit) < len(asked) else whole
 
     def _told(self, choice: Choice, records: Sequence[OpRecord]) -> Choice:
         return replace(choice, said=self.said(choice.schemes, records), n_records=len(records), unfit=())

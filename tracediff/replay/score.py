@@ -43,6 +43,10 @@ COMPOSED = math.log(4.0)
 # most, where z is its luck and n is how many values err by themselves: of some thousand a two-hundredth is more. What
 # leaves up to `ALIKE` times as much as the best is its rival.
 LESS, ALIKE = 1 - 1 / 200, 4.0
+# Arithmetic of a segment that does a part otherwise than some record of the trace tells beyond doubt. Engines that
+# leave their head as it is have such: then it leaves 1e-7 of a layer and less where the other leaves 1e-4. Of mistaken
+# layers 8-bit rows with zeros left a tenth of what is right.
+UNLIKE = math.log(1000.0)
 FITTED = math.log(4.0)  # a number that was fitted, beyond a usual one: two fits to within the noise differ by so much
 # One place further down the list of arithmetics, which begins with the most usual: between two that leave the same.
 RARER = 0.01

@@ -1,5 +1,6 @@
 """Mistakes in the cache of keys and values: which slots are written, and which are read."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,11 +21,12 @@ from tracediff.diagnose.mistakes.mistake import (
     weights_of,
 )
 from tracediff.english import ranges
-from tracediff.model.graph import Op
+from tracediff.model.graph import Op, View
 from tracediff.names import split
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.rope import rope
+from tracediff.numerics.views import seen
 
 AREA = Area()
 
@@ -150,13 +152,17 @@ def _another_layers(op: Op, context: Context) -> Variants:
         words = f"the cache of layer {split(first)[0]} is read"
         yield replace(op, inputs=(op.inputs[0], first, *op.inputs[2:])), words
     if own != last:
-        shared = computing(op.also_reading((last, "earlier")), partial(_shared, KINDS[op.kind].function))
+        view, width = op.seen[1], math.prod(axis for axis in axes if isinstance(axis, int))
+        function = partial(_shared, KINDS[op.kind].function, view, width)
+        shared = computing(op.also_reading((last, "earlier")), function)
         yield shared, "all layers have one cache: of earlier steps it holds what the last layer wrote"
 
 
-def _shared(function: Callable[..., Tensor], left: Tensor, cached: Tensor, others: Tensor) -> Tensor:
-    """With what other layers cached in earlier steps."""
-    earlier = others.reshape(-1, *cached.shape[1:])
+def _shared(
+    function: Callable[..., Tensor], view: View | None, width: int, left: Tensor, cached: Tensor, others: Tensor
+) -> Tensor:
+    """With what other layers cached in earlier steps, rows of `width` values, of which this op may see a part."""
+    earlier = seen(view, 0, others.numel() // width, others) if view else others.reshape(-1, *cached.shape[1:])
     return function(left, torch.cat((earlier.to(cached), cached[len(earlier) :])))
 
 
