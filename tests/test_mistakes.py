@@ -48,8 +48,10 @@ PLANTED = {
     "qwen3moe": ("router_sigmoid", "weights_not_normalised", "expert_order", "expert_off_by_one", "top_k_off_by_one",
                  "top_k_smallest", "expert_not_looked_up", "experts_left_out", "too_few_experts", "experts_sorted",
                  "rope_before_norm", "wrong_layer", "expert_weights", "weight_transposed@blk.1.ffn_gate_exps",
-                 "experts_not_cleared"),
-    "deepseek2": ("router_softmax", "selection_bias_in_weights", "weights_normalised", "scale_dropped", "term_dropped",
+                 "experts_not_cleared", "weights_by_all", "weights_sorted@blk.1.ffn_moe_weights",
+                 "weights_sorted@blk.1.ffn_moe_weights_norm"),
+    "deepseek2": ("router_softmax", "selection_bias_in_weights", "selection_bias_on_logits", "weights_normalised",
+                  "scale_dropped", "term_dropped",
                   "gate_up_swapped", "weight_transposed@blk.1.attn_k_b", "expert_off_by_one@blk.1.attn_v_b",
                   "parts_in_another_order@blk.1.q_pe", "parts_in_another_order@blk.1.attn_kv_a_norm"),
     "cohere2": ("in_sequence@blk.1.ffn_gate", "rope_in_all_layers", "norm_bypassed@blk.1.ffn_up"),
@@ -308,7 +310,7 @@ def test_whatever_two_mistakes_are_tried_in_an_op_it_makes_values_of_its_shape(a
 
 
 def test_every_mistake_of_experts_and_states_is_planted_here() -> None:
-    planted = {fault.partition("@")[0] for faults in PLANTED.values() for fault in faults}
+    planted = {fault.partition("@")[0] for faults in PLANTED.values() for fault in faults} | {"groups_ignored"}
     assert {mistake.name for mistake in (*experts.AREA, *order.AREA, *states.AREA, *parts.AREA)} <= planted <= set(BANK)
 
 
@@ -398,11 +400,16 @@ def yarn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.write("deepseek2", tmp_path_factory.mktemp("yarn") / "yarn.gguf", others=others)
 
 
-def test_a_choice_that_does_not_mind_groups_is_located(tmp_path: Path) -> None:
-    """Two of four groups of two experts are chosen first; what is tried on that has other shapes than experts have."""
+@pytest.fixture(scope="module")
+def with_groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two of four groups of two experts are chosen first."""
     groups = {"expert_count": 8, "expert_group_count": 4, "expert_group_used_count": 2}
-    model = tiny_models.write("deepseek2", tmp_path / "a.gguf", others=groups)
-    file = GGUFFile(model)
+    return tiny_models.write("deepseek2", tmp_path_factory.mktemp("groups") / "groups.gguf", others=groups)
+
+
+def test_a_choice_that_does_not_mind_groups_is_named(with_groups: Path, tmp_path: Path) -> None:
+    """What is tried on it has other shapes than experts have."""
+    model, file = with_groups, GGUFFile(with_groups)
     graph = build_graph(file)
     choice = graph["blk.1.ffn_moe_topk"]
     biased = replace(choice, inputs=("blk.1.ffn_moe_probs_biased",), views=())
@@ -410,7 +417,7 @@ def test_a_choice_that_does_not_mind_groups_is_located(tmp_path: Path) -> None:
     path = without(traced(graph.changed(biased), file, tmp_path / "a.trace"), {op.name for op in left_out})
     result = check_trace(path, model)
     assert {op.op for op in result.faulty} == {choice.name}
-    assert [finding.text for finding in result.findings if finding.mistake] == []  # one token's choice is soon suited
+    assert [finding.mistake for finding in result.findings] == ["groups_ignored"]
     weights = replace(graph["blk.1.ffn_moe_weights"], inputs=("blk.1.ffn_moe_probs_biased", choice.name))
     path = traced(graph.changed(weights), file, tmp_path / "b.trace")
     assert {finding.mistake for finding in check_trace(path, model).findings} == {"selection_bias_in_weights"}
@@ -659,10 +666,19 @@ def test_a_layer_that_rotates_before_its_norms_is_not_said_to_have_no_rope(tiny:
         assert [Variant(*one).text for one in found] == [f"queries and keys are rotated{words}"]
 
 
-def test_what_counts_too_few_is_said_of_groups(tiny: Tiny, tmp_path: Path) -> None:
-    groups = {"expert_count": 8, "expert_group_count": 4, "expert_group_used_count": 2}
-    path = tiny_models.write("deepseek2", tmp_path / "groups.gguf", others=groups)
-    file = GGUFFile(path)
+def test_what_stands_for_scores_of_other_groups_is_named(with_groups: Path, tmp_path: Path) -> None:
+    """Biases below 0 show it: an expert that is out of the question has then the larger score."""
+    file = GGUFFile(with_groups)
+    graph = build_graph(file)
+    (fill,) = (op for op in graph.layer(1) if op.kind == "fill")
+    lower = replace(graph["blk.1.ffn_moe_probs_biased"], function=lambda x, bias: x + bias - 3.0)
+    path = traced(graph.changed(lower, replace(fill, attrs={**fill.attrs, "value": 0.0})), file, tmp_path / "a.trace")
+    of_fill = [op for op in check_trace(path, with_groups).faulty if op.op == fill.name]
+    assert {op.cause and op.cause.name for op in of_fill} == {"groups_ignored"}
+
+
+def test_what_counts_too_few_is_said_of_groups(with_groups: Path) -> None:
+    file = GGUFFile(with_groups)
     graph = build_graph(file)
     words = []
     for op in graph:

@@ -50,7 +50,7 @@ def describe_choice(chosen: Tensor, right: Tensor) -> str:
     taken, largest = (" and ".join(map(str, places[wrong[0]].tolist())) for places in (ours, theirs))
     twice = int((sorted_ours[:, 1:] == sorted_ours[:, :-1]).any(-1).sum())
     of = f" in {len(wrong)} of {len(ours)} tokens" if len(ours) > 1 else ""
-    said = f"another choice{of}: token {wrong[0]} takes {taken}, where {largest} have the largest scores"
+    said = f"another choice{of}: token {wrong[0]} takes {taken}, where {largest} belong"
     never = sorted({*theirs.flatten().tolist()} - {*ours.flatten().tolist()})
     lacks = [row for row in wrong if not {*theirs[row].tolist()}.isdisjoint(never)]
     if never and len(lacks) == len(wrong) >= _TOKENS_TELL:

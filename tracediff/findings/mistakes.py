@@ -54,7 +54,7 @@ def _of_ops(ops: Iterable[OpResult]) -> list[_Group]:
         if op.status != "faulty":
             continue
         if not op.cause:
-            group = groups.setdefault((local_name(op.op), "" if op.sought else _UNSOUGHT), _Group(None, None))
+            group = groups.setdefault((local_name(op.op), ""), _Group(None, None))
             group.ops.append(op)
             group.texts.append(op.shape or "")
             continue
@@ -71,9 +71,7 @@ def _of_kinds(groups: list[_Group], ops: Sequence[OpResult]) -> list[_Group]:
     for kinds, _ in WHOLE:
         alike = [group for group in groups if group.mistake is None and all(op.kind in kinds for op in group.ops)]
         wrong = {op.op for group in alike for op in group.ops}
-        if len({op.sought for group in alike for op in group.ops}) == 1 < len(alike) and wrong == {
-            op.op for op in ops if op.kind in kinds
-        }:
+        if len(alike) > 1 and wrong == {op.op for op in ops if op.kind in kinds}:
             first, *others = alike
             for other in others:
                 first.ops += other.ops
@@ -137,7 +135,7 @@ def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:
         step = f" in step {first.step}" * (len({op.step for op in group.ops}) > 1)
         of = f"{first.op}{step}: " if len(shapes) > 1 else ""
         shape = f" ({of}{group.texts[0]})" if group.texts[0] else ""
-        return f"{where}: {_UNKNOWN if first.sought else _UNSOUGHT}{shape}."
+        return f"{where}: {_UNKNOWN if all(op.sought for op in group.ops) else _UNSOUGHT}{shape}."
     texts, each = group.texts, [*zip(group.texts, group.ops, strict=True)]
     if len(names) > 1:
         texts = [unnamed(text, op.op) for text, op in each]

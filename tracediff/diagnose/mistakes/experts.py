@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of
 from tracediff.numerics.evaluate import computed, noise_of
 from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.elementwise import repeated
 from tracediff.numerics.kinds.kind import Call, Made
 from tracediff.numerics.kinds.layout import get_rows
@@ -59,13 +61,78 @@ def _biased(op: Op, context: Context) -> Variants:
     graph, choice = context.graph, context.graph.ops.get(op.inputs[-1])
     if not choice or choice.kind != "top_k" or len(op.inputs) != 2 or choice.inputs[0] == op.inputs[0]:
         return
-    n_chosen, n_own = (math.prod(map(int, graph[one.inputs[0]].shape(1)[1:])) for one in (choice, op))
-    if n_chosen == n_own:  # not so where it is groups that are chosen
+    if _is_of_choice(op, graph):
         own, chosen_by = op.inputs[0], choice.inputs[0]
         has_bias = own in graph[chosen_by].inputs
         others = f"the weights are those of {chosen_by}, which experts are chosen by, in place of those of {own}"
         words = "the weights have the bias of the choice in them" if has_bias else others
         yield replace(op, inputs=(chosen_by, op.inputs[1])), words
+
+
+@AREA.mistake(
+    "groups_ignored", "experts are chosen among all groups, not among the chosen ones",
+    "the mask of groups, and what stands for their experts' scores", Where(("top_k", "fill")),
+)  # fmt: skip
+def _groups_ignored(op: Op, context: Context) -> Variants:
+    if op.kind == "fill":
+        if op.attrs["value"] == -math.inf and any(by.kind == "set_rows" for by, _ in context.graph.readers(op.name)):
+            words = "scores of experts outside the chosen groups are 0, where they are -inf"
+            yield replace(op, attrs={**op.attrs, "value": 0.0}), words
+        return
+    masked = context.graph.ops.get(op.inputs[0])
+    fill = context.graph.ops.get(masked.inputs[-1]) if masked and masked.kind == "set_rows" else None
+    if fill and fill.kind == "fill" and fill.inputs:
+        words = "experts are chosen by their scores alone, whatever group they are in"
+        yield replace(op, inputs=(fill.inputs[0], *op.inputs[1:])), words
+
+
+@AREA.mistake(
+    "selection_bias_on_logits", "the bias that experts are chosen with is added before the gating function",
+    "what the bias of the choice is added to", Where(("add",), ("ranked",)),
+)  # fmt: skip
+def _bias_on_logits(op: Op, context: Context) -> Variants:
+    gate = context.graph.ops.get(op.inputs[0])
+    if gate and gate.kind in ("sigmoid", "soft_max") and len(op.weights) == 1 == len(op.inputs):
+        gated = partial(KINDS[gate.kind].function, **gate.attrs)
+        added = replace(op, inputs=gate.inputs, function=lambda x, bias: gated(x + bias))
+        yield added, f"the bias of the choice is added before the {gate.kind.replace('soft_max', 'softmax')}"
+
+
+@AREA.mistake(
+    "weights_by_all", "the weights of the chosen experts are divided by the sum over all experts",
+    "which experts the sum of weights is taken over", Where(("sum_rows",)),
+)  # fmt: skip
+def _by_all(op: Op, context: Context) -> Variants:
+    rows = context.graph.ops.get(op.inputs[0])
+    if rows and rows.kind == "get_rows" and _is_of_choice(rows, context.graph):
+        summed = replace(op, inputs=rows.inputs[:1], views=(), function=lambda x: x.flatten(1).sum(-1, keepdim=True))
+        yield summed, "the weights are divided by the sum over all experts, where the chosen ones are summed"
+
+
+@AREA.mistake(
+    "weights_sorted", "the weights of the chosen experts are in another order than these",
+    "whether weights and numbers of experts are sorted alike", Where(("get_rows", "div")),
+)  # fmt: skip
+def _weights_sorted(op: Op, context: Context) -> Variants:
+    rows = op if op.kind == "get_rows" else context.graph.ops.get(op.inputs[0])
+    if rows and rows.kind == "get_rows" and len(op.inputs) == 2 and _is_of_choice(rows, context.graph):
+        ids = rows.inputs[1]
+
+        def function(a: Tensor, b: Tensor, ids: Tensor) -> Tensor:
+            right = KINDS[op.kind].function(a, b)
+            return right.gather(1, ids.flatten(1).argsort(-1).reshape(right.shape))
+
+        words = "the weights are in the order of the experts' numbers, the experts in that of their scores"
+        yield computing(op.also_reading((ids, False)), function), words
+
+
+def _is_of_choice(rows: Op, graph: Graph) -> bool:
+    """Whether these are rows of what experts, not groups, were chosen by."""
+    choice = graph.ops.get(rows.inputs[-1])
+    if choice is None or choice.kind != "top_k" or len(choice.axes) > 2:  # of each group its best
+        return False
+    n_chosen, n_own = (math.prod(map(int, graph[one.inputs[0]].shape(1)[1:])) for one in (choice, rows))
+    return n_chosen == n_own
 
 
 @AREA.mistake(

@@ -98,11 +98,13 @@ def verified(problem: Problem, priced: Priced) -> Solved | None:
     return Solved((op,), words, priced.bits, priced.look, priced.fitted)
 
 
-def words_of(problem: Problem, edit: Edit) -> str | None:
-    """The edit in the reader's words; None where its loops cannot run here, though of fewer tokens they may."""
+def words_of(problem: Problem, edit: Edit, within: np.ndarray | None = None) -> str | None:
+    """The edit in the reader's words, be it but of what is `within`; None where its loops cannot run here, though of
+    fewer tokens they may.
+    """
     bound = bound_of(problem, edit)
     try:
-        return Speaker(problem.op, problem.loops).said(edit, bound) if bound else None
+        return Speaker(problem.op, problem.loops).said(edit, bound, within) if bound else None
     except CannotRunError:
         return None
 
@@ -169,7 +171,8 @@ def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
             if np.all(fits[region.mask(shape).ravel()]):
                 inside = problem.edited(priced.edit)
                 region = widest(region, fits.reshape(shape))
-                changed, words = in_region(problem.op, inside, region), words_of(problem, priced.edit)
+                changed = in_region(problem.op, inside, region)
+                words = words_of(problem, priced.edit, region.mask(shape))
                 if words is not None:
                     said = f"{region.words(axes)}: {words}"
                     yield Solved((changed,), said, priced.bits + region.bits, priced.look, priced.fitted)

@@ -116,6 +116,8 @@ class Map:
                 return f"the last {noun} has the values of the {nth(by)} before it"
             case "early", (first,):
                 return f"from {noun} {first} on each has the values of the next, the last is 0: stored a slot early"
+            case "late", (first,) if first == n - 1:
+                return f"{noun} {first}, the last, is 0"
             case "late", (first,):
                 return f"{noun} {first} is 0, each after it has the values of the one before: stored a slot late"
             case "within", (size,):

@@ -39,13 +39,15 @@ class Speaker(Names):
         pairs = [(a, b) for a, b in zip(right, other, strict=True) if head(a) != head(b)]
         return "; ".join(dict.fromkeys(self._statement(a, b, edited) for a, b in pairs))
 
-    def said(self, edit: Edit, edited: Bound) -> str:
-        """What an edit does otherwise; `edited` are the loops with it, bound to what they read."""
+    def said(self, edit: Edit, edited: Bound, within: np.ndarray | None = None) -> str:
+        """What an edit does otherwise; `edited` are the loops with it, bound to what they read. Of the output only what
+        is `within` comes of them, a bool of its shape: all of it, as a rule.
+        """
         memory = next((read.words(self.op) for name, read in edit.arrays if name == "before"), "")
         said = edit.words or (self.renamed(dict(edit.renamed), edited) if edit.renamed else self.of(edited))
         if edit.words or edit.touches == "values":
             return said.replace("what was there before", f"what was there before ({memory or '0'})")
-        return said + self.rest(edited, memory)
+        return said + self.rest(edited, memory, within)
 
     def renamed(self, names: Mapping[str, str], edited: Bound) -> str:
         """One size stands for another throughout, or two for one another, or two arrays."""
@@ -64,12 +66,13 @@ class Speaker(Names):
             return NUMBERS[name]
         return name if name.isdigit() else f"{bound.numbers.get(name, 0):g}"
 
-    def rest(self, edited: Bound, memory: str) -> str:
+    def rest(self, edited: Bound, memory: str, within: np.ndarray | None = None) -> str:
         """What is where nothing is stored; empty where all is."""
-        n_stored = len(edited.stored_places())
-        if n_stored == np.prod(self.right.own.shape):
+        stored = edited.stored_places()
+        made = np.arange(np.prod(self.right.own.shape)) if within is None else np.flatnonzero(within)
+        if np.isin(made, stored).all():
             return ""
-        return f"; {'elsewhere ' if n_stored else ''}the output is {memory or 'as it was: 0'}"
+        return f"; {'elsewhere ' if len(stored) else ''}the output is {memory or 'as it was: 0'}"
 
     def _statement(self, a: ast.stmt, b: ast.stmt, edited: Bound) -> str:
         match a, b:
