@@ -150,12 +150,12 @@ def test_int8_groups_with_float32_scales_are_an_arithmetic(
     assert said(result, "linear") == {expected}
 
 
-def normed_to_a_boundary(x: torch.Tensor, w: torch.Tensor, *, eps: float) -> torch.Tensor:
-    """A norm that has one value of token 3 halfway between two integers of its block."""
+def normed_to_a_boundary(x: torch.Tensor, w: torch.Tensor, *, eps: float, token: int = 3) -> torch.Tensor:
+    """A norm that has one value of a token halfway between two integers of its block; of token 0 in steps of one."""
     y = torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps)
-    if len(y) > 3:
-        y[3, :32] = y[3, :32].clamp(-1.5, 1.5)
-        y[3, 0], y[3, 5] = 127 / 64, 54.5 / 64
+    if token < len(y) and (token or len(y) == 1):
+        y[token, :32] = y[token, :32].clamp(-1.5, 1.5)
+        y[token, 0], y[token, 5] = 127 / 64, 54.5 / 64
     return y
 
 
@@ -196,22 +196,24 @@ class InIntegers:
         return (w[ids[0].long()] @ of_slots[..., None]).squeeze(-1).to(x)
 
 
+@pytest.mark.parametrize(("token", "steps"), [(3, [0]), (0, [1, 2])])
 def test_an_activation_of_an_expert_on_a_boundary_may_go_either_way(
-    tiny: Callable[[str], Path], tmp_path: Path
+    token: int, steps: list[int], tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """54.5 units again: of experts it was "all that expert 1 makes is wrong"."""
+    """54.5 units again: of experts it was "all that expert 1 makes is wrong". All experts of a token read it."""
 
     def change(op: Op) -> Op:
         if op.kind in ("linear", "linear_id"):
             return replace(op, rework=InIntegers())  # type: ignore[arg-type]
-        return replace(op, function=normed_to_a_boundary) if op.name == "blk.1.ffn_norm" else op
+        return replace(op, function=partial(normed_to_a_boundary, token=token)) if op.name == "blk.1.ffn_norm" else op
 
     model = tiny("qwen3moe")
     result = check_trace(traced(model, tmp_path / "t.trace", change=change), model)
-    assert faulty(result) == [(0, "blk.1.ffn_norm")]
-    flips = {op.op: op.local.flips for op in result.ops if op.local and op.local.flips}
+    assert faulty(result) == [(step, "blk.1.ffn_norm") for step in steps]
+    flips = {(op.step, op.op): op.local.flips for op in result.ops if op.local and op.local.flips}
     n_used = build_graph(GGUFFile(model))["blk.1.ffn_moe_topk"].axes[-1]
-    assert flips == {"blk.1.ffn_gate_inp": 1, "blk.1.ffn_gate_exps": n_used, "blk.1.ffn_up_exps": n_used}
+    counts = {"blk.1.ffn_gate_inp": 1, "blk.1.ffn_gate_exps": n_used, "blk.1.ffn_up_exps": n_used}
+    assert flips == {(step, name): n for step in steps for name, n in counts.items()}
 
 
 @pytest.mark.parametrize("rounding", ["q8_0 blocks", "int8 rows with float32 scales"])

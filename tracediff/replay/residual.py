@@ -234,7 +234,7 @@ def turned(
     turned where that explains the error, and how many were turned. None where too many rows err for such an event, or
     none does.
     """
-    x, matrices = _rows(op, inputs)
+    x, matrices, alike = _rows(op, inputs)
 
     def by_row(of: Tensor) -> Tensor:
         return of.reshape(len(x), -1)
@@ -243,7 +243,8 @@ def turned(
     error = by_row(recorded - made.exact) * own
     rows = torch.nonzero((error.abs() > by_row(made.bound())).any(1)).flatten().tolist()
     turns = rounding_named(arithmetic.operands).flips(x)
-    if not 0 < len(rows) <= _MOST_TURNED * len(x) + 1 or not bool(turns[rows].any()):
+    n_wrong = len({row // alike for row in rows})
+    if not 0 < n_wrong <= _MOST_TURNED * (len(x) // alike) + 1 or not bool(turns[rows].any()):
         return None
     near, held = torch.nonzero(turns[rows].any(0)).flatten(), dict[Weight, Tensor]()
     count = 0
@@ -277,11 +278,14 @@ def turned_in_table(
     return (made.exact + turns * others, int(others.sum())) if bool(others.any()) else None
 
 
-def _rows(op: Op, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Weight]]:
-    """The rows that a linear op multiplies, [n, n_in], and with which matrix each: one for all, or its expert's."""
+def _rows(op: Op, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Weight], int]:
+    """The rows that a linear op multiplies, [n, n_in], with which matrix each: one for all, or its expert's; and how
+    many after one another are the same, a token's for all of its experts.
+    """
     x = inputs[0]
     if op.kind == "linear":  # which, mistaken, may read more
-        return x.flatten(1), [op.weights[0]]
+        return x.flatten(1), [op.weights[0]], 1
     at, _ = as_places(inputs[1], op.weights[0].shape[0])
-    x = x.reshape(len(at), -1, op.weights[0].shape[-1]).expand(-1, at.shape[1], -1)
-    return x.flatten(0, 1), [matrix(op.weights[0], expert) for expert in at.flatten().tolist()]
+    x = x.reshape(len(at), -1, op.weights[0].shape[-1])
+    matrices = [matrix(op.weights[0], expert) for expert in at.flatten().tolist()]
+    return x.expand(-1, at.shape[1], -1).flatten(0, 1), matrices, at.shape[1] // x.shape[1]
