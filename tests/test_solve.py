@@ -937,6 +937,10 @@ GATE = "blk.0.ffn_gate"
             mapped("blk.1.attn_residual", "linear", 0.5, 0.0, operand=1),
             "every value of ffn_residual of the layer before is 0.5 times",
         ),
+        (  # rounded before it is added: of sums near 0 that is more than one rounding of the sum
+            mapped("blk.1.attn_residual", "linear", 2.6, 0.0, operand=0),
+            "every value of attn_output is 2.6 times",
+        ),
         (mapped(GATE, "linear", 0.5, 0.25), "every value is 0.5 times what it should be, more by 0.25"),
         (
             read(GATE, Reading(rows=(RowRun(100, 511, "blk.0.ffn_gate.weight", 0, 256),))),

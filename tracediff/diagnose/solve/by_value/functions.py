@@ -92,7 +92,7 @@ class Mapped:
     def noise(self, made: Made) -> Noise:
         """That of the right op times the slope of the function there, and one rounding more."""
         if self.operand is not None:
-            return noise_of(self.right, made, self._inputs(made.inputs))
+            return self._noise_of_operand(made)
         x = evaluate(self.right, made.inputs, made.weights, made.arithmetic)
         own = noise_of(self.right, made, y=x)
         step = 1e-6 * (x.abs() + 1e-30)
@@ -100,6 +100,15 @@ class Mapped:
         slope = slope.nan_to_num(0.0, 0.0, 0.0)
         hard = own.hard * slope + 4 * made.unit * made.size + made.stored
         return Noise(own.sigma * slope, hard, alike=own.alike)
+
+    def _noise_of_operand(self, made: Made) -> Noise:
+        """That of the right op, and a rounding of the operand: of a sum that is near 0 it is what is left."""
+        own = noise_of(self.right, made, self._inputs(made.inputs))
+        if self.operand == _ACTIVATED:
+            return own
+        without = [torch.zeros_like(x) if i == self.operand else x for i, x in enumerate(made.inputs)]
+        part = made.y - evaluate(self.right, without, made.weights, made.arithmetic)
+        return replace(own, hard=own.hard + 4 * made.unit * part.abs())
 
 
 def variants(problem: Problem) -> Iterator[Solved]:
