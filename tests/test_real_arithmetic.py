@@ -833,8 +833,9 @@ def test_rows_of_another_width_tell_their_groups(models: Models, tmp_path: Path)
     model = models(replace(SHAPE, n_embd=256, n_head=8, n_ff=512), "F16")
     trace = traced(model, tmp_path / "rows.trace", arithmetic="activations in int8 rows with float32 scales")
     choices = Replay(Trace(trace), build_graph(file := GGUFFile(model)), Weights(file)).plan.choices
-    wide = [choice.of("blk.1.ffn_down").schemes for sort, choice in choices.items() if sort.name == "linear"]
-    assert [{scheme.linear.operands for scheme in schemes} for schemes in wide] == [{"int8/row"}] * 2
+    linear = [choice for sort, choice in choices.items() if sort.name == "linear"]
+    assert [[scheme.linear.operands for scheme in choice.schemes] for choice in linear] == [["int8/row"]] * 2
+    assert [choice.by_op for choice in linear] == [{}, {}]  # not groups of 256 in some and rows in others
 
 
 @pytest.mark.parametrize("capture", ["all", "layers"])

@@ -292,6 +292,14 @@ class Fitting:
         """Whether what fits under scheme `b` leaves no more than so much under scheme `a`."""
         return _AS_FAR * self._apart(record, a, b) <= within
 
+    def is_as_good(self, scheme: Scheme, other: Scheme, record: OpRecord) -> bool:
+        """Whether the record is sound under the scheme, which leaves about as little of it as the other, or next to
+        nothing.
+        """
+        if self.left(record, scheme) > max(NOTHING, ALIKE * self.left(record, other)):
+            return False
+        return self._judged(record, scheme).judgement == "sound"
+
     def leaves(self, record: OpRecord, scheme: Scheme, most: float) -> bool:
         """Whether the scheme leaves that much of the record at most."""
         return self.left(record, scheme) <= most

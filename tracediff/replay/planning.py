@@ -111,7 +111,7 @@ class Planning:
         self._recomputation.forget()
         if not found.settled:
             return choice
-        whole = self._beside(choice, found, records) if choice.settled and choice.unfit else found
+        whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
         return self._composed(whole, records, known) if 0 < len(found.unfit) < len(asked) else whole
 
     def _told(self, choice: Choice, records: Sequence[OpRecord]) -> Choice:
@@ -122,8 +122,14 @@ class Planning:
         through = (name for record in records for name in self._recomputation.segment(record))
         return self._planner.said(schemes, through)
 
-    def _beside(self, choice: Choice, found: Choice, records: Sequence[OpRecord]) -> Choice:
-        """A choice, and what was found for the ops of those records that it does not fit."""
+    def _beside(
+        self, choice: Choice, found: Choice, samples: Sequence[OpRecord], records: Sequence[OpRecord]
+    ) -> Choice:
+        """A choice, and what was found for the ops of those records that it does not fit; that alone, where it does as
+        well in the others: rows of 256 are one group of 256, and all rows have one scale each.
+        """
+        if not found.unfit and all(self._fitting.is_as_good(found.schemes[0], choice.schemes[0], r) for r in samples):
+            return replace(found, schemes=found.schemes[:1])
         both = tuple(dict.fromkeys((*found.schemes, *choice.schemes)))
         by_op = {name: choice.of(name).schemes for name in _names(records)}
         by_op |= dict.fromkeys(_names(choice.unfit), found.schemes)
