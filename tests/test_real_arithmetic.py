@@ -37,6 +37,7 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic, in_words
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.activation import swiglu
+from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.kind import Call
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import read_as, rounding_named
@@ -732,6 +733,29 @@ def test_a_cache_is_called_what_it_is(
             said_of.replace("KV", "V").replace("Q and p", "p"),
         }
     )
+
+
+def in_tiles(probs: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Values as flash attention on GPUs weighs them: exp(score - largest so far) in float16, by tiles of 5 keys."""
+    largest = torch.cat([tile.amax(-1, keepdim=True).expand_as(tile) for tile in probs.split(5, -1)], -1).cummax(-1)[0]
+    return weighted_values((probs / largest).half().float() * largest, v.half().float())
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_probabilities_may_be_rounded_before_they_are_divided(capture: str, models: Models, tmp_path: Path) -> None:
+    """Relative to the largest score of the keys so far, which depends on the size of tiles."""
+
+    def change(op: Op) -> Op:
+        if op.kind == "scores":
+            return replace(op, function=lambda q, k: scores(q, k.half().float()))
+        return replace(op, function=in_tiles) if op.kind == "weighted_values" else op
+
+    model = models(SHAPE, "F32")
+    result = check_trace(traced(model, tmp_path / "a.trace", change=change, capture=capture), model)
+    assert result.verdict == "match"
+    if capture == "all":
+        words = "probabilities in float16 before they are divided, V cache in float16"
+        assert said(result, "weighted_values") == {words}
 
 
 # ---- rounding on the way to the file

@@ -34,7 +34,8 @@ class Arithmetic:
     `accumulate`: the type that sums run in; "tensor cores" cut off what float32 cannot hold, and round nothing. "i32":
     products of a block are added up as integers, and blocks in float32.
     `parts`: of attention's sums in f16, which can be followed term by term: how many threads share the keys of a
-    decoded token, each adding up its own (see `split_keys`). 0: in an order that is not known.
+    decoded token, each adding up its own (see `split_keys`). 0: in an order that is not known. Of sums in float32 then
+    exponentials of what is left of the largest score so far are rounded, tile by tile, and divided by their sum after.
     `ubatch`: tokens that come in so many at a time have neither `operands` nor `accumulate`: only the last ones of a
     prompt, too few for it, do. 0: all do.
     `exponential`: how exponentials are approximated; empty: to a few units of float32.
@@ -47,6 +48,13 @@ class Arithmetic:
     parts: int = 1
     ubatch: int = 0
     exponential: str = ""
+
+    @property
+    def undivided(self) -> bool:
+        """Whether probabilities are rounded before they are divided by their sum, as flash attention on GPUs does
+        (https://arxiv.org/abs/2307.08691, algorithm 1).
+        """
+        return not self.parts and self.accumulate != "f16"
 
     @property
     def truncates(self) -> bool:
@@ -68,7 +76,7 @@ class Arithmetic:
         after = f" after whole ubatches of {self.ubatch}" if self.ubatch else ""
         said = []
         if self.operands != "f64":
-            said.append(phrase(operands, self.operands) + after)
+            said.append(phrase(operands, self.operands) + after + " before they are divided" * self.undivided)
         if self.stored != "f64":
             said.append(phrase(stored, self.stored))
         if self.truncates:

@@ -77,6 +77,11 @@ def _of_integers(activations: str, matrices: str) -> Scheme:
     return Scheme(name, Arithmetic(activations, matrices), held=matrices)
 
 
+def _undivided(operands: str, scheme: Scheme) -> Scheme:
+    """Probabilities alone are rounded so, before they are divided by their sum."""
+    return replace(scheme, values=replace(scheme.values, operands=operands, parts=0))
+
+
 def _attentions() -> Iterator[Scheme]:
     """What engines do in attention, where activations meet the cache, most usual first."""
     for name in (*HALVES, "tf32"):
@@ -100,6 +105,10 @@ def _attentions() -> Iterator[Scheme]:
     yield after
     for n in (2, 3, 4, 6, 8, 12, 16):
         yield replace(after, name=f"flash attention on {n} threads", values=replace(after.values, parts=n))
+    for name in HALVES:  # with queries as they are, or rounded as keys are
+        tiled = _undivided(name, Scheme("", scores=Arithmetic(stored=name), values=Arithmetic(stored=name)))
+        yield replace(tiled, name=f"{phrase('KV cache', name)} and undivided probabilities")
+        yield replace(tiled, name=f"tiled {phrase('attention', name)}", scores=Arithmetic(name, name))
     degree_4 = Scheme("exponentials to degree 4", exponentials="taylor4/8")
     yield degree_4
     yield replace(degree_4, name=f"{degree_4.name} and what is added in q8_0", added="q8_0")  # distributed-llama
@@ -166,6 +175,8 @@ def _ways() -> Iterator[Way]:
         yield Way("cache", _named(words, name), partial(_cached, name))
     for name in ("f64", *_READ):
         yield Way("attention", _named("attention", name), partial(_attended, name))
+    for name in HALVES:
+        yield Way("probabilities", _named("undivided probabilities", name), partial(_undivided, name))
     for part, words in _FIELDS.items():
         for name in (*whole, *(("q8_0",) if part == "added" else ())):
             yield Way(part, _named(words, name), partial(_with_field, part, name))
