@@ -170,7 +170,7 @@ def _ways() -> Iterator[Way]:
     whole = ("f64", *HALVES)
     for name in ("f64", AS_IN_GGML, *HALVES, "tf32", "q8_0", "q8_K", *GROUPS):
         yield Way("activations", _named("activations", name), partial(_multiplied, name))
-    for name in ("f64", *HALVES, "q8_0", "int8/row", *_FLOAT8):
+    for name in ("f64", *HALVES, "q8_0", "int8/row", "fp8/row", *_FLOAT8):
         words = "KV cache alone" if name == "q8_0" else "KV cache"  # which in ggml Q is rounded to as well
         yield Way("cache", _named(words, name), partial(_cached, name))
     for name in ("f64", *_READ):

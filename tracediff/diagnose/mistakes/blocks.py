@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from tracediff.trace.format import to_float
 _OF_32, _OF_256 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1"), ("Q4_K", "Q5_K")
 _WITH_MINIMUM, _WITH_HIGH = ("Q4_1", "Q5_1", *_OF_256), ("Q5_0", "Q5_1", "Q5_K", "Q6_K")
 _OFFSET, _ALL = ("Q4_0", "Q5_0", "Q6_K"), tuple(FIELDS)
+_IN_TABLE = ("MXFP4", "IQ4_NL", "IQ4_XS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,9 @@ class BlockMistake:
     def dequantise(self, blocks: Blocks, type_: str, row: int = 1) -> np.ndarray:
         """Float32 [blocks, values per block]; there are `row` blocks in a row."""
         return self.edit(replace(FIELDS[type_](blocks), row=row)).values()
+
+
+_TABLES = (quants.MXFP4.kvalues, quants.IQ4_NL.kvalues)
 
 
 # --- scales -----------------------------------------------------------------------------------------------------------
@@ -66,16 +71,17 @@ _SCALES = (
                  lambda f: f.of(_at(f) // f.row * f.row)),
     BlockMistake("block_scale", "all blocks of {} have the scale of the tensor's first", _ALL,
                  lambda f: f.of(0 * _at(f))),
-    BlockMistake("block_scale_bits", "{}'s scales, which are float16, are read as bfloat16", _ALL,
+    BlockMistake("block_scale_bits", "{}'s scales, which are float16, are read as bfloat16",
+                 tuple(type_ for type_ in _ALL if type_ != "MXFP4"),
                  lambda f: replace(f, read=lambda bits: to_float(bits, "bf16"))),
     BlockMistake("q4_k_scales", "{}'s 6-bit scales of sub-blocks 4 to 7 are unpacked like those of the first four",
                  _OF_256, lambda f: _scales(f, _naive), "aprender#2141"),
     BlockMistake("q4_k_scales_dropped", "{}'s sub-block scales are dropped", (*_OF_256, "Q6_K"),
                  lambda f: _scales(f, np.ones_like), "defenseclaw#679"),
-    BlockMistake("block_subscales", "a sub-block of {} has the scale of the next one", (*_OF_256, "Q6_K"),
+    BlockMistake("block_subscales", "a sub-block of {} has the scale of the next one", (*_OF_256, "Q6_K", "IQ4_XS"),
                  lambda f: _scales(f, lambda s: np.roll(s, -1, 1))),
     BlockMistake("block_subscales", "two sub-blocks of {} share a scale, as if they were twice as long",
-                 (*_OF_256, "Q6_K"), lambda f: _scales(f, lambda s: s.repeat(2, 1)[:, : s.shape[1]])),
+                 (*_OF_256, "Q6_K", "IQ4_XS"), lambda f: _scales(f, lambda s: s.repeat(2, 1)[:, : s.shape[1]])),
 )  # fmt: skip
 
 
@@ -117,7 +123,7 @@ _OFFSETS = (
 
 def _pairs(f: Fields) -> np.ndarray:
     """Low bits [n, parts, 2, bytes]: those of the low nibbles of a part's bytes, and of the high ones."""
-    return f.low.reshape(len(f.low), -1, 2, 16 if f.low.shape[1] == 1 else 32)
+    return f.low.reshape(len(f.low), -1, 2, f.bytes)
 
 
 def _low(f: Fields, low: np.ndarray) -> Fields:
@@ -150,9 +156,13 @@ _ORDERS = (
     BlockMistake("q4_k_nibbles", "{}'s nibbles are taken in sequence; low and high ones belong 32 values apart",
                  _OF_256, _sequential, "imp#567"),
     BlockMistake("q4_0_nibbles", "{}'s nibbles are taken in sequence; low and high ones belong 16 values apart",
-                 _OF_32, _sequential, "imp#567"),
-    BlockMistake("block_nibbles", "{}'s high nibbles are taken before the low ones", (*_OF_32, *_OF_256),
+                 (*_OF_32, *_IN_TABLE), _sequential, "imp#567"),
+    BlockMistake("block_nibbles", "{}'s high nibbles are taken before the low ones", (*_OF_32, *_OF_256, *_IN_TABLE),
                  lambda f: _low(f, _pairs(f)[:, :, ::-1])),
+    BlockMistake("block_table", "{}'s nibbles are taken for integers with an offset of 8; they are places in a table",
+                 _IN_TABLE, lambda f: replace(f, table=(), offset=8)),
+    BlockMistake("block_table", "{}'s nibbles are taken for places in the table of another type", _IN_TABLE,
+                 lambda f: replace(f, table=next(t for t in _TABLES if t != f.table))),
     BlockMistake("q6_k_order", "{}'s values are taken in the order of their bytes; they interleave l, l+32, l+64, l+96",
                  ("Q6_K",), _in_order, "rustorch 5b0d5bb8"),
     BlockMistake("q5_0_high_bit", "{}'s fifth bit is taken from bit 2i of the mask; it is bit i", ("Q5_0", "Q5_1"),
@@ -183,6 +193,7 @@ _TEXTS = {
     "q4_k_nibbles": "K-quants' nibbles are taken in sequence; low and high ones belong 32 values apart",
     "q4_0_nibbles": "nibbles are taken in sequence; low and high ones belong 16 values apart",
     "block_nibbles": "the high nibbles of a block are taken before the low ones",
+    "block_table": "nibbles that are places in a table are taken for others",
     "q6_k_order": "Q6_K's values are taken in the order of their bytes; they interleave l, l+32, l+64, l+96",
     "q5_0_high_bit": "the fifth bit is taken from bit 2i of the mask; it is bit i",
     "block_high_bits": "the high bits of a block's integers are left out, or taken from elsewhere",

@@ -12,11 +12,13 @@ Blocks = np.ndarray  # uint8 [blocks, bytes per block]
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """What blocks of a type hold. A value is d * scale * (integer - offset) + m * minimum.
+    """What blocks of a type hold. A value is d * scale * (integer - offset) + m * minimum; where there is a `table`,
+    the integer is what that has at the place that the bits give.
 
     Of `n` blocks, each of g parts of l values: `d` and `m` are the bits of float16 [n], whose sign in the value is
     `sign`; `scales` and `minima` [n, g]; `low` and `high` the bits of integers [n, g, l], of which `high` begin with
-    bit `shift`; `planes` is how the high bits lie, outermost first. There are `row` blocks in a row.
+    bit `shift`; `planes` is how the high bits lie, outermost first. So many `bytes` have low nibbles that are followed
+    by their high ones. There are `row` blocks in a row.
     """
 
     d: np.ndarray
@@ -31,6 +33,8 @@ class Fields:
     sign: float = 1.0
     read: Callable[[np.ndarray], np.ndarray] = lambda bits: bits.view(np.float16)  # of d and m
     row: int = 1
+    table: tuple[int, ...] = ()
+    bytes: int = 16
 
     def of(self, blocks: np.ndarray) -> "Fields":
         """With the scale and minimum of these blocks, one for each."""
@@ -38,7 +42,8 @@ class Fields:
 
     def values(self) -> np.ndarray:
         """Float32 [n, g * l]."""
-        integers = self.low.astype(np.float32) - self.offset
+        codes = np.array(self.table, np.float32)[self.low] if self.table else self.low.astype(np.float32)
+        integers = codes - self.offset
         if self.high is not None:
             integers += self.high.reshape(self.low.shape).astype(np.float32) * (1 << self.shift)
         made = self._times(self.d, self.scales) * integers
@@ -87,14 +92,16 @@ def _q8_0(blocks: Blocks) -> Fields:
 def _q4_k(blocks: Blocks) -> Fields:
     scales, minima = quants.Q4_K.get_scale_min(blocks[:, 4:16])
     low = _nibbles(blocks[:, -128:], 4)
-    return Fields(_bits16(blocks, 0), low, _bits16(blocks, 2), scales, minima, sign=-1.0)
+    return Fields(_bits16(blocks, 0), low, _bits16(blocks, 2), scales, minima, sign=-1.0, bytes=32)
 
 
 def _q5_k(blocks: Blocks) -> Fields:
     scales, minima = quants.Q4_K.get_scale_min(blocks[:, 4:16])
     high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     low = _nibbles(blocks[:, -128:], 4)
-    return Fields(_bits16(blocks, 0), low, _bits16(blocks, 2), scales, minima, high, planes=(8, 32), sign=-1.0)
+    return Fields(
+        _bits16(blocks, 0), low, _bits16(blocks, 2), scales, minima, high, planes=(8, 32), sign=-1.0, bytes=32
+    )
 
 
 def _q6_k(blocks: Blocks) -> Fields:
@@ -105,7 +112,27 @@ def _q6_k(blocks: Blocks) -> Fields:
     return Fields(_bits16(blocks, 208), low, scales=scales, high=high, planes=(2, 4, 32), offset=32)
 
 
+def _mxfp4(blocks: Blocks) -> Fields:
+    """Whose scale is a power of two, and whose values are E2M1 times two."""
+    low = _nibbles(blocks[:, 1:], 1).reshape(-1, 1, 32)
+    return Fields(blocks[:, 0], low, read=quants.MXFP4.e8m0_to_fp32_half, table=quants.MXFP4.kvalues)
+
+
+def _iq4_nl(blocks: Blocks) -> Fields:
+    low = _nibbles(blocks[:, 2:], 1).reshape(-1, 1, 32)
+    return Fields(_bits16(blocks, 0), low, table=quants.IQ4_NL.kvalues)
+
+
+def _iq4_xs(blocks: Blocks) -> Fields:
+    at = np.arange(8)
+    low_bits = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8) & 15).reshape(-1, 8).astype(np.int16)
+    high_bits = (_bits16(blocks, 2)[:, None] >> (2 * at) & 3).astype(np.int16)
+    low = _nibbles(blocks[:, -128:], 8).reshape(-1, 8, 32)
+    return Fields(_bits16(blocks, 0), low, scales=low_bits + 16 * high_bits - 32, table=quants.IQ4_NL.kvalues)
+
+
 FIELDS: Mapping[str, Callable[[Blocks], Fields]] = MappingProxyType({
     "Q4_0": _of_32(False, False), "Q4_1": _of_32(True, False), "Q5_0": _of_32(False, True), "Q5_1": _of_32(True, True),
     "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "MXFP4": _mxfp4, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
 })  # fmt: skip

@@ -162,7 +162,10 @@ class Speaker(Names):
                 return self._mask(x, y, edited, f"those with {self.printed(y)}", f"those with {self.printed(x)}")
         whole = self.printed(old)
         shown = [pair for pair in quotable(old, new) if whole.count(self.printed(pair[0])) == 1]
-        return self._formula(subject, *(shown[-1] if shown else (old, new)))
+        part = shown[-1] if shown else (old, new)
+        if part[1] is new and isinstance(new, ast.Name | ast.Subscript | ast.Constant):  # no formula any more
+            return f"{subject} is {self.printed(new)}, where {self.printed(old)} belongs"
+        return self._formula(subject, *part)
 
     def _terms(self, subject: str, name: str, old: ast.Call, new: ast.Call, edited: Bound) -> str:
         """A sum over other terms."""
