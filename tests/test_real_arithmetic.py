@@ -241,6 +241,7 @@ def test_an_arithmetic_that_nobody_knows_is_no_edit_of_an_activation(
     steps = range(40, 57), (7,)
     out = trace_graph(model.graph, model.file, tmp_path / "own.trace", *steps, capture="layers", scheme=scheme)
     known = [one for one in SCHEMES if not one.name.startswith("activations in q8_0 blocks, ")]
+    known = [one for one in known if not one.values.undivided]  # whose bound has room for it
     monkeypatch.setattr("tracediff.replay.replay.SCHEMES", known)
     monkeypatch.setattr("tracediff.replay.plan.WAYS", ())
     replay = Replay(Trace(out), model.graph, model.weights())

@@ -91,7 +91,7 @@ class Fitting:
                 known = seen.get((record, scheme)) if within else table[first][-1]  # about as much
                 table[scheme].append(self.left(record, scheme) if known is None else known)
                 if self._needs_no_rival(record, scheme, table[scheme][-1]):
-                    asked = *records[:i], *self._planner.unlike(record, records[i + 1 :])
+                    asked = *records[:i], *self._planner.treated_otherwise(record, records[i + 1 :])
                     return Choice((scheme,), True, table[scheme][-1], self._unfit(asked, scheme))
         close, least = _close(table, len(records), unlike), min(min(figures) for figures in table.values())
         nearest = Choice((next((s for s in close if s in usual), close[0]),), False, least, tuple(records))
@@ -438,5 +438,7 @@ def _close(table: Mapping[Scheme, list[float]], n_records: int, unlike: Sequence
         for place, (scheme, figures) in enumerate(table.items())
         if len(figures) == n_records
     }
+    plain = max((scores[s] for s in scores if s in PLAIN), default=-math.inf)
+    scores = {s: own for s, own in scores.items() if not s.values.undivided or own >= plain + COMPOSED}
     best = max(scores.values())
     return sorted((s for s in scores if scores[s] >= best - UNKNOWN - MARGIN), key=lambda s: -scores[s])

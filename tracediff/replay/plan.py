@@ -117,7 +117,7 @@ class Planner:
         kind = op.kind if all(held) else split(op.name)[1]
         return Sort(kind, record.dtype or "", n_tokens, n_keys > SHARED_BEYOND, tuple(held), tuple(types))
 
-    def unlike(self, record: OpRecord, others: Iterable[OpRecord]) -> list[OpRecord]:
+    def treated_otherwise(self, record: OpRecord, others: Iterable[OpRecord]) -> list[OpRecord]:
         """Of other records of a sort one of each op that a scheme may treat otherwise than its op: by its rows."""
         found: dict[object, OpRecord] = {}
         for other in others:

@@ -15,7 +15,7 @@ from tracediff.numerics.schemes import EXACTLY, PLAIN, Way
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
 from tracediff.replay.recompute import Recomputation
-from tracediff.replay.score import NOTHING
+from tracediff.replay.score import NOTHING, UNLIKE, score
 from tracediff.trace.format import OpRecord
 
 # Of fewer values one of some fifty arithmetics leaves next to nothing by chance: of one value in bfloat16, which is a
@@ -50,7 +50,7 @@ class Planning:
         known = self._known(choices, by_sort)
         for sort, choice in choices.items():
             usual = () if choice.settled else self._as_others(by_sort[sort][0], settled)
-            unlike = self._unlike(by_sort[sort], known)
+            unlike = self._unlike(self._planner.candidates(*by_sort[sort]), by_sort[sort], known)
             if (usual and choice.schemes[0] not in usual) or any(scheme in unlike for scheme in choice.schemes):
                 choices[sort] = self._settled(by_sort[sort], usual, unlike)
         for _ in range(_ROUNDS):
@@ -79,16 +79,17 @@ class Planning:
                     known.append(Known(part, ways, all(sort.held) and choice.nmse <= NOTHING, usual, choice.nmse))
         return sorted(known, key=lambda one: (not one.surely, one.usual, one.nmse))
 
-    def _unlike(self, records: Sequence[OpRecord], known: Sequence[Known]) -> Sequence[Scheme]:
-        """Of segments the candidates that do some part in none of the ways that are surely known of it."""
+    def _unlike(
+        self, schemes: Iterable[Scheme], records: Sequence[OpRecord], known: Sequence[Known]
+    ) -> Sequence[Scheme]:
+        """Of segments the schemes that do some part in none of the ways that are surely known of it."""
         if not self._planner.is_segment(records[0]):
             return ()
         ways: defaultdict[str, set[Way]] = defaultdict(set)
         for one in known:
             ways[one.part] |= set(one.ways if one.surely else ())
         sure = [of_part for of_part in ways.values() if of_part]
-        candidates = self._planner.candidates(*records)
-        return [s for s in candidates if not all(any(way.is_of(s) for way in of_part) for of_part in sure)]
+        return [s for s in schemes if not all(any(way.is_of(s) for way in of_part) for of_part in sure)]
 
     def _composed(self, choice: Choice, records: list[OpRecord], known: Sequence[Known]) -> Choice:
         """Where nothing usual fits, or not one thing, or leaves more than next to nothing: parts that are done in ways
@@ -109,7 +110,8 @@ class Planning:
             return choice
         found = self._fitting.composed(starts, asked)
         self._recomputation.forget()
-        if not found.settled:
+        unlike = self._unlike(found.schemes[:1], records, known)
+        if not found.settled or (unlike and score(found.nmse, UNLIKE) <= score(choice.nmse)):
             return choice
         whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
         return self._composed(whole, records, known) if 0 < len(found.unfit) < len(asked) else whole

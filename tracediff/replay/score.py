@@ -37,7 +37,8 @@ KNOWN, KNOWN_IN_SEGMENT, KNOWN_BLINDLY = math.log(2.0), math.log(10.0), math.log
 EDITED_IN_SEGMENT = math.log(3000.0)  # one edit of some thousand, of an op that was not recorded
 # Arithmetic that is not listed, as of weights that the engine quantised by itself in one of some thirty ways: several
 # leave as much of a mistaken record as the file's weights do, and have wider floors; of a right one in bfloat16 eight
-# bits left a seventh.
+# bits left a seventh. And what cannot be followed bit by bit, whose bound alone has room for what is left: beside what
+# most engines do a right one leaves a tenth, whose cache can be followed, and a mistaken one as much.
 COMPOSED = math.log(4.0)
 # A part of it that is done in another way must leave less than this share. Of a wrong way chance takes away z^2 / n at
 # most, where z is its luck and n is how many values err by themselves: of some thousand a two-hundredth is more. What
