@@ -502,7 +502,11 @@ def stale(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         ("ffn_down", with_matrix(lambda w: scaled(w, c7=0)), "ffn_act's channel 7: it counts nothing"),
         ("ffn_up", with_matrix(lambda w: w.index_fill(1, torch.tensor([90]), 0.25)),
          "ffn_norm's channel 90: its column of ffn_up.weight is another"),
-        ("attn_v", with_matrix(adapted), "the error is of rank 1, as an adapter (LoRA) of that rank would leave"),
+        (
+            "attn_v", with_matrix(adapted),
+            "the error is of rank 1, as an adapter (LoRA) of that rank, or an offset of part of each row of weights, "
+            "would leave",
+        ),
         ("attn_kqv", stale, "attn_v of position 3: as if what is cached there was another"),
     ],
 )  # fmt: skip

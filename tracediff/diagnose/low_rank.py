@@ -89,7 +89,8 @@ def _of_rank(error: Tensor, near: Tensor) -> str:
     u, s, v = torch.linalg.svd(error, full_matrices=False)
     for rank in range(1, min(_MOST, n_wrong // _EQUATIONS) + 1):
         if bool(((error - u[:, :rank] * s[:rank] @ v[:rank]).abs() <= near).all()):
-            return f"the error is of rank {rank}, as an adapter (LoRA) of that rank would leave"
+            offset = ", or an offset of part of each row of weights," if rank == 1 else ""  # a minimum that is left out
+            return f"the error is of rank {rank}, as an adapter (LoRA) of that rank{offset} would leave"
     return ""
 
 
