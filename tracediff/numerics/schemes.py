@@ -143,7 +143,8 @@ def _schemes() -> Iterator[Scheme]:
 
 # Real engines' arithmetic, most usual first. Each entry is what some engine does: a fit can excuse no mistake.
 SCHEMES = tuple(_schemes())
-PLAIN = _, EXACTLY = SCHEMES[:2]  # what most engines do: round activations as the weights' type wants it, or not at all
+PLAIN = SCHEMES[:2]  # what most engines do: round activations as the weights' type wants it, or not at all
+EXACTLY = PLAIN[1]
 
 
 @dataclass(frozen=True, slots=True)

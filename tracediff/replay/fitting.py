@@ -120,8 +120,8 @@ class Fitting:
         for start in starts:
             if left > NOTHING:
                 end, near = self._nearer(start, few, records)
-                if self._left_of(end, few) < left:
-                    best, rivals, left = end, near, self._left_of(end, few)
+                if (less := self._left_of(end, few)) < left:
+                    best, rivals, left = end, near, less
         if score(left, COMPOSED) <= score(before):
             return Choice((starts[0],), False, before)
         # Of one alone it would not be asked whether it fits.
@@ -133,8 +133,8 @@ class Fitting:
         """Where steps from a scheme end, by a few of the records, and the rivals of that. The best go on together, for
         two ways of a part may be alike while another part is done wrongly.
         """
-        left, found = self._left_of(start, few), {start: self._left_of(start, few)}
-        near: Sequence[Scheme] = (start,)
+        found, near = {start: self._left_of(start, few)}, [start]
+        left = found[start]
         while NOTHING < left <= BLIND:  # no roundings make more that a floor does not hide
             ahead = near[:_ABREAST]
             for other in self._planner.changes(ahead, *records):

@@ -54,8 +54,10 @@ class Planning:
             if (usual and choice.schemes[0] not in usual) or any(scheme in unlike for scheme in choice.schemes):
                 choices[sort] = self._settled(by_sort[sort], usual, unlike)
         for _ in range(_ROUNDS):
-            known = self._known(choices, by_sort)
+            before, known = choices, self._known(choices, by_sort)
             choices = {sort: self._composed(choice, by_sort[sort], known) for sort, choice in choices.items()}
+            if choices == before:  # and so is what is known
+                break
         choices = {sort: self._told(choice, by_sort[sort]) for sort, choice in choices.items()}
         return Plan(choices, self._recomputation.weights.device, self._recomputation.recorded.on_the_way)
 

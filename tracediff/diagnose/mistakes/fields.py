@@ -119,8 +119,7 @@ def _mxfp4(blocks: Blocks) -> Fields:
 
 
 def _iq4_nl(blocks: Blocks) -> Fields:
-    low = _nibbles(blocks[:, 2:], 1).reshape(-1, 1, 32)
-    return Fields(_bits16(blocks, 0), low, table=quants.IQ4_NL.kvalues)
+    return replace(_of_32(False, False)(blocks), offset=0, table=quants.IQ4_NL.kvalues)
 
 
 def _iq4_xs(blocks: Blocks) -> Fields:
