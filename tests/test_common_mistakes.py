@@ -16,8 +16,8 @@ from test_mistakes import traced
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.blocks import BlockMistake, misread
-from tracediff.diagnose.mistakes.fields import FIELDS
 from tracediff.diagnose.planting import plant
+from tracediff.model.block_fields import FIELDS, EditedBlocks
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
@@ -381,10 +381,7 @@ def test_each_misreading_of_experts_in_mxfp4_is_named(
 
 
 def misreading(mistake: BlockMistake, file: GGUFFile, info: TensorInfo) -> Tensor:
-    values, bytes_ = GGML_QUANT_SIZES[info.type]
-    blocks = np.frombuffer(file.raw(info), np.uint8).reshape(-1, bytes_)
-    made = mistake.dequantise(blocks, info.type.name, info.shape[-1] // values)
-    return torch.from_numpy(made.reshape(info.shape))
+    return EditedBlocks(mistake.types, mistake.edit)(file, info)
 
 
 def test_blocks_misread_in_all_matmuls_are_named_behind_hidden_states(models: Models, tmp_path: Path) -> None:

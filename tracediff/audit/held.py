@@ -165,13 +165,10 @@ def _permutations(values: np.ndarray, name: str, file: "GGUFFile") -> Iterator[R
 
 def _misread_blocks(name: str, file: "GGUFFile") -> Iterator[Reading]:
     """The mistakes of dequantisation that the bank of faults knows for this type."""
-    from gguf.constants import GGML_QUANT_SIZES
-
     from tracediff.diagnose.mistakes.blocks import misread
+    from tracediff.model.block_fields import EditedBlocks
 
     info = file.tensors[name]
-    blocks = np.frombuffer(file.raw(info), np.uint8).reshape(-1, GGML_QUANT_SIZES[info.type][1])
-    row = info.shape[-1] // GGML_QUANT_SIZES[info.type][0]
     for mistake in misread(info.type.name):
-        made = mistake.dequantise(blocks, info.type.name, row)
+        made = EditedBlocks(mistake.types, mistake.edit)(file, info).numpy()
         yield Reading(mistake.name, mistake.text.format(info.type.name), made)

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
 from gguf import quants
-from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.fields import FIELDS, Blocks, Fields
 from tracediff.diagnose.mistakes.mistake import MATMUL, Area, Change, Context, Variant, Variants, Where
 from tracediff.diagnose.mistakes.near import is_near
+from tracediff.model.block_fields import FIELDS, EditedBlocks, Fields
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import raw_rows, reading, values_of
@@ -33,10 +31,6 @@ class BlockMistake:
     types: tuple[str, ...]
     edit: Callable[[Fields], Fields]
     link: str = ""
-
-    def dequantise(self, blocks: Blocks, type_: str, row: int = 1) -> np.ndarray:
-        """Float32 [blocks, values per block]; there are `row` blocks in a row."""
-        return self.edit(replace(FIELDS[type_](blocks), row=row)).values()
 
 
 _TABLES = (quants.MXFP4.kvalues, quants.IQ4_NL.kvalues)
@@ -205,36 +199,15 @@ def misread(type_: str) -> Iterator[BlockMistake]:
     yield from (mistake for mistake in BLOCK_MISTAKES if type_ in mistake.types)
 
 
-def _dequantised(mistake: BlockMistake, info: TensorInfo, raw: np.ndarray) -> Tensor:
-    """Rows of bytes as float32 [rows, columns]."""
-    blocks = raw.reshape(-1, GGML_QUANT_SIZES[info.type][1])
-    with np.errstate(invalid="ignore", over="ignore"):  # misread bits may be no number
-        values = mistake.dequantise(blocks, info.type.name, len(blocks) // len(raw))
-    return torch.from_numpy(values.reshape(len(raw), -1))
-
-
-def _reading_with(mistake: BlockMistake) -> Callable[[GGUFFile, TensorInfo], Tensor]:
-    """Blocks of the mistake's types that way, others as they are.
-
-    A file mixes types (Q4_K_M has Q6_K in some layers), and another mistake may have chosen the tensor.
-    """
-
-    def read(file: GGUFFile, info: TensorInfo) -> Tensor:
-        if info.type.name not in mistake.types:
-            return values_of(file, info)
-        return _dequantised(mistake, info, raw_rows(file, info)).reshape(info.shape)
-
-    return read
-
-
 def _changing(name: str) -> Change:
     def change(op: Op, context: Context) -> Variants:
         weight = op.weights[0].name
         info = context.file.tensors[weight]
         for mistake in misread(info.type.name):
-            if mistake.name == name and is_near(op, context, read=partial(_dequantised, mistake)):
+            read = EditedBlocks(mistake.types, mistake.edit)  # of all: another mistake may have chosen the tensor
+            if mistake.name == name and is_near(op, context, read=read.of_rows):
                 words = mistake.text.format(info.type.name)
-                yield Variant(reading(op, _reading_with(mistake)), f"{words} ({weight})", name=words)
+                yield Variant(reading(op, read), f"{words} ({weight})", name=words)
 
     return change
 

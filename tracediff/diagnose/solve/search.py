@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from tracediff.diagnose.solve.by_value import (
+    blocks,
     caches,
     functions,
     groups,
@@ -40,6 +41,7 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
         found = [*outputs.variants(problem), *functions.variants(problem)]
         yield from sorted(found, key=lambda one: one.bits)
         return
+    yield from blocks.variants(problem)
     look, partial = Look(problem), list[Priced]()
     whole = [*passing(problem, look, check, partial)]
     # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].

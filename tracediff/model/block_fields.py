@@ -1,11 +1,18 @@
 """The fields of quantised blocks, in numpy. Layouts: ggml/src/ggml-common.h; what they mean: ggml-quants.c."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
+import torch
 from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
+
+from tracediff.model.gguf_file import GGUFFile, TensorInfo
+from tracediff.model.weights import raw_rows, values_of
 
 Blocks = np.ndarray  # uint8 [blocks, bytes per block]
 
@@ -18,7 +25,7 @@ class Fields:
     Of `n` blocks, each of g parts of l values: `d` and `m` are the bits of float16 [n], whose sign in the value is
     `sign`; `scales` and `minima` [n, g]; `low` and `high` the bits of integers [n, g, l], of which `high` begin with
     bit `shift`; `planes` is how the high bits lie, outermost first. So many `bytes` have low nibbles that are followed
-    by their high ones. There are `row` blocks in a row.
+    by their high ones. There are `row` blocks in a row; `raw` is what they were read from.
     """
 
     d: np.ndarray
@@ -35,21 +42,43 @@ class Fields:
     row: int = 1
     table: tuple[int, ...] = ()
     bytes: int = 16
+    raw: Blocks = field(default_factory=partial(np.zeros, (0, 0), np.uint8))
+
+    @classmethod
+    def of_rows(cls, type_: str, rows: np.ndarray) -> "Fields":
+        """Those of rows of a tensor, uint8 [rows, bytes per row]."""
+        blocks = rows.reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType[type_]][1])
+        return replace(FIELDS[type_](blocks), row=len(blocks) // len(rows), raw=blocks)
 
     def of(self, blocks: np.ndarray) -> "Fields":
         """With the scale and minimum of these blocks, one for each."""
         return replace(self, d=self.d[blocks], m=None if self.m is None else self.m[blocks])
 
-    def values(self) -> np.ndarray:
-        """Float32 [n, g * l]."""
+    @property
+    def bits(self) -> np.ndarray:
+        """Those of the blocks, each byte's lowest first, uint8 [n, bits of one]."""
+        return np.unpackbits(self.raw, axis=1, bitorder="little")
+
+    @property
+    def integers(self) -> np.ndarray:
+        """What scales are multiplied with, float32 [n, g, l]."""
         codes = np.array(self.table, np.float32)[self.low] if self.table else self.low.astype(np.float32)
         integers = codes - self.offset
         if self.high is not None:
             integers += self.high.reshape(self.low.shape).astype(np.float32) * (1 << self.shift)
-        made = self._times(self.d, self.scales) * integers
+        return integers
+
+    def values(self) -> np.ndarray:
+        """Float32 [n, g * l]."""
+        made = self.steps * self.integers
         if self.m is not None:
             made += self.sign * self._times(self.m, self.minima)
         return made.reshape(len(made), -1).astype(np.float32)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """What an integer of one is worth, float32 [n, g or 1, 1]."""
+        return self._times(self.d, self.scales)
 
     def _times(self, bits: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
         each = self.read(bits).astype(np.float32)[:, None, None]
@@ -135,3 +164,25 @@ FIELDS: Mapping[str, Callable[[Blocks], Fields]] = MappingProxyType({
     "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
     "MXFP4": _mxfp4, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
 })  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class EditedBlocks:
+    """Reads blocks of some types by an edit of their fields, others as they are: `Weight.read`. A file mixes types
+    (Q4_K_M has Q6_K in some layers).
+    """
+
+    types: tuple[str, ...]
+    edit: Callable[[Fields], Fields]
+
+    def __call__(self, file: GGUFFile, info: TensorInfo) -> Tensor:
+        """The weight as it is held."""
+        if info.type.name not in self.types:
+            return values_of(file, info)
+        return self.of_rows(info, raw_rows(file, info)).reshape(info.shape)
+
+    def of_rows(self, info: TensorInfo, rows: np.ndarray) -> Tensor:
+        """Rows of bytes, uint8 [rows, bytes per row], as float32 [rows, columns]."""
+        with np.errstate(invalid="ignore", over="ignore"):  # misread bits may be no number
+            values = self.edit(Fields.of_rows(info.type.name, rows)).values()
+        return torch.from_numpy(values.reshape(len(rows), -1))

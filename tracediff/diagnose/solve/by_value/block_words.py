@@ -1,0 +1,150 @@
+"""Rules by which blocks are read, in words: expressions of an engine's code beside those that belong there."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from tracediff.diagnose.solve.by_value.block_layout import Layout, Sums
+from tracediff.english import ranges
+
+_TOLD = 4  # places that are told one by one
+_GROUPS = 4  # of parts that are wrong alike: more are counted
+_Run = tuple[int, int, int, int]  # a byte, the first of its bits, how many, and the bit of the number that this becomes
+
+
+def of_sums(what: str, made: Sums, right: Sums, layout: Layout) -> Iterator[str]:
+    """As in "the scale of sub-blocks 4 to 7 is scales[p + 4] & 15 where ... belongs (p: the sub-block)"."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for p, (ours, theirs) in enumerate(zip(made, right, strict=True)):
+        if ours != theirs:
+            groups.setdefault((_sum(ours, layout, p), _sum(theirs, layout, p)), []).append(p)
+    for parts in list(groups.values())[:_GROUPS]:
+        p, one = parts[0], len(parts) == 1
+        is_, belongs = (_sum(of[p], layout, None if one else p) for of in (made, right))
+        those = f"sub-block {p}" if one else f"sub-blocks p = {ranges(parts)}"
+        yield f"the {what} of {those} is {is_} where {belongs} belongs"
+    if (more := len(groups) - _GROUPS) > 0:
+        yield f"and so on, in {more} more ways"
+
+
+def _sum(part: Sequence[tuple[int, int]], layout: Layout, p: int | None = None) -> str:
+    """As in "scales[p + 4] & 15 | scales[p - 4] >> 6 << 4"; of one part with the bytes' own numbers."""
+    constant = dict(part).get(-1, 0)
+    terms, others = list[_Run](), list[str]()
+    for bit, by in part:
+        if bit < 0:
+            continue
+        if by <= 0 or by & (by - 1):
+            others.append(f"{by} * bit {bit} of the block")
+            continue
+        byte, first, up = bit // 8, bit % 8, by.bit_length() - 1
+        last = terms[-1] if terms else None
+        if last and last[0] == byte and last[1] + last[2] == first and last[3] + last[2] == up:
+            terms[-1] = (*last[:2], last[2] + 1, last[3])
+        else:
+            terms.append((byte, first, 1, up))
+    terms.sort(key=lambda term: term[3])
+    said = [_term(run, layout, p, alone=len(terms) + len(others) == 1 and not constant) for run in terms]
+    text = " | ".join([*said, *others])
+    if constant:
+        return f"{text} {'-' if constant < 0 else '+'} {abs(constant)}" if text else str(constant)
+    return text or "0"
+
+
+def _term(run: _Run, layout: Layout, p: int | None, alone: bool) -> str:
+    byte, first, n, up = run
+    at = byte - layout.first
+    if p is not None:
+        at -= p
+    place = str(at) if p is None else f"p {'-' if at < 0 else '+'} {abs(at)}" if at else "p"
+    text = f"{layout.name}[{place}]"
+    if first:
+        text = f"{text} >> {first}"
+    if first + n < 8:
+        text = f"{text} & {(1 << n) - 1}"
+    if up:
+        text = f"({text}) << {up}" if " " in text.partition("]")[2] else f"{text} << {up}"
+    return text if alone or " " not in text.partition("]")[2] else f"({text})"
+
+
+def of_order(taken: Sequence[int], first: Sequence[int], n_bits: int) -> str:
+    """As in "value j is made of nibble j % 2 of byte j / 2 where nibble j / 32 % 2 of byte ... belongs";
+    `first` are the lowest bits of each value, of `n_bits`.
+    """
+    begin = min(first) // 8
+    right = np.array(first) - 8 * begin
+    ours, theirs = (_place(bits, n_bits) for bits in (right[list(taken)], right))
+    what = {8: "", 4: " (nibble 0 is the low one)"}.get(n_bits, "")
+    return f"value j is made of {ours} where {theirs} belongs{what}"
+
+
+def _place(bits: np.ndarray, n_bits: int) -> str:
+    byte = expression(bits // 8)
+    if n_bits == 8:
+        return f"byte {byte}"
+    noun = {4: "nibble", 1: "high bit"}.get(n_bits, "high bits")
+    return f"{noun} {expression(bits % 8 // n_bits)} of byte {byte}"
+
+
+def expression(numbers: np.ndarray) -> str:
+    """Numbers of j = 0, 1, ... whose bits are bits of j, as an expression in j: "j / 64 * 32 + j % 32"."""
+    j, terms, constant = np.arange(len(numbers)), list[list[int]](), 0
+    for k in range(int(numbers.max()).bit_length()):
+        bit = numbers >> k & 1
+        if bit.all():
+            constant += 1 << k
+        if bit.all() or not bit.any():
+            continue
+        m = next((m for m in range(len(j).bit_length()) if (bit == j >> m & 1).all()), None)
+        if m is None:
+            m = next((m for m in range(len(j).bit_length()) if (bit != j >> m & 1).all()), None)
+            if m is None:
+                return "?"
+            terms.append([m, 1, k, -1])
+        elif terms and terms[-1][3] > 0 and terms[-1][0] + terms[-1][1] == m and terms[-1][2] + terms[-1][1] == k:
+            terms[-1][1] += 1
+        else:
+            terms.append([m, 1, k, 1])
+    width = (len(j) - 1).bit_length()
+    said = [_of_run(width, *term) for term in reversed(terms)]
+    return " + ".join([*said, *[str(constant)] * bool(constant)]) or "0"
+
+
+def _of_run(width: int, m: int, n: int, k: int, sign: int) -> str:
+    """Bits m to m + n - 1 of j, which has so many, at bit k of a number."""
+    text = f"j / {1 << m}" if m else "j"
+    if m + n < width:
+        text = f"{text} % {1 << n}"
+    if sign < 0:
+        text = f"(1 - {text})"
+    return f"{text} * {1 << k}" if k else text
+
+
+def of_values(times: Sequence[float], more: Sequence[float]) -> str:
+    """As in "the integers of values 24 to 31 are 0"."""
+    groups: dict[tuple[float, float], list[int]] = {}
+    for j, of in enumerate(zip(times, more, strict=True)):
+        if of != (1.0, 0.0):
+            groups.setdefault(of, []).append(j)
+    said = [_of_some(*of, places) for of, places in list(groups.items())[:_GROUPS]]
+    return "; ".join([*said, *[f"others in {len(groups) - _GROUPS} more ways"] * (len(groups) > _GROUPS)])
+
+
+def _listed(places: list[int]) -> str:
+    """As in "0 to 15", and "0, 4, ... and 252"."""
+    steps = {b - a for a, b in pairwise(places)}
+    if len(steps) == 1 and len(places) > _TOLD and steps != {1}:
+        return f"{places[0]}, {places[1]}, ... and {places[-1]}"
+    return ranges(places)
+
+
+def _of_some(times: float, more: float, places: list[int]) -> str:
+    one = len(places) == 1
+    values = f"value {places[0]}" if one else f"values {_listed(places)}"
+    integers = f"the integer of {values} is" if one else f"the integers of {values} are"
+    if not times:
+        return f"{integers} {more:g}"
+    said = [f"{times:g} times what belongs"] * (times != 1)
+    said += [f"{'larger' if more > 0 else 'smaller'} by {abs(more):g}"] * bool(more)
+    return f"{integers} {' and '.join(said)}"
