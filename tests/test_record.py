@@ -448,3 +448,118 @@ def test_transformers_of_other_architectures_are_sound(arch: str, tmp_path: Path
     result = check_trace(out, model)
     assert [finding.text for finding in result.findings] == []
     assert result.verdict == "match"
+
+
+def by_rows(module: nn.Linear, change: Callable[[Tensor], Tensor]) -> None:
+    """The rows of its weight, [n_out, n_in], in another order."""
+    module.weight = nn.Parameter(change(module.weight.data).clone())
+
+
+def head_rolled(engine: Engine) -> None:
+    by_rows(engine.lm_head, lambda w: w.roll(1, 0))
+
+
+def q_reordered(engine: Engine) -> None:
+    """As conversion reorders Q and K, but not K."""
+    h = engine.hparams
+    n = h.n_head * h.head_dim
+    by_rows(engine.layers[1].qkv_proj, lambda w: torch.cat((neighbours(w[:n], h.head_dim, 0), w[n:])))
+
+
+def v_rolled(engine: Engine) -> None:
+    n = engine.hparams.n_head_kv * engine.hparams.head_dim
+    by_rows(engine.layers[1].qkv_proj, lambda w: torch.cat((w[:-n], w[-n:].roll(1, 0))))
+
+
+@pytest.mark.filterwarnings("ignore:left out")
+@pytest.mark.parametrize(
+    ("change", "said", "finding"),
+    [
+        (head_rolled, "lm_head holds other weights than output.weight", "output: channels rotated: channel 1 has"),
+        (
+            q_reordered,
+            "qkv_proj has the rows of blk.1.attn_q.weight in another order",
+            "attn_q in layer 1: Q/K rows are",
+        ),
+        (v_rolled, "qkv_proj has the rows of blk.1.attn_v.weight in another order", "attn_v in layer 1: channels rot"),
+    ],
+)
+def test_rows_in_an_order_that_no_engine_has_are_not_put_back(
+    change: Callable[[Engine], None], said: str, finding: str, models: Models, tmp_path: Path
+) -> None:
+    """A head whose rows were another's was a match; Q's alone blamed what reads K."""
+    model, out = models(Shape("qwen2", n_layer=2, bias=False)), tmp_path / "mine.trace"
+    engine = Engine(model)
+    change(engine)
+    with pytest.warns(UserWarning, match=re.escape(said)), tracediff.record(engine, out, gguf=model):
+        passes(engine, 7)
+    (found,) = check_trace(out, model).findings
+    assert found.text.startswith(finding)
+
+
+class Scaled(Engine):
+    """What does more to the logits than its head."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(input_ids, positions) * 0.75
+
+
+class LastAlone(Engine):
+    """What returns the last token's logits, in another type."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(input_ids, positions)[-1:].to(torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:left out")
+def test_logits_are_those_that_the_model_returns(models: Models, tmp_path: Path) -> None:
+    """What was done to them after the head was in no trace."""
+    model, out = models("llama"), tmp_path / "mine.trace"
+    engine = Scaled(model)
+    said = pytest.warns(UserWarning, match="the model returns other logits than lm_head puts out: those returned are")
+    with said, tracediff.record(engine, out, gguf=model):
+        passes(engine, 7)
+    (found,) = check_trace(out, model).findings
+    assert found.text == "output: every value is 0.75 times what it should be."
+
+
+def test_of_logits_that_are_returned_in_part_the_head_has_all(
+    models: Models, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, out = models("llama"), tmp_path / "mine.trace"
+    engine = LastAlone(model)
+    with tracediff.record(engine, out, gguf=model):
+        passes(engine, 7)
+    assert not [w for w in recwarn if "returns other" in str(w.message)]
+    (record,) = [record for (_, name), record in Trace(out).ops.items() if name == "output"]
+    assert (record.shape[0], record.dtype) == (7, "f32")
+
+
+class Renamed(Engine):
+    """What calls norms of its layers as the last is called as a rule, and that something else."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model)
+        for layer in self.layers:
+            layer.add_module("norm", layer.input_layernorm)
+            del layer._modules["input_layernorm"]
+        self.final = self.norm
+        del self._modules["norm"]
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        self.__dict__["norm"] = self.final
+        for layer in self.layers:
+            layer.__dict__["input_layernorm"] = layer.norm
+        return super().forward(input_ids, positions)
+
+
+@pytest.mark.filterwarnings("ignore:left out")
+def test_norms_of_layers_are_not_the_last(models: Models, tmp_path: Path) -> None:
+    """A name that gguf-py's table knows for the last norm alone was taken for that in layer 0."""
+    model, out = models("llama"), tmp_path / "mine.trace"
+    engine = Renamed(model)
+    with tracediff.record(engine, out, gguf=model):
+        passes(engine, 7)
+    result = check_trace(out, model)
+    assert (result.verdict, result.findings) == ("match", ())
+    assert {(0, "output_norm"), (0, "blk.1.attn_norm")} <= {*Trace(out).ops}

@@ -88,13 +88,19 @@ def recorded(
                 "nothing was recorded: no call of this module was seen. Call it as model(ids), not by .forward(), "
                 "and the module that was given to record()."
             )
-        notes += [*others, *calls.notes(), *_of_first_calls(watch)]
+        notes += [*others, *calls.notes(), *_of_first_calls(watch), *_of_another_end(watch)]
         notes += _left_out(graph, watch) if capture != "layers" else ()
 
 
 def _of_first_calls(watch: Watch) -> list[str]:
     names = ", ".join(dict.fromkeys(split(name)[1] for name in sorted(watch.again)))
     return [f"modules that ran more than once in a pass, of which the first call is recorded: {names}"] * bool(names)
+
+
+def _of_another_end(watch: Watch) -> list[str]:
+    return [f"the model returns other logits than {watch.otherwise} puts out: those returned are recorded"] * bool(
+        watch.otherwise
+    )
 
 
 def _left_out(graph: Graph, watch: Watch) -> list[str]:

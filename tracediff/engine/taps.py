@@ -5,8 +5,9 @@ tensors of the file side by side (`qkv_proj`, `gate_up_proj`), or its rows in an
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from tracediff.model.weights import Weights
 from tracediff.names import layer_of, split
 
 _KINDS = ("linear", "rms_norm", "layer_norm", "embedding")  # of ops that are a module in every torch model
+_NORMED = ("rms_norm", "layer_norm", "scale")  # between a projection and rope
 _SAMPLES = 64  # rows that are compared to see whether all are in the file's order
 _COLUMNS = 256  # of a row that are compared to find it
 _ALIKE = 0.9  # cosine: two bits a weight leave 0.95 of a row, and two rows of a model have less than 0.5 in common
@@ -45,21 +47,18 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     Raises EngineError for a module whose weight has another shape than the tensor of its name.
     """
     by_weight = {op.name: op for op in graph if op.kind in _KINDS and op.weights}
-    taps, notes, unnamed = [], [], []
-    names = _names(graph)
-    head = next((name for name in reversed(by_weight) if by_weight[name].kind == "linear"), "")
-    for path, module in model.named_modules():
-        op = by_weight.get(names(path) or "") or (by_weight.get(head) if names(path) == "output" else None)
-        if op is None:
-            unnamed.append((path, module))
-        if op is None or (weight := _matrix(module)) is None:
-            continue
-        if not _fits(weight, op):
+    taps, notes = [], []
+    modules = dict(model.named_modules())
+    named = _named(modules, graph, by_weight, weights)
+    unnamed = [(path, module) for path, module in modules.items() if path not in named]
+    for path, op in named.items():
+        held = cast(Tensor, _matrix(modules[path]))
+        if not _fits(held, op):
             raise EngineError(
-                f"{path} is {list(weight.shape)} in this model, {list(op.weights[0].shape)} in the GGUF file "
+                f"{path} is {list(held.shape)} in this model, {list(op.weights[0].shape)} in the GGUF file "
                 f"({op.weights[0].name}): it is another model, or a part of one. Check both."
             )
-        found, rows = _order(weight, op, weights)
+        found, rows = _order(held, op, weights)
         if not found:
             notes.append(f"{path} holds other weights than {op.weights[0].name}")
         taps.append(Tap(path, op, rows))
@@ -71,13 +70,15 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
         ops = [
             op for op in by_weight.values() if _layer(op.name) == _layer(path) and (op.kind == "embedding") == embeds
         ]
-        held = list(_held(weight, ops, weights))
-        taps += [Tap(path, op, rows) for op, rows in held]
-        for op, _ in held:
+        lying = list(_held(weight, ops, weights))
+        taps += [Tap(path, op, rows) for op, rows in lying]
+        for op, _ in lying:
             by_weight.pop(op.name)
     for tap in list(_as_elsewhere(taps, [path for path, _ in unnamed], by_weight)):
         notes.append(f"{tap.path} holds other weights than {tap.op.weights[0].name}")
         taps.append(tap)
+    taps, others = _in_order(taps, graph)
+    notes += others
     order = graph.places()
     return sorted(taps, key=lambda tap: order[tap.op.name]), notes
 
@@ -101,6 +102,41 @@ def _names(graph: Graph) -> Any:
         return None
 
     return name
+
+
+def _named(modules: Mapping[str, nn.Module], graph: Graph, by_weight: dict[str, Op], weights: Weights) -> dict[str, Op]:
+    """By path the modules whose names say which op they compute. Of several of one name, as of those that each layer
+    calls `norm`, the one that holds the op's weight; in a layer what belongs to none must hold it anyway.
+    """
+    names, found = _names(graph), dict[str, list[str]]()
+    head = next((name for name in reversed(by_weight) if by_weight[name].kind == "linear"), "")
+    for path, module in modules.items():
+        name = names(path) or ""
+        name = head if name == "output" and name not in by_weight else name
+        if name in by_weight and _matrix(module) is not None:
+            found.setdefault(name, []).append(path)
+    named = dict[str, Op]()
+    for name, paths in found.items():
+        op = by_weight[name]
+        sure = [path for path in paths if _layer(path) is None or layer_of(name) is not None]
+        if len(paths) > 1 or not sure:
+            sure = [path for path in paths if _holds(modules[path], op, weights)] or sure
+        named |= dict.fromkeys(sure[:1], op)
+    return named
+
+
+def _holds(module: nn.Module, op: Op, weights: Weights) -> bool:
+    """Whether the module holds the op's weight."""
+    weight = cast(Tensor, _matrix(module))
+    if not _fits(weight, op):
+        return False
+    return _is_vector(weight, op, weights) if weight.ndim == 1 else _order(weight, op, weights)[0]
+
+
+def _is_vector(weight: Tensor, op: Op, weights: Weights) -> bool:
+    """Whether it is the op's, be it less 1."""
+    file = weights.load(op.weights[0]).to(weight)
+    return bool(min((weight - file).norm(), (weight + 1 - file).norm()) < 0.1 * file.norm())
 
 
 def _layer(path: str) -> int | None:
@@ -167,10 +203,10 @@ def _order(weight: Tensor, op: Op, weights: Weights) -> tuple[bool, Tensor | Non
     file = weights.gather(op.weights[0], sample)
     if bool((_cosines(weight[sample.to(weight.device)], file).diagonal() > _ALIKE).all()):
         return True, cut
-    if n > _VOCABULARY:
+    if _is_vocabulary(op):  # whose rows are tokens, in no other order
         return False, cut
     rows = _places(weight, op, weights)
-    return rows is not None, cut if rows is None else rows
+    return rows is not None, rows
 
 
 def _held(weight: Tensor, ops: list[Op], weights: Weights) -> Iterator[tuple[Op, Tensor | None]]:
@@ -178,8 +214,7 @@ def _held(weight: Tensor, ops: list[Op], weights: Weights) -> Iterator[tuple[Op,
     for op in ops:
         shape = op.weights[0].shape
         if weight.ndim == 1 and weight.shape == shape:
-            file = weights.load(op.weights[0]).to(weight)
-            if (weight - file).norm() < 0.1 * file.norm():
+            if _is_vector(weight, op, weights):
                 yield op, None
                 return
         elif weight.ndim == 2 and len(shape) == 2 and weight.shape[1] == shape[1] and len(weight) >= shape[0]:
@@ -200,6 +235,49 @@ def _as_elsewhere(taps: list[Tap], paths: list[str], left: dict[str, Op]) -> Ite
             op = left.get(f"blk.{_layer(path)}.{local}")
             if op and _LAYER.sub("N", path, 1) == pattern:
                 yield Tap(path, op, tap.rows)
+
+
+def _in_order(taps: Sequence[Tap], graph: Graph) -> tuple[list[Tap], list[str]]:
+    """Those whose rows lie as they may: in the file's order, be it with others between them, or within heads in another
+    that most Q and K share, as conversion reorders them for rope; of what is read in parts in any. What else lies
+    otherwise is taken as it lies, and said: if it were undone, what reads it would look wrong.
+    """
+    orders = {tap.op.name: _within_heads(tap) for tap in taps}
+    turned = Counter(orders[tap.op.name] for tap in taps if _is_turned(tap.op, graph))
+    usual = max(turned, key=lambda order: (turned[order], order is None), default=None)
+    kept, notes = [], []
+    for tap in taps:
+        order = orders[tap.op.name]
+        in_parts = any(reader.seen[at] is not None for reader, at in graph.readers(tap.op.name))
+        if order is None or in_parts or (order == usual and _is_turned(tap.op, graph)):
+            kept.append(tap)
+            continue
+        kept.append(replace(tap, rows=None if tap.rows is None else tap.rows.sort().values))
+        notes.append(f"{tap.path} has the rows of {tap.op.weights[0].name} in another order than the file")
+    return kept, notes
+
+
+def _within_heads(tap: Tap) -> tuple[int, ...] | None:
+    """The order in which the rows of each head lie, one after the other; that of all where heads differ. None: in the
+    file's.
+    """
+    if tap.rows is None or tap.op.kind != "linear":
+        return None
+    width = tap.op.axes[-1]
+    heads = tap.rows.reshape(-1, width) if len(tap.op.axes) == 3 and isinstance(width, int) else tap.rows[None]
+    orders = heads.argsort(1)
+    if bool((heads.amin(1).diff() > 0).all()) and bool((orders == orders[0]).all()):
+        order = orders[0]
+    else:
+        order = tap.rows.argsort()
+    return None if bool((order.diff() == 1).all()) else tuple(order.tolist())
+
+
+def _is_turned(op: Op, graph: Graph) -> bool:
+    """Whether what it makes is rotated, be it behind a norm."""
+    readers = [reader for reader, _ in graph.readers(op.name)]
+    normed = _NORMED if op.kind == "linear" else ()
+    return any(one.kind == "rope" or (one.kind in normed and _is_turned(one, graph)) for one in readers)
 
 
 def _places(weight: Tensor, op: Op, weights: Weights) -> Tensor | None:

@@ -55,6 +55,9 @@ class Watch:
         self._done: set[str] = set()  # in this step
         self._layer: int | None = None  # in which the pass is
         self._sizes: dict[str, float] = {}  # the norms of what rope makes Q of
+        self._last = list(graph.ops)[-1]
+        self._head: tuple[Tap, Tensor] | None = None  # of the last op, what its module puts out in this step
+        self.otherwise = ""  # the module of the last op, where the model returned something else
 
     def begin(self, tokens: Tensor, kept: Tensor, positions: Tensor | None = None) -> None:
         """A forward pass over `tokens` [rows, columns] begins, those `kept` being no padding; without positions, at
@@ -62,6 +65,7 @@ class Watch:
         """
         self._pass = self._passes.next(tokens.shape[1], kept, positions)
         self._step, self._n_tokens, self._done, self._layer = self._step + 1, tokens.shape[1], set(), None
+        self._head = None
         self._n_positions = self._passes.n_keys
         self._running = True
         lanes = self._pass.lanes
@@ -113,6 +117,8 @@ class Watch:
                         self._record(self._embedded(tap.op, module, inputs[0], values), values)
                     elif len(inputs) > 1 and values is output and tap.op.kind == "rms_norm":
                         self._record(self._gated(tap.op, module, inputs[0], inputs[1], values), values)
+                    elif tap.op.name == self._last and self._head is None:
+                        self._head = tap, values
                     else:
                         self.again |= {tap.op.name} & self._done
                         self._record(tap.op.name, self._tokens_first(tap.op, inputs[0], tap.of(values)))
@@ -120,11 +126,18 @@ class Watch:
         return record
 
     def result(self, output: Any) -> None:
-        """What the model itself returns: the last op, where no module puts that out."""
-        logits = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
-        last = list(self._graph.ops)[-1]
-        if self._running and isinstance(logits, Tensor) and logits.shape[-1:] == self._graph[last].axes[-1:]:
-            self._record(last, logits)
+        """What the model itself returns: the last op, be it that a module puts out something else for it."""
+        returned = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
+        if not self._running:
+            return
+        if self._head is not None:
+            tap, values = self._head
+            if isinstance(returned, Tensor) and not _ends_in(values, returned, self._pass.n_rows):
+                self.otherwise = tap.path
+                values = returned
+            self._record(self._last, tap.of(values))
+        elif isinstance(returned, Tensor) and returned.shape[-1:] == self._graph[self._last].axes[-1:]:
+            self._record(self._last, returned)
 
     def _embedded(self, op: Op, module: nn.Module, ids: Tensor, values: Tensor) -> str:
         """The op that an embedding's output is: its rows, or already what they are scaled to."""
@@ -247,6 +260,17 @@ class Watch:
             if int(lane.columns[-1]) == self._pass.n_columns - 1:
                 of, rows = sequence if len(lanes) > 1 else None, (len(lane.columns) - 1,)
                 self._recorder.op(self._step, name, values[lane.row], None, None if rows == (0,) else rows, of)
+
+
+def _ends_in(values: Tensor, returned: Tensor, n_rows: int) -> bool:
+    """Whether the model returned these values, be it those of the last tokens or in another type; or something of
+    another size, as hidden states.
+    """
+    if returned.shape[-1:] != values.shape[-1:]:
+        return True
+    theirs = returned.reshape(n_rows, -1, returned.shape[-1])
+    own = values.reshape(n_rows, -1, values.shape[-1])[:, -theirs.shape[1] :].to(theirs)
+    return own.shape != theirs.shape or bool(((own == theirs) | (own.isnan() & theirs.isnan())).all())
 
 
 def _of_several(output: tuple[Any, ...], module: nn.Module, read: Tensor) -> Any:
