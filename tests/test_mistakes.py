@@ -48,6 +48,8 @@ PLANTED = {
     "qwen3moe": ("router_sigmoid", "weights_not_normalised", "expert_order", "expert_off_by_one", "top_k_off_by_one",
                  "top_k_smallest", "expert_not_looked_up", "experts_left_out", "too_few_experts", "experts_sorted",
                  "rope_before_norm", "wrong_layer", "expert_weights", "weight_transposed@blk.1.ffn_gate_exps",
+                 "heads_viewed@blk.1.attn_q_rope", "heads_viewed@blk.1.attn_kqv", "heads_viewed@blk.1.attn_scores",
+                 "values_rotated", "softmax_axis", "norm_twice@blk.1.attn_q_norm", "norm_axis@blk.1.ffn_norm",
                  "experts_not_cleared", "weights_by_all", "weights_sorted@blk.1.ffn_moe_weights",
                  "weights_sorted@blk.1.ffn_moe_weights_norm"),
     "deepseek2": ("router_softmax", "selection_bias_in_weights", "selection_bias_on_logits", "weights_normalised",
@@ -75,7 +77,7 @@ PLANTED = {
     "granitemoe": ("rope_factors_multiplied", "factor_of_another_term"),
     "hunyuan-dense": ("norm_before_rope@blk.1.attn_q_norm",),
     "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2",),
-    "gpt2": ("embedding_row_off@position_embd",),
+    "gpt2": ("embedding_row_off@position_embd", "act_relu_squared"),
     "bloom": ("alibi_missing", "rms_norm", "norm_bias_missing"),
 }  # fmt: skip
 

@@ -106,6 +106,28 @@ def _no_maximum(op: Op, _: Context) -> Variants:
     yield computing(op, function), "the largest score is not subtracted: exp overflows beyond 88"
 
 
+@AREA.mistake(
+    "softmax_axis", "the softmax runs along another axis", "the axis of the softmax: keys, the last one",
+    SOFTMAX,
+)  # fmt: skip
+def _other_axis(op: Op, _: Context) -> Variants:
+    if is_bent(op) or op.weights:
+        return
+    for axis, words in ((1, "queries"), (0, "heads")):
+        for hides in (True, False):
+            without = ", with no mask" if not hides else ""
+            function = partial(_along, op, axis=axis, hides=hides)
+            yield computing(op, function), f"the softmax runs over {words} instead of keys{without}"
+
+
+def _along(op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *, axis: int, hides: bool, **_: Any) -> Tensor:
+    """Softmax along an axis of [H, T, S]. What is hidden is a large number: of minus infinity alone NaN comes."""
+    scaled = scores * op.attrs["scale"]
+    if hides:
+        scaled = scaled.masked_fill(unseen_in(op.attrs, queries, keys), -1e9)
+    return torch.softmax(scaled, axis)
+
+
 _BLOCKS = tuple(1 << i for i in range(9))  # keys that flash attention takes at once
 _RESCALED = {(False, True): "sum", (True, False): "output", (False, False): "sum and the output"}
 

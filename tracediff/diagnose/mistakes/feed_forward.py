@@ -76,6 +76,19 @@ for _name, (_text, _function) in _OF_BOTH.items():
 
 
 @AREA.mistake(
+    "act_relu_squared", "squared ReLU is used for another activation", _LOOK, Where((*_ALONE, *_GATED)), _LINK
+)
+def _squared(op: Op, _: Context) -> Variants:
+    def squared(x: Tensor) -> Tensor:
+        return x.clamp(min=0).square()
+
+    if op.kind in _ALONE:
+        yield computing(op, squared), f"squared ReLU is used for {_ALONE[op.kind]}"
+    else:
+        yield computing(op, _gated(op, lambda g, u: squared(g) * u)), f"squared ReLU is used for {_GATED[op.kind]}"
+
+
+@AREA.mistake(
     "act_sigmoid", "the sigmoid is not multiplied by its argument, or used for another activation", _LOOK,
     Where(("swiglu", *_ALONE)), _LINK,
 )  # fmt: skip

@@ -1,12 +1,14 @@
 """Mistakes in how the heads of a value lie in memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where, axes_of
-from tracediff.diagnose.rearranged import Rearranged
+from tracediff.diagnose.rearranged import Rearranged, Reread
 from tracediff.model.graph import Op
+from tracediff.names import split
 
 AREA = Area()
 
@@ -41,3 +43,59 @@ def _heads_first(op: Op, context: Context) -> Variants:
         words = f"the projection lies as {right} and is read as {wrong}: its view as heads needs a transpose"
     if isinstance(heads, int) and heads > 1 and op.axes[0] == "T":
         yield Variant(replace(op, rework=_HeadsFirst(heads, backwards)), words)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChannelsFirst(Rearranged):
+    """Values [tokens, heads, channels] of so many heads read as [tokens, channels, heads]."""
+
+    heads: int
+
+    def moved(self, x: Tensor) -> Tensor:
+        """In the order of the other layout."""
+        return x.reshape(len(x), -1, self.heads).swapaxes(1, 2).reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheViewed(Reread):
+    """What is read of a cache, [positions, heads, channels], each head as often as queries read it, seen as
+    [heads, positions, channels] of so many heads.
+    """
+
+    heads: int
+
+    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs, the second so seen."""
+        first, cached, *others = inputs
+        each = cached.repeat_interleave(self.heads // cached.shape[1], 1)
+        return [first, each.reshape(self.heads, len(cached), -1).swapaxes(0, 1), *others]
+
+
+@AREA.mistake(
+    "heads_viewed", "a value that lies as [tokens, heads, channels] is read in another layout",
+    "a view or reshape that makes heads of it: the tokens' axis must stay first until it is transposed",
+    Where(("rope", "scores", "weighted_values")),
+)  # fmt: skip
+def _heads_viewed(op: Op, context: Context) -> Variants:
+    position = 0 if op.kind == "rope" else 1
+    name = op.inputs[position]
+    source = context.graph.ops.get(name)
+    if source is None or any(op.seen) or len(source.axes) != 3 or source.axes[0] != "T":
+        return
+    heads, lies, what = source.axes[1], "[tokens, heads, channels]", split(name)[1]
+    if not isinstance(heads, int) or heads == 1:
+        return
+    ways = {"[heads, tokens, channels]": _HeadsFirst(heads, True), "[tokens, channels, heads]": _ChannelsFirst(heads)}
+    for layout, way in ways.items():
+        before = Op(f"{op.name}.read", "copy", (name,), source.axes, rework=way)
+        inputs = tuple(before.name if i == position else other for i, other in enumerate(op.inputs))
+        words = f"{what} lies as {lies} and is read as {layout}: a view as heads, without its transpose"
+        yield Variant(replace(op, inputs=inputs), words, before=(before,))
+    n_head = op.axes[0] if op.kind == "scores" else axes_of(op, 0, context.graph)[0]
+    for n in dict.fromkeys((heads, n_head)) if op.kind != "rope" else ():
+        if isinstance(n, int) and n % heads == 0:
+            each = ", each head as often as queries read it," if n > heads else ""
+            words = (
+                f"all of {what}{each} lies as [positions, heads, channels] and is read as [heads, positions, channels]"
+            )
+            yield Variant(replace(op, rework=_CacheViewed(n)), words)

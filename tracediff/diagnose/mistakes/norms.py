@@ -162,6 +162,25 @@ def _rounded(op: Op, _: Context) -> Variants:
         yield replace(op, rework=_RoundedBetween(dtype)), words
 
 
+@AREA.mistake("norm_twice", "the norm is applied twice", "how often it is called", ANY_NORM)
+def _twice(op: Op, _: Context) -> Variants:
+    right = KINDS[op.kind].function
+    yield (
+        computing(op, lambda x, *weights, eps: right(right(x, *weights, eps=eps), *weights, eps=eps)),
+        ("the result is normed once more, by the same weight"),
+    )
+
+
+@AREA.mistake(
+    "norm_axis", "the mean of squares is taken over tokens", "the axis of the mean: channels, the last one", RMS_NORM
+)
+def _over_tokens(op: Op, _: Context) -> Variants:
+    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        return scaled(x * torch.rsqrt(x.square().mean(0, keepdim=True) + eps), *weight)
+
+    yield computing(op, function), "squares are averaged over tokens instead of channels"
+
+
 @AREA.mistake("norm_skipped", "the norm is skipped", "whether the norm is applied at all", ANY_NORM, "aprender#2085")
 def _skipped(op: Op, _: Context) -> Variants:
     yield computing(op, lambda x, *weights, eps: x), "the input passes through unchanged"

@@ -203,6 +203,23 @@ def _values_normed(op: Op, context: Context) -> Variants:
             yield Variant(replace(op, inputs=(op.inputs[0], before.name, *op.inputs[2:])), words, before=(before,))
 
 
+@AREA.mistake(
+    "values_rotated", "values are rotated as keys are", "which of Q, K and V have rope", Where(("weighted_values",)),
+)  # fmt: skip
+def _values_rotated(op: Op, context: Context) -> Variants:
+    values, layer = op.inputs[1], layer_of(op.name)
+    if any(op.seen) or layer is None or values not in context.graph:
+        return
+    for rope in context.graph.layer(layer):
+        if rope.kind == "rope" and rope.axes == context.graph[values].axes and "k" in parts_of(rope, context.graph):
+            before = replace(rope, name=f"{op.name}.read", inputs=(values, *rope.inputs[1:]), views=())
+            yield Variant(
+                replace(op, inputs=(op.inputs[0], before.name, *op.inputs[2:])),
+                "values are rotated by their positions, as keys are",
+                before=(before,),
+            )
+
+
 # What is done to a projection, in words, until attention reads it.
 _DONE = {"rope": "rotated", "mul": "multiplied", "scale": "scaled"} | dict.fromkeys((*NORM.kinds, "l2_norm"), "normed")
 _ROPE = {"theta": "base", "freq_scale": "scale of positions", "n_rot": "number of channels"}

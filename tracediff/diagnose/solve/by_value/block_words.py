@@ -35,11 +35,12 @@ def _sum(part: Sequence[tuple[int, int]], layout: Layout, p: int | None = None) 
     for bit, by in part:
         if bit < 0:
             continue
-        if by <= 0 or by & (by - 1):
+        byte, first, up = bit // 8, bit % 8, abs(by).bit_length() - 1
+        last = terms[-1] if terms else None
+        is_sign = by == -128 and last == (byte, 0, 7, 0)  # of a byte that is read as int8
+        if not is_sign and (by <= 0 or by & (by - 1)):
             others.append(f"{by} * bit {bit} of the block")
             continue
-        byte, first, up = bit // 8, bit % 8, by.bit_length() - 1
-        last = terms[-1] if terms else None
         if last and last[0] == byte and last[1] + last[2] == first and last[3] + last[2] == up:
             terms[-1] = (*last[:2], last[2] + 1, last[3])
         else:

@@ -411,14 +411,15 @@ def _scales_of(seen: _Seen) -> list[np.ndarray] | None:
 
 def _of_bits(numbers: np.ndarray, bits: np.ndarray, header: Sequence[int], right: Part) -> Part | None:
     """Numbers [blocks] as a sum of bits of their blocks, the right ones where these do; None where none does."""
-    constant, by_weight = dict(right).get(-1, 0), {by: bit for bit, by in right if bit >= 0}
+    constant, by_weight = dict(right).get(-1, 0), {abs(by): bit for bit, by in right if bit >= 0}
     left, found = numbers.astype(np.int64) - constant, [(-1, constant)] * bool(constant)
+    signs = {abs(by): by for _, by in right}  # of int8 the highest bit is negative
     for k in range(_BYTE):
         sought, own = left >> k & 1, by_weight.get(1 << k, -1)
         nearest = (own, found[-1][0] + 1 if found else own)  # of few blocks several bits are the same
         fitting = [b for b in (*nearest, *header) if b in header and (bits[:, b] == sought).all()]
         if fitting and (sought.any() or fitting[0] == own):
-            found.append((fitting[0], 1 << k))
+            found.append((fitting[0], signs.get(1 << k, 1 << k)))
         elif sought.any():
             return None
     return tuple(sorted(found))

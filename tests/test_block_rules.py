@@ -1,0 +1,127 @@
+"""Quantised blocks that are read by a rule that nobody listed: it is told by value, as an expression of its code."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Models
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from test_mistakes import traced
+
+from tracediff.diagnose.solve.by_value.block_layout import Part, layout_of
+from tracediff.diagnose.solve.by_value.block_words import expression
+from tracediff.diagnose.solve.by_value.blocks import OfBits, Order, Rule, Scaled, Shared
+from tracediff.model.block_fields import FIELDS, EditedBlocks
+from tracediff.model.families import build_graph
+from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.graph import Op
+from tracediff.model.weights import reading
+from tracediff.pipeline import check_trace
+
+TOKENS = tuple(range(7, 7 + 3 * 19, 3))
+FILES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "Q6_K": "Q6_K"}  # that hold blocks of a type
+PLAIN = (1.0,) * 32
+J256, J32 = np.arange(256), np.arange(32)
+
+
+def of_parts(type_: str, what: str, parts: dict[int, Part]) -> OfBits:
+    """The right sums of bits but for some parts of scales or minima."""
+    layout = layout_of(type_)
+    made = tuple(parts.get(p, right) for p, right in enumerate(getattr(layout, what)))
+    right = OfBits(layout.scales, layout.minima)
+    return replace(right, scales=made) if what == "scales" else replace(right, minima=made)
+
+
+def low_four(type_: str, what: str, *parts: int) -> OfBits:
+    """Of some parts the lowest four bits alone."""
+    right = getattr(layout_of(type_), what)
+    return of_parts(type_, what, {p: tuple((bit, by) for bit, by in right[p] if by < 16) for p in parts})
+
+
+def of(order: np.ndarray) -> tuple[int, ...]:
+    return tuple(map(int, order))
+
+
+RULES = [
+    (
+        "Q4_K",
+        low_four("Q4_K", "scales", 4, 5, 6, 7),
+        "in a block of Q4_K, the scale of sub-blocks p = 4 to 7 is scales[p + 4] & 15 where "
+        "(scales[p + 4] & 15) | ((scales[p - 4] >> 6) << 4) belongs",
+    ),
+    (
+        "Q5_K",
+        of_parts("Q5_K", "minima", {7: ()}),
+        "in a block of Q5_K, the minimum of sub-block 7 is 0 where (scales[11] >> 4) | ((scales[7] >> 6) << 4) belongs",
+    ),
+    (
+        "Q6_K",
+        of_parts("Q6_K", "scales", {p: layout_of("Q6_K").scales[p - 8] for p in range(8, 16)}),
+        "in a block of Q6_K, the scale of sub-blocks p = 8 to 15 is scales[p - 8] where scales[p] belongs",
+    ),
+    ("Q8_0", Shared("scale", "block i ^ 1"), "block i of a row of Q8_0 has the scale of block i ^ 1"),
+    ("Q4_1", Shared("minimum", "block i - 2"), "block i of a row of Q4_1 has the minimum of block i - 2"),
+    (
+        "Q4_K",
+        Order(of(J256 & ~96 | (J256 & 32) << 1 | (J256 & 64) >> 1)),
+        "in a block of Q4_K, value j is made of nibble j / 64 % 2 of byte j / 128 * 64 + j % 64 where nibble "
+        "j / 32 % 2 of byte j / 64 * 32 + j % 32 belongs (nibble 0 is the low one)",
+    ),
+    (
+        "Q5_0",
+        Order(None, of((J32 % 4) * 8 + J32 // 4)),
+        "in a block of Q5_0, value j is made of high bit j / 4 of byte j % 4 where high bit j % 8 of byte j / 8 "
+        "belongs",
+    ),
+    (
+        "IQ4_NL",
+        Scaled(PLAIN, (0.0,) * 16 + (128.0,) * 4 + (0.0,) * 12),
+        "in each block of IQ4_NL, the integers of values 16 to 19 are larger by 128",
+    ),
+    (
+        "Q8_0",
+        Scaled(of(J32 < 24), (0.0,) * 32),
+        "in each block of Q8_0, the integers of values 24 to 31 are 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("type_", "rule", "said"), RULES, ids=[f"{t}-{type(r).__name__}" for t, r, _ in RULES])
+def test_a_rule_that_nobody_listed_is_told(type_: str, rule: Rule, said: str, models: Models, tmp_path: Path) -> None:
+    """In matmuls and in the embedding alike, which are one finding."""
+    path = models("k-quants", FILES.get(type_, type_))
+    file = GGUFFile(path)
+    graph = build_graph(file)
+
+    def is_so(op: Op) -> bool:
+        return op.kind in ("linear", "embedding") and file.tensors[op.weights[0].name].type.name == type_
+
+    wrong = [reading(op, EditedBlocks((type_,), rule)) for op in graph if is_so(op)]
+    trace = traced(graph.changed(*wrong), file, tmp_path / "t.trace", TOKENS, n_decode=1)
+    (finding,) = check_trace(trace, path).findings
+    assert said in finding.text
+    assert {"token_embd", "blk.1.ffn_up", "blk.2.ffn_gate"} <= {*finding.ops} <= {op.name for op in wrong}
+
+
+@pytest.mark.parametrize("type_", FIELDS)
+def test_numbers_of_a_block_are_where_its_layout_says(type_: str) -> None:
+    layout, n_bytes = layout_of(type_), GGML_QUANT_SIZES[GGMLQuantizationType[type_]][1]
+    raw = np.random.default_rng(0).integers(0, 256, (64, n_bytes), np.uint8)
+    fields, bits = FIELDS[type_](raw), np.unpackbits(raw, axis=1, bitorder="little").astype(int)
+    for sums, right in ((layout.scales, fields.scales), (layout.minima, fields.minima)):
+        assert bool(sums) == (right is not None)
+        made = [sum(bits[:, bit] * by if bit >= 0 else by for bit, by in part) for part in sums]
+        assert right is None or np.array_equal(np.stack(made, 1), right)
+    for first, n, right in (
+        (layout.low, layout.low_bits, fields.low),
+        (layout.high, layout.high_bits, fields.high),
+    ):
+        made = [sum(bits[:, bit + k] << k for k in range(n)) for bit in first]
+        assert right is None or np.array_equal(np.stack(made, 1), right.reshape(len(raw), -1) & (1 << n) - 1)
+
+
+@pytest.mark.parametrize("said", ["j", "j / 2", "j / 64 * 32 + j % 32", "j / 4 % 2 * 8 + j % 4", "j / 8 * 8 + 3", "0"])
+def test_places_are_said_as_they_are_computed(said: str) -> None:
+    numbers = np.array([eval(said.replace("/", "//"), {"j": j}) for j in range(256)])
+    assert expression(numbers) == said
