@@ -834,6 +834,21 @@ COMBINED = {  # and what is said of a kind of op
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("reported", "asked"),
+    [
+        ("weights in uint8 groups of 32 with float32 scales and zeros", "weights in uint8/32"),
+        ("activations and weights in int8 rows with float32 scales", "activations and weights in int8/row"),
+        (
+            "activations in int8 groups of 64 with float32 scales, matrices in NF4 groups of 64 with float16 values",
+            "activations in int8/64, matrices in f16 nf4/64",
+        ),
+    ],
+)
+def test_what_a_report_says_of_integers_may_be_asked_for(reported: str, asked: str) -> None:
+    assert scheme_named(reported) == scheme_named(asked)
+
+
 def steeper_gate(op: Op) -> Op:
     return replace(op, function=lambda gate, up: swiglu(1.2 * gate, up)) if op.name == "blk.1.ffn_act" else op
 

@@ -18,7 +18,7 @@ from tracediff.numerics.arithmetic import (
     phrase,
 )
 from tracediff.numerics.floats import HALVES
-from tracediff.numerics.roundings import as_held, as_read, read_as
+from tracediff.numerics.roundings import as_held, as_read, read_as, rounding_named
 
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
@@ -256,6 +256,9 @@ _UNORDERED = Scheme(
 )
 
 
+# Integers and the like in the words of a report, which may be asked for, too.
+_OF_WORDS = {rounding_named(name).words: name for name in reversed((*GROUPS, *_OWN))}
+_AS_REPORTED = re.compile(rf"(activations|weights|matrices) in ({'|'.join(map(re.escape, _OF_WORDS))})(?=,|$| and )")
 _GRAMMAR = (
     "First, llama.cpp, exact, or one of activations, weights, matrices, activations and weights, activations and "
     "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, attention, biases, "
@@ -272,6 +275,7 @@ def scheme_named(name: str) -> Scheme:
     With ` on tensor cores` at the end sums run there. Any rounding may stand in `activations in ROUNDING` and the like.
     Raises EngineError with those that are near, and with what there is.
     """
+    name = _AS_REPORTED.sub(lambda found: f"{found[1]} in {_OF_WORDS[found[2]]}", name)
     if name.endswith(ON_TENSOR_CORES):
         return scheme_named(name.removesuffix(ON_TENSOR_CORES)).on_tensor_cores()
     matmuls = {"llama.cpp": SCHEMES[0]} | {scheme.name: scheme for scheme in _matmuls()}

@@ -1,5 +1,6 @@
 """Mistakes in where a norm, a rotation or a residual stands: what an op reads has been through one more."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
@@ -17,7 +18,7 @@ from tracediff.diagnose.mistakes.mistake import (
     parts_of,
 )
 from tracediff.english import told_apart
-from tracediff.model.graph import Graph, Op
+from tracediff.model.graph import Axis, Graph, Op, View
 from tracediff.names import layer_of, split
 from tracediff.numerics.kinds import KINDS
 
@@ -62,7 +63,20 @@ def _after_rope(op: Op, context: Context) -> Variants:
             views = (op.views[0], *turn.seen[1:]) if op.views else ()
             before = replace(turn, name=f"{op.name}.read", inputs=(op.inputs[0], *turn.inputs[1:]), views=views)
             changed = replace(_reading(op, before.name), views=())
-            yield Variant(changed, "what it reads is rotated first: the norm comes after rope", before=(before,))
+        elif not any(op.seen) and turn.seen[0] == _dense(turn.axes):  # of all heads as one row
+            before = replace(turn, name=f"{op.name}.read", inputs=(op.inputs[0], *turn.inputs[1:]))
+            changed = replace(_reading(op, before.name), views=(_dense(op.axes),))
+        else:
+            continue
+        yield Variant(changed, "what it reads is rotated first: the norm comes after rope", before=(before,))
+
+
+def _dense(axes: Sequence[Axis]) -> View | None:
+    """Rows of a step's tokens side by side in such a shape; None where it follows the step in another way."""
+    sizes = [axis for axis in axes[1:] if isinstance(axis, int)]
+    if axes[0] != "T" or len(sizes) < len(axes) - 1:
+        return None
+    return View(tuple(axes), tuple(math.prod(sizes[i:]) for i in range(len(axes))), 0)
 
 
 @AREA.mistake(
