@@ -55,18 +55,20 @@ def of_names(names: Sequence[str], among: Iterable[str]) -> str:
             layers.setdefault(local_name(name), set()).add(layer)
     alike: dict[str, list[str]] = {}
     for local, held in layers.items():
-        alike.setdefault(of_layers(held, known.get(local, held)), []).append(local)
+        alike.setdefault(of_layers(held, known.get(local, held), set().union(*known.values())), []).append(local)
     places = [f"{listed(local, len(local))} in {where}" for where, local in alike.items()]
     outside = [name for name in names if layer_of(name) is None]
     places += [listed(outside, len(outside))] if outside else []
     return ", and ".join(places)
 
 
-def of_layers(layers: set[int], known: set[int]) -> str:
-    """Layers, of those that are `known`."""
+def of_layers(layers: set[int], known: set[int], every: set[int]) -> str:
+    """Layers, of those that are `known` to have what is said of them, which may not be `every` one."""
     if len(layers) == 1:
         return f"layer {min(layers)}"
     if layers >= known:
+        if not layers >= every:
+            return f"layers {runs(layers)}"
         return "both layers" if len(layers) == 2 else f"all {len(layers)} layers"
     return f"{len(layers)} of {len(known)} layers ({runs(layers)})"
 
