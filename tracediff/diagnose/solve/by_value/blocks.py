@@ -57,7 +57,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
 
 def _rules(seen: "_Seen") -> Iterator[tuple[Rule, Fields, float]]:
     """What may be, the fields of the rows that are seen as it reads them, and what it takes to say it, in bits."""
-    yield from ((shared, shared.of(seen), _SHARED) for shared in starmap(Shared, product(_WHATS, _WHOSE)))
+    yield from ((shared, shared.of(seen), _SHARED) for shared in starmap(Shared, product(WHATS, WHOSE)))
     yield from ((order, order(seen.fields), _ORDER) for order in _orders(seen))
     if sums := _sums(seen):
         yield sums, sums(seen.fields), _BITS
@@ -156,7 +156,7 @@ class _Seen:
 # --- whose scale a block has ------------------------------------------------------------------------------------------
 
 _What = Literal["scale", "minimum", "scale and minimum"]
-_WHATS: tuple[_What, ...] = ("scale", "minimum", "scale and minimum")
+WHATS: tuple[_What, ...] = ("scale", "minimum", "scale and minimum")
 _Place = Callable[[np.ndarray, np.ndarray, int], np.ndarray]  # of row r and block i, where a row has n, as r * n + i
 
 
@@ -177,7 +177,7 @@ class Shared:
         return self._taken(seen.fields, *seen.of_tensor, at.ravel())
 
     def _taken(self, fields: Fields, d: np.ndarray, m: np.ndarray | None, at: np.ndarray) -> Fields:
-        source = _WHOSE[self.whose](at // fields.row, at % fields.row, fields.row) % len(d)
+        source = WHOSE[self.whose](at // fields.row, at % fields.row, fields.row) % len(d)
         return replace(
             fields,
             d=fields.d if self.what == "minimum" else d[source],
@@ -195,7 +195,7 @@ def _of_block(block: Callable[[np.ndarray, int], np.ndarray], by: int = 0) -> _P
     return lambda r, i, n: r * n + block(i, by)
 
 
-_WHOSE: Mapping[str, _Place] = MappingProxyType({
+WHOSE: Mapping[str, _Place] = MappingProxyType({
     **{f"block i ^ {k}": _of_block(operator.xor, k) for k in (1, 2, 3, 4, 7)},
     **{f"block i / {k} * {k}": _of_block(lambda i, k: i // k * k, k) for k in (2, 4, 8)},
     **{f"block i / {k}": _of_block(operator.floordiv, k) for k in (2, 4, 8)},
