@@ -176,8 +176,8 @@ _HEAD = """# Blocks read by rules that nobody listed
 
 {n} rules for {n_types} types, planted in a model of {n_layer} layers and {n_embd} channels, whose trace holds every op
 of a prompt of {n_prompt} random tokens and one decode step; {seconds} seconds each for causes. Every cause that is
-given leaves no more than its floor of each record. *Otherwise*: all is named, by a known mistake or by a rule that comes to
-the same there. *In part*: some ops have no cause. *Invisible*: the rule reads what these blocks hold as it is."""
+given leaves no more than its floor of each record. *Otherwise*: all is named, by a known mistake or by a rule that
+comes to the same there. *In part*: some ops have no cause. *Invisible*: the rule reads what these blocks hold as it is."""
 
 
 def page(runs: Sequence[Run], seed: int) -> str:
