@@ -20,6 +20,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
 from architectures import table
 from msgspec import Struct
 
@@ -31,14 +32,14 @@ from tracediff.model.block_fields import FIELDS, EditedBlocks
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape, write_model
-from tracediff.model.weights import Weights, reading
+from tracediff.model.weights import Weights, reading, values_of
 from tracediff.pipeline import Effort, check_trace
 from tracediff.trace.writer import TraceWriter
 
 SHAPE = Shape("llama", n_layer=2, n_embd=256, n_head=8, n_head_kv=2, n_ff=768, n_vocab=352, theta=10_000.0)
 FILES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "Q6_K": "Q6_K"}  # that hold blocks of a type
 TYPES = tuple(name for name in FIELDS if name != "MXFP4")  # which llama.cpp writes for experts alone
-OUTCOMES = ("in its own words", "otherwise", "in part", "not", "invisible")
+OUTCOMES = ("in its own words", "otherwise", "in part", "not", "missed", "invisible")
 N_PROMPT, SECONDS = 23, 60
 _FACTORS, _OFFSETS = (-1.0, 2.0, 0.5, 16.0, 1 / 16), (-8.0, 8.0, 16.0, 1.0, -1.0)
 _MOVED = (8, 16, -8, 1, -1, 4, 24)  # bits
@@ -147,6 +148,7 @@ def done(number: int, seed: int, folder: Path) -> Run:
     file, words = GGUFFile(path), rule.words(layout_of(type_))
     graph = build_graph(file)
     of_type = [op for op in graph if op.weights and file.tensors[op.weights[0].name].type.name == type_]
+    tensors = [file.tensors[op.weights[0].name] for op in of_type]
     wrong = [reading(op, EditedBlocks((type_,), rule)) for op in of_type]
     tokens = tuple(random.Random(number).sample(range(SHAPE.n_vocab), N_PROMPT + 1))
     trace = folder / f"{number}.trace"
@@ -158,7 +160,8 @@ def done(number: int, seed: int, folder: Path) -> Run:
     run = Run(type_, sort, words, said=tuple(finding.text for finding in findings))
     named = [finding.mistake for finding in findings]
     if not findings:
-        run.outcome = "invisible"
+        same = (torch.equal(EditedBlocks((type_,), rule)(file, info), values_of(file, info)) for info in tensors)
+        run.outcome = "invisible" if all(same) else "missed"
     elif not all(named):
         run.outcome = "in part" if any(named) else "not"
     else:
@@ -177,7 +180,7 @@ _HEAD = """# Blocks read by rules that nobody listed
 {n} rules for {n_types} types, planted in a model of {n_layer} layers and {n_embd} channels, whose trace holds every op
 of a prompt of {n_prompt} random tokens and one decode step; {seconds} seconds each for causes. Every cause that is
 given leaves no more than its floor of each record. *Otherwise*: all is named, by a known mistake or by a rule that
-comes to the same there. *In part*: some ops have no cause. *Invisible*: the rule reads what these blocks hold as it is."""
+comes to the same in this trace. *In part*: some ops have no cause. *Invisible*: these blocks are read as they are."""
 
 
 def page(runs: Sequence[Run], seed: int) -> str:

@@ -58,31 +58,30 @@ RULES = [
     (
         "Q6_K",
         of_parts("Q6_K", "scales", {p: layout_of("Q6_K").scales[p - 8] for p in range(8, 16)}),
-        "in a block of Q6_K, the scale of sub-blocks p = 8 to 15 is scales[p - 8] where scales[p] belongs",
+        "the scale of sub-blocks p = 8 to 15 is (int8) scales[p - 8] where (int8) scales[p] belongs",
     ),
     ("Q8_0", Shared("scale", "block i ^ 1"), "block i of a row of Q8_0 has the scale of block i ^ 1"),
     ("Q4_1", Shared("minimum", "block i - 2"), "block i of a row of Q4_1 has the minimum of block i - 2"),
     (
         "Q4_K",
         Order(of(J256 & ~96 | (J256 & 32) << 1 | (J256 & 64) >> 1)),
-        "in a block of Q4_K, value j is made of nibble j / 64 % 2 of byte j / 128 * 64 + j % 64 where nibble "
-        "j / 32 % 2 of byte j / 64 * 32 + j % 32 belongs (nibble 0 is the low one)",
+        "in a block of Q4_K, value j is made of nibble j / 64 % 2 of qs[j / 128 * 64 + j % 64] where nibble "
+        "j / 32 % 2 of qs[j / 64 * 32 + j % 32] belongs (nibble 0 is the low one)",
     ),
     (
         "Q5_0",
         Order(None, of((J32 % 4) * 8 + J32 // 4)),
-        "in a block of Q5_0, value j is made of high bit j / 4 of byte j % 4 where high bit j % 8 of byte j / 8 "
-        "belongs",
+        "in a block of Q5_0, value j is made of bit j / 4 of qh[j % 4] where bit j % 8 of qh[j / 8] belongs",
     ),
     (
         "IQ4_NL",
         Scaled(PLAIN, (0.0,) * 16 + (128.0,) * 4 + (0.0,) * 12),
-        "in each block of IQ4_NL, the integers of values 16 to 19 are larger by 128",
+        "in each block of IQ4_NL, kvalues[q] of values 16 to 19 is larger by 128",
     ),
     (
         "Q8_0",
         Scaled(of(J32 < 24), (0.0,) * 32),
-        "in each block of Q8_0, the integers of values 24 to 31 are 0",
+        "in each block of Q8_0, q of values 24 to 31 is 0",
     ),
 ]
 

@@ -333,12 +333,13 @@ def test_what_an_engine_holds(models: Models, tmp_path: Path) -> None:
 def test_each_mistake_of_a_loader(models: Models, tmp_path: Path) -> None:
     """The mistakes in one engine all at once, each in a tensor of its own, of a file of K-quants."""
     from tracediff.diagnose.mistakes.blocks import BLOCK_MISTAKES
+    from tracediff.model.block_fields import EditedBlocks
 
     model = models("k-quants", "Q4_K_M")
     t, file = tensors_of(model), GGUFFile(model)
     nibbles = next(m for m in BLOCK_MISTAKES if m.name == "q4_k_nibbles")
     q4_k = next(name for name, info in file.tensors.items() if info.type.name == "Q4_K")
-    misread = nibbles.dequantise(np.frombuffer(file.raw(file.tensors[q4_k]), np.uint8).reshape(-1, 144), "Q4_K")
+    misread = EditedBlocks(nibbles.types, nibbles.edit)(file, file.tensors[q4_k]).numpy()
     changed = {
         q4_k: misread.reshape(t[q4_k].shape),
         "blk.0.attn_q.bias": 0 * t["blk.0.attn_q.bias"],

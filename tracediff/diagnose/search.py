@@ -65,7 +65,7 @@ class Search:
         for done, way in enumerate(ways):
             found = self._single(one, way, tried, within(progress, done, len(ways)))
             if way.tokens:
-                found = [h for h in found if self._is_sure(h, one)]
+                found = [h for h in found if self._is_sure(h, one) and not self._makes_cached_anew(h)]
             if found:
                 return self._unrivalled(self._kin.chosen(found), one)
         if only_known:
@@ -223,6 +223,11 @@ class Search:
     def _is_sure(self, known: Hypothesis, one: Faulty) -> bool:
         """Whether it may be said of all steps of one token: of what one row tells little another step must have it."""
         return not self._kin.is_soon_suited(known, one.record) or self._is_in_another_step(known, one)
+
+    def _makes_cached_anew(self, known: Hypothesis) -> bool:
+        """Whether an op that the model has not stands between a cache and what reads it: prompts would have it, too."""
+        new = {op.name for op in known.ops} - self._replay.graph.ops.keys()
+        return any(past and name in new for op in known.ops for name, past in op.reads)
 
     def _hypotheses(self, solutions: Explanations, one: Faulty) -> Iterator[Hypothesis]:
         """What they leave of the record: made in all steps, or, where that may be, in those of one token."""

@@ -24,7 +24,6 @@ _NORMED = ("rms_norm", "layer_norm", "scale")  # between a projection and rope
 _SAMPLES = 64  # rows that are compared to see whether all are in the file's order
 _COLUMNS = 256  # of a row that are compared to find it
 _ALIKE = 0.9  # cosine: two bits a weight leave 0.95 of a row, and two rows of a model have less than 0.5 in common
-_VOCABULARY = 1 << 15  # rows beyond which no module is searched for what it might hold
 _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
 
 
@@ -52,7 +51,8 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     named = _named(modules, graph, by_weight, weights)
     unnamed = [(path, module) for path, module in modules.items() if path not in named]
     for path, op in named.items():
-        held = cast(Tensor, _matrix(modules[path]))
+        if (held := _matrix(modules[path])) is None:
+            continue
         if not _fits(held, op):
             raise EngineError(
                 f"{path} is {list(held.shape)} in this model, {list(op.weights[0].shape)} in the GGUF file "
@@ -113,22 +113,23 @@ def _named(modules: Mapping[str, nn.Module], graph: Graph, by_weight: dict[str, 
     for path, module in modules.items():
         name = names(path) or ""
         name = head if name == "output" and name not in by_weight else name
-        if name in by_weight and _matrix(module) is not None:
+        if name in by_weight and (weight_of(module) is not None or hasattr(module, "out_features")):
             found.setdefault(name, []).append(path)
     named = dict[str, Op]()
     for name, paths in found.items():
         op = by_weight[name]
         sure = [path for path in paths if _layer(path) is None or layer_of(name) is not None]
         if len(paths) > 1 or not sure:
-            sure = [path for path in paths if _holds(modules[path], op, weights)] or sure
+            hold = [path for path in (*sure, *paths) if _holds(modules[path], op, weights)]
+            sure = hold or sure
         named |= dict.fromkeys(sure[:1], op)
     return named
 
 
 def _holds(module: nn.Module, op: Op, weights: Weights) -> bool:
     """Whether the module holds the op's weight."""
-    weight = cast(Tensor, _matrix(module))
-    if not _fits(weight, op):
+    weight = _matrix(module)
+    if weight is None or not _fits(weight, op):
         return False
     return _is_vector(weight, op, weights) if weight.ndim == 1 else _order(weight, op, weights)[0]
 
@@ -252,7 +253,7 @@ def _in_order(taps: Sequence[Tap], graph: Graph) -> tuple[list[Tap], list[str]]:
         if order is None or in_parts or (order == usual and _is_turned(tap.op, graph)):
             kept.append(tap)
             continue
-        kept.append(replace(tap, rows=None if tap.rows is None else tap.rows.sort().values))
+        kept.append(replace(tap, rows=cast(Tensor, tap.rows).sort().values))
         notes.append(f"{tap.path} has the rows of {tap.op.weights[0].name} in another order than the file")
     return kept, notes
 

@@ -117,8 +117,9 @@ class Watch:
                         self._record(self._embedded(tap.op, module, inputs[0], values), values)
                     elif len(inputs) > 1 and values is output and tap.op.kind == "rms_norm":
                         self._record(self._gated(tap.op, module, inputs[0], inputs[1], values), values)
-                    elif tap.op.name == self._last and self._head is None:
-                        self._head = tap, values
+                    elif tap.op.name == self._last:
+                        self.again |= {self._last} if self._head else set()
+                        self._head = self._head or (tap, values)
                     else:
                         self.again |= {tap.op.name} & self._done
                         self._record(tap.op.name, self._tokens_first(tap.op, inputs[0], tap.of(values)))
@@ -132,10 +133,12 @@ class Watch:
             return
         if self._head is not None:
             tap, values = self._head
-            if isinstance(returned, Tensor) and not _ends_in(values, returned, self._pass.n_rows):
+            logits = tap.of(values)
+            theirs = tap.of(returned) if isinstance(returned, Tensor) and returned.shape == values.shape else returned
+            if isinstance(theirs, Tensor) and not _ends_in(logits, theirs, self._pass.n_rows):
                 self.otherwise = tap.path
-                values = returned
-            self._record(self._last, tap.of(values))
+                logits = theirs
+            self._record(self._last, logits)
         elif isinstance(returned, Tensor) and returned.shape[-1:] == self._graph[self._last].axes[-1:]:
             self._record(self._last, returned)
 
@@ -266,7 +269,7 @@ def _ends_in(values: Tensor, returned: Tensor, n_rows: int) -> bool:
     """Whether the model returned these values, be it those of the last tokens or in another type; or something of
     another size, as hidden states.
     """
-    if returned.shape[-1:] != values.shape[-1:]:
+    if returned.shape[-1:] != values.shape[-1:] or returned.numel() % (n_rows * values.shape[-1]):
         return True
     theirs = returned.reshape(n_rows, -1, returned.shape[-1])
     own = values.reshape(n_rows, -1, values.shape[-1])[:, -theirs.shape[1] :].to(theirs)

@@ -269,24 +269,29 @@ _GRAMMAR = (
 )
 
 
+def _shortly(name: str) -> str:
+    """Integers by their names, where a report's words stand for them."""
+    return _AS_REPORTED.sub(lambda found: f"{found[1]} in {_OF_WORDS[found[2]]}", name)
+
+
 def scheme_named(name: str) -> Scheme:
     """A way to round in matmuls with weights (`llama.cpp` is ggml's), ways to do other parts, or both, with commas.
 
     With ` on tensor cores` at the end sums run there. Any rounding may stand in `activations in ROUNDING` and the like.
     Raises EngineError with those that are near, and with what there is.
     """
-    name = _AS_REPORTED.sub(lambda found: f"{found[1]} in {_OF_WORDS[found[2]]}", name)
     if name.endswith(ON_TENSOR_CORES):
         return scheme_named(name.removesuffix(ON_TENSOR_CORES)).on_tensor_cores()
     matmuls = {"llama.cpp": SCHEMES[0]} | {scheme.name: scheme for scheme in _matmuls()}
     attentions = {scheme.name: scheme for scheme in (*_attentions(), _UNORDERED)}
     first, *others = name.split(", ")
-    both = re.fullmatch(r"activations in (.+/\w+) and matrices in (.+/\w+)", first)
-    asked = re.fullmatch(r"(activations and (?:weights|matrices)|activations|weights|matrices) in (.+/\w+)", first)
+    short = _shortly(first)
+    both = re.fullmatch(r"activations in (.+/\w+) and matrices in (.+/\w+)", short)
+    asked = re.fullmatch(r"(activations and (?:weights|matrices)|activations|weights|matrices) in (.+/\w+)", short)
     scheme = _of_integers(*both.groups()) if both else _matmul(asked[1], asked[2]) if asked else matmuls.get(first)
     if scheme is None:
         scheme, others = SCHEMES[0], [first, *others]
-    for other in others:
+    for other in (one if one in attentions or one in _BY_NAME else _shortly(one) for one in others):
         if other not in attentions and other not in _BY_NAME:
             known = dict.fromkeys((*(() if other in matmuls else matmuls), *attentions, *_BY_NAME))
             near = "; ".join(get_close_matches(other, known))

@@ -148,49 +148,6 @@ class _RoundedBetween:
         return replace(own, hard=own.hard + torch.where(middle <= own.bound(), step * weight.abs(), 0.0))
 
 
-@dataclass(frozen=True, slots=True)
-class _InHalf:
-    """An RMS norm of which each step is rounded, the weight's product apart, which is stored: `Op.rework`. The root is
-    rounded before its inverse is (PyTorch's rsqrt on CPUs), or with it (on GPUs).
-    """
-
-    dtype: str
-    of_root: bool
-
-    def compute(self, call: Call) -> Tensor:
-        """The output."""
-        return self._made(call.inputs[0], call.op.attrs["eps"], *held(call))
-
-    def noise(self, made: Made) -> Noise:
-        """That of the norm; where the mean lies between two numbers so closely that float32 may round it to either,
-        what the row is apart then.
-        """
-        x, eps, weights = made.inputs[0], made.op.attrs["eps"], held(made)
-        below, above = (self._made(x, eps, *weights, by=by) for by in (1 - _FLOAT32_SUMS, 1 + _FLOAT32_SUMS))
-        own = noise_of(replace(made.op, rework=None), made)
-        return replace(own, hard=own.hard + (above - below).abs())
-
-    def _made(self, x: Tensor, eps: float, *weights: Tensor, by: float = 1.0) -> Tensor:
-        rounded = rounding_named(self.dtype)
-        mean = rounded(rounded(x.square()).mean(-1, keepdim=True) * by)
-        root = rounded(mean + eps).sqrt()
-        return scaled(rounded(x * rounded(1 / (rounded(root) if self.of_root else root))), *weights)
-
-
-_FLOAT32_SUMS = 1e-6  # of the mean: what sums in float32 are off by
-
-
-@AREA.mistake(
-    "norm_in_half", "all of the norm is computed in half precision",
-    "the cast to float32 before the squares: transformers' norms and llama.cpp's have it", RMS_NORM,
-)  # fmt: skip
-def _in_half(op: Op, _: Context) -> Variants:
-    for dtype, of_root in product(("bf16", "f16"), (True, False)):
-        steps = f"squares, their mean{', its root' * of_root} and the normed value"
-        words = f"{steps} are rounded to {rounding_named(dtype).words}, one by one"
-        yield replace(op, rework=_InHalf(dtype, of_root)), words
-
-
 def _unweighted(op: Op) -> Op:
     return replace(op, rework=None, weights=())
 
@@ -296,6 +253,49 @@ def _norm_f16(op: Op, _: Context) -> Variants:
         return scaled(x * torch.rsqrt(mean + eps), *weight)
 
     yield computing(op, function), "squares are float16: infinite where |x| > 256"
+
+
+@dataclass(frozen=True, slots=True)
+class _InHalf:
+    """An RMS norm of which each step is rounded, the weight's product apart, which is stored: `Op.rework`. The root is
+    rounded before its inverse is (PyTorch's rsqrt on CPUs), or with it (on GPUs).
+    """
+
+    dtype: str
+    of_root: bool
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        return self._made(call.inputs[0], call.op.attrs["eps"], *held(call))
+
+    def noise(self, made: Made) -> Noise:
+        """That of the norm; where the mean lies between two numbers so closely that float32 may round it to either,
+        what the row is apart then.
+        """
+        x, eps, weights = made.inputs[0], made.op.attrs["eps"], held(made)
+        below, above = (self._made(x, eps, *weights, by=by) for by in (1 - _FLOAT32_SUMS, 1 + _FLOAT32_SUMS))
+        own = noise_of(replace(made.op, rework=None), made)
+        return replace(own, hard=own.hard + (above - below).abs())
+
+    def _made(self, x: Tensor, eps: float, *weights: Tensor, by: float = 1.0) -> Tensor:
+        rounded = rounding_named(self.dtype)
+        mean = rounded(rounded(x.square()).mean(-1, keepdim=True) * by)
+        root = rounded(mean + eps).sqrt()
+        return scaled(rounded(x * rounded(1 / (rounded(root) if self.of_root else root))), *weights)
+
+
+_FLOAT32_SUMS = 1e-6  # of the mean: what sums in float32 are off by
+
+
+@AREA.mistake(
+    "norm_in_half", "all of the norm is computed in half precision",
+    "the cast to float32 before the squares: transformers' norms and llama.cpp's have it", RMS_NORM,
+)  # fmt: skip
+def _in_half(op: Op, _: Context) -> Variants:
+    for dtype, of_root in product(("bf16", "f16"), (True, False)):
+        steps = f"squares, their mean{', its root' * of_root} and the normed value"
+        words = f"{steps} are rounded to {rounding_named(dtype).words}, one by one"
+        yield replace(op, rework=_InHalf(dtype, of_root)), words
 
 
 @AREA.mistake(

@@ -21,8 +21,8 @@ _NAMES = {"Q4_K": ("scales", 4), "Q5_K": ("scales", 4), "Q6_K": ("scales", 192)}
 class Layout:
     """Of a `type`: `scales` and `minima`, empty where it has none for parts; the lowest bits `low` and `high` of the
     integers, value by value, and how many bits there are from each on; and the bits that are in scales and minima, the
-    `header`, of which ggml calls the bytes `name`, from byte `first` on. `d` and `m` are the bytes of the block's own
-    scale and minimum.
+    `header`, of which ggml calls the bytes `name`, from byte `first` on. What a scale is multiplied with is an
+    `integer`, made of the bits q. `d` and `m` are the bytes of the block's own scale and minimum.
     """
 
     type: str
@@ -32,6 +32,7 @@ class Layout:
     low_bits: int
     high: tuple[int, ...]
     high_bits: int
+    integer: str
     d: slice
     m: slice
     name: str
@@ -52,8 +53,11 @@ def layout_of(type_: str) -> Layout:
     low, low_bits = _lowest(fields.low)
     high, high_bits = ((), 0) if fields.high is None else _lowest(fields.high)
     d, m = _bytes(fields.d), _bytes(fields.m)
+    integer = "kvalues[q]" if fields.table else f"q - {fields.offset}" if fields.offset else "q"
     name, first = _NAMES.get(type_, ("block", 0))
-    return Layout(type_, _sums(fields.scales), _sums(fields.minima), low, low_bits, high, high_bits, d, m, name, first)
+    return Layout(
+        type_, _sums(fields.scales), _sums(fields.minima), low, low_bits, high, high_bits, integer, d, m, name, first
+    )
 
 
 def _bytes(values: np.ndarray | None) -> slice:

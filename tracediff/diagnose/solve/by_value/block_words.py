@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tracediff.diagnose.solve.by_value.block_layout import Layout, Sums
+from tracediff.diagnose.solve.by_value.block_layout import Layout, Part, Sums
 from tracediff.english import ranges
 
 _TOLD = 4  # places that are told one by one
@@ -14,7 +14,7 @@ _Run = tuple[int, int, int, int]  # a byte, the first of its bits, how many, and
 
 
 def of_sums(what: str, made: Sums, right: Sums, layout: Layout) -> Iterator[str]:
-    """As in "the scale of sub-blocks 4 to 7 is scales[p + 4] & 15 where ... belongs (p: the sub-block)"."""
+    """As in "the scale of sub-blocks p = 4 to 7 is scales[p + 4] & 15 where ... belongs"."""
     groups: dict[tuple[str, str], list[int]] = {}
     for p, (ours, theirs) in enumerate(zip(made, right, strict=True)):
         if ours != theirs:
@@ -28,64 +28,57 @@ def of_sums(what: str, made: Sums, right: Sums, layout: Layout) -> Iterator[str]
         yield f"and so on, in {more} more ways"
 
 
-def _sum(part: Sequence[tuple[int, int]], layout: Layout, p: int | None = None) -> str:
-    """As in "scales[p + 4] & 15 | scales[p - 4] >> 6 << 4"; of one part with the bytes' own numbers."""
-    constant = dict(part).get(-1, 0)
-    terms, others = list[_Run](), list[str]()
+def _sum(part: Part, layout: Layout, p: int | None = None) -> str:
+    """As in "(scales[p + 4] & 15) | (scales[p - 4] >> 6 << 4)"; of one part with the bytes' own numbers."""
+    runs, others, signed = list[_Run](), list[tuple[int, int]](), set[int]()
     for bit, by in part:
-        if bit < 0:
-            continue
         byte, first, up = bit // 8, bit % 8, abs(by).bit_length() - 1
-        last = terms[-1] if terms else None
-        is_sign = by == -128 and last == (byte, 0, 7, 0)  # of a byte that is read as int8
-        if not is_sign and (by <= 0 or by & (by - 1)):
-            others.append(f"{by} * bit {bit} of the block")
-            continue
-        if last and last[0] == byte and last[1] + last[2] == first and last[3] + last[2] == up:
-            terms[-1] = (*last[:2], last[2] + 1, last[3])
+        last = runs[-1] if runs else None
+        if by == -128 and last == (byte, 0, 7, 0):  # a byte that is read as int8
+            runs[-1] = (byte, 0, 8, 0)
+            signed.add(byte)
+        elif bit < 0 or by != 1 << max(up, 0):
+            others.append((bit, by))
+        elif last and last[0] == byte and last[1] + last[2] == first and last[3] + last[2] == up:
+            runs[-1] = (*last[:2], last[2] + 1, last[3])
         else:
-            terms.append((byte, first, 1, up))
-    terms.sort(key=lambda term: term[3])
-    said = [_term(run, layout, p, alone=len(terms) + len(others) == 1 and not constant) for run in terms]
-    text = " | ".join([*said, *others])
-    if constant:
-        return f"{text} {'-' if constant < 0 else '+'} {abs(constant)}" if text else str(constant)
-    return text or "0"
+            runs.append((byte, first, 1, up))
+    runs.sort(key=lambda run: run[3])
+    said = [_term(run, layout, p, is_signed=run[0] in signed and run[2] == 8) for run in runs]
+    said += [f"{by} * ({_term((bit // 8, bit % 8, 1, 0), layout, p)})" if bit >= 0 else str(by) for bit, by in others]
+    if len(said) < 2:
+        return said[0] if said else "0"
+    apart = not others and not signed and len({by for _, by in part}) == len(part)
+    return (" | " if apart else " + ").join(f"({one})" if " >> " in one or " & " in one else one for one in said)
 
 
-def _term(run: _Run, layout: Layout, p: int | None, alone: bool) -> str:
+def _term(run: _Run, layout: Layout, p: int | None, is_signed: bool = False) -> str:
+    """Bits of a byte, where they come to lie: "scales[3]", "scales[3] >> 6 << 4", "(scales[8] & 15) << 1"."""
     byte, first, n, up = run
-    at = byte - layout.first
-    if p is not None:
-        at -= p
+    at = byte - layout.first - (p or 0)
     place = str(at) if p is None else f"p {'-' if at < 0 else '+'} {abs(at)}" if at else "p"
-    text = f"{layout.name}[{place}]"
-    if first:
-        text = f"{text} >> {first}"
-    if first + n < 8:
-        text = f"{text} & {(1 << n) - 1}"
-    if up:
-        text = f"({text}) << {up}" if " " in text.partition("]")[2] else f"{text} << {up}"
-    return text if alone or " " not in text.partition("]")[2] else f"({text})"
+    text = f"{'(int8) ' * is_signed}{layout.name}[{place}]"
+    text += f" >> {first}" * bool(first) + f" & {(1 << n) - 1}" * (first + n < 8)
+    if not up:
+        return text
+    return f"({text}) << {up}" if first or first + n < 8 else f"{text} << {up}"
 
 
-def of_order(taken: Sequence[int], first: Sequence[int], n_bits: int) -> str:
-    """As in "value j is made of nibble j % 2 of byte j / 2 where nibble j / 32 % 2 of byte ... belongs";
-    `first` are the lowest bits of each value, of `n_bits`.
+def of_order(taken: Sequence[int], first: Sequence[int], n_bits: int, name: str) -> str:
+    """As in "value j is made of nibble j % 2 of qs[j / 2] where nibble j / 32 % 2 of qs[...] belongs"; `first` are the
+    lowest bits of each value, of `n_bits`, in bytes that ggml calls so.
     """
     begin = min(first) // 8
     right = np.array(first) - 8 * begin
-    ours, theirs = (_place(bits, n_bits) for bits in (right[list(taken)], right))
-    what = {8: "", 4: " (nibble 0 is the low one)"}.get(n_bits, "")
+    ours, theirs = (_place(bits, n_bits, name) for bits in (right[list(taken)], right))
+    what = {4: " (nibble 0 is the low one)", 2: " (pair 0 is the lowest)"}.get(n_bits, "")
     return f"value j is made of {ours} where {theirs} belongs{what}"
 
 
-def _place(bits: np.ndarray, n_bits: int) -> str:
-    byte = expression(bits // 8)
-    if n_bits == 8:
-        return f"byte {byte}"
-    noun = {4: "nibble", 1: "high bit"}.get(n_bits, "high bits")
-    return f"{noun} {expression(bits % 8 // n_bits)} of byte {byte}"
+def _place(bits: np.ndarray, n_bits: int, name: str) -> str:
+    byte = f"{name}[{expression(bits // 8)}]"
+    noun = {1: "bit", 2: "pair of bits", 4: "nibble"}.get(n_bits)
+    return f"{noun} {expression(bits % 8 // n_bits)} of {byte}" if noun else byte
 
 
 def expression(numbers: np.ndarray) -> str:
@@ -122,14 +115,23 @@ def _of_run(width: int, m: int, n: int, k: int, sign: int) -> str:
     return f"{text} * {1 << k}" if k else text
 
 
-def of_values(times: Sequence[float], more: Sequence[float]) -> str:
-    """As in "the integers of values 24 to 31 are 0"."""
+def of_values(integer: str, times: Sequence[float], more: Sequence[float]) -> str:
+    """As in "q - 8 of values 24 to 31 is 0"."""
     groups: dict[tuple[float, float], list[int]] = {}
     for j, of in enumerate(zip(times, more, strict=True)):
         if of != (1.0, 0.0):
             groups.setdefault(of, []).append(j)
-    said = [_of_some(*of, places) for of, places in list(groups.items())[:_GROUPS]]
+    said = [_of_some(integer, *of, places) for of, places in list(groups.items())[:_GROUPS]]
     return "; ".join([*said, *[f"others in {len(groups) - _GROUPS} more ways"] * (len(groups) > _GROUPS)])
+
+
+def _of_some(integer: str, times: float, more: float, places: list[int]) -> str:
+    of = f"{integer} of value{'s' * (len(places) > 1)} {_listed(places)} is"
+    if not times:
+        return f"{of} {more:g}"
+    said = [f"{times:g} times what belongs"] * (times != 1)
+    said += [f"{'larger' if more > 0 else 'smaller'} by {abs(more):g}"] * bool(more)
+    return f"{of} {' and '.join(said)}"
 
 
 def _listed(places: list[int]) -> str:
@@ -138,14 +140,3 @@ def _listed(places: list[int]) -> str:
     if len(steps) == 1 and len(places) > _TOLD and steps != {1}:
         return f"{places[0]}, {places[1]}, ... and {places[-1]}"
     return ranges(places)
-
-
-def _of_some(times: float, more: float, places: list[int]) -> str:
-    one = len(places) == 1
-    values = f"value {places[0]}" if one else f"values {_listed(places)}"
-    integers = f"the integer of {values} is" if one else f"the integers of {values} are"
-    if not times:
-        return f"{integers} {more:g}"
-    said = [f"{times:g} times what belongs"] * (times != 1)
-    said += [f"{'larger' if more > 0 else 'smaller'} by {abs(more):g}"] * bool(more)
-    return f"{integers} {' and '.join(said)}"

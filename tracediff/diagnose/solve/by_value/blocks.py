@@ -1,9 +1,9 @@
 """Quantised blocks that an engine reads by another rule, found by value: whose scale a block has, which integer it
 takes for which value, of which bits it makes scales and minima, and what it makes of some values of all blocks.
 
-One rule reads all rows of a tensor. So what it makes wrong is a sum over all blocks, in which each place, each bit and
-each value of a block has one unknown number: the outputs of a matmul are many more than these, and of an embedding
-the values themselves are known.
+One rule reads all rows of a tensor. So what it makes wrong is a sum over all blocks, in which each bit of a scale and
+each value of a block has one unknown number, and an error that follows each integer where it is taken: the outputs of a
+matmul are many more than these, and of an embedding the values themselves are known.
 """
 
 import operator
@@ -25,10 +25,13 @@ from tracediff.model.weights import raw_rows, reading
 
 _LOOK = "the dequantisation of {} blocks: in the matmul's kernel, and where rows of the embedding are read"
 _ROWS, _TOKENS = 256, 32  # of a matmul that are looked at
+_MANY = 0.5  # of the rows of a matmul that are wrong
 _SPARE, _MOST = 1.25, 3  # outputs for each unknown number: with fewer there are some that suit anything
 _INTEGER = 0.25  # how far what is solved for may be from a number that an engine has
 _PARTS = 16  # numbers by which values are off are so many parts of one
 _LIKELY, _TRIED = 0.5, 6  # of the best order's gain, and of orders that have as much: what others have is not tried
+_AT_ONCE = 1 << 9  # outputs, of which bits times what these are worth are in memory
+_BLOCKS = 16  # different ones: bits of fewer are alike by chance
 _BYTE = 8  # bits of a scale
 _RIDGE = 1e-12  # of the squares: what nothing tells is as it should be
 _BITS, _ORDER, _SHARED, _VALUES = 24.0, 20.0, 14.0, 24.0
@@ -57,7 +60,9 @@ def variants(problem: Problem) -> Iterator[Solved]:
 
 def _rules(seen: "_Seen") -> Iterator[tuple[Rule, Fields, float]]:
     """What may be, the fields of the rows that are seen as it reads them, and what it takes to say it, in bits."""
-    yield from ((shared, shared.of(seen), _SHARED) for shared in starmap(Shared, product(WHATS, WHOSE)))
+    whats = WHATS if seen.fields.m is not None else WHATS[:1]
+    whose = WHOSE if seen.fields.row > 1 else [one for one in WHOSE if "row" in one]
+    yield from ((shared, shared.of(seen), _SHARED) for shared in starmap(Shared, product(whats, whose)))
     yield from ((order, order(seen.fields), _ORDER) for order in _orders(seen))
     if sums := _sums(seen):
         yield sums, sums(seen.fields), _BITS
@@ -80,7 +85,9 @@ class _Seen:
 
     @classmethod
     def of(cls, problem: Problem) -> Self | None:
-        """None of an op of another kind, or whose weight is not quantised, or where nothing finite was recorded."""
+        """None of an op of another kind, or whose weight is not quantised, or where not all is finite, or most rows are
+        right: who reads blocks wrongly does so in all.
+        """
         op, file = problem.op, problem.weights.file
         if op.kind not in ("linear", "embedding") or not op.weights:
             return None
@@ -95,14 +102,19 @@ class _Seen:
         if op.kind == "embedding":
             tokens = arrays["tokens"].take(np.arange(len(y))).astype(int)
             tokens, first = np.unique(tokens, return_index=True)
+            if not problem.wrong.reshape(y.shape)[first].any():
+                return None
             return cls(layout, tensor, weight.first + tokens, None, y[first], exact[first], near[first])
         x = arrays["x"].take(np.arange(len(y) * int(numbers["n_in"]))).reshape(len(y), -1)
         bias = arrays["b"].take(np.arange(width)) if "b" in arrays else np.zeros(width)
         if not np.isfinite(x).all():
             return None
-        some = np.s_[-_TOKENS:, :_ROWS]
-        rows = weight.first + np.arange(min(width, _ROWS))
-        return cls(layout, tensor, rows, x[-_TOKENS:], (y - bias)[some], (exact - bias)[some], near[some])
+        wrong = np.flatnonzero(problem.wrong.reshape(y.shape)[-_TOKENS:].any(0))
+        if len(wrong) < _MANY * width:
+            return None
+        rows = np.arange(wrong[0] // _ROWS * _ROWS, width)[:_ROWS]
+        y, exact, near = ((v - by)[-_TOKENS:, rows] for v, by in ((y, bias), (exact, bias), (near, 0.0)))
+        return cls(layout, tensor, weight.first + rows, x[-_TOKENS:], y, exact, near)
 
     def is_made_of(self, fields: Fields) -> bool:
         """Whether rows of these give what was recorded."""
@@ -232,8 +244,12 @@ class Order:
 
     def words(self, layout: Layout) -> str:
         """Where what is taken for value j lies."""
-        parts = ((self.low, layout.low, layout.low_bits), (self.high, layout.high, layout.high_bits))
-        said = [block_words.of_order(taken, first, n) for taken, first, n in parts if taken and first]
+        low = "ql" if layout.type == "Q6_K" else "qs"  # ggml-common.h
+        parts = (
+            (self.low, layout.low, layout.low_bits, low),
+            (self.high, layout.high, layout.high_bits, "qh"),
+        )
+        said = [block_words.of_order(taken, first, n, name) for taken, first, n, name in parts if taken and first]
         return f"in a block of {layout.type}, {'; '.join(said)}"
 
 
@@ -334,8 +350,10 @@ def _solved(seen: _Seen, layout: Layout) -> OfBits | None:
     if n < _SPARE * n_unknown:
         return None
     tokens, rows = tokens[:n], rows[:n]
-    worth = np.concatenate([of[tokens, rows] for of in each], 2)  # [outputs, blocks, parts]
-    matrix = (worth.swapaxes(1, 2) @ own[rows]).reshape(n, -1)
+    matrix = np.zeros((n, n_unknown))
+    for some in (slice(at, at + _AT_ONCE) for at in range(0, n, _AT_ONCE)):
+        worth = np.concatenate([of[tokens[some], rows[some]] for of in each], 2)  # [outputs, blocks, parts]
+        matrix[some] = (worth.swapaxes(1, 2) @ own[rows[some]]).reshape(-1, n_unknown)
     more = _integers(_least_squares(matrix, seen.off[tokens, rows]))
     if more is None:
         return None
@@ -380,12 +398,16 @@ def _added(part: Part, columns: Sequence[int], more: np.ndarray) -> Part:
 def _looked_up(seen: _Seen, layout: Layout) -> OfBits | None:
     """From the values of an embedding's rows, which tell each scale and minimum: their bits are some of the block's."""
     fields = seen.fields
-    known = _scales_of(seen)
-    if known is None:
+    known, told = _scales_of(seen)
+    bits = fields.bits[told]
+    if len(np.unique(bits[:, layout.header], axis=0)) < _BLOCKS:
         return None
     found = []
     for values, right in zip(known, (layout.scales, layout.minima), strict=False):
-        each = (_of_bits(of, fields.bits, layout.header, part) for of, part in zip(values.T, right, strict=True))
+        whole = _integers(values[told])
+        if whole is None:
+            return None
+        each = (_of_bits(of, bits, layout.header, part) for of, part in zip(whole.T, right, strict=True))
         parts = tuple(part for part in each if part is not None)
         if len(parts) < len(right):
             return None
@@ -393,8 +415,8 @@ def _looked_up(seen: _Seen, layout: Layout) -> OfBits | None:
     return OfBits(found[0], found[1] if len(found) > 1 else ())
 
 
-def _scales_of(seen: _Seen) -> list[np.ndarray] | None:
-    """The scale of each part, and its minimum, [blocks, parts]: whole numbers; None where the values are no such."""
+def _scales_of(seen: _Seen) -> tuple[list[np.ndarray], np.ndarray]:
+    """The scale of each part, and its minimum, [blocks, parts]; and which blocks tell all of theirs."""
     fields, integers = seen.fields, seen.fields.integers.astype(np.float64)
     values = seen.y.reshape(integers.shape)
     mean = integers.mean(-1, keepdims=True) if fields.m is not None else 0.0
@@ -405,8 +427,7 @@ def _scales_of(seen: _Seen) -> list[np.ndarray] | None:
         if fields.m is not None:
             rest = (values - slope[..., None] * integers).mean(-1)
             found.append(fields.sign * rest / fields.read(fields.m).astype(np.float64)[:, None])
-    whole = [_integers(of) if np.isfinite(of).all() else None for of in found]
-    return None if any(of is None for of in whole) else [of for of in whole if of is not None]
+    return found, np.logical_and.reduce([np.isfinite(of).all(1) for of in found])
 
 
 def _of_bits(numbers: np.ndarray, bits: np.ndarray, header: Sequence[int], right: Part) -> Part | None:
@@ -443,7 +464,7 @@ class Scaled:
 
     def words(self, layout: Layout) -> str:
         """Which values, and how they are off."""
-        return f"in each block of {layout.type}, {block_words.of_values(self.times, self.more)}"
+        return f"in each block of {layout.type}, {block_words.of_values(layout.integer, self.times, self.more)}"
 
 
 def _values(seen: _Seen) -> Iterator[Scaled]:
@@ -453,7 +474,9 @@ def _values(seen: _Seen) -> Iterator[Scaled]:
     each = {"times": steps * fields.integers.reshape(n_blocks, -1), "more": steps}
     for names in (("times",), ("more",), ("times", "more")):
         found = _parts_of_values(seen, [each[name] for name in names])
-        if found is not None and found.any():
+        # What all values are scaled by is the op's factor, or any of its inputs'.
+        is_one_factor = found is not None and names == ("times",) and len(np.unique(found)) == 1
+        if found is not None and found.any() and not is_one_factor:
             none = np.zeros(found.shape[1])
             of = {"times": none, "more": none, **dict(zip(names, found, strict=True))}
             yield Scaled(tuple(map(float, 1 + of["times"])), tuple(map(float, of["more"])))
