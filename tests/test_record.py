@@ -563,3 +563,16 @@ def test_norms_of_layers_are_not_the_last(models: Models, tmp_path: Path) -> Non
     result = check_trace(out, model)
     assert (result.verdict, result.findings) == ("match", ())
     assert {(0, "output_norm"), (0, "blk.1.attn_norm")} <= {*Trace(out).ops}
+
+
+@pytest.mark.filterwarnings("ignore:left out")
+def test_a_longer_context_is_said(models: Models, tmp_path: Path) -> None:
+    model, out = models("llama"), tmp_path / "mine.trace"
+    engine = Engine(model)
+    with tracediff.record(engine, out, gguf=model, context=4096):
+        passes(engine, 7)
+    assert Trace(out).header.context == 4096
+    with tracediff.Recorder(tmp_path / "own.trace", gguf=model, context=512) as record:
+        record.step(TOKENS)
+        record("token_embd", engine.embed_tokens(torch.tensor(TOKENS)))
+    assert Trace(tmp_path / "own.trace").header.context == 512

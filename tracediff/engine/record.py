@@ -32,11 +32,14 @@ def record(
     gguf: str | Path,
     tokens: Sequence[int] | Tensor | None = None,
     capture: Capture = "all",
+    context: int | None = None,
 ) -> Iterator[None]:
     """Write a trace of what `model` computes in this block: each call of it is a step.
 
     `gguf` is the file of the same model; `tokens` are the ids of all passes in order, where the calls do not show them
     (their first integer tensor, [T] or [1, T]). With `tokens`, passes over others are left out: an engine's warm-up.
+    `context` is for how many positions the model was set up, where that is more than it is fed: rope of some models has
+    other factors then.
     What the model shows nowhere, and modules that hold other weights than the file, are said as warnings.
 
     Each row of a batch is a sequence of its own, and so is what begins at position 0 in a packed row; padding, which an
@@ -48,7 +51,10 @@ def record(
     file = Model(Path(gguf))
     expected = None if tokens is None else [int(token) for token in torch.as_tensor(tokens).flatten()]
     engine = f"torch {torch.__version__} {type(model).__name__}"
-    with staged(Path(out), [file.path]) as path, recorded(model, path, file, engine, capture, expected) as notes:
+    with (
+        staged(Path(out), [file.path]) as path,
+        recorded(model, path, file, engine, capture, expected, context=context) as notes,
+    ):
         yield
     for note in notes:
         warnings.warn(note, stacklevel=3)
@@ -63,6 +69,7 @@ def recorded(
     capture: Capture,
     expected: list[int] | None = None,
     progress: Callable[[float], None] = lambda fraction: None,
+    context: int | None = None,
 ) -> Iterator[list[str]]:
     """`record` into the very file `out`; what a reader must know is in the list when the block has ended."""
     _refuse_compiled(model)
@@ -74,7 +81,7 @@ def recorded(
             "and the module that holds its layers."
         )
     modules = dict(model.named_modules())
-    with TraceWriter(out, engine, graph.hparams.arch, gguf.path.name, graph.matmul_type) as writer:
+    with TraceWriter(out, engine, graph.hparams.arch, gguf.path.name, graph.matmul_type, context) as writer:
         recorder = TensorWriter(writer, capture)
         for tap in taps:
             if tap.op.kind in ("rms_norm", "layer_norm"):

@@ -33,7 +33,8 @@ class Recorder:
 
     With `gguf`, the file of the model, names and shapes are checked as they come. Values are numpy arrays, torch
     tensors or what numpy makes arrays of, of any layout and device; each is written before the call returns, so its
-    buffer may be reused. `capture` is "all", "layers" (hidden states and logits alone) or "stats".
+    buffer may be reused. `capture` is "all", "layers" (hidden states and logits alone) or "stats"; `context` for how
+    many positions the engine was set up, where that is more than it is fed: rope of some models has other factors then.
 
     Raises TraceError for what no trace can hold, ModelError for the file.
     """
@@ -45,8 +46,10 @@ class Recorder:
         gguf: str | Path | None = None,
         engine: str = "an engine in Python",
         capture: Capture = "all",
+        context: int | None = None,
     ) -> None:
         self._out = Path(out)
+        self._context = context
         self._engine = engine
         self._capture = capture
         self._model = Model(Path(gguf)) if gguf is not None else None
@@ -61,8 +64,8 @@ class Recorder:
     def __enter__(self) -> Self:
         model, graph = self._model, self._graph
         path = self._files.enter_context(staged(self._out, [model.path] if model else []))
-        about = (graph.hparams.arch, model.path.name, graph.matmul_type) if model and graph else ()
-        writer = self._files.enter_context(TraceWriter(path, self._engine, *about))
+        arch, name, type_ = (graph.hparams.arch, model.path.name, graph.matmul_type) if model and graph else (None,) * 3
+        writer = self._files.enter_context(TraceWriter(path, self._engine, arch, name, type_, self._context))
         self._to = recorder.TensorWriter(writer, self._capture)
         return self
 

@@ -61,7 +61,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
 def _rules(seen: "_Seen") -> Iterator[tuple[Rule, Fields, float]]:
     """What may be, the fields of the rows that are seen as it reads them, and what it takes to say it, in bits."""
     whats = WHATS if seen.fields.m is not None else WHATS[:1]
-    whose = WHOSE if seen.fields.row > 1 else [one for one in WHOSE if "row" in one]
+    whose = sorted(WHOSE, key=lambda one: "row" not in one) if seen.fields.row == 1 else WHOSE
     yield from ((shared, shared.of(seen), _SHARED) for shared in starmap(Shared, product(whats, whose)))
     yield from ((order, order(seen.fields), _ORDER) for order in _orders(seen))
     if sums := _sums(seen):
