@@ -1,5 +1,6 @@
 """Quantised blocks that are read by a rule that nobody listed: it is told by value, as an expression of its code."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tracediff.model.block_fields import FIELDS, EditedBlocks
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op
+from tracediff.model.synthetic import quantize
 from tracediff.model.weights import reading
 from tracediff.pipeline import check_trace
 
@@ -101,6 +103,30 @@ def test_a_rule_that_nobody_listed_is_told(type_: str, rule: Rule, said: str, mo
     (finding,) = check_trace(trace, path).findings
     assert said in finding.text
     assert {"token_embd", "blk.1.ffn_up", "blk.2.ffn_gate"} <= {*finding.ops} <= {op.name for op in wrong}
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (Shared("scale", "block i ^ 1"), "block i of a row of MXFP4 has the scale of block i ^ 1"),
+        (
+            Order(of((J32 % 2) * 16 + J32 // 16 + J32 // 2 % 8 * 2)),
+            "in a block of MXFP4, value j is made of nibble j % 2 of qs[j / 2 % 8 * 2 + j / 16] where nibble j / 16 of "
+            "qs[j % 16] belongs",
+        ),
+        (Scaled(of(J32 != 31), (0.0,) * 32), "in each block of MXFP4, kvalues[q] of value 31 is 0"),
+    ],
+)
+def test_a_rule_of_experts_is_told(rule: Rule, said: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    path = quantize(tiny("gpt-oss"), tmp_path / "mxfp4.gguf", "MXFP4_MOE")
+    file = GGUFFile(path)
+    graph = build_graph(file)
+    experts = [op for op in graph if op.weights and file.tensors[op.weights[0].name].type.name == "MXFP4"]
+    wrong = [reading(op, EditedBlocks(("MXFP4",), rule)) for op in experts]
+    trace = traced(graph.changed(*wrong), file, tmp_path / "t.trace", TOKENS, n_decode=0)
+    (finding,) = check_trace(trace, path).findings
+    assert said in finding.text
+    assert {*finding.ops} == {op.name for op in experts}
 
 
 @pytest.mark.parametrize("type_", FIELDS)

@@ -35,13 +35,13 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
 
     `check` raises where the time is over.
     """
+    yield from blocks.variants(problem)
     if not problem.has_loops:
         if KINDS[problem.op.kind].picks:  # numbers of experts are no values
             return
         found = [*outputs.variants(problem), *functions.variants(problem)]
         yield from sorted(found, key=lambda one: one.bits)
         return
-    yield from blocks.variants(problem)
     look, partial = Look(problem), list[Priced]()
     whole = [*passing(problem, look, check, partial)]
     # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].

@@ -15,10 +15,11 @@ from types import MappingProxyType
 from typing import Literal, Protocol, Self
 
 import numpy as np
+import torch
 
 from tracediff.diagnose.solve.by_value import block_words
 from tracediff.diagnose.solve.by_value.block_layout import Layout, Part, Sums, layout_of
-from tracediff.diagnose.solve.edit import Solved
+from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.model.block_fields import FIELDS, EditedBlocks, Fields
 from tracediff.model.weights import raw_rows, reading
@@ -89,32 +90,37 @@ class _Seen:
         right: who reads blocks wrongly does so in all.
         """
         op, file = problem.op, problem.weights.file
-        if op.kind not in ("linear", "embedding") or not op.weights:
+        if op.kind not in ("linear", "linear_id", "embedding") or not op.weights:
             return None
         weight = op.weights[0]
         info = file.tensors[weight.name]
         if info.type.name not in FIELDS or weight.read is not None or not np.isfinite(problem.recorded).all():
             return None
-        layout, tensor = layout_of(info.type.name), raw_rows(file, info)
-        numbers, arrays = problem.loops.numbers, problem.loops.arrays
-        width = int(numbers["n" if op.kind == "embedding" else "n_out"])
-        y, exact, near = (v.reshape(-1, width) for v in (problem.recorded, problem.exact, problem.near))
+        layout, tensor, reads = layout_of(info.type.name), raw_rows(file, info), _read(problem)
+        if len(reads) < len(op.inputs):
+            return None
+        width = weight.shape[-1 if op.kind == "embedding" else -2]
+        y, exact, near, wrong = (
+            v.reshape(-1, width) for v in (problem.recorded, problem.exact, problem.near, problem.wrong)
+        )
         if op.kind == "embedding":
-            tokens = arrays["tokens"].take(np.arange(len(y))).astype(int)
-            tokens, first = np.unique(tokens, return_index=True)
-            if not problem.wrong.reshape(y.shape)[first].any():
-                return None
-            return cls(layout, tensor, weight.first + tokens, None, y[first], exact[first], near[first])
-        x = arrays["x"].take(np.arange(len(y) * int(numbers["n_in"]))).reshape(len(y), -1)
-        bias = arrays["b"].take(np.arange(width)) if "b" in arrays else np.zeros(width)
-        if not np.isfinite(x).all():
+            tokens, some = np.unique(reads[0].astype(int), return_index=True)
+            return cls(layout, tensor, tokens, None, y[some], exact[some], near[some]) if wrong[some].any() else None
+        inputs, first, expert, some = reads[0].reshape(-1, weight.shape[-1]), weight.first, 0, np.arange(len(y))
+        if op.kind == "linear_id":
+            experts = reads[1].astype(int)
+            expert = int(np.bincount(experts[experts >= 0]).argmax())  # the one that most tokens chose
+            first, some = expert * width, np.flatnonzero(experts == expert)
+        some = some[-_TOKENS:]
+        x = inputs[some * len(inputs) // len(y)]
+        rows = np.flatnonzero(wrong[some].any(0))
+        if len(rows) < _MANY * width or not np.isfinite(x).all():
             return None
-        wrong = np.flatnonzero(problem.wrong.reshape(y.shape)[-_TOKENS:].any(0))
-        if len(wrong) < _MANY * width:
-            return None
-        rows = np.arange(wrong[0] // _ROWS * _ROWS, width)[:_ROWS]
-        y, exact, near = ((v - by)[-_TOKENS:, rows] for v, by in ((y, bias), (exact, bias), (near, 0.0)))
-        return cls(layout, tensor, weight.first + rows, x[-_TOKENS:], y, exact, near)
+        rows = np.arange(rows[0] // _ROWS * _ROWS, width)[:_ROWS]
+        at, bias = np.ix_(some, rows), np.zeros(width)
+        if len(op.weights) > 1:
+            bias = problem.weights.load(op.weights[1], torch.float64).cpu().numpy().reshape(-1, width)[expert]
+        return cls(layout, tensor, first + rows, x, y[at] - bias[rows], exact[at] - bias[rows], near[at])
 
     def is_made_of(self, fields: Fields) -> bool:
         """Whether rows of these give what was recorded."""
@@ -163,6 +169,15 @@ class _Seen:
         """How the errors follow each value of each block, [R * blocks, values]: of an embedding its own error."""
         followed = self.off if self.x is None else self.off.T @ self.x
         return followed.reshape(len(self.fields.d), -1)
+
+
+def _read(problem: Problem) -> list[np.ndarray]:
+    """The op's inputs, flat, as it rounds them; of one without loops as they were recorded."""
+    loops = problem.loops
+    if problem.has_loops:
+        return [loops.arrays[name].take(np.arange(loops.arrays[name].size)) for name in loops.own.inputs]
+    held = (problem.held(Read.of(name, past)) for name, past in problem.op.reads)
+    return [values for values in held if values is not None]
 
 
 # --- whose scale a block has ------------------------------------------------------------------------------------------
