@@ -10,10 +10,14 @@ from itertools import groupby, islice
 from tracediff.diagnose.budget import Progress, within
 from tracediff.diagnose.hypothesis import PART, SOLVED, Assumed, Hypothesis, Least, Way, to_beat
 from tracediff.diagnose.kin import Faulty, Kin
+from tracediff.diagnose.mistakes import blocks
+from tracediff.diagnose.mistakes.mistake import Mistake
 from tracediff.diagnose.solve import pairs, segments, solver
+from tracediff.diagnose.solve.search import solved_blocks
 from tracediff.diagnose.solve.segments import Explanations, How
 from tracediff.model.graph import Graph, Tokens
 from tracediff.names import layer_of
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.recompute import CircularError
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
@@ -57,6 +61,8 @@ class Search:
             in_some = (self._kin.carried(found.but_in_some_steps(), one) for found in self._kin.found)
             if same := next(filter(None, in_some), None):
                 return same
+        if not vain and (found_one := self._misread(one, plain, progress)):
+            return found_one
         layers = several_layers(one.error.segment) if ends_soon(self._replay, one) and not vain else []
         ways = [Way(scheme) for scheme in plain] + [Way(scheme, layer) for scheme in plain for layer in layers]
         if self._is_decode_alone(one.record):
@@ -94,10 +100,32 @@ class Search:
         """The known mistake, made in all layers of the segment alike, that explains the record best in this way."""
         return next(iter(self._single(one, way, Least(), progress)), None)
 
-    def _single(self, one: Faulty, way: Way, tried: Least, progress: Progress) -> list[Hypothesis]:
+    def _misread(self, one: Faulty, plain: Sequence[Scheme | None], progress: Progress) -> Hypothesis | None:
+        """The rule by which an op's weight, of a quantised type, is read in all its blocks, a known one where it is that.
+
+        It is asked first, for a few rows tell it: where every matmul is mistaken all else takes passes of all weights.
+        """
+        if len(one.error.segment) > 1:
+            return None
+        solutions = solver.explanations(self._replay, one.record, self._budget.check, solved_blocks)
+        found = self._explaining(solutions, one)
+        of_blocks = [m for m in self._trials.applicable(one.error.segment) if m in blocks.AREA]
+        for scheme in plain if found else ():
+            if known := self._single(one, Way(scheme), Least(), progress, of_blocks):
+                return self._kin.chosen(known)
+        return found
+
+    def _single(
+        self,
+        one: Faulty,
+        way: Way,
+        tried: Least,
+        progress: Progress,
+        among: Sequence[Mistake] | None = None,
+    ) -> list[Hypothesis]:
         """Mistakes that explain the record, best first; those that do not are added to `tried`."""
         found: list[Hypothesis] = []
-        mistakes = self._trials.applicable(one.error.segment)
+        mistakes = self._trials.applicable(one.error.segment) if among is None else among
         places = {mistake.name: place for place, mistake in enumerate(mistakes)}
         hypotheses = self._trials.of(mistakes, one.record, one.error, way=way)
         for mistake, of_it in groupby(hypotheses, key=lambda h: h.parts[-1].mistake):

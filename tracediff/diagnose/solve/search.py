@@ -35,7 +35,6 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
 
     `check` raises where the time is over.
     """
-    yield from blocks.variants(problem)
     if not problem.has_loops:
         if KINDS[problem.op.kind].picks:  # numbers of experts are no values
             return
@@ -58,6 +57,12 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
     yield from sorted(others, key=lambda one: one.bits)
     partial.sort(key=lambda one: one.bits)
     yield from sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)
+
+
+def solved_blocks(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
+    """By which rule the blocks of a quantised weight are read, as `solve`, by a few of its rows."""
+    check()
+    yield from blocks.variants(problem)
 
 
 def passing(problem: Problem, look: Look, check: Callable[[], None], partial: list[Priced]) -> Iterator[Priced]:

@@ -120,7 +120,8 @@ class _Seen:
         at, bias = np.ix_(some, rows), np.zeros(width)
         if len(op.weights) > 1:
             bias = problem.weights.load(op.weights[1], torch.float64).cpu().numpy().reshape(-1, width)[expert]
-        return cls(layout, tensor, first + rows, x, y[at] - bias[rows], exact[at] - bias[rows], near[at])
+        seen = cls(layout, tensor, first + rows, x, y[at] - bias[rows], exact[at] - bias[rows], near[at])
+        return seen if (np.abs(seen.y) > seen.near).any() else None  # of a weight that is 0 any sum of no bits is
 
     def is_made_of(self, fields: Fields) -> bool:
         """Whether rows of these give what was recorded."""
