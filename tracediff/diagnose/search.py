@@ -101,7 +101,7 @@ class Search:
         return next(iter(self._single(one, way, Least(), progress)), None)
 
     def _misread(self, one: Faulty, plain: Sequence[Scheme | None], progress: Progress) -> Hypothesis | None:
-        """The rule by which an op's weight, of a quantised type, is read in all its blocks, a known one where it is that.
+        """The rule by which an op's quantised weight is read in all its blocks; a known one, where it is that.
 
         It is asked first, for a few rows tell it: where every matmul is mistaken all else takes passes of all weights.
         """
