@@ -244,13 +244,14 @@ def _in_order(taps: Sequence[Tap], graph: Graph) -> tuple[list[Tap], list[str]]:
     otherwise is taken as it lies, and said: if it were undone, what reads it would look wrong.
     """
     orders = {tap.op.name: _within_heads(tap) for tap in taps}
-    turned = Counter(orders[tap.op.name] for tap in taps if _is_turned(tap.op, graph))
-    usual = max(turned, key=lambda order: (turned[order], order is None), default=None)
+    turned = [tap.op.name for tap in taps if _is_turned(tap.op, graph)]
+    counts = Counter(orders[name] for name in turned)
+    usual = max(counts, key=lambda order: (counts[order], order is None), default=None)
     kept, notes = [], []
     for tap in taps:
         order = orders[tap.op.name]
         in_parts = any(reader.seen[at] is not None for reader, at in graph.readers(tap.op.name))
-        if order is None or in_parts or (order == usual and _is_turned(tap.op, graph)):
+        if order is None or in_parts or (order == usual and tap.op.name in turned):
             kept.append(tap)
             continue
         kept.append(replace(tap, rows=cast(Tensor, tap.rows).sort().values))

@@ -54,8 +54,9 @@ def of_names(names: Sequence[str], among: Iterable[str]) -> str:
         if (layer := layer_of(name)) is not None:
             layers.setdefault(local_name(name), set()).add(layer)
     alike: dict[str, list[str]] = {}
+    every = set().union(*known.values())
     for local, held in layers.items():
-        alike.setdefault(of_layers(held, known.get(local, held), set().union(*known.values())), []).append(local)
+        alike.setdefault(of_layers(held, known.get(local, held), every), []).append(local)
     places = [f"{listed(local, len(local))} in {where}" for where, local in alike.items()]
     outside = [name for name in names if layer_of(name) is None]
     places += [listed(outside, len(outside))] if outside else []

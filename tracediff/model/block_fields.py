@@ -60,10 +60,14 @@ class Fields:
         return np.unpackbits(self.raw, axis=1, bitorder="little")
 
     @property
+    def codes(self) -> np.ndarray:
+        """What the low bits stand for, float32 [n, g, l]."""
+        return np.array(self.table, np.float32)[self.low] if self.table else self.low.astype(np.float32)
+
+    @property
     def integers(self) -> np.ndarray:
         """What scales are multiplied with, float32 [n, g, l]."""
-        codes = np.array(self.table, np.float32)[self.low] if self.table else self.low.astype(np.float32)
-        integers = codes - self.offset
+        integers = self.codes - self.offset
         if self.high is not None:
             integers += self.high.reshape(self.low.shape).astype(np.float32) * (1 << self.shift)
         return integers

@@ -24,6 +24,8 @@ _GATED = MappingProxyType({"swiglu": "SiLU", "geglu": "GELU (tanh)", "geglu_erf"
                            "swiglu_clamp": "SiLU"})  # fmt: skip
 GATED = Where(tuple(_GATED))
 _FUNCTIONS: dict[str, Activation] = {words: KINDS[kind].function for kind, words in {**_ALONE, "tanh": "tanh"}.items()}
+_FUNCTIONS["squared ReLU"] = lambda x: x.clamp(min=0).square()
+_OF_GATES = {*_GATED.values(), "squared ReLU"}
 
 
 def _gated(op: Op, function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -47,8 +49,9 @@ def _instead(words: str, function: Activation) -> Change:
 for _name, _words in {
     "act_gelu": "GELU (erf)", "act_gelu_tanh": "GELU (tanh)", "act_relu": "ReLU", "act_silu": "SiLU",
     "act_gelu_quick": "quick GELU", "act_tanh": "tanh", "act_softplus": "softplus",
+    "act_relu_squared": "squared ReLU",
 }.items():  # fmt: skip
-    _where = Where((*_ALONE, *_GATED) if _words in _GATED.values() else (*_ALONE,))
+    _where = Where((*_ALONE, *_GATED) if _words in _OF_GATES else (*_ALONE,))
     AREA.mistake(_name, f"{_words} is used for another activation", _LOOK, _where, _LINK)(
         _instead(_words, _FUNCTIONS[_words])
     )
@@ -73,19 +76,6 @@ def _of_both(text: str, function: Callable[[Tensor, Tensor, Activation], Tensor]
 
 for _name, (_text, _function) in _OF_BOTH.items():
     AREA.mistake(_name, _text.format("the activation"), _LOOK, GATED, _LINK)(_of_both(_text, _function))
-
-
-@AREA.mistake(
-    "act_relu_squared", "squared ReLU is used for another activation", _LOOK, Where((*_ALONE, *_GATED)), _LINK
-)
-def _squared(op: Op, _: Context) -> Variants:
-    def squared(x: Tensor) -> Tensor:
-        return x.clamp(min=0).square()
-
-    if op.kind in _ALONE:
-        yield computing(op, squared), f"squared ReLU is used for {_ALONE[op.kind]}"
-    else:
-        yield computing(op, _gated(op, lambda g, u: squared(g) * u)), f"squared ReLU is used for {_GATED[op.kind]}"
 
 
 @AREA.mistake(

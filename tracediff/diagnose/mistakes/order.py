@@ -207,31 +207,32 @@ def _rotated(op: Op, context: Context) -> Variants:
     "values_normed", "values are normed as keys are", "which of Q, K and V have a norm", Where(("weighted_values",)),
 )  # fmt: skip
 def _values_normed(op: Op, context: Context) -> Variants:
-    values, layer = op.inputs[1], layer_of(op.name)
-    if any(op.seen) or layer is None or values not in context.graph:
-        return
-    for norm in context.graph.layer(layer):
-        if norm.kind in NORM.kinds and norm.axes == context.graph[values].axes and "k" in parts_of(norm, context.graph):
-            before = replace(norm, name=f"{op.name}.read", inputs=(values,), views=())
-            words = f"values are normed, as keys are, with {split(norm.name)[1]}.weight"
-            yield Variant(replace(op, inputs=(op.inputs[0], before.name, *op.inputs[2:])), words, before=(before,))
+    for norm in _of_keys(op, context, NORM.kinds):
+        yield _reading_through(op, norm, f"values are normed, as keys are, with {split(norm.name)[1]}.weight")
 
 
 @AREA.mistake(
     "values_rotated", "values are rotated as keys are", "which of Q, K and V have rope", Where(("weighted_values",)),
 )  # fmt: skip
 def _values_rotated(op: Op, context: Context) -> Variants:
+    for rope in _of_keys(op, context, ("rope",)):
+        yield _reading_through(op, rope, "values are rotated by their positions, as keys are")
+
+
+def _of_keys(op: Op, context: Context, kinds: Sequence[str]) -> Iterator[Op]:
+    """What is done to the keys of the layer in an op of these kinds, and may be to the values that this one adds up."""
     values, layer = op.inputs[1], layer_of(op.name)
     if any(op.seen) or layer is None or values not in context.graph:
         return
-    for rope in context.graph.layer(layer):
-        if rope.kind == "rope" and rope.axes == context.graph[values].axes and "k" in parts_of(rope, context.graph):
-            before = replace(rope, name=f"{op.name}.read", inputs=(values, *rope.inputs[1:]), views=())
-            yield Variant(
-                replace(op, inputs=(op.inputs[0], before.name, *op.inputs[2:])),
-                "values are rotated by their positions, as keys are",
-                before=(before,),
-            )
+    for one in context.graph.layer(layer):
+        if one.kind in kinds and one.axes == context.graph[values].axes and "k" in parts_of(one, context.graph):
+            yield one
+
+
+def _reading_through(op: Op, one: Op, words: str) -> Variant:
+    """The op that reads its values as another op makes them."""
+    before = replace(one, name=f"{op.name}.read", inputs=(op.inputs[1], *one.inputs[1:]), views=())
+    return Variant(replace(op, inputs=(op.inputs[0], before.name, *op.inputs[2:])), words, before=(before,))
 
 
 # What is done to a projection, in words, until attention reads it.

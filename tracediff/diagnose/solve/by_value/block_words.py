@@ -29,7 +29,7 @@ def of_sums(what: str, made: Sums, right: Sums, layout: Layout) -> Iterator[str]
 
 
 def _sum(part: Part, layout: Layout, p: int | None = None) -> str:
-    """As in "(scales[p + 4] & 15) | (scales[p - 4] >> 6 << 4)"; of one part with the bytes' own numbers."""
+    """As in "(scales[p + 4] & 15) | ((scales[p - 4] >> 6) << 4)"; of one part with the bytes' own numbers."""
     runs, others, signed = list[_Run](), list[tuple[int, int]](), set[int]()
     for bit, by in part:
         byte, first, up = bit // 8, bit % 8, abs(by).bit_length() - 1
@@ -53,7 +53,7 @@ def _sum(part: Part, layout: Layout, p: int | None = None) -> str:
 
 
 def _term(run: _Run, layout: Layout, p: int | None, is_signed: bool = False) -> str:
-    """Bits of a byte, where they come to lie: "scales[3]", "scales[3] >> 6 << 4", "(scales[8] & 15) << 1"."""
+    """Bits of a byte, where they come to lie: "scales[3]", "scales[3] >> 6", "(scales[8] & 15) << 1"."""
     byte, first, n, up = run
     at = byte - layout.first - (p or 0)
     place = str(at) if p is None else f"p {'-' if at < 0 else '+'} {abs(at)}" if at else "p"
@@ -84,23 +84,22 @@ def _place(bits: np.ndarray, n_bits: int, name: str) -> str:
 def expression(numbers: np.ndarray) -> str:
     """Numbers of j = 0, 1, ... whose bits are bits of j, as an expression in j: "j / 64 * 32 + j % 32"."""
     j, terms, constant = np.arange(len(numbers)), list[list[int]](), 0
+    width = (len(j) - 1).bit_length()
     for k in range(int(numbers.max()).bit_length()):
         bit = numbers >> k & 1
         if bit.all():
             constant += 1 << k
         if bit.all() or not bit.any():
             continue
-        m = next((m for m in range(len(j).bit_length()) if (bit == j >> m & 1).all()), None)
-        if m is None:
-            m = next((m for m in range(len(j).bit_length()) if (bit != j >> m & 1).all()), None)
-            if m is None:
-                return "?"
-            terms.append([m, 1, k, -1])
-        elif terms and terms[-1][3] > 0 and terms[-1][0] + terms[-1][1] == m and terms[-1][2] + terms[-1][1] == k:
-            terms[-1][1] += 1
+        of_j = ((m, sign) for sign in (1, -1) for m in range(width) if ((j >> m & 1 ^ bit) == (sign < 0)).all())
+        m, sign = next(of_j, (-1, 0))
+        if not sign:
+            return "?"
+        last = terms[-1] if terms else None
+        if last and last[3] == sign == 1 and (last[0] + last[1], last[2] + last[1]) == (m, k):
+            last[1] += 1
         else:
-            terms.append([m, 1, k, 1])
-    width = (len(j) - 1).bit_length()
+            terms.append([m, 1, k, sign])
     said = [_of_run(width, *term) for term in reversed(terms)]
     return " + ".join([*said, *[str(constant)] * bool(constant)]) or "0"
 

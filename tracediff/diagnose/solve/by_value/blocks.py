@@ -142,6 +142,12 @@ class _Seen:
         d, m = (blocks[:, of].copy() for of in (self.layout.d, self.layout.m))
         return d.view(self.fields.d.dtype)[:, 0], None if self.fields.m is None else m.view(self.fields.m.dtype)[:, 0]
 
+    @cached_property
+    def steps(self) -> np.ndarray:
+        """What an integer of one is worth in each value, float64 [blocks, values of one]."""
+        shape = self.fields.low.shape
+        return np.broadcast_to(self.fields.steps, shape).reshape(len(self.fields.d), -1).astype(np.float64)
+
     @property
     def n_rows(self) -> int:
         """Rows that are seen."""
@@ -271,10 +277,8 @@ class Order:
 
 def _orders(seen: _Seen) -> Iterator[Order]:
     """Those under which what was recorded is larger where it should be, the likeliest first."""
-    fields = seen.fields
-    codes = np.array(fields.table, np.float32)[fields.low] if fields.table else fields.low
-    followed = seen.along * np.broadcast_to(fields.steps, fields.low.shape).reshape(seen.along.shape)
-    low = _likely(followed, codes.reshape(followed.shape))
+    fields, followed = seen.fields, seen.along * seen.steps
+    low = _likely(followed, fields.codes.reshape(followed.shape))
     high = [] if fields.high is None else _likely(followed, fields.high.reshape(followed.shape))
     for taken, taken_high in product([None, *low], [None, *high]):
         if taken or taken_high:
@@ -325,8 +329,9 @@ class OfBits:
 
     def __call__(self, fields: Fields) -> Fields:
         """With those so made."""
-        minima = _made(fields.bits, self.minima) if self.minima else fields.minima
-        return replace(fields, scales=_made(fields.bits, self.scales), minima=minima)
+        bits = fields.bits
+        minima = _made(bits, self.minima) if self.minima else fields.minima
+        return replace(fields, scales=_made(bits, self.scales), minima=minima)
 
     def words(self, layout: Layout) -> str:
         """What they are computed with."""
@@ -485,9 +490,7 @@ class Scaled:
 
 def _values(seen: _Seen) -> Iterator[Scaled]:
     """Factors that give what was recorded, as far as that is told; offsets that do; and both."""
-    fields, n_blocks = seen.fields, len(seen.fields.d)
-    steps = np.broadcast_to(fields.steps, fields.low.shape).reshape(n_blocks, -1).astype(np.float64)
-    each = {"times": steps * fields.integers.reshape(n_blocks, -1), "more": steps}
+    each = {"times": seen.steps * seen.fields.integers.reshape(seen.steps.shape), "more": seen.steps}
     for names in (("times",), ("more",), ("times", "more")):
         found = _parts_of_values(seen, [each[name] for name in names])
         # What all values are scaled by is the op's factor, or any of its inputs'.
