@@ -144,7 +144,10 @@ class Bench:
             OpResult(r.op, r.step, layer_of(r.op), kind_of(r.op), "ok", local=local)
             for _, r, local in judge_all([replay])
         ]
-        return Explainer(replay).explain(judge(ops, Policy()))
+        explained = Explainer(replay).explain(judge(ops, Policy()))
+        if bugs := {op.bug for op in explained if op.bug}:
+            raise AssertionError(f"the search ended with {'; '.join(bugs)}")
+        return explained
 
     def missed(self, wrong: Graph, faulty: list[OpResult], capture: str) -> list[str]:
         """Which ops of the mistaken engine should have been found: those that are neither found nor masked by the

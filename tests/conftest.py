@@ -21,6 +21,7 @@ import tiny_models
 import torch
 
 from tracediff.cli import main
+from tracediff.diagnose import explain
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
@@ -133,6 +134,16 @@ def cache_of_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Not the user's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACEDIFF_CACHE", str(tmp_path_factory.mktemp("graphs")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bugs_are_raised() -> Iterator[None]:
+    """One ends the search for a cause, which is then none: a test would see an op that nothing explains. Those that are
+    planted say so.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explain, "is_bug", lambda error: "of a bug" in str(error))
         yield
 
 

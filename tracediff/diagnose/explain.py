@@ -234,18 +234,21 @@ class Explainer:
         return len(steps) == 1 and any(self._is_told(other, kin.budget) for other in islice(others, _OTHER_STEPS))
 
     def _fewer(self, kin: Kin, groups: list[_Group]) -> Iterable[tuple[Faulty, Hypothesis]]:
-        """Records that another explanation suits as well, which more of them have: what was found in the first step may
-        be a part of what shows in later ones.
+        """Records that another explanation suits as well, which more of them have, or beyond doubt, where their own
+        leaves what its floor may hide: what was found in the first step may be a part of what shows in later ones.
         """
         left = sorted(groups, key=lambda group: len(group[1]))
-        while len(left) > 1:
-            _, members = left.pop(0)
-            for best, others in reversed(left):
-                pending = [one for one, _ in members]
+        for group in [*left]:
+            members, at = group[1], left.index(group)
+            doubtful = all(before.left > NOTHING for _, before in members)
+            for best, others in (*reversed(left[at + 1 :]), *(left[:at] if doubtful else ())):
+                pending, is_larger = [one for one, _ in members], len(others) >= len(members)
                 same = dict(kin.carry(best, pending))
-                if not pending and all(_suits(same[one], before) for one, before in members):
+                suits = _suits if is_larger else _suits_better
+                if not pending and all(suits(same[one], before) for one, before in members):
                     yield from same.items()
                     others += same.items()
+                    left.remove(group)
                     break
 
     def _named(self, result: OpResult, one: Faulty, best: Hypothesis, kin: Kin) -> OpResult:
@@ -346,6 +349,11 @@ def _of_prompts_alone(carried: list[tuple[Faulty, Hypothesis]]) -> list[tuple[Fa
 def _suits(same: Hypothesis, before: Hypothesis) -> bool:
     """Whether what other records have anyway explains one as well as what it was explained by before."""
     return same.left <= NOTHING or judge(before.score - same.score) != "faulty"
+
+
+def _suits_better(same: Hypothesis, before: Hypothesis) -> bool:
+    """Whether it leaves next to nothing, where the other, though it assumes less, does not."""
+    return same.left <= NOTHING and judge(same.score - before.score) == "faulty"
 
 
 def _joined(kins: Sequence[list[int]], ops: Sequence[OpResult]) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Known mistakes planted in a graph, and edits that a report's words tell."""
 
 from tracediff.diagnose.mistakes import BANK
-from tracediff.diagnose.mistakes.mistake import Context, Variant
+from tracediff.diagnose.mistakes.mistake import Context
 from tracediff.diagnose.solve.grammar import edited
 from tracediff.errors import TracediffError
 from tracediff.model.gguf_file import GGUFFile
@@ -37,7 +37,7 @@ def plant(graph: Graph, file: GGUFFile, fault: str) -> Graph:
     for op in graph:
         local = split(op.name)[1]
         if mistake.where.holds(op, graph) and (not place or place in (local, op.name, str(layer_of(op.name)))):
-            variant = next((Variant(*one) for one in mistake.change(op, Context(graph, file))), None)
+            variant = next(mistake.variants(op, Context(graph, file)), None)
             if variant and undoes(variant.op, op):
                 raise TracediffError(
                     f"the fault {fault!r} would undo the one that is in {op.name} already: plant them in different ops."

@@ -10,7 +10,7 @@ from itertools import groupby, islice
 from tracediff.diagnose.budget import Progress, within
 from tracediff.diagnose.hypothesis import PART, SOLVED, Assumed, Hypothesis, Least, Way, to_beat
 from tracediff.diagnose.kin import Faulty, Kin
-from tracediff.diagnose.mistakes import blocks
+from tracediff.diagnose.mistakes import blocks, embedding, integers, weights
 from tracediff.diagnose.mistakes.mistake import Mistake
 from tracediff.diagnose.solve import pairs, segments, solver
 from tracediff.diagnose.solve.search import solved_blocks
@@ -34,6 +34,7 @@ _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for i
 _SECONDS: Mapping[How, float] = {segments.SegmentSearch.called: 2e-7, segments.SegmentSearch.computed: 4e-6}
 _A_SHARE = 4  # of the time that is left a search of pairs of edits takes no more than one of so many
 _ALIKE = 4  # edits of an op that come to the same in a record, and not in others as a rule
+_OF_WEIGHTS = (blocks.AREA, integers.AREA, weights.AREA, embedding.AREA)  # what a rule of blocks may come to
 _ASKED = 2  # other records of one token, which must have what is said of all of them
 # Values of weights times passes, one for each layer and arithmetic: every mistake takes half a forward pass in each.
 # With 4e7 on two cores it took a minute.
@@ -109,9 +110,9 @@ class Search:
             return None
         solutions = solver.explanations(self._replay, one.record, self._budget.check, solved_blocks)
         found = self._explaining(solutions, one)
-        of_blocks = [m for m in self._trials.applicable(one.error.segment) if m in blocks.AREA]
+        of_weights = [m for m in self._trials.applicable(one.error.segment) if any(m in area for area in _OF_WEIGHTS)]
         for scheme in plain if found else ():
-            if known := self._single(one, Way(scheme), Least(), progress, of_blocks):
+            if known := self._single(one, Way(scheme), Least(), progress, of_weights):
                 return self._kin.chosen(known)
         return found
 

@@ -70,7 +70,8 @@ class Trials:
         ]
         seen = self._seen(record, error)
         wrong_from = None if seen else partial(self._wrong_from, record, before)
-        context = Context(graph, self._replay.weights.file, seen, wrong_from)
+        n_positions = max(self._replay.trace.steps[record.step].positions) + 1
+        context = Context(graph, self._replay.weights.file, seen, wrong_from, n_positions)
         names = list(dict.fromkeys(split(op.name)[1] for op in targets))
         # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone, or at its twin's.
         alone = [] if mistake.everywhere or len(names) == 1 else [[name] for name in names] + _twins(names)
@@ -176,8 +177,7 @@ def _by_variant(
     found: dict[str, list[Variant]] = {}
     with approximated(context.seen.exponential if context.seen else ""):  # numbers are fitted to what has these
         for op in ops:
-            for one in mistake.change(op, context):
-                variant = Variant(*one)
+            for variant in mistake.variants(op, context):
                 if not undoes(variant.op, op):
                     found.setdefault(variant.same_as(op), []).append(variant)
     return found

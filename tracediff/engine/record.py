@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tracediff.engine.functions import Functions
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.taps import as_held, find_taps
-from tracediff.engine.watching import Products, Watch
+from tracediff.engine.watching import Watch
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph
 from tracediff.model.model import Model
@@ -88,7 +89,7 @@ def recorded(
                 recorder.weight(tap.op.weights[0].name, as_held(modules[tap.path], tap.op, weights))
         watch = Watch(graph, taps, recorder, progress)
         calls = _Calls(watch, expected)
-        with calls.of(model), watch.hooked(modules), Products(watch):
+        with calls.of(model), watch.hooked(modules), Functions(watch):
             yield notes
         if not watch.seen:
             raise EngineError(

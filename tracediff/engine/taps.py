@@ -225,7 +225,7 @@ def _held(weight: Tensor, ops: list[Op], weights: Weights) -> Iterator[tuple[Op,
                 rows = _places(weight, op, weights)
                 found = rows is not None
             if found:
-                yield op, rows
+                yield op, None if rows is not None and torch.equal(rows, torch.arange(len(weight))) else rows
 
 
 def _as_elsewhere(taps: list[Tap], paths: list[str], left: dict[str, Op]) -> Iterator[Tap]:

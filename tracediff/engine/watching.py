@@ -1,27 +1,30 @@
-"""What a torch model computes, watched from outside: hooks on its modules, and the products of its attention.
+"""What a torch model computes, watched from outside: hooks on its modules, and the torch functions between them.
 
-Nothing is computed here. A value without a module of its own is taken where the model hands it on: a residual sum is
-what the next norm reads, rotated Q and K are what attention multiplies. What is shown nowhere is left out.
+Nothing is computed here. A value without a module of its own is taken where the model hands it on: a residual sum where
+it is added up, or what the next norm reads, rotated Q is what attention multiplies, rotated K what goes into the cache.
+What is shown nowhere is left out.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from tracediff.engine.attention import Attention
 from tracediff.engine.lanes import Pass, Passes
 from tracediff.engine.recorder import TensorWriter
+from tracediff.engine.residual import Residual
+from tracediff.engine.stored import StoredKeys
 from tracediff.engine.taps import Tap, weight_of
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of
 
-_PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+_NORMS = ("rms_norm", "layer_norm")
 _NEXT_TO = 0.1  # of a value's size: another epsilon or half precision leaves it so near, a gate does not
 
 
@@ -55,6 +58,9 @@ class Watch:
         self._done: set[str] = set()  # in this step
         self._layer: int | None = None  # in which the pass is
         self._sizes: dict[str, float] = {}  # the norms of what rope makes Q of
+        self._key_source: Tensor | None = None  # what rope makes K of in this layer
+        self._keys = StoredKeys()
+        self._residual = Residual(graph, self._record)
         self._last = list(graph.ops)[-1]
         self._head: tuple[Tap, Tensor] | None = None  # of the last op, what its module puts out in this step
         self.otherwise = ""  # the module of the last op, where the model returned something else
@@ -76,6 +82,8 @@ class Watch:
 
     def end(self) -> None:
         """The pass is over: what is computed until the next is none of it."""
+        if self._running:
+            self._residual.next_layer()
         self._running = False
 
     @contextmanager
@@ -88,6 +96,13 @@ class Watch:
                 hooks.enter_context(modules[path].register_forward_hook(self._left(taps)))
             yield
 
+    def _enter(self, layer: int | None, inputs: tuple[Any, ...]) -> None:
+        """A layer begins, or what follows the last."""
+        self._layer, self._key_source = layer, None
+        self._residual.next_layer(*inputs[:1])
+        if attention := self._attention.get(layer):
+            self._keys.begin(self._pass.n_values, *attention.sizes[1:])
+
     def _entered(self, op: Op) -> Callable[..., None]:
         """Records what the module reads, where no module of its own puts that out."""
         name = op.inputs[0]
@@ -96,12 +111,13 @@ class Watch:
         def record(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             if not self._running:
                 return
-            self._layer = layer_of(op.name)
-            if unseen or name in self._done or not inputs:
+            added = len(inputs) > 1 and isinstance(inputs[1], Tensor) and inputs[1].shape == inputs[0].shape
+            is_it = added or not inputs or op.seen[0] is not None or self._residual.read(name, inputs[0])
+            if self._layer != layer_of(op.name):
+                self._enter(layer_of(op.name), inputs)
+            if unseen or name in self._done or not inputs or not is_it:
                 return
-            values = inputs[0]
-            if len(inputs) > 1 and isinstance(inputs[1], Tensor) and inputs[1].shape == values.shape:
-                values = values + inputs[1]  # a norm that adds the residual first
+            values = inputs[0] + inputs[1] if added else inputs[0]  # a norm that adds the residual first
             self._record(name, self._like_rows(name, self._tokens_first(self._graph[name], values, values)))
 
         return record
@@ -114,7 +130,7 @@ class Watch:
                 values = _of_several(output, module, inputs[0]) if isinstance(output, tuple) else output
                 for tap in taps:
                     if tap.op.kind == "embedding":
-                        self._record(self._embedded(tap.op, module, inputs[0], values), values)
+                        self._embedding(self._embedded(tap.op, module, inputs[0], values), values)
                     elif len(inputs) > 1 and values is output and tap.op.kind == "rms_norm":
                         self._record(self._gated(tap.op, module, inputs[0], inputs[1], values), values)
                     elif tap.op.name == self._last:
@@ -122,9 +138,26 @@ class Watch:
                         self._head = self._head or (tap, values)
                     else:
                         self.again |= {tap.op.name} & self._done
-                        self._record(tap.op.name, self._tokens_first(tap.op, inputs[0], tap.of(values)))
+                        self._put_out(tap, self._tokens_first(tap.op, inputs[0], tap.of(values)))
 
         return record
+
+    def _embedding(self, name: str, values: Tensor) -> None:
+        """Recorded when a norm reads it, if that is next: an engine may scale it before."""
+        if any(reader.kind in _NORMS for reader, _ in self._graph.readers(name)):
+            self._residual.wait(name, values)
+        else:
+            self._record(name, values)
+            self._residual.put_out(name, values)
+
+    def _put_out(self, tap: Tap, values: Tensor) -> None:
+        """What a module computes, which others are made of besides."""
+        self._record(tap.op.name, values)
+        if tap.rows is None:
+            self._residual.put_out(tap.op.name, values)
+        attention = self._attention.get(self._layer)
+        if attention and attention.key_source == tap.op.name:
+            self._key_source = values
 
     def result(self, output: Any) -> None:
         """What the model itself returns: the last op, be it that a module puts out something else for it."""
@@ -169,6 +202,23 @@ class Watch:
             return values
         return values.transpose(-3, -2)
 
+    def added(self, x: Tensor, y: Tensor, result: Tensor) -> None:
+        """A sum, be it one that takes the place of `x`."""
+        if self._running:
+            self._residual.added(x, y, result)
+
+    def changed(self, values: Tensor) -> None:
+        """Something else was done to values in their place."""
+        self._residual.changed(values)
+
+    def cast(self, source: Tensor, result: Tensor) -> None:
+        """A value in another type."""
+        self._keys.cast(source, result)
+
+    def stored(self, values: Tensor) -> None:
+        """A value that is written into another, or joined to one."""
+        self._keys.store(values)
+
     def product(self, left: Tensor, right: Tensor, result: Tensor | None) -> None:
         """A matmul that may be attention's; `right` is [..., D, S] of Q K^T, `result` None inside a fused kernel."""
         attention = self._attention.get(self._layer)
@@ -189,12 +239,22 @@ class Watch:
         q = self._like_rows(attention.source, q)
         if op:
             self._record(op.name, q)
-        if right.shape[-1] <= self._n_positions:  # else a buffer with room for more, who knows where
-            keys = right.transpose(-1, -2).reshape(n_rows, -1, right.shape[-1], dim)
-            keys = keys[:, :: keys.shape[1] // groups, -self._n_tokens :].transpose(1, 2).reshape(-1, groups, dim)
-            self._record(attention.k.name, self._like_rows(attention.key_source, keys))
+        keys = self._stored_keys(attention)
+        if keys is None and right.shape[-1] <= self._n_positions:  # else a buffer with room for more, who knows where
+            read = right.transpose(-1, -2).reshape(n_rows, -1, right.shape[-1], dim)
+            read = read[:, :: read.shape[1] // groups, -self._n_tokens :].transpose(1, 2).reshape(-1, groups, dim)
+            keys = self._like_rows(attention.key_source, read)
+        if keys is not None:
+            self._record(attention.k.name, keys)
         if op is attention.q and scores is not None:
             self._record(attention.scores.name, scores)
+
+    def _stored_keys(self, attention: Attention) -> Tensor | None:
+        if self._key_source is None or attention.k.kind != "rope":
+            return None
+        magnitude = attention.k.attrs["rope"].magnitude
+        in_order = partial(self._like_rows, attention.key_source)
+        return self._keys.rotated(self._key_source, magnitude, in_order)
 
     def _like_rows(self, name: str, values: Tensor) -> Tensor:
         """Values that follow a projection's channels, in the order of the file's."""
@@ -207,7 +267,7 @@ class Watch:
 
     def _projection(self, name: str) -> str:
         """The linear op that a value comes from through norms and rope, or its own name."""
-        while name in self._graph and self._graph[name].kind in ("rope", "rms_norm", "layer_norm", "scale"):
+        while name in self._graph and self._graph[name].kind in ("rope", "scale", *_NORMS):
             name = self._graph[name].inputs[0]
         return name
 
@@ -290,21 +350,3 @@ def _size(values: Tensor) -> float:
     """Its norm, to the few digits that tell a scale."""
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
     return float(torch.linalg.vector_norm(values.detach(), dtype=wide))
-
-
-class Products(TorchFunctionMode):
-    """Shows a Watch the matmuls of attention, and what fused attention is given."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            q, k = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
-            self._watch.product(q, k.transpose(-1, -2), None)
-        result = func(*args, **kwargs)
-        if func in _PRODUCTS and len(args) == 2:
-            self._watch.product(args[0], args[1], result)
-        return result

@@ -45,4 +45,5 @@ ALIKE = {
     "residual_dropped": ("weight_zero",), "term_dropped": ("weight_zero",),
     "block_scale_bits": ("weight_zero", "residual_dropped", "term_dropped"),
     "norm_skipped": ("norm_bypassed",), "norm_bypassed": ("norm_skipped",),
+    "heads_first": ("heads_viewed",), "heads_viewed": ("heads_first",),
 }  # fmt: skip

@@ -88,10 +88,14 @@ def _cache_zeros(op: Op, context: Context) -> Variants:
     "the slot that a position is written to, and its size", WITH_CACHE,
 )  # fmt: skip
 def _ring(op: Op, context: Context) -> Variants:
-    sizes = [context.wrong_from() if context.wrong_from else 4]
+    n = len(context.seen.inputs[1]) if context.seen else context.n_positions
+    usual = [1 << i for i in range(n.bit_length()) if 1 << i < n]
     if context.seen:
-        n = len(context.seen.inputs[1])
-        sizes = [_first_wrong(op, context.seen), *(1 << i for i in range(n.bit_length()) if 1 << i < n)]
+        sizes = [_first_wrong(op, context.seen), *usual]
+    elif context.wrong_from:  # of a prompt that was all written before it was read the first token is wrong
+        sizes = [first] if (first := context.wrong_from()) else usual
+    else:
+        sizes = [4]
     for size in filter(None, dict.fromkeys(sizes)):
         words = f"position p is cached in slot p % {size}, where"
         for read, then in ((False, "slots beyond are read too: zeros"), (True, "it is read: what was there is gone")):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +33,14 @@ class Seen:
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a mistake may look at besides the op: of a record what was seen of it, or, where its op is one of several,
-    the position `wrong_from` which it is wrong.
+    the position `wrong_from` which it is wrong, of so many positions so far.
     """
 
     graph: Graph
     file: GGUFFile
     seen: Seen | None = None
     wrong_from: Callable[[], int] | None = None
+    n_positions: int = 0
 
 
 class Variant(NamedTuple):
@@ -59,6 +61,18 @@ class Variant(NamedTuple):
     def ops(self) -> tuple[Op, ...]:
         """All that the engine has otherwise, the op itself last."""
         return (*self.before, self.op)
+
+    def beside(self, graph: Graph) -> "Variant":
+        """With other names for ops that it adds, where another mistake in the op has added some of these names."""
+        if not any(one.name in graph for one in self.before):
+            return self
+        named, before = dict[str, str](), list[Op]()
+        for one in self.before:  # what an op reads by a name of its own, or of one to come, is the other mistake's
+            inputs = tuple(named.get(name, name) for name in one.inputs)
+            named[one.name] = next(name for n in count() if (name := one.name + ".too" * n) not in graph)
+            before.append(replace(one, name=named[one.name], inputs=inputs))
+        op = replace(self.op, inputs=tuple(named.get(name, name) for name in self.op.inputs))
+        return self._replace(op=op, before=tuple(before))
 
     def same_as(self, right: Op) -> str:
         """What the variant has in common with those of other ops; `right` is the op without the mistake.
@@ -149,6 +163,10 @@ class Mistake:
     link: str = ""
     number: Number | None = None
     everywhere: bool = False
+
+    def variants(self, op: Op, context: Context) -> Iterator[Variant]:
+        """The op with the mistake, in each of its variants."""
+        return (Variant(*one).beside(context.graph) for one in self.change(op, context))
 
 
 class Area(list[Mistake]):

@@ -1,6 +1,6 @@
 """One faulty op with all that is known of it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -34,7 +34,7 @@ class Problem:
     bound: np.ndarray
     held: Callable[[Read], np.ndarray | None]
     names: Sequence[str]  # of all values recorded in this step
-    earlier: Sequence[str]  # those that may have been computed before, which do not follow from the op
+    earlier: Sequence[str]  # those computed before: what does not follow from the op, and what was written before
     is_told: bool = False  # what was made of it follows from another record: nobody can look up a value of it
 
     @property
@@ -104,12 +104,13 @@ def posed(
     known: Known,
     held: Callable[[Read], np.ndarray | None],
     names: Sequence[str],
+    before: Collection[str] = (),
 ) -> Problem:
-    """The problem of an op of which so much is known, with `names` of values at hand."""
+    """The problem of an op of which so much is known, with `names` of values at hand, those `before` written before."""
     brought = {name: Flat(values) for name, read in BROUGHT.items() if (values := held(read)) is not None}
     loops = bind(op, known.inputs, weights, known.arithmetic, brought)
     loops = loops or without_loops(tuple(known.exact.shape))
-    later = graph.after([op.name])
+    later = graph.after([op.name]) - {*before}
     return Problem(
         op, graph, weights, known.arithmetic, loops, flat(known.recorded), flat(known.exact), flat(known.bound),
         held, names, [name for name in names if name not in later],

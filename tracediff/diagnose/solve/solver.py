@@ -20,7 +20,7 @@ def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None) -> Probl
     if record.rows is not None:
         return None
     op, known = replay.graph[record.op], replay.known(record, scheme)
-    recorded = {name for step, name in replay.trace.ops if step == record.step}
+    recorded = [name for step, name in replay.trace.ops if step == record.step]
     made = replay.makeable(record)
     names = [other.name for other in replay.graph if other.name in recorded or other.name in made]
     used = replay.scheme(record, scheme)
@@ -31,7 +31,8 @@ def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None) -> Probl
         values = replay.held(record.step, read.name, read.past)
         return None if values is None else flat(values)
 
-    return posed(op, replay.graph, replay.weights, known, held, names)
+    before = recorded[: recorded.index(record.op)] if record.op in recorded else []
+    return posed(op, replay.graph, replay.weights, known, held, names, before)
 
 
 def explanations(

@@ -1,0 +1,59 @@
+"""The torch functions that a model calls between its modules, as a Watch is shown them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tracediff.engine.watching import Watch
+
+_PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+_SUMS = (torch.add, Tensor.add)
+_CASTS = (Tensor.to, Tensor.type, Tensor.type_as, Tensor.half, Tensor.bfloat16, Tensor.float)
+_JOINS = (torch.cat, torch.concat, torch.concatenate)
+# The last tensor that each is given is written into the first.
+_STORES = (
+    *(Tensor.__setitem__, Tensor.copy_, Tensor.index_copy_, Tensor.index_put_, Tensor.scatter_, Tensor.masked_scatter_),
+    *(Tensor.slice_scatter, torch.slice_scatter, Tensor.index_copy, torch.index_copy, torch.scatter, Tensor.scatter),
+)
+
+
+class Functions(TorchFunctionMode):
+    """Shows a Watch matmuls and what fused attention is given, sums, casts, and what is stored in a cache."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            q, k = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
+            self._watch.product(q, k.transpose(-1, -2), None)
+        elif func is Tensor.add_ and _is_sum(args, kwargs):
+            self._watch.added(args[0], args[1], args[0])
+        elif func in _JOINS or func in _STORES:
+            given = [*args[0]] if func in _JOINS else [*args, *kwargs.values()]
+            tensors = [x for x in given if isinstance(x, Tensor)]
+            for x in tensors if func in _JOINS else tensors[-1:]:
+                self._watch.stored(x)
+        result = func(*args, **kwargs)
+        if func in _PRODUCTS and len(args) == 2:
+            self._watch.product(args[0], args[1], result)
+        elif func in _SUMS and _is_sum(args, kwargs):
+            self._watch.added(args[0], args[1], result)
+        elif _is_in_place(func) and func is not Tensor.add_:
+            self._watch.changed(args[0])
+        elif func in _CASTS and result is not args[0]:
+            self._watch.cast(args[0], result)
+        return result
+
+
+def _is_sum(args: Any, kwargs: Any) -> bool:
+    return len(args) == 2 and not kwargs and isinstance(args[0], Tensor) and isinstance(args[1], Tensor)
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
