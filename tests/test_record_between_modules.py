@@ -12,6 +12,7 @@ from test_record import Engine, Layer, passes, rotated
 from torch import Tensor, nn
 
 import tracediff
+from tracediff.engine.residual import Residual
 from tracediff.engine.torch_run import TorchOptions
 from tracediff.engine.transformers_run import trace_model
 from tracediff.model.model import Model
@@ -205,3 +206,24 @@ def test_norms_behind_each_part_that_are_called_elsewhere(
     trace_model(loaded, model, out, TorchOptions(), (256, 84, 104, 101, 32, 113, 117), 2)
     texts = [finding.text for finding in check_trace(out, model).findings]
     assert {text.partition(" in ")[0]: text.partition("layers: ")[2] for text in texts} == findings
+
+
+def test_a_value_that_something_unknown_was_added_to_in_place_is_no_longer_known(models: Models) -> None:
+    """What a norm then reads is the sum, be it of a term that no module puts out."""
+    seen = dict[str, Tensor]()
+    residual = Residual(Model(models(SHAPE)).graph, lambda name, values: seen.setdefault(name, values.clone()))
+    x = torch.zeros(3, 96)
+    residual.wait("token_embd", x)
+    residual.read("token_embd", x)
+    residual.next_layer(x)
+    residual.added(x, torch.ones(3, 96), x)
+    x += 1
+    assert residual.read("blk.0.attn_residual", x)
+    attended, down = torch.full((3, 96), 2.0), torch.full((3, 96), 3.0)
+    residual.put_out("blk.0.attn_output", attended)
+    residual.put_out("blk.0.ffn_down", down)
+    residual.added(x, down, total := x + down)
+    residual.next_layer()
+    assert {name: float(values[0, 0]) for name, values in seen.items()} == {
+        "token_embd": 0.0, "blk.0.ffn_residual": float(total[0, 0]),
+    }  # fmt: skip

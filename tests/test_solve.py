@@ -935,6 +935,13 @@ GATE = "blk.0.ffn_gate"
             mapped("blk.0.ffn_act", "within", -0.5, 0.5, operand=1),
             "every value of ffn_up is clamped to the range from -0.5 to 0.5",
         ),
+        (  # what is activated, which the output is not linear in
+            mapped("blk.0.ffn_act", "within", -0.5, 0.75, operand=0),
+            "every value of ffn_gate is clamped to the range from -0.5 to 0.75",
+        ),
+        (mapped("blk.0.ffn_act", "above", 0.4, operand=0), "every value of ffn_gate above 0.4 is 0.4"),
+        (mapped("blk.0.ffn_act", "below", -0.3, operand=0), "every value of ffn_gate below -0.3 is -0.3"),
+        (mapped("blk.0.ffn_act", "linear", 1.3, 0.0, operand=0), "every value of ffn_gate is 1.3 times what it should"),
         (mapped("blk.0.attn_scores", "cap", 5.0), "capped, to 5 * tanh(v / 5)"),
         (mapped("blk.0.ffn_act", "above", 0.75, operand=1), "every value of ffn_up above 0.75 is 0.75"),
         (
@@ -970,6 +977,28 @@ def test_values_elsewhere_functions_and_readings_are_found(
     for op in faulty:
         assert op.cause, op.shape
         assert said in op.cause.text
+
+
+def test_rows_are_read_with_their_biases(models: Models, tmp_path: Path) -> None:
+    """As where V begins a head too early in one product for Q, K and V."""
+
+    def change(graph: Graph) -> Op:
+        op = graph["blk.0.attn_v"]
+        n, half = op.weights[0].shape[1], op.weights[0].shape[0] // 2
+        early = [(0, half - 1, "blk.0.attn_k", half), (half, 2 * half - 1, "blk.0.attn_v", 0)]
+        rows = tuple(RowRun(first, last, f"{of}.weight", start * n, n) for first, last, of, start in early)
+        biases = tuple(RowRun(first, last, f"{of}.bias", start, 1) for first, last, of, start in early)
+        readings = Reading(rows=rows), Reading(rows=biases)
+        return replace(op, weights=tuple(replace(w, read=r) for w, r in zip(op.weights, readings, strict=True)))
+
+    faulty = explained(models("k-quants"), tmp_path, change)
+    assert {op.op for op in faulty} == {"blk.0.attn_v"}
+    for op in faulty:
+        assert op.cause
+        assert op.cause.text == (
+            "channels 0 to 31 are computed with rows 32 to 63 of attn_k.weight; channels 32 to 63 are computed with "
+            "rows 0 to 31 of attn_v.weight, and with their biases"
+        )
 
 
 def test_a_head_that_reads_another_key_head_is_told_behind_its_values(models: Models, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tracediff.diagnose.solve import pairs, segments, solver
 from tracediff.diagnose.solve.search import solved_blocks
 from tracediff.diagnose.solve.segments import Explanations, How
 from tracediff.model.graph import Graph, Tokens
-from tracediff.names import layer_of
+from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.recompute import CircularError
 from tracediff.replay.replay import Replay
@@ -32,7 +32,8 @@ _SEARCHES = 2  # of ops of one name in which sets of mistakes are searched for i
 # Seconds that a search of a segment must have, for each value of its weights, or it is not begun: a quarter of what
 # all of it takes. On one core, a layer of 15 million took 10 seconds and four minutes.
 _SECONDS: Mapping[How, float] = {segments.SegmentSearch.called: 2e-7, segments.SegmentSearch.computed: 4e-6}
-_A_SHARE = 4  # of the time that is left a search of pairs of edits takes no more than one of so many
+# Of the time that is left a search of pairs of edits takes no more than one of so many, where other ops wait for it.
+_A_SHARE = 4
 _ALIKE = 4  # edits of an op that come to the same in a record, and not in others as a rule
 _OF_WEIGHTS = (blocks.AREA, integers.AREA, weights.AREA, embedding.AREA)  # what a rule of blocks may come to
 _ASKED = 2  # other records of one token, which must have what is said of all of them
@@ -211,7 +212,9 @@ class Search:
 
     def _in_pairs(self, one: Faulty, seconds: float) -> Hypothesis | None:
         """Two edits of an op by itself, where one took so many `seconds` to be sought in vain."""
-        if not self._budget.has(_A_SHARE * pairs.BEAM * seconds):
+        name = split(one.record.op)[1]
+        others = any(split(other.record.op)[1] != name for other in self._kin.pending)
+        if not self._budget.has((_A_SHARE if others else 1) * pairs.BEAM * seconds):
             self._kin.unsought[one.at] = one
             return None
         check = self._budget.check

@@ -46,11 +46,12 @@ class Residual:
 
     def added(self, x: Tensor, y: Tensor, result: Tensor) -> None:
         """A sum, or one that is about to take the place of `x`."""
+        one, other = self._known.get(id(x)), self._known.get(id(y))
         if result is x:
+            self._known.pop(id(x), None)
             for name in [name for name, waiting in self._waiting.items() if waiting is x]:
                 self._record(name, self._waiting.pop(name))
-        one, other = self._known.get(id(x)), self._known.get(id(y))
-        if one is None or other is None or not one.terms or not other.terms or x.shape != y.shape:
+        if one is None or other is None or x.shape != y.shape:
             return
         terms = tuple(sorted(one.terms + other.terms))
         if terms in self._sums:
@@ -74,10 +75,10 @@ class Residual:
             self._record(name, waiting if as_made else values)
         if known is None:
             self.put_out(name, values)
-        if known is None or known.name not in self._graph.after([name]) - {name}:
-            self._nearly.pop(name, None)
-            return True
-        return False
+        if known and known.name not in ("", name) and known.name in self._graph.after([name]):
+            return False
+        self._nearly.pop(name, None)
+        return True
 
     def next_layer(self, read: Tensor | None = None) -> None:
         """Of a layer that ends what was read by no module is recorded as it was made; the next one begins with what it

@@ -15,6 +15,7 @@ from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import computed, evaluate, noise_of
 from tracediff.numerics.floors import Noise
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.activation import gelu, gelu_erf, gelu_quick, silu
 from tracediff.numerics.kinds.kind import Call, Made
 
@@ -22,11 +23,13 @@ _SAME = 4  # values that are equal where a clamp is thought of
 _DIGITS = 3e-6  # within which they are, when they were divided by another value
 _SMALL = 1e-3  # of the largest factor: what is divided by a smaller one says little
 _GATED = ("swiglu", "geglu", "reglu")
+_ALONE = ("silu", "gelu", "gelu_erf", "gelu_quick")
 _LINEAR_IN = {**dict.fromkeys(_GATED, (1,)), "add": (0, 1), "mul": (0, 1)}  # inputs that the output is linear in
 _ACTIVATED = -1  # in the place of an input's number: the activated gate
 _LOOK = "what is done to its result: a scale, a clamp, a cap"
 _LOOK_BEFORE = "what is done to that value before it is used: a scale, a clamp, a cap"
 _NUMBER = 12.0  # bits of a fitted number
+_DIGIT = 0.1  # and of each digit: of a clamp before an activation and of one behind it the rounder is meant
 _FITTED = 1 << 16  # values that a function is fitted to
 _HALVINGS = 60  # of the interval that a cap is sought in
 
@@ -123,6 +126,8 @@ def variants(problem: Problem) -> Iterator[Solved]:
         yield from _of_operand(problem, operand)
     if problem.op.kind in _GATED:
         yield from _of_activated(problem)
+    if problem.op.kind in (*_GATED, *_ALONE):
+        yield from _before_activation(problem)
 
 
 def fitted(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solved]:
@@ -159,8 +164,9 @@ def _of_one(name: str, number: float) -> tuple[float, ...]:
 def _solved(op: Op, said: str, numbers: Sequence[float]) -> Solved:
     operand = op.rework.operand if isinstance(op.rework, Mapped) else None
     bits, look = (4.0, _LOOK) if operand is None else (6.0, _LOOK_BEFORE)
-    n_told = len({*map(abs, numbers)})  # of a range about 0 one
-    return Solved((op,), said, bits + _NUMBER * n_told, look, fitted=bool(numbers))
+    told = {*map(abs, numbers)}  # of a range about 0 one
+    digits = sum(len(f"{number:.6g}") for number in told)
+    return Solved((op,), said, bits + _NUMBER * len(told) + _DIGIT * digits, look, fitted=bool(numbers))
 
 
 def _gives(name: str, numbers: tuple[float, ...], x: np.ndarray, y: np.ndarray, near: np.ndarray) -> bool:
@@ -205,6 +211,50 @@ def _of_activated(problem: Problem) -> Iterator[Solved]:
     given = np.divide(problem.exact, slope, out=np.zeros_like(slope), where=slope != 0)
     for name, numbers in _before(problem, given, slope):
         yield _of_input(problem.op, _ACTIVATED, name, numbers)
+
+
+def _before_activation(problem: Problem) -> Iterator[Solved]:
+    """What is activated was clamped before, or scaled: where it ends is where what is activated does."""
+    x = problem.operand(0)
+    up = problem.operand(1) if problem.op.kind in _GATED else np.ones_like(x)
+
+    def activated(values: np.ndarray) -> np.ndarray:
+        one = torch.from_numpy(values)
+        return np.asarray(KINDS[problem.op.kind].function(*(one, torch.ones_like(one))[: len(problem.op.inputs)]))
+
+    told = np.abs(up) > _SMALL * np.abs(up).max()
+    if not told.any():
+        return
+    order = np.argsort(x[told])
+    given, made = x[told][order], (problem.recorded[told] / up[told])[order]
+    most, least = _clamped(given, made, activated), _clamped(given[::-1], made[::-1], activated)
+    tries: list[tuple[str, tuple[float, ...]]] = [("above", (most,))] if most is not None else []
+    tries += [("below", (least,))] if least is not None else []
+    tries += [("within", (least, most))] if most is not None and least is not None else []
+    if given[-1] > 0:
+        tries += [("linear", (_round(_inverse(activated, made[-1], 0.0, 1e3 * given[-1]) / given[-1]), 0.0))]
+    for name, numbers in tries:
+        y = activated(FUNCTIONS[name](torch.from_numpy(x), *numbers).numpy()) * up
+        if agree(problem.recorded, y, problem.near).all():
+            yield _of_input(problem.op, 0, name, numbers)
+
+
+def _clamped(given: np.ndarray, made: np.ndarray, activated: Callable[[np.ndarray], np.ndarray]) -> float | None:
+    """Beyond which value, of those that are `given` in order, all are made into the same."""
+    same = np.abs(made - made[-1]) <= _DIGITS * abs(made[-1])
+    n = int(np.argmin(same[::-1])) if not same.all() else len(same)
+    if not _SAME <= n < len(same):
+        return None
+    return _round(_inverse(activated, made[-1], given[-n - 1], given[-n]))
+
+
+def _inverse(function: Callable[[np.ndarray], np.ndarray], value: float, low: float, high: float) -> float:
+    """Where between two others a function, which is monotone there, has the value."""
+    rises = function(np.array([high]))[0] >= function(np.array([low]))[0]
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (function(np.array([middle]))[0] < value) == rises else (low, middle)
+    return (low + high) / 2
 
 
 def _before(problem: Problem, given: np.ndarray, slope: np.ndarray) -> Iterator[tuple[str, tuple[float, ...]]]:
@@ -281,7 +331,12 @@ def _cap(x: np.ndarray, y: np.ndarray) -> float | None:
     for _ in range(_HALVINGS):
         middle = low**0.5 * high**0.5  # of the least numbers the product is 0
         low, high = (middle, high) if middle * np.tanh(largest / middle) < cut else (low, middle)
-    found = low**0.5 * high**0.5
+    return _round(low**0.5 * high**0.5)
+
+
+def _round(found: float) -> float:
+    """The roundest number near what is known to five digits."""
     return next(
-        (near for digits in range(1, 6) if abs((near := float(f"{found:.{digits}g}")) / found - 1) < 1e-5), found
+        (near for digits in range(1, 6) if abs((near := float(f"{found:.{digits}g}")) - found) < 1e-5 * abs(found)),
+        found,
     )

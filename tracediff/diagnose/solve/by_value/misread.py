@@ -52,6 +52,8 @@ def variants(problem: Problem) -> Iterator[Solved]:
     yield from _elements(problem, known)
     rows = _placed(problem, known)
     yield from _read(problem, 0, _joined(rows, known.x.shape[1]), known.wrong)
+    if "b" in problem.loops.arrays:
+        yield from _with_biases(problem, known)
 
 
 def _read(problem: Problem, weight: int, runs: list[RowRun], wrong: np.ndarray) -> Iterator[Solved]:
@@ -91,6 +93,25 @@ class _Known:
             bias = bound.arrays["b"].take(np.arange(n_out))
             y, exact = y - bias, exact - bias
         return cls(x, y, exact, np.flatnonzero(problem.wrong.reshape(t, n_out).any(0)))
+
+
+def _with_biases(problem: Problem, known: _Known) -> Iterator[Solved]:
+    """Rows that are read with the biases that they have there, as parts of one product that begin elsewhere are: less
+    its mean over the tokens an output has no bias.
+    """
+    centred = replace(known, x=known.x - known.x.mean(0), y=known.y - known.y.mean(0))
+    n, tensors = known.x.shape[1], problem.weights.file.tensors
+    runs = _joined(_placed(problem, centred), n)
+    biases = [
+        RowRun(run.first, run.last, run.tensor.removesuffix("weight") + "bias", run.start // n, 1)
+        for run in runs
+        if run.start % n == 0 and run.step == n
+    ]
+    if len(biases) < len(runs) or any(run.tensor not in tensors for run in biases):
+        return
+    for solved in _read(problem, 0, runs, known.wrong):
+        ops = tuple(reading(op, Reading(rows=tuple(biases)), 1) for op in solved.ops)
+        yield replace(solved, ops=ops, words=f"{solved.words}, and with their biases", bits=solved.bits + 1)
 
 
 def _tensors(problem: Problem) -> Iterator[TensorInfo]:
