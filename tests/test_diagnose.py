@@ -774,3 +774,18 @@ def test_the_frequencies_of_another_head_size_are_no_other_base(tmp_path: Path) 
     (finding,) = check_trace(trace, model=model).findings
     assert "the frequency's exponent is divided by 16 (n_embd / n_head) where 20 belongs" in finding.text
     assert finding.look == "the denominator of the frequency exponent"
+
+
+def test_dropout_is_told_by_its_zeros_and_its_factor() -> None:
+    """Of values that a mask makes 0 nothing is said; zeros alone, or a factor alone, are no dropout."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.rand(3, 40, 40, generator=generator, dtype=torch.float64).tril()
+    axes = ("head", "token", "key")
+    dropped = torch.nn.functional.dropout(x, 0.2, training=True)
+    share = 1 - int((dropped != 0).sum()) / int((x != 0).sum())
+    assert describe(dropped, x, axes) == (
+        f"{share:.3g} of the values are 0 and all others 1.25 times what they should be, as dropout of 0.2 leaves them "
+        "(a torch model that is not in its eval mode has that)"
+    )
+    for other in (dropped / 1.25, 1.25 * x, dropped + 0.01 * (dropped != 0)):
+        assert "dropout" not in describe(other, x, axes)

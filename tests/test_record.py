@@ -237,6 +237,20 @@ def test_autocast_is_an_arithmetic(arch: str, models: Models, tmp_path: Path) ->
         assert said["linear"] == "activations and weights in bfloat16"
 
 
+@pytest.mark.parametrize("weights", ["F32", "F16"])
+def test_autocast_through_fused_attention_is_an_arithmetic(weights: str, models: Models, tmp_path: Path) -> None:
+    """Values that are held in bfloat16 have that rounding in what every arithmetic leaves: what PyTorch's kernel does
+    left half of what most engines do, where a quarter was asked of it, and each attn_kqv was called wrong.
+    """
+    path = models(Shape("llama", n_layer=2, n_embd=256, n_head=8, n_head_kv=2, n_ff=512, n_vocab=320), weights)
+    loaded, _ = load(path, None, torch.float32, "cpu")
+    trace, tokens = tmp_path / "all.trace", (*range(40, 57),)
+    with torch.autocast("cpu", torch.bfloat16):
+        trace_model(loaded, path, trace, TorchOptions(), tokens, 2, attention="sdpa")
+    result = check_trace(trace, path)
+    assert ([finding.text for finding in result.findings], result.verdict) == ([], "match")
+
+
 class Packed(Tensor):
     """Integers that stand for a matrix, as torchao has them: its rows cannot be picked, which IndexError said."""
 

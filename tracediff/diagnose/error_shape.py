@@ -17,6 +17,7 @@ _WRONG = 1e-4  # of the largest value: what is off by more is called wrong
 _MOVED = 1e-2  # NMSE of values that stand elsewhere: sorted, what is off by little is off by far less in its place
 _ALIKE = 100.0  # times the median share that a rounded value is off by
 _ZEROS = 0.1  # of the values that should be 0, as by a mask: weights of few bits have some, which say nothing
+_DEVIATIONS = 4.0  # of the number of values that are 0: what chance alone makes of it once in ten thousand times
 _TOKENS_TELL = 3  # whose choices all lack one: of fewer that may be chance
 _MULTIPLES = 8  # values of a slice that can tell that it is one
 
@@ -95,6 +96,9 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     difference = y - x
     if y.ndim >= 2 and len(y) > 2 and nmse(difference, difference.mean(0, keepdim=True).expand_as(difference)) < 1e-4:
         yield "the same vector is added for every token, as a bias would be"
+    if dropped := _dropped(y, x, little):
+        yield dropped
+        return
     yield from _multiples(y, x, axes, little)
     yield from _places(difference, x, axes)
     if y.ndim >= 2 and off > _MOVED and nmse(y.flatten().sort().values, x.flatten().sort().values) < little:
@@ -114,6 +118,22 @@ def _in_region(mask: Tensor, axes: tuple[str, ...]) -> str:
         return ""
     regions = around(mask.cpu().numpy())
     return f", all in {regions[0].words(axes)}" if regions and len(axes) == mask.ndim else ""
+
+
+def _dropped(y: Tensor, x: Tensor, little: float) -> str:
+    """Values that are 0 here and there, and the others so much larger that the mean stays; empty where they are not."""
+    there = x != 0
+    kept = there & (y != 0)
+    share = 1 - int(kept.sum()) / max(1, int(there.sum()))
+    ratio = float((y[kept] * x[kept]).sum() / x[kept].square().sum().clamp(min=1e-300))
+    p = 1 - 1 / ratio if ratio > 1 else 0.0
+    by_chance = _DEVIATIONS * math.sqrt(p * (1 - p) / max(1, int(there.sum())))
+    if not 0 < share < 1 or abs(share - p) > by_chance or nmse(y[kept], ratio * x[kept]) > little:
+        return ""
+    return (
+        f"{share:.3g} of the values are 0 and all others {ratio:.4g} times what they should be, as dropout of {p:.3g} "
+        "leaves them (a torch model that is not in its eval mode has that)"
+    )
 
 
 def _multiples(y: Tensor, x: Tensor, axes: tuple[str, ...], little: float) -> Iterator[str]:

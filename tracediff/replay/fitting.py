@@ -11,6 +11,8 @@ from statistics import median
 
 from tracediff.model.graph import Op
 from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.floats import HALVES
+from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.schemes import PLAIN
 from tracediff.replay.few import Few
 from tracediff.replay.look import Look, can_glance, glanced, look
@@ -93,7 +95,10 @@ class Fitting:
                 if self._needs_no_rival(record, scheme, table[scheme][-1]):
                     asked = *records[:i], *self._planner.treated_otherwise(record, records[i + 1 :])
                     return Choice((scheme,), True, table[scheme][-1], self._unfit(asked, scheme))
-        close, least = _close(table, len(records), unlike), min(min(figures) for figures in table.values())
+        undivided = any(scheme.values.undivided for scheme in schemes)
+        when_stored = median(map(self._rounded_when_stored, records)) if undivided else 0.0
+        close = _close(table, len(records), unlike, when_stored)
+        least = min(min(figures) for figures in table.values())
         nearest = Choice((next((s for s in close if s in usual), close[0]),), False, least, tuple(records))
         if least > enough:
             return nearest
@@ -150,6 +155,17 @@ class Fitting:
         """What it leaves of the records; of the first alone where that is far more than `before`."""
         first = self.left(records[0], scheme)
         return first if first > ALIKE * before else self._left_of(scheme, records)
+
+    def _rounded_when_stored(self, record: OpRecord) -> float:
+        """The NMSE that roundings to the half precision in which a record is held make, whatever else does; 0 of one
+        that is held in more.
+        """
+        recorded = self._recomputation.recorded
+        values = recorded.values(record)
+        storage = recorded.stored(record, values)
+        if storage not in HALVES:
+            return 0.0
+        return ratio(float(rounding_named(storage).step(values).square().sum()) / 12, float(values.square().sum()))
 
     def _left_of(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
         """What it leaves of the records: one mistake among three is outvoted."""
@@ -431,14 +447,20 @@ def _promising(table: Mapping[Scheme, list[float]]) -> list[Scheme]:
     return [scheme for scheme in scores if scheme in PLAIN or scores[scheme] >= max(scores.values()) - _PROMISING]
 
 
-def _close(table: Mapping[Scheme, list[float]], n_records: int, unlike: Sequence[Scheme]) -> list[Scheme]:
-    """Those that were asked of all records and leave about as little as the best does, which comes first."""
+def _close(
+    table: Mapping[Scheme, list[float]], n_records: int, unlike: Sequence[Scheme], when_stored: float
+) -> list[Scheme]:
+    """Those that were asked of all records and leave about as little as the best does, which comes first; of what they
+    leave so much was rounded `when_stored`.
+    """
+    left = {scheme: median(figures) for scheme, figures in table.items() if len(figures) == n_records}
+    places = {scheme: place for place, scheme in enumerate(table)}
+    scores = {s: score(of) - RARER * places[s] - UNLIKE * (s in unlike) for s, of in left.items()}
+    plain = max((score(max(0.0, left[s] - when_stored)) for s in left if s in PLAIN), default=-math.inf)
     scores = {
-        scheme: median(map(score, figures)) - RARER * place - UNLIKE * (scheme in unlike)
-        for place, (scheme, figures) in enumerate(table.items())
-        if len(figures) == n_records
+        s: own
+        for s, own in scores.items()
+        if not s.values.undivided or score(max(0.0, left[s] - when_stored)) >= plain + COMPOSED
     }
-    plain = max((scores[s] for s in scores if s in PLAIN), default=-math.inf)
-    scores = {s: own for s, own in scores.items() if not s.values.undivided or own >= plain + COMPOSED}
     best = max(scores.values())
     return sorted((s for s in scores if scores[s] >= best - UNKNOWN - MARGIN), key=lambda s: -scores[s])
