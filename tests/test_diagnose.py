@@ -789,3 +789,14 @@ def test_dropout_is_told_by_its_zeros_and_its_factor() -> None:
     )
     for other in (dropped / 1.25, 1.25 * x, dropped + 0.01 * (dropped != 0)):
         assert "dropout" not in describe(other, x, axes)
+
+
+def test_a_vector_that_is_added_for_every_token_has_its_name() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, noise = (torch.randn(4, 9, generator=generator, dtype=torch.float64) for _ in range(2))
+    bias, axes = 0.3 * noise[0], ("token", "channel")
+    vectors = {9: [("ffn_norm.weight", noise[1].float()), ("attn_output.bias", bias.float())]}.get
+    said = "the same vector is added for every token, as a bias would be"
+    assert describe(x + bias, x, axes, vectors).startswith(f"{said}: attn_output.bias besides; ")
+    assert describe(x - bias, x, axes, vectors).startswith(f"{said}: attn_output.bias is taken away; ")
+    assert describe(x + 2 * bias, x, axes, vectors).startswith(f"{said}; ")

@@ -59,12 +59,14 @@ PLANTED = {
                   "parts_in_another_order@blk.1.q_pe", "parts_in_another_order@blk.1.attn_kv_a_norm"),
     "cohere2": ("in_sequence@blk.1.ffn_gate", "rope_in_all_layers", "norm_bypassed@blk.1.ffn_up"),
     "olmo2": ("variance_unbiased@blk.1.attn_q_norm", "norm_after_rope@blk.1.attn_k_norm",
+              "heads_viewed@blk.1.attn_q_rope",
               "input_normed@blk.1.ffn_gate", "sum_normed", "norm_of_all_heads@blk.1.attn_q_norm"),
     "gpt-oss": ("bias_not_weighted", "alpha_outside", "sinks_misread", "wrong_layer@blk.1.attn_probs",
                 "expert_off_by_one@blk.1.ffn_up_exps",
                 "sinks_ignored", "window@0", "act_limits", "up_plus_one", "softmax_before_choice",
                 "bias_missing@blk.1.ffn_down_exps"),
-    "gemma3": ("window@blk.5.attn_probs", "values_normed", "no_mask", "mask_shifted", "cache_ignored", "act_silu",
+    "gemma3": ("window@blk.5.attn_probs", "norm_of_another_part@blk.1.attn_v", "norm_of_another_part@blk.1.ffn_up",
+               "values_normed", "no_mask", "mask_shifted", "cache_ignored", "act_silu",
                "norm_after_rope@blk.1.attn_q_norm", "scale_dropped@token_embd_scaled"),
     "qwen3next": ("delta_rule@0", "gate_ignored", "act_skipped@0", "state_not_carried@blk.0.ssm_state",
                   "gate_before_norm@0", "act_silu@blk.1.gate_sigmoid", "act_sigmoid@blk.0.a_softplus",
@@ -79,6 +81,7 @@ PLANTED = {
     "hunyuan-dense": ("norm_before_rope@blk.1.attn_q_norm",),
     "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2",),
     "gpt2": ("embedding_row_off@position_embd", "act_relu_squared"),
+    "gptneox": ("heads_viewed@blk.1.attn_q_rope",),  # of one product for Q, K and V
     "bloom": ("alibi_missing", "rms_norm", "norm_bias_missing"),
 }  # fmt: skip
 

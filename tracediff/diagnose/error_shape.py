@@ -1,7 +1,7 @@
 """The shape of an error that no known mistake explains: facts with figures, never a guess."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 import torch
@@ -19,12 +19,17 @@ _ALIKE = 100.0  # times the median share that a rounded value is off by
 _ZEROS = 0.1  # of the values that should be 0, as by a mask: weights of few bits have some, which say nothing
 _DEVIATIONS = 4.0  # of the number of values that are 0: what chance alone makes of it once in ten thousand times
 _TOKENS_TELL = 3  # whose choices all lack one: of fewer that may be chance
+_VECTOR = 1e-3  # NMSE: a vector of the file is another by far
 _MULTIPLES = 8  # values of a slice that can tell that it is one
 
+Vectors = Callable[[int], Iterable[tuple[str, Tensor]]]
 
-def describe(recorded: Tensor, exact: Tensor, axes: tuple[str, ...]) -> str:
-    """What sets `recorded` apart from `exact`, whose axes are called so, in one line."""
-    return "; ".join(_facts(recorded, exact, axes)) or "no simple relation to the right values"
+
+def describe(recorded: Tensor, exact: Tensor, axes: tuple[str, ...], vectors: Vectors = lambda n: ()) -> str:
+    """What sets `recorded` apart from `exact`, whose axes are called so, in one line. `vectors` are those of the model
+    that have so many numbers.
+    """
+    return "; ".join(_facts(recorded, exact, axes, vectors)) or "no simple relation to the right values"
 
 
 def describe_scan(recorded: Tensor, exact: Tensor, shape: tuple[int, ...], n_states: int) -> str:
@@ -59,7 +64,7 @@ def describe_choice(chosen: Tensor, right: Tensor) -> str:
     return f"{said}; {count(twice, 'token')} took one twice" if twice else said
 
 
-def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
+def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors) -> Iterator[str]:
     inherited = ~torch.isfinite(x) & ~torch.isfinite(y)
     if bool(inherited.any()):  # its inputs' own are no mistake of this op
         x, y = x.masked_fill(inherited, 0.0), y.masked_fill(inherited, 0.0)
@@ -95,7 +100,7 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
         return
     difference = y - x
     if y.ndim >= 2 and len(y) > 2 and nmse(difference, difference.mean(0, keepdim=True).expand_as(difference)) < 1e-4:
-        yield "the same vector is added for every token, as a bias would be"
+        yield f"the same vector is added for every token, as a bias would be{_named_vector(difference[0], vectors)}"
     if dropped := _dropped(y, x, little):
         yield dropped
         return
@@ -104,6 +109,15 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...]) -> Iterator[str]:
     if y.ndim >= 2 and off > _MOVED and nmse(y.flatten().sort().values, x.flatten().sort().values) < little:
         yield from _permutation(y, x, axes, little)
     yield from _size(y, x)
+
+
+def _named_vector(added: Tensor, vectors: Vectors) -> str:
+    """Which of the model's it is, be it taken away; empty where it is none."""
+    for name, values in vectors(added.numel()):
+        for sign, said in ((1, f": {name} besides"), (-1, f": {name} is taken away")):
+            if nmse(added.flatten(), sign * values.to(added)) < _VECTOR:
+                return said
+    return ""
 
 
 def _of_each_value(y: Tensor, x: Tensor) -> bool:

@@ -1,9 +1,12 @@
 """Explains the faulty ops of a trace that was replayed, those of one kind together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice, product
+
+from torch import Tensor
 
 from tracediff.diagnose import rows
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
@@ -18,8 +21,10 @@ from tracediff.diagnose.search import Search, ends_soon, several_layers
 from tracediff.diagnose.solve.edit import Read
 from tracediff.diagnose.trials import Trials
 from tracediff.errors import in_one_line, is_bug
+from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import SOURCES, Op
-from tracediff.names import split
+from tracediff.model.weights import values_of
+from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import in_words_of
 from tracediff.numerics.kinds import KINDS
@@ -310,7 +315,8 @@ class Explainer:
         axes = KINDS[op.kind].axis_names(op, known.exact.ndim)
         is_choice = KINDS[op.kind].picks is not None and bool(known.recorded.isfinite().all())
         of_places = describe_choice(known.recorded, known.exact) if is_choice else ""
-        shape = of_places or _of_scan(op, known) or describe(known.recorded, known.exact, axes)
+        vectors = partial(_vectors, self._replay.weights.file, op)
+        shape = of_places or _of_scan(op, known) or describe(known.recorded, known.exact, axes, vectors)
         finite_before = len(one.error.segment) == 1 and all(bool(x.isfinite().all()) for x in known.inputs)
         if finite_before and not bool(known.recorded.isfinite().all() or known.exact.isinf().any()):
             shape = f"{shape}; all that it reads is finite"
@@ -344,6 +350,13 @@ def _of_prompts_alone(carried: list[tuple[Faulty, Hypothesis]]) -> list[tuple[Fa
     """The same, said of steps of several tokens alone where those of one show that it is not made in them."""
     alone = any(same.parts[-1].tokens == "several" for _, same in carried)
     return [(one, same.of_tokens("several") if alone else same) for one, same in carried]
+
+
+def _vectors(file: GGUFFile, op: Op, n: int) -> Iterator[tuple[str, Tensor]]:
+    """The file's vectors of so many numbers as they are called beside an op, those of its layer first."""
+    infos = [info for info in file.tensors.values() if tuple(info.shape) == (n,)]
+    for info in sorted(infos, key=lambda info: layer_of(info.name) != layer_of(op.name)):
+        yield Read(info.name).words(op), values_of(file, info)
 
 
 def _suits(same: Hypothesis, before: Hypothesis) -> bool:

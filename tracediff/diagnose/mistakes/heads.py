@@ -1,5 +1,6 @@
 """Mistakes in how the heads of a value lie in memory."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -79,18 +80,23 @@ class _CacheViewed(Reread):
 def _heads_viewed(op: Op, context: Context) -> Variants:
     position = 0 if op.kind == "rope" else 1
     name = op.inputs[position]
-    source = context.graph.ops.get(name)
-    if source is None or any(op.seen) or len(source.axes) != 3 or source.axes[0] != "T":
+    source, view = context.graph.ops.get(name), op.seen[position]
+    if source is None or any(seen for i, seen in enumerate(op.seen) if i != position or op.kind != "rope"):
         return
-    heads, lies, what = source.axes[1], "[tokens, heads, channels]", split(name)[1]
+    axes = view.shape if view else source.axes  # rope may see rows of all heads, or a part of one product's
+    if len(axes) != 3 or axes[0] != "T":
+        return
+    heads, lies, what = axes[1], "[tokens, heads, channels]", split(name)[1]
     if not isinstance(heads, int) or heads == 1:
         return
+    if source.axes[1:] != axes[1:] and math.prod(source.axes[1:]) != math.prod(axes[1:]):  # type: ignore[arg-type]
+        what = f"a part of {what}"
     ways = {"[heads, tokens, channels]": _HeadsFirst(heads, True), "[tokens, channels, heads]": _ChannelsFirst(heads)}
     for layout, way in ways.items():
-        before = Op(f"{op.name}.read", "copy", (name,), source.axes, rework=way)
+        before = Op(f"{op.name}.read", "copy", (name,), axes, rework=way, views=(view,) if view else ())
         inputs = tuple(before.name if i == position else other for i, other in enumerate(op.inputs))
         words = f"{what} lies as {lies} and is read as {layout}: a view as heads, without its transpose"
-        yield Variant(replace(op, inputs=inputs), words, before=(before,))
+        yield Variant(replace(op, inputs=inputs, views=()), words, before=(before,))
     n_head = op.axes[0] if op.kind == "scores" else axes_of(op, 0, context.graph)[0]
     for n in dict.fromkeys((heads, n_head)) if op.kind != "rope" else ():
         if isinstance(n, int) and n % heads == 0:

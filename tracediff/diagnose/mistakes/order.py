@@ -54,6 +54,23 @@ def _input_normed(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
+    "norm_of_another_part", "a projection reads what another norm of its layer makes of the same values",
+    "which norm is called before attention and which before the feed-forward", _PROJECTION,
+)  # fmt: skip
+def _another_norm(op: Op, context: Context) -> Variants:
+    own = context.graph.ops.get(op.inputs[0])
+    if context.wrong_from or op.seen[0] is not None or own is None or own.kind not in NORM.kinds or not own.weights:
+        return
+    for norm in _norms(op, context.graph):
+        if len(norm.weights) == len(own.weights):
+            before = replace(own, name=f"{op.name}.read", weights=norm.weights)
+            words = (
+                f"what it reads is normed with {split(norm.name)[1]}.weight where {split(own.name)[1]}.weight belongs"
+            )
+            yield Variant(_reading(op, before.name), words, before=(before,))
+
+
+@AREA.mistake(
     "norm_after_rope", "a norm of heads reads them when they are rotated", "the order of rope and the norm of Q and K",
     NORM,
 )  # fmt: skip
