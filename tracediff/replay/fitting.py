@@ -70,10 +70,12 @@ class Fitting:
         enough: float = math.inf,
         usual: Sequence[Scheme] = (),
         unlike: Sequence[Scheme] = (),
+        told: Sequence[Scheme] = (),
     ) -> Choice:
         """The arithmetic of these records, which share it. Where none leaves little `enough`, it is not asked what
         fits. Where none fits, one that is `usual` in the trace comes before what leaves hardly less. Those that are
-        `unlike` what other records tell must leave far less than the others.
+        `unlike` what other records tell must leave far less than the others, and of those that these have `told`
+        nothing more is asked.
 
         What leaves next to nothing of one of them needs no rival. Else those that leave least of all of them are in
         contention: what an engine does not do adds an error, which the others have no part in, so it leaves more.
@@ -97,7 +99,7 @@ class Fitting:
                     return Choice((scheme,), True, table[scheme][-1], self._unfit(asked, scheme))
         undivided = any(scheme.values.undivided for scheme in schemes)
         when_stored = median(map(self._rounded_when_stored, records)) if undivided else 0.0
-        close = _close(table, len(records), unlike, when_stored)
+        close = _close(table, len(records), unlike, told, when_stored)
         least = min(min(figures) for figures in table.values())
         nearest = Choice((next((s for s in close if s in usual), close[0]),), False, least, tuple(records))
         if least > enough:
@@ -112,8 +114,8 @@ class Fitting:
 
     def composed(self, starts: Sequence[Scheme], records: Sequence[OpRecord]) -> Choice:
         """The arithmetic of these records where none that is listed fits: from each of `starts`, of which the first is
-        the nearest that is known, one part after another is done in the way that leaves least, as long as that takes
-        something away.
+        the nearest that is known and the others are told by other records, one part after another is done in the way
+        that leaves least, as long as that takes something away. Else what is told, where that fits them all.
 
         Behind integers nothing falls by much until all is right, for any difference turns some of their roundings: so
         little counts.
@@ -128,9 +130,11 @@ class Fitting:
                 if (less := self._left_of(end, few)) < left:
                     best, rivals, left = end, near, less
         if score(left, COMPOSED) <= score(before):
-            return Choice((starts[0],), False, before)
+            told = [s for s in starts[1:] if all(self._judged(r, s).judgement == "sound" for r in records)]
+            nearest = Choice((starts[0],), False, before)
+            return self.settle((*told, starts[0]), records, told=told) if told else nearest
         # Of one alone it would not be asked whether it fits.
-        return self.settle(tuple(dict.fromkeys((best, *rivals, *starts))), records)
+        return self.settle(tuple(dict.fromkeys((best, *rivals, *starts))), records, told=starts[1:])
 
     def _nearer(
         self, start: Scheme, few: Sequence[OpRecord], records: Sequence[OpRecord]
@@ -448,7 +452,11 @@ def _promising(table: Mapping[Scheme, list[float]]) -> list[Scheme]:
 
 
 def _close(
-    table: Mapping[Scheme, list[float]], n_records: int, unlike: Sequence[Scheme], when_stored: float
+    table: Mapping[Scheme, list[float]],
+    n_records: int,
+    unlike: Sequence[Scheme],
+    told: Sequence[Scheme],
+    when_stored: float,
 ) -> list[Scheme]:
     """Those that were asked of all records and leave about as little as the best does, which comes first; of what they
     leave so much was rounded `when_stored`.
@@ -460,7 +468,7 @@ def _close(
     scores = {
         s: own
         for s, own in scores.items()
-        if not s.values.undivided or score(max(0.0, left[s] - when_stored)) >= plain + COMPOSED
+        if not s.values.undivided or s in told or score(max(0.0, left[s] - when_stored)) >= plain + COMPOSED
     }
     best = max(scores.values())
     return sorted((s for s in scores if scores[s] >= best - UNKNOWN - MARGIN), key=lambda s: -scores[s])

@@ -55,7 +55,8 @@ class Planning:
                 choices[sort] = self._settled(by_sort[sort], usual, unlike)
         for _ in range(_ROUNDS):
             before, known = choices, self._known(choices, by_sort)
-            choices = {sort: self._composed(choice, by_sort[sort], known) for sort, choice in choices.items()}
+            of = {sort: _in_other_steps(sort, choices) for sort in choices}
+            choices = {sort: self._composed(choice, by_sort[sort], known, of[sort]) for sort, choice in choices.items()}
             if choices == before:  # and so is what is known
                 break
         choices = {sort: self._told(choice, by_sort[sort]) for sort, choice in choices.items()}
@@ -93,17 +94,19 @@ class Planning:
         sure = [of_part for of_part in ways.values() if of_part]
         return [s for s in schemes if not all(any(way.is_of(s) for way in of_part) for of_part in sure)]
 
-    def _composed(self, choice: Choice, records: list[OpRecord], known: Sequence[Known]) -> Choice:
+    def _composed(
+        self, choice: Choice, records: list[OpRecord], known: Sequence[Known], in_other_steps: Sequence[Scheme]
+    ) -> Choice:
         """Where nothing usual fits, or not one thing, or leaves more than next to nothing: parts that are done in ways
         of other engines, or weights that the engine quantised by itself, be it but for the head; from the nearest, and
-        from that with what other sorts told.
+        from that with what other sorts told, and what the same ops do in steps of other sizes.
         """
         samples, nearest = self._samples(records), choice.schemes[0]
         starts = [nearest]
         if choice.nmse > NOTHING:
             told = {one.part: one.ways[0] for one in reversed(known)}
             as_told = reduce(lambda scheme, way: way.of(scheme), told.values(), EXACTLY)
-            starts = [*self._planner.suiting((nearest, as_told), *records)]
+            starts = [*self._planner.suiting((nearest, as_told, *in_other_steps), *records)]
         doubtful = (len(choice.schemes) > 1 or len(starts) > 1) and not choice.by_op
         asked = choice.unfit or (samples if doubtful else ())
         if asked and self._planner.is_segment(asked[0]):
@@ -116,7 +119,7 @@ class Planning:
         if not found.settled or (unlike and score(found.nmse, UNLIKE) <= score(choice.nmse)):
             return choice
         whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
-        return self._composed(whole, records, known) if 0 < len(found.unfit) < len(asked) else whole
+        return self._composed(whole, records, known, in_other_steps) if 0 < len(found.unfit) < len(asked) else whole
 
     def _told(self, choice: Choice, records: Sequence[OpRecord]) -> Choice:
         return replace(choice, said=self.said(choice.schemes, records), n_records=len(records), unfit=())
@@ -170,6 +173,12 @@ class Planning:
             return False
         seen = [(np.isfinite(piece).all(), piece.any()) for piece in recorded.trace.pieces(record)]
         return all(finite for finite, _ in seen) and any(not_zero for _, not_zero in seen)
+
+
+def _in_other_steps(sort: Sort, choices: Mapping[Sort, Choice]) -> Sequence[Scheme]:
+    """What ops of this name do in steps of other sizes, where that is settled."""
+    others = (choice for other, choice in choices.items() if other.name == sort.name and other != sort)
+    return [one.schemes[0] for one in others if one.settled and len(one.schemes) == 1 and not one.unfit]
 
 
 def _names(records: Sequence[OpRecord]) -> list[str]:
