@@ -112,10 +112,12 @@ class Fitting:
         unfit = tuple(record for record in records if record.op not in fit)
         return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
 
-    def composed(self, starts: Sequence[Scheme], records: Sequence[OpRecord]) -> Choice:
+    def composed(
+        self, starts: Sequence[Scheme], records: Sequence[OpRecord], in_others: Sequence[Scheme] = ()
+    ) -> Choice:
         """The arithmetic of these records where none that is listed fits: from each of `starts`, of which the first is
-        the nearest that is known and the others are told by other records, one part after another is done in the way
-        that leaves least, as long as that takes something away. Else what is told, where that fits them all.
+        the nearest that is known, one part after another is done in the way that leaves least, as long as that takes
+        something away. Else what the same op does `in_others`, where that fits them all.
 
         Behind integers nothing falls by much until all is right, for any difference turns some of their roundings: so
         little counts.
@@ -130,11 +132,10 @@ class Fitting:
                 if (less := self._left_of(end, few)) < left:
                     best, rivals, left = end, near, less
         if score(left, COMPOSED) <= score(before):
-            told = [s for s in starts[1:] if all(self._judged(r, s).judgement == "sound" for r in records)]
-            nearest = Choice((starts[0],), False, before)
-            return self.settle((*told, starts[0]), records, told=told) if told else nearest
+            fit = [s for s in in_others if all(self._judged(r, s).judgement == "sound" for r in records)]
+            return self.settle((*fit, starts[0]), records, told=fit) if fit else Choice((starts[0],), False, before)
         # Of one alone it would not be asked whether it fits.
-        return self.settle(tuple(dict.fromkeys((best, *rivals, *starts))), records, told=starts[1:])
+        return self.settle(tuple(dict.fromkeys((best, *rivals, *starts))), records)
 
     def _nearer(
         self, start: Scheme, few: Sequence[OpRecord], records: Sequence[OpRecord]

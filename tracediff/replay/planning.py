@@ -99,21 +99,21 @@ class Planning:
     ) -> Choice:
         """Where nothing usual fits, or not one thing, or leaves more than next to nothing: parts that are done in ways
         of other engines, or weights that the engine quantised by itself, be it but for the head; from the nearest, and
-        from that with what other sorts told, and what the same ops do in steps of other sizes.
+        from that with what other sorts told; or what the same ops do in steps of other sizes.
         """
         samples, nearest = self._samples(records), choice.schemes[0]
         starts = [nearest]
         if choice.nmse > NOTHING:
             told = {one.part: one.ways[0] for one in reversed(known)}
             as_told = reduce(lambda scheme, way: way.of(scheme), told.values(), EXACTLY)
-            starts = [*self._planner.suiting((nearest, as_told, *in_other_steps), *records)]
+            starts = [*self._planner.suiting((nearest, as_told), *records)]
         doubtful = (len(choice.schemes) > 1 or len(starts) > 1) and not choice.by_op
         asked = choice.unfit or (samples if doubtful else ())
         if asked and self._planner.is_segment(asked[0]):
             asked = samples  # of which one that nothing fits may be the mistaken one
         if not asked or not self._is_short(asked[0]):
             return choice
-        found = self._fitting.composed(starts, asked)
+        found = self._fitting.composed(starts, asked, in_other_steps)
         self._recomputation.forget()
         unlike = self._unlike(found.schemes[:1], records, known)
         if not found.settled or (unlike and score(found.nmse, UNLIKE) <= score(choice.nmse)):
