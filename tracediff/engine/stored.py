@@ -11,17 +11,12 @@ _LENGTHS = 0.01
 
 
 class StoredKeys:
-    """What a layer stores that may be its keys: as many values, in heads."""
+    """What a layer stores that may be its keys: as many values, of `n_values` tokens, padding included, in heads."""
 
-    def __init__(self) -> None:
-        self._n_values = self._heads = self._dim = 0
+    def __init__(self, n_values: int = 0, heads: int = 0, dim: int = 0) -> None:
+        self._n_values, self._heads, self._dim = n_values, heads, dim
         self._stored: list[Tensor] = []
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}  # by what came out, which is kept: an id is of what lives
-
-    def begin(self, n_values: int, heads: int, dim: int) -> None:
-        """A layer begins, of `n_values` tokens, padding included."""
-        self.__init__()  # type: ignore[misc]
-        self._n_values, self._heads, self._dim = n_values, heads, dim
 
     def cast(self, source: Tensor, result: Tensor) -> None:
         """A value in another type. Which is the cache's and which its maker's, the type tells that keys are made of."""

@@ -100,8 +100,8 @@ class Watch:
         """A layer begins, or what follows the last."""
         self._layer, self._key_source = layer, None
         self._residual.next_layer(*inputs[:1])
-        if attention := self._attention.get(layer):
-            self._keys.begin(self._pass.n_values, *attention.sizes[1:])
+        attention = self._attention.get(layer)
+        self._keys = StoredKeys(self._pass.n_values, *attention.sizes[1:]) if attention else StoredKeys()
 
     def _entered(self, op: Op) -> Callable[..., None]:
         """Records what the module reads, where no module of its own puts that out."""
