@@ -70,12 +70,10 @@ class Fitting:
         enough: float = math.inf,
         usual: Sequence[Scheme] = (),
         unlike: Sequence[Scheme] = (),
-        told: Sequence[Scheme] = (),
     ) -> Choice:
         """The arithmetic of these records, which share it. Where none leaves little `enough`, it is not asked what
         fits. Where none fits, one that is `usual` in the trace comes before what leaves hardly less. Those that are
-        `unlike` what other records tell must leave far less than the others, and of those that these have `told`
-        nothing more is asked.
+        `unlike` what other records tell must leave far less than the others.
 
         What leaves next to nothing of one of them needs no rival. Else those that leave least of all of them are in
         contention: what an engine does not do adds an error, which the others have no part in, so it leaves more.
@@ -99,7 +97,7 @@ class Fitting:
                     return Choice((scheme,), True, table[scheme][-1], self._unfit(asked, scheme))
         undivided = any(scheme.values.undivided for scheme in schemes)
         when_stored = median(map(self._rounded_when_stored, records)) if undivided else 0.0
-        close = _close(table, len(records), unlike, told, when_stored)
+        close = _close(table, len(records), unlike, when_stored)
         least = min(min(figures) for figures in table.values())
         nearest = Choice((next((s for s in close if s in usual), close[0]),), False, least, tuple(records))
         if least > enough:
@@ -133,7 +131,8 @@ class Fitting:
                     best, rivals, left = end, near, less
         if score(left, COMPOSED) <= score(before):
             fit = [s for s in in_others if all(self._judged(r, s).judgement == "sound" for r in records)]
-            return self.settle((*fit, starts[0]), records, told=fit) if fit else Choice((starts[0],), False, before)
+            told = min(fit, key=lambda scheme: self._left_of(scheme, records), default=None)
+            return Choice((told,), True, self._left_of(told, records)) if told else Choice((starts[0],), False, before)
         # Of one alone it would not be asked whether it fits.
         return self.settle(tuple(dict.fromkeys((best, *rivals, *starts))), records)
 
@@ -456,7 +455,6 @@ def _close(
     table: Mapping[Scheme, list[float]],
     n_records: int,
     unlike: Sequence[Scheme],
-    told: Sequence[Scheme],
     when_stored: float,
 ) -> list[Scheme]:
     """Those that were asked of all records and leave about as little as the best does, which comes first; of what they
@@ -469,7 +467,7 @@ def _close(
     scores = {
         s: own
         for s, own in scores.items()
-        if not s.values.undivided or s in told or score(max(0.0, left[s] - when_stored)) >= plain + COMPOSED
+        if not s.values.undivided or score(max(0.0, left[s] - when_stored)) >= plain + COMPOSED
     }
     best = max(scores.values())
     return sorted((s for s in scores if scores[s] >= best - UNKNOWN - MARGIN), key=lambda s: -scores[s])
