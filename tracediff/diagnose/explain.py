@@ -244,16 +244,17 @@ class Explainer:
         """
         left = sorted(groups, key=lambda group: len(group[1]))
         for group in [*left]:
-            members, at = group[1], left.index(group)
+            members, at = group[1], next(i for i, other in enumerate(left) if other is group)
+            larger = [(_suits, *other) for other in reversed(left[at + 1 :])]
+            smaller = [(_suits_better, *other) for other in left[:at]]
             doubtful = all(before.left > NOTHING for _, before in members)
-            for best, others in (*reversed(left[at + 1 :]), *(left[:at] if doubtful else ())):
-                pending, is_larger = [one for one, _ in members], len(others) >= len(members)
+            for suits, best, theirs in (*larger, *(smaller if doubtful else ())):
+                pending = [one for one, _ in members]
                 same = dict(kin.carry(best, pending))
-                suits = _suits if is_larger else _suits_better
                 if not pending and all(suits(same[one], before) for one, before in members):
                     yield from same.items()
-                    others += same.items()
-                    left.remove(group)
+                    theirs += same.items()
+                    del left[at]
                     break
 
     def _named(self, result: OpResult, one: Faulty, best: Hypothesis, kin: Kin) -> OpResult:
