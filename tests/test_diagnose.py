@@ -787,8 +787,16 @@ def test_dropout_is_told_by_its_zeros_and_its_factor() -> None:
         f"{share:.3g} of the values are 0 and all others 1.25 times what they should be, as dropout of 0.2 leaves them "
         "(a torch model that is not in its eval mode has that)"
     )
-    for other in (dropped / 1.25, 1.25 * x, dropped + 0.01 * (dropped != 0)):
-        assert "dropout" not in describe(other, x, axes)
+    renormed = torch.softmax(torch.arange(20.0).cos().double(), 0).expand(1, 1, 20)
+    hidden = renormed.masked_fill(torch.arange(20) < 4, 0.0)  # keys that a mask hides
+    cases = [
+        (dropped / 1.25, x),
+        (1.25 * x, x),
+        (dropped + 0.01 * (dropped != 0), x),
+        (hidden / hidden.sum(), renormed),
+    ]
+    for other, right in cases:
+        assert "dropout" not in describe(other, right, axes)
 
 
 def test_a_vector_that_is_added_for_every_token_has_its_name() -> None:
@@ -800,3 +808,5 @@ def test_a_vector_that_is_added_for_every_token_has_its_name() -> None:
     assert describe(x + bias, x, axes, vectors).startswith(f"{said}: attn_output.bias besides; ")
     assert describe(x - bias, x, axes, vectors).startswith(f"{said}: attn_output.bias is taken away; ")
     assert describe(x + 2 * bias, x, axes, vectors).startswith(f"{said}; ")
+    about_1 = {9: [("attn_norm.weight", 1 + 0.01 * noise[2].float())]}.get
+    assert describe(x + 1, x, axes, about_1).startswith(f"{said}; ")

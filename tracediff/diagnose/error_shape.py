@@ -113,9 +113,14 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors) -> Ite
 
 def _named_vector(added: Tensor, vectors: Vectors) -> str:
     """Which of the model's it is, be it taken away; empty where it is none."""
+    added = added.flatten()
     for name, values in vectors(added.numel()):
+        given = values.to(added)
+        # Of norms' weights, which are all about 1, the mean says nothing.
+        varies = float((given - given.mean()).square().sum()) > _VECTOR * float(given.square().sum())
         for sign, said in ((1, f": {name} besides"), (-1, f": {name} is taken away")):
-            if nmse(added.flatten(), sign * values.to(added)) < _VECTOR:
+            alike = nmse(added - added.mean(), sign * (given - given.mean())) if varies else math.inf
+            if alike < _VECTOR and nmse(added, sign * given) < _VECTOR:
                 return said
     return ""
 
@@ -137,17 +142,28 @@ def _in_region(mask: Tensor, axes: tuple[str, ...]) -> str:
 def _dropped(y: Tensor, x: Tensor, little: float) -> str:
     """Values that are 0 here and there, and the others so much larger that the mean stays; empty where they are not."""
     there = x != 0
-    kept = there & (y != 0)
-    share = 1 - int(kept.sum()) / max(1, int(there.sum()))
+    kept, zeros, n = there & (y != 0), there & (y == 0), int(there.sum())
+    share = int(zeros.sum()) / max(1, n)
     ratio = float((y[kept] * x[kept]).sum() / x[kept].square().sum().clamp(min=1e-300))
     p = 1 - 1 / ratio if ratio > 1 else 0.0
-    by_chance = _DEVIATIONS * math.sqrt(p * (1 - p) / max(1, int(there.sum())))
+    by_chance = _DEVIATIONS * math.sqrt(p * (1 - p) / max(1, n))
     if not 0 < share < 1 or abs(share - p) > by_chance or nmse(y[kept], ratio * x[kept]) > little:
+        return ""
+    if n * p * (1 - p) < _DEVIATIONS**2 or _is_whole(zeros, there):  # of few values any share is by chance
         return ""
     return (
         f"{share:.3g} of the values are 0 and all others {ratio:.4g} times what they should be, as dropout of {p:.3g} "
         "leaves them (a torch model that is not in its eval mode has that)"
     )
+
+
+def _is_whole(mask: Tensor, there: Tensor) -> bool:
+    """Whether these are all that are there in some places of each axis, as in some channels, or keys of some heads."""
+    box = torch.ones_like(mask)
+    for axis in range(mask.ndim):
+        others = [other for other in range(mask.ndim) if other != axis]
+        box &= mask.any(dim=others, keepdim=True) if others else mask
+    return bool((box & there == mask).all())
 
 
 def _multiples(y: Tensor, x: Tensor, axes: tuple[str, ...], little: float) -> Iterator[str]:

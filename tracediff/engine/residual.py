@@ -23,8 +23,8 @@ class Residual:
     """Sums of what modules put out, and the embedding: each recorded as it was when a norm read it.
 
     Who reads something that is known besides, as the layer's input, reads the wrong value: the sum is recorded as it
-    was made. What is known of nothing was made of the sum, as by a factor: then that is recorded. Terms may be added in
-    any order; a sum of others is no op, and left to who reads it.
+    was made, and so is one that no module reads. What is known of nothing was made of the sum, as by a factor: then
+    that is recorded. Terms may be added in any order; a sum of others is no op, and left to who reads it.
     """
 
     def __init__(self, graph: Graph, record: Callable[[str, Tensor], None]) -> None:
@@ -32,8 +32,8 @@ class Residual:
         self._sums = {self._terms(op.name): op.name for op in graph if op.kind == "add"}
         self._not_normed = {tuple(sorted(map(self._before_norm, terms))): name for terms, name in self._sums.items()}
         self._known: dict[int, _Known] = {}  # by identity
-        self._waiting: dict[str, Tensor] = {}
-        self._nearly: dict[str, Tensor] = {}  # sums of what the norms of such terms read
+        self._waiting: dict[str, tuple[Tensor, Tensor]] = {}  # what is read, and a copy: more may be added in its place
+        self._nearly: dict[str, Tensor] = {}  # copies of sums of what the norms of such terms read
 
     def put_out(self, name: str, values: Tensor) -> None:
         """What the op's module puts out."""
@@ -42,15 +42,13 @@ class Residual:
     def wait(self, name: str, values: Tensor) -> None:
         """What the op comes to, to be recorded when it is read."""
         self.put_out(name, values)
-        self._waiting[name] = values
+        self._waiting[name] = values, values.detach().clone()
 
     def added(self, x: Tensor, y: Tensor, result: Tensor) -> None:
-        """A sum, or one that is about to take the place of `x`."""
+        """A sum, be it one that took the place of `x`."""
         one, other = self._known.get(id(x)), self._known.get(id(y))
         if result is x:
-            self._known.pop(id(x), None)
-            for name in [name for name, waiting in self._waiting.items() if waiting is x]:
-                self._record(name, self._waiting.pop(name))
+            self.changed(x)
         if one is None or other is None or x.shape != y.shape:
             return
         terms = tuple(sorted(one.terms + other.terms))
@@ -59,20 +57,20 @@ class Residual:
         else:
             nearly = self._not_normed.get(terms, "")
             self._known[id(result)] = _Known(result, terms, nearly)
-            self._nearly |= {nearly: result} if nearly else {}
+            self._nearly |= {nearly: result.detach().clone()} if nearly else {}
 
     def changed(self, values: Tensor) -> None:
-        """Something else was done to values in their place."""
-        if all(values is not waiting for waiting in self._waiting.values()):
-            self._known.pop(id(values), None)
+        """Something was done to values in their place: they are no longer what they were."""
+        self._known.pop(id(values), None)
 
     def read(self, name: str, values: Tensor) -> bool:
         """A module reads the op's output; False where it reads what follows from that instead."""
-        waiting, known = self._waiting.pop(name, None), self._known.get(id(values))
-        elsewhere = known is not None and values is not waiting
-        if waiting is not None:
-            as_made = elsewhere or values.numel() != waiting.numel() or _same(values, waiting)
-            self._record(name, waiting if as_made else values)
+        known = self._known.get(id(values))
+        if name in self._waiting:
+            waiting, made = self._waiting.pop(name)
+            elsewhere = known is not None and values is not waiting
+            as_made = elsewhere or values.numel() != made.numel() or _same(values, made)
+            self._record(name, made if as_made else values)
         if known is None:
             self.put_out(name, values)
         if known and known.name not in ("", name) and known.name in self._graph.after([name]):
@@ -84,7 +82,8 @@ class Residual:
         """Of a layer that ends what was read by no module is recorded as it was made; the next one begins with what it
         `read`.
         """
-        for name, values in (*self._waiting.items(), *self._nearly.items()):
+        made = {name: values for name, (_, values) in self._waiting.items()}
+        for name, values in (*made.items(), *self._nearly.items()):
             self._record(name, values)
         self._waiting.clear()
         self._nearly.clear()
@@ -105,5 +104,5 @@ class Residual:
 
 def _same(read: Tensor, made: Tensor) -> bool:
     """Whether nothing but a cast is between them."""
-    read = read.reshape(made.shape)
+    read = read.reshape(made.shape).to(made.device)  # the layers of a model may be on several
     return torch.equal(read.to(made.dtype), made) or torch.equal(made.to(read.dtype), read)

@@ -5,6 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tracediff.engine.recorder import DTYPES
+
+_TYPES = frozenset(DTYPES.values())  # of values in a trace
 # Rotated keys keep their lengths, but for what half precision rounds: 2^-8 at most, where cosines and sines are
 # bfloat16. Those of V differ from K's by a tenth: heads are at least 16 channels wide.
 _LENGTHS = 0.01
@@ -19,7 +22,7 @@ class StoredKeys:
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}  # by what came out, which is kept: an id is of what lives
 
     def cast(self, source: Tensor, result: Tensor) -> None:
-        """A value in another type. Which is the cache's and which its maker's, the type tells that keys are made of."""
+        """A value in another type: the cache's, or that which keys are made of."""
         if self._fits(source):
             self._casts[id(result)] = result, source
 
@@ -31,20 +34,25 @@ class StoredKeys:
     def _fits(self, x: Tensor) -> bool:
         return x.is_floating_point() and x.numel() == self._n_values * self._heads * self._dim > 0
 
-    def rotated(self, source: Tensor, magnitude: float, in_order: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def rotated(
+        self, source: Tensor, magnitude: float, in_order: Callable[[Tensor], Tensor], at_start: bool
+    ) -> Tensor | None:
         """Of what was stored the keys that rope makes of `source` [.., heads, D], [n_values, heads, D]; `in_order` puts
-        channels in the file's order. None where nothing is: keys are not stored by a torch function, or not rotated.
+        channels in the file's order. None where nothing is: keys are not stored by a torch function, or not rotated,
+        as they need not be `at_start`, where all positions are 0.
         """
         if not self._fits(source):
             return None
-        source, dtype = source.detach().reshape(-1, self._heads, self._dim), source.dtype
+        dtype, source = source.dtype, source.detach().reshape(-1, self._heads, self._dim)
         lengths, best, nearest = _lengths(source) * magnitude, None, _LENGTHS
         for stored in self._stored:
             before = self._casts.get(id(stored), (stored, stored))[1]
-            stored = before if before.dtype == dtype else stored
+            stored = before if before.dtype == dtype or stored.dtype not in _TYPES else stored
+            if stored.dtype not in _TYPES:
+                continue
             keys = in_order(self._tokens_first(stored))
             apart = float((_lengths(keys) - lengths).norm() / lengths.norm())
-            if apart < nearest and not torch.equal(keys.to(source), source):
+            if apart < nearest and (at_start or not torch.equal(keys.to(source), source)):
                 best, nearest = keys, apart
         return best
 

@@ -50,7 +50,7 @@ class Watch:
         self._attention = {layer_of(op.name): Attention(graph, op) for op in of_heads}
         self._sources = {one.source for one in self._attention.values() if one.turned.kind == "rope"}
         self._step = -1
-        self._running = False
+        self.running = False
         self._passes = Passes()
         self._pass = Pass(0, 0, 0, {})
         self._n_tokens = 0  # of each row
@@ -73,7 +73,7 @@ class Watch:
         self._step, self._n_tokens, self._done, self._layer = self._step + 1, tokens.shape[1], set(), None
         self._head = None
         self._n_positions = self._passes.n_keys
-        self._running = True
+        self.running = True
         lanes = self._pass.lanes
         ids = [token for lane in lanes.values() for token in tokens[lane.row, lane.columns].tolist()]
         at = [position for lane in lanes.values() for position in lane.positions.tolist()]
@@ -82,9 +82,9 @@ class Watch:
 
     def end(self) -> None:
         """The pass is over: what is computed until the next is none of it."""
-        if self._running:
+        if self.running:
             self._residual.next_layer()
-        self._running = False
+        self.running, self._keys, self._key_source = False, StoredKeys(), None
 
     @contextmanager
     def hooked(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -109,7 +109,7 @@ class Watch:
         unseen = name not in self._graph or name in self._tapped or op.seen[0] is not None
 
         def record(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if not self._running:
+            if not self.running:
                 return
             added = len(inputs) > 1 and isinstance(inputs[1], Tensor) and inputs[1].shape == inputs[0].shape
             is_it = added or not inputs or op.seen[0] is not None or self._residual.read(name, inputs[0])
@@ -126,7 +126,7 @@ class Watch:
         """Records what the module puts out."""
 
         def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if self._running:
+            if self.running:
                 values = _of_several(output, module, inputs[0]) if isinstance(output, tuple) else output
                 for tap in taps:
                     if tap.op.kind == "embedding":
@@ -152,17 +152,17 @@ class Watch:
 
     def _put_out(self, tap: Tap, values: Tensor) -> None:
         """What a module computes, which others are made of besides."""
+        attention, is_first = self._attention.get(self._layer), tap.op.name not in self._done
         self._record(tap.op.name, values)
         if tap.rows is None:
             self._residual.put_out(tap.op.name, values)
-        attention = self._attention.get(self._layer)
-        if attention and attention.key_source == tap.op.name:
+        if attention and is_first and attention.key_source == tap.op.name:
             self._key_source = values
 
     def result(self, output: Any) -> None:
         """What the model itself returns: the last op, be it that a module puts out something else for it."""
         returned = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
-        if not self._running:
+        if not self.running:
             return
         if self._head is not None:
             tap, values = self._head
@@ -203,9 +203,8 @@ class Watch:
         return values.transpose(-3, -2)
 
     def added(self, x: Tensor, y: Tensor, result: Tensor) -> None:
-        """A sum, be it one that takes the place of `x`."""
-        if self._running:
-            self._residual.added(x, y, result)
+        """A sum, be it one that took the place of `x`."""
+        self._residual.added(x, y, result)
 
     def changed(self, values: Tensor) -> None:
         """Something else was done to values in their place."""
@@ -222,7 +221,7 @@ class Watch:
     def product(self, left: Tensor, right: Tensor, result: Tensor | None) -> None:
         """A matmul that may be attention's; `right` is [..., D, S] of Q K^T, `result` None inside a fused kernel."""
         attention = self._attention.get(self._layer)
-        if attention is None or not self._running:
+        if attention is None or not self.running:
             return
         n, s = self._n_tokens, self._n_positions
         if attention.k.name not in self._done and attention.is_qk(left, right, n, self._pass.n_rows):
@@ -254,7 +253,8 @@ class Watch:
             return None
         magnitude = attention.k.attrs["rope"].magnitude
         in_order = partial(self._like_rows, attention.key_source)
-        return self._keys.rotated(self._key_source, magnitude, in_order)
+        at_start = not any(bool(lane.positions.any()) for lane in self._pass.lanes.values())
+        return self._keys.rotated(self._key_source, magnitude, in_order, at_start)
 
     def _like_rows(self, name: str, values: Tensor) -> Tensor:
         """Values that follow a projection's channels, in the order of the file's."""

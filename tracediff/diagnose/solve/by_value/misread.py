@@ -52,7 +52,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
     yield from _elements(problem, known)
     rows = _placed(problem, known)
     yield from _read(problem, 0, _joined(rows, known.x.shape[1]), known.wrong)
-    if "b" in problem.loops.arrays:
+    if "b" in problem.loops.arrays and len(known.x) > _TOKENS and any(int(row) not in rows for row in known.wrong):
         yield from _with_biases(problem, known)
 
 
