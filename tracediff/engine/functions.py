@@ -36,16 +36,16 @@ class Functions(TorchFunctionMode):
             self._watch.product(q, k.transpose(-1, -2), None)
         elif given and (func in _JOINS or func in _STORES):
             for x in [x for x in (given[0] if func in _JOINS else given) if isinstance(x, Tensor)][-1:]:
-                self._watch.stored(x)
+                self._watch.keys.store(x)
         result = func(*args, **kwargs)
         if func in _PRODUCTS and len(args) == 2:
             self._watch.product(args[0], args[1], result)
         elif func in _SUMS and len(given) == 2 and all(isinstance(x, Tensor) for x in given):
-            self._watch.added(given[0], given[1], result)
+            self._watch.residual.added(given[0], given[1], result)
         elif given and _is_in_place(func) and isinstance(given[0], Tensor):
-            self._watch.changed(given[0])
+            self._watch.residual.changed(given[0])
         elif func in _CASTS and result is not args[0]:
-            self._watch.cast(args[0], result)
+            self._watch.keys.cast(args[0], result)
         return result
 
 

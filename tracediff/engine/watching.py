@@ -59,8 +59,8 @@ class Watch:
         self._layer: int | None = None  # in which the pass is
         self._sizes: dict[str, float] = {}  # the norms of what rope makes Q of
         self._key_source: Tensor | None = None  # what rope makes K of in this layer
-        self._keys = StoredKeys()
-        self._residual = Residual(graph, self._record)
+        self.keys = StoredKeys()
+        self.residual = Residual(graph, self._record)
         self._last = list(graph.ops)[-1]
         self._head: tuple[Tap, Tensor] | None = None  # of the last op, what its module puts out in this step
         self.otherwise = ""  # the module of the last op, where the model returned something else
@@ -83,8 +83,8 @@ class Watch:
     def end(self) -> None:
         """The pass is over: what is computed until the next is none of it."""
         if self.running:
-            self._residual.next_layer()
-        self.running, self._keys, self._key_source = False, StoredKeys(), None
+            self.residual.next_layer()
+        self.running, self.keys, self._key_source = False, StoredKeys(), None
 
     @contextmanager
     def hooked(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -99,9 +99,9 @@ class Watch:
     def _enter(self, layer: int | None, inputs: tuple[Any, ...]) -> None:
         """A layer begins, or what follows the last."""
         self._layer, self._key_source = layer, None
-        self._residual.next_layer(*inputs[:1])
+        self.residual.next_layer(*inputs[:1])
         attention = self._attention.get(layer)
-        self._keys = StoredKeys(self._pass.n_values, *attention.sizes[1:]) if attention else StoredKeys()
+        self.keys = StoredKeys(self._pass.n_values, *attention.sizes[1:]) if attention else StoredKeys()
 
     def _entered(self, op: Op) -> Callable[..., None]:
         """Records what the module reads, where no module of its own puts that out."""
@@ -112,7 +112,7 @@ class Watch:
             if not self.running:
                 return
             added = len(inputs) > 1 and isinstance(inputs[1], Tensor) and inputs[1].shape == inputs[0].shape
-            is_it = added or not inputs or op.seen[0] is not None or self._residual.read(name, inputs[0])
+            is_it = added or not inputs or op.seen[0] is not None or self.residual.read(name, inputs[0])
             if self._layer != layer_of(op.name):
                 self._enter(layer_of(op.name), inputs)
             if unseen or name in self._done or not inputs or not is_it:
@@ -145,17 +145,17 @@ class Watch:
     def _embedding(self, name: str, values: Tensor) -> None:
         """Recorded when a norm reads it, if that is next: an engine may scale it before."""
         if any(reader.kind in _NORMS for reader, _ in self._graph.readers(name)):
-            self._residual.wait(name, values)
+            self.residual.wait(name, values)
         else:
             self._record(name, values)
-            self._residual.put_out(name, values)
+            self.residual.put_out(name, values)
 
     def _put_out(self, tap: Tap, values: Tensor) -> None:
         """What a module computes, which others are made of besides."""
         attention, is_first = self._attention.get(self._layer), tap.op.name not in self._done
         self._record(tap.op.name, values)
         if tap.rows is None:
-            self._residual.put_out(tap.op.name, values)
+            self.residual.put_out(tap.op.name, values)
         if attention and is_first and attention.key_source == tap.op.name:
             self._key_source = values
 
@@ -202,26 +202,10 @@ class Watch:
             return values
         return values.transpose(-3, -2)
 
-    def added(self, x: Tensor, y: Tensor, result: Tensor) -> None:
-        """A sum, be it one that took the place of `x`."""
-        self._residual.added(x, y, result)
-
-    def changed(self, values: Tensor) -> None:
-        """Something else was done to values in their place."""
-        self._residual.changed(values)
-
-    def cast(self, source: Tensor, result: Tensor) -> None:
-        """A value in another type."""
-        self._keys.cast(source, result)
-
-    def stored(self, values: Tensor) -> None:
-        """A value that is written into another, or joined to one."""
-        self._keys.store(values)
-
     def product(self, left: Tensor, right: Tensor, result: Tensor | None) -> None:
         """A matmul that may be attention's; `right` is [..., D, S] of Q K^T, `result` None inside a fused kernel."""
         attention = self._attention.get(self._layer)
-        if attention is None or not self.running:
+        if attention is None:
             return
         n, s = self._n_tokens, self._n_positions
         if attention.k.name not in self._done and attention.is_qk(left, right, n, self._pass.n_rows):
@@ -254,7 +238,7 @@ class Watch:
         magnitude = attention.k.attrs["rope"].magnitude
         in_order = partial(self._like_rows, attention.key_source)
         at_start = not any(bool(lane.positions.any()) for lane in self._pass.lanes.values())
-        return self._keys.rotated(self._key_source, magnitude, in_order, at_start)
+        return self.keys.rotated(self._key_source, magnitude, in_order, at_start)
 
     def _like_rows(self, name: str, values: Tensor) -> Tensor:
         """Values that follow a projection's channels, in the order of the file's."""

@@ -95,7 +95,7 @@ class Fitting:
                 if self._needs_no_rival(record, scheme, table[scheme][-1]):
                     asked = *records[:i], *self._planner.treated_otherwise(record, records[i + 1 :])
                     return Choice((scheme,), True, table[scheme][-1], self._unfit(asked, scheme))
-        undivided = any(scheme.values.undivided for scheme in schemes)
+        undivided = any(s.values.undivided and len(figures) == len(records) for s, figures in table.items())
         when_stored = median(map(self._rounded_when_stored, records)) if undivided else 0.0
         close = _close(table, len(records), unlike, when_stored)
         least = min(min(figures) for figures in table.values())

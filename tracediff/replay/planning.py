@@ -55,8 +55,10 @@ class Planning:
                 choices[sort] = self._settled(by_sort[sort], usual, unlike)
         for _ in range(_ROUNDS):
             before, known = choices, self._known(choices, by_sort)
-            of = {sort: _in_other_steps(sort, choices) for sort in choices}
-            choices = {sort: self._composed(choice, by_sort[sort], known, of[sort]) for sort, choice in choices.items()}
+            choices = {
+                sort: self._composed(choice, by_sort[sort], known, _in_other_steps(sort, before))
+                for sort, choice in before.items()
+            }
             if choices == before:  # and so is what is known
                 break
         choices = {sort: self._told(choice, by_sort[sort]) for sort, choice in choices.items()}

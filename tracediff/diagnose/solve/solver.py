@@ -1,6 +1,7 @@
 """From a faulty record to what the solver makes of it."""
 
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 
 import numpy as np
 
@@ -20,7 +21,7 @@ def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None) -> Probl
     if record.rows is not None:
         return None
     op, known = replay.graph[record.op], replay.known(record, scheme)
-    recorded = [name for step, name in replay.trace.ops if step == record.step]
+    recorded = dict.fromkeys(name for step, name in replay.trace.ops if step == record.step)  # as they were written
     made = replay.makeable(record)
     names = [other.name for other in replay.graph if other.name in recorded or other.name in made]
     used = replay.scheme(record, scheme)
@@ -31,7 +32,7 @@ def problem_of(replay: Replay, record: OpRecord, scheme: Scheme | None) -> Probl
         values = replay.held(record.step, read.name, read.past)
         return None if values is None else flat(values)
 
-    before = recorded[: recorded.index(record.op)] if record.op in recorded else []
+    before = [*takewhile(lambda name: name != record.op, recorded)] if record.op in recorded else []
     return posed(op, replay.graph, replay.weights, known, held, names, before)
 
 

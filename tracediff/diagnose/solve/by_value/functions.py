@@ -32,6 +32,7 @@ _NUMBER = 12.0  # bits of a fitted number
 _DIGIT = 0.1  # and of each digit: of a clamp before an activation and of one behind it the rounder is meant
 _FITTED = 1 << 16  # values that a function is fitted to
 _HALVINGS = 60  # of the interval that a cap is sought in
+_SOUGHT = 5, 1e-5  # digits of what was sought so, and how near it is known
 
 Function = Callable[..., Tensor]
 _ACTIVATIONS: Mapping[str, Function] = {
@@ -232,7 +233,8 @@ def _before_activation(problem: Problem) -> Iterator[Solved]:
     tries += [("below", (least,))] if least is not None else []
     tries += [("within", (least, most))] if most is not None and least is not None else []
     if given[-1] > 0:
-        tries += [("linear", (_round(_inverse(activated, made[-1], 0.0, 1e3 * given[-1]) / given[-1]), 0.0))]
+        factor = _inverse(activated, made[-1], 0.0, 1e3 * given[-1]) / given[-1]
+        tries += [("linear", (_rounder(factor, *_SOUGHT), 0.0))]
     for name, numbers in tries:
         y = activated(FUNCTIONS[name](torch.from_numpy(x), *numbers).numpy()) * up
         if agree(problem.recorded, y, problem.near).all():
@@ -245,7 +247,7 @@ def _clamped(given: np.ndarray, made: np.ndarray, activated: Callable[[np.ndarra
     n = int(np.argmin(same[::-1])) if not same.all() else len(same)
     if not _SAME <= n < len(same):
         return None
-    return _round(_inverse(activated, made[-1], given[-n - 1], given[-n]))
+    return _rounder(_inverse(activated, made[-1], given[-n - 1], given[-n]), *_SOUGHT)
 
 
 def _inverse(function: Callable[[np.ndarray], np.ndarray], value: float, low: float, high: float) -> float:
@@ -315,10 +317,10 @@ def _edge(y: np.ndarray, edge: float) -> float | None:
     return _rounder(float(np.median(there))) if len(there) >= _SAME else None
 
 
-def _rounder(number: float) -> float:
-    """The number of fewest digits that float32 cannot tell from it."""
-    short = (float(f"{number:.{digits}g}") for digits in range(1, 7))
-    return next((near for near in short if abs(near - number) <= 1e-7 * abs(number)), number)
+def _rounder(number: float, n_digits: int = 6, within: float = 1e-7) -> float:
+    """The number of fewest digits that float32 cannot tell from it, or what it is known `within`."""
+    short = (float(f"{number:.{digits}g}") for digits in range(1, n_digits + 1))
+    return next((near for near in short if abs(near - number) <= within * abs(number)), number)
 
 
 def _cap(x: np.ndarray, y: np.ndarray) -> float | None:
@@ -331,12 +333,4 @@ def _cap(x: np.ndarray, y: np.ndarray) -> float | None:
     for _ in range(_HALVINGS):
         middle = low**0.5 * high**0.5  # of the least numbers the product is 0
         low, high = (middle, high) if middle * np.tanh(largest / middle) < cut else (low, middle)
-    return _round(low**0.5 * high**0.5)
-
-
-def _round(found: float) -> float:
-    """The roundest number near what is known to five digits."""
-    return next(
-        (near for digits in range(1, 6) if abs((near := float(f"{found:.{digits}g}")) - found) < 1e-5 * abs(found)),
-        found,
-    )
+    return _rounder(low**0.5 * high**0.5, *_SOUGHT)
