@@ -1,6 +1,6 @@
 """The torch engine, recording and transformers on a GPU in every dtype, judged by replay on the host.
 
-    python benchmarks/gpu.py [--device cuda] [--out docs/cuda.md]
+    python benchmarks/gpu.py [--device cuda] [--processes 8] [--out docs/cuda.md]
 
 Generates its models, of types that gguf-py writes, and needs neither llama.cpp nor a network; under ten minutes on one
 GPU. No run has a mistake but those of the third table, so whatever else diverges is a false alarm. Ends with 1 where
@@ -10,16 +10,25 @@ torch looks for a package `cuda`, and would find it instead.)
 """
 
 import argparse
+import os
 import platform
+import re
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.planting import plant
@@ -39,9 +48,16 @@ SIZES: dict[str, Any] = {"n_layer": 3, "n_embd": 512, "n_head": 8, "n_head_kv": 
 SHAPES = {
     "llama": Shape("llama", **SIZES, theta=500_000.0, eps=1e-5),
     "qwen3": Shape("qwen3", **{**SIZES, "n_head": 4}, head_dim=128),
+    # Rows as long as those of real models: kernels split them, and add the parts up in the dtype of what comes out.
+    "qwen2": Shape("qwen2", n_layer=2, n_embd=1536, n_head=12, n_head_kv=2, n_ff=8960, n_vocab=2048),
 }
+TYPICAL = ("llama", "qwen3")
+ROUNDED, RIGHT, PLANTED = "Roundings, host against device", "Runs without a mistake", "Mistakes planted in the engine"
 WEIGHTS = ("F16", "Q8_0", "Q4_0")
-ROUNDINGS = ("tf32", "f16", "bf16", "q8_0", "q8_1", "q8_K", "int8/32", "int8/row", "uint8/64")
+ROUNDINGS = (
+    "tf32", "f16", "bf16", "e4m3", "e5m2", "gf4", "q8_0", "truncated q8_0", "q8_1", "q8_K", "int8/32", "int8/row",
+    "truncated int8/64", "full int4/32", "wide int8/32", "uint8/64", "fp8/128", "fp8/row", "affine4/64", "nf4/64",
+)  # fmt: skip
 # Where nothing overflows, float16 is coarse arithmetic; and bfloat16 hides what an eps does.
 COARSE = {"scores_f16@1", "ffn_act_f16@1", "norm_f16_overflow@1", "eps@1", "eps_outside_root@1"}
 _NONE = """# On a GPU: none was at hand, and nothing below ran on one
@@ -50,7 +66,6 @@ Instead: roundings are checked against ggml's own bits and arithmetics against s
 truncated sums among them (`tests/test_tensor_cores.py`: sound, and a mistake of 1% is seen; only where all terms of a
 sum have one sign must `--arithmetic "... on tensor cores"` be given). `tests/test_device.py` has what a device must
 show, marked `cuda` and skipped without one: the same bits of every rounding, the same findings by replay there."""
-Models = dict[tuple[str, str], Path]  # by architecture and type of weights
 LARGE = Shape("qwen2", n_layer=24, n_embd=896, n_head=14, n_head_kv=2, n_ff=4864, n_vocab=32_768)
 
 
@@ -70,6 +85,53 @@ def roundings(device: str) -> Iterator[tuple[str, ...]]:
         yield name, "identical" if same else "DIFFERS"
 
 
+@dataclass(frozen=True)
+class Run:
+    """An engine that makes no mistake: torch's own, or transformers with this attention."""
+
+    arch: str
+    weights: str
+    dtype: str
+    attention: str = ""
+    backend: str = ""  # of scaled_dot_product_attention, where not torch chooses
+    products: str = ""  # "tf32" or "fp8", where matmuls run in these
+
+    @property
+    def words(self) -> str:
+        """How it is said in the table."""
+        engine = " ".join(filter(None, ("transformers,", self.attention, self.backend))) if self.attention else "torch"
+        return f"{engine.rstrip(',')}, {self.products or self.dtype}, {self.arch} {self.weights}"
+
+    def trace(self, model: Path, out: Path, device: str) -> None:
+        """Run it, and write its trace: a prompt and two decoded tokens."""
+        options = TorchOptions(dtype=self.dtype, device=device)
+        if not self.attention:
+            trace_torch(model, out, options, TOKENS, 2)
+            return
+        loaded, _ = load(model, None, DTYPES[self.dtype], device)
+        if self.products == "fp8":
+            in_float8(loaded)
+        backends = [SDPBackend[self.backend]] if self.backend else []
+        with tf32(self.products == "tf32"), sdpa_kernel(backends) if backends else nullcontext():
+            trace_model(loaded, model, out, options, TOKENS, 2, attention=self.attention)
+
+
+def runs(device: str) -> list[Run]:
+    """Everything that is run without a mistake."""
+    made = [Run(arch, weights, dtype) for arch in TYPICAL for weights in WEIGHTS for dtype in DTYPES]
+    for arch in SHAPES:
+        made += [Run(arch, "F16", dtype, attention) for dtype in DTYPES for attention in ("eager", "sdpa")]
+        made.append(Run(arch, "F16", "f32", "eager", products="tf32"))
+    backends = ("FLASH_ATTENTION", "MATH", *(("EFFICIENT_ATTENTION", "CUDNN_ATTENTION") if on_gpu(device) else ()))
+    made += [Run("qwen3", "F16", dtype, "sdpa", backend) for backend in backends for dtype in ("bf16", "f16")]
+    return made + [Run(arch, "F16", "bf16", "sdpa", products="fp8") for arch in SHAPES]
+
+
+def on_gpu(device: str) -> bool:
+    """Whether it is one."""
+    return device.startswith("cuda")
+
+
 @contextmanager
 def tf32(on: bool) -> Iterator[None]:
     """Matmuls of float32 in TF32, and as they were."""
@@ -81,55 +143,45 @@ def tf32(on: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def runs(
-    device: str, models: dict[tuple[str, str], Path], out: Path
-) -> Iterator[tuple[str, Path, Callable[[], object]]]:
-    """What is run: words, the model, and what writes the trace."""
-    for (arch, weights), model in models.items():
-        for dtype in DTYPES:
-            options = TorchOptions(dtype=dtype, device=device)
-            yield (
-                f"torch, {dtype}, {arch} {weights}",
-                model,
-                lambda m=model, o=options: trace_torch(m, out, o, TOKENS, 2),  # type: ignore[misc]
+def in_float8(loaded: Any) -> None:
+    """Let the linear layers but the head multiply in float8 (e4m3), with a scale for each row of activations and of
+    weights, as engines serve such checkpoints.
+    """
+    for name, module in loaded.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            held, scale = rows_in_float8(module.weight.detach())
+            module.forward = partial(  # type: ignore[method-assign]
+                linear_in_float8, held=held, scale=scale, bias=module.bias
             )
-    for arch in SHAPES:
-        model = models[arch, "F16"]
-        for dtype, wide, attention in (
-            ("f32", False, "eager"), ("f32", True, "eager"), ("f32", False, "sdpa"), ("bf16", False, "eager"),
-            ("bf16", False, "sdpa"), ("f16", False, "eager"), ("f16", False, "sdpa"),
-        ):  # fmt: skip
-            words = f"transformers, {attention}, {'tf32' if wide else dtype}, {arch} F16"
-            yield words, model, lambda m=model, d=dtype, w=wide, a=attention: transformers(m, out, device, d, w, a)  # type: ignore[misc]
 
 
-def transformers(model: Path, out: Path, device: str, dtype: str, wide: bool, attention: str) -> None:
-    """A trace by transformers, whose loader dequantises the file."""
-    loaded, _ = load(model, None, DTYPES[dtype], device)
-    with tf32(wide):
-        trace_model(loaded, model, out, TorchOptions(dtype=dtype, device=device), TOKENS, 2, attention=attention)
+def linear_in_float8(x: Tensor, held: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Of rows x [..., n] and weights [m, n] in float8, scales [m, 1]: as torch multiplies them."""
+    given, factor = rows_in_float8(x.flatten(0, -2))
+    y = torch._scaled_mm(given, held.t(), factor, scale.t(), bias, out_dtype=x.dtype)
+    return y.unflatten(0, x.shape[:-1])
 
 
-def judged(device: str, models: Models, folder: Path) -> Iterator[tuple[str, ...]]:
-    """A row for each run without a mistake."""
-    out = folder / "run.trace"
-    for words, model, trace in runs(device, models, out):
-        print(words, file=sys.stderr)
-        began = time.perf_counter()
-        try:
-            trace()
-        except Exception as error:  # one engine that does not run says nothing of the others
-            yield words, f"NOT RUN: {type(error).__name__}: {str(error)[:120]}", "", "", ""
-            continue
-        traced = time.perf_counter() - began
-        result = check_trace(out, model, effort=Effort(device=device))
-        yield (
-            words,
-            verdict(result),
-            arithmetic(result),
-            f"{traced:.1f} s",
-            f"{time.perf_counter() - began - traced:.1f} s",
-        )
+def rows_in_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of x [n, m] as float8, and their scales [n, 1], in float32."""
+    scale = x.float().abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def judged(run: Run, device: str, folder: Path, keep: Path | None) -> tuple[str, ...]:
+    """A row of the table of runs without a mistake."""
+    out, model, began = folder / f"{os.getpid()}.trace", folder / f"{run.arch}-{run.weights}.gguf", time.perf_counter()
+    try:
+        run.trace(model, out, device)
+    except Exception as error:  # one engine that does not run says nothing of the others
+        return run.words, f"NOT RUN: {type(error).__name__}: {' '.join(str(error).split())[:160]}", "", "", ""
+    traced = time.perf_counter() - began
+    result = check_trace(out, model, effort=Effort(device=device))
+    judging = time.perf_counter() - began - traced
+    if keep and result.verdict != "match":
+        for file in (out, out.with_suffix(".bin")):
+            shutil.copy(file, keep / f"{re.sub('[^a-z0-9_]+', '-', run.words.lower())}{file.suffix}")
+    return run.words, verdict(result), arithmetic(result), f"{traced:.1f} s", f"{judging:.1f} s"
 
 
 def verdict(result: Result) -> str:
@@ -146,22 +198,27 @@ def arithmetic(result: Result) -> str:
     return ", ".join(sorted(map(str, found)))
 
 
-def planted(device: str, model: Path, folder: Path) -> Iterator[tuple[str, ...]]:
-    """A row for each known mistake that this model can have, planted in layer 1 of the engine on the device."""
-    out, file = folder / "fault.trace", GGUFFile(model)
-    graph = build_graph(file)
+def plants(model: Path) -> list[tuple[str, str]]:
+    """Each known mistake that this model can have, in layer 1, in two dtypes."""
+    file = GGUFFile(model)
+    graph, found = build_graph(file), []
     for name in BANK:
-        fault = f"{name}@1"
         try:
-            plant(graph, file, fault)
+            plant(graph, file, f"{name}@1")
         except TracediffError:
             continue  # of another architecture, or another type of weights
-        for dtype in ("f32", "bf16"):
-            trace_torch(model, out, TorchOptions(dtype=dtype, device=device, faults=(fault,)), TOKENS[:24], 1)
-            result = check_trace(out, model, effort=Effort(device=device))
-            first = result.first_divergence.op if result.first_divergence else "NOT LOCATED"
-            causes = dict.fromkeys(op.cause.name for op in result.faulty if op.cause)
-            yield fault, dtype, first, ", ".join(causes)
+        found += [(f"{name}@1", dtype) for dtype in ("f32", "bf16")]
+    return found
+
+
+def planted(fault_and_dtype: tuple[str, str], device: str, folder: Path) -> tuple[str, ...]:
+    """A row for a mistake that is planted in the engine on the device."""
+    fault, dtype = fault_and_dtype
+    out, model = folder / f"{os.getpid()}.trace", folder / "llama-F16.gguf"
+    trace_torch(model, out, TorchOptions(dtype=dtype, device=device, faults=(fault,)), TOKENS[:24], 1)
+    result = check_trace(out, model, effort=Effort(device=device))
+    first = result.first_divergence.op if result.first_divergence else "NOT LOCATED"
+    return fault, dtype, first, ", ".join(dict.fromkeys(op.cause.name for op in result.faulty if op.cause))
 
 
 def speed(device: str, folder: Path) -> Iterator[tuple[str, ...]]:
@@ -183,12 +240,18 @@ def speed(device: str, folder: Path) -> Iterator[tuple[str, ...]]:
         options = TorchOptions(dtype=dtype, device=device, capture="stats")
         taken = seconds(device, lambda o=options: trace_torch(model, folder / "speed.trace", o, TOKENS))  # type: ignore[misc]
         yield f"torch engine ({dtype}, stats, the file read again) / plain forward", f"{taken / base:.2f}"
+    for dtype in ("f32", "bf16"):
+        trace = trace_torch(model, folder / "speed.trace", TorchOptions(dtype=dtype, device=device), TOKENS)
+        there, here = (
+            seconds(on, partial(check_trace, trace, model, effort=Effort(device=on)), 1) for on in (device, "cpu")
+        )
+        yield f"check of a trace in {dtype} on the device / on the host", f"{there / here:.2f}"
 
 
-def seconds(device: str, function: Callable[[], object]) -> float:
-    """The least of three runs after one that warms up."""
+def seconds(device: str, function: Callable[[], object], runs: int = 3) -> float:
+    """The least of these runs after one that warms up."""
     taken = []
-    for _ in range(4):
+    for _ in range(1 + runs):
         began = time.perf_counter()
         function()
         if device.startswith("cuda"):
@@ -197,57 +260,62 @@ def seconds(device: str, function: Callable[[], object]) -> float:
     return min(taken[1:])
 
 
-def page(device: str, folder: Path) -> tuple[str, bool]:
-    """The page, and whether all of it is as it should be."""
-    models = {
-        (arch, weights): write_model(folder / f"{arch}-{weights}.gguf", shape, weights)
-        for arch, shape in SHAPES.items()
-        for weights in WEIGHTS
-    }
-    gpu = device.startswith("cuda")
-    on = torch.cuda.get_device_name() if gpu else f"the host ({platform.machine()})"
-    title = "# On a GPU" if gpu else _NONE
-    same = list(roundings(device))
-    rows = list(judged(device, models, folder))
-    faults = list(planted(device, models["llama", "F16"], folder))
-    fast = list(speed(device, folder))
-    well = (
-        all(row[1] == "identical" for row in same)
-        and all(row[1] == "match" for row in rows)
-        and not any("NOT" in row[2] and row[0] not in COARSE for row in faults)
-    )
-    text = "\n\n".join(
-        (
-            title,
-            f"Made by `python benchmarks/gpu.py --device {device}` on {on}, torch {torch.__version__}. "
-            "Traces are made and judged on the device.",
-            "## Roundings, host against device",
-            table(("rounding", "bits"), same),
-            "## Runs without a mistake",
-            table(("engine", "verdict", "arithmetic found", "trace", "check"), rows),
-            "## Mistakes planted in the torch engine",
-            table(("planted", "dtype", "first faulty op", "named"), faults),
-            "## Speed",
-            table(("", "ratio"), fast),
-        )
-    )
-    return text + "\n", well
+def parts(
+    options: argparse.Namespace, folder: Path
+) -> Iterator[tuple[str, tuple[str, ...], Iterator[tuple[str, ...]]]]:
+    """The tables: titles, headers, and rows as they come."""
+    device = options.device
+    for arch, shape in SHAPES.items():
+        for weights in WEIGHTS if arch in TYPICAL else ("F16",):
+            write_model(folder / f"{arch}-{weights}.gguf", shape, weights)
+    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+        judging = pool.map(partial(judged, device=device, folder=folder, keep=options.keep), runs(device))
+        planting = pool.map(partial(planted, device=device, folder=folder), plants(folder / "llama-F16.gguf"))
+        yield ROUNDED, ("rounding", "bits"), roundings(device)
+        yield RIGHT, ("engine", "verdict", "arithmetic found", "trace", "check"), judging
+        yield PLANTED, ("planted", "dtype", "first faulty op", "named"), planting
+    yield "Speed", ("", "ratio"), speed(device, folder)
+
+
+def page(device: str, made: dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]) -> str:
+    """The page of what was made so far."""
+    on = torch.cuda.get_device_name() if on_gpu(device) else f"the host ({platform.machine()})"
+    lines = [
+        "# On a GPU" if on_gpu(device) else _NONE,
+        f"Made by `python benchmarks/gpu.py --device {device}` on {on}, torch {torch.__version__}. "
+        "Traces are made and judged on the device.",
+    ]
+    for title, (header, rows) in made.items():
+        lines += [f"## {title}", table(header, rows)]
+    return "\n\n".join(lines) + "\n"
 
 
 def main() -> int:
     """Run it all; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="the page, written anew with each row")
+    parser.add_argument("--processes", type=int, default=1, help="that share the device")
+    parser.add_argument("--keep", type=Path, help="a folder for the traces that do not match")
     options = parser.parse_args()
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
+    if on_gpu(options.device) and not torch.cuda.is_available():
         print(f"no CUDA device is seen by torch {torch.__version__}", file=sys.stderr)
         return 2
+    made: dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        text, well = page(options.device, Path(folder))
-    if options.out:
-        options.out.write_text(text)
-    print(text)
+        for title, header, rows in parts(options, Path(folder)):
+            made[title] = header, []
+            for row in rows:
+                made[title][1].append(row)
+                print(" | ".join(row), file=sys.stderr, flush=True)
+                if options.out:
+                    options.out.write_text(page(options.device, made))
+    print(page(options.device, made))
+    well = (
+        all(row[1] == "identical" for row in made[ROUNDED][1])
+        and all(row[1] == "match" for row in made[RIGHT][1])
+        and not any("NOT" in row[2] and row[0] not in COARSE for row in made[PLANTED][1])
+    )
     return 0 if well else 1
 
 
