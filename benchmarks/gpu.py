@@ -111,7 +111,7 @@ class Run:
         loaded, _ = load(model, None, DTYPES[self.dtype], device)
         if self.products == "fp8":
             in_float8(loaded)
-        backends = [SDPBackend[self.backend]] if self.backend else []
+        backends = [getattr(SDPBackend, self.backend)] if self.backend else []
         with tf32(self.products == "tf32"), sdpa_kernel(backends) if backends else nullcontext():
             trace_model(loaded, model, out, options, TOKENS, 2, attention=self.attention)
 
