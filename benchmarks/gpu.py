@@ -10,6 +10,7 @@ torch looks for a package `cuda`, and would find it instead.)
 """
 
 import argparse
+import math
 import os
 import platform
 import re
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,6 +40,7 @@ from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape, write_model
+from tracediff.numerics.floors import TOGETHER, UNIT, variance_of_truncated_sums
 from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import Effort, check_trace
 from tracediff.result import Result
@@ -51,8 +53,11 @@ SHAPES = {
     # Rows as long as those of real models: kernels split them, and add the parts up in the dtype of what comes out.
     "qwen2": Shape("qwen2", n_layer=2, n_embd=1536, n_head=12, n_head_kv=2, n_ff=8960, n_vocab=2048),
 }
-TYPICAL = ("llama", "qwen3")
+SHAPES["qwen3 of equal heads"] = replace(SHAPES["qwen3"], n_head_kv=4)  # which some kernels of attention ask for
+TYPICAL, GENERAL = ("llama", "qwen3"), ("llama", "qwen3", "qwen2")
+EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 ROUNDED, RIGHT, PLANTED = "Roundings, host against device", "Runs without a mistake", "Mistakes planted in the engine"
+REPLAYED, SUMS = "Replay on the device", "Sums of products in float8, in units of their noise"
 WEIGHTS = ("F16", "Q8_0", "Q4_0")
 ROUNDINGS = (
     "tf32", "f16", "bf16", "e4m3", "e5m2", "gf4", "q8_0", "truncated q8_0", "q8_1", "q8_K", "int8/32", "int8/row",
@@ -94,7 +99,12 @@ class Run:
     dtype: str
     attention: str = ""
     backend: str = ""  # of scaled_dot_product_attention, where not torch chooses
-    products: str = ""  # "tf32" or "fp8", where matmuls run in these
+    products: str = ""  # "tf32", "fp8" or "int8", where matmuls run in these
+
+    @property
+    def file(self) -> str:
+        """The name of its model."""
+        return f"{self.arch}-{self.weights}.gguf"
 
     @property
     def words(self) -> str:
@@ -109,8 +119,8 @@ class Run:
             trace_torch(model, out, options, TOKENS, 2)
             return
         loaded, _ = load(model, None, DTYPES[self.dtype], device)
-        if self.products == "fp8":
-            in_float8(loaded)
+        if self.products in EIGHT_BITS:
+            in_eight_bits(loaded, EIGHT_BITS[self.products])
         backends = [getattr(SDPBackend, self.backend)] if self.backend else []
         with tf32(self.products == "tf32"), sdpa_kernel(backends) if backends else nullcontext():
             trace_model(loaded, model, out, options, TOKENS, 2, attention=self.attention)
@@ -119,12 +129,13 @@ class Run:
 def runs(device: str) -> list[Run]:
     """Everything that is run without a mistake."""
     made = [Run(arch, weights, dtype) for arch in TYPICAL for weights in WEIGHTS for dtype in DTYPES]
-    for arch in SHAPES:
+    for arch in GENERAL:
         made += [Run(arch, "F16", dtype, attention) for dtype in DTYPES for attention in ("eager", "sdpa")]
         made.append(Run(arch, "F16", "f32", "eager", products="tf32"))
-    backends = ("FLASH_ATTENTION", "MATH", *(("EFFICIENT_ATTENTION", "CUDNN_ATTENTION") if on_gpu(device) else ()))
-    made += [Run("qwen3", "F16", dtype, "sdpa", backend) for backend in backends for dtype in ("bf16", "f16")]
-    return made + [Run(arch, "F16", "bf16", "sdpa", products="fp8") for arch in SHAPES]
+    kernels = ("FLASH_ATTENTION", "MATH", *(("EFFICIENT_ATTENTION", "CUDNN_ATTENTION") if on_gpu(device) else ()))
+    made += [Run("qwen3 of equal heads", "F16", dtype, "sdpa", of) for of in kernels for dtype in ("bf16", "f16")]
+    made += [Run(arch, "F16", "bf16", "sdpa", products=products) for products in EIGHT_BITS for arch in GENERAL]
+    return made
 
 
 def on_gpu(device: str) -> bool:
@@ -143,40 +154,48 @@ def tf32(on: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def in_float8(loaded: Any) -> None:
-    """Let the linear layers but the head multiply in float8 (e4m3), with a scale for each row of activations and of
-    weights, as engines serve such checkpoints.
+def in_eight_bits(loaded: Any, held_in: torch.dtype) -> None:
+    """Let the linear layers but the head multiply in float8 (e4m3) or int8, with a scale for each row of activations
+    and of weights, as engines serve such checkpoints.
     """
     for name, module in loaded.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            held, scale = rows_in_float8(module.weight.detach())
+            held, scale = in_rows(module.weight.detach(), held_in)
             module.forward = partial(  # type: ignore[method-assign]
-                linear_in_float8, held=held, scale=scale, bias=module.bias
+                linear_in_eight_bits, held=held, scale=scale, bias=module.bias
             )
 
 
-def linear_in_float8(x: Tensor, held: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Of rows x [..., n] and weights [m, n] in float8, scales [m, 1]: as torch multiplies them."""
-    given, factor = rows_in_float8(x.flatten(0, -2))
-    y = torch._scaled_mm(given, held.t(), factor, scale.t(), bias, out_dtype=x.dtype)
+def linear_in_eight_bits(x: Tensor, held: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Of rows x [..., n] and weights [m, n] of eight bits, scales [m, 1]: as torch multiplies them."""
+    given, factor = in_rows(x.flatten(0, -2), held.dtype)
+    if held.dtype == torch.int8:
+        given = torch.nn.functional.pad(given, (0, 0, 0, 32))  # on a GPU more than 16 rows are asked for
+        whole = torch._int_mm(given, held.t())[: len(factor)]
+        y = (whole.float() * factor * scale.t()).to(x.dtype)
+        y = y if bias is None else y + bias
+    else:
+        y = torch._scaled_mm(given, held.t(), factor, scale.t(), bias, out_dtype=x.dtype)
     return y.unflatten(0, x.shape[:-1])
 
 
-def rows_in_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of x [n, m] as float8, and their scales [n, 1], in float32."""
-    scale = x.float().abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
-    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+def in_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rows of x [n, m] in eight bits, and their scales [n, 1], in float32."""
+    most = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
+    scale = x.float().abs().amax(-1, keepdim=True) / most
+    quotients = x.float() / scale
+    return (quotients.round() if dtype == torch.int8 else quotients).to(dtype), scale
 
 
 def judged(run: Run, device: str, folder: Path, keep: Path | None) -> tuple[str, ...]:
     """A row of the table of runs without a mistake."""
-    out, model, began = folder / f"{os.getpid()}.trace", folder / f"{run.arch}-{run.weights}.gguf", time.perf_counter()
+    out, model, began = folder / f"{os.getpid()}.trace", folder / run.file, time.perf_counter()
     try:
         run.trace(model, out, device)
     except Exception as error:  # one engine that does not run says nothing of the others
         return run.words, f"NOT RUN: {type(error).__name__}: {' '.join(str(error).split())[:160]}", "", "", ""
     traced = time.perf_counter() - began
-    result = check_trace(out, model, effort=Effort(device=device))
+    result = check_trace(out, model)
     judging = time.perf_counter() - began - traced
     if keep and result.verdict != "match":
         for file in (out, out.with_suffix(".bin")):
@@ -216,9 +235,47 @@ def planted(fault_and_dtype: tuple[str, str], device: str, folder: Path) -> tupl
     fault, dtype = fault_and_dtype
     out, model = folder / f"{os.getpid()}.trace", folder / "llama-F16.gguf"
     trace_torch(model, out, TorchOptions(dtype=dtype, device=device, faults=(fault,)), TOKENS[:24], 1)
-    result = check_trace(out, model, effort=Effort(device=device))
+    result = check_trace(out, model)
     first = result.first_divergence.op if result.first_divergence else "NOT LOCATED"
     return fault, dtype, first, ", ".join(dict.fromkeys(op.cause.name for op in result.faulty if op.cause))
+
+
+def replayed(device: str, folder: Path) -> Iterator[tuple[str, ...]]:
+    """Runs that are judged on the device and on the host: a right one, and one that is mistaken."""
+    out = folder / "replayed.trace"
+    for arch, dtype, fault in (
+        ("llama", "f32", ""), ("llama", "bf16", ""), ("qwen2", "f16", ""), ("qwen3", "f32", "rope_theta@1"),
+        ("qwen2", "bf16", "norm_scaled@1"),
+    ):  # fmt: skip
+        model, faults = folder / f"{arch}-F16.gguf", (fault,) if fault else ()
+        trace_torch(model, out, TorchOptions(dtype=dtype, device=device, faults=faults), TOKENS, 2)
+        here, there = (check_trace(out, model, effort=Effort(device=on)) for on in ("cpu", device))
+        floors = [
+            abs(math.log(one.local.floor / other.local.floor))
+            for one, other in zip(here.ops, there.ops, strict=True)
+            if one.local and other.local and one.local.floor and other.local.floor
+        ]
+        same = (here.verdict, [f.text for f in here.findings]) == (there.verdict, [f.text for f in there.findings])
+        yield f"{arch} in {dtype}", fault or "none", there.verdict, "yes" if same else "**NO**", f"{max(floors):.1e}"
+
+
+def sums_in_float8(device: str) -> Iterator[tuple[str, ...]]:
+    """How far sums of products in float8 are off, at most, in units of the bound that replay holds them to."""
+    for n in (512, 2048, 8192):
+        for signs in ("both", "one"):
+            torch.manual_seed(n)
+            x, w = torch.randn(64, n, device=device), torch.randn(256, n, device=device)
+            (x, by_x), (w, by_w) = (in_rows(v.abs() if signs == "one" else v, torch.float8_e4m3fn) for v in (x, w))
+            a, b = x.double() * by_x, w.double() * by_w
+            y, squares = a @ b.T, a.square() @ b.square().T
+            n_sums = math.ceil(n / TOGETHER["fp8 tensor cores"])
+            sigma = variance_of_truncated_sums(n_sums, squares, y).sqrt() * UNIT["fp8 tensor cores"]
+            off = []
+            for fast in (False, True):
+                made = torch._scaled_mm(x, w.t(), by_x, by_w.t(), out_dtype=torch.bfloat16, use_fast_accum=fast)
+                beyond = (made.double() - y).abs() - rounding_named("bf16").step(y.float()) / 2
+                off.append(f"{float((beyond / sigma).max()):.2f}")
+            yield str(n), signs, *off
 
 
 def speed(device: str, folder: Path) -> Iterator[tuple[str, ...]]:
@@ -274,6 +331,8 @@ def parts(
         yield ROUNDED, ("rounding", "bits"), roundings(device)
         yield RIGHT, ("engine", "verdict", "arithmetic found", "trace", "check"), judging
         yield PLANTED, ("planted", "dtype", "first faulty op", "named"), planting
+    yield REPLAYED, ("engine", "planted", "verdict", "said alike", "floors differ by up to"), replayed(device, folder)
+    yield SUMS, ("terms", "signs", "exact sums now and then", "fast"), sums_in_float8(device)
     yield "Speed", ("", "ratio"), speed(device, folder)
 
 
@@ -283,7 +342,7 @@ def page(device: str, made: dict[str, tuple[tuple[str, ...], list[tuple[str, ...
     lines = [
         "# On a GPU" if on_gpu(device) else _NONE,
         f"Made by `python benchmarks/gpu.py --device {device}` on {on}, torch {torch.__version__}. "
-        "Traces are made and judged on the device.",
+        "Traces are made on the device and judged on the host.",
     ]
     for title, (header, rows) in made.items():
         lines += [f"## {title}", table(header, rows)]
@@ -314,6 +373,7 @@ def main() -> int:
     well = (
         all(row[1] == "identical" for row in made[ROUNDED][1])
         and all(row[1] == "match" for row in made[RIGHT][1])
+        and all(row[3] == "yes" for row in made[REPLAYED][1])
         and not any("NOT" in row[2] and row[0] not in COARSE for row in made[PLANTED][1])
     )
     return 0 if well else 1

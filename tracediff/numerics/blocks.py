@@ -69,7 +69,7 @@ class Q80(Blocks):
         """Of 127 on both sides of 0."""
         blocks = self.of(x)
         largest = blocks.abs().amax(-1, keepdim=True)
-        return blocks * over(127.0, largest), largest / 127.0, torch.zeros_like(largest)
+        return blocks * over(127.0, largest), divided(largest, 127.0), torch.zeros_like(largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class GF4(Blocks):
         blocks = self.of(x)
         largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).to(torch.float8_e5m2).float()
         quotients = (quotients_of(blocks, largest).half() * -4 + 4).float()
-        return quotients.clamp_(0.0, 7.0), largest / -4.0, torch.full_like(largest, 4.0)
+        return quotients.clamp_(0.0, 7.0), divided(largest, -4.0), torch.full_like(largest, 4.0)
 
     def flips(self, x: Tensor) -> Tensor:
         """None: where one division is exact to the bit, as in IEEE 754, so is all that follows it."""
@@ -108,7 +108,7 @@ class FP8(Blocks):
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Up to 448 on both sides of 0, three bits of mantissa: not evenly spaced."""
         blocks = self.of(x)
-        scale = blocks.abs().amax(-1, keepdim=True) / 448.0
+        scale = divided(blocks.abs().amax(-1, keepdim=True), 448.0)
         return quotients_of(blocks, scale), scale, torch.zeros_like(scale)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -142,6 +142,13 @@ def over(number: float, x: Tensor) -> Tensor:
     """
     largest = torch.finfo(x.dtype).max
     return torch.where(x != 0, torch.full_like(x, number) / x, 0.0).clamp(-largest, largest)
+
+
+def divided(x: Tensor, number: float) -> Tensor:
+    """The quotient x / number: on a GPU torch takes x / number as x * (1 / number), one unit off in 5% (by 127) and
+    more.
+    """
+    return x / torch.full_like(x, number)
 
 
 def quotients_of(x: Tensor, scale: Tensor) -> Tensor:

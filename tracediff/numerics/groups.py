@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tracediff.numerics.blocks import NEAR, Blocks, over, quotients_of
+from tracediff.numerics.blocks import NEAR, Blocks, divided, over, quotients_of
 
 _NF4 = torch.tensor(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -23,7 +23,7 @@ class Signed(Blocks):
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of as many on both sides of 0."""
         blocks = self.of(x)
-        scale = blocks.abs().amax(-1, keepdim=True) / (2.0 ** (self.bits - 1) - 1)
+        scale = divided(blocks.abs().amax(-1, keepdim=True), 2.0 ** (self.bits - 1) - 1)
         return quotients_of(blocks, scale), scale, torch.zeros_like(scale)
 
 
@@ -34,7 +34,7 @@ class Wide(Signed):
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One less above 0 than below."""
         blocks, half = self.of(x), (2.0**self.bits - 1) / 2
-        scale = (blocks.abs().amax(-1, keepdim=True) / half).to(self.before).float()
+        scale = divided(blocks.abs().amax(-1, keepdim=True), half).to(self.before).float()
         # By the inverse, as there: in every row the largest lies on the boundary between two integers.
         return (blocks * over(1.0, scale)).clamp_(-half - 0.5, half - 0.5), scale, torch.zeros_like(scale)
 
@@ -68,7 +68,7 @@ class TruncatedQ80(Truncated):
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of 127 on both sides of 0."""
         blocks = self.of(x)
-        scale = blocks.abs().amax(-1, keepdim=True) / 127.0
+        scale = divided(blocks.abs().amax(-1, keepdim=True), 127.0)
         return blocks * over(1.0, scale), scale, torch.zeros_like(scale)
 
 
@@ -87,7 +87,7 @@ class Full(Signed):
         """One less above 0 than below."""
         blocks, last = self.of(x), -(2.0 ** (self.bits - 1))
         least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
-        scale = torch.where(most > -least, most, least) / last
+        scale = divided(torch.where(most > -least, most, least), last)
         return (blocks * over(1.0, scale)).clamp_(last, -last - 1), scale, torch.zeros_like(scale)
 
     def whole(self, quotients: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Unsigned(Blocks):
         blocks, last = self.of(x), 2.0**self.bits - 1
         least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
         least, most = least.clamp(max=0.0), most.clamp(min=0.0)
-        scale = (most - least) / last
+        scale = divided(most - least, last)
         zero = self.whole(quotients_of(-least, scale))
         return (blocks * over(1.0, scale) + zero).clamp_(0.0, last), scale, zero
 
@@ -192,7 +192,7 @@ class Affine(Blocks):
         least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
         is_least = least.abs() > most.abs()
         edge = torch.where(is_least, least, most)
-        scale = ((most - least) / (2.0**self.bits - 1)).clamp(min=1e-7) * torch.where(is_least, 1.0, -1.0)
+        scale = divided(most - least, 2.0**self.bits - 1).clamp(min=1e-7) * torch.where(is_least, 1.0, -1.0)
         of_edge = torch.round(edge / scale)
         scale, offset = torch.where(of_edge != 0, edge / of_edge, scale), torch.where(of_edge != 0, edge, 0.0)
         return ((blocks - offset) / scale).clamp_(0.0, 2.0**self.bits - 1), scale, offset

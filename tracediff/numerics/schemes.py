@@ -25,6 +25,7 @@ _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
 _FLOAT8 = ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtype
 _SHORTER = ("e5m2", "e4m3", "gf4")
 _IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in half precision
+_SCALED = ("fp8/row", "fp8/128")
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
 # What engines quantise the file's weights to by themselves: MLX, bitsandbytes (with scales in the type that it computes
@@ -33,6 +34,7 @@ _OWN = (
     *(f"{scales}{own}" for own in ("affine4/64", "nf4/64") for scales in ("", "bf16 ", "f16 ")), "affine8/64",
     *(f"{kind}{size}" for kind in ("int4/", "full int4/", "uint4/") for size in (32, 64, 128)),
     "int8/row", "int8/32", "int8/64", "int8/128", "wide int8/row", "bf16 wide int8/row", "full int8/32", "uint8/32",
+    *(f"{held}fp8/row" for held in ("", "bf16 ", "f16 ")),
 )  # fmt: skip
 
 
@@ -65,10 +67,16 @@ def _matmul(what: str, rounding: str) -> Scheme:
     stored = rounding if what != "activations" else "f64"
     held = stored if stored != operands or stored in GROUPS else "f64"
     norms = held if what == "weights" and held in HALVES else "f64"  # nobody quantises these few
-    sums = "fp8 tensor cores" if "fp8" in operands else "f32"
     before = stored.partition(" ")[0]  # who holds weights in half precision before they are quantised holds biases so
     biases = before if before in HALVES and (stored != before or "matrices" not in what) else "f64"
-    return Scheme(phrase(what, rounding), Arithmetic(operands, stored, sums, biases), held=held, norms=norms)
+    return Scheme(
+        phrase(what, rounding), Arithmetic(operands, stored, _sums(operands, stored), biases), held=held, norms=norms
+    )
+
+
+def _sums(operands: str, stored: str) -> str:
+    """What products of such operands are added up in: two in float8 are multiplied where it is done in hardware."""
+    return "fp8 tensor cores" if "fp8" in operands and "fp8" in stored else "f32"
 
 
 def _of_integers(activations: str, matrices: str) -> Scheme:
@@ -169,7 +177,7 @@ class Way:
 def _ways() -> Iterator[Way]:
     """Every way of every part, of each the most usual first."""
     whole = ("f64", *HALVES)
-    for name in ("f64", AS_IN_GGML, *HALVES, "tf32", "q8_0", "q8_K", *GROUPS):
+    for name in ("f64", AS_IN_GGML, *HALVES, "tf32", "q8_0", "q8_K", *GROUPS, *_SCALED):
         yield Way("activations", _named("activations", name), partial(_multiplied, name))
     for name in ("f64", *HALVES, "q8_0", "int8/row", "fp8/row", *_FLOAT8):
         words = "KV cache alone" if name == "q8_0" else "KV cache"  # which in ggml Q is rounded to as well
@@ -211,14 +219,16 @@ def _with_field(field: str, value: str, scheme: Scheme) -> Scheme:
 
 def _multiplied(operands: str, scheme: Scheme) -> Scheme:
     """Activations are rounded so, and weights held as before."""
-    return replace(scheme, linear=replace(scheme.linear, operands=operands))
+    stored = scheme.linear.stored
+    return replace(scheme, linear=replace(scheme.linear, operands=operands, accumulate=_sums(operands, stored)))
 
 
 def _held(stored: str, scheme: Scheme) -> Scheme:
     """Matrices and the embedding are held so, and read as before: as activations, where both were alike."""
     linear = scheme.linear
     read = linear.operands if linear.operands in _READ and linear.stored == linear.operands else as_read(linear.stored)
-    return replace(scheme, linear=replace(linear, stored=read_as(stored, read)), held=stored)
+    linear = replace(linear, stored=read_as(stored, read), accumulate=_sums(linear.operands, stored))
+    return replace(scheme, linear=linear, held=stored)
 
 
 def _biased(biases: str, scheme: Scheme) -> Scheme:

@@ -252,14 +252,21 @@ def turned(
         of = matrices[row % len(matrices)]
         if of not in held:
             held[of] = columns(replace(op, weights=(of,)), near, weights, arithmetic)
-        for i, column in enumerate(near):
-            change = float(turns[row, column]) * held[of][:, i]
-            # How much of the change is in the error: 1 if this value went the other way, 0 if it did not.
-            share = float(error[row] @ change / (change.square() @ own[row]).clamp(min=1e-300))
-            if 0.5 < share < 1.5:  # not of NaN
-                exact[row] += change
-                error[row] -= change * own[row]
-                count += 1
+        mine = turns[row, near].to(exact)
+        changes = mine[mine != 0, None] * held[of].T[mine != 0].to(exact)
+        went = torch.zeros(len(changes), dtype=torch.bool)
+        sizes, again = (changes.square() @ own[row]).clamp(min=1e-300), True
+        while again:  # each takes something away, and what is small is seen once those beside it have turned
+            again = False
+            for i, change in enumerate(changes):
+                # How much of the change is in the error: 1 if this value went the other way, 0 if it did not.
+                share = float(error[row] @ change / sizes[i])
+                if 0.5 < (-share if went[i] else share) < 1.5:  # not of NaN
+                    change = -change if went[i] else change
+                    exact[row] += change
+                    error[row] -= change * own[row]
+                    went[i], again = ~went[i], True
+        count += int(went.sum())
     return exact.reshape(made.exact.shape), count
 
 

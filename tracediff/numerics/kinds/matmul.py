@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tracediff.numerics.arithmetic import Arithmetic
-from tracediff.numerics.floors import Noise, variance_of_sums, variance_of_truncated_sums
+from tracediff.numerics.floors import TOGETHER, Noise, variance_of_sums, variance_of_truncated_sums
 from tracediff.numerics.kinds.kind import Made
 from tracediff.numerics.roundings import rounding_named
 
@@ -28,7 +28,8 @@ def noise_of_sums(made: Made, length: int) -> Noise:
     energy, stored = made.energy, made.stored
     assert energy.value is not None
     if made.arithmetic.truncates:
-        variance = variance_of_truncated_sums(length, energy.value, made.y)
+        n_sums = math.ceil(length / TOGETHER[made.arithmetic.accumulate])
+        variance = variance_of_truncated_sums(n_sums, energy.value, made.y)
     else:
         variance = variance_of_sums(_terms(length, made.arithmetic), energy.value, made.y)
     sigma = variance.sqrt_().mul_(made.unit)
