@@ -33,8 +33,8 @@ GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")
 _OWN = (
     *(f"{scales}{own}" for own in ("affine4/64", "nf4/64") for scales in ("", "bf16 ", "f16 ")), "affine8/64",
     *(f"{kind}{size}" for kind in ("int4/", "full int4/", "uint4/") for size in (32, 64, 128)),
-    "int8/row", "int8/32", "int8/64", "int8/128", "wide int8/row", "bf16 wide int8/row", "full int8/32", "uint8/32",
-    *(f"{held}fp8/row" for held in ("", "bf16 ", "f16 ")),
+    *(f"{held}{rows}" for rows in ("int8/row", "fp8/row") for held in ("", "bf16 ", "f16 ")),
+    "int8/32", "int8/64", "int8/128", "wide int8/row", "bf16 wide int8/row", "full int8/32", "uint8/32",
 )  # fmt: skip
 
 
