@@ -8,6 +8,7 @@ from types import MappingProxyType
 from tracediff.numerics.exponentials import exponential_named
 from tracediff.numerics.roundings import rounding_named
 
+_ON_TENSOR_CORES = ("f16", "bf16", "tf32", "tf32 away")  # beside integers and float8
 # What `operands` and `stored` of an Arithmetic are, by kind of op.
 _ROLES = MappingProxyType(
     {
@@ -57,13 +58,18 @@ class Arithmetic:
         return not self.parts and self.accumulate != "f16"
 
     @property
+    def is_short(self) -> bool:
+        """Whether tensor cores would multiply values of float32 in it."""
+        return self.operands in _ON_TENSOR_CORES and self.accumulate == "f32" and bool(self.parts)
+
+    @property
     def truncates(self) -> bool:
         """Whether sums run on tensor cores."""
         return self.accumulate.endswith("tensor cores")
 
     def on_tensor_cores(self) -> "Arithmetic | None":
         """The same there, where these multiply such operands; None where they do not."""
-        short = {self.operands, self.stored} <= {"f64", "f16", "bf16", "tf32"} and self.accumulate == "f32"
+        short = {self.operands, self.stored} <= {"f64", *_ON_TENSOR_CORES} and self.accumulate == "f32"
         return replace(self, accumulate="tensor cores") if short else None
 
     def whole_ubatches(self, n_tokens: int) -> int:

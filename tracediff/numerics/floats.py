@@ -67,9 +67,23 @@ class Float(Rounding):
 
 @dataclass(frozen=True, slots=True)
 class TF32(Float):
-    """The 10-bit mantissa of NVIDIA's TF32, to nearest, ties away from zero (cvt.rna.tf32.f32)."""
+    """The 10-bit mantissa of NVIDIA's TF32, to nearest, of two the even one: so cuBLAS rounds on Hopper (H200)."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """By its bits: torch has no such dtype."""
         bits = x.float().view(torch.int32)
-        return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).to(x.dtype)
+        return ((bits + self._half(bits)) & ~0x1FFF).view(torch.float32).to(x.dtype)
+
+    def _half(self, bits: Tensor) -> Tensor:
+        """What carries into the last bit that is kept."""
+        return 0xFFF + ((bits >> 13) & 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TF32Away(TF32):
+    """Of two the one farther from zero, the only way before Hopper (cvt.rna.tf32.f32): of float32 that was multiplied
+    one value in 10,000 lies halfway.
+    """
+
+    def _half(self, bits: Tensor) -> Tensor:
+        return torch.full_like(bits, 0x1000)

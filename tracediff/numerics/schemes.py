@@ -25,6 +25,7 @@ _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
 _FLOAT8 = ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtype
 _SHORTER = ("e5m2", "e4m3", "gf4")
 _IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in half precision
+TF32S = ("tf32", "tf32 away")  # which matmuls of float32 may be made in
 _SCALED = ("fp8/row", "fp8/128")
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
@@ -48,7 +49,7 @@ def _matmuls() -> Iterator[Scheme]:
         yield _matmul("matrices", name)
     for name in HALVES:
         yield Scheme(phrase("rope tables", name), tables=name)
-    for name in (*HALVES, "tf32"):
+    for name in (*HALVES, *TF32S):
         yield _matmul("activations and weights", name)
     for name in HALVES:  # OpenVINO, whose biases stay as they are
         yield _matmul("activations and matrices", name)
@@ -92,7 +93,7 @@ def _undivided(operands: str, scheme: Scheme) -> Scheme:
 
 def _attentions() -> Iterator[Scheme]:
     """What engines do in attention, where activations meet the cache, most usual first."""
-    for name in (*HALVES, "tf32"):
+    for name in (*HALVES, *TF32S):
         both = Arithmetic(name, name)
         yield Scheme(phrase("attention", name), scores=both, values=both)
     for name in HALVES:  # PyTorch's autocast, whose softmax is computed in float32
@@ -146,7 +147,7 @@ def _schemes() -> Iterator[Scheme]:
     in_integers = [_matmul("activations", name) for name in _IN_CACHES]
     halves = [a for a in attentions if a.name in {phrase("KV cache", name) for name in HALVES}]
     yield from (_with(matmul, cache) for cache in halves for matmul in in_integers)
-    yield from (_with(exact, a) for a in attentions if a.values.accumulate == "f32" and a.scores.stored != "tf32")
+    yield from (_with(exact, a) for a in attentions if a.values.accumulate == "f32" and a.scores.stored not in TF32S)
 
 
 # Real engines' arithmetic, most usual first. Each entry is what some engine does: a fit can excuse no mistake.
@@ -177,7 +178,7 @@ class Way:
 def _ways() -> Iterator[Way]:
     """Every way of every part, of each the most usual first."""
     whole = ("f64", *HALVES)
-    for name in ("f64", AS_IN_GGML, *HALVES, "tf32", "q8_0", "q8_K", *GROUPS, *_SCALED):
+    for name in ("f64", AS_IN_GGML, *HALVES, *TF32S, "q8_0", "q8_K", *GROUPS, *_SCALED):
         yield Way("activations", _named("activations", name), partial(_multiplied, name))
     for name in ("f64", *HALVES, "q8_0", "int8/row", "fp8/row", *_FLOAT8):
         words = "KV cache alone" if name == "q8_0" else "KV cache"  # which in ggml Q is rounded to as well
@@ -199,7 +200,7 @@ def _ways() -> Iterator[Way]:
         yield Way("matrices", f"matrices in {name}", partial(_held, name))
 
 
-_READ = (*HALVES, "tf32")  # types that both operands are multiplied in
+_READ = (*HALVES, *TF32S)  # types that both operands are multiplied in
 _FIELDS = {
     "norms": "norm weights",
     "tables": "rope tables",
@@ -282,6 +283,26 @@ _GRAMMAR = (
 def _shortly(name: str) -> str:
     """Integers by their names, where a report's words stand for them."""
     return _AS_REPORTED.sub(lambda found: f"{found[1]} in {_OF_WORDS[found[2]]}", name)
+
+
+def in_tf32(scheme: Scheme) -> list[Scheme]:
+    """The same with matmuls in TF32 that are in float16 there: as short, and of most values the same."""
+    short = {"f16", AS_IN_GGML}
+
+    def changed(name: str, of: Arithmetic) -> Arithmetic:
+        operands, stored = (name if one in short else one for one in (of.operands, of.stored))
+        return replace(of, operands=operands, stored=stored)
+
+    return [
+        replace(
+            scheme,
+            name=f"{scheme.name} in {rounding_named(name).words}",
+            linear=changed(name, scheme.linear),
+            scores=changed(name, scheme.scores),
+            values=changed(name, scheme.values),
+        )
+        for name in TF32S
+    ]
 
 
 def scheme_named(name: str) -> Scheme:

@@ -130,7 +130,7 @@ class Fitting:
                 if (less := self._left_of(end, few)) < left:
                     best, rivals, left = end, near, less
         if score(left, COMPOSED) <= score(before):
-            fit = [s for s in in_others if all(self._judged(r, s).judgement == "sound" for r in records)]
+            fit = [s for s in in_others if all(self.fits(r, s) for r in records)]
             told = min(fit, key=lambda scheme: self._left_of(scheme, records), default=None)
             return Choice((told,), True, self._left_of(told, records)) if told else Choice((starts[0],), False, before)
         # Of one alone it would not be asked whether it fits.
@@ -184,7 +184,7 @@ class Fitting:
         return [(record, scheme) for record in records for scheme in schemes if scheme in PLAIN]
 
     def _needs_no_rival(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
-        return left <= NOTHING and self._judged(record, scheme).judgement == "sound"
+        return left <= NOTHING and self.fits(record, scheme)
 
     def _unfit(self, records: Sequence[OpRecord], scheme: Scheme) -> tuple[OpRecord, ...]:
         """Which of these the scheme does not fit. Of a segment that is asked where it fits none: it is a pass."""
@@ -312,13 +312,17 @@ class Fitting:
         """Whether what fits under scheme `b` leaves no more than so much under scheme `a`."""
         return _AS_FAR * self._apart(record, a, b) <= within
 
+    def fits(self, record: OpRecord, scheme: Scheme) -> bool:
+        """Whether the record is sound under the scheme."""
+        return self._judged(record, scheme).judgement == "sound"
+
     def is_as_good(self, scheme: Scheme, other: Scheme, record: OpRecord) -> bool:
         """Whether the record is sound under the scheme, which leaves about as little of it as the other, or next to
         nothing.
         """
         if self.left(record, scheme) > max(NOTHING, ALIKE * self.left(record, other)):
             return False
-        return self._judged(record, scheme).judgement == "sound"
+        return self.fits(record, scheme)
 
     def leaves(self, record: OpRecord, scheme: Scheme, most: float) -> bool:
         """Whether the scheme leaves that much of the record at most."""
@@ -378,7 +382,7 @@ class Fitting:
             plain = next(other for other in self._planner.candidates(record) if other != scheme)
             if left > _AS_FAR * self._apart(record, plain, scheme):
                 return False
-        return self.near(record, scheme, left) and self._judged(record, scheme).judgement == "sound"
+        return self.near(record, scheme, left) and self.fits(record, scheme)
 
     def near(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
         """Whether what is left may be within the floor, as far as may be told without a look: of a hypothesis."""

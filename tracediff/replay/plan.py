@@ -130,6 +130,10 @@ class Planner:
         ops = self._unlike(self._graph[name] for name in dict.fromkeys(names))
         return tuple(in_words_of(ops, scheme, self._weights) for scheme in schemes)
 
+    def arithmetic(self, record: OpRecord, scheme: Scheme) -> Arithmetic:
+        """What the scheme does in the record's own op."""
+        return arithmetic_of(self._graph[record.op], scheme, self._weights)
+
     def is_segment(self, record: OpRecord) -> bool:
         """Whether inputs of the record must be recomputed."""
         return not all(self._recorded.holds_inputs(self._graph[record.op], record))

@@ -11,7 +11,7 @@ import numpy as np
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.schemes import EXACTLY, PLAIN, Way
+from tracediff.numerics.schemes import EXACTLY, PLAIN, Way, in_tf32
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
 from tracediff.replay.recompute import Recomputation
@@ -53,6 +53,10 @@ class Planning:
             unlike = self._unlike(self._planner.candidates(*by_sort[sort]), by_sort[sort], known)
             if (usual and choice.schemes[0] not in usual) or any(scheme in unlike for scheme in choice.schemes):
                 choices[sort] = self._settled(by_sort[sort], usual, unlike)
+        choices = {
+            sort: self._on_tensor_cores(choice, by_sort[sort], _in_other_steps(sort, choices))
+            for sort, choice in choices.items()
+        }
         for _ in range(_ROUNDS):
             before, known = choices, self._known(choices, by_sort)
             choices = {
@@ -122,6 +126,29 @@ class Planning:
             return choice
         whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
         return self._composed(whole, records, known, in_other_steps) if 0 < len(found.unfit) < len(asked) else whole
+
+    def _on_tensor_cores(self, choice: Choice, records: list[OpRecord], in_other_steps: Sequence[Scheme]) -> Choice:
+        """Matmuls of float32 in shorter operands as GPUs make them: with sums on tensor cores, where some op fits so
+        alone, for each shape has a kernel of its own; and in TF32 where float16 is as good, and steps of other sizes
+        are in neither: cuBLAS multiplies single tokens in float32.
+        """
+        record, scheme = records[0], choice.schemes[0]
+        if record.dtype != "f32" or not self._planner.arithmetic(record, scheme).is_short:
+            return choice
+        each = [*{split(one.op)[1]: one for one in reversed(self._samples(records))}.values()]
+        fits = [one for one in each if self._fitting.fits(one, scheme)]
+        alike = in_tf32(scheme) if self._planner.arithmetic(record, scheme).operands == "f16" else []
+        if len(fits) < len(each):
+            for there in (one.on_tensor_cores() for one in (*alike, scheme)):
+                unfit = tuple(one for one in each if not self._fitting.fits(one, there))
+                if len(unfit) < len(each) - len(fits):
+                    return Choice((there,), True, self._fitting.left(each[0], there), unfit)
+        elsewhere = [self._planner.arithmetic(record, other).operands for other in in_other_steps]
+        if "f64" in elsewhere:
+            as_good = (one for one in alike if all(self._fitting.is_as_good(one, scheme, of) for of in fits))
+            found = next(as_good, scheme)
+            return replace(choice, schemes=(found, *choice.schemes[1:]))
+        return choice
 
     def _told(self, choice: Choice, records: Sequence[OpRecord]) -> Choice:
         return replace(choice, said=self.said(choice.schemes, records), n_records=len(records), unfit=())
