@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +56,7 @@ SHAPES = {
 SHAPES["qwen3 of equal heads"] = replace(SHAPES["qwen3"], n_head_kv=4)  # which some kernels of attention ask for
 TYPICAL, GENERAL = ("llama", "qwen3"), ("llama", "qwen3", "qwen2")
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+SECONDS = 10  # for the causes of each run: a device is dear
 ROUNDED, RIGHT, PLANTED = "Roundings, host against device", "Runs without a mistake", "Mistakes planted in the engine"
 REPLAYED, SUMS = "Replay on the device", "Sums of products in float8, in units of their noise"
 WEIGHTS = ("F16", "Q8_0", "Q4_0")
@@ -195,11 +196,13 @@ def judged(run: Run, device: str, folder: Path, keep: Path | None) -> tuple[str,
     except Exception as error:  # one engine that does not run says nothing of the others
         return run.words, f"NOT RUN: {type(error).__name__}: {' '.join(str(error).split())[:160]}", "", "", ""
     traced = time.perf_counter() - began
-    result = check_trace(out, model)
+    result = check_trace(out, model, effort=Effort(seconds=SECONDS))
     judging = time.perf_counter() - began - traced
     if keep and result.verdict != "match":
+        folder = keep / re.sub("[^a-z0-9_]+", "-", run.words.lower())
+        folder.mkdir(parents=True, exist_ok=True)
         for file in (out, out.with_suffix(".bin")):
-            shutil.copy(file, keep / f"{re.sub('[^a-z0-9_]+', '-', run.words.lower())}{file.suffix}")
+            shutil.copy(file, folder)
     return run.words, verdict(result), arithmetic(result), f"{traced:.1f} s", f"{judging:.1f} s"
 
 
@@ -235,7 +238,7 @@ def planted(fault_and_dtype: tuple[str, str], device: str, folder: Path) -> tupl
     fault, dtype = fault_and_dtype
     out, model = folder / f"{os.getpid()}.trace", folder / "llama-F16.gguf"
     trace_torch(model, out, TorchOptions(dtype=dtype, device=device, faults=(fault,)), TOKENS[:24], 1)
-    result = check_trace(out, model)
+    result = check_trace(out, model, effort=Effort(seconds=SECONDS))
     first = result.first_divergence.op if result.first_divergence else "NOT LOCATED"
     return fault, dtype, first, ", ".join(dict.fromkeys(op.cause.name for op in result.faulty if op.cause))
 
@@ -326,14 +329,21 @@ def parts(
         for weights in WEIGHTS if arch in TYPICAL else ("F16",):
             write_model(folder / f"{arch}-{weights}.gguf", shape, weights)
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
-        judging = pool.map(partial(judged, device=device, folder=folder, keep=options.keep), runs(device))
-        planting = pool.map(partial(planted, device=device, folder=folder), plants(folder / "llama-F16.gguf"))
+        rows = {
+            RIGHT: [pool.submit(judged, run, device, folder, options.keep) for run in runs(device)],
+            PLANTED: [pool.submit(planted, one, device, folder) for one in plants(folder / "llama-F16.gguf")],
+        }
         yield ROUNDED, ("rounding", "bits"), roundings(device)
-        yield RIGHT, ("engine", "verdict", "arithmetic found", "trace", "check"), judging
-        yield PLANTED, ("planted", "dtype", "first faulty op", "named"), planting
+        yield RIGHT, ("engine", "verdict", "arithmetic found", "trace", "check"), finished(rows[RIGHT])
+        yield PLANTED, ("planted", "dtype", "first faulty op", "named"), finished(rows[PLANTED])
     yield REPLAYED, ("engine", "planted", "verdict", "said alike", "floors differ by up to"), replayed(device, folder)
     yield SUMS, ("terms", "signs", "exact sums now and then", "fast"), sums_in_float8(device)
     yield "Speed", ("", "ratio"), speed(device, folder)
+
+
+def finished(rows: list[Future[tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:
+    """Each as soon as it is there: one that takes long hides no other."""
+    return (row.result() for row in as_completed(rows))
 
 
 def page(device: str, made: dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]) -> str:
@@ -345,7 +355,7 @@ def page(device: str, made: dict[str, tuple[tuple[str, ...], list[tuple[str, ...
         "Traces are made on the device and judged on the host.",
     ]
     for title, (header, rows) in made.items():
-        lines += [f"## {title}", table(header, rows)]
+        lines += [f"## {title}", table(header, sorted(rows) if title in (RIGHT, PLANTED) else rows)]
     return "\n\n".join(lines) + "\n"
 
 

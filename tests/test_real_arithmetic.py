@@ -35,6 +35,7 @@ from tracediff.model.synthetic import Shape, quantize
 from tracediff.model.tensors import FileTensors
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic, in_words
+from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.activation import swiglu
 from tracediff.numerics.kinds.attention import scores, weighted_values
@@ -44,7 +45,9 @@ from tracediff.numerics.roundings import read_as, rounding_named
 from tracediff.numerics.schemes import SCHEMES, WAYS, scheme_named
 from tracediff.pipeline import Effort, check_trace, compare_traces
 from tracediff.replay.judging import judge_all
+from tracediff.replay.making import Recomputed
 from tracediff.replay.replay import Replay
+from tracediff.replay.residual import turned
 from tracediff.replay.storage import stored_as, stored_in_all
 from tracediff.report.terminal import render
 from tracediff.result import Result
@@ -947,3 +950,25 @@ def test_groups_of_any_size_can_be_asked_for() -> None:
 def test_an_arithmetic_that_is_none_is_refused_with_what_is_near(name: str, words: str) -> None:
     with pytest.raises(EngineError, match=f"^{re.escape(words)}"):
         scheme_named(name)
+
+
+def test_of_many_activations_that_may_turn_those_are_found_that_did(models: Models) -> None:
+    """Where the scale is a power of two values in bfloat16 lie halfway by dozens. Some turned, and each hides others
+    that are small beside it.
+    """
+    torch.manual_seed(0)
+    model = Model(models("k-quants"))
+    op, rounding = model.graph["blk.1.ffn_up"], rounding_named("int8/row")
+    x = torch.randn(3, 256).clamp(-1.9, 1.9).bfloat16().double()
+    x[1, 77] = 127 / 64
+    change = rounding.flips(x) * (torch.rand(x.shape) < 0.6)
+    weights = model.weights(torch.float64)
+    weight = weights.load(op.weights[0]) * torch.logspace(-3, 0, 256, dtype=torch.float64)[torch.randperm(256)]
+    held = weights.holding({op.weights[0].name: weight.numpy()})
+    sums = (rounding(x) @ weight.T, (rounding(x) + change) @ weight.T)
+    noise = Noise(torch.full_like(sums[0], 1e-7), torch.zeros_like(sums[0]))
+    arithmetic, made = Arithmetic("int8/row"), Recomputed(sums[0], noise, noise)
+    found = turned(op, [x], sums[1], made, arithmetic, held, torch.ones_like(sums[0], dtype=torch.bool))
+    assert found is not None
+    torch.testing.assert_close(found[0], sums[1], rtol=0, atol=1e-6)
+    assert found[1] == int((change != 0).sum()) > 20

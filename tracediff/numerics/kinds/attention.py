@@ -171,7 +171,7 @@ def _with_cache(call: Call, of_sizes: Callable[..., Tensor], token_axis: int) ->
         energy.value = of_sizes(x.square(), cached.square())
         turned = turns(inputs[0], operands), turns(inputs[1], arithmetic.stored)
         if any(bool(t.any()) for t in turned):
-            energy.turned = of_sizes(turned[0], cached.abs()) + of_sizes(x.abs(), turned[1])
+            energy.turned = of_sizes(turned[0].square(), cached.square()) + of_sizes(x.square(), turned[1].square())
 
     dtype = sums_in(arithmetic, x.dtype)
 

@@ -30,7 +30,9 @@ class Energy:
 
     value: Tensor | None = None
     product: Tensor | None = None  # of a linear op with a bias: before the bias
-    turned: Tensor | None = None  # of the second operand: the change if values on a boundary went the other way
+    # Of a matmul the sum of the squares of what its terms change by if values on a boundary go the other way: each way
+    # as often as the other, so they add up as noise does. Of other ops the size of that.
+    turned: Tensor | None = None
     requantised: tuple[float, float] = (0.0, 0.0)  # squared error of weights that the engine requantised, and signal
     last_place: Tensor | None = None  # of sums in half precision, followed: the largest unit of a running sum
     measured: Tensor | None = None  # of an op that is computed in another way: how far float32 is from float64

@@ -72,7 +72,7 @@ def products(
             tiny = float(part.abs().amax()) < _TINY
             energies[:, cut] = _energy(squares.double() if tiny else squares, sums, rows)
         if len(asking) and hold.in_blocks:
-            turned.append(asking.abs() @ turns(file, arithmetic.stored).to(dtype).T)
+            turned.append(asking.square() @ turns(file, arithmetic.stored).square_().to(dtype).T)
             error, signal = error + float((rows - file).square().sum()), signal + float(file.square().sum())
         at = cut.stop
     values = [*energies.split(asking_lengths)] if asking_lengths else []
@@ -132,7 +132,7 @@ def _of_values(call: Call) -> Tensor:
         call.energy.value = mul_mat(stored.square(), x.square())
         turned = turns(b, call.arithmetic.operands), turns(a, call.arithmetic.stored)
         if any(bool(t.any()) for t in turned):
-            call.energy.turned = mul_mat(stored.abs(), turned[0]) + mul_mat(turned[1], x.abs())
+            call.energy.turned = mul_mat(stored.square(), turned[0].square()) + mul_mat(turned[1].square(), x.square())
     dtype = sums_in(call.arithmetic, x.dtype)
     return call.function(stored.to(dtype), x.to(dtype)).to(b.dtype)
 

@@ -32,12 +32,13 @@ def noise_of_sums(made: Made, length: int) -> Noise:
         variance = variance_of_truncated_sums(n_sums, energy.value, made.y)
     else:
         variance = variance_of_sums(_terms(length, made.arithmetic), energy.value, made.y)
-    sigma = variance.sqrt_().mul_(made.unit)
+    variance = variance.mul_(made.unit**2)
+    if energy.turned is not None:  # what is stored is rounded with it
+        variance = variance.add_(energy.turned, alpha=(1 + made.kept) ** 2)
+    sigma = variance.sqrt_()
     if energy.product is not None and made.half:  # and of integers once more, when it is scaled (torchao)
         n_roundings = 2 if rounding_named(made.arithmetic.stored).in_blocks else 1
         stored = stored + n_roundings * made.kept * energy.product.abs()
-    if energy.turned is not None:
-        stored = stored + energy.turned
     noise = Noise(sigma, stored)
     return noise if energy.last_place is None else _followed(noise, energy.last_place)
 
