@@ -23,6 +23,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ TYPICAL, GENERAL = ("llama", "qwen3"), ("llama", "qwen3", "qwen2")
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SECONDS = 10  # for the causes of each run: a device is dear
 ROUNDED, RIGHT, PLANTED = "Roundings, host against device", "Runs without a mistake", "Mistakes planted in the engine"
-REPLAYED, SUMS = "Replay on the device", "Sums of products in float8, in units of their noise"
+REPLAYED, SUMS = "Replay on the device", "Sums of products"
 WEIGHTS = ("F16", "Q8_0", "Q4_0")
 ROUNDINGS = (
     "tf32", "f16", "bf16", "e4m3", "e5m2", "gf4", "q8_0", "truncated q8_0", "q8_1", "q8_K", "int8/32", "int8/row",
@@ -68,10 +69,19 @@ ROUNDINGS = (
 COARSE = {"scores_f16@1", "ffn_act_f16@1", "norm_f16_overflow@1", "eps@1", "eps_outside_root@1"}
 _NONE = """# On a GPU: none was at hand, and nothing below ran on one
 
-Instead: roundings are checked against ggml's own bits and arithmetics against simulations on the host, tensor cores'
-truncated sums among them (`tests/test_tensor_cores.py`: sound, and a mistake of 1% is seen; only where all terms of a
-sum have one sign must `--arithmetic "... on tensor cores"` be given). `tests/test_device.py` has what a device must
-show, marked `cuda` and skipped without one: the same bits of every rounding, the same findings by replay there."""
+`tests/test_device.py` has what a device must show, marked `cuda` and skipped without one: the same bits of every
+rounding, the same findings by replay there."""
+_FOUND = """# On a GPU
+
+What an H200 does (torch 2.11, CUDA 13.0), as its records tell; some of them are in `tests/h200.npz`, and in
+`tests/test_tensor_cores.py` is what must come of them:
+
+- In TF32 operands are rounded to nearest, of two the even one. Steps of one token are multiplied in float32. Sums are
+  cut off, so they come out smaller: over 1,536 terms by 3e-6 of themselves in some matmuls, by 4e-7 in others, which
+  have other kernels. Replay finds that by itself (`sums on tensor cores`).
+- Products in float8 are added up 32 at a time in 14 bits: within the noise that replay expects.
+- Where PyTorch divides by a number, `amax / 448`, a GPU multiplies by its inverse: scales of some rows are a unit off,
+  and values in bfloat16 that lie halfway between two others, dozens of a row, turn by that. Replay finds which did."""
 LARGE = Shape("qwen2", n_layer=24, n_embd=896, n_head=14, n_head_kv=2, n_ff=4864, n_vocab=32_768)
 
 
@@ -262,23 +272,31 @@ def replayed(device: str, folder: Path) -> Iterator[tuple[str, ...]]:
         yield f"{arch} in {dtype}", fault or "none", there.verdict, "yes" if same else "**NO**", f"{max(floors):.1e}"
 
 
-def sums_in_float8(device: str) -> Iterator[tuple[str, ...]]:
-    """How far sums of products in float8 are off, at most, in units of the bound that replay holds them to."""
-    for n in (512, 2048, 8192):
-        for signs in ("both", "one"):
-            torch.manual_seed(n)
-            x, w = torch.randn(64, n, device=device), torch.randn(256, n, device=device)
-            (x, by_x), (w, by_w) = (in_rows(v.abs() if signs == "one" else v, torch.float8_e4m3fn) for v in (x, w))
-            a, b = x.double() * by_x, w.double() * by_w
-            y, squares = a @ b.T, a.square() @ b.square().T
-            n_sums = math.ceil(n / TOGETHER["fp8 tensor cores"])
-            sigma = variance_of_truncated_sums(n_sums, squares, y).sqrt() * UNIT["fp8 tensor cores"]
-            off = []
-            for fast in (False, True):
-                made = torch._scaled_mm(x, w.t(), by_x, by_w.t(), out_dtype=torch.bfloat16, use_fast_accum=fast)
-                beyond = (made.double() - y).abs() - rounding_named("bf16").step(y.float()) / 2
-                off.append(f"{float((beyond / sigma).max()):.2f}")
-            yield str(n), signs, *off
+def sums(device: str) -> Iterator[tuple[str, ...]]:
+    """By how much of themselves sums of products are too large, and how far the worst of them is off."""
+    for n, signs in product((512, 2048, 8192), ("both", "one")):
+        torch.manual_seed(n)
+        x, w = torch.randn(64, n, device=device), torch.randn(2048, n, device=device)
+        x, w = (x.abs(), w.abs()) if signs == "one" else (x, w)
+        rounded = rounding_named("tf32")
+        with tf32(True):
+            yield "TF32", str(n), signs, *off(x @ w.T, rounded(x), rounded(w), "tensor cores")
+        (a, by_a), (b, by_b) = in_rows(x, torch.float8_e4m3fn), in_rows(w, torch.float8_e4m3fn)
+        for fast in (False, True):
+            made = torch._scaled_mm(a, b.t(), by_a, by_b.t(), out_dtype=torch.float32, use_fast_accum=fast)
+            words = f"float8{', fast' if fast else ''}"
+            yield words, str(n), signs, *off(made, a.double() * by_a, b.double() * by_b, "fp8 tensor cores")
+
+
+def off(made: Tensor, x: Tensor, w: Tensor, accumulate: str) -> tuple[str, str]:
+    """The factor less 1 between what was made of x [n, k] and w [m, k] and their product, and the largest error in
+    units of the noise that replay expects of such sums.
+    """
+    x, w = x.double(), w.double()
+    y, n = x @ w.T, math.ceil(x.shape[1] / TOGETHER[accumulate])
+    noise = variance_of_truncated_sums(n, x.square() @ w.square().T, y).sqrt() * UNIT[accumulate]
+    error = made.double() - y
+    return f"{float((error * y).sum() / y.square().sum()):.1e}", f"{float((error.abs() / noise).max()):.2f}"
 
 
 def speed(device: str, folder: Path) -> Iterator[tuple[str, ...]]:
@@ -337,7 +355,7 @@ def parts(
         yield RIGHT, ("engine", "verdict", "arithmetic found", "trace", "check"), finished(rows[RIGHT])
         yield PLANTED, ("planted", "dtype", "first faulty op", "named"), finished(rows[PLANTED])
     yield REPLAYED, ("engine", "planted", "verdict", "said alike", "floors differ by up to"), replayed(device, folder)
-    yield SUMS, ("terms", "signs", "exact sums now and then", "fast"), sums_in_float8(device)
+    yield SUMS, ("products", "terms", "signs", "too large by", "worst, in units of its noise"), sums(device)
     yield "Speed", ("", "ratio"), speed(device, folder)
 
 
@@ -350,7 +368,7 @@ def page(device: str, made: dict[str, tuple[tuple[str, ...], list[tuple[str, ...
     """The page of what was made so far."""
     on = torch.cuda.get_device_name() if on_gpu(device) else f"the host ({platform.machine()})"
     lines = [
-        "# On a GPU" if on_gpu(device) else _NONE,
+        _FOUND if on_gpu(device) else _NONE,
         f"Made by `python benchmarks/gpu.py --device {device}` on {on}, torch {torch.__version__}. "
         "Traces are made on the device and judged on the host.",
     ]

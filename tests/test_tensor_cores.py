@@ -156,3 +156,17 @@ def scaled_bits(y: np.ndarray, factor: float, dtype: str) -> np.ndarray:
         return (y * factor).astype(y.dtype)
     held = torch.from_numpy(y.view(np.int16)).view(torch.bfloat16)
     return (held.float() * factor).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+def test_an_h200_cuts_sums_in_tf32_off(measured: dict[str, np.ndarray]) -> None:
+    x, y, weight = (torch.from_numpy(measured[f"tf32_{name}"]).double() for name in ("x", "y", "weight"))
+    exact = rounding_named("tf32")(x) @ weight.T
+    assert float((y * exact).sum() / exact.square().sum()) - 1 == pytest.approx(-3.1e-6, rel=0.02)
+
+
+def test_tf32_is_rounded_as_an_h200_rounds_it() -> None:
+    """The last bits of x that its matmul with 1 lost or won, of 1 + k 2^-13: of those halfway (k = 4, 12) to the even."""
+    x = 1 + torch.arange(16) * 2.0**-13
+    lost = [0, -1, -2, -3, -4, 3, 2, 1, 0, -1, -2, -3, 4, 3, 2, 1]
+    assert ((rounding_named("tf32")(x) - x) * 2**13).tolist() == lost
+    assert ((rounding_named("tf32 away")(x) - x) * 2**13).tolist() == [4 if n == -4 else n for n in lost]
