@@ -165,7 +165,7 @@ def test_an_h200_cuts_sums_in_tf32_off(measured: dict[str, np.ndarray]) -> None:
 
 
 def test_tf32_is_rounded_as_an_h200_rounds_it() -> None:
-    """The last bits of x that its matmul with 1 lost or won, of 1 + k 2^-13: of those halfway (k = 4, 12) to the even."""
+    """What its matmul with 1 made of 1 + k 2^-13, in units of that: of those halfway (k = 4, 12) the even one."""
     x = 1 + torch.arange(16) * 2.0**-13
     lost = [0, -1, -2, -3, -4, 3, 2, 1, 0, -1, -2, -3, 4, 3, 2, 1]
     assert ((rounding_named("tf32")(x) - x) * 2**13).tolist() == lost
