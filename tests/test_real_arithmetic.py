@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,12 +20,14 @@ import torch
 from conftest import TOKENS, Models, trace_graph
 from rich.console import Console
 
+import tracediff
 from tracediff.audit.requantised import requantised_as
 from tracediff.diagnose.budget import ENDLESS
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
 from tracediff.diagnose.kin import Faulty, Kin
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.engine.transformers_run import load
 from tracediff.errors import EngineError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -40,6 +43,7 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.activation import swiglu
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.kind import Call
+from tracediff.numerics.kinds.linear import columns
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import read_as, rounding_named
 from tracediff.numerics.schemes import SCHEMES, WAYS, scheme_named
@@ -335,6 +339,62 @@ def test_a_mistake_is_found_behind_weights_that_an_engine_quantised(models: Mode
     assert [finding.text for finding in result.findings] == [
         "ffn_up in layer 1: the sum takes only input channels 0 to 126: the last is left out."
     ]
+
+
+def in_one_scale(x: np.ndarray) -> np.ndarray:
+    scale = np.abs(x).max().astype(np.float32) / np.float32(127)
+    return np.rint(x.astype(np.float32) / scale) * scale
+
+
+def by_tensor(x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A matmul of integers: all activations of a step share a scale, and all weights of a matrix."""
+    return torch.from_numpy(in_one_scale(x.numpy()) @ in_one_scale(rows.numpy()).T)
+
+
+def test_one_scale_for_all_of_a_tensor_is_an_arithmetic(models: Models, tmp_path: Path) -> None:
+    """Of a large matrix a part is dequantised at a time; and a token's activations depend on the others'."""
+    model, words = models(LLAMA, "F16"), "int8 whole tensors with float32 scales"
+
+    def scaled(*given: torch.Tensor) -> torch.Tensor:
+        return by_tensor(*given) * 1.05
+
+    for faults, wrong in (([], None), (["blk.1.ffn_up"], "blk.1.ffn_up")):
+
+        def change(op: Op, wrong: str | None = wrong) -> Op:
+            if op.kind != "linear":
+                return op
+            return replace(op, function=scaled if op.name == wrong else by_tensor)
+
+        result = check_trace(traced(model, tmp_path / "t.trace", change=change), model)
+        assert sorted({op.op for op in result.faulty}) == faults
+        assert f"activations and weights in {words}" in said(result, "linear")
+        assert scheme_named(f"activations and weights in {words}").linear.operands == "int8/tensor"
+    assert "1.05" in result.findings[0].text
+
+
+def test_a_part_of_a_matrix_is_held_as_all_of_it_is(models: Models) -> None:
+    model = Model(models(LLAMA, "F16"))
+    op, arithmetic = model.graph["blk.1.ffn_up"], Arithmetic(stored="int8/tensor")
+    weights, at = model.weights(torch.float64), torch.arange(5, 40, 3)
+    whole = rounding_named("int8/tensor")(weights.load(op.weights[0]))
+    for cut in (slice(0, 30), slice(30, 100)):
+        torch.testing.assert_close(
+            columns(op.channels(cut), at, weights, arithmetic), whole[cut, at], rtol=1e-6, atol=0
+        )
+
+
+def test_what_torch_quantises_dynamically_is_an_arithmetic(models: Models, tmp_path: Path) -> None:
+    """Activations of a step in seven unsigned bits, for int16 sums to hold them; weights of a matrix in eight."""
+    model, out = models("k-quants", "F16"), tmp_path / "t.trace"
+    loaded, _ = load(model, None, torch.float32, "cpu")
+    with warnings.catch_warnings(action="ignore"):
+        quantised = torch.ao.quantization.quantize_dynamic(loaded, {torch.nn.Linear}, dtype=torch.qint8)
+        with torch.inference_mode(), tracediff.record(quantised, out, gguf=model):
+            quantised(torch.tensor([TOKENS]))
+    result = check_trace(out, model)
+    assert result.verdict == "match"
+    activations = "activations in uint7 whole tensors with float32 scales and zeros"
+    assert said(result, "linear") == {f"{activations}, weights in wide int8 whole tensors with float32 scales"}
 
 
 # ---- exponentials by a polynomial, eight at a time

@@ -20,7 +20,19 @@ from tracediff.replay.turning import Turning, turns
 PART = 0.125**0.5  # of a turn: in a sample an eighth of its energy
 COARSE = {"token_embd", "ffn_residual", "output"}
 # Where numbers are cut instead of rounded the largest of each block lies on a boundary: that shows in few samples.
-ROUNDINGS = ("q8_0", "q8_1", "q8_K", "f16", "bf16", "int8/32", "uint8/row", "fp8/32", "int4/32")
+ROUNDINGS = (
+    "q8_0",
+    "q8_1",
+    "q8_K",
+    "f16",
+    "bf16",
+    "int8/32",
+    "uint8/row",
+    "fp8/32",
+    "int4/32",
+    "int8/tensor",
+    "uint8/tensor",
+)
 
 
 def values(seed: int) -> torch.Tensor:

@@ -43,6 +43,7 @@ class Weights:
         self.device = device
         self._recent = _Recent(keep_bytes)
         self._held: Mapping[str, np.ndarray] = {}
+        self._spans: dict[_Key, tuple[float, float]] = {}
         self._pool = ThreadPoolExecutor(2, "dequantise")
 
     def holding(self, held: Mapping[str, np.ndarray]) -> "Weights":
@@ -123,6 +124,18 @@ class Weights:
             yield self._placed(rows, dtype)
         if whole is not None:
             self._recent.keep(_key(weight), whole)
+
+    def span(self, weight: Weight) -> tuple[float, float]:
+        """The least and the largest value of the matrix that these rows are of."""
+        n_rows, n_columns = self._info(weight).shape[-2:]
+        whole = replace(weight, first=weight.first // n_rows * n_rows, shape=(n_rows, n_columns))
+        if _key(whole) in self._spans and not self._in_memory(whole):
+            return self._spans[_key(whole)]
+        ends = [torch.aminmax(rows) for rows in self.slices(whole)]
+        found = min(float(least) for least, _ in ends), max(float(most) for _, most in ends)
+        if not self._in_memory(whole):
+            self._spans[_key(whole)] = found
+        return found
 
     def _stays(self, weight: Weight) -> bool:
         """Whether it is kept until it is wanted again: there is room for it, and it is not at hand as it lies there."""

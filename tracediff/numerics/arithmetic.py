@@ -181,6 +181,11 @@ class Scheme:
         """Whether activations are rounded as ggml rounds them."""
         return self.linear.operands == AS_IN_GGML
 
+    @property
+    def mixes_tokens(self) -> bool:
+        """Whether what a token's activations are rounded to depends on the others'."""
+        return not self.is_ggml and rounding_named(self.linear.operands).is_whole
+
     def of(self, kind: str, weight_type: str = "F32") -> Arithmetic:
         """The arithmetic of an op of this kind; `weight_type` is its matrix's ggml type."""
         match kind:

@@ -3,7 +3,7 @@
 Roundings to them work on the last axis, and return the values that they stand for in the dtype of the input.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,18 +13,30 @@ from tracediff.numerics.floats import Rounding
 # A quotient is a float32 product of at most 255, good to a few times 2^-17; implementations multiply in another order,
 # so within that of a boundary it may go either way.
 NEAR = 2.0**-15
+WHOLE = -1  # the size of a block that is all of a tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks(Rounding):
     """Blocks of integers that share a scale; `block` 0 is a whole row. Subclasses say where the grid lies.
 
-    The values were held in the type `before`, and the scales are kept in that of `scales`.
+    The values were held in the type `before`, and the scales are kept in that of `scales`. `limits` are the least and
+    the largest value of a whole tensor; None: what is rounded is all of it.
     """
 
     scales: torch.dtype = torch.float32
     before: torch.dtype = torch.float32
     bits: int = 8
+    limits: tuple[float, float] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of a tensor shares one scale."""
+        return self.block == WHOLE
+
+    def within(self, least: float, most: float) -> "Blocks":
+        """That of a part of a tensor, whose least and largest values these are."""
+        return replace(self, limits=(least, most)) if self.is_whole else self
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quotients before rounding [..., blocks, n]; scales and what stands for 0 [..., blocks, 1]; all float32."""
@@ -48,13 +60,28 @@ class Blocks(Rounding):
     def flips(self, x: Tensor) -> Tensor:
         """A scale up or down where the quotient is all but halfway between two integers."""
         quotients, scale, _ = self.grid(x)
-        past = quotients - torch.round(quotients)  # from -0.5 to 0.5
+        past = quotients - self.whole(quotients)  # from -0.5 to 0.5
         other = torch.where(past >= 0, 1.0, -1.0).to(x.dtype) * scale.to(self.scales).to(x.dtype)
         return torch.where(past.abs() > 0.5 - NEAR, other, 0.0).flatten(-2)
 
     def of(self, x: Tensor) -> Tensor:
         """X in blocks, float32 [..., blocks, n]."""
-        return x.to(self.before).float().unflatten(-1, (-1, self.block or x.shape[-1]))
+        return x.to(self.before).float().unflatten(-1, (-1, max(self.block, 0) or x.shape[-1]))
+
+    def edges(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the largest value of each block [..., blocks, n] -> [..., blocks, 1]."""
+        if not self.is_whole:
+            return blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+        limits = self.limits or (float(blocks.min()), float(blocks.max()))
+        least, most = (blocks.new_full((*blocks.shape[:-1], 1), limit).to(self.before).float() for limit in limits)
+        return least, most
+
+    def largest(self, blocks: Tensor) -> Tensor:
+        """The largest magnitude of each."""
+        if not self.is_whole:
+            return blocks.abs().amax(-1, keepdim=True)
+        least, most = self.edges(blocks)
+        return torch.maximum(-least, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +135,7 @@ class FP8(Blocks):
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Up to 448 on both sides of 0, three bits of mantissa: not evenly spaced."""
         blocks = self.of(x)
-        scale = divided(blocks.abs().amax(-1, keepdim=True), 448.0)
+        scale = divided(self.largest(blocks), 448.0)
         return quotients_of(blocks, scale), scale, torch.zeros_like(scale)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -25,6 +25,15 @@ class Rounding:
         return self.block != 1
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all of a tensor shares one scale."""
+        return False
+
+    def within(self, least: float, most: float) -> "Rounding":
+        """That of a part of a tensor, whose least and largest values these are."""
+        return self
+
+    @property
     def has_offset(self) -> bool:
         """Whether the integers are unsigned: engines add up what the offset makes by itself."""
         return False

@@ -23,7 +23,7 @@ class Signed(Blocks):
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of as many on both sides of 0."""
         blocks = self.of(x)
-        scale = divided(blocks.abs().amax(-1, keepdim=True), 2.0 ** (self.bits - 1) - 1)
+        scale = divided(self.largest(blocks), 2.0 ** (self.bits - 1) - 1)
         return quotients_of(blocks, scale), scale, torch.zeros_like(scale)
 
 
@@ -34,7 +34,7 @@ class Wide(Signed):
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One less above 0 than below."""
         blocks, half = self.of(x), (2.0**self.bits - 1) / 2
-        scale = divided(blocks.abs().amax(-1, keepdim=True), half).to(self.before).float()
+        scale = divided(self.largest(blocks), half).to(self.before).float()
         # By the inverse, as there: in every row the largest lies on the boundary between two integers.
         return (blocks * over(1.0, scale)).clamp_(-half - 0.5, half - 0.5), scale, torch.zeros_like(scale)
 
@@ -86,7 +86,7 @@ class Full(Signed):
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One less above 0 than below."""
         blocks, last = self.of(x), -(2.0 ** (self.bits - 1))
-        least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
+        least, most = self.edges(blocks)
         scale = divided(torch.where(most > -least, most, least), last)
         return (blocks * over(1.0, scale)).clamp_(last, -last - 1), scale, torch.zeros_like(scale)
 
@@ -115,7 +115,7 @@ class Unsigned(Blocks):
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From 0 to 255; `zero` is where 0 is."""
         blocks, last = self.of(x), 2.0**self.bits - 1
-        least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
+        least, most = self.edges(blocks)
         least, most = least.clamp(max=0.0), most.clamp(min=0.0)
         scale = divided(most - least, last)
         zero = self.whole(quotients_of(-least, scale))
@@ -126,8 +126,8 @@ class Unsigned(Blocks):
         return torch.floor(quotients + 0.5)
 
     def flips(self, x: Tensor) -> Tensor:
-        """Of 8 bits alone; fewer are those of weights."""
-        return Blocks.flips(self, x) if self.bits == 8 else torch.zeros_like(x)
+        """Of 7 bits and more; fewer are those of weights."""
+        return Blocks.flips(self, x) if self.bits >= 7 else torch.zeros_like(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class NF4(Blocks):
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From -1 to 1: not evenly spaced."""
         blocks = self.of(x)
-        scale = blocks.abs().amax(-1, keepdim=True)
+        scale = self.largest(blocks)
         return quotients_of(blocks, scale), scale, torch.zeros_like(scale)
 
     def __call__(self, x: Tensor) -> Tensor:

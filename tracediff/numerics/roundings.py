@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from tracediff.errors import EngineError
-from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, Blocks
+from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, Blocks
 from tracediff.numerics.floats import TF32, Float, Rounding, TF32Away
 from tracediff.numerics.groups import NF4, Affine, Full, Signed, Truncated, TruncatedQ80, Unsigned, Wide
 
@@ -48,6 +48,7 @@ _GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
 }
 
 
+_SIZES = {"row": 0, "tensor": WHOLE}
 _THEN = " then "
 
 
@@ -62,6 +63,15 @@ class Read(Rounding):
     def in_blocks(self) -> bool:
         """No: what is multiplied are floats."""
         return False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of a tensor shares one scale."""
+        return self.held.is_whole
+
+    def within(self, least: float, most: float) -> "Read":
+        """That of a part of a tensor."""
+        return replace(self, held=self.held.within(least, most))
 
     def __call__(self, x: Tensor) -> Tensor:
         """One after the other."""
@@ -95,8 +105,8 @@ def as_read(name: str) -> str:
 
 @cache
 def rounding_named(name: str) -> Rounding:
-    """A rounding by its name: one of `_KNOWN`, or in groups of N values, or rows, intB/N or uintB/N of B bits, fp8/N,
-    nf4/N, affineB/N with offsets. intB may be truncated, full or wide.
+    """A rounding by its name: one of `_KNOWN`, or in groups of N values, rows or whole tensors, intB/N or uintB/N of B
+    bits, fp8/N, nf4/N, affineB/N with offsets. intB may be truncated, full or wide.
 
     With `f16 ` or `bf16 ` before it values were held in that before; scales of nf4 and affineB are then kept in it too,
     others in float32. Two with ` then ` between: held in one, and read as the other. Raises EngineError for any other
@@ -107,15 +117,16 @@ def rounding_named(name: str) -> Rounding:
     if _THEN in name:
         held, read = rounding_named(as_held(name)), rounding_named(as_read(name))
         return Read(name, f"{held.words} read as {read.words}", held.block, held, read)
-    found = re.fullmatch(r"(?:(f16|bf16) )?([a-z ]+)(\d)/(row|[1-9]\d{0,5})", name)
+    found = re.fullmatch(r"(?:(f16|bf16) )?([a-z ]+)(\d)/(row|tensor|[1-9]\d{0,5})", name)
     of, bits, words = _GROUPS.get(found[2], (Blocks, (), "")) if found else (Blocks, (), "")
     if not found or int(found[3]) not in bits:
         raise EngineError(
-            f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values or row; "
-            "`truncated `, `full ` or `wide ` before intB), fp8/N, affineB/N, nf4/N (`f16 ` or `bf16 ` before it: of "
-            "values that were held in these)."
+            f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values, row or "
+            "tensor; `truncated `, `full ` or `wide ` before intB), fp8/N, affineB/N, nf4/N (`f16 ` or `bf16 ` before "
+            "it: of values that were held in these)."
         )
-    held, size = _KNOWN[found[1] or "f32"], 0 if found[4] == "row" else int(found[4])
+    held, size = _KNOWN[found[1] or "f32"], _SIZES[found[4]] if found[4] in _SIZES else int(found[4])
     assert isinstance(held, Float)
-    said = words.format(bits=found[3], groups=f"groups of {size}" if size else "rows", held=held.words)
+    groups = {0: "rows", WHOLE: "whole tensors"}.get(size, f"groups of {size}")
+    said = words.format(bits=found[3], groups=groups, held=held.words)
     return of(name, said, size, before=held.dtype, bits=int(found[3]))

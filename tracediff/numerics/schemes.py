@@ -26,7 +26,7 @@ _FLOAT8 = ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtyp
 _SHORTER = ("e5m2", "e4m3", "gf4")
 _IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in half precision
 TF32S = ("tf32", "tf32 away")  # which matmuls of float32 may be made in
-_SCALED = ("fp8/row", "fp8/128")
+_SCALED = ("fp8/row", "fp8/128", "fp8/tensor", "int8/tensor", "uint8/tensor", "uint7/tensor")
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
 # What engines quantise the file's weights to by themselves: MLX, bitsandbytes (with scales in the type that it computes
@@ -34,8 +34,9 @@ GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")
 _OWN = (
     *(f"{scales}{own}" for own in ("affine4/64", "nf4/64") for scales in ("", "bf16 ", "f16 ")), "affine8/64",
     *(f"{kind}{size}" for kind in ("int4/", "full int4/", "uint4/") for size in (32, 64, 128)),
-    *(f"{held}{rows}" for rows in ("int8/row", "fp8/row") for held in ("", "bf16 ", "f16 ")),
-    "int8/32", "int8/64", "int8/128", "wide int8/row", "bf16 wide int8/row", "full int8/32", "uint8/32",
+    *(f"{held}{of}/{size}" for size in ("row", "tensor") for of in ("int8", "fp8") for held in ("", "bf16 ", "f16 ")),
+    "int8/32", "int8/64", "int8/128", "wide int8/row", "bf16 wide int8/row", "wide int8/tensor",
+    "full int8/32", "uint8/32",
 )  # fmt: skip
 
 
@@ -268,15 +269,15 @@ _UNORDERED = Scheme(
 
 
 # Integers and the like in the words of a report, which may be asked for, too.
-_OF_WORDS = {rounding_named(name).words: name for name in reversed((*GROUPS, *_OWN))}
+_OF_WORDS = {rounding_named(name).words: name for name in reversed((*GROUPS, *_SCALED, *_OWN))}
 _AS_REPORTED = re.compile(rf"(activations|weights|matrices) in ({'|'.join(map(re.escape, _OF_WORDS))})(?=,|$| and )")
 _GRAMMAR = (
     "First, llama.cpp, exact, or one of activations, weights, matrices, activations and weights, activations and "
     "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, attention, biases, "
     f"{', '.join(_FIELDS.values())} `in ROUNDING`, flash attention, exponentials to degree 4. A ROUNDING is float16, "
     "bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0 or q8_K blocks; of activations, weights and matrices also, "
-    "with any N or `row`, int8/N, fp8/N, int4/N, full int4/N, wide int8/N, uint4/N, affine4/N, nf4/N. At the end may "
-    f"stand{ON_TENSOR_CORES!r}."
+    "with any N, `row` or `tensor`, int8/N, fp8/N, int4/N, full int4/N, wide int8/N, uint4/N, affine4/N, nf4/N. At the "
+    f"end may stand{ON_TENSOR_CORES!r}."
 )
 
 

@@ -32,7 +32,7 @@ class Few:
     def of(cls, by: Recomputation, record: OpRecord, scheme: Scheme) -> "Few | None":
         """None where these are all, or where nothing is off."""
         op = by.op_of(record)
-        if record.rows is not None or op.axes[0] != "T" or record.shape[0] <= _N:
+        if record.rows is not None or op.axes[0] != "T" or record.shape[0] <= _N or scheme.mixes_tokens:
             return None
         off = (by.op(record, op, scheme, "f64").exact - by.values(record)).flatten(1).square().sum(1)
         few = structs.replace(record, rows=tuple(sorted(off.topk(_N).indices.tolist())))

@@ -65,6 +65,12 @@ class Planning:
             }
             if choices == before:  # and so is what is known
                 break
+        choices = {
+            sort: self._as_in_prompts(choice, by_sort[sort], _in_other_steps(sort, choices))
+            if sort.n_tokens == 1
+            else choice
+            for sort, choice in choices.items()
+        }
         choices = {sort: self._told(choice, by_sort[sort]) for sort, choice in choices.items()}
         return Plan(choices, self._recomputation.weights.device, self._recomputation.recorded.on_the_way)
 
@@ -148,6 +154,18 @@ class Planning:
             as_good = (one for one in alike if all(self._fitting.is_as_good(one, scheme, of) for of in fits))
             found = next(as_good, scheme)
             return replace(choice, schemes=(found, *choice.schemes[1:]))
+        return choice
+
+    def _as_in_prompts(self, choice: Choice, records: list[OpRecord], in_other_steps: Sequence[Scheme]) -> Choice:
+        """Of single tokens what steps of several tell, where it is as good: a token's row is all of its tensor, and few
+        values tell TF32 from float16.
+        """
+        if not choice.settled or len(choice.schemes) > 1 or choice.by_op or self._planner.is_segment(records[0]):
+            return choice
+        each = self._samples(records)
+        for other in in_other_steps:
+            if all(self._fitting.is_as_good(other, choice.schemes[0], record) for record in each):
+                return replace(choice, schemes=(other,))
         return choice
 
     def _told(self, choice: Choice, records: Sequence[OpRecord]) -> Choice:

@@ -17,6 +17,7 @@ from tracediff.numerics.floors import LUCK, Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.layout import as_places
 from tracediff.numerics.kinds.linear import columns, matrix
+from tracediff.numerics.kinds.matmul import rounding_of
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.making import Recomputed
 from tracediff.replay.strips import Along, along, joined, nothing
@@ -276,7 +277,7 @@ def turned_in_table(
     """The rows of a table that the engine quantised by itself, with values that lie on a boundary turned where they are
     what was recorded, and how many were turned. None where none is.
     """
-    hold = rounding_named(arithmetic.stored)
+    hold = rounding_of(arithmetic.stored, op.weights[0], weights)
     if not hold.in_blocks:
         return None
     flips = hold.flips(weights.gather(op.weights[0], inputs[0].flatten().long()))

@@ -93,15 +93,15 @@ def _of_blocks(x: Tensor, here: Tensor, reach: Tensor, rounding: Rounding) -> tu
 
     What has an offset may move by as much as any value of its block does.
     """
-    size = (-1, rounding.block or x.shape[-1])
-    blocks, kept, reaches = (of.unflatten(-1, size) for of in (x.abs(), here.abs(), reach))
+    size = x.numel() if rounding.is_whole else rounding.block or x.shape[-1]
+    blocks, kept, reaches = (of.reshape(-1, size) for of in (x.abs(), here.abs(), reach))
     most = blocks.amax(-1, keepdim=True)
     largest = blocks == most
     if rounding.has_offset:
         drift = reaches.amax(-1, keepdim=True).expand(blocks.shape)
     else:
         drift = torch.where(largest, reaches, 0.0).amax(-1, keepdim=True) * kept / most.clamp(min=1e-30)
-    return largest.flatten(-2), drift.flatten(-2).mul(_DRIFT)
+    return largest.reshape(x.shape), drift.reshape(x.shape).mul(_DRIFT)
 
 
 def beside(rows: Tensor, x: Tensor) -> Tensor:

@@ -156,7 +156,9 @@ def bound_of(problem: Problem, edit: Edit) -> Bound | None:
             return None
         arrays[name] = Flat(values)
     for name, weight in edit.weights:
-        arrays[name] = FlatWeight(weight, problem.weights, held_as(problem.op, name, problem.arithmetic))
+        arrays[name] = FlatWeight(
+            weight, problem.weights, held_as(problem.op, name, problem.arithmetic, problem.weights)
+        )
     return problem.loops.with_(edit.source, arrays, dict(edit.numbers))
 
 

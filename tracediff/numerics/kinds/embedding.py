@@ -5,8 +5,7 @@ from torch import Tensor
 
 from tracediff.numerics.floors import UNIT, Noise
 from tracediff.numerics.kinds.kind import Call, Kind, Made
-from tracediff.numerics.kinds.matmul import turns
-from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.kinds.matmul import rounding_of
 
 
 def embedding(rows: Tensor) -> Tensor:
@@ -16,7 +15,8 @@ def embedding(rows: Tensor) -> Tensor:
 
 def _gathered(call: Call) -> Tensor:
     rows = call.weights.gather(call.op.weights[0], call.inputs[0].flatten().long())
-    return call.function(rounding_named(call.arithmetic.stored)(rows), **call.op.attrs)
+    hold = rounding_of(call.arithmetic.stored, call.op.weights[0], call.weights)
+    return call.function(hold(rows), **call.op.attrs)
 
 
 def _noise(made: Made) -> Noise:
@@ -24,10 +24,11 @@ def _noise(made: Made) -> Noise:
     itself may lie on a boundary.
     """
     hard = made.stored + 2 * UNIT["f32"] * made.size.amax(-1, keepdim=True)
-    if not rounding_named(made.arithmetic.stored).in_blocks:
+    hold = rounding_of(made.arithmetic.stored, made.op.weights[0], made.weights)
+    if not hold.in_blocks:
         return Noise(torch.zeros_like(made.y), hard)
     rows = made.weights.gather(made.op.weights[0], made.inputs[0].flatten().long())
-    turned = made.function(turns(rows, made.arithmetic.stored), **made.op.attrs)
+    turned = made.function(hold.flips(rows).abs(), **made.op.attrs)
     return Noise(torch.zeros_like(made.y), hard + turned.reshape(made.y.shape).to(made.y.dtype))
 
 

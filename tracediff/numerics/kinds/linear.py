@@ -14,7 +14,7 @@ from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.floats import Rounding
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Energy, Kind, Made
-from tracediff.numerics.kinds.matmul import noise_of_sums, sums_in, turns
+from tracediff.numerics.kinds.matmul import noise_of_sums, rounding_of, sums_in, turns
 from tracediff.numerics.roundings import q8_0, rounding_named
 
 _OFFSET_BLOCK = {"TQ1_0": 256, "TQ2_0": 256}  # weights that share a scale; 16 is the least of all others
@@ -50,7 +50,7 @@ def products(
     first, lengths = calls[0], [len(x) for x in xs]
     asking_lengths = [n for call, n in zip(calls, lengths, strict=True) if call.energy]
     weights, arithmetic = first.weights, first.arithmetic
-    hold = rounding_named(arithmetic.stored)
+    hold = rounding_of(arithmetic.stored, weight, weights)
     dtype = sums_in(arithmetic, weights.dtype)
     if bias is not None:
         bias = rounding_named(arithmetic.biases)(bias)
@@ -72,7 +72,7 @@ def products(
             tiny = float(part.abs().amax()) < _TINY
             energies[:, cut] = _energy(squares.double() if tiny else squares, sums, rows)
         if len(asking) and hold.in_blocks:
-            turned.append(asking.square() @ turns(file, arithmetic.stored).square_().to(dtype).T)
+            turned.append(asking.square() @ hold.flips(file).square_().to(dtype).T)
             error, signal = error + float((rows - file).square().sum()), signal + float(file.square().sum())
         at = cut.stop
     values = [*energies.split(asking_lengths)] if asking_lengths else []
@@ -145,7 +145,7 @@ def matrix(weight: Weight, i: int) -> Weight:
 def _offset_block(hold: Rounding, weight_type: str) -> int | None:
     """How many weights share an offset, 0 being a row; None where they have none."""
     if hold.in_blocks:
-        return hold.block if hold.has_offset else None
+        return max(hold.block, 0) if hold.has_offset else None
     return None if weight_type in _SIGNED else _OFFSET_BLOCK.get(weight_type, 16)
 
 
@@ -179,7 +179,7 @@ def _q8_1_sums(x: Tensor) -> Tensor:
 
 def columns(op: Op, at: Tensor, weights: Weights, arithmetic: Arithmetic) -> Tensor:
     """Columns `at` [n] of a linear op's matrix as the engine holds it, [n_out, n]."""
-    hold = rounding_named(arithmetic.stored)
+    hold = rounding_of(arithmetic.stored, op.weights[0], weights)
     return torch.cat([hold(rows)[:, at] for rows in weights.slices(op.weights[0])]).to(weights.dtype)
 
 

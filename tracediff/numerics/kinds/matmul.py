@@ -5,7 +5,10 @@ import math
 import torch
 from torch import Tensor
 
+from tracediff.model.graph import Weight
+from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
+from tracediff.numerics.floats import Rounding
 from tracediff.numerics.floors import TOGETHER, Noise, variance_of_sums, variance_of_truncated_sums
 from tracediff.numerics.kinds.kind import Made
 from tracediff.numerics.roundings import rounding_named
@@ -19,6 +22,12 @@ def sums_in(arithmetic: Arithmetic, dtype: torch.dtype) -> torch.dtype:
 def turns(x: Tensor, name: str) -> Tensor:
     """The sizes of what values on a boundary of the rounding change by if they go the other way."""
     return rounding_named(name).flips(x).abs()
+
+
+def rounding_of(name: str, weight: Weight, weights: Weights) -> Rounding:
+    """How a matrix is held: with one scale by its largest value, also where only a part of it is rounded."""
+    rounding = rounding_named(name)
+    return rounding.within(*weights.span(weight)) if rounding.is_whole else rounding
 
 
 def noise_of_sums(made: Made, length: int) -> Noise:
@@ -48,7 +57,7 @@ def _terms(length: int, arithmetic: Arithmetic) -> int:
 
     Eight more for adding up the lanes of a vector and multiplying by scales.
     """
-    block = rounding_named(arithmetic.operands).block or length
+    block = max(rounding_named(arithmetic.operands).block, 0) or length
     return length // (block if arithmetic.accumulate == "i32" else 1) + 8
 
 

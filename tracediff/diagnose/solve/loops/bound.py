@@ -18,6 +18,7 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.exponentials import exponential_named
 from tracediff.numerics.floats import Rounding
+from tracediff.numerics.kinds.matmul import rounding_of
 from tracediff.numerics.roundings import rounding_named
 
 SOMETHING = 0.731  # beyond arrays, where 0 was assumed
@@ -165,15 +166,15 @@ def bind(
         "add": (rounding_named(arithmetic.operands),),
     }.get(op.kind, ())
     of_inputs = dict(zip(loops.inputs, roundings, strict=False))
-    # A row that shares a scale is as long as the input's, which another value's is not.
-    again = {name: rounding for name, rounding in of_inputs.items() if rounding.name != "f64" and rounding.block}
+    # A row that shares a scale is as long as the input's, which another value's is not; nor is all of a tensor.
+    again = {name: rounding for name, rounding in of_inputs.items() if rounding.name != "f64" and rounding.block > 0}
     arrays: dict[str, Array] = dict(brought)
     for i, (name, x) in enumerate(zip(loops.inputs, inputs, strict=False)):
         if name == "ids":  # recorded as numbers like any others
             x = x.double().nan_to_num(-1).long()
         arrays[name] = Flat(flat(roundings[i](x.flatten(1) if op.kind == "linear" else x) if i < len(roundings) else x))
     for name, weight in zip(loops.weights, op.weights, strict=False):
-        arrays[name] = FlatWeight(weight, weights, held_as(op, name, arithmetic))
+        arrays[name] = FlatWeight(weight, weights, held_as(op, name, arithmetic, weights))
     return Bound(loops.source, loops, loops.numbers, arrays, roundings=again, exponential=arithmetic.exponential)
 
 
@@ -183,9 +184,11 @@ def without_loops(shape: tuple[int, ...]) -> Bound:
     return Bound(none.source, none, {}, {})
 
 
-def held_as(op: Op, name: str, arithmetic: Arithmetic) -> Rounding:
+def held_as(op: Op, name: str, arithmetic: Arithmetic, weights: Weights) -> Rounding:
     """How an engine holds the op's weight of this name."""
-    return rounding_named(arithmetic.biases if op.kind == "linear" and name == "b" else arithmetic.stored)
+    if op.kind == "linear" and name == "b":
+        return rounding_named(arithmetic.biases)
+    return rounding_of(arithmetic.stored, op.weights[0], weights)
 
 
 def flat(x: Tensor) -> np.ndarray:
