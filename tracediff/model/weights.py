@@ -43,7 +43,7 @@ class Weights:
         self.device = device
         self._recent = _Recent(keep_bytes)
         self._held: Mapping[str, np.ndarray] = {}
-        self._spans: dict[_Key, tuple[float, float]] = {}
+        self._spans: dict[tuple[tuple[int, ...], Weight], tuple[float, float]] = {}
         self._pool = ThreadPoolExecutor(2, "dequantise")
 
     def holding(self, held: Mapping[str, np.ndarray]) -> "Weights":
@@ -127,15 +127,13 @@ class Weights:
 
     def span(self, weight: Weight) -> tuple[float, float]:
         """The least and the largest value of the matrix that these rows are of."""
-        n_rows, n_columns = self._info(weight).shape[-2:]
+        n_rows, n_columns = (1, *self._info(weight).shape)[-2:]
         whole = replace(weight, first=weight.first // n_rows * n_rows, shape=(n_rows, n_columns))
-        if _key(whole) in self._spans and not self._in_memory(whole):
-            return self._spans[_key(whole)]
-        ends = [torch.aminmax(rows) for rows in self.slices(whole)]
-        found = min(float(least) for least, _ in ends), max(float(most) for _, most in ends)
-        if not self._in_memory(whole):
-            self._spans[_key(whole)] = found
-        return found
+        key = self.source((whole,)), whole
+        if key not in self._spans:
+            ends = [torch.aminmax(rows) for rows in self.slices(whole)]
+            self._spans[key] = min(float(least) for least, _ in ends), max(float(most) for _, most in ends)
+        return self._spans[key]
 
     def _stays(self, weight: Weight) -> bool:
         """Whether it is kept until it is wanted again: there is room for it, and it is not at hand as it lies there."""

@@ -58,17 +58,17 @@ class Arithmetic:
         return not self.parts and self.accumulate != "f16"
 
     @property
-    def is_short(self) -> bool:
-        """Whether tensor cores would multiply values of float32 in it."""
-        return self.operands in _ON_TENSOR_CORES and self.accumulate == "f32" and bool(self.parts)
-
-    @property
     def truncates(self) -> bool:
         """Whether sums run on tensor cores."""
         return self.accumulate.endswith("tensor cores")
 
+    @property
+    def suits_tensor_cores(self) -> bool:
+        """Whether its operands are rounded to what these multiply, and its sums are in float32."""
+        return self.operands in _ON_TENSOR_CORES and self.accumulate == "f32" and bool(self.parts)
+
     def on_tensor_cores(self) -> "Arithmetic | None":
-        """The same there, where these multiply such operands; None where they do not."""
+        """The same there, where these multiply such operands; None where they do not, or where it is there."""
         short = {self.operands, self.stored} <= {"f64", *_ON_TENSOR_CORES} and self.accumulate == "f32"
         return replace(self, accumulate="tensor cores") if short else None
 

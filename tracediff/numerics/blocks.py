@@ -70,7 +70,7 @@ class Blocks(Rounding):
 
     def edges(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The least and the largest value of each block [..., blocks, n] -> [..., blocks, 1]."""
-        if not self.is_whole:
+        if not self.is_whole or not blocks.numel():
             return blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
         limits = self.limits or (float(blocks.min()), float(blocks.max()))
         least, most = (blocks.new_full((*blocks.shape[:-1], 1), limit).to(self.before).float() for limit in limits)

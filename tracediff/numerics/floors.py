@@ -27,7 +27,8 @@ UNIT = {"f64": 2.0**-53, "f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
 # What a tensor core cuts off below: a whole unit of float32; of fp8 products on Hopper one of 14 bits, as measured by
 # DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 3.3.2).
 UNIT |= {"tensor cores": 2.0**-23, "fp8 tensor cores": 2.0**-13}
-# Products that are added to a sum at once: four on Volta, more since then; of fp8 32 (the k of PTX's wgmma and mma).
+# Products that are added to a sum at once: four on Volta, more since, but in TF32 an H200 lost what it would one by
+# one. Of fp8 32 (the k of PTX's wgmma and mma).
 TOGETHER = {"tensor cores": 1, "fp8 tensor cores": 32}
 TINY = {"f64": 2.0**-1022, "f32": 2.0**-126, "f16": 2.0**-24, "bf16": 2.0**-126}
 # The chance that the largest of all elements of an op passes its bound by luck, and that the whole of them passes

@@ -189,7 +189,7 @@ class Affine(Blocks):
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From 0 up to the last level; the third is the offset. Scales have the type that the values had."""
         blocks = self.of(x).to(self.before)
-        least, most = (f(-1, keepdim=True).values for f in (blocks.min, blocks.max))
+        least, most = (edge.to(self.before) for edge in self.edges(blocks))
         is_least = least.abs() > most.abs()
         edge = torch.where(is_least, least, most)
         scale = divided(most - least, 2.0**self.bits - 1).clamp(min=1e-7) * torch.where(is_least, 1.0, -1.0)

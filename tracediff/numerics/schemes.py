@@ -26,6 +26,7 @@ _FLOAT8 = ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtyp
 _SHORTER = ("e5m2", "e4m3", "gf4")
 _IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in half precision
 TF32S = ("tf32", "tf32 away")  # which matmuls of float32 may be made in
+_IN_FLOAT8 = "fp8 tensor cores"  # what sums of products in float8 run on
 _SCALED = ("fp8/row", "fp8/128", "fp8/tensor", "int8/tensor", "uint8/tensor", "uint7/tensor")
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
@@ -78,7 +79,7 @@ def _matmul(what: str, rounding: str) -> Scheme:
 
 def _sums(operands: str, stored: str) -> str:
     """What products of such operands are added up in: two in float8 are multiplied where it is done in hardware."""
-    return "fp8 tensor cores" if "fp8" in operands and "fp8" in stored else "f32"
+    return _IN_FLOAT8 if "fp8" in operands and "fp8" in stored else "f32"
 
 
 def _of_integers(activations: str, matrices: str) -> Scheme:
@@ -221,16 +222,21 @@ def _with_field(field: str, value: str, scheme: Scheme) -> Scheme:
 
 def _multiplied(operands: str, scheme: Scheme) -> Scheme:
     """Activations are rounded so, and weights held as before."""
-    stored = scheme.linear.stored
-    return replace(scheme, linear=replace(scheme.linear, operands=operands, accumulate=_sums(operands, stored)))
+    return replace(scheme, linear=_summed(replace(scheme.linear, operands=operands)))
 
 
 def _held(stored: str, scheme: Scheme) -> Scheme:
     """Matrices and the embedding are held so, and read as before: as activations, where both were alike."""
     linear = scheme.linear
     read = linear.operands if linear.operands in _READ and linear.stored == linear.operands else as_read(linear.stored)
-    linear = replace(linear, stored=read_as(stored, read), accumulate=_sums(linear.operands, stored))
-    return replace(scheme, linear=linear, held=stored)
+    return replace(scheme, linear=_summed(replace(linear, stored=read_as(stored, read))), held=stored)
+
+
+def _summed(linear: Arithmetic) -> Arithmetic:
+    """The same, with sums as such operands have them; on tensor cores those stay that are there already."""
+    if linear.accumulate not in ("f32", _IN_FLOAT8):
+        return linear
+    return replace(linear, accumulate=_sums(linear.operands, linear.stored))
 
 
 def _biased(biases: str, scheme: Scheme) -> Scheme:
@@ -287,23 +293,9 @@ def _shortly(name: str) -> str:
 
 
 def in_tf32(scheme: Scheme) -> list[Scheme]:
-    """The same with matmuls in TF32 that are in float16 there: as short, and of most values the same."""
-    short = {"f16", AS_IN_GGML}
-
-    def changed(name: str, of: Arithmetic) -> Arithmetic:
-        operands, stored = (name if one in short else one for one in (of.operands, of.stored))
-        return replace(of, operands=operands, stored=stored)
-
-    return [
-        replace(
-            scheme,
-            name=f"{scheme.name} in {rounding_named(name).words}",
-            linear=changed(name, scheme.linear),
-            scores=changed(name, scheme.scores),
-            values=changed(name, scheme.values),
-        )
-        for name in TF32S
-    ]
+    """The same with matmuls in TF32."""
+    words = [rounding_named(name).words for name in TF32S]
+    return [_BY_NAME[f"attention in {of}"].of(_BY_NAME[f"activations in {of}"].of(scheme)) for of in words]
 
 
 def scheme_named(name: str) -> Scheme:

@@ -54,7 +54,7 @@ class Planning:
             if (usual and choice.schemes[0] not in usual) or any(scheme in unlike for scheme in choice.schemes):
                 choices[sort] = self._settled(by_sort[sort], usual, unlike)
         choices = {
-            sort: self._on_tensor_cores(choice, by_sort[sort], _in_other_steps(sort, choices))
+            sort: self._as_on_gpus(choice, by_sort[sort], _in_other_steps(sort, choices))
             for sort, choice in choices.items()
         }
         for _ in range(_ROUNDS):
@@ -133,28 +133,49 @@ class Planning:
         whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
         return self._composed(whole, records, known, in_other_steps) if 0 < len(found.unfit) < len(asked) else whole
 
-    def _on_tensor_cores(self, choice: Choice, records: list[OpRecord], in_other_steps: Sequence[Scheme]) -> Choice:
-        """Matmuls of float32 in shorter operands as GPUs make them: with sums on tensor cores, where some op fits so
-        alone, for each shape has a kernel of its own; and in TF32 where float16 is as good, and steps of other sizes
-        are in neither: cuBLAS multiplies single tokens in float32.
+    def _as_on_gpus(self, choice: Choice, records: list[OpRecord], in_other_steps: Sequence[Scheme]) -> Choice:
+        """Matmuls of float32 in shorter operands as GPUs make them: of some ops, by their shapes, with sums on tensor
+        cores; and in TF32 where float16 is as good, if there are any or steps of other sizes are in neither, for cuBLAS
+        multiplies single tokens in float32.
         """
         record, scheme = records[0], choice.schemes[0]
-        if record.dtype != "f32" or not self._planner.arithmetic(record, scheme).is_short:
+        own = self._planner.arithmetic(record, scheme)
+        if record.dtype != "f32" or choice.by_op or not own.suits_tensor_cores or self._planner.is_segment(record):
             return choice
-        each = [*{split(one.op)[1]: one for one in reversed(self._samples(records))}.values()]
-        fits = [one for one in each if self._fitting.fits(one, scheme)]
-        alike = in_tf32(scheme) if self._planner.arithmetic(record, scheme).operands == "f16" else []
-        if len(fits) < len(each):
-            for there in (one.on_tensor_cores() for one in (*alike, scheme)):
-                unfit = tuple(one for one in each if not self._fitting.fits(one, there))
-                if len(unfit) < len(each) - len(fits):
-                    return Choice((there,), True, self._fitting.left(each[0], there), unfit)
-        elsewhere = [self._planner.arithmetic(record, other).operands for other in in_other_steps]
-        if "f64" in elsewhere:
+        by_name: dict[str, list[OpRecord]] = {}
+        for sample in self._samples(records):
+            by_name.setdefault(split(sample.op)[1], []).append(sample)
+        alike = in_tf32(scheme) if own.operands == "f16" else []
+        there = {name: self._on_tensor_cores(of, (*alike, scheme)) for name, of in by_name.items()}
+        others = [of for name, found in there.items() if not found for of in by_name[name]]
+        fits = [one for one in others if alike and self._fitting.fits(one, scheme)]
+        elsewhere = {self._planner.arithmetic(record, other).operands for other in in_other_steps}
+        if fits and (any(there.values()) or "f64" in elsewhere):
             as_good = (one for one in alike if all(self._fitting.is_as_good(one, scheme, of) for of in fits))
-            found = next(as_good, scheme)
-            return replace(choice, schemes=(found, *choice.schemes[1:]))
-        return choice
+            scheme = next(as_good, scheme)
+        left = (scheme, *choice.schemes[1:])
+        found = {name: (one,) if one else left for name, one in there.items()}
+        if not any(there.values()):
+            return replace(choice, schemes=left)
+        schemes = dict.fromkeys(one for of in found.values() for one in of)
+        unfit = tuple(one for one in choice.unfit if not there[split(one.op)[1]])
+        settled = choice.settled or not others
+        return replace(choice, schemes=(*schemes,), settled=settled, unfit=unfit, by_op=found if others else {})
+
+    def _on_tensor_cores(self, records: Sequence[OpRecord], schemes: Sequence[Scheme]) -> Scheme | None:
+        """The first of the schemes, with sums on tensor cores, that fits all records of an op, where these are smaller
+        than the last allows without: what is cut off makes no sum larger.
+        """
+        scheme = schemes[-1]
+        if not all(not self._fitting.fits(record, scheme) and self._is_smaller(record, scheme) for record in records):
+            return None
+        candidates = (scheme.on_tensor_cores() for scheme in schemes)
+        return next((one for one in candidates if all(self._fitting.fits(of, one) for of in records)), None)
+
+    def _is_smaller(self, record: OpRecord, scheme: Scheme) -> bool:
+        """Whether recorded values are smaller than the scheme makes them, all together."""
+        exact = self._recomputation.op(record, self._recomputation.op_of(record), scheme, "f64").exact
+        return float(((self._recomputation.values(record).reshape(exact.shape) - exact) * exact).sum()) < 0
 
     def _as_in_prompts(self, choice: Choice, records: list[OpRecord], in_other_steps: Sequence[Scheme]) -> Choice:
         """Of single tokens what steps of several tell, where it is as good: a token's row is all of its tensor, and few
@@ -223,8 +244,9 @@ class Planning:
 
 
 def _in_other_steps(sort: Sort, choices: Mapping[Sort, Choice]) -> Sequence[Scheme]:
-    """What ops of this name do in steps of other sizes, where that is settled."""
-    others = (choice for other, choice in choices.items() if other.name == sort.name and other != sort)
+    """What ops of this name and types do in steps of other sizes, where that is settled."""
+    sorts = (other for other in choices if (other.name, other.types) == (sort.name, sort.types))
+    others = (choices[other] for other in sorts if other.n_tokens != sort.n_tokens)
     return [one.schemes[0] for one in others if one.settled and len(one.schemes) == 1 and not one.unfit]
 
 

@@ -17,7 +17,7 @@ from tracediff.model.graph import Graph, Op, Span
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.buffers import in_buffer
-from tracediff.numerics.evaluate import arithmetic_of, evaluate_together
+from tracediff.numerics.evaluate import arithmetic_of, evaluate_together, is_covered
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.growing import Growing
 from tracediff.numerics.kinds import KINDS
@@ -126,12 +126,12 @@ class Recomputation:
             terms = self.recorded.terms(step, op.inputs[0], rows)
             inputs = inputs if terms is None else [Value(terms), *inputs[1:]]
         calls = calls_of(op, inputs, self.weights, arithmetic, self._n_samples)
-        read = self.graph.tokens_read(op, rows)
+        read = self._tokens_read(op, scheme, rows)
         return Making(self.recorded, step, read, storage, random, calls, None if read == rows else rows)
 
     def inputs(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> list[Value]:
         """What the op reads to make these tokens of the step, in its order."""
-        rows = self.graph.tokens_read(op, rows)
+        rows = self._tokens_read(op, scheme, rows)
         if op.kind == "state":
             before = self.recorded.before(step)
             parts = [self._value((before, name, None), scheme) for name in op.inputs] if before is not None else []
@@ -140,6 +140,11 @@ class Recomputation:
         sizes = self.recorded.sizes(step, rows)
         pairs = zip(values, op.seen, strict=True)
         return [applied(partial(seen, view, *sizes), [value]) if view else value for value, view in pairs]
+
+    def _tokens_read(self, op: Op, scheme: Scheme, rows: Rows) -> Rows:
+        """Of which tokens an op reads its inputs to make these: of all where these share what they are rounded by."""
+        mixes = scheme.mixes_tokens and is_covered(op) and KINDS[op.kind].scheme == "linear"
+        return None if mixes else self.graph.tokens_read(op, rows)
 
     def read(self, step: int, name: str, past: Span, scheme: Scheme, rows: Rows = None) -> Value:
         """A value as a step has it: of these tokens, of all tokens so far, or what a buffer holds of earlier steps."""
@@ -295,7 +300,7 @@ class Recomputation:
         """What is read for a value, the last first; of all steps so far those that are not there."""
         step, name, rows = place
         op, before = self._op(step, name), self.recorded.before(step)
-        rows = self.graph.tokens_read(op, rows)
+        rows = self._tokens_read(op, scheme, rows)
         for read, past in reversed(op.reads):
             if op.kind == "state":
                 yield from () if before is None else ((before, read, None),)

@@ -156,9 +156,8 @@ def bound_of(problem: Problem, edit: Edit) -> Bound | None:
             return None
         arrays[name] = Flat(values)
     for name, weight in edit.weights:
-        arrays[name] = FlatWeight(
-            weight, problem.weights, held_as(problem.op, name, problem.arithmetic, problem.weights)
-        )
+        hold = held_as(problem.op, name, problem.arithmetic, weight, problem.weights)
+        arrays[name] = FlatWeight(weight, problem.weights, hold)
     return problem.loops.with_(edit.source, arrays, dict(edit.numbers))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Energy, Kind, Made, one_rounding
 from tracediff.numerics.kinds.layout import as_places
-from tracediff.numerics.kinds.linear import linear, matrix, product
+from tracediff.numerics.kinds.linear import linear, matrix, product, rounded_whole
 from tracediff.numerics.kinds.matmul import noise_of_sums
 
 
@@ -17,6 +17,7 @@ def _linear_id(call: Call) -> Tensor:
     x, weights, op = call.inputs[0], call.weights, call.op
     ids, is_expert = as_places(call.inputs[1], op.weights[0].shape[0])
     x = x.unflatten(-1, (-1, op.weights[0].shape[-1])) if x.ndim == 2 else x
+    call, x = rounded_whole(call, x)
     biases = weights.load(op.weights[1]) if len(op.weights) > 1 else None
     made: list[tuple[Tensor, Energy]] = []
     places: list[Tensor] = []

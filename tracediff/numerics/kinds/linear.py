@@ -112,6 +112,7 @@ def _mul_mat(call: Call) -> Tensor:
 def _by_matrices(call: Call) -> Tensor:
     """Of a weight of several matrices, one for each batch of x or for a group of these."""
     x, whole = call.inputs[0], call.op.weights[0]
+    call, x = rounded_whole(call, x)
     batches = x.flatten(0, -3) if x.ndim > 2 else x[None]
     n = math.prod(whole.shape[:-2])
     stacked = replace(whole, shape=(n, *whole.shape[-2:]))
@@ -135,6 +136,13 @@ def _of_values(call: Call) -> Tensor:
             call.energy.turned = mul_mat(stored.square(), turned[0].square()) + mul_mat(turned[1].square(), x.square())
     dtype = sums_in(call.arithmetic, x.dtype)
     return call.function(stored.to(dtype), x.to(dtype)).to(b.dtype)
+
+
+def rounded_whole(call: Call, x: Tensor) -> tuple[Call, Tensor]:
+    """Activations of several matrices, where all of them share a scale: rounded before each reads its own."""
+    if not rounding_named(call.arithmetic.operands).is_whole:
+        return call, x
+    return replace(call, rounded=lambda part, name: part), call.rounded(x, call.arithmetic.operands)
 
 
 def matrix(weight: Weight, i: int) -> Weight:

@@ -174,7 +174,7 @@ def bind(
             x = x.double().nan_to_num(-1).long()
         arrays[name] = Flat(flat(roundings[i](x.flatten(1) if op.kind == "linear" else x) if i < len(roundings) else x))
     for name, weight in zip(loops.weights, op.weights, strict=False):
-        arrays[name] = FlatWeight(weight, weights, held_as(op, name, arithmetic, weights))
+        arrays[name] = FlatWeight(weight, weights, held_as(op, name, arithmetic, weight, weights))
     return Bound(loops.source, loops, loops.numbers, arrays, roundings=again, exponential=arithmetic.exponential)
 
 
@@ -184,11 +184,11 @@ def without_loops(shape: tuple[int, ...]) -> Bound:
     return Bound(none.source, none, {}, {})
 
 
-def held_as(op: Op, name: str, arithmetic: Arithmetic, weights: Weights) -> Rounding:
-    """How an engine holds the op's weight of this name."""
+def held_as(op: Op, name: str, arithmetic: Arithmetic, weight: Weight, weights: Weights) -> Rounding:
+    """How an engine holds the op's weight of this name, were it that one."""
     if op.kind == "linear" and name == "b":
         return rounding_named(arithmetic.biases)
-    return rounding_of(arithmetic.stored, op.weights[0], weights)
+    return rounding_of(arithmetic.stored, weight, weights)
 
 
 def flat(x: Tensor) -> np.ndarray:
