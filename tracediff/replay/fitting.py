@@ -111,11 +111,15 @@ class Fitting:
         return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
 
     def composed(
-        self, starts: Sequence[Scheme], records: Sequence[OpRecord], in_others: Sequence[Scheme] = ()
+        self,
+        starts: Sequence[Scheme],
+        records: Sequence[OpRecord],
+        in_others: Sequence[Scheme] = (),
+        may_be: Callable[[Scheme], bool] = lambda scheme: True,
     ) -> Choice:
         """The arithmetic of these records where none that is listed fits: from each of `starts`, of which the first is
         the nearest that is known, one part after another is done in the way that leaves least, as long as that takes
-        something away. Else what the same op does `in_others`, where that fits them all.
+        something away: of those that it `may_be`. Else what the same op does `in_others`, where that fits them all.
 
         Behind integers nothing falls by much until all is right, for any difference turns some of their roundings: so
         little counts.
@@ -126,7 +130,7 @@ class Fitting:
         before = left = self._left_of(best, few)
         for start in starts:
             if left > NOTHING:
-                end, near = self._nearer(start, few, records)
+                end, near = self._nearer(start, few, records, may_be)
                 if (less := self._left_of(end, few)) < left:
                     best, rivals, left = end, near, less
         if score(left, COMPOSED) <= score(before):
@@ -137,7 +141,7 @@ class Fitting:
         return self.settle(tuple(dict.fromkeys((best, *rivals, *starts))), records)
 
     def _nearer(
-        self, start: Scheme, few: Sequence[OpRecord], records: Sequence[OpRecord]
+        self, start: Scheme, few: Sequence[OpRecord], records: Sequence[OpRecord], may_be: Callable[[Scheme], bool]
     ) -> tuple[Scheme, Sequence[Scheme]]:
         """Where steps from a scheme end, by a few of the records, and the rivals of that. The best go on together, for
         two ways of a part may be alike while another part is done wrongly.
@@ -147,7 +151,7 @@ class Fitting:
         while NOTHING < left <= BLIND:  # no roundings make more that a floor does not hide
             ahead = near[:_ABREAST]
             for other in self._planner.changes(ahead, *records):
-                if other not in found:
+                if other not in found and may_be(other):
                     found[other] = self._left_by_change(other, few, found[ahead[0]])
             near = sorted(found, key=lambda scheme: found[scheme])
             if found[near[0]] >= LESS * left:

@@ -126,6 +126,12 @@ class Planning:
         if not asked or not self._is_short(asked[0]):
             return choice
         found = self._fitting.composed(starts, asked, in_other_steps)
+        if self._unlike(found.schemes[:1], records, known) and score(found.nmse, UNLIKE) <= score(choice.nmse):
+
+            def is_like(scheme: Scheme) -> bool:
+                return not self._unlike([scheme], records, known)
+
+            found = self._fitting.composed([*filter(is_like, starts)] or starts, asked, in_other_steps, is_like)
         self._recomputation.forget()
         unlike = self._unlike(found.schemes[:1], records, known)
         if not found.settled or (unlike and score(found.nmse, UNLIKE) <= score(choice.nmse)):
