@@ -348,7 +348,8 @@ def in_one_scale(x: np.ndarray) -> np.ndarray:
 
 def by_tensor(x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A matmul of integers: all activations of a step share a scale, and all weights of a matrix."""
-    return torch.from_numpy(in_one_scale(x.numpy()) @ in_one_scale(rows.numpy()).T)
+    y = torch.from_numpy(in_one_scale(x.numpy()) @ in_one_scale(rows.numpy()).T)
+    return y if bias is None else y + bias
 
 
 def test_one_scale_for_all_of_a_tensor_is_an_arithmetic(models: Models, tmp_path: Path) -> None:
@@ -381,6 +382,70 @@ def test_a_part_of_a_matrix_is_held_as_all_of_it_is(models: Models) -> None:
         torch.testing.assert_close(
             columns(op.channels(cut), at, weights, arithmetic), whole[cut, at], rtol=1e-6, atol=0
         )
+
+
+def test_one_scale_for_all_of_a_tensor_is_of_tokens_that_were_not_recorded(models: Models, tmp_path: Path) -> None:
+    """Only the last token's logits, as many record them, of activations that were rounded by all tokens'."""
+    model = models(LLAMA, "F16")
+    path = traced(model, tmp_path / "all.trace", arithmetic="activations and weights in int8/tensor")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line.get("op") == "output" and line["step"] == 0:
+            n, width = line["shape"]
+            line |= {"rows": [n - 1], "shape": [1, width], "offset": line["offset"] + 4 * (n - 1) * width}
+    last = path.with_name("last.trace")
+    last.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = check_trace(last, model)
+    assert result.verdict == "match"
+    assert next(op for op in result.ops if op.op == "output" and op.step == 0).local.nmse < 1e-10
+
+
+class RoundedBefore:
+    """A matmul by experts of activations that are rounded before they are sorted by expert."""
+
+    def compute(self, call: Call) -> torch.Tensor:
+        q = rounding_named("int8/tensor")
+        arithmetic = replace(call.arithmetic, stored="int8/tensor")
+        inputs = q(call.inputs[0]), *call.inputs[1:]
+        return KINDS["linear_id"].compute(
+            replace(call, inputs=inputs, arithmetic=arithmetic, op=replace(call.op, rework=None))
+        )
+
+
+def test_experts_share_the_scale_of_all_activations(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tiny("qwen3moe")
+
+    def change(op: Op) -> Op:
+        if op.kind == "linear_id":
+            return replace(op, rework=RoundedBefore())
+        return replace(op, function=by_tensor) if op.kind == "linear" else op
+
+    result = check_trace(traced(model, tmp_path / "t.trace", change=change), model)
+    assert faulty(result) == []
+    assert "activations and weights in int8 whole tensors with float32 scales" in said(result, "linear_id")
+
+
+def test_another_tensor_has_a_scale_of_its_own(models: Models, tmp_path: Path) -> None:
+    model = models("k-quants", "F16")
+
+    def change(op: Op) -> Op:
+        other = (replace(op.weights[0], name="blk.2.attn_k.weight"), *op.weights[1:]) if op.weights else ()
+        return replace(op, weights=other) if op.name == "blk.1.attn_v" else op
+
+    path = traced(model, tmp_path / "t.trace", change=change, arithmetic="activations and weights in int8/tensor")
+    assert [finding.text for finding in check_trace(path, model).findings] == [
+        "attn_v in layer 1: uses attn_k.weight of the layer after where attn_v.weight belongs."
+    ]
+
+
+@pytest.mark.parametrize("name", ["int8/tensor", "fp8/tensor", "uint8/tensor", "affine4/tensor", "full int4/tensor"])
+def test_a_whole_tensor_rounds_as_one_row_does(name: str) -> None:
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    kept = rounding_named(name)(x)
+    assert torch.equal(kept, rounding_named(name.replace("tensor", "row"))(x.reshape(1, -1)).reshape(x.shape))
+    parts = [rounding_named(name).within(float(x.min()), float(x.max()))(part) for part in x.split(2)]
+    assert torch.equal(kept, torch.cat(parts))
+    assert rounding_named(name)(x[:0]).shape == (0, 64)
 
 
 def test_what_torch_quantises_dynamically_is_an_arithmetic(models: Models, tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TOKENS, Models
+from conftest import TOKENS, Models, trace_graph
 from torch import Tensor
 
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import Effort, check_trace
@@ -97,6 +98,40 @@ def test_sums_of_one_sign_are_sound(models: Models, tmp_path: Path) -> None:
         assert "sums on tensor cores" in str(next(op for op in result.ops if op.op == "blk.0.attn_q").arithmetic)
     wrong = check_trace(trace(model, tmp_path / "wrong.trace", linear_on(4, 0, "f16"), 1.001), model)
     assert [op.op for op in wrong.faulty] == ["blk.0.ffn_up"]
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1 + 3e-6, "1.000003"), (1 - 3e-6, "0.999997")])
+def test_a_small_mistake_of_a_layer_is_not_excused_by_tensor_cores(
+    factor: float, said: str, models: Models, tmp_path: Path
+) -> None:
+    """What is cut off makes sums smaller, and those of an op in all layers."""
+    model = Model(models(replace(WIDE, n_layer=3), "F16"))
+    graph = model.graph.changed(
+        replace(model.graph["blk.1.ffn_up"], function=scaled(KINDS["linear"].function, factor)),
+    )
+    out = trace_graph(
+        graph, model.file, tmp_path / "t.trace", TOKENS[:9], TOKENS[9:10], scheme=scheme_named("llama.cpp")
+    )
+    result = check_trace(out, model)
+    assert sorted({op.op for op in result.faulty}) == ["blk.1.ffn_up"]
+    assert said in result.findings[0].text
+
+
+@pytest.mark.parametrize(("words", "n_tokens"), [("TF32", 1), ("float16", 3)])
+def test_tf32_is_told_from_float16_by_what_single_tokens_do(
+    words: str, n_tokens: int, models: Models, tmp_path: Path
+) -> None:
+    """cuBLAS multiplies these in float32; nothing else tells, where weights are in float16."""
+    model, graph = Model(models(WIDE, "F16")), Model(models(WIDE, "F16")).graph
+
+    def matmul(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        return (rounding_named("tf32")(x) if len(x) > 1 else x) @ w.T
+
+    graph = graph.changed(*(replace(op, function=matmul) for op in graph if op.kind == "linear"))
+    out = trace_graph(graph, model.file, tmp_path / "t.trace", TOKENS[:9], TOKENS[9 : 9 + n_tokens])
+    result = check_trace(out, model)
+    assert result.verdict == "match"
+    assert f"activations in {words}" in {op.arithmetic for op in result.ops if op.kind == "linear"}
 
 
 def test_fp8_keeps_three_bits_of_a_scaled_block() -> None:

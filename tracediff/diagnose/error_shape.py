@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.solve.by_value.regions import around
-from tracediff.english import count, few, nth, plural, runs
+from tracediff.english import count, few, nth, plural, runs, told_apart
 from tracediff.numerics.nmse import nmse
 
 # NMSE that a stated relation may leave, and how much of the error: of a small one any relation leaves little.
@@ -96,7 +96,7 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors) -> Ite
     little = min(_CLOSE, _LEFT * off)
     if scaled < _CLOSE and scaled < 0.5 * off:
         every = "every other value" if leaked.any() else "every value"
-        yield f"{every} is {ratio:.6g} times what it should be{_name_ratio(ratio, x)}"
+        yield f"{every} is {told_apart(ratio, 1.0)[0]} times what it should be{_name_ratio(ratio, x)}"
         return
     difference = y - x
     if y.ndim >= 2 and len(y) > 2 and nmse(difference, difference.mean(0, keepdim=True).expand_as(difference)) < 1e-4:

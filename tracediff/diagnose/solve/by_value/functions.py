@@ -12,6 +12,7 @@ from torch import Tensor
 from tracediff.diagnose.solve.edit import Solved, input_words
 from tracediff.diagnose.solve.edits.numbers import best, simpler
 from tracediff.diagnose.solve.problem import Problem, agree
+from tracediff.english import told_apart
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import computed, evaluate, noise_of
 from tracediff.numerics.floors import Noise
@@ -281,7 +282,8 @@ def words(name: str, numbers: tuple[float, ...]) -> str:
         return _WORDS[name].format(*numbers)
     a, b = numbers
     if not b:
-        return "every value has the wrong sign" if a == -1 else f"every value is {a:.6g} times what it should be"
+        factor, _ = told_apart(a, 1.0)
+        return "every value has the wrong sign" if a == -1 else f"every value is {factor} times what it should be"
     if not a:
         return f"every value is {b:.6g}"
     times = "" if a == 1 else f"{a:.6g} times what it should be, "
