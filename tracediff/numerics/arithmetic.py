@@ -13,6 +13,7 @@ _ON_TENSOR_CORES = ("f16", "bf16", "tf32", "tf32 away")  # beside integers and f
 _ROLES = MappingProxyType(
     {
         "linear": ("activations", "weights"),
+        "linear_id": ("activations", "weights"),
         "scores": ("Q", "K cache"),
         "weighted_values": ("probabilities", "V cache"),
         "rms_norm": ("", "norm weights"),
