@@ -324,6 +324,26 @@ def test_weights_that_an_engine_quantised_are_an_arithmetic(words: str, models: 
         assert {op.arithmetic for op in result.ops if op.op == "output"} == {"exact"}
 
 
+def test_what_ggml_adds_up_as_integers_others_multiply_as_floats(models: Models, tmp_path: Path) -> None:
+    """Both round the same; the noise of integers is that of blocks, which is too little for an engine's float32."""
+    rounded = rounding_named("q8_0")
+
+    def matmul(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = torch.zeros(len(x), len(w))
+        held = torch.from_numpy(in_four_bits(w.numpy()))
+        for at in range(w.shape[1]):  # one after the other
+            y += rounded(x)[:, at : at + 1] * held[:, at]
+        return y if bias is None else y + bias
+
+    model = models(Shape("llama", n_layer=1, n_embd=512, n_head=8, n_head_kv=2, n_ff=640, n_vocab=320), "Q8_0")
+    path = traced(
+        model, tmp_path / "t.trace", change=lambda op: replace(op, function=matmul) if op.kind == "linear" else op
+    )
+    result = check_trace(path, model)
+    assert faulty(result) == []
+    assert said(result, "linear") == {f"activations in q8_0 blocks, weights in {FOUR_BITS}"}
+
+
 def test_a_mistake_is_found_behind_weights_that_an_engine_quantised(models: Models, tmp_path: Path) -> None:
     def held(name: str, values: np.ndarray) -> np.ndarray | None:
         return in_four_bits(values) if name.startswith("blk") and values.ndim == 2 else None

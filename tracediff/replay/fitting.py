@@ -138,7 +138,12 @@ class Fitting:
             told = min(fit, key=lambda scheme: self._left_of(scheme, records), default=None)
             return Choice((told,), True, self._left_of(told, records)) if told else Choice((starts[0],), False, before)
         # Of one alone it would not be asked whether it fits.
-        return self.settle(tuple(dict.fromkeys((best, *rivals, *starts))), records)
+        choice = self.settle(tuple(dict.fromkeys((best, *rivals, *starts))), records)
+        if choice.settled or left > NOTHING:
+            return choice
+        # What rounds the same may add up otherwise: ggml's blocks as integers, where others multiply floats.
+        alike = [s for s in self._planner.changes((best,), *records) if may_be(s) and self._left_of(s, few) <= NOTHING]
+        return self.settle((best, *alike), records) if alike else choice
 
     def _nearer(
         self, start: Scheme, few: Sequence[OpRecord], records: Sequence[OpRecord], may_be: Callable[[Scheme], bool]
