@@ -205,3 +205,17 @@ def test_tf32_is_rounded_as_an_h200_rounds_it() -> None:
     lost = [0, -1, -2, -3, -4, 3, 2, 1, 0, -1, -2, -3, 4, 3, 2, 1]
     assert ((rounding_named("tf32")(x) - x) * 2**13).tolist() == lost
     assert ((rounding_named("tf32 away")(x) - x) * 2**13).tolist() == [4 if n == -4 else n for n in lost]
+
+
+def test_a_mistaken_op_beside_others_on_tensor_cores_is_found(models: Models, tmp_path: Path) -> None:
+    """Where all terms have one sign no matmul fits without them, be it right."""
+    path = Path(shutil.copy(models(replace(WIDE, n_layer=2)), tmp_path / "positive.gguf"))
+    tensors = Model(path).file.tensors
+    for name in tensors:
+        if "norm" not in name:
+            held = np.memmap(path, "f4", "r+", tensors[name].offset, tensors[name].shape)
+            held[:] = np.abs(held)
+            held.flush()
+    model = Model(path)
+    result = check_trace(trace(model, tmp_path / "t.trace", linear_on(4, 0, "f16"), 1.01), model)
+    assert [op.op for op in result.faulty] == ["blk.0.ffn_up"]

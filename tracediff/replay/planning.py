@@ -153,6 +153,10 @@ class Planning:
             by_name.setdefault(split(sample.op)[1], []).append(sample)
         alike = in_tf32(scheme) if own.operands == "f16" else []
         there = {name: self._on_tensor_cores(of, (*alike, scheme)) for name, of in by_name.items()}
+        if any(there.values()):  # then a mistake may be in one of an op's records
+            for name in [name for name, one in there.items() if not one]:
+                smaller = [of for of in by_name[name] if self._is_cut_off(of, scheme)]
+                there[name] = self._on_tensor_cores(smaller, (*alike, scheme)) if smaller else None
         others = [of for name, found in there.items() if not found for of in by_name[name]]
         fits = [one for one in others if alike and self._fitting.fits(one, scheme)]
         elsewhere = {self._planner.arithmetic(record, other).operands for other in in_other_steps}
@@ -165,21 +169,21 @@ class Planning:
             return replace(choice, schemes=left)
         schemes = dict.fromkeys(one for of in found.values() for one in of)
         unfit = tuple(one for one in choice.unfit if not there[split(one.op)[1]])
-        settled = choice.settled or not others
-        return replace(choice, schemes=(*schemes,), settled=settled, unfit=unfit, by_op=found if others else {})
+        return replace(choice, schemes=(*schemes,), settled=True, unfit=unfit, by_op=found if others else {})
 
     def _on_tensor_cores(self, records: Sequence[OpRecord], schemes: Sequence[Scheme]) -> Scheme | None:
-        """The first of the schemes, with sums on tensor cores, that fits all records of an op, where these are smaller
-        than the last allows without: what is cut off makes no sum larger.
+        """The first of the schemes, with sums on tensor cores, that fits all records of an op, where these are as the
+        last does not allow without.
         """
-        scheme = schemes[-1]
-        if not all(not self._fitting.fits(record, scheme) and self._is_smaller(record, scheme) for record in records):
+        if not all(self._is_cut_off(record, schemes[-1]) for record in records):
             return None
         candidates = (scheme.on_tensor_cores() for scheme in schemes)
         return next((one for one in candidates if all(self._fitting.fits(of, one) for of in records)), None)
 
-    def _is_smaller(self, record: OpRecord, scheme: Scheme) -> bool:
-        """Whether recorded values are smaller than the scheme makes them, all together."""
+    def _is_cut_off(self, record: OpRecord, scheme: Scheme) -> bool:
+        """Whether values are smaller than the scheme allows, all together: what is cut off makes no sum larger."""
+        if self._fitting.fits(record, scheme):
+            return False
         exact = self._recomputation.op(record, self._recomputation.op_of(record), scheme, "f64").exact
         return float(((self._recomputation.values(record).reshape(exact.shape) - exact) * exact).sum()) < 0
 
