@@ -82,15 +82,21 @@ def test_truncated_sums_are_sound_and_a_percent_is_seen(
     assert "1.01" in wrong.findings[0].text
 
 
+def positive(model: Path, out: Path, chosen: Callable[[str], bool]) -> Model:
+    """The model, in float32, with the chosen tensors' signs taken away."""
+    path = Path(shutil.copy(model, out))
+    for name, tensor in Model(path).file.tensors.items():
+        if chosen(name):
+            held = np.memmap(path, "f4", "r+", tensor.offset, tensor.shape)
+            held[:] = np.abs(held)
+            held.flush()
+    return Model(path)
+
+
 def test_sums_of_one_sign_are_sound(models: Models, tmp_path: Path) -> None:
     """What is cut off adds up where all terms have one sign: rounding to nearest never loses that much."""
-    path = Path(shutil.copy(models(WIDE), tmp_path / "positive.gguf"))
-    tensors = Model(path).file.tensors
-    for name in ("token_embd.weight", *(f"blk.0.attn_{one}.weight" for one in "qkv")):
-        held = np.memmap(path, "f4", "r+", tensors[name].offset, tensors[name].shape)
-        held[:] = np.abs(held)
-        held.flush()
-    model = Model(path)
+    names = "token_embd.weight", *(f"blk.0.attn_{one}.weight" for one in "qkv")
+    model = positive(models(WIDE), tmp_path / "positive.gguf", names.__contains__)
     out = trace(model, tmp_path / "right.trace", linear_on(4, 0, "f16"))
     for asked in (None, "activations and weights in float16 on tensor cores"):
         result = check_trace(out, model, arithmetic=asked)
@@ -209,13 +215,6 @@ def test_tf32_is_rounded_as_an_h200_rounds_it() -> None:
 
 def test_a_mistaken_op_beside_others_on_tensor_cores_is_found(models: Models, tmp_path: Path) -> None:
     """Where all terms have one sign no matmul fits without them, be it right."""
-    path = Path(shutil.copy(models(replace(WIDE, n_layer=2)), tmp_path / "positive.gguf"))
-    tensors = Model(path).file.tensors
-    for name in tensors:
-        if "norm" not in name:
-            held = np.memmap(path, "f4", "r+", tensors[name].offset, tensors[name].shape)
-            held[:] = np.abs(held)
-            held.flush()
-    model = Model(path)
+    model = positive(models(replace(WIDE, n_layer=2)), tmp_path / "positive.gguf", lambda name: "norm" not in name)
     result = check_trace(trace(model, tmp_path / "t.trace", linear_on(4, 0, "f16"), 1.01), model)
     assert [op.op for op in result.faulty] == ["blk.0.ffn_up"]

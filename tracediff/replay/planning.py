@@ -125,16 +125,18 @@ class Planning:
             asked = samples  # of which one that nothing fits may be the mistaken one
         if not asked or not self._is_short(asked[0]):
             return choice
+
+        def is_like(scheme: Scheme) -> bool:
+            return not self._unlike([scheme], records, known)
+
+        def is_refused(found: Choice) -> bool:
+            return not is_like(found.schemes[0]) and score(found.nmse, UNLIKE) <= score(choice.nmse)
+
         found = self._fitting.composed(starts, asked, in_other_steps)
-        if self._unlike(found.schemes[:1], records, known) and score(found.nmse, UNLIKE) <= score(choice.nmse):
-
-            def is_like(scheme: Scheme) -> bool:
-                return not self._unlike([scheme], records, known)
-
+        if is_refused(found):
             found = self._fitting.composed([*filter(is_like, starts)] or starts, asked, in_other_steps, is_like)
         self._recomputation.forget()
-        unlike = self._unlike(found.schemes[:1], records, known)
-        if not found.settled or (unlike and score(found.nmse, UNLIKE) <= score(choice.nmse)):
+        if not found.settled or is_refused(found):
             return choice
         whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
         return self._composed(whole, records, known, in_other_steps) if 0 < len(found.unfit) < len(asked) else whole
@@ -152,31 +154,28 @@ class Planning:
         for sample in self._samples(records):
             by_name.setdefault(split(sample.op)[1], []).append(sample)
         alike = in_tf32(scheme) if own.operands == "f16" else []
-        there = {name: self._on_tensor_cores(of, (*alike, scheme)) for name, of in by_name.items()}
+        cut_off = {name: [one for one in of if self._is_cut_off(one, scheme)] for name, of in by_name.items()}
+        whole = {name for name, of in by_name.items() if len(cut_off[name]) == len(of)}
+        there = {name: self._on_tensor_cores(of, (*alike, scheme)) for name, of in cut_off.items() if name in whole}
         if any(there.values()):  # then a mistake may be in one of an op's records
-            for name in [name for name, one in there.items() if not one]:
-                smaller = [of for of in by_name[name] if self._is_cut_off(of, scheme)]
-                there[name] = self._on_tensor_cores(smaller, (*alike, scheme)) if smaller else None
-        others = [of for name, found in there.items() if not found for of in by_name[name]]
+            some = {name: of for name, of in cut_off.items() if of and name not in whole}
+            there |= {name: self._on_tensor_cores(of, (*alike, scheme)) for name, of in some.items()}
+        others = [one for name, of in by_name.items() if not there.get(name) for one in of]
         fits = [one for one in others if alike and self._fitting.fits(one, scheme)]
         elsewhere = {self._planner.arithmetic(record, other).operands for other in in_other_steps}
         if fits and (any(there.values()) or "f64" in elsewhere):
             as_good = (one for one in alike if all(self._fitting.is_as_good(one, scheme, of) for of in fits))
             scheme = next(as_good, scheme)
         left = (scheme, *choice.schemes[1:])
-        found = {name: (one,) if one else left for name, one in there.items()}
+        found = {name: (one,) if (one := there.get(name)) else left for name in by_name}
         if not any(there.values()):
             return replace(choice, schemes=left)
         schemes = dict.fromkeys(one for of in found.values() for one in of)
-        unfit = tuple(one for one in choice.unfit if not there[split(one.op)[1]])
+        unfit = tuple(one for one in choice.unfit if not there.get(split(one.op)[1]))
         return replace(choice, schemes=(*schemes,), settled=True, unfit=unfit, by_op=found if others else {})
 
     def _on_tensor_cores(self, records: Sequence[OpRecord], schemes: Sequence[Scheme]) -> Scheme | None:
-        """The first of the schemes, with sums on tensor cores, that fits all records of an op, where these are as the
-        last does not allow without.
-        """
-        if not all(self._is_cut_off(record, schemes[-1]) for record in records):
-            return None
+        """The first of the schemes that fits all these records of an op with sums on tensor cores."""
         candidates = (scheme.on_tensor_cores() for scheme in schemes)
         return next((one for one in candidates if all(self._fitting.fits(of, one) for of in records)), None)
 
