@@ -2,8 +2,7 @@
 
     python benchmarks/gpu.py [--device cuda] [--processes 8] [--out docs/cuda.md]
 
-Generates its models, of types that gguf-py writes, and needs neither llama.cpp nor a network; under ten minutes on one
-GPU. No run has a mistake but those of the third table, so whatever else diverges is a false alarm. Ends with 1 where
+Generates its models, and needs no network; under ten minutes on one GPU. No run has a mistake but those of the third table, so whatever else diverges is a false alarm. Ends with 1 where
 there is one, a rounding differs between host and device, or a planted mistake is not located. With `--device cpu` the
 same runs on the host, which shows that the program works, and nothing of a GPU. (No script here may be named cuda.py:
 torch looks for a package `cuda`, and would find it instead.)
@@ -28,9 +27,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import tiny_checkpoints
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tiny_checkpoints import CLASSES
 
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.planting import plant
@@ -56,7 +58,7 @@ SHAPES = {
 }
 SHAPES["qwen3 of equal heads"] = replace(SHAPES["qwen3"], n_head_kv=4)  # which some kernels of attention ask for
 TYPICAL, GENERAL = ("llama", "qwen3"), ("llama", "qwen3", "qwen2")
-EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8/tensor": torch.float8_e4m3fn, "int8": torch.int8}
 SECONDS = 10  # for the causes of each run: a device is dear
 ROUNDED, RIGHT, PLANTED = "Roundings, host against device", "Runs without a mistake", "Mistakes planted in the engine"
 REPLAYED, SUMS = "Replay on the device", "Sums of products"
@@ -111,12 +113,13 @@ class Run:
     dtype: str
     attention: str = ""
     backend: str = ""  # of scaled_dot_product_attention, where not torch chooses
-    products: str = ""  # "tf32", "fp8" or "int8", where matmuls run in these
+    products: str = ""  # "tf32" or of EIGHT_BITS, where matmuls run in these
+    is_tiny: bool = False  # a class of transformers that its GGUF loader does not read (tiny_checkpoints.py)
 
     @property
     def file(self) -> str:
         """The name of its model."""
-        return f"{self.arch}-{self.weights}.gguf"
+        return f"{'tiny-' * self.is_tiny}{self.arch}-{self.weights}.gguf"
 
     @property
     def words(self) -> str:
@@ -130,9 +133,14 @@ class Run:
         if not self.attention:
             trace_torch(model, out, options, TOKENS, 2)
             return
-        loaded, _ = load(model, None, DTYPES[self.dtype], device)
+        if self.is_tiny:
+            loaded = tiny_checkpoints.load(self.arch, model).to(device)
+            for parameter in loaded.parameters():  # and no buffer: tables of rope are computed in float32
+                parameter.data = parameter.data.to(DTYPES[self.dtype])
+        else:
+            loaded, _ = load(model, None, DTYPES[self.dtype], device)
         if self.products in EIGHT_BITS:
-            in_eight_bits(loaded, EIGHT_BITS[self.products])
+            in_eight_bits(loaded, EIGHT_BITS[self.products], self.products.endswith("/tensor"))
         backends = [getattr(SDPBackend, self.backend)] if self.backend else []
         with tf32(self.products == "tf32"), sdpa_kernel(backends) if backends else nullcontext():
             trace_model(loaded, model, out, options, TOKENS, 2, attention=self.attention)
@@ -147,7 +155,8 @@ def runs(device: str) -> list[Run]:
     kernels = ("FLASH_ATTENTION", "MATH", *(("EFFICIENT_ATTENTION", "CUDNN_ATTENTION") if on_gpu(device) else ()))
     made += [Run("qwen3 of equal heads", "F16", dtype, "sdpa", of) for of in kernels for dtype in ("bf16", "f16")]
     made += [Run(arch, "F16", "bf16", "sdpa", products=products) for products in EIGHT_BITS for arch in GENERAL]
-    return made
+    made += [Run(arch, "F32", dtype, "eager", is_tiny=True) for arch in CLASSES for dtype in ("f32", "bf16", "f16")]
+    return sorted(made, key=lambda run: run.arch != "qwen2")  # first what takes longest
 
 
 def on_gpu(device: str) -> bool:
@@ -166,35 +175,36 @@ def tf32(on: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def in_eight_bits(loaded: Any, held_in: torch.dtype) -> None:
+def in_eight_bits(loaded: Any, held_in: torch.dtype, whole: bool) -> None:
     """Let the linear layers but the head multiply in float8 (e4m3) or int8, with a scale for each row of activations
-    and of weights, as engines serve such checkpoints.
+    and of weights, or one for the whole of them, as engines serve such checkpoints.
     """
     for name, module in loaded.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            held, scale = in_rows(module.weight.detach(), held_in)
+            held, scale = of_eight_bits(module.weight.detach(), held_in, whole)
             module.forward = partial(  # type: ignore[method-assign]
                 linear_in_eight_bits, held=held, scale=scale, bias=module.bias
             )
 
 
 def linear_in_eight_bits(x: Tensor, held: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Of rows x [..., n] and weights [m, n] of eight bits, scales [m, 1]: as torch multiplies them."""
-    given, factor = in_rows(x.flatten(0, -2), held.dtype)
+    """Of rows x [..., n] and weights [m, n] of eight bits, scales [m or 1, 1]: as torch multiplies them."""
+    rows = x.flatten(0, -2)
+    given, factor = of_eight_bits(rows, held.dtype, len(scale) < len(held))
     if held.dtype == torch.int8:
         given = torch.nn.functional.pad(given, (0, 0, 0, 32))  # on a GPU more than 16 rows are asked for
-        whole = torch._int_mm(given, held.t())[: len(factor)]
-        y = (whole.float() * factor * scale.t()).to(x.dtype)
+        y = torch._int_mm(given, held.t())[: len(rows)]
+        y = (y.float() * factor * scale.t()).to(x.dtype)
         y = y if bias is None else y + bias
     else:
         y = torch._scaled_mm(given, held.t(), factor, scale.t(), bias, out_dtype=x.dtype)
     return y.unflatten(0, x.shape[:-1])
 
 
-def in_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The rows of x [n, m] in eight bits, and their scales [n, 1], in float32."""
+def of_eight_bits(x: Tensor, dtype: torch.dtype, whole: bool = False) -> tuple[Tensor, Tensor]:
+    """The rows of x [n, m] in eight bits, and in float32 their scales [n, 1], or that of them all [1, 1]."""
     most = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
-    scale = x.float().abs().amax(-1, keepdim=True) / most
+    scale = x.float().abs().amax((0, 1) if whole else 1, keepdim=True) / most
     quotients = x.float() / scale
     return (quotients.round() if dtype == torch.int8 else quotients).to(dtype), scale
 
@@ -282,7 +292,7 @@ def sums(device: str) -> Iterator[tuple[str, ...]]:
         rounded = rounding_named("tf32")
         with tf32(True):
             yield "TF32", str(n), signs, *off(x @ w.T, rounded(x), rounded(w), "tensor cores")
-        (a, by_a), (b, by_b) = in_rows(x, torch.float8_e4m3fn), in_rows(w, torch.float8_e4m3fn)
+        (a, by_a), (b, by_b) = of_eight_bits(x, torch.float8_e4m3fn), of_eight_bits(w, torch.float8_e4m3fn)
         for fast in (False, True):
             made = torch._scaled_mm(a, b.t(), by_a, by_b.t(), out_dtype=torch.float32, use_fast_accum=fast)
             words = f"float8{', fast' if fast else ''}"
@@ -347,16 +357,19 @@ def parts(
     for arch, shape in SHAPES.items():
         for weights in WEIGHTS if arch in TYPICAL else ("F16",):
             write_model(folder / f"{arch}-{weights}.gguf", shape, weights)
-    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+    for arch, known in CLASSES.items():
+        known.write(arch, folder / Run(arch, "F32", "f32", is_tiny=True).file)
+    spawn, one_thread = get_context("spawn"), {"initializer": torch.set_num_threads, "initargs": (1,)}
+    with ProcessPoolExecutor(options.processes, spawn, **one_thread) as pool:
         rows = {
             RIGHT: [pool.submit(judged, run, device, folder, options.keep) for run in runs(device)],
             PLANTED: [pool.submit(planted, one, device, folder) for one in plants(folder / "llama-F16.gguf")],
         }
         yield ROUNDED, ("rounding", "bits"), roundings(device)
+        yield SUMS, ("products", "terms", "signs", "too large by", "worst, in units of its noise"), sums(device)
         yield RIGHT, ("engine", "verdict", "arithmetic found", "trace", "check"), finished(rows[RIGHT])
         yield PLANTED, ("planted", "dtype", "first faulty op", "named"), finished(rows[PLANTED])
     yield REPLAYED, ("engine", "planted", "verdict", "said alike", "floors differ by up to"), replayed(device, folder)
-    yield SUMS, ("products", "terms", "signs", "too large by", "worst, in units of its noise"), sums(device)
     yield "Speed", ("", "ratio"), speed(device, folder)
 
 
