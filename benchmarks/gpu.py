@@ -2,10 +2,11 @@
 
     python benchmarks/gpu.py [--device cuda] [--processes 8] [--out docs/cuda.md]
 
-Generates its models, and needs no network; under ten minutes on one GPU. No run has a mistake but those of the third table, so whatever else diverges is a false alarm. Ends with 1 where
-there is one, a rounding differs between host and device, or a planted mistake is not located. With `--device cpu` the
-same runs on the host, which shows that the program works, and nothing of a GPU. (No script here may be named cuda.py:
-torch looks for a package `cuda`, and would find it instead.)
+Generates its models, and needs no network; under ten minutes on one GPU. No run has a mistake but those of the table of
+planted ones, so whatever else diverges is a false alarm. Ends with 1 where there is one, a rounding differs between host
+and device, or a planted mistake is not located. With `--device cpu` the same runs on the host, which shows that the
+program works, and nothing of a GPU. (No script here may be named cuda.py: torch looks for a package `cuda`, and would
+find it instead.)
 """
 
 import argparse
@@ -29,10 +30,9 @@ from typing import Any
 
 import tiny_checkpoints
 import torch
+from tiny_checkpoints import CLASSES
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from tiny_checkpoints import CLASSES
 
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.planting import plant
@@ -359,8 +359,9 @@ def parts(
             write_model(folder / f"{arch}-{weights}.gguf", shape, weights)
     for arch, known in CLASSES.items():
         known.write(arch, folder / Run(arch, "F32", "f32", is_tiny=True).file)
-    spawn, one_thread = get_context("spawn"), {"initializer": torch.set_num_threads, "initargs": (1,)}
-    with ProcessPoolExecutor(options.processes, spawn, **one_thread) as pool:
+    with ProcessPoolExecutor(
+        options.processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         rows = {
             RIGHT: [pool.submit(judged, run, device, folder, options.keep) for run in runs(device)],
             PLANTED: [pool.submit(planted, one, device, folder) for one in plants(folder / "llama-F16.gguf")],
