@@ -3,10 +3,10 @@
     python benchmarks/gpu.py [--device cuda] [--processes 8] [--out docs/cuda.md]
 
 Generates its models, and needs no network; under ten minutes on one GPU. No run has a mistake but those of the table of
-planted ones, so whatever else diverges is a false alarm. Ends with 1 where there is one, a rounding differs between host
-and device, or a planted mistake is not located. With `--device cpu` the same runs on the host, which shows that the
-program works, and nothing of a GPU. (No script here may be named cuda.py: torch looks for a package `cuda`, and would
-find it instead.)
+planted ones, so whatever else diverges is a false alarm. Ends with 1 where there is one, a rounding differs between
+host and device, or a planted mistake is not located. With `--device cpu` the same runs on the host, which shows that
+the program works, and nothing of a GPU. (No script here may be named cuda.py: torch looks for a package `cuda`, and
+would find it instead.)
 """
 
 import argparse
@@ -58,7 +58,8 @@ SHAPES = {
 }
 SHAPES["qwen3 of equal heads"] = replace(SHAPES["qwen3"], n_head_kv=4)  # which some kernels of attention ask for
 TYPICAL, GENERAL = ("llama", "qwen3"), ("llama", "qwen3", "qwen2")
-EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8/tensor": torch.float8_e4m3fn, "int8": torch.int8}
+# Products of linear layers, and the architectures whose layers have them.
+EIGHT_BITS = {"fp8": GENERAL, "fp8 fast": TYPICAL, "fp8/tensor": TYPICAL, "int8": GENERAL}
 SECONDS = 10  # for the causes of each run: a device is dear
 ROUNDED, RIGHT, PLANTED = "Roundings, host against device", "Runs without a mistake", "Mistakes planted in the engine"
 REPLAYED, SUMS = "Replay on the device", "Sums of products"
@@ -140,7 +141,7 @@ class Run:
         else:
             loaded, _ = load(model, None, DTYPES[self.dtype], device)
         if self.products in EIGHT_BITS:
-            in_eight_bits(loaded, EIGHT_BITS[self.products], self.products.endswith("/tensor"))
+            in_eight_bits(loaded, self.products)
         backends = [getattr(SDPBackend, self.backend)] if self.backend else []
         with tf32(self.products == "tf32"), sdpa_kernel(backends) if backends else nullcontext():
             trace_model(loaded, model, out, options, TOKENS, 2, attention=self.attention)
@@ -154,9 +155,11 @@ def runs(device: str) -> list[Run]:
         made.append(Run(arch, "F16", "f32", "eager", products="tf32"))
     kernels = ("FLASH_ATTENTION", "MATH", *(("EFFICIENT_ATTENTION", "CUDNN_ATTENTION") if on_gpu(device) else ()))
     made += [Run("qwen3 of equal heads", "F16", dtype, "sdpa", of) for of in kernels for dtype in ("bf16", "f16")]
-    made += [Run(arch, "F16", "bf16", "sdpa", products=products) for products in EIGHT_BITS for arch in GENERAL]
+    made += [Run(arch, "F16", "bf16", "sdpa", products=products) for products, of in EIGHT_BITS.items() for arch in of]
     made += [Run(arch, "F32", dtype, "eager", is_tiny=True) for arch in CLASSES for dtype in ("f32", "bf16", "f16")]
-    return sorted(made, key=lambda run: run.arch != "qwen2")  # first what takes longest
+    return sorted(
+        made, key=lambda run: (run.arch != "qwen2", run.products not in EIGHT_BITS)
+    )  # first what takes longest
 
 
 def on_gpu(device: str) -> bool:
@@ -175,19 +178,20 @@ def tf32(on: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def in_eight_bits(loaded: Any, held_in: torch.dtype, whole: bool) -> None:
+def in_eight_bits(loaded: Any, products: str) -> None:
     """Let the linear layers but the head multiply in float8 (e4m3) or int8, with a scale for each row of activations
-    and of weights, or one for the whole of them, as engines serve such checkpoints.
+    and of weights, or one for the whole of them, as engines serve such checkpoints; `fast` is without float32 between.
     """
+    held_in = torch.int8 if products == "int8" else torch.float8_e4m3fn
     for name, module in loaded.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            held, scale = of_eight_bits(module.weight.detach(), held_in, whole)
+            held, scale = of_eight_bits(module.weight.detach(), held_in, products.endswith("/tensor"))
             module.forward = partial(  # type: ignore[method-assign]
-                linear_in_eight_bits, held=held, scale=scale, bias=module.bias
+                linear_in_eight_bits, held=held, scale=scale, bias=module.bias, fast=products.endswith("fast")
             )
 
 
-def linear_in_eight_bits(x: Tensor, held: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def linear_in_eight_bits(x: Tensor, held: Tensor, scale: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
     """Of rows x [..., n] and weights [m, n] of eight bits, scales [m or 1, 1]: as torch multiplies them."""
     rows = x.flatten(0, -2)
     given, factor = of_eight_bits(rows, held.dtype, len(scale) < len(held))
@@ -197,7 +201,7 @@ def linear_in_eight_bits(x: Tensor, held: Tensor, scale: Tensor, bias: Tensor | 
         y = (y.float() * factor * scale.t()).to(x.dtype)
         y = y if bias is None else y + bias
     else:
-        y = torch._scaled_mm(given, held.t(), factor, scale.t(), bias, out_dtype=x.dtype)
+        y = torch._scaled_mm(given, held.t(), factor, scale.t(), bias, out_dtype=x.dtype, use_fast_accum=fast)
     return y.unflatten(0, x.shape[:-1])
 
 
@@ -258,7 +262,10 @@ def planted(fault_and_dtype: tuple[str, str], device: str, folder: Path) -> tupl
     """A row for a mistake that is planted in the engine on the device."""
     fault, dtype = fault_and_dtype
     out, model = folder / f"{os.getpid()}.trace", folder / "llama-F16.gguf"
-    trace_torch(model, out, TorchOptions(dtype=dtype, device=device, faults=(fault,)), TOKENS[:24], 1)
+    try:
+        trace_torch(model, out, TorchOptions(dtype=dtype, device=device, faults=(fault,)), TOKENS[:24], 1)
+    except RuntimeError as error:
+        return fault, dtype, f"NOT RUN: {' '.join(str(error).split())[:160]}", ""
     result = check_trace(out, model, effort=Effort(seconds=SECONDS))
     first = result.first_divergence.op if result.first_divergence else "NOT LOCATED"
     return fault, dtype, first, ", ".join(dict.fromkeys(op.cause.name for op in result.faulty if op.cause))
@@ -330,23 +337,24 @@ def speed(device: str, folder: Path) -> Iterator[tuple[str, ...]]:
         taken = seconds(device, lambda o=options: trace_torch(model, folder / "speed.trace", o, TOKENS))  # type: ignore[misc]
         yield f"torch engine ({dtype}, stats, the file read again) / plain forward", f"{taken / base:.2f}"
     for dtype in ("f32", "bf16"):
+        model = folder / "qwen2-F16.gguf"
         trace = trace_torch(model, folder / "speed.trace", TorchOptions(dtype=dtype, device=device), TOKENS)
         there, here = (
-            seconds(on, partial(check_trace, trace, model, effort=Effort(device=on)), 1) for on in (device, "cpu")
+            seconds(on, partial(check_trace, trace, model, effort=Effort(device=on)), 1, 0) for on in (device, "cpu")
         )
         yield f"check of a trace in {dtype} on the device / on the host", f"{there / here:.2f}"
 
 
-def seconds(device: str, function: Callable[[], object], runs: int = 3) -> float:
-    """The least of these runs after one that warms up."""
+def seconds(device: str, function: Callable[[], object], runs: int = 3, warm_up: int = 1) -> float:
+    """The least of these runs after those that warm up."""
     taken = []
-    for _ in range(1 + runs):
+    for _ in range(warm_up + runs):
         began = time.perf_counter()
         function()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - began)
-    return min(taken[1:])
+    return min(taken[warm_up:])
 
 
 def parts(
@@ -368,9 +376,13 @@ def parts(
         }
         yield ROUNDED, ("rounding", "bits"), roundings(device)
         yield SUMS, ("products", "terms", "signs", "too large by", "worst, in units of its noise"), sums(device)
+        yield (
+            REPLAYED,
+            ("engine", "planted", "verdict", "said alike", "floors differ by up to"),
+            replayed(device, folder),
+        )
         yield RIGHT, ("engine", "verdict", "arithmetic found", "trace", "check"), finished(rows[RIGHT])
         yield PLANTED, ("planted", "dtype", "first faulty op", "named"), finished(rows[PLANTED])
-    yield REPLAYED, ("engine", "planted", "verdict", "said alike", "floors differ by up to"), replayed(device, folder)
     yield "Speed", ("", "ratio"), speed(device, folder)
 
 

@@ -457,9 +457,11 @@ def test_weights_that_are_not_the_file_s_are_said(models: Models, tmp_path: Path
     assert [op.op for op in check_trace(out, model).faulty] == ["blk.0.ffn_down"]
 
 
-@pytest.mark.parametrize("arch", ["hunyuan-dense", "llama4", "qwen3next", "deepseek2"])
+@pytest.mark.parametrize("arch", ["hunyuan-dense", "llama4", "qwen3next", "deepseek2", "smollm3"])
 def test_transformers_of_other_architectures_are_sound(arch: str, tmp_path: Path) -> None:
-    """Norms behind rope, a router that puts out its scores first, a norm with its gate, latent attention."""
+    """Norms behind rope, a router that puts out its scores first, a norm with its gate, latent attention, a layer
+    without rope whose Q and K conversion reorders as if it had one.
+    """
     path = tiny_checkpoints.CLASSES[arch].write(arch, tmp_path / "tiny.gguf")
     loaded, model, out = tiny_checkpoints.load(arch, path), Model(path), tmp_path / "tiny.trace"
     trace_model(loaded, model, out, TorchOptions(), (256, 84, 104, 101, 32, 113, 117), 2)

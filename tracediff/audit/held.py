@@ -27,6 +27,8 @@ _ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "float16": lambda x: x.astype(np.float16).astype(np.float64),
     "bfloat16": bfloat16,
     "float32": lambda x: x.astype(np.float32).astype(np.float64),
+    "bfloat16, to which 1 is added": lambda x: bfloat16(x - 1) + 1,  # norms of Gemma and its like
+    "float16, to which 1 is added": lambda x: (x - 1).astype(np.float16).astype(np.float64) + 1,
 }
 
 

@@ -84,10 +84,13 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
 
 
 def as_held(module: nn.Module, op: Op, weights: Weights) -> Tensor:
-    """A norm's weight as the file has it: what it multiplies with, where a module holds that less 1 (Gemma)."""
+    """A norm's weight as the file has it: what it multiplies with, where a module holds that less 1 (Gemma, which adds
+    1 in float32, whatever it is held in).
+    """
     weight = cast(Tensor, weight_of(module)).detach()
     file = weights.load(op.weights[0]).to(weight)
-    return weight + 1 if (weight + 1 - file).norm() < (weight - file).norm() / 2 else weight
+    added = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
+    return added if (added - file).norm() < (weight - file).norm() / 2 else weight
 
 
 def _names(graph: Graph) -> Any:
@@ -240,11 +243,11 @@ def _as_elsewhere(taps: list[Tap], paths: list[str], left: dict[str, Op]) -> Ite
 
 def _in_order(taps: Sequence[Tap], graph: Graph) -> tuple[list[Tap], list[str]]:
     """Those whose rows lie as they may: in the file's order, be it with others between them, or within heads in another
-    that most Q and K share, as conversion reorders them for rope; of what is read in parts in any. What else lies
-    otherwise is taken as it lies, and said: if it were undone, what reads it would look wrong.
+    that most Q and K share, as conversion reorders them for rope, also in layers without; of what is read in parts in
+    any. What else lies otherwise is taken as it lies, and said: if it were undone, what reads it would look wrong.
     """
     orders = {tap.op.name: _within_heads(tap) for tap in taps}
-    turned = [tap.op.name for tap in taps if _is_turned(tap.op, graph)]
+    turned = [tap.op.name for tap in taps if _is_q_or_k(tap.op, graph)]
     counts = Counter(orders[name] for name in turned)
     usual = max(counts, key=lambda order: (counts[order], order is None), default=None)
     kept, notes = [], []
@@ -275,11 +278,11 @@ def _within_heads(tap: Tap) -> tuple[int, ...] | None:
     return None if bool((order.diff() == 1).all()) else tuple(order.tolist())
 
 
-def _is_turned(op: Op, graph: Graph) -> bool:
-    """Whether what it makes is rotated, be it behind a norm."""
+def _is_q_or_k(op: Op, graph: Graph) -> bool:
+    """Whether what it makes is rotated or multiplied as it is, be it behind a norm."""
     readers = [reader for reader, _ in graph.readers(op.name)]
     normed = _NORMED if op.kind == "linear" else ()
-    return any(one.kind == "rope" or (one.kind in normed and _is_turned(one, graph)) for one in readers)
+    return any(one.kind in ("rope", "scores") or (one.kind in normed and _is_q_or_k(one, graph)) for one in readers)
 
 
 def _places(weight: Tensor, op: Op, weights: Weights) -> Tensor | None:

@@ -71,7 +71,10 @@ def _cache_zeros(op: Op, context: Context) -> Variants:
 
     which = f"keys at positions {ranges(zero.tolist())} are" if len(zero) > 1 else f"key at position {zero[0]} is"
     which = f"keys from position {zero[0]} on are" if to_the_end else which
-    found = zeroed(lambda _, at: at >= zero[0] if to_the_end else torch.isin(at, zero)), f"the {which} zero"
+    found = (
+        zeroed(lambda _, at: at >= zero[0] if to_the_end else torch.isin(at, zero.to(at.device))),
+        f"the {which} zero",
+    )
     early = "is zero, as if it was read before it is cached"
     own = [
         (zeroed(lambda _, at: at == len(at) - 1), f"the last key {early}"),
