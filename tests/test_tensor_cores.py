@@ -162,7 +162,7 @@ def test_sums_of_float8_are_cut_off_within_their_noise(n: int, signs: str) -> No
     exact, terms = x @ w.T, n // TOGETHER["fp8 tensor cores"]
     noise = variance_of_truncated_sums(terms, x.square() @ w.square().T, exact).sqrt() * UNIT["fp8 tensor cores"]
     worst = float(((tensor_core(x, w, together=32, guard=0, bits=13) - exact).abs() / noise).max())
-    assert 1 < worst < 3
+    assert 1 < worst < 4
 
 
 @pytest.fixture(scope="module")
