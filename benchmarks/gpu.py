@@ -69,8 +69,12 @@ ROUNDINGS = (
     "truncated int8/64", "full int4/32", "wide int8/32", "uint8/64", "fp8/128", "fp8/row", "fp8/tensor",
     "uint7/tensor", "affine4/64", "nf4/64",
 )  # fmt: skip
-# Where nothing overflows, float16 is coarse arithmetic; and bfloat16 hides what an eps does.
-COARSE = {"scores_f16@1", "ffn_act_f16@1", "norm_f16_overflow@1", "eps@1", "eps_outside_root@1"}
+# What the host does not find of this model either: nothing overflows, so float16 is coarse arithmetic and a maximum is
+# not missed; and bfloat16 hides what an eps does, or one channel of 512 in a norm's mean.
+COARSE = {
+    "scores_f16@1", "ffn_act_f16@1", "norm_f16_overflow@1", "norm_f32_overflow@1", "softmax_without_maximum@1",
+    "eps@1", "eps_outside_root@1", "norm_in_half@1", "norm_rounded_before_weight@1", "variance_unbiased@1",
+}  # fmt: skip
 _NONE = """# On a GPU: none was at hand, and nothing below ran on one
 
 `tests/test_device.py` has what a device must show, marked `cuda` and skipped without one: the same bits of every
@@ -83,7 +87,13 @@ What an H200 does (torch 2.11, CUDA 13.0), as its records tell; some of them are
 - In TF32 operands are rounded to nearest, of two the even one. Steps of one token are multiplied in float32. Sums are
   cut off, so they come out smaller: over 1,536 terms by 3e-6 of themselves in some matmuls, by 4e-7 in others, which
   have other kernels. Replay finds that by itself (`sums on tensor cores`).
-- Products in float8 are added up 32 at a time in 14 bits: within the noise that replay expects.
+- Products in float8 are added up 32 at a time in 14 bits, each cut off by itself: with float32 between every 128 of
+  them sums of one sign are 6e-4 too small, whatever their length, and without (`use_fast_accum`) 6e-3 over 512 terms
+  and 0.13 over 8,192. Both are within the noise that replay expects.
+- In float16 matmuls of long rows may be added up in parts that are float16 themselves. PyTorch allows that unless it
+  is told otherwise, as the torch engine tells it now: before it did, a run of it in float16 over rows of 8,960
+  diverged. (Its trace was not kept: this is the likeliest reason and no more.) What transformers multiplied of the
+  same model matched.
 - Where PyTorch divides by a number, `amax / 448`, a GPU multiplies by its inverse: scales of some rows are a unit off,
   and values in bfloat16 that lie halfway between two others, dozens of a row, turn by that. Replay finds which did."""
 LARGE = Shape("qwen2", n_layer=24, n_embd=896, n_head=14, n_head_kv=2, n_ff=4864, n_vocab=32_768)
@@ -150,6 +160,7 @@ class Run:
 def runs(device: str) -> list[Run]:
     """Everything that is run without a mistake."""
     made = [Run(arch, weights, dtype) for arch in TYPICAL for weights in WEIGHTS for dtype in DTYPES]
+    made += [Run("qwen2", "F16", dtype) for dtype in DTYPES]
     for arch in GENERAL:
         made += [Run(arch, "F16", dtype, attention) for dtype in DTYPES for attention in ("eager", "sdpa")]
         made.append(Run(arch, "F16", "f32", "eager", products="tf32"))
@@ -376,13 +387,10 @@ def parts(
         }
         yield ROUNDED, ("rounding", "bits"), roundings(device)
         yield SUMS, ("products", "terms", "signs", "too large by", "worst, in units of its noise"), sums(device)
-        yield (
-            REPLAYED,
-            ("engine", "planted", "verdict", "said alike", "floors differ by up to"),
-            replayed(device, folder),
-        )
         yield RIGHT, ("engine", "verdict", "arithmetic found", "trace", "check"), finished(rows[RIGHT])
         yield PLANTED, ("planted", "dtype", "first faulty op", "named"), finished(rows[PLANTED])
+    header = "engine", "planted", "verdict", "said alike", "floors differ by up to"
+    yield REPLAYED, header, replayed(device, folder)  # alone: several processes wait for each other's kernels
     yield "Speed", ("", "ratio"), speed(device, folder)
 
 

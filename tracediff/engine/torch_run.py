@@ -1,6 +1,7 @@
 """One trace by the torch engine: from a GGUF file and tokens to a trace file."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -55,7 +56,7 @@ def trace_torch(
     engine = TorchEngine(graph, weights, scheme, progress)
     name = f"tracediff torch {__version__} ({options.dtype}, {options.device})"
     name += f", with {', '.join(options.faults)} planted" if options.faults else ""
-    with TraceWriter(out, name, graph.hparams.arch, model.path.name, graph.matmul_type) as writer:
+    with _sums_in_float32(), TraceWriter(out, name, graph.hparams.arch, model.path.name, graph.matmul_type) as writer:
         recorder = TensorWriter(writer, options.capture)
         engine.record_weights(recorder)
         for step, given in greedy(engine, tokens, n_decode, steps):
@@ -67,6 +68,23 @@ def trace_torch(
                     "Shorten the prompt, or use --device cpu."
                 ) from None
     return out
+
+
+@contextmanager
+def _sums_in_float32() -> Iterator[None]:
+    """Products in half precision are added up in float32, all of a sum: cuBLAS may cut long ones into parts and add
+    these up in half precision, as PyTorch lets it unless told otherwise.
+    """
+    matmul = torch.backends.cuda.matmul
+    names = "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"
+    before = {name: getattr(matmul, name) for name in names}
+    for name in names:
+        setattr(matmul, name, False)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(matmul, name, value)
 
 
 def check_options(model: Model, options: TorchOptions) -> None:
