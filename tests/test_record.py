@@ -470,6 +470,20 @@ def test_transformers_of_other_architectures_are_sound(arch: str, tmp_path: Path
     assert result.verdict == "match"
 
 
+def test_norms_that_hold_their_weight_less_1_in_half_precision(tmp_path: Path) -> None:
+    """They add 1 in float32: what they multiply with is no bfloat16."""
+    path = tiny_checkpoints.CLASSES["qwen3next"].write("qwen3next", tmp_path / "tiny.gguf")
+    loaded, model, out = tiny_checkpoints.load("qwen3next", path), Model(path), tmp_path / "tiny.trace"
+    for parameter in loaded.parameters():
+        parameter.data = parameter.data.bfloat16()
+    trace_model(loaded, model, out, TorchOptions(dtype="bf16"), (256, 84, 104, 101, 32, 113, 117), 2)
+    result = check_trace(out, model)
+    less_1 = {w.weight: w.note for w in result.weights if w.weight.endswith("norm.weight")}
+    assert less_1.pop("blk.0.ssm_norm.weight") == "the right values in bfloat16"
+    assert {*less_1.values()} == {"the right values in bfloat16, to which 1 is added"}
+    assert result.verdict == "match"
+
+
 def by_rows(module: nn.Linear, change: Callable[[Tensor], Tensor]) -> None:
     """The rows of its weight, [n_out, n_in], in another order."""
     module.weight = nn.Parameter(change(module.weight.data).clone())
