@@ -30,7 +30,10 @@ from tracediff.trace.statistics import ratio
 
 _TYPED = ("linear", "linear_id", "embedding")  # kinds whose first weight has a type worth telling
 PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
-_GLANCE = 1 << 14  # values that tell an arithmetic: what rounds anything rounds one of so many
+# What tells an arithmetic: values, of which one is rounded by what rounds anything, made of so many weights. Of a
+# decoded token so many values are all there are, and each look would round the whole matrix again.
+_GLANCE = 1 << 14
+_GLANCE_WEIGHTS = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
     residuals: list[list[Residual]] = [[] for _ in asked]
     made: list[Recomputed] = []
     shapes = [one.by.recorded.shape(one.record, one.record.rows) for one in asked]
-    parts = _parts(op, shapes, _GLANCE if glance else PART)
+    parts = _parts(op, shapes, _glance(op, shapes) if glance else PART)
     for channels in islice(parts, 1) if glance else parts:
         part = op.channels(channels) if channels else op
         values = [one.by.values(one.record, channels) for one in asked]
@@ -131,8 +134,15 @@ def can_glance(by: Recomputation, record: OpRecord) -> bool:
 def glanced(by: Recomputation, record: OpRecord) -> Op:
     """So much of the record's op as tells an arithmetic."""
     op = by.op_of(record)
-    channels = next(_parts(op, [by.recorded.shape(record, record.rows)], _GLANCE))
+    shapes = [by.recorded.shape(record, record.rows)]
+    channels = next(_parts(op, shapes, _glance(op, shapes)))
     return op.channels(channels) if channels else op
+
+
+def _glance(op: Op, shapes: Sequence[tuple[int, ...]]) -> int:
+    """How many values of an op tell its arithmetic."""
+    n_in = op.weights[0].shape[-1] if op.weights else 1
+    return min(_GLANCE, sum(shape[0] for shape in shapes) * max(1, _GLANCE_WEIGHTS // n_in))
 
 
 def _parts(op: Op, shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[slice | None]:
