@@ -70,11 +70,14 @@ ROUNDINGS = (
     "uint7/tensor", "affine4/64", "nf4/64",
 )  # fmt: skip
 # What the host does not find of this model either: nothing overflows, so float16 is coarse arithmetic and a maximum is
-# not missed; and bfloat16 hides what an eps does, or one channel of 512 in a norm's mean.
+# not missed; and bfloat16 hides what an eps does, a norm's own roundings, or one channel of 512 in its mean.
 COARSE = {
-    "scores_f16@1", "ffn_act_f16@1", "norm_f16_overflow@1", "norm_f32_overflow@1", "softmax_without_maximum@1",
-    "eps@1", "eps_outside_root@1", "norm_in_half@1", "norm_rounded_before_weight@1", "variance_unbiased@1",
-}  # fmt: skip
+    *product(("scores_f16@1", "ffn_act_f16@1", "norm_f32_overflow@1", "softmax_without_maximum@1"), ("f32", "bf16")),
+    *product(
+        ("eps@1", "eps_outside_root@1", "norm_f16_overflow@1", "norm_rounded_before_weight@1", "variance_unbiased@1"),
+        ("bf16",),
+    ),
+}
 _NONE = """# On a GPU: none was at hand, and nothing below ran on one
 
 `tests/test_device.py` has what a device must show, marked `cuda` and skipped without one: the same bits of every
@@ -437,7 +440,7 @@ def main() -> int:
         all(row[1] == "identical" for row in made[ROUNDED][1])
         and all(row[1] == "match" for row in made[RIGHT][1])
         and all(row[3] == "yes" for row in made[REPLAYED][1])
-        and not any("NOT" in row[2] and row[0] not in COARSE for row in made[PLANTED][1])
+        and not any("NOT RUN" in row[2] or ("NOT" in row[2] and row[:2] not in COARSE) for row in made[PLANTED][1])
     )
     return 0 if well else 1
 

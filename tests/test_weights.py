@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import Models
 
-from tracediff.audit.held import compare_weights
+from tracediff.audit.held import compare_weights, judge_values
 from tracediff.audit.whole_file import audit_checkpoint, audit_trace
 from tracediff.errors import ModelError
 from tracediff.model.gguf_file import GGUFFile
@@ -405,6 +405,24 @@ Counts
   identical  F32   F32              29            0             -
   wrong      F32   F32               1       0.9245             -
 """
+
+
+@pytest.mark.parametrize(("dtype", "words"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
+def test_norms_less_1_in_half_precision(dtype: Any, words: str) -> None:
+    """A checkpoint's float32 weight, 1 + that in the file, and what Gemma makes of the weight in half precision."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        less_1 = torch.randn(2048) * 0.1
+        expected, held = (less_1 + 1).numpy(), (less_1.to(dtype).float() + 1).numpy()
+        said = f"the right values in {words}, to which 1 is added"
+        assert judge_values("blk.0.attn_norm.weight", expected, held, lambda held: iter(())) == ("rounded", None, said)
+        held[7] *= 1.01
+        assert judge_values("blk.0.attn_norm.weight", expected, held, lambda held: iter(()))[0] == "wrong"
+
+
+def test_small_weights_that_were_never_loaded_are_no_rounding() -> None:
+    small = np.random.default_rng(0).standard_normal(256).astype(np.float32) * np.float32(5e-4)
+    assert judge_values("blk.0.attn_q.bias", small, small * 0, lambda held: iter(()))[0] == "wrong"
 
 
 def test_the_report(model: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]) -> None:

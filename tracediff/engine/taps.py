@@ -84,12 +84,13 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
 
 
 def as_held(module: nn.Module, op: Op, weights: Weights) -> Tensor:
-    """A norm's weight as the file has it: what it multiplies with, where a module holds that less 1 (Gemma, which adds
-    1 in float32, whatever it is held in).
+    """A norm's weight as the file has it: what it multiplies with, where a module holds that less 1. Gemma, Qwen3-Next
+    and their like add 1 in float32, whatever it is held in; layer norms (Nemotron) as it is held.
     """
     weight = cast(Tensor, weight_of(module)).detach()
     file = weights.load(op.weights[0]).to(weight)
-    added = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
+    wide = torch.promote_types(weight.dtype, torch.float32) if op.kind == "rms_norm" else weight.dtype
+    added = weight.to(wide) + 1
     return added if (added - file).norm() < (weight - file).norm() / 2 else weight
 
 

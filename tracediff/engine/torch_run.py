@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -75,11 +75,11 @@ def _sums_in_float32() -> Iterator[None]:
     """Products in half precision are added up in float32, all of a sum: cuBLAS may cut long ones into parts and add
     these up in half precision, as PyTorch lets it unless told otherwise.
     """
-    matmul = torch.backends.cuda.matmul
-    names = "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"
-    before = {name: getattr(matmul, name) for name in names}
-    for name in names:
-        setattr(matmul, name, False)
+    matmul, before = torch.backends.cuda.matmul, dict[str, Any]()
+    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+        now, cut = getattr(matmul, name), getattr(matmul, f"{name}_split_k", None)
+        before[name] = now if cut is None else (now, cut)  # a pair in newer versions
+        setattr(matmul, name, False if cut is None else (False, cut))
     try:
         yield
     finally:
