@@ -134,16 +134,22 @@ class Fitting:
                 if (less := self._left_of(end, few)) < left:
                     best, rivals, left = end, near, less
         if score(left, COMPOSED) <= score(before):
-            fit = [s for s in in_others if all(self.fits(r, s) for r in records)]
-            told = min(fit, key=lambda scheme: self._left_of(scheme, records), default=None)
-            return Choice((told,), True, self._left_of(told, records)) if told else Choice((starts[0],), False, before)
+            return self._that_fits(in_others, records) or Choice((starts[0],), False, before)
         # Of one alone it would not be asked whether it fits.
         choice = self.settle(tuple(dict.fromkeys((best, *rivals, *starts))), records)
-        if choice.settled or left > NOTHING:
+        if choice.settled:
             return choice
+        if left > NOTHING:  # as where weights lie halfway between two others: what rounds them otherwise leaves less
+            return self._that_fits(starts[1:], records) or choice
         # What rounds the same may add up otherwise: ggml's blocks as integers, where others multiply floats.
         alike = [s for s in self._planner.changes((best,), *records) if may_be(s) and self._left_of(s, few) <= NOTHING]
         return self.settle((best, *alike), records) if alike else choice
+
+    def _that_fits(self, schemes: Sequence[Scheme], records: Sequence[OpRecord]) -> Choice | None:
+        """Of those that fit all the records the one that leaves least."""
+        fit = [scheme for scheme in schemes if all(self.fits(record, scheme) for record in records)]
+        told = min(fit, key=lambda scheme: self._left_of(scheme, records), default=None)
+        return Choice((told,), True, self._left_of(told, records)) if told else None
 
     def _nearer(
         self, start: Scheme, few: Sequence[OpRecord], records: Sequence[OpRecord], may_be: Callable[[Scheme], bool]
