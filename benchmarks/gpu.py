@@ -148,9 +148,7 @@ class Run:
             trace_torch(model, out, options, TOKENS, 2)
             return
         if self.is_tiny:
-            loaded = tiny_checkpoints.load(self.arch, model).to(device)
-            for parameter in loaded.parameters():  # and no buffer: tables of rope are computed in float32
-                parameter.data = parameter.data.to(DTYPES[self.dtype])
+            loaded = tiny_checkpoints.load(self.arch, model, DTYPES[self.dtype]).to(device)
         else:
             loaded, _ = load(model, None, DTYPES[self.dtype], device)
         if self.products in EIGHT_BITS:
@@ -171,9 +169,8 @@ def runs(device: str) -> list[Run]:
     made += [Run("qwen3 of equal heads", "F16", dtype, "sdpa", of) for of in kernels for dtype in ("bf16", "f16")]
     made += [Run(arch, "F16", "bf16", "sdpa", products=products) for products, of in EIGHT_BITS.items() for arch in of]
     made += [Run(arch, "F32", dtype, "eager", is_tiny=True) for arch in CLASSES for dtype in ("f32", "bf16", "f16")]
-    return sorted(
-        made, key=lambda run: (run.arch != "qwen2", run.products not in EIGHT_BITS)
-    )  # first what takes longest
+    # First what takes longest.
+    return sorted(made, key=lambda run: (run.arch != "qwen2", run.products not in EIGHT_BITS))
 
 
 def on_gpu(device: str) -> bool:
@@ -350,8 +347,8 @@ def speed(device: str, folder: Path) -> Iterator[tuple[str, ...]]:
         options = TorchOptions(dtype=dtype, device=device, capture="stats")
         taken = seconds(device, lambda o=options: trace_torch(model, folder / "speed.trace", o, TOKENS))  # type: ignore[misc]
         yield f"torch engine ({dtype}, stats, the file read again) / plain forward", f"{taken / base:.2f}"
+    model = folder / "qwen2-F16.gguf"
     for dtype in ("f32", "bf16"):
-        model = folder / "qwen2-F16.gguf"
         trace = trace_torch(model, folder / "speed.trace", TorchOptions(dtype=dtype, device=device), TOKENS)
         there, here = (
             seconds(on, partial(check_trace, trace, model, effort=Effort(device=on)), 1, 0) for on in (device, "cpu")

@@ -239,8 +239,10 @@ CLASSES: Mapping[str, Class] = {
 }  # fmt: skip
 
 
-def load(arch: str, path: Path) -> Any:
-    """The class with the tensors of the file, as its own checkpoints have them."""
+def load(arch: str, path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The class with the tensors of the file, as its own checkpoints have them, in this dtype. No buffer is: tables of
+    rope are computed in float32.
+    """
     import transformers
 
     known = CLASSES[arch]
@@ -258,6 +260,8 @@ def load(arch: str, path: Path) -> Any:
     for module in model.modules():
         if isinstance(module, torch.nn.GELU):  # as llama.cpp computes it for all
             module.approximate = "tanh"
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     return model
 
 

@@ -473,9 +473,7 @@ def test_transformers_of_other_architectures_are_sound(arch: str, tmp_path: Path
 def test_norms_that_hold_their_weight_less_1_in_half_precision(tmp_path: Path) -> None:
     """They add 1 in float32: what they multiply with is no bfloat16."""
     path = tiny_checkpoints.CLASSES["qwen3next"].write("qwen3next", tmp_path / "tiny.gguf")
-    loaded, model, out = tiny_checkpoints.load("qwen3next", path), Model(path), tmp_path / "tiny.trace"
-    for parameter in loaded.parameters():
-        parameter.data = parameter.data.bfloat16()
+    loaded, model, out = tiny_checkpoints.load("qwen3next", path, torch.bfloat16), Model(path), tmp_path / "tiny.trace"
     trace_model(loaded, model, out, TorchOptions(dtype="bf16"), (256, 84, 104, 101, 32, 113, 117), 2)
     result = check_trace(out, model)
     less_1 = {w.weight: w.note for w in result.weights if w.weight.endswith("norm.weight")}

@@ -109,7 +109,7 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
     residuals: list[list[Residual]] = [[] for _ in asked]
     made: list[Recomputed] = []
     shapes = [one.by.recorded.shape(one.record, one.record.rows) for one in asked]
-    parts = _parts(op, shapes, _glance(op, shapes) if glance else PART)
+    parts = _parts(op, shapes, glance)
     for channels in islice(parts, 1) if glance else parts:
         part = op.channels(channels) if channels else op
         values = [one.by.values(one.record, channels) for one in asked]
@@ -134,8 +134,7 @@ def can_glance(by: Recomputation, record: OpRecord) -> bool:
 def glanced(by: Recomputation, record: OpRecord) -> Op:
     """So much of the record's op as tells an arithmetic."""
     op = by.op_of(record)
-    shapes = [by.recorded.shape(record, record.rows)]
-    channels = next(_parts(op, shapes, _glance(op, shapes)))
+    channels = next(_parts(op, [by.recorded.shape(record, record.rows)], glance=True))
     return op.channels(channels) if channels else op
 
 
@@ -145,10 +144,11 @@ def _glance(op: Op, shapes: Sequence[tuple[int, ...]]) -> int:
     return min(_GLANCE, sum(shape[0] for shape in shapes) * max(1, _GLANCE_WEIGHTS // n_in))
 
 
-def _parts(op: Op, shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[slice | None]:
-    """The channels of an op's outputs in parts of this size, where they are larger and made channel by channel; None
-    for all.
+def _parts(op: Op, shapes: Sequence[tuple[int, ...]], glance: bool) -> Iterator[slice | None]:
+    """The channels of an op's outputs in parts, each enough for a glance or as many as are judged at a time, where they
+    are larger and made channel by channel; None for all.
     """
+    size = _glance(op, shapes) if glance else PART
     whole = op.kind != "linear" or op.function or op.rework or any(w.read for w in op.weights)
     n_tokens, n = sum(shape[0] for shape in shapes), shapes[0][-1]
     if whole or len(shapes[0]) != 2 or n_tokens * n <= size:
