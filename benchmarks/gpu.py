@@ -66,7 +66,7 @@ REPLAYED, SUMS = "Replay on the device", "Sums of products"
 WEIGHTS = ("F16", "Q8_0", "Q4_0")
 ROUNDINGS = (
     "tf32", "f16", "bf16", "e4m3", "e5m2", "gf4", "q8_0", "truncated q8_0", "q8_1", "q8_K", "int8/32", "int8/row",
-    "truncated int8/64", "full int4/32", "wide int8/32", "uint8/64", "fp8/128", "fp8/row", "fp8/tensor",
+    "truncated int8/64", "full int4/32", "wide int8/32", "uint8/64", "fp8/128", "fp8/128x128", "fp8/row", "fp8/tensor",
     "uint7/tensor", "affine4/64", "nf4/64",
 )  # fmt: skip
 # What the host does not find of this model either: nothing overflows, so float16 is coarse arithmetic and a maximum is

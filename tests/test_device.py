@@ -23,6 +23,7 @@ ROUNDINGS = (
     "truncated int8/64",
     "uint8/64",
     "fp8/128",
+    "fp8/128x128",
     "fp8/tensor",
     "uint7/tensor",
 )

@@ -102,12 +102,12 @@ class Weights:
             return kept[first:end]
         return self._placed(self._rows(self._info(weight), slice(weight.first + first, weight.first + end)))
 
-    def slices(self, weight: Weight) -> Iterator[Tensor]:
-        """The matrix as consecutive blocks of rows of about 4 MB, in float32 where that holds them and the weights'
-        dtype is no narrower; quantised ones are dequantised ahead.
+    def slices(self, weight: Weight, multiple: int = 1) -> Iterator[Tensor]:
+        """The matrix as consecutive blocks of rows of about 4 MB, a `multiple` of so many, in float32 where that holds
+        them and the weights' dtype is no narrower; quantised ones are dequantised ahead.
         """
         n_rows, n_columns = weight.shape
-        step = max(1, _SLICE // n_columns)
+        step = max(1, _SLICE // n_columns // multiple) * multiple
         kept = self.load(weight) if self._in_memory(weight) else self._recent.get(_key(weight))
         if kept is not None:
             yield from kept.split(step)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tracediff.numerics.exponentials import exponential_named
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.roundings import rounding_named
 
 _ON_TENSOR_CORES = ("f16", "bf16", "tf32", "tf32 away")  # beside integers and float8
@@ -156,6 +157,14 @@ _LLAMA_CPP_OPERANDS: Mapping[str, str] = MappingProxyType(
 )
 
 
+def _of_table(held: str) -> str:
+    """What an embedding is held in beside such matrices: rows that are read one by one share no scale with others, so
+    it stays as the matrices were before.
+    """
+    before = held.partition(" ")[0]
+    return held if rounding_named(held).n_rows == 1 else before if before in HALVES else "f64"
+
+
 ON_TENSOR_CORES = " on tensor cores"
 AS_IN_GGML = "as in ggml"  # operands, by the weight's type
 EXPONENTIAL = ("exponential", "softmax")  # entries of a scheme that say how exponentials are approximated
@@ -201,7 +210,7 @@ class Scheme:
             case "weighted_values":
                 return self.values
             case "embedding":
-                return Arithmetic(stored=self.held)
+                return Arithmetic(stored=_of_table(self.held))
             case "rope":
                 return Arithmetic(stored=self.tables)
             case "table" if self.is_ggml or self.looked_up:

@@ -20,14 +20,21 @@ WHOLE = -1  # the size of a block that is all of a tensor
 class Blocks(Rounding):
     """Blocks of integers that share a scale; `block` 0 is a whole row. Subclasses say where the grid lies.
 
-    The values were held in the type `before`, and the scales are kept in that of `scales`. `limits` are the least and
-    the largest value of a whole tensor; None: what is rounded is all of it.
+    Blocks are `tall` rows high, those at the end of a matrix as many as there are. The values were held in the type
+    `before`, and the scales are kept in that of `scales`. `limits` are the least and the largest value of a whole
+    tensor; None: what is rounded is all of it.
     """
 
     scales: torch.dtype = torch.float32
     before: torch.dtype = torch.float32
     bits: int = 8
     limits: tuple[float, float] | None = None
+    tall: int = 1
+
+    @property
+    def n_rows(self) -> int:
+        """As many as a block is high."""
+        return self.tall
 
     @property
     def is_whole(self) -> bool:
@@ -71,7 +78,7 @@ class Blocks(Rounding):
     def edges(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The least and the largest value of each block [..., blocks, n] -> [..., blocks, 1]."""
         if not self.is_whole or not blocks.numel():
-            return blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+            return -self._over_rows(-blocks.amin(-1, keepdim=True)), self._over_rows(blocks.amax(-1, keepdim=True))
         limits = self.limits or (float(blocks.min()), float(blocks.max()))
         least, most = (blocks.new_full((*blocks.shape[:-1], 1), limit).to(self.before).float() for limit in limits)
         return least, most
@@ -79,9 +86,16 @@ class Blocks(Rounding):
     def largest(self, blocks: Tensor) -> Tensor:
         """The largest magnitude of each."""
         if not self.is_whole:
-            return blocks.abs().amax(-1, keepdim=True)
+            return self._over_rows(blocks.abs().amax(-1, keepdim=True))
         least, most = self.edges(blocks)
         return torch.maximum(-least, most)
+
+    def _over_rows(self, largest: Tensor) -> Tensor:
+        """The largest of the rows that share a scale, each row's being given, [..., rows, blocks, 1]."""
+        if self.tall == 1:
+            return largest
+        parts = largest.split(self.tall, -3)
+        return torch.cat([part.amax(-3, keepdim=True).expand_as(part) for part in parts], -3)
 
 
 @dataclass(frozen=True, slots=True)

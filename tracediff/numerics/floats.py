@@ -29,6 +29,11 @@ class Rounding:
         """Whether all of a tensor shares one scale."""
         return False
 
+    @property
+    def n_rows(self) -> int:
+        """How many rows share what they are rounded by, from the first on: of a matrix such parts can be rounded."""
+        return 1
+
     def within(self, least: float, most: float) -> "Rounding":
         """That of a part of a tensor, whose least and largest values these are."""
         return self

@@ -69,6 +69,11 @@ class Read(Rounding):
         """Whether all of a tensor shares one scale."""
         return self.held.is_whole
 
+    @property
+    def n_rows(self) -> int:
+        """How many rows share a scale."""
+        return self.held.n_rows
+
     def within(self, least: float, most: float) -> "Read":
         """That of a part of a tensor."""
         return replace(self, held=self.held.within(least, most))
@@ -106,7 +111,7 @@ def as_read(name: str) -> str:
 @cache
 def rounding_named(name: str) -> Rounding:
     """A rounding by its name: one of `_KNOWN`, or in groups of N values, rows or whole tensors, intB/N or uintB/N of B
-    bits, fp8/N, nf4/N, affineB/N with offsets. intB may be truncated, full or wide.
+    bits, fp8/N, nf4/N, affineB/N with offsets; with RxN in blocks of R rows. intB may be truncated, full or wide.
 
     With `f16 ` or `bf16 ` before it values were held in that before; scales of nf4 and affineB are then kept in it too,
     others in float32. Two with ` then ` between: held in one, and read as the other. Raises EngineError for any other
@@ -117,16 +122,16 @@ def rounding_named(name: str) -> Rounding:
     if _THEN in name:
         held, read = rounding_named(as_held(name)), rounding_named(as_read(name))
         return Read(name, f"{held.words} read as {read.words}", held.block, held, read)
-    found = re.fullmatch(r"(?:(f16|bf16) )?([a-z ]+)(\d)/(row|tensor|[1-9]\d{0,5})", name)
+    found = re.fullmatch(r"(?:(f16|bf16) )?([a-z ]+)(\d)/(row|tensor|(?:([1-9]\d{0,5})x)?([1-9]\d{0,5}))", name)
     of, bits, words = _GROUPS.get(found[2], (Blocks, (), "")) if found else (Blocks, (), "")
     if not found or int(found[3]) not in bits:
         raise EngineError(
-            f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values, row or "
-            "tensor; `truncated `, `full ` or `wide ` before intB), fp8/N, affineB/N, nf4/N (`f16 ` or `bf16 ` before "
-            "it: of values that were held in these)."
+            f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values, RxN of R "
+            "rows, row or tensor; `truncated `, `full ` or `wide ` before intB), fp8/N, affineB/N, nf4/N (`f16 ` or "
+            "`bf16 ` before it: of values that were held in these)."
         )
-    held, size = _KNOWN[found[1] or "f32"], _SIZES[found[4]] if found[4] in _SIZES else int(found[4])
+    held, size, tall = _KNOWN[found[1] or "f32"], _SIZES.get(found[4]) or int(found[6] or 0), int(found[5] or 1)
     assert isinstance(held, Float)
-    groups = {0: "rows", WHOLE: "whole tensors"}.get(size, f"groups of {size}")
-    said = words.format(bits=found[3], groups=groups, held=held.words)
-    return of(name, said, size, before=held.dtype, bits=int(found[3]))
+    sized = f"blocks of {tall} x {size}" if found[5] else f"groups of {size}"
+    said = words.format(bits=found[3], groups={0: "rows", WHOLE: "whole tensors"}.get(size, sized), held=held.words)
+    return of(name, said, size, before=held.dtype, bits=int(found[3]), tall=tall)

@@ -36,6 +36,7 @@ _OWN = (
     *(f"{scales}{own}" for own in ("affine4/64", "nf4/64") for scales in ("", "bf16 ", "f16 ")), "affine8/64",
     *(f"{kind}{size}" for kind in ("int4/", "full int4/", "uint4/") for size in (32, 64, 128)),
     *(f"{held}{of}/{size}" for size in ("row", "tensor") for of in ("int8", "fp8") for held in ("", "bf16 ", "f16 ")),
+    *(f"{held}fp8/128x128" for held in ("", "bf16 ", "f16 ")),
     "int8/32", "int8/64", "int8/128", "wide int8/row", "bf16 wide int8/row", "wide int8/tensor",
     "full int8/32", "uint8/32",
 )  # fmt: skip
@@ -282,8 +283,8 @@ _GRAMMAR = (
     "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, attention, biases, "
     f"{', '.join(_FIELDS.values())} `in ROUNDING`, flash attention, exponentials to degree 4. A ROUNDING is float16, "
     "bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0 or q8_K blocks; of activations, weights and matrices also, "
-    "with any N, `row` or `tensor`, int8/N, fp8/N, int4/N, full int4/N, wide int8/N, uint4/N, affine4/N, nf4/N. At the "
-    f"end may stand{ON_TENSOR_CORES!r}."
+    "with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full int4/N, wide int8/N, "
+    f"uint4/N, affine4/N, nf4/N. At the end may stand{ON_TENSOR_CORES!r}."
 )
 
 

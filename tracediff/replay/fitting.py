@@ -20,9 +20,7 @@ from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.recompute import Recomputation
 from tracediff.replay.score import (
     ALIKE,
-    BLIND,
     COMPOSED,
-    LESS,
     MARGIN,
     NOTHING,
     RARER,
@@ -44,8 +42,6 @@ _MORE_SAMPLES, _FAR = 16, 100.0
 # NMSE. Through a layer float32 leaves 1e-13 and less, so a share of this is seen to its first digits.
 ROUGH = 1e-8
 _TOGETHER = 4096  # tokens of hypotheses that are looked at together: in attention each has all of a step
-_ABREAST = 2  # schemes that are changed further, part by part
-_FEW = 3  # records that tell the parts of an arithmetic
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
 # was 0.55 to 2.8 times that in llama.cpp's records.
 _AS_FAR = 5.0
@@ -110,71 +106,6 @@ class Fitting:
         unfit = tuple(record for record in records if record.op not in fit)
         return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
 
-    def composed(
-        self,
-        starts: Sequence[Scheme],
-        records: Sequence[OpRecord],
-        in_others: Sequence[Scheme] = (),
-        may_be: Callable[[Scheme], bool] = lambda scheme: True,
-    ) -> Choice:
-        """The arithmetic of these records where none that is listed fits: from each of `starts`, of which the first is
-        the nearest that is known, one part after another is done in the way that leaves least, as long as that takes
-        something away: of those that it `may_be`. Else what the same op does `in_others`, where that fits them all.
-
-        Behind integers nothing falls by much until all is right, for any difference turns some of their roundings: so
-        little counts.
-        """
-        few = sorted(records[:_FEW], key=lambda record: self.left(record, starts[0]))
-        few.insert(0, few.pop((len(few) - 1) // 2))  # not the one that is mistaken
-        best, rivals = starts[0], starts
-        before = left = self._left_of(best, few)
-        for start in starts:
-            if left > NOTHING:
-                end, near = self._nearer(start, few, records, may_be)
-                if (less := self._left_of(end, few)) < left:
-                    best, rivals, left = end, near, less
-        if score(left, COMPOSED) <= score(before):
-            return self._that_fits(in_others, records) or Choice((starts[0],), False, before)
-        # Of one alone it would not be asked whether it fits.
-        choice = self.settle(tuple(dict.fromkeys((best, *rivals, *starts))), records)
-        if choice.settled:
-            return choice
-        if left > NOTHING:  # as where weights lie halfway between two others: what rounds them otherwise leaves less
-            return self._that_fits(starts[1:], records) or choice
-        # What rounds the same may add up otherwise: ggml's blocks as integers, where others multiply floats.
-        alike = [s for s in self._planner.changes((best,), *records) if may_be(s) and self._left_of(s, few) <= NOTHING]
-        return self.settle((best, *alike), records) if alike else choice
-
-    def _that_fits(self, schemes: Sequence[Scheme], records: Sequence[OpRecord]) -> Choice | None:
-        """Of those that fit all the records the one that leaves least."""
-        fit = [scheme for scheme in schemes if all(self.fits(record, scheme) for record in records)]
-        told = min(fit, key=lambda scheme: self._left_of(scheme, records), default=None)
-        return Choice((told,), True, self._left_of(told, records)) if told else None
-
-    def _nearer(
-        self, start: Scheme, few: Sequence[OpRecord], records: Sequence[OpRecord], may_be: Callable[[Scheme], bool]
-    ) -> tuple[Scheme, Sequence[Scheme]]:
-        """Where steps from a scheme end, by a few of the records, and the rivals of that. The best go on together, for
-        two ways of a part may be alike while another part is done wrongly.
-        """
-        found, near = {start: self._left_of(start, few)}, [start]
-        left = found[start]
-        while NOTHING < left <= BLIND:  # no roundings make more that a floor does not hide
-            ahead = near[:_ABREAST]
-            for other in self._planner.changes(ahead, *records):
-                if other not in found and may_be(other):
-                    found[other] = self._left_by_change(other, few, found[ahead[0]])
-            near = sorted(found, key=lambda scheme: found[scheme])
-            if found[near[0]] >= LESS * left:
-                break
-            left = found[near[0]]
-        return near[0], [scheme for scheme in near if found[scheme] <= ALIKE * left]
-
-    def _left_by_change(self, scheme: Scheme, records: Sequence[OpRecord], before: float) -> float:
-        """What it leaves of the records; of the first alone where that is far more than `before`."""
-        first = self.left(records[0], scheme)
-        return first if first > ALIKE * before else self._left_of(scheme, records)
-
     def _rounded_when_stored(self, record: OpRecord) -> float:
         """The NMSE that roundings to the half precision in which a record is held make, whatever else does; 0 of one
         that is held in more.
@@ -185,10 +116,6 @@ class Fitting:
         if storage not in HALVES:
             return 0.0
         return ratio(float(rounding_named(storage).step(values).square().sum()) / 12, float(values.square().sum()))
-
-    def _left_of(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
-        """What it leaves of the records: one mistake among three is outvoted."""
-        return median(self.left(record, scheme) for record in records)
 
     def _plainly(self, schemes: Sequence[Scheme], records: Sequence[OpRecord]) -> list[tuple[OpRecord, Scheme]]:
         """Segments under what most engines do, which is asked first. If the first is a mistaken layer, all that may fit

@@ -109,7 +109,7 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
     residuals: list[list[Residual]] = [[] for _ in asked]
     made: list[Recomputed] = []
     shapes = [one.by.recorded.shape(one.record, one.record.rows) for one in asked]
-    parts = _parts(op, shapes, glance)
+    parts = _parts(op, shapes, glance, max(_rows_alike(op, one) for one in asked))
     for channels in islice(parts, 1) if glance else parts:
         part = op.channels(channels) if channels else op
         values = [one.by.values(one.record, channels) for one in asked]
@@ -144,9 +144,14 @@ def _glance(op: Op, shapes: Sequence[tuple[int, ...]]) -> int:
     return min(_GLANCE, sum(shape[0] for shape in shapes) * max(1, _GLANCE_WEIGHTS // n_in))
 
 
-def _parts(op: Op, shapes: Sequence[tuple[int, ...]], glance: bool) -> Iterator[slice | None]:
-    """The channels of an op's outputs in parts, each enough for a glance or as many as are judged at a time, where they
-    are larger and made channel by channel; None for all.
+def _rows_alike(op: Op, asked: Asked) -> int:
+    """How many rows of the op's matrix are rounded together."""
+    return rounding_named(arithmetic_of(op, asked.scheme, asked.by.weights).stored).n_rows
+
+
+def _parts(op: Op, shapes: Sequence[tuple[int, ...]], glance: bool, multiple: int = 1) -> Iterator[slice | None]:
+    """The channels of an op's outputs in parts, each enough for a glance or as many as are judged at a time, and a
+    `multiple` of so many, where they are larger and made channel by channel; None for all.
     """
     size = _glance(op, shapes) if glance else PART
     whole = op.kind != "linear" or op.function or op.rework or any(w.read for w in op.weights)
@@ -154,7 +159,7 @@ def _parts(op: Op, shapes: Sequence[tuple[int, ...]], glance: bool) -> Iterator[
     if whole or len(shapes[0]) != 2 or n_tokens * n <= size:
         yield None
         return
-    step = max(1, size // n_tokens)
+    step = max(1, size // n_tokens // multiple) * multiple
     yield from (slice(at, min(at + step, n)) for at in range(0, n, step))
 
 

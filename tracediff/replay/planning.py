@@ -12,6 +12,7 @@ from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.schemes import EXACTLY, PLAIN, Way, in_tf32
+from tracediff.replay.composing import Composing
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
 from tracediff.replay.recompute import Recomputation
@@ -132,9 +133,10 @@ class Planning:
         def is_refused(found: Choice) -> bool:
             return not is_like(found.schemes[0]) and score(found.nmse, UNLIKE) <= score(choice.nmse)
 
-        found = self._fitting.composed(starts, asked, in_other_steps)
+        found = Composing(self._fitting, self._planner, asked).composed(starts, in_other_steps)
         if is_refused(found):
-            found = self._fitting.composed([*filter(is_like, starts)] or starts, asked, in_other_steps, is_like)
+            likely = Composing(self._fitting, self._planner, asked, is_like)
+            found = likely.composed([*filter(is_like, starts)] or starts, in_other_steps)
         self._recomputation.forget()
         if not found.settled or is_refused(found):
             return choice

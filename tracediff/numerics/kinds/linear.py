@@ -62,7 +62,7 @@ def products(
     energies = torch.empty(len(asking), weight.shape[0], dtype=dtype, device=x.device)
     parts, turned, at = [], [], 0
     error = signal = 0.0  # of a matrix that the engine requantised
-    for narrow in weights.slices(weight):
+    for narrow in weights.slices(weight, hold.n_rows):
         file = narrow.to(weights.dtype) if hold.in_blocks else narrow
         rows = hold(file)
         cut = slice(at, at + len(rows))
@@ -188,7 +188,8 @@ def _q8_1_sums(x: Tensor) -> Tensor:
 def columns(op: Op, at: Tensor, weights: Weights, arithmetic: Arithmetic) -> Tensor:
     """Columns `at` [n] of a linear op's matrix as the engine holds it, [n_out, n]."""
     hold = rounding_of(arithmetic.stored, op.weights[0], weights)
-    return torch.cat([hold(rows)[:, at] for rows in weights.slices(op.weights[0])]).to(weights.dtype)
+    slices = weights.slices(op.weights[0], hold.n_rows)
+    return torch.cat([hold(rows)[:, at] for rows in slices]).to(weights.dtype)
 
 
 def _noise(made: Made) -> Noise:

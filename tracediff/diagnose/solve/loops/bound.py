@@ -1,7 +1,7 @@
 """An op's loops with what the names in them stand for: run in part, in whole, and with what lies beyond arrays."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -202,7 +202,7 @@ class FlatWeight:
 
     weight: Weight
     weights: Weights
-    hold: Callable[[Tensor], Tensor]
+    hold: Rounding
     _whole: np.ndarray | None = None
     _rows: np.ndarray = field(default_factory=lambda: np.zeros(0, int))  # that were read last
     _table: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -235,7 +235,8 @@ class FlatWeight:
 
     @property
     def _is_small(self) -> bool:
-        return self.size <= _ROWS or self.weight.read is not None or len(self.weight.shape) < 2
+        alone = self.hold.n_rows == 1  # can rows be rounded
+        return self.size <= _ROWS or not alone or self.weight.read is not None or len(self.weight.shape) < 2
 
     @property
     def _all(self) -> np.ndarray:
