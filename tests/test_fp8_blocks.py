@@ -17,6 +17,7 @@ from tracediff.model.graph import Weight
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
 from tracediff.names import Capture
+from tracediff.numerics.kinds.matmul import rounding_of
 from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import check_trace
@@ -74,6 +75,11 @@ def test_a_block_shares_one_scale(shape: tuple[int, int]) -> None:
     assert not torch.equal(rounding_named("fp8/128")(x), expected)
 
 
+def test_a_vector_is_one_row() -> None:
+    x = torch.randn(256, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(rounding_named("fp8/128x128")(x), rounding_named("fp8/128")(x))
+
+
 @pytest.mark.parametrize("rounding", ["int8/64x32", "uint4/2x64", "full int4/16x32", "nf4/3x64"])
 def test_other_blocks_are_as_high_as_they_say(rounding: str) -> None:
     """What rows of the same values make by themselves."""
@@ -91,8 +97,8 @@ def test_an_engine_in_float8_blocks_is_right(capture: Capture, factor: float, mo
     said = {op.arithmetic for op in right.ops}
     assert SAID in said
     wrong = check_trace(traced(model, tmp_path / "wrong.trace", capture, factor), model)
-    where = "blk.1.ffn_up" if capture == "all" else "blk.1.ffn_residual"
-    assert {op.op for op in wrong.faulty} == {where}
+    assert {op.op for op in wrong.faulty} == {"blk.1.ffn_up" if capture == "all" else "blk.1.ffn_residual"}
+    assert capture == "layers" or "1.04" in wrong.findings[0].text
 
 
 def test_it_can_be_asked_for_and_leaves_the_embedding(models: Models, tmp_path: Path) -> None:
@@ -103,6 +109,18 @@ def test_it_can_be_asked_for_and_leaves_the_embedding(models: Models, tmp_path: 
     result = check_trace(traced(model, tmp_path / "t.trace"), model, arithmetic=asked)
     assert {op.op for op in result.faulty} == {"output"}  # which the engine leaves as it is
     assert rounding_named("fp8/128x128").words == "fp8 blocks of 128 x 128 with float32 scales"
+
+
+def test_what_has_no_such_blocks_is_left_as_it_is(models: Models) -> None:
+    """A mistaken op may read a bias in a matrix' place: it ended the search for causes."""
+    model = Model(models(SHAPE, "F16"))
+    weights = model.weights(torch.float32)
+    matrix, bias = model.graph["blk.0.attn_k"].weights
+    assert rounding_of("fp8/128x128", matrix, weights).name == "fp8/128x128"
+    assert rounding_of("fp8/128x128", bias, weights).name == "f64"
+    assert rounding_of("int8/32", bias, weights).name == "f64"
+    assert rounding_of("int8/96", matrix, weights).name == "f64"
+    assert rounding_of("bf16", bias, weights).name == "bf16"
 
 
 def test_matrices_are_cut_between_blocks(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,10 @@ class Blocks(Rounding):
         """As many as a block is high."""
         return self.tall
 
+    def width(self, n: int) -> int:
+        """As many as a block is wide."""
+        return max(self.block, 0) or n
+
     @property
     def is_whole(self) -> bool:
         """Whether all of a tensor shares one scale."""
@@ -43,7 +47,7 @@ class Blocks(Rounding):
 
     def within(self, least: float, most: float) -> "Blocks":
         """That of a part of a tensor, whose least and largest values these are."""
-        return replace(self, limits=(least, most)) if self.is_whole else self
+        return replace(self, limits=(least, most))
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quotients before rounding [..., blocks, n]; scales and what stands for 0 [..., blocks, 1]; all float32."""
@@ -73,7 +77,7 @@ class Blocks(Rounding):
 
     def of(self, x: Tensor) -> Tensor:
         """X in blocks, float32 [..., blocks, n]."""
-        return x.to(self.before).float().unflatten(-1, (-1, max(self.block, 0) or x.shape[-1]))
+        return x.to(self.before).float().unflatten(-1, (-1, self.width(x.shape[-1])))
 
     def edges(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The least and the largest value of each block [..., blocks, n] -> [..., blocks, 1]."""
@@ -92,7 +96,7 @@ class Blocks(Rounding):
 
     def _over_rows(self, largest: Tensor) -> Tensor:
         """The largest of the rows that share a scale, each row's being given, [..., rows, blocks, 1]."""
-        if self.tall == 1:
+        if self.tall == 1 or largest.ndim < 3:  # a vector is one row
             return largest
         parts = largest.split(self.tall, -3)
         return torch.cat([part.amax(-3, keepdim=True).expand_as(part) for part in parts], -3)

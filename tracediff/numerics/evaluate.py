@@ -45,10 +45,10 @@ def in_words_of(ops: Iterable[Op], scheme: Scheme, weights: Weights) -> str:
 def rows_fit(op: Op, arithmetic: Arithmetic, head_dim: int) -> bool:
     """Whether the rows that the arithmetic rounds in blocks are multiples of them."""
     columns = op.weights[0].shape[-1] if op.weights else op.axes[-1] if op.kind == "add" else head_dim
-    blocks = [rounding_named(name).block for name in (arithmetic.operands, arithmetic.stored)]
+    roundings = [rounding_named(name) for name in (arithmetic.operands, arithmetic.stored)]
     if not isinstance(columns, int):  # keys, which are some more in each step
-        return all((block or 1) == 1 for block in blocks)
-    return not any(columns % (block or columns) for block in blocks)
+        return all(rounding.block in (0, 1) for rounding in roundings)
+    return not any(columns % rounding.width(columns) for rounding in roundings)
 
 
 def evaluate(

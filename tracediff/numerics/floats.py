@@ -24,6 +24,10 @@ class Rounding:
         """Whether it keeps integers and a scale: engines add up their products without rounding them."""
         return self.block != 1
 
+    def width(self, n: int) -> int:
+        """How many values of a row of n share what they are rounded by."""
+        return self.block
+
     @property
     def is_whole(self) -> bool:
         """Whether all of a tensor shares one scale."""

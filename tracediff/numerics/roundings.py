@@ -64,6 +64,10 @@ class Read(Rounding):
         """No: what is multiplied are floats."""
         return False
 
+    def width(self, n: int) -> int:
+        """As many as where they are held."""
+        return self.held.width(n)
+
     @property
     def is_whole(self) -> bool:
         """Whether all of a tensor shares one scale."""

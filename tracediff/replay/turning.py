@@ -93,7 +93,7 @@ def _of_blocks(x: Tensor, here: Tensor, reach: Tensor, rounding: Rounding) -> tu
 
     What has an offset may move by as much as any value of its block does.
     """
-    size = x.numel() if rounding.is_whole else rounding.block or x.shape[-1]
+    size = x.numel() if rounding.is_whole else rounding.width(x.shape[-1])
     blocks, kept, reaches = (of.reshape(-1, size) for of in (x.abs(), here.abs(), reach))
     most = blocks.amax(-1, keepdim=True)
     largest = blocks == most

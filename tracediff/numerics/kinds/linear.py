@@ -58,7 +58,7 @@ def products(
     x = torch.cat(rounded) if len(rounded) > 1 else rounded[0]
     asking = x[: sum(asking_lengths)]
     # Sums of squares have no cancellation: float32 is more than enough, and twice as fast as float64.
-    squares, sums = asking.square().float(), _sums(asking, _offset_block(hold, weights.type_of(weight)))
+    squares, sums = asking.square().float(), _sums(asking, _offset_block(hold, weights.type_of(weight), x.shape[-1]))
     energies = torch.empty(len(asking), weight.shape[0], dtype=dtype, device=x.device)
     parts, turned, at = [], [], 0
     error = signal = 0.0  # of a matrix that the engine requantised
@@ -150,16 +150,16 @@ def matrix(weight: Weight, i: int) -> Weight:
     return replace(weight, shape=weight.shape[1:], first=(weight.first + i) * weight.shape[1])
 
 
-def _offset_block(hold: Rounding, weight_type: str) -> int | None:
-    """How many weights share an offset, 0 being a row; None where they have none."""
+def _offset_block(hold: Rounding, weight_type: str, n_in: int) -> int | None:
+    """How many weights of a row share an offset; None where they have none."""
     if hold.in_blocks:
-        return max(hold.block, 0) if hold.has_offset else None
+        return hold.width(n_in) if hold.has_offset else None
     return None if weight_type in _SIGNED else _OFFSET_BLOCK.get(weight_type, 16)
 
 
 def _sums(x: Tensor, block: int | None) -> Tensor | None:
     """Of x over each block of weights that share an offset, float32 [T, n_in / block]."""
-    return None if block is None else x.unflatten(-1, (-1, block or x.shape[-1])).sum(-1).float()
+    return None if block is None else x.unflatten(-1, (-1, block)).sum(-1).float()
 
 
 def _energy(squares: Tensor, sums: Tensor | None, rows: Tensor) -> Tensor:

@@ -25,8 +25,12 @@ def turns(x: Tensor, name: str) -> Tensor:
 
 
 def rounding_of(name: str, weight: Weight, weights: Weights) -> Rounding:
-    """How a matrix is held: with one scale by its largest value, also where only a part of it is rounded."""
-    rounding = rounding_named(name)
+    """How a matrix is held: with one scale by its largest value, also where only a part of it is rounded. What is none,
+    or has rows that are no multiples of its blocks, is left as it is: a mistaken op may read that in its place.
+    """
+    rounding, n = rounding_named(name), weight.shape[-1]
+    if rounding.in_blocks and (len(weight.shape) < 2 or n % rounding.width(n)):
+        return rounding_named("f64")
     return rounding.within(*weights.span(weight)) if rounding.is_whole else rounding
 
 
@@ -57,8 +61,8 @@ def _terms(length: int, arithmetic: Arithmetic) -> int:
 
     Eight more for adding up the lanes of a vector and multiplying by scales.
     """
-    block = max(rounding_named(arithmetic.operands).block, 0) or length
-    return length // (block if arithmetic.accumulate == "i32" else 1) + 8
+    block = rounding_named(arithmetic.operands).width(length) if arithmetic.accumulate == "i32" else 1
+    return length // block + 8
 
 
 def _followed(noise: Noise, last_place: Tensor) -> Noise:
