@@ -234,9 +234,9 @@ def test_hypotheses_that_are_looked_at_together_leave_what_each_does(
     trials, read = Trials(replay, ENDLESS), Counter[str]()
     slices = Weights.slices
 
-    def counted(weights: Weights, weight: Weight) -> Iterator[torch.Tensor]:
+    def counted(weights: Weights, weight: Weight, multiple: int = 1) -> Iterator[torch.Tensor]:
         read[weight.name] += 1
-        return slices(weights, weight)
+        return slices(weights, weight, multiple)
 
     monkeypatch.setattr(Weights, "slices", counted)
     record = replay.trace.ops[0, "blk.1.ffn_residual"]
