@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tracediff.numerics.exponentials import exponential_named
-from tracediff.numerics.floats import HALVES
-from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.roundings import held_before, rounding_named
 
 _ON_TENSOR_CORES = ("f16", "bf16", "tf32", "tf32 away")  # beside integers and float8
 # What `operands` and `stored` of an Arithmetic are, by kind of op.
@@ -161,8 +160,7 @@ def _of_table(held: str) -> str:
     """What an embedding is held in beside such matrices: rows that are read one by one share no scale with others, so
     it stays as the matrices were before.
     """
-    before = held.partition(" ")[0]
-    return held if rounding_named(held).n_rows == 1 else before if before in HALVES else "f64"
+    return held if rounding_named(held).n_rows == 1 else held_before(held)
 
 
 ON_TENSOR_CORES = " on tensor cores"

@@ -20,7 +20,7 @@ WHOLE = -1  # the size of a block that is all of a tensor
 class Blocks(Rounding):
     """Blocks of integers that share a scale; `block` 0 is a whole row. Subclasses say where the grid lies.
 
-    Blocks are `tall` rows high, those at the end of a matrix as many as there are. The values were held in the type
+    Blocks are `n_rows` high, those at the end of a matrix as many as there are. The values were held in the type
     `before`, and the scales are kept in that of `scales`. `limits` are the least and the largest value of a whole
     tensor; None: what is rounded is all of it.
     """
@@ -29,12 +29,7 @@ class Blocks(Rounding):
     before: torch.dtype = torch.float32
     bits: int = 8
     limits: tuple[float, float] | None = None
-    tall: int = 1
-
-    @property
-    def n_rows(self) -> int:
-        """As many as a block is high."""
-        return self.tall
+    n_rows: int = 1
 
     def width(self, n: int) -> int:
         """As many as a block is wide."""
@@ -96,9 +91,9 @@ class Blocks(Rounding):
 
     def _over_rows(self, largest: Tensor) -> Tensor:
         """The largest of the rows that share a scale, each row's being given, [..., rows, blocks, 1]."""
-        if self.tall == 1 or largest.ndim < 3:  # a vector is one row
+        if self.n_rows == 1 or largest.ndim < 3:  # a vector is one row
             return largest
-        parts = largest.split(self.tall, -3)
+        parts = largest.split(self.n_rows, -3)
         return torch.cat([part.amax(-3, keepdim=True).expand_as(part) for part in parts], -3)
 
 

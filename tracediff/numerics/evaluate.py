@@ -48,7 +48,7 @@ def rows_fit(op: Op, arithmetic: Arithmetic, head_dim: int) -> bool:
     roundings = [rounding_named(name) for name in (arithmetic.operands, arithmetic.stored)]
     if not isinstance(columns, int):  # keys, which are some more in each step
         return all(rounding.block in (0, 1) for rounding in roundings)
-    return not any(columns % rounding.width(columns) for rounding in roundings)
+    return all(rounding.divides(columns) for rounding in roundings)
 
 
 def evaluate(

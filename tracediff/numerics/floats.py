@@ -28,6 +28,10 @@ class Rounding:
         """How many values of a row of n share what they are rounded by."""
         return self.block
 
+    def divides(self, n: int) -> bool:
+        """Whether rows of n are multiples of its blocks."""
+        return n % self.width(n) == 0
+
     @property
     def is_whole(self) -> bool:
         """Whether all of a tensor shares one scale."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tracediff.errors import EngineError
 from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, Blocks
-from tracediff.numerics.floats import TF32, Float, Rounding, TF32Away
+from tracediff.numerics.floats import HALVES, TF32, Float, Rounding, TF32Away
 from tracediff.numerics.groups import NF4, Affine, Full, Signed, Truncated, TruncatedQ80, Unsigned, Wide
 
 half = Float("f16", "float16", dtype=torch.float16, mantissa=10)
@@ -112,6 +112,12 @@ def as_read(name: str) -> str:
     return name.partition(_THEN)[2] or "f64"
 
 
+def held_before(name: str) -> str:
+    """The half precision in which values were held before they were rounded so, or are held: "f64" for none."""
+    before = name.partition(" ")[0]
+    return before if before in HALVES else "f64"
+
+
 @cache
 def rounding_named(name: str) -> Rounding:
     """A rounding by its name: one of `_KNOWN`, or in groups of N values, rows or whole tensors, intB/N or uintB/N of B
@@ -134,8 +140,8 @@ def rounding_named(name: str) -> Rounding:
             "rows, row or tensor; `truncated `, `full ` or `wide ` before intB), fp8/N, affineB/N, nf4/N (`f16 ` or "
             "`bf16 ` before it: of values that were held in these)."
         )
-    held, size, tall = _KNOWN[found[1] or "f32"], _SIZES.get(found[4]) or int(found[6] or 0), int(found[5] or 1)
+    held, size, n_rows = _KNOWN[found[1] or "f32"], _SIZES.get(found[4]) or int(found[6] or 0), int(found[5] or 1)
     assert isinstance(held, Float)
-    sized = f"blocks of {tall} x {size}" if found[5] else f"groups of {size}"
+    sized = f"blocks of {n_rows} x {size}" if found[5] else f"groups of {size}"
     said = words.format(bits=found[3], groups={0: "rows", WHOLE: "whole tensors"}.get(size, sized), held=held.words)
-    return of(name, said, size, before=held.dtype, bits=int(found[3]), tall=tall)
+    return of(name, said, size, before=held.dtype, bits=int(found[3]), n_rows=n_rows)

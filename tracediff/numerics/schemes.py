@@ -18,7 +18,7 @@ from tracediff.numerics.arithmetic import (
     phrase,
 )
 from tracediff.numerics.floats import HALVES
-from tracediff.numerics.roundings import as_held, as_read, read_as, rounding_named
+from tracediff.numerics.roundings import as_held, as_read, held_before, read_as, rounding_named
 
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
@@ -71,8 +71,8 @@ def _matmul(what: str, rounding: str) -> Scheme:
     stored = rounding if what != "activations" else "f64"
     held = stored if stored != operands or stored in GROUPS else "f64"
     norms = held if what == "weights" and held in HALVES else "f64"  # nobody quantises these few
-    before = stored.partition(" ")[0]  # who holds weights in half precision before they are quantised holds biases so
-    biases = before if before in HALVES and (stored != before or "matrices" not in what) else "f64"
+    before = held_before(stored)  # who holds weights in half precision before they are quantised holds biases so
+    biases = before if stored != before or "matrices" not in what else "f64"
     return Scheme(
         phrase(what, rounding), Arithmetic(operands, stored, _sums(operands, stored), biases), held=held, norms=norms
     )

@@ -86,5 +86,5 @@ def _groups(op: Op) -> Iterator[Blocks]:
     """Groups of 8-bit integers that the rows of an op's weight are multiples of."""
     columns = op.weights[0].shape[-1]
     for group in map(rounding_named, GROUPS):
-        if isinstance(group, Signed) and columns % group.width(columns) == 0:
+        if isinstance(group, Signed) and group.divides(columns):
             yield group

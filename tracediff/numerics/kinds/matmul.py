@@ -28,8 +28,8 @@ def rounding_of(name: str, weight: Weight, weights: Weights) -> Rounding:
     """How a matrix is held: with one scale by its largest value, also where only a part of it is rounded. What is none,
     or has rows that are no multiples of its blocks, is left as it is: a mistaken op may read that in its place.
     """
-    rounding, n = rounding_named(name), weight.shape[-1]
-    if rounding.in_blocks and (len(weight.shape) < 2 or n % rounding.width(n)):
+    rounding = rounding_named(name)
+    if rounding.in_blocks and (len(weight.shape) < 2 or not rounding.divides(weight.shape[-1])):
         return rounding_named("f64")
     return rounding.within(*weights.span(weight)) if rounding.is_whole else rounding
 

@@ -214,7 +214,7 @@ class FlatWeight:
 
     def take(self, at: np.ndarray) -> np.ndarray:
         """Those at these places."""
-        if self._is_small:
+        if self._is_read_whole:
             return self._all[at]
         low, high = int(at.min()), int(at.max()) + 1
         if is_dense(low, high, at.size):
@@ -226,7 +226,7 @@ class FlatWeight:
 
     def between(self, low: int, high: int) -> np.ndarray:
         """Those from one place to before another."""
-        if self._is_small:
+        if self._is_read_whole:
             return self._all[low:high]
         width = self.weight.shape[-1]
         first = low // width
@@ -234,9 +234,9 @@ class FlatWeight:
         return rows.ravel()[low - first * width : high - first * width]
 
     @property
-    def _is_small(self) -> bool:
-        alone = self.hold.n_rows == 1  # can rows be rounded
-        return self.size <= _ROWS or not alone or self.weight.read is not None or len(self.weight.shape) < 2
+    def _is_read_whole(self) -> bool:
+        together = self.hold.n_rows > 1  # rows are rounded
+        return self.size <= _ROWS or together or self.weight.read is not None or len(self.weight.shape) < 2
 
     @property
     def _all(self) -> np.ndarray:
