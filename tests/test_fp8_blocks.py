@@ -20,7 +20,7 @@ from tracediff.names import Capture
 from tracediff.numerics.kinds.matmul import rounding_of
 from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.schemes import scheme_named
-from tracediff.pipeline import check_trace
+from tracediff.pipeline import Effort, check_trace
 
 # K and V have 64 rows: less than a block is high.
 SHAPE = Shape("qwen2", n_layer=3, n_embd=256, n_head=4, n_head_kv=1, n_ff=640, n_vocab=320)
@@ -53,15 +53,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def traced(model: Model, out: Path, capture: Capture = "all", factor: float = 1.0) -> Path:
-    """What an engine recorded that leaves the embedding and the head as they are."""
+def traced(
+    model: Model, out: Path, capture: Capture = "all", factor: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Path:
+    """What an engine recorded that leaves the embedding and the head as they are, and what is no matmul in `dtype`."""
     graph = model.graph
     for op in graph:
         if op.kind == "linear" and op.name != "output":
-            graph = graph.changed(replace(op, function=linear))
+            graph = graph.changed(replace(op, function=lambda *given: linear(*given).to(dtype)))
     wrong = graph["blk.1.ffn_up"]
-    graph = graph.changed(replace(wrong, function=lambda *given: factor * linear(*given)))
-    return trace_graph(graph, model.file, out, PROMPT, PROMPT[:1], capture=capture)
+    graph = graph.changed(replace(wrong, function=lambda *given: (factor * linear(*given)).to(dtype)))
+    return trace_graph(graph, model.file, out, PROMPT, PROMPT[:1], capture=capture, dtype=dtype)
 
 
 @pytest.mark.parametrize("shape", [(384, 256), (320, 128), (64, 384)])
@@ -99,6 +101,19 @@ def test_an_engine_in_float8_blocks_is_right(capture: Capture, factor: float, mo
     wrong = check_trace(traced(model, tmp_path / "wrong.trace", capture, factor), model)
     assert {op.op for op in wrong.faulty} == {"blk.1.ffn_up" if capture == "all" else "blk.1.ffn_residual"}
     assert capture == "layers" or "1.04" in wrong.findings[0].text
+
+
+def test_replay_goes_a_part_of_the_way_with_an_engine_in_half_precision(models: Models, tmp_path: Path) -> None:
+    """What bfloat16 rounds between turns the largest of a row's values, so the row's scale and all of the row: from
+    hidden states alone the right arithmetic leaves as much of a layer as a wrong one, and every layer diverged.
+    """
+    model = Model(models(SHAPE, "F16"))
+    trace = traced(model, tmp_path / "t.trace", "layers", 1.5, torch.bfloat16)
+    result = check_trace(trace, model, effort=Effort(seconds=0))
+    assert {op.op for op in result.faulty} == {"blk.1.ffn_residual"}
+    layers = [op.local.arithmetic for op in result.ops if op.local and op.op.endswith("ffn_residual")]
+    assert len(layers) == 6
+    assert all("weights in fp8 blocks of 128 x 128" in said for said in layers)
 
 
 def test_it_can_be_asked_for_and_leaves_the_embedding(models: Models, tmp_path: Path) -> None:

@@ -159,7 +159,9 @@ class Planner:
         alike = () if self.is_segment(record) else tuple(dict.fromkeys(record.op for record in records))
         key = *alike, self._lengths(record), self._recorded.storage(record.step)
         if key not in self._found:
-            self._found[key] = tuple(self._differing(self._schemes, *records).values())
+            several = len(self._schemes) > 1
+            schemes = [s for s in self._schemes if not several or _caches_so(self._recorded.storage(record.step), s)]
+            self._found[key] = tuple(self._differing(schemes, *records).values())
         if not self._found[key]:
             raise EngineError(
                 f"{records[0].op} cannot be recomputed in the arithmetic {self._schemes[0].name!r}: this model has "
@@ -203,10 +205,9 @@ class Planner:
         they round.
         """
         record, covered = records[0], self._covered(*records)
-        held = self._recorded.storage(record.step)
         found: dict[tuple[Arithmetic, ...], Scheme] = {}
         for scheme in schemes:
-            if len(schemes) > 1 and not (self._sums_so(record, scheme.values) and _caches_so(held, scheme)):
+            if len(schemes) > 1 and not self._sums_so(record, scheme.values):
                 continue
             if self._rows_fit(covered, of := self._rounds(scheme, covered)):
                 found.setdefault(of, scheme)

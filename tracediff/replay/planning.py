@@ -35,6 +35,13 @@ class Known(NamedTuple):
     nmse: float
 
 
+class Elsewhere(NamedTuple):
+    """What ops of some name and types do in steps of other sizes, where that is settled."""
+
+    sole: Sequence[Scheme] = ()  # of those that have one arithmetic, which fits all
+    longer: Sequence[Choice] = ()  # in longer steps, which tell more
+
+
 class Planning:
     """Makes the plan of one trace."""
 
@@ -55,19 +62,21 @@ class Planning:
             if (usual and choice.schemes[0] not in usual) or any(scheme in unlike for scheme in choice.schemes):
                 choices[sort] = self._settled(by_sort[sort], usual, unlike)
         choices = {
-            sort: self._as_on_gpus(choice, by_sort[sort], _in_other_steps(sort, choices))
+            sort: self._as_on_gpus(choice, by_sort[sort], _elsewhere(sort, choices).sole)
             for sort, choice in choices.items()
         }
+        heard: dict[Sort, set[Way | Scheme]] = {}
         for _ in range(_ROUNDS):
-            before, known = choices, self._known(choices, by_sort)
-            choices = {
-                sort: self._composed(choice, by_sort[sort], known, _in_other_steps(sort, before))
-                for sort, choice in before.items()
-            }
-            if choices == before:  # and so is what is known
-                break
+            known = self._known(choices, by_sort)
+            told: set[Way | Scheme] = {*_told(known).values()}
+            for sort in sorted(choices, key=lambda sort: -sort.n_tokens):  # the longest steps tell most
+                choice, elsewhere = choices[sort], _elsewhere(sort, choices)
+                hears = told | {other.schemes[0] for other in elsewhere.longer} | {*elsewhere.sole}
+                if sort not in heard or not all(_does(choice, one) for one in hears - heard[sort]):
+                    choices[sort] = self._composed(choice, by_sort[sort], known, elsewhere)
+                heard[sort] = hears
         choices = {
-            sort: self._as_in_prompts(choice, by_sort[sort], _in_other_steps(sort, choices))
+            sort: self._as_in_prompts(choice, by_sort[sort], _elsewhere(sort, choices).sole)
             if sort.n_tokens == 1
             else choice
             for sort, choice in choices.items()
@@ -85,14 +94,15 @@ class Planning:
 
     def _known(self, choices: Mapping[Sort, Choice], by_sort: Mapping[Sort, Sequence[OpRecord]]) -> Sequence[Known]:
         """How the engine does parts, as far as sorts tell. First what leaves next to nothing, of such what does other
-        than most engines do: who quantise all else may leave a head or a table as it is.
+        than most engines do: who quantise all else may leave a head or a table as it is, so a table is never sure.
         """
         known = []
         for sort, choice in choices.items():
             if choice.settled and len(choice.schemes) == 1:
                 for part, ways in self._planner.told(choice.schemes[0], *by_sort[sort]).items():
                     usual = any(way.is_of(scheme) for way in ways for scheme in PLAIN)
-                    known.append(Known(part, ways, all(sort.held) and choice.nmse <= NOTHING, usual, choice.nmse))
+                    surely = all(sort.held) and choice.nmse <= NOTHING and sort.name != "embedding"
+                    known.append(Known(part, ways, surely, usual, choice.nmse))
         return sorted(known, key=lambda one: (not one.surely, one.usual, one.nmse))
 
     def _unlike(
@@ -108,7 +118,7 @@ class Planning:
         return [s for s in schemes if not all(any(way.is_of(s) for way in of_part) for of_part in sure)]
 
     def _composed(
-        self, choice: Choice, records: list[OpRecord], known: Sequence[Known], in_other_steps: Sequence[Scheme]
+        self, choice: Choice, records: list[OpRecord], known: Sequence[Known], elsewhere: Elsewhere
     ) -> Choice:
         """Where nothing usual fits, or not one thing, or leaves more than next to nothing: parts that are done in ways
         of other engines, or weights that the engine quantised by itself, be it but for the head; from the nearest, and
@@ -117,12 +127,12 @@ class Planning:
         samples, nearest = self._samples(records), choice.schemes[0]
         starts = [nearest]
         if choice.nmse > NOTHING:
-            told = {one.part: one.ways[0] for one in reversed(known)}
-            as_told = reduce(lambda scheme, way: way.of(scheme), told.values(), EXACTLY)
+            as_told = reduce(lambda scheme, way: way.of(scheme), _told(known).values(), EXACTLY)
             starts = [*self._planner.suiting((nearest, as_told), *records)]
         doubtful = (len(choice.schemes) > 1 or len(starts) > 1) and not choice.by_op
         asked = choice.unfit or (samples if doubtful else ())
-        if asked and self._planner.is_segment(asked[0]):
+        through_segments = self._planner.is_segment(records[0])
+        if asked and through_segments:
             asked = samples  # of which one that nothing fits may be the mistaken one
         if not asked or not self._is_short(asked[0]):
             return choice
@@ -133,15 +143,16 @@ class Planning:
         def is_refused(found: Choice) -> bool:
             return not is_like(found.schemes[0]) and score(found.nmse, UNLIKE) <= score(choice.nmse)
 
-        found = Composing(self._fitting, self._planner, asked).composed(starts, in_other_steps)
+        found = Composing(self._fitting, self._planner, asked).composed(starts, *elsewhere)
         if is_refused(found):
             likely = Composing(self._fitting, self._planner, asked, is_like)
-            found = likely.composed([*filter(is_like, starts)] or starts, in_other_steps)
+            found = likely.composed([*filter(is_like, starts)] or starts, *elsewhere)
         self._recomputation.forget()
         if not found.settled or is_refused(found):
             return choice
         whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
-        return self._composed(whole, records, known, in_other_steps) if 0 < len(found.unfit) < len(asked) else whole
+        again = 0 < len(found.unfit) < len(asked) and not through_segments
+        return self._composed(whole, records, known, elsewhere) if again else whole
 
     def _as_on_gpus(self, choice: Choice, records: list[OpRecord], in_other_steps: Sequence[Scheme]) -> Choice:
         """Matmuls of float32 in shorter operands as GPUs make them: of some ops, by their shapes, with sums on tensor
@@ -254,11 +265,25 @@ class Planning:
         return all(finite for finite, _ in seen) and any(not_zero for _, not_zero in seen)
 
 
-def _in_other_steps(sort: Sort, choices: Mapping[Sort, Choice]) -> Sequence[Scheme]:
-    """What ops of this name and types do in steps of other sizes, where that is settled."""
-    sorts = (other for other in choices if (other.name, other.types) == (sort.name, sort.types))
-    others = (choices[other] for other in sorts if other.n_tokens != sort.n_tokens)
-    return [one.schemes[0] for one in others if one.settled and len(one.schemes) == 1 and not one.unfit]
+def _told(known: Sequence[Known]) -> Mapping[str, Way]:
+    """How the engine does each part, by what tells it best."""
+    return {one.part: one.ways[0] for one in reversed(known)}
+
+
+def _does(choice: Choice, one: Way | Scheme) -> bool:
+    return one.is_of(choice.schemes[0]) if isinstance(one, Way) else one == choice.schemes[0]
+
+
+def _elsewhere(sort: Sort, choices: Mapping[Sort, Choice]) -> Elsewhere:
+    others = {
+        other: choice
+        for other, choice in choices.items()
+        if (other.name, other.types) == (sort.name, sort.types) and other.n_tokens != sort.n_tokens and choice.settled
+    }
+    return Elsewhere(
+        [choice.schemes[0] for choice in others.values() if len(choice.schemes) == 1 and not choice.unfit],
+        [choice for other, choice in others.items() if other.n_tokens > sort.n_tokens],
+    )
 
 
 def _names(records: Sequence[OpRecord]) -> list[str]:
