@@ -55,7 +55,7 @@ class Fitting:
         self._planner = planner
         self._common: dict[tuple[bool, bool], tuple[tuple[OpRecord, tuple[int, ...]], Recomputation]] = {}
         self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
-        self._missed: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
+        self._unexplained: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
         self._lefts: dict[tuple[OpRecord, Scheme], float] = {}
         self._looks: dict[tuple[OpRecord, Scheme, bool], Look] = {}
         self._fews: tuple[tuple[Recomputation, OpRecord, Scheme], Few | None] | None = None
@@ -228,31 +228,34 @@ class Fitting:
             self._fews = of, Few.of(common, record, scheme) if self._planner.is_segment(record) else None
         return self._fews[1]
 
-    def missed(self, record: OpRecord, scheme: Scheme, start: Scheme) -> float:
-        """By how much a scheme misses the record, as NMSE: what it leaves. Of a segment in half precision what it
-        leaves of the error of another, the `start`, if replay goes with the engine as much of the way from there as
-        leads to what was recorded.
-
-        What half precision rounds between turns what is rounded to eight bits after it, a row's scale and all. So the
-        right scheme takes replay where the engine went by a share of the way alone, and may leave as much as a wrong
-        one does; but a wrong one's way leads nowhere. In float8 beside bfloat16, of a layer of 512 channels, a part
-        done rightly had a correlation of 0.26 to 0.72 with what was left, and of 50 others none more than 0.05.
-        """
-        if scheme == start or not self.goes_part_of_the_way(record):
-            return self.left(record, scheme)
-        key = record, scheme, start
-        if key not in self._missed:
-            self._missed[key] = self._rough_or_not(record, lambda by: self._missed_by(by, *key))
-        return self._missed[key]
-
     def goes_part_of_the_way(self, record: OpRecord) -> bool:
-        """Whether replay may go with the engine a part of the way only; of one token too few values would tell."""
+        """Whether replay may go with the engine a part of the way only: of one token too few values would tell where.
+
+        What half precision rounds between two hidden states turns what is rounded to eight bits after it, a row's scale
+        and all. So the right scheme may leave as much as a wrong one does.
+        """
         recorded = self._recomputation.recorded
-        if len(recorded.trace.steps[record.step].tokens) == 1 or not self._planner.is_segment(record):
+        tokens = recorded.trace.steps[record.step].tokens if record.rows is None else record.rows
+        if len(tokens) == 1 or not self._planner.is_segment(record):
             return False
         return recorded.stored(record, recorded.values(record)) in HALVES
 
-    def _missed_by(self, unchanged: Recomputation, record: OpRecord, scheme: Scheme, start: Scheme) -> float:
+    def unexplained(self, record: OpRecord, scheme: Scheme, start: Scheme) -> float:
+        """What is left of the error of the `start`, as NMSE, by as much of the way from there to another scheme as
+        explains most of it.
+
+        The right scheme takes replay where the engine went by a share of the way; a wrong one's way leads nowhere. In
+        float8 beside bfloat16, of a layer of 512 channels, a part done rightly had a correlation of 0.26 to 0.72 with
+        the error, and of 50 others none more than 0.05.
+        """
+        if scheme == start:
+            return self.left(record, scheme)
+        key = record, scheme, start
+        if key not in self._unexplained:
+            self._unexplained[key] = self._rough_or_not(record, lambda by: self._unexplained_by(by, *key))
+        return self._unexplained[key]
+
+    def _unexplained_by(self, unchanged: Recomputation, record: OpRecord, scheme: Scheme, start: Scheme) -> float:
         op = unchanged.graph[record.op]
         x, y = (unchanged.op(record, op, of, "f64").exact for of in (start, scheme))
         unchanged.keep_waists()

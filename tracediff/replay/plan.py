@@ -159,8 +159,8 @@ class Planner:
         alike = () if self.is_segment(record) else tuple(dict.fromkeys(record.op for record in records))
         key = *alike, self._lengths(record), self._recorded.storage(record.step)
         if key not in self._found:
-            several = len(self._schemes) > 1
-            schemes = [s for s in self._schemes if not several or _caches_so(self._recorded.storage(record.step), s)]
+            several, held = len(self._schemes) > 1, self._recorded.storage(record.step)
+            schemes = [scheme for scheme in self._schemes if not several or _caches_so(held, scheme)]
             self._found[key] = tuple(self._differing(schemes, *records).values())
         if not self._found[key]:
             raise EngineError(

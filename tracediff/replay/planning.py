@@ -10,6 +10,7 @@ import numpy as np
 
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.schemes import EXACTLY, PLAIN, Way, in_tf32
 from tracediff.replay.composing import Composing
@@ -38,8 +39,8 @@ class Known(NamedTuple):
 class Elsewhere(NamedTuple):
     """What ops of some name and types do in steps of other sizes, where that is settled."""
 
-    sole: Sequence[Scheme] = ()  # of those that have one arithmetic, which fits all
-    longer: Sequence[Choice] = ()  # in longer steps, which tell more
+    sole: Sequence[Scheme]  # of those that have one arithmetic, which fits all
+    longer: Sequence[Choice]  # of segments: in longer steps, the longest first, which tell most
 
 
 class Planning:
@@ -65,14 +66,15 @@ class Planning:
             sort: self._as_on_gpus(choice, by_sort[sort], _elsewhere(sort, choices).sole)
             for sort, choice in choices.items()
         }
-        heard: dict[Sort, set[Way | Scheme]] = {}
+        heard: dict[Sort, set[tuple[Way | Scheme, bool]]] = {}
         for _ in range(_ROUNDS):
             known = self._known(choices, by_sort)
-            told: set[Way | Scheme] = {*_told(known).values()}
+            told: set[tuple[Way | Scheme, bool]] = {(one.ways[0], one.surely) for one in _best(known).values()}
             for sort in sorted(choices, key=lambda sort: -sort.n_tokens):  # the longest steps tell most
                 choice, elsewhere = choices[sort], _elsewhere(sort, choices)
-                hears = told | {other.schemes[0] for other in elsewhere.longer} | {*elsewhere.sole}
-                if sort not in heard or not all(_does(choice, one) for one in hears - heard[sort]):
+                in_longer = (scheme for other in elsewhere.longer for scheme in other.schemes)
+                hears = told | {(scheme, False) for scheme in (*elsewhere.sole, *in_longer)}
+                if sort not in heard or not all(_does(choice, one) for one, _ in hears - heard[sort]):
                     choices[sort] = self._composed(choice, by_sort[sort], known, elsewhere)
                 heard[sort] = hears
         choices = {
@@ -94,14 +96,18 @@ class Planning:
 
     def _known(self, choices: Mapping[Sort, Choice], by_sort: Mapping[Sort, Sequence[OpRecord]]) -> Sequence[Known]:
         """How the engine does parts, as far as sorts tell. First what leaves next to nothing, of such what does other
-        than most engines do: who quantise all else may leave a head or a table as it is, so a table is never sure.
+        than most engines do: who quantise all else may leave a head or a table as it is, so a table in half precision
+        tells nothing for sure. (A head does, of which next to nothing is left: what does otherwise must leave a
+        thousandth.)
         """
         known = []
         for sort, choice in choices.items():
             if choice.settled and len(choice.schemes) == 1:
+                own = self._planner.arithmetic(by_sort[sort][0], choice.schemes[0])
+                half_table = sort.name == "embedding" and own.stored in HALVES
+                surely = all(sort.held) and choice.nmse <= NOTHING and not half_table
                 for part, ways in self._planner.told(choice.schemes[0], *by_sort[sort]).items():
                     usual = any(way.is_of(scheme) for way in ways for scheme in PLAIN)
-                    surely = all(sort.held) and choice.nmse <= NOTHING and sort.name != "embedding"
                     known.append(Known(part, ways, surely, usual, choice.nmse))
         return sorted(known, key=lambda one: (not one.surely, one.usual, one.nmse))
 
@@ -127,7 +133,7 @@ class Planning:
         samples, nearest = self._samples(records), choice.schemes[0]
         starts = [nearest]
         if choice.nmse > NOTHING:
-            as_told = reduce(lambda scheme, way: way.of(scheme), _told(known).values(), EXACTLY)
+            as_told = reduce(lambda scheme, one: one.ways[0].of(scheme), _best(known).values(), EXACTLY)
             starts = [*self._planner.suiting((nearest, as_told), *records)]
         doubtful = (len(choice.schemes) > 1 or len(starts) > 1) and not choice.by_op
         asked = choice.unfit or (samples if doubtful else ())
@@ -265,12 +271,13 @@ class Planning:
         return all(finite for finite, _ in seen) and any(not_zero for _, not_zero in seen)
 
 
-def _told(known: Sequence[Known]) -> Mapping[str, Way]:
-    """How the engine does each part, by what tells it best."""
-    return {one.part: one.ways[0] for one in reversed(known)}
+def _best(known: Sequence[Known]) -> Mapping[str, Known]:
+    """What tells each part best."""
+    return {one.part: one for one in reversed(known)}
 
 
 def _does(choice: Choice, one: Way | Scheme) -> bool:
+    """Whether what was chosen first is that, or does that."""
     return one.is_of(choice.schemes[0]) if isinstance(one, Way) else one == choice.schemes[0]
 
 
@@ -280,9 +287,10 @@ def _elsewhere(sort: Sort, choices: Mapping[Sort, Choice]) -> Elsewhere:
         for other, choice in choices.items()
         if (other.name, other.types) == (sort.name, sort.types) and other.n_tokens != sort.n_tokens and choice.settled
     }
+    longer = sorted((other for other in others if other.n_tokens > sort.n_tokens), key=lambda other: -other.n_tokens)
     return Elsewhere(
         [choice.schemes[0] for choice in others.values() if len(choice.schemes) == 1 and not choice.unfit],
-        [choice for other, choice in others.items() if other.n_tokens > sort.n_tokens],
+        [] if all(sort.held) else [others[other] for other in longer],
     )
 
 
