@@ -47,8 +47,7 @@ class Composing:
                 if less < missed:
                     start, best, rivals, missed = begun, end, near, less
         left = self._left_of(best, few)
-        leads = is_led and best != start and missed <= UNEXPLAINED * self._left_of(start, few)
-        if score(left, COMPOSED) <= score(before) and not leads:
+        if score(left, COMPOSED) <= score(before) and not (is_led and self._leads(best, start, starts, few)):
             return self._that_fits(in_others) or Choice((starts[0],), False, before)
         # Of one alone it would not be asked whether it fits.
         choice = self._fitting.settle(tuple(dict.fromkeys((best, *rivals, *starts))), self._records)
@@ -60,6 +59,14 @@ class Composing:
         changes = self._planner.changes((best,), *self._records)
         same = [s for s in changes if self._may_be(s) and self._left_of(s, few) <= NOTHING]
         return self._fitting.settle((best, *same), self._records) if same else choice
+
+    def _leads(self, scheme: Scheme, start: Scheme, starts: Sequence[Scheme], few: Sequence[OpRecord]) -> bool:
+        """Whether the way from a start to the scheme explains a part of what any of the starts leaves of most of the
+        records: of one, an expert that another rounding chose explains as much.
+        """
+        least = {record: min(self._fitting.left(record, one) for one in starts) for record in few}
+        told = [r for r in few if self._fitting.unexplained(r, scheme, start) <= UNEXPLAINED * least[r]]
+        return 2 * len(told) > len(few)
 
     def _as_there(self, there: Choice, nearest: Scheme) -> Choice | None:
         """What was chosen for longer steps, if it leaves as little of these records as of those, no more than what is

@@ -34,6 +34,7 @@ class Known(NamedTuple):
     surely: bool  # by records of their own, of which it leaves next to nothing
     usual: bool
     nmse: float
+    half_table: bool  # by a table in half precision, which who multiply in eight bits leave as it is
 
 
 class Elsewhere(NamedTuple):
@@ -96,19 +97,17 @@ class Planning:
 
     def _known(self, choices: Mapping[Sort, Choice], by_sort: Mapping[Sort, Sequence[OpRecord]]) -> Sequence[Known]:
         """How the engine does parts, as far as sorts tell. First what leaves next to nothing, of such what does other
-        than most engines do: who quantise all else may leave a head or a table as it is, so a table in half precision
-        tells nothing for sure. (A head does, of which next to nothing is left: what does otherwise must leave a
-        thousandth.)
+        than most engines do: who quantise all else may leave a head or a table as it is.
         """
         known = []
         for sort, choice in choices.items():
             if choice.settled and len(choice.schemes) == 1:
                 own = self._planner.arithmetic(by_sort[sort][0], choice.schemes[0])
                 half_table = sort.name == "embedding" and own.stored in HALVES
-                surely = all(sort.held) and choice.nmse <= NOTHING and not half_table
+                surely = all(sort.held) and choice.nmse <= NOTHING
                 for part, ways in self._planner.told(choice.schemes[0], *by_sort[sort]).items():
                     usual = any(way.is_of(scheme) for way in ways for scheme in PLAIN)
-                    known.append(Known(part, ways, surely, usual, choice.nmse))
+                    known.append(Known(part, ways, surely, usual, choice.nmse, half_table))
         return sorted(known, key=lambda one: (not one.surely, one.usual, one.nmse))
 
     def _unlike(
@@ -144,7 +143,7 @@ class Planning:
             return choice
 
         def is_like(scheme: Scheme) -> bool:
-            return not self._unlike([scheme], records, known)
+            return not self._unlike([scheme], records, [one for one in known if not one.half_table])
 
         def is_refused(found: Choice) -> bool:
             return not is_like(found.schemes[0]) and score(found.nmse, UNLIKE) <= score(choice.nmse)
