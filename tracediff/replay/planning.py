@@ -141,9 +141,10 @@ class Planning:
             asked = samples  # of which one that nothing fits may be the mistaken one
         if not asked or not self._is_short(asked[0]):
             return choice
+        of_others = [one for one in known if not one.half_table]
 
         def is_like(scheme: Scheme) -> bool:
-            return not self._unlike([scheme], records, [one for one in known if not one.half_table])
+            return not self._unlike([scheme], records, of_others)
 
         def is_refused(found: Choice) -> bool:
             return not is_like(found.schemes[0]) and score(found.nmse, UNLIKE) <= score(choice.nmse)

@@ -44,8 +44,8 @@ COMPOSED = math.log(4.0)
 # that no more than this share is left: wrong ones explained 0.3% of it and less. Whether what is left is within the
 # floor is asked besides.
 UNEXPLAINED = 0.75
-# A part of it must then miss less than this share: of what is rounded otherwise at each try chance explains 2.5% of
-# 30,000 values, the best of 150.
+# A part of it must then leave less than this share unexplained: of what is rounded otherwise at each try chance
+# explains 2.5% of 30,000 values, the best of 150.
 LESS_UNEXPLAINED = 0.95
 # A part of it that is done in another way must leave less than this share. Of a wrong way chance takes away z^2 / n at
 # most, where z is its luck and n is how many values err by themselves: of some thousand a two-hundredth is more. What
