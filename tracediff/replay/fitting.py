@@ -9,6 +9,8 @@ from dataclasses import replace
 from itertools import islice
 from statistics import median
 
+from torch import Tensor
+
 from tracediff.model.graph import Op
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.floats import HALVES
@@ -56,6 +58,7 @@ class Fitting:
         self._common: dict[tuple[bool, bool], tuple[tuple[OpRecord, tuple[int, ...]], Recomputation]] = {}
         self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
         self._unexplained: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
+        self._begun: tuple[Scheme | None, dict[tuple[OpRecord, bool], Tensor]] = None, {}
         self._lefts: dict[tuple[OpRecord, Scheme], float] = {}
         self._looks: dict[tuple[OpRecord, Scheme, bool], Look] = {}
         self._fews: tuple[tuple[Recomputation, OpRecord, Scheme], Few | None] | None = None
@@ -256,13 +259,25 @@ class Fitting:
         return self._unexplained[key]
 
     def _unexplained_by(self, unchanged: Recomputation, record: OpRecord, scheme: Scheme, start: Scheme) -> float:
-        op = unchanged.graph[record.op]
-        x, y = (unchanged.op(record, op, of, "f64").exact for of in (start, scheme))
-        unchanged.keep_waists()
+        x, y = self._begun_with(unchanged, record, start), self._exact(unchanged, record, scheme)
         error = (unchanged.values(record).reshape(x.shape) - x).nan_to_num(0.0, 0.0, 0.0)
         way = (y - x).nan_to_num(0.0, 0.0, 0.0)
         share = min(max(ratio(float((error * way).sum()), float(way.square().sum())), 0.0), 1.0)
         return ratio(float((error - share * way).square().sum()), float(x.nan_to_num(0.0, 0.0, 0.0).square().sum()))
+
+    def _begun_with(self, unchanged: Recomputation, record: OpRecord, start: Scheme) -> Tensor:
+        """What the start makes of the record; of one start at a time it is kept, for many schemes begin with it."""
+        if self._begun[0] != start:
+            self._begun = start, {}
+        key = record, unchanged.weights is not self._recomputation.weights  # in float32, or in float64
+        if key not in self._begun[1]:
+            self._begun[1][key] = self._exact(unchanged, record, start)
+        return self._begun[1][key]
+
+    def _exact(self, unchanged: Recomputation, record: OpRecord, scheme: Scheme) -> Tensor:
+        exact = unchanged.op(record, unchanged.graph[record.op], scheme, "f64").exact
+        unchanged.keep_waists()
+        return exact
 
     def without_noise(self, record: OpRecord, rough: bool = False, given: Sequence[Op] = ()) -> Recomputation:
         """What hypotheses of a record have in common, ops that are `given` among it: they differ from it in some ops
