@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
@@ -125,6 +125,19 @@ class Weights:
         if whole is not None:
             self._recent.keep(_key(weight), whole)
 
+    def rounded(self, weight: Weight, rounding: Callable[[Tensor], Tensor], multiple: int = 1) -> Tensor | None:
+        """The whole matrix, a `multiple` of so many rows at a time rounded so, which stays for the next use; None where
+        there is no room for it, or where it is not the file's.
+        """
+        if self._in_memory(weight) or math.prod(weight.shape) * self.dtype.itemsize > self._recent.room:
+            return None
+        key = *_key(weight), self.dtype, rounding
+        whole = self._recent.get(key)
+        if whole is None:
+            whole = torch.cat([rounding(rows.to(self.dtype)) for rows in self.slices(weight, multiple)])
+            self._recent.keep(key, whole)
+        return whole
+
     def span(self, weight: Weight) -> tuple[float, float]:
         """The least and the largest value of the matrix that these rows are of."""
         n_rows, n_columns = (1, *self._info(weight).shape)[-2:]
@@ -186,10 +199,10 @@ class Weights:
         return x.to(device=self.device).to(dtype or self.dtype)
 
 
-_Key = tuple[str, int, int]  # of a matrix: the tensor, the first row and how many
+_Key = tuple[Hashable, ...]  # of a matrix: the tensor, the first row and how many; and how they are rounded
 
 
-def _key(weight: Weight) -> _Key:
+def _key(weight: Weight) -> tuple[str, int, int]:
     return weight.name, weight.first, weight.shape[0]
 
 

@@ -266,7 +266,7 @@ class Fitting:
         return ratio(float((error - share * way).square().sum()), float(x.nan_to_num(0.0, 0.0, 0.0).square().sum()))
 
     def _begun_with(self, unchanged: Recomputation, record: OpRecord, start: Scheme) -> Tensor:
-        """What the start makes of the record; of one start at a time it is kept, for many schemes begin with it."""
+        """What the start makes of the record: kept, of one at a time, for many schemes are held against it."""
         if self._begun[0] != start:
             self._begun = start, {}
         key = record, unchanged.weights is not self._recomputation.weights  # in float32, or in float64
@@ -275,7 +275,8 @@ class Fitting:
         return self._begun[1][key]
 
     def _exact(self, unchanged: Recomputation, record: OpRecord, scheme: Scheme) -> Tensor:
-        exact = unchanged.op(record, unchanged.graph[record.op], scheme, "f64").exact
+        op = glanced(unchanged, record) if self._glances_at(record) else unchanged.graph[record.op]
+        exact = unchanged.op(record, op, scheme, "f64").exact
         unchanged.keep_waists()
         return exact
 
@@ -395,9 +396,7 @@ class Fitting:
 
     def _distance(self, record: OpRecord, a: Scheme, b: Scheme) -> float:
         def between(unchanged: Recomputation) -> float:
-            op = glanced(unchanged, record) if self._glances_at(record) else unchanged.graph[record.op]
-            x, y = (unchanged.op(record, op, scheme, "f64").exact for scheme in (a, b))
-            unchanged.keep_waists()
+            x, y = self._begun_with(unchanged, record, a), self._exact(unchanged, record, b)
             finite = x.isfinite() & y.isfinite()
             x, y = x[finite], y[finite]
             return ratio(float((y - x).square().sum()), float(x.square().sum()))
