@@ -158,6 +158,23 @@ def test_logits_alone_name_a_mistake_in_all_layers_or_one(
     assert {"activations in q8_K blocks" in op.cause.arithmetic for op in result.faulty} == {rounded}
 
 
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("input_normed@1", "what it reads is normed first, with ffn_norm.weight"),
+        ("norm_of_another_part@1", "what it reads is normed with ffn_norm.weight where attn_norm.weight belongs"),
+    ],
+)
+def test_what_projections_of_one_input_have_in_common_is_named_behind_hidden_states(
+    fault: str, words: str, models, torch_trace
+) -> None:
+    """Q, K and V, which are one matmul in many engines: each by itself was tried, Q and K, and all that could be so."""
+    model = models("llama")
+    result = check_trace(torch_trace(model, capture="layers", faults=(fault,), n_decode=1), model)
+    assert {op.op for op in result.faulty} == {"blk.1.ffn_residual"}
+    assert {op.cause and op.cause.text for op in result.faulty} == {f"attn_q, attn_k, attn_v: {words}"}
+
+
 def test_where_layers_are_too_many_to_be_tried_one_by_one_the_report_says_so(models, torch_trace, monkeypatch) -> None:
     monkeypatch.setattr("tracediff.diagnose.search._ONE_BY_ONE", 1.0)
     model = models("k-quants")

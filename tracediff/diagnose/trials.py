@@ -36,8 +36,9 @@ class Trials:
 
     def applicable(self, segment: Sequence[str]) -> list[Mistake]:
         """Mistakes that can be made in some op of the segment."""
-        graph = self._replay.graph
-        return [m for m in BANK.values() if any(m.where.holds(graph[name], graph) for name in segment)]
+        graph, is_short = self._replay.graph, len({layer_of(name) for name in segment} - {None}) <= 1
+        fitting = (m for m in BANK.values() if any(m.where.holds(graph[name], graph) for name in segment))
+        return [m for m in fitting if is_short or not m.in_short]
 
     def of(
         self,
@@ -74,7 +75,7 @@ class Trials:
         context = Context(graph, self._replay.weights.file, seen, wrong_from, n_positions)
         names = list(dict.fromkeys(split(op.name)[1] for op in targets))
         # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone, or at its twin's.
-        alone = [] if mistake.everywhere or len(names) == 1 else [[name] for name in names] + _twins(names)
+        alone = [] if mistake.everywhere or len(names) == 1 else [[name] for name in names] + _siblings(targets)
         for chosen in (names, *alone):
             alike = [op for op in targets if split(op.name)[1] in chosen]
             for variant, changed in _by_variant(mistake, alike, context, only).items():
@@ -183,12 +184,19 @@ def _by_variant(
     return found
 
 
-def _twins(names: Sequence[str]) -> list[list[str]]:
-    """Pairs of ops that are written side by side: of queries and keys, of gate and up."""
-    pairs = (
+def _siblings(ops: Sequence[Op]) -> list[list[str]]:
+    """Names of ops that are written side by side, of some of these: those of queries and keys, of gate and up, and
+    those that read the same value, as Q, K and V do, which are one matmul in many engines.
+    """
+    names, readers = list(dict.fromkeys(split(op.name)[1] for op in ops)), dict[str, dict[str, None]]()
+    for op in ops:
+        for read in op.inputs[:1]:
+            readers.setdefault(split(read)[1], {})[split(op.name)[1]] = None
+    twins = (
         [name, name.replace(a, b)] for a, b in (("attn_q", "attn_k"), ("_gate", "_up")) for name in names if a in name
     )
-    return [pair for pair in pairs if len(names) > 2 and pair[1] in names]
+    some = (*(pair for pair in twins if pair[1] in names), *map(list, readers.values()))
+    return [list(group) for group in dict.fromkeys(map(tuple, some)) if 1 < len(group) < len(names)]
 
 
 def _said(mistake: Mistake, variant: str, changed: Sequence[Variant], way: Way, in_segment: bool) -> Assumed:

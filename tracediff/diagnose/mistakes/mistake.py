@@ -152,7 +152,8 @@ class Number:
 @dataclass(frozen=True, slots=True)
 class Mistake:
     """One known mistake. `where` says in which ops it is made; `look` where to look in one's code; `everywhere` that it
-    is in a routine that all these ops share, so that behind hidden states it is not tried in one of several.
+    is in a routine that all these ops share, so that behind hidden states it is not tried in one of several;
+    `in_short` that of a segment through several layers its variants are too many.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Mistake:
     link: str = ""
     number: Number | None = None
     everywhere: bool = False
+    in_short: bool = False
 
     def variants(self, op: Op, context: Context) -> Iterator[Variant]:
         """The op with the mistake, in each of its variants."""
@@ -181,11 +183,12 @@ class Area(list[Mistake]):
         link: str = "",
         number: Number | None = None,
         everywhere: bool = False,
+        in_short: bool = False,
     ) -> Callable[[Change], Change]:
         """Adds the decorated change under this name."""
 
         def add(change: Change) -> Change:
-            self.append(Mistake(name, text, look, where, change, link, number, everywhere))
+            self.append(Mistake(name, text, look, where, change, link, number, everywhere, in_short))
             return change
 
         return add

@@ -41,11 +41,11 @@ def _norms(op: Op, graph: Graph) -> Iterator[Op]:
 
 @AREA.mistake(
     "input_normed", "a projection reads a value normed that it should read as it is",
-    "which norms the family has, before or after each part of a layer", _PROJECTION,
+    "which norms the family has, before or after each part of a layer", _PROJECTION, in_short=True,
 )  # fmt: skip
 def _input_normed(op: Op, context: Context) -> Variants:
     source = op.inputs[0]
-    if context.wrong_from or op.seen[0] is not None or source not in context.graph:  # in a segment they are too many
+    if op.seen[0] is not None or source not in context.graph:
         return
     for norm in _norms(op, context.graph):
         before = replace(norm, name=f"{op.name}.read", inputs=(source,), views=())  # which may be its .normed
@@ -55,11 +55,11 @@ def _input_normed(op: Op, context: Context) -> Variants:
 
 @AREA.mistake(
     "norm_of_another_part", "a projection reads what another norm of its layer makes of the same values",
-    "which norm is called before attention and which before the feed-forward", _PROJECTION,
+    "which norm is called before attention and which before the feed-forward", _PROJECTION, in_short=True,
 )  # fmt: skip
 def _another_norm(op: Op, context: Context) -> Variants:
     own = context.graph.ops.get(op.inputs[0])
-    if context.wrong_from or op.seen[0] is not None or own is None or own.kind not in NORM.kinds or not own.weights:
+    if op.seen[0] is not None or own is None or own.kind not in NORM.kinds or not own.weights:
         return
     for norm in _norms(op, context.graph):
         if len(norm.weights) == len(own.weights):
