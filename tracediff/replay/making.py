@@ -78,16 +78,12 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """What makes an op's output, and the numbers drawn for its noise: these are the same, whatever is made beside it.
-
-    The first call is of the inputs as they are, the others of samples.
-    """
+    """What makes an op's output. The first call is of the inputs as they are, the others of samples."""
 
     recorded: Recorded
     step: int
     rows: Rows
     storage: str
-    random: torch.Generator
     calls: Sequence[Call]
     of: Rows = None  # the tokens that are wanted of an op that needs others as well; None: those it is made of
 
@@ -112,13 +108,17 @@ class Making:
         return Recomputed(y, own, sampled, (), tuple(samples), tuple(exact.inputs), requantised)
 
     def value(self, ys: Sequence[Tensor], n_samples: int) -> Value:
-        """The same as what other ops read, with the op's own noise in each sample."""
+        """The same as what other ops read, with the op's own noise in each sample, which is the same whatever is made
+        beside it.
+        """
+        if not n_samples and self.of is None:
+            return Value(ys[0].double())
         made = self.made(ys)
         before = made.samples or (made.exact,) * n_samples
         if KINDS[self.calls[0].op.kind].picks:  # what is chosen has no noise: its scores have it
             return Value(made.exact, before)
-        part = _OF_HALVES if self.storage in HALVES else 1.0
-        return Value(made.exact, tuple(_perturbed(x, made.own, self.random, part) for x in before))
+        part, random = _OF_HALVES if self.storage in HALVES else 1.0, numbers_of(self.step, self.calls[0].op.name)
+        return Value(made.exact, tuple(_perturbed(x, made.own, random, part) for x in before))
 
     def _terms_of_ranks(self, op: Op, inputs: Sequence[Tensor], energy: Tensor | None) -> Tensor | None:
         """The variance of what ranks round besides where they add up: each its term, and every sum on the way.

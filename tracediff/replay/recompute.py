@@ -32,6 +32,8 @@ _SAMPLES = 2  # of the noise through a segment
 _RECENT = 48  # values kept from one layer to the next: more than a layer has, of some tokens and of all
 _SMALL = 1 << 26  # bytes of values of many steps
 
+_Key = tuple[Place, str]  # of a value: what was recorded there, or the scheme that it is recomputed under
+
 
 class CircularError(Exception):
     """A changed op reads what follows from it."""
@@ -52,7 +54,7 @@ class Recomputation:
         self._states = graph.states()
         self._cached = graph.cached() - self._states
         self._places, self._last_read = graph.places(), graph.last_read()
-        self._values: dict[tuple[Place, str], Value] = {}
+        self._values: dict[_Key, Value] = {}
         self._told: Mapping[Place, Tensor] = {}  # choices that were not recorded
         self._exact: dict[tuple[str, int], Growing] = {}  # of what every step recorded, of each sequence
         self._held: dict[tuple[str, int, int], Past] = {}  # the same by number of samples
@@ -120,14 +122,14 @@ class Recomputation:
         return made_together(op, [(self, record, scheme, storage)])[0]
 
     def _making(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Making:
-        random, arithmetic = numbers_of(step, op.name), arithmetic_of(op, scheme, self.weights)
+        arithmetic = arithmetic_of(op, scheme, self.weights)
         inputs = self.inputs(step, op, scheme, rows)
         if op.kind == "add" and arithmetic.operands != "f64":  # each rank's term by itself
             terms = self.recorded.terms(step, op.inputs[0], rows)
             inputs = inputs if terms is None else [Value(terms), *inputs[1:]]
         calls = calls_of(op, inputs, self.weights, arithmetic, self._n_samples)
         read = self._tokens_read(op, scheme, rows)
-        return Making(self.recorded, step, read, storage, random, calls, None if read == rows else rows)
+        return Making(self.recorded, step, read, storage, calls, None if read == rows else rows)
 
     def inputs(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> list[Value]:
         """What the op reads to make these tokens of the step, in its order."""
@@ -229,6 +231,9 @@ class Recomputation:
 
     def _value(self, place: Place, scheme: Scheme) -> Value:
         """A value as the trace recorded it, or recomputed under the scheme from what it recorded."""
+        there = self._values.get(self._key(place, scheme))
+        if there is not None:
+            return there
         self._catch_up(place, scheme)
         return self._in_step(place, scheme)
 
@@ -236,7 +241,7 @@ class Recomputation:
         """Recompute what the value, where it is not there, reads of the steps before it: one by one, as the engine ran
         them.
         """
-        if self.holds(place) or self._key(place, scheme) in self._values:
+        if self._is_there(self._key(place, scheme)):
             return
         step, name, rows = place
         segment = self._segments.of(step, self._op(step, name), rows)
@@ -264,7 +269,7 @@ class Recomputation:
     def _in_step(self, place: Place, scheme: Scheme) -> Value:
         """The value, when all that it reads of the steps before is there."""
         key = self._key(place, scheme)
-        if key not in self._values and self.holds(place):
+        if key not in self._values and self._is_there(key):
             self._values[key] = self._recorded_value(place)
         for missing in self._unrecorded(place, scheme):
             self._values[self._key(missing, scheme)] = self._recompute(missing, scheme)
@@ -285,7 +290,7 @@ class Recomputation:
         stack, begun = [(place, False)], set[Place]()
         while stack:
             place, inputs_are_there = stack.pop()
-            if self.holds(place) or self._key(place, scheme) in self._values:
+            if self._is_there(self._key(place, scheme)):
                 continue
             if inputs_are_there:
                 begun.remove(place)
@@ -317,8 +322,12 @@ class Recomputation:
         """Execution order; what is no op of the model comes first."""
         return place[0], self._places.get(place[1], -1)
 
-    def _key(self, place: Place, scheme: Scheme) -> tuple[Place, str]:
+    def _key(self, place: Place, scheme: Scheme) -> _Key:
         return place, "" if self.holds(place) else scheme.name
+
+    def _is_there(self, key: _Key) -> bool:
+        """Whether the value was recorded, or recomputed already."""
+        return not key[1] or key in self._values
 
     def _recompute(self, place: Place, scheme: Scheme) -> Value:
         making = self._making_again(place, scheme)
