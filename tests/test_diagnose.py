@@ -177,7 +177,7 @@ def test_what_projections_of_one_input_have_in_common_is_named_behind_hidden_sta
 
 def test_where_layers_are_too_many_to_be_tried_one_by_one_the_report_says_so(models, torch_trace, monkeypatch) -> None:
     monkeypatch.setattr("tracediff.diagnose.search._ONE_BY_ONE", 1.0)
-    model = models("k-quants")
+    model = models("llama")
     result = check_trace(logits_of(torch_trace(model, faults=("rope_pairing@1",))), model)
     assert {(op.cause, op.shape.rpartition("; ")[2]) for op in result.faulty} == {
         (None, "mistakes were tried in all layers alike, not in one alone: record hidden states to find the layer")
@@ -249,7 +249,7 @@ def test_what_leaves_nothing_wins_where_another_mistake_leaves_what_a_floor_hide
     """An epsilon of 3 was believed of most layers, which left 3e-4, though two mistakes left 1e-13 of the others. The
     head is mistaken too, so that no record tells the arithmetic.
     """
-    model = models(Shape("llama", 3, 256, 8, 2, 512, 512, theta=500_000.0, eps=1e-5, rope_factors=True))
+    model = models(Shape("llama", 3, 96, 6, 2, 160, 320, theta=500_000.0, eps=1e-5, rope_factors=True))
     faults = ("head_is_embedding", "norm_bypassed", "softmax_sum_begins")
     result = check_trace(torch_trace(model, faults=faults, capture="layers"), model)
     named = {(op.layer is None, op.cause.name if op.cause else op.shape) for op in result.faulty}

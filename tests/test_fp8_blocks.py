@@ -121,7 +121,7 @@ def test_it_can_be_asked_for_and_leaves_the_embedding(models: Models, tmp_path: 
     scheme = scheme_named(asked)
     assert (scheme.of("linear").stored, scheme.of("embedding").stored) == ("fp8/128x128", "f64")
     assert scheme_named("activations in fp8/128 and matrices in bf16 fp8/128x128").of("embedding").stored == "bf16"
-    result = check_trace(traced(model, tmp_path / "t.trace"), model, arithmetic=asked)
+    result = check_trace(traced(model, tmp_path / "t.trace"), model, arithmetic=asked, effort=Effort(seconds=0))
     assert {op.op for op in result.faulty} == {"output"}  # which the engine leaves as it is
     assert rounding_named("fp8/128x128").words == "fp8 blocks of 128 x 128 with float32 scales"
 

@@ -216,7 +216,8 @@ def test_an_activation_of_an_expert_on_a_boundary_may_go_either_way(
         return replace(op, function=partial(normed_to_a_boundary, token=token)) if op.name == "blk.1.ffn_norm" else op
 
     model = tiny("qwen3moe")
-    result = check_trace(traced(model, tmp_path / "t.trace", change=change), model)
+    trace = traced(model, tmp_path / "t.trace", change=change)
+    result = check_trace(trace, model, effort=Effort(seconds=0))  # nothing that is known explains the norm
     assert faulty(result) == [(step, "blk.1.ffn_norm") for step in steps]
     flips = {(op.step, op.op): op.local.flips for op in result.ops if op.local and op.local.flips}
     n_used = build_graph(GGUFFile(model))["blk.1.ffn_moe_topk"].axes[-1]

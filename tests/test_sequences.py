@@ -93,7 +93,8 @@ def test_a_mistake_of_one_sequence_is_named_with_it(traced: Traced, models: Mode
         data[record.offset : record.offset + values.nbytes] = values.tobytes()
     wrong.with_suffix(".bin").write_bytes(data)
     page = tmp_path / "page.html"
-    code, text, error = cli("check", wrong, "--model", models("qwen3", "F16"), "--json", "-", "--html", page)
+    check = "check", wrong, "--model", models("qwen3", "F16"), "--time", 0
+    code, text, error = cli(*check, "--json", "-", "--html", page)
     assert code == 1, error
     result = json.loads(text)
     assert valid(json.loads((ROOT / "docs/result.schema.json").read_text()), result, closed=True)
@@ -103,7 +104,7 @@ def test_a_mistake_of_one_sequence_is_named_with_it(traced: Traced, models: Mode
     packed = re.search(r'id="data">([^<]+)<', page.read_text())
     assert packed
     assert "2 of sequence 4" in json.loads(zlib.decompress(base64.b64decode(packed[1])))["steps"]
-    assert "in step 2 of sequence 4" in cli("check", wrong, "--model", models("qwen3", "F16"))[1]
+    assert "in step 2 of sequence 4" in cli(*check)[1]
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Path:
