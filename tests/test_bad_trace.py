@@ -30,7 +30,7 @@ def model(models: Models) -> Path:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "c.trace:1: not a trace: its first line is empty, and a trace with {\"type\":\"trace\""),
+        (b"", "c.trace:1: not a trace: its first line is empty, where a trace begins with {\"type\":\"trace\""),
         (b"\n\n", "c.trace:1: not a trace: its first line is empty"),
         (b"GGUF\3\0\0\0", "c.trace:1: not a trace: it is a GGUF model"),
         (b'{"type":"tra', "c.trace:1: not a JSON object on one line: Input data was truncated"),

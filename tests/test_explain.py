@@ -44,9 +44,9 @@ def test_the_command_prints_them(
     assert code == 1
     assert "the last is left out" in table
     assert table.count("token ") == 3
-    code, _, error = cli(*args, "blk.1.ffn_up")
-    assert code == 2
-    assert "nothing is wrong with it" in error
+    code, out, error = cli(*args, "blk.1.ffn_up")
+    assert (code, error) == (1, "")
+    assert "--explain blk.1.ffn_up: nothing is wrong with it" in out
 
 
 # Found by other words that come to the same: a known mistake's, or fewer.

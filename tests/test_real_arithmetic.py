@@ -8,10 +8,11 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,13 +32,13 @@ from tracediff.engine.transformers_run import load
 from tracediff.errors import EngineError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.graph import Op
+from tracediff.model.graph import Graph, Op
 from tracediff.model.hparams import Rope
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape, quantize
 from tracediff.model.tensors import FileTensors
 from tracediff.model.weights import Weights
-from tracediff.numerics.arithmetic import Arithmetic, in_words
+from tracediff.numerics.arithmetic import Arithmetic, Scheme, in_words
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.activation import swiglu
@@ -48,13 +49,17 @@ from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import read_as, rounding_named
 from tracediff.numerics.schemes import SCHEMES, WAYS, scheme_named
 from tracediff.pipeline import Effort, check_trace, compare_traces
+from tracediff.replay import planning
+from tracediff.replay.fitting import Fitting
 from tracediff.replay.judging import judge_all
 from tracediff.replay.making import Recomputed
+from tracediff.replay.plan import Choice
 from tracediff.replay.replay import Replay
 from tracediff.replay.residual import turned
 from tracediff.replay.storage import stored_as, stored_in_all
 from tracediff.report.terminal import render
 from tracediff.result import Result
+from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
 
@@ -1052,6 +1057,35 @@ def test_rows_of_another_width_tell_their_groups(models: Models, tmp_path: Path)
     linear = [choice for sort, choice in choices.items() if sort.name == "linear"]
     assert [[scheme.linear.operands for scheme in choice.schemes] for choice in linear] == [["int8/row"]] * 2
     assert [choice.by_op for choice in linear] == [{}, {}]  # not groups of 256 in some and rows in others
+
+
+def test_a_part_of_a_long_prompt_tells_the_arithmetic(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of hundreds of arithmetics took a pass of all tokens of a layer."""
+    path = models(replace(SHAPE, n_layer=2), "Q8_0")
+    model, tokens, scheme = Model(path), [7 * i % 320 for i in range(144)], scheme_named([*COMBINED][2])
+    asked, settle = set[OpRecord](), Fitting.settle
+
+    def settled(self: Fitting, schemes: Sequence[Scheme], records: Sequence[OpRecord], *a: Any, **b: Any) -> Choice:
+        asked.update(records)
+        return settle(self, schemes, records, *a, **b)
+
+    def judged(graph: Graph, size: int, rows: tuple[int, ...] | None) -> Result:
+        monkeypatch.setattr(planning, "_PART", size)
+        asked.clear()
+        trace = trace_graph(graph, model.file, tmp_path / "own.trace", tokens, capture="layers", scheme=scheme)
+        result = check_trace(trace, path, effort=Effort(seconds=0))
+        assert {one.rows for one in asked if (one.step, one.op) == (0, "blk.1.ffn_residual")} == {rows}
+        return result
+
+    monkeypatch.setattr(Fitting, "settle", settled)
+    some = tuple(9 * i // 4 - 1 for i in range(1, 65))
+    by_part, whole = judged(model.graph, 1 << 13, some), judged(model.graph, 1 << 30, None)
+    assert by_part.verdict == "match"
+    assert by_part.ops == whole.ops
+    wrong = judged(model.graph.changed(*map(steeper_gate, model.graph)), 1 << 13, some)
+    assert faulty(wrong) == [(0, "blk.1.ffn_residual")]
 
 
 @pytest.mark.parametrize("capture", ["all", "layers"])

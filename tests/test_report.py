@@ -244,7 +244,7 @@ def test_a_wrong_head_is_told_from_a_wrong_hidden_state(pair: Callable[..., tupl
     assert "The head is wrong" not in words(compare_traces(reference, candidate, model=model))
 
 
-# ---- Could not be judged
+# ---- Not judged, or not by itself
 
 LOCATED = Effort(seconds=0)  # where, and not why
 
@@ -255,7 +255,7 @@ def without(trace: Path, out: Path, *names: str) -> Path:
 
 
 def gaps(result: Result) -> str:
-    return words(result).partition("Could not be judged, and what to record next ")[2]
+    return words(result).partition("Not judged, or not by itself, and what to record next ")[2]
 
 
 def test_a_full_trace_has_no_gaps(pair: Callable[..., tuple]) -> None:

@@ -239,7 +239,8 @@ def _result(
     coverage = measure_coverage(candidate, model.graph, ops) if model else None
     undecided = tuple(doubts(reference, candidate, ops, coverage))
     outcome, first = verdict(ops, weights, policy, undecided)
-    other_file = of_another_file(candidate, model.path.name, model.graph.matmul_type, ops) if model else []
+    of = (model.path.name, model.graph.hparams.arch, model.graph.matmul_type) if model else None
+    other_file = of_another_file(candidate, *of, ops) if of else []
     result = Result(
         verdict=outcome,
         first_divergence=first,

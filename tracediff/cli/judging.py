@@ -233,7 +233,10 @@ def _explained(result: "Result", op: str | None, code: int) -> int:
 
         told = evidence(result, op)
         sys.stdout.write("\n")
-        print_listing(told)
+        if isinstance(told, str):
+            sys.stdout.write(f"{told}\n")
+        else:
+            print_listing(told)
     return code
 
 

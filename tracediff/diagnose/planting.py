@@ -1,5 +1,7 @@
 """Known mistakes planted in a graph, and edits that a report's words tell."""
 
+from difflib import get_close_matches
+
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.mistake import Context
 from tracediff.diagnose.solve.grammar import edited
@@ -31,7 +33,9 @@ def plant(graph: Graph, file: GGUFFile, fault: str) -> Graph:
         return _edited(graph, file, fault)
     name, _, place = fault.partition("@")
     if name not in BANK:
-        raise TracediffError(f"unknown fault {name!r}. `tracediff faults` lists them: {', '.join(BANK)}.")
+        near = get_close_matches(name, BANK)
+        known = f"Near: {', '.join(near)}. `tracediff faults` lists all" if near else f"Known: {', '.join(BANK)}"
+        raise TracediffError(f"unknown fault {name!r}. {known}.")
     mistake = BANK[name]
     changed: dict[str, list[Op]] = {}  # by variant: an engine has one of them
     for op in graph:

@@ -56,13 +56,13 @@ def _means(result: Result) -> Iterator[Said]:
     """Whether hidden states lean to one side."""
     leans = result.normal.means
     if leans:
-        yield Said("means", _leaning(leans))
+        yield Said("means", _leaning(leans, result))
     high = [lean for lean in _high(leans) if not _alike(lean.candidate, lean.reference)]
     if high and any(lean.candidate > _OFFSET for lean in _high(leans)):
         yield Said("means", "A mean of the size of the rms: something adds an offset.", "alarm")
 
 
-def _leaning(leans: tuple[Lean, ...]) -> str:
+def _leaning(leans: tuple[Lean, ...], result: Result) -> str:
     said = "; ".join(_lean(lean) for lean in leans)
     said = f"The largest |mean|/rms of a hidden state is {said}"
     if all(lean.candidate <= _HEALTHY for lean in leans):
@@ -72,7 +72,10 @@ def _leaning(leans: tuple[Lean, ...]) -> str:
         return f"{said}: no more than chance makes of {leans[0].channels} channels."
     if all(_alike(lean.candidate, lean.reference) for lean in high):
         return f"{said}. Healthy models stay under {_HEALTHY}, but the reference has the same: no fault."
-    return f"{said}: more than the {_HEALTHY} that healthy models stay under."
+    own = (
+        "; every op is right by replay, so that is this model" if result.coverage and result.verdict == "match" else ""
+    )
+    return f"{said}: more than the {_HEALTHY} that healthy models stay under{own}."
 
 
 def _high(leans: tuple[Lean, ...]) -> list[Lean]:

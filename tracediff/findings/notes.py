@@ -40,16 +40,21 @@ def trace_notes(trace: Trace) -> list[str]:
     return notes
 
 
-def of_another_file(trace: Trace, name: str, matmul_type: str, ops: Iterable[OpResult]) -> list[str]:
-    """That the trace says that its weights are of another type than the file's, where something is wrong."""
-    told = trace.header.weights
-    if not told or told.upper() == matmul_type.upper() or not any(op.status == "faulty" for op in ops):
+def of_another_file(trace: Trace, name: str, arch: str, matmul_type: str, ops: Iterable[OpResult]) -> list[str]:
+    """That the trace says that its weights are of another type than the file's, or of another architecture, where
+    something is wrong.
+    """
+    header = trace.header
+    if not any(op.status == "faulty" for op in ops):
         return []
-    of = f" of {trace.header.model}" if trace.header.model not in (None, name) else ""
-    return [
-        f"{trace.path}: its first line says that the engine multiplied with {told} weights{of}; {name} has "
-        f"{matmul_type}. If it read another file, judge it with that one: --model."
-    ]
+    of, says = f" of {header.model}" if header.model not in (None, name) else "", f"{trace.path}: its first line says"
+    if header.arch and header.arch != arch:
+        told, has = f"that the model{of} is of the architecture {header.arch}", f"is of {arch}"
+    elif header.weights and header.weights.upper() != matmul_type.upper():
+        told, has = f"that the engine multiplied with {header.weights} weights{of}", f"has {matmul_type}"
+    else:
+        return []
+    return [f"{says} {told}; {name} {has}. If it read another file, judge it with that one: --model."]
 
 
 def unsought(ops: Iterable[OpResult], seconds: float) -> list[str]:

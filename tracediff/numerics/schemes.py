@@ -284,7 +284,7 @@ _GRAMMAR = (
     f"{', '.join(_FIELDS.values())} `in ROUNDING`, flash attention, exponentials to degree 4. A ROUNDING is float16, "
     "bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0 or q8_K blocks; of activations, weights and matrices also, "
     "with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full int4/N, wide int8/N, "
-    f"uint4/N, affine4/N, nf4/N. At the end may stand{ON_TENSOR_CORES!r}."
+    f"uint4/N, affine4/N, nf4/N. At the end may stand `{ON_TENSOR_CORES.strip()}`."
 )
 
 

@@ -130,7 +130,12 @@ class Recorded:
         return storage if storage in self.on_the_way and self.on_the_way[storage] is not False else None
 
     def values(self, record: OpRecord, rows: Rows = None, channels: slice | None = None) -> Tensor:
-        """The record's values, or those of the tokens `rows` or `channels` of it."""
+        """The record's values, or those of the tokens `rows` or `channels` of it. It may be of some of the tokens that
+        were recorded.
+        """
+        recorded = self.trace.ops[record.step, record.op]
+        if record.rows != recorded.rows:
+            record, rows = recorded, rows or record.rows
         if channels is None:
             held = self.trace.by_slice(record, rows)
             values = held.wide() if isinstance(held, Stored) else held

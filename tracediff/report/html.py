@@ -144,7 +144,7 @@ def _said(result: Result) -> Iterator[str]:
     titles = {
         "What is normal": ("growth", "means", "norm weights", "logits", "decode steps", "decode depth"),
         "Arithmetic that fits": ("arithmetic",),
-        "Could not be judged, and what to record next": ("gaps", "unmatched"),
+        "Not judged, or not by itself, and what to record next": ("gaps", "unmatched"),
         "Accepted": ("accepted",),
     }
     for title, topics in titles.items():

@@ -260,7 +260,7 @@ def _header(line: bytes) -> Header | str:
         if line.startswith(b"GGUF"):
             return "not a trace: it is a GGUF model"
         found = f"it begins with {line[:8]!r}" if line else "its first line is empty"
-        return f'not a trace: {found}, and a trace with {{"type":"trace","version":{VERSION},...}}'
+        return f'not a trace: {found}, where a trace begins with {{"type":"trace","version":{VERSION},...}}'
     if header.version != VERSION:
         return f"trace version {header.version} is not supported; this is version {VERSION}"
     if (header.rank is None) != (header.ranks is None) or (header.rank or 0) >= (header.ranks or 1):

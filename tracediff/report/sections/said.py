@@ -37,7 +37,7 @@ def gaps(result: Result) -> Iterator[RenderableType]:
     """What a trace leaves open, and what to record next."""
     said = _about(result, "gaps")
     if said:
-        yield heading("Could not be judged, and what to record next")
+        yield heading("Not judged, or not by itself, and what to record next")
         yield from (hanging("  -", Text(one.text, LEVELS[one.level])) for one in said)
 
 
