@@ -56,13 +56,14 @@ def _means(result: Result) -> Iterator[Said]:
     """Whether hidden states lean to one side."""
     leans = result.normal.means
     if leans:
-        yield Said("means", _leaning(leans, result))
+        yield Said("means", _leaning(result))
     high = [lean for lean in _high(leans) if not _alike(lean.candidate, lean.reference)]
     if high and any(lean.candidate > _OFFSET for lean in _high(leans)):
         yield Said("means", "A mean of the size of the rms: something adds an offset.", "alarm")
 
 
-def _leaning(leans: tuple[Lean, ...], result: Result) -> str:
+def _leaning(result: Result) -> str:
+    leans = result.normal.means
     said = "; ".join(_lean(lean) for lean in leans)
     said = f"The largest |mean|/rms of a hidden state is {said}"
     if all(lean.candidate <= _HEALTHY for lean in leans):

@@ -43,6 +43,7 @@ _PROMISING = math.log(100.0)  # of squared error: what leaves so much more of on
 _MORE_SAMPLES, _FAR = 16, 100.0
 # NMSE. Through a layer float32 leaves 1e-13 and less, so a share of this is seen to its first digits.
 ROUGH = 1e-8
+_BEGUN = 6  # values of records that are kept: of three that choose an arithmetic, in float32 and in float64
 _TOGETHER = 4096  # tokens of hypotheses that are looked at together: in attention each has all of a step
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
 # was 0.55 to 2.8 times that in llama.cpp's records.
@@ -58,7 +59,7 @@ class Fitting:
         self._common: dict[tuple[bool, bool], tuple[tuple[OpRecord, tuple[int, ...]], Recomputation]] = {}
         self._distances: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
         self._unexplained: dict[tuple[OpRecord, Scheme, Scheme], float] = {}
-        self._begun: tuple[Scheme | None, dict[tuple[OpRecord, bool], Tensor]] = None, {}
+        self._begun: dict[tuple[OpRecord, Scheme, bool], Tensor] = {}
         self._lefts: dict[tuple[OpRecord, Scheme], float] = {}
         self._looks: dict[tuple[OpRecord, Scheme, bool], Look] = {}
         self._fews: tuple[tuple[Recomputation, OpRecord, Scheme], Few | None] | None = None
@@ -266,13 +267,13 @@ class Fitting:
         return ratio(float((error - share * way).square().sum()), float(x.nan_to_num(0.0, 0.0, 0.0).square().sum()))
 
     def _begun_with(self, unchanged: Recomputation, record: OpRecord, start: Scheme) -> Tensor:
-        """What the start makes of the record: kept, of one at a time, for many schemes are held against it."""
-        if self._begun[0] != start:
-            self._begun = start, {}
-        key = record, unchanged.weights is not self._recomputation.weights  # in float32, or in float64
-        if key not in self._begun[1]:
-            self._begun[1][key] = self._exact(unchanged, record, start)
-        return self._begun[1][key]
+        """What the start makes of the record: the last few are kept, for many schemes are held against each."""
+        key = record, start, unchanged.weights is not self._recomputation.weights  # in float32, or in float64
+        if key not in self._begun:
+            if len(self._begun) == _BEGUN:
+                del self._begun[next(iter(self._begun))]
+            self._begun[key] = self._exact(unchanged, record, start)
+        return self._begun[key]
 
     def _exact(self, unchanged: Recomputation, record: OpRecord, scheme: Scheme) -> Tensor:
         op = glanced(unchanged, record) if self._glances_at(record) else unchanged.graph[record.op]
