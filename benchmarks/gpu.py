@@ -33,12 +33,13 @@ import torch
 from tiny_checkpoints import CLASSES
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import ScalingType
 
 from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.planting import plant
-from tracediff.engine.recorder import DTYPES
-from tracediff.engine.torch_run import TorchOptions, trace_torch
-from tracediff.engine.transformers_run import load, trace_model
+from tracediff.engine.recorder import DTYPES, TensorWriter
+from tracediff.engine.torch_run import TorchOptions, greedy, trace_torch
+from tracediff.engine.transformers_run import Decoder, load, trace_model
 from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -47,6 +48,7 @@ from tracediff.numerics.floors import TOGETHER, UNIT, variance_of_truncated_sums
 from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import Effort, check_trace
 from tracediff.result import Result
+from tracediff.trace.writer import TraceWriter
 
 TOKENS = [256, *((37 * i + 11) % 250 for i in range(63))]
 SIZES: dict[str, Any] = {"n_layer": 3, "n_embd": 512, "n_head": 8, "n_head_kv": 2, "n_ff": 1152, "n_vocab": 1024}
@@ -60,6 +62,7 @@ SHAPES["qwen3 of equal heads"] = replace(SHAPES["qwen3"], n_head_kv=4)  # which 
 TYPICAL, GENERAL = ("llama", "qwen3"), ("llama", "qwen3", "qwen2")
 # Products of linear layers, and the architectures whose layers have them.
 EIGHT_BITS = {"fp8": GENERAL, "fp8 fast": TYPICAL, "fp8/tensor": TYPICAL, "int8": GENERAL}
+BLOCKS = "fp8/128x128"  # what has scales for 128 activations and 128 x 128 weights, as DeepSeek's: on a GPU alone
 SECONDS = 10  # for the causes of each run: a device is dear
 ROUNDED, RIGHT, PLANTED = "Roundings, host against device", "Runs without a mistake", "Mistakes planted in the engine"
 REPLAYED, SUMS = "Replay on the device", "Sums of products"
@@ -129,6 +132,7 @@ class Run:
     backend: str = ""  # of scaled_dot_product_attention, where not torch chooses
     products: str = ""  # "tf32" or of EIGHT_BITS, where matmuls run in these
     is_tiny: bool = False  # a class of transformers that its GGUF loader does not read (tiny_checkpoints.py)
+    is_compiled: bool = False  # each layer, of which then only the hidden states are seen
 
     @property
     def file(self) -> str:
@@ -139,7 +143,8 @@ class Run:
     def words(self) -> str:
         """How it is said in the table."""
         engine = " ".join(filter(None, ("transformers,", self.attention, self.backend))) if self.attention else "torch"
-        return f"{engine.rstrip(',')}, {self.products or self.dtype}, {self.arch} {self.weights}"
+        words = engine.rstrip(",") + " compiled" * self.is_compiled
+        return f"{words}, {self.products or self.dtype}, {self.arch} {self.weights}"
 
     def trace(self, model: Path, out: Path, device: str) -> None:
         """Run it, and write its trace: a prompt and two decoded tokens."""
@@ -151,7 +156,10 @@ class Run:
             loaded = tiny_checkpoints.load(self.arch, model, DTYPES[self.dtype]).to(device)
         else:
             loaded, _ = load(model, None, DTYPES[self.dtype], device)
-        if self.products in EIGHT_BITS:
+        if self.is_compiled:
+            trace_compiled(loaded, out, self.attention)
+            return
+        if self.products in EIGHT_BITS or self.products == BLOCKS:
             in_eight_bits(loaded, self.products)
         backends = [getattr(SDPBackend, self.backend)] if self.backend else []
         with tf32(self.products == "tf32"), sdpa_kernel(backends) if backends else nullcontext():
@@ -168,9 +176,15 @@ def runs(device: str) -> list[Run]:
     kernels = ("FLASH_ATTENTION", "MATH", *(("EFFICIENT_ATTENTION", "CUDNN_ATTENTION") if on_gpu(device) else ()))
     made += [Run("qwen3 of equal heads", "F16", dtype, "sdpa", of) for of in kernels for dtype in ("bf16", "f16")]
     made += [Run(arch, "F16", "bf16", "sdpa", products=products) for products, of in EIGHT_BITS.items() for arch in of]
+    made += [Run(arch, "F16", "bf16", "sdpa", products=BLOCKS) for arch in TYPICAL if on_gpu(device)]
+    made += [
+        Run(arch, "F16", dtype, attention, is_compiled=True)
+        for arch, attention in zip(TYPICAL, ("sdpa", "eager"), strict=True)
+        for dtype in ("f32", "bf16", "f16")
+    ]
     made += [Run(arch, "F32", dtype, "eager", is_tiny=True) for arch in CLASSES for dtype in ("f32", "bf16", "f16")]
     # First what takes longest.
-    return sorted(made, key=lambda run: (run.arch != "qwen2", run.products not in EIGHT_BITS))
+    return sorted(made, key=lambda run: (run.arch != "qwen2", run.products not in EIGHT_BITS, not run.is_compiled))
 
 
 def on_gpu(device: str) -> bool:
@@ -189,13 +203,50 @@ def tf32(on: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+class Watched(torch.nn.Module):
+    """A layer that is compiled, and what it returned last."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update({name: value for name, value in vars(layer).items() if name.endswith("_type")})
+        self._layer = torch.compile(layer, dynamic=False)
+        self.result = torch.empty(0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer."""
+        result = self._layer(*args, **kwargs)
+        self.result = result[0] if isinstance(result, tuple) else result
+        return result
+
+
+def trace_compiled(loaded: Any, out: Path, attention: str) -> None:
+    """Write a trace of hidden states by hand: `record` has nothing to see within what is compiled."""
+    torch._dynamo.config.recompile_limit = 64  # a cache grows with each step; beyond the limit nothing is compiled
+    loaded.set_attn_implementation(attention)
+    loaded.model.layers = torch.nn.ModuleList(map(Watched, loaded.model.layers))
+    taken: dict[str, Tensor] = {}
+    loaded.model.embed_tokens.register_forward_hook(lambda module, args, y: taken.update(embedding=y))
+    decoder = Decoder(loaded)
+    with TraceWriter(out, "transformers, layers compiled") as writer, torch.inference_mode():
+        to = TensorWriter(writer)
+        for step, given in greedy(decoder, TOKENS, 2):
+            decoder.run(given)
+            to.step(step, given.tokens, given.positions)
+            taken |= {f"blk.{i}.ffn_residual": layer.result for i, layer in enumerate(loaded.model.layers)}
+            for op, values in (taken | {"output": decoder.logits}).items():
+                to.op(step, op, values.flatten(0, -2))
+
+
 def in_eight_bits(loaded: Any, products: str) -> None:
     """Let the linear layers but the head multiply in float8 (e4m3) or int8, with a scale for each row of activations
     and of weights, or one for the whole of them, as engines serve such checkpoints; `fast` is without float32 between.
     """
     held_in = torch.int8 if products == "int8" else torch.float8_e4m3fn
     for name, module in loaded.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+        if isinstance(module, torch.nn.Linear) and name != "lm_head" and products == BLOCKS:
+            held, scale = of_blocks(module.weight.detach(), 128)
+            module.forward = partial(linear_in_blocks, held=held, scale=scale, bias=module.bias)  # type: ignore[method-assign]
+        elif isinstance(module, torch.nn.Linear) and name != "lm_head":
             held, scale = of_eight_bits(module.weight.detach(), held_in, products.endswith("/tensor"))
             module.forward = partial(  # type: ignore[method-assign]
                 linear_in_eight_bits, held=held, scale=scale, bias=module.bias, fast=products.endswith("fast")
@@ -214,6 +265,25 @@ def linear_in_eight_bits(x: Tensor, held: Tensor, scale: Tensor, bias: Tensor | 
     else:
         y = torch._scaled_mm(given, held.t(), factor, scale.t(), bias, out_dtype=x.dtype, use_fast_accum=fast)
     return y.unflatten(0, x.shape[:-1])
+
+
+def linear_in_blocks(x: Tensor, held: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Of rows x [..., n] and what `of_blocks` made of weights [m, n]: as cuBLAS multiplies them."""
+    rows = x.flatten(0, -2)
+    given, factor = of_blocks(torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 16), value=1.0), 1)
+    scale = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))  # four are read at once
+    y = torch.nn.functional.scaled_mm(
+        given, held.t(), factor.t().contiguous().t(), ScalingType.BlockWise1x128, scale.t(),
+        ScalingType.BlockWise128x128, output_dtype=x.dtype,
+    )[: len(rows)]  # fmt: skip
+    return (y if bias is None else y + bias).unflatten(0, x.shape[:-1])
+
+
+def of_blocks(x: Tensor, high: int) -> tuple[Tensor, Tensor]:
+    """The rows of x [n, m] in float8, and in float32 the scales [n / high, m / 128] of its blocks."""
+    blocks = x.float().unflatten(1, (-1, 128)).unflatten(0, (-1, high))
+    scale = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return (blocks / scale).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1), scale[:, 0, :, 0]
 
 
 def of_eight_bits(x: Tensor, dtype: torch.dtype, whole: bool = False) -> tuple[Tensor, Tensor]:
@@ -378,6 +448,12 @@ def parts(
             write_model(folder / f"{arch}-{weights}.gguf", shape, weights)
     for arch, known in CLASSES.items():
         known.write(arch, folder / Run(arch, "F32", "f32", is_tiny=True).file)
+    yield ROUNDED, ("rounding", "bits"), roundings(device)
+    yield SUMS, ("products", "terms", "signs", "too large by", "worst, in units of its noise"), sums(device)
+    # Alone: several processes wait for each other's kernels.
+    yield "Speed", ("", "ratio"), speed(device, folder)
+    header = "engine", "planted", "verdict", "said alike", "floors differ by up to"
+    yield REPLAYED, header, replayed(device, folder)
     with ProcessPoolExecutor(
         options.processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
@@ -385,13 +461,8 @@ def parts(
             RIGHT: [pool.submit(judged, run, device, folder, options.keep) for run in runs(device)],
             PLANTED: [pool.submit(planted, one, device, folder) for one in plants(folder / "llama-F16.gguf")],
         }
-        yield ROUNDED, ("rounding", "bits"), roundings(device)
-        yield SUMS, ("products", "terms", "signs", "too large by", "worst, in units of its noise"), sums(device)
         yield RIGHT, ("engine", "verdict", "arithmetic found", "trace", "check"), finished(rows[RIGHT])
         yield PLANTED, ("planted", "dtype", "first faulty op", "named"), finished(rows[PLANTED])
-    header = "engine", "planted", "verdict", "said alike", "floors differ by up to"
-    yield REPLAYED, header, replayed(device, folder)  # alone: several processes wait for each other's kernels
-    yield "Speed", ("", "ratio"), speed(device, folder)
 
 
 def finished(rows: list[Future[tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:

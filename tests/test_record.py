@@ -12,6 +12,7 @@ import torch
 from conftest import Models
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.models.granitemoeshared import modeling_granitemoeshared as granite
 
 import tracediff
 from tracediff.engine.taps import find_taps
@@ -468,6 +469,24 @@ def test_transformers_of_other_architectures_are_sound(arch: str, tmp_path: Path
     result = check_trace(out, model)
     assert [finding.text for finding in result.findings] == []
     assert result.verdict == "match"
+
+
+def test_a_router_that_puts_out_the_experts_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.17 has that of Granite."""
+    made = granite.GraniteMoeSharedTopKRouter.forward
+    monkeypatch.setattr(granite.GraniteMoeSharedTopKRouter, "forward", lambda router, x: made(router, x)[::-1])
+
+    def forward(block: Any, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        experts, shares, _ = block.router(rows)
+        return block.experts(rows, experts, shares).view(x.shape)
+
+    monkeypatch.setattr(granite.GraniteMoeSharedMoE, "forward", forward)
+    path, out = tiny_checkpoints.CLASSES["granitemoe"].write("granitemoe", tmp_path / "tiny.gguf"), tmp_path / "t.trace"
+    trace_model(tiny_checkpoints.load("granitemoe", path), path, out, TorchOptions(), (256, 84, 104, 101, 32), 1)
+    result = check_trace(out, path)
+    assert result.verdict == "match"
+    assert "blk.0.ffn_gate_inp" in {op.op for op in result.ops}
 
 
 def test_norms_that_hold_their_weight_less_1_in_half_precision(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def trace_model(
     check_length([*steps] or passes([tokens]), n_decode, model.graph.hparams.n_ctx)
     name = f"transformers {_transformers().__version__} {type(loaded).__name__} ({options.dtype}, {options.device})"
     loaded.set_attn_implementation(attention)
-    decoder = _Decoder(loaded)
+    decoder = Decoder(loaded)
     with (
         recorded(loaded, out, model, name, options.capture, progress=progress) as notes,
         _double(loaded) if options.dtype == "f64" else nullcontext(),
@@ -73,7 +73,7 @@ def trace_model(
     return notes
 
 
-class _Decoder:
+class Decoder:
     """Forward passes of one sequence, or of several as a batch padded on the left; the cache is transformers' own."""
 
     def __init__(self, model: Any) -> None:

@@ -321,13 +321,17 @@ def _ends_in(values: Tensor, returned: Tensor, n_rows: int) -> bool:
 
 
 def _of_several(output: tuple[Any, ...], module: nn.Module, read: Tensor) -> Any:
-    """What a module puts out first; of a router that has the chosen scores before all logits these."""
-    first, weight = output[0], weight_of(module)
-    alike = [x for x in output if isinstance(x, Tensor) and isinstance(first, Tensor) and x.shape == first.shape]
-    if len(alike) < 2 or weight.ndim != 2 or weight.shape != (first.shape[-1], read.shape[-1]):
-        return first
-    made = nn.functional.linear(read, weight).reshape(first.shape)
-    return min(alike, key=lambda x: _size(torch.nan_to_num(x - made)))
+    """What a module puts out first; of a router, which has the chosen scores or experts beside all logits, these."""
+    weight = weight_of(module)
+    if weight.ndim != 2 or weight.shape[-1] != read.shape[-1]:
+        return output[0]
+    shape = (*read.shape[:-1], len(weight))
+    alike = [x for x in output if isinstance(x, Tensor) and x.is_floating_point() and x.numel() == math.prod(shape)]
+    alike = [x for x in alike if x.shape[-1] == len(weight)]
+    if len(alike) < 2:
+        return alike[0] if alike else output[0]
+    made = nn.functional.linear(read, weight)
+    return min(alike, key=lambda x: _size(torch.nan_to_num(x.reshape(shape) - made)))
 
 
 def _size(values: Tensor) -> float:
