@@ -86,6 +86,7 @@ class Decoder:
 
     @torch.inference_mode()
     def run(self, given: StepInput) -> None:
+        """One pass: its logits are kept."""
         batch = {} if given.sequences is None else self._masked(given)
         rows = batch.pop("input_ids", torch.tensor([given.tokens]))
         batch = {name: values.to(self._model.device) for name, values in batch.items()}

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from tracediff.model.graph import Tokens
 from tracediff.numerics.exponentials import exponential_named
 from tracediff.numerics.roundings import held_before, rounding_named
 
-_ON_TENSOR_CORES = ("f16", "bf16", "tf32", "tf32 away")  # beside integers and float8
+_ON_TENSOR_CORES = ("f16", "bf16", "tf32", "tf32 away", "scaled tf32")  # beside integers and float8
 # What `operands` and `stored` of an Arithmetic are, by kind of op.
 _ROLES = MappingProxyType(
     {
@@ -41,6 +42,8 @@ class Arithmetic:
     `ubatch`: tokens that come in so many at a time have neither `operands` nor `accumulate`: only the last ones of a
     prompt, too few for it, do. 0: all do.
     `exponential`: how exponentials are approximated; empty: to a few units of float32.
+    `products`: what each product is rounded to before it is added up, in steps of one token alone: of such a matmul XLA
+    makes a multiplication and a sum on GPUs, and the multiplication is in the type of its operands (JAX 0.11, H200).
     """
 
     operands: str = "f64"
@@ -50,6 +53,7 @@ class Arithmetic:
     parts: int = 1
     ubatch: int = 0
     exponential: str = ""
+    products: str = "f64"
 
     @property
     def undivided(self) -> bool:
@@ -86,6 +90,8 @@ class Arithmetic:
             said.append(phrase(operands, self.operands) + after + " before they are divided" * self.undivided)
         if self.stored != "f64":
             said.append(phrase(stored, self.stored))
+        if self.products != "f64":
+            said.append(phrase("products", self.products))
         if self.truncates:
             said.append(f"sums on {self.accumulate}")
         elif self.accumulate not in ("f32", "i32"):
@@ -170,7 +176,11 @@ EXPONENTIAL = ("exponential", "softmax")  # entries of a scheme that say how exp
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The arithmetic of a whole engine. Activations that are rounded `AS_IN_GGML` follow the weight's type."""
+    """The arithmetic of a whole engine. Activations that are rounded `AS_IN_GGML` follow the weight's type.
+
+    `prompts`: what it does in steps of several tokens, where it does otherwise in those of one: what these read of
+    earlier steps, as K and V of a cache, was made so. None: the same.
+    """
 
     name: str
     linear: Arithmetic = EXACT
@@ -182,7 +192,19 @@ class Scheme:
     exponentials: str = ""
     scaled: str = "f64"  # what scores are rounded to when they are scaled
     added: str = "f64"  # what a layer adds to the residual is rounded to: each rank's term, as it is sent to the others
+    prompts: "Scheme | None" = None
     looked_up: bool = False  # GELU in a table of every float16, which who rounds as ggml does has too (ggml-cpu/vec.h)
+
+    @property
+    def key(self) -> str:
+        """Unlike that of any other scheme."""
+        return self.name if self.prompts is None else f"{self.name}; prompts: {self.prompts.name}"
+
+    def in_steps_of(self, tokens: Tokens) -> "Scheme":
+        """What it does in steps of so many."""
+        if tokens == "one" or (self.prompts is None and self.linear.products == "f64"):
+            return self
+        return self.prompts or replace(self, linear=replace(self.linear, products="f64"))
 
     @property
     def is_ggml(self) -> bool:

@@ -98,7 +98,7 @@ def evaluate_together(calls: Sequence[Call]) -> list[Tensor]:
         return [evaluated(call) for call in calls]
     alike: dict[object, list[int]] = {}
     for i, call in enumerate(calls):
-        held = call.arithmetic.stored, call.arithmetic.biases
+        held = call.arithmetic.stored, call.arithmetic.biases, call.arithmetic.products
         of = sums_in(call.arithmetic, call.weights.dtype), *held, call.weights.source(op.weights)
         alike.setdefault(of, []).append(i)
     made: dict[int, Tensor] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tracediff.errors import EngineError
 from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, Blocks
-from tracediff.numerics.floats import HALVES, TF32, Float, Rounding, TF32Away
+from tracediff.numerics.floats import HALVES, TF32, Float, Rounding, TF32Away, TF32OfScaled
 from tracediff.numerics.groups import NF4, Affine, Full, Signed, Truncated, TruncatedQ80, Unsigned, Wide
 
 half = Float("f16", "float16", dtype=torch.float16, mantissa=10)
@@ -24,6 +24,7 @@ _KNOWN = {
         single,
         TF32("tf32", "TF32", dtype=torch.float32, mantissa=10),
         TF32Away("tf32 away", "TF32 with ties away from 0", dtype=torch.float32, mantissa=10),
+        TF32OfScaled("scaled tf32", "TF32 of scaled values", dtype=torch.float32, mantissa=10),
         half,
         bfloat,
         Float("e5m2", "float8 (e5m2)", dtype=torch.float8_e5m2, mantissa=2),

@@ -99,6 +99,8 @@ def _attentions() -> Iterator[Scheme]:
     for name in (*HALVES, *TF32S):
         both = Arithmetic(name, name)
         yield Scheme(phrase("attention", name), scores=both, values=both)
+    scaled, values = (Arithmetic(name, name) for name in ("scaled tf32", "tf32"))
+    yield Scheme(phrase("attention", "scaled tf32"), scores=scaled, values=values)
     for name in HALVES:  # PyTorch's autocast, whose softmax is computed in float32
         both = Arithmetic(name, name)
         yield Scheme(phrase("attention and scaled scores", name), scores=both, values=both, scaled=name)
@@ -150,7 +152,7 @@ def _schemes() -> Iterator[Scheme]:
     in_integers = [_matmul("activations", name) for name in _IN_CACHES]
     halves = [a for a in attentions if a.name in {phrase("KV cache", name) for name in HALVES}]
     yield from (_with(matmul, cache) for cache in halves for matmul in in_integers)
-    yield from (_with(exact, a) for a in attentions if a.values.accumulate == "f32" and a.scores.stored not in TF32S)
+    yield from (_with(exact, a) for a in attentions if a.values.accumulate == "f32" and a.values.stored not in TF32S)
 
 
 # Real engines' arithmetic, most usual first. Each entry is what some engine does: a fit can excuse no mistake.
@@ -195,6 +197,8 @@ def _ways() -> Iterator[Way]:
             yield Way(part, _named(words, name), partial(_with_field, part, name))
     for name in whole:
         yield Way("biases", _named("biases", name), partial(_biased, name))
+    for name in whole:
+        yield Way("products", _named("products", name), partial(_products, name))
     for name, words in (("", "exponentials not approximated"), ("taylor4/8", "exponentials to degree 4")):
         yield Way("exponentials", words, partial(_with_field, "exponentials", name))
     for name in ("f64", *HALVES, *_SHORTER, "q8_0"):
@@ -244,6 +248,10 @@ def _biased(biases: str, scheme: Scheme) -> Scheme:
     return replace(scheme, linear=replace(scheme.linear, biases=biases))
 
 
+def _products(products: str, scheme: Scheme) -> Scheme:
+    return replace(scheme, linear=replace(scheme.linear, products=products))
+
+
 def _cached(stored: str, scheme: Scheme) -> Scheme:
     """K and V are held so, and read as what they are multiplied in."""
     return _attention(scheme, lambda of: (of.operands, read_as(stored, of.operands if of.operands in _READ else "f64")))
@@ -280,7 +288,7 @@ _OF_WORDS = {rounding_named(name).words: name for name in reversed((*GROUPS, *_S
 _AS_REPORTED = re.compile(rf"(activations|weights|matrices) in ({'|'.join(map(re.escape, _OF_WORDS))})(?=,|$| and )")
 _GRAMMAR = (
     "First, llama.cpp, exact, or one of activations, weights, matrices, activations and weights, activations and "
-    "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, attention, biases, "
+    "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, attention, biases, products, "
     f"{', '.join(_FIELDS.values())} `in ROUNDING`, flash attention, exponentials to degree 4. A ROUNDING is float16, "
     "bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0 or q8_K blocks; of activations, weights and matrices also, "
     "with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full int4/N, wide int8/N, "

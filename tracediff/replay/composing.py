@@ -11,6 +11,7 @@ from tracediff.trace.format import OpRecord
 
 _ABREAST = 2  # schemes that are changed further, part by part
 _FEW = 3  # records that tell the parts of an arithmetic
+_STORED_TO = 0.05  # of the squared error that storing makes: a twelfth of a square unit, which is so much of some rows
 
 
 class Composing:
@@ -47,7 +48,9 @@ class Composing:
                 if less < missed:
                     start, best, rivals, missed = begun, end, near, less
         left = self._left_of(best, few)
-        if score(left, COMPOSED) <= score(before) and not (is_led and self._leads(best, start, starts, few)):
+        stored = median(map(self._fitting.rounded_when_stored, few))
+        is_less = score(_beyond(stored, left), COMPOSED) > score(_beyond(stored, before))
+        if not is_less and not (is_led and self._leads(best, start, starts, few)):
             return self._that_fits(in_others) or Choice((starts[0],), False, before)
         # Of one alone it would not be asked whether it fits.
         choice = self._fitting.settle(tuple(dict.fromkeys((best, *rivals, *starts))), self._records)
@@ -116,3 +119,8 @@ class Composing:
 
     def _left_of(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
         return median(self._fitting.left(record, scheme) for record in records)
+
+
+def _beyond(stored: float, left: float) -> float:
+    """What is left besides what was rounded when it was `stored`, in any arithmetic, as far as that is known."""
+    return max(left - stored, _STORED_TO * stored)

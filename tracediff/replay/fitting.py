@@ -97,7 +97,7 @@ class Fitting:
                     asked = *records[:i], *self._planner.treated_otherwise(record, records[i + 1 :])
                     return Choice((scheme,), True, table[scheme][-1], self._unfit(asked, scheme))
         undivided = any(s.values.undivided and len(figures) == len(records) for s, figures in table.items())
-        when_stored = median(map(self._rounded_when_stored, records)) if undivided else 0.0
+        when_stored = median(map(self.rounded_when_stored, records)) if undivided else 0.0
         close = _close(table, len(records), unlike, when_stored)
         least = min(min(figures) for figures in table.values())
         nearest = Choice((next((s for s in close if s in usual), close[0]),), False, least, tuple(records))
@@ -111,7 +111,7 @@ class Fitting:
         unfit = tuple(record for record in records if record.op not in fit)
         return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
 
-    def _rounded_when_stored(self, record: OpRecord) -> float:
+    def rounded_when_stored(self, record: OpRecord) -> float:
         """The NMSE that roundings to the half precision in which a record is held make, whatever else does; 0 of one
         that is held in more.
         """

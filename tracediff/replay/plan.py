@@ -200,17 +200,17 @@ class Planner:
         wanted = {self._rounds(scheme, covered) for scheme in schemes}
         return [scheme for scheme in self.candidates(record) if self._rounds(scheme, covered) in wanted]
 
-    def _differing(self, schemes: Sequence[Scheme], *records: OpRecord) -> Mapping[tuple[Arithmetic, ...], Scheme]:
+    def _differing(self, schemes: Sequence[Scheme], *records: OpRecord) -> Mapping[object, Scheme]:
         """Those of the schemes that differ for these records, or for a segment in any op, and suit their rows, by what
         they round.
         """
         record, covered = records[0], self._covered(*records)
-        found: dict[tuple[Arithmetic, ...], Scheme] = {}
+        found: dict[object, Scheme] = {}
         for scheme in schemes:
-            if len(schemes) > 1 and not self._sums_so(record, scheme.values):
+            if len(schemes) > 1 and not (self._sums_so(record, scheme.values) and self._multiplies_so(record, scheme)):
                 continue
             if self._rows_fit(covered, of := self._rounds(scheme, covered)):
-                found.setdefault(of, scheme)
+                found.setdefault((of, scheme.prompts), scheme)
         return found
 
     def _rounds(self, scheme: Scheme, covered: Sequence[Op]) -> tuple[Arithmetic, ...]:
@@ -249,6 +249,10 @@ class Planner:
     def _lengths(self, record: OpRecord) -> tuple[int, int]:
         """Tokens of the record's step, and all so far."""
         return len(self._recorded.trace.steps[record.step].tokens), self._recorded.n_tokens(record.step)
+
+    def _multiplies_so(self, record: OpRecord, scheme: Scheme) -> bool:
+        """Whether no other scheme is the same in the record's step."""
+        return scheme.linear.products == "f64" or self._lengths(record)[0] == 1
 
     def _sums_so(self, record: OpRecord, values: Arithmetic) -> bool:
         """Whether llama.cpp would sum attention's values so in this step, and no other scheme is the same in it."""

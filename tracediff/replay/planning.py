@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
+from tracediff.model.graph import Tokens
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.floats import HALVES
@@ -19,7 +20,7 @@ from tracediff.replay.composing import Composing
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
 from tracediff.replay.recompute import Recomputation
-from tracediff.replay.score import NOTHING, UNLIKE, score
+from tracediff.replay.score import COMPOSED, NOTHING, UNLIKE, score
 from tracediff.trace.format import OpRecord
 
 # Of fewer values one of some fifty arithmetics leaves next to nothing by chance: of one value in bfloat16, which is a
@@ -81,6 +82,8 @@ class Planning:
                 in_longer = (scheme for other in elsewhere.longer for scheme in other.schemes)
                 hears = told | {(scheme, False) for scheme in (*elsewhere.sole, *in_longer)}
                 if sort not in heard or not all(_does(choice, one) for one, _ in hears - heard[sort]):
+                    if sort.n_tokens == 1 and elsewhere.longer:
+                        choice = self._behind_prompts(choice, by_sort[sort], _in_prompts(choices))
                     choices[sort] = self._composed(choice, by_sort[sort], known, elsewhere)
                 heard[sort] = hears
         choices = {
@@ -165,6 +168,19 @@ class Planning:
         again = 0 < len(found.unfit) < len(asked) and not through_segments
         return self._composed(whole, records, known, elsewhere) if again else whole
 
+    def _behind_prompts(self, choice: Choice, records: list[OpRecord], in_prompts: Sequence[Scheme]) -> Choice:
+        """Single tokens that are not multiplied as prompts are, but read K and V of these, in one of the arithmetics
+        that sorts of prompts told: where that leaves less.
+        """
+        if choice.settled and not choice.nmse > NOTHING:
+            return choice
+        prompts = self._planner.suiting(in_prompts, *records)
+        own = dict.fromkeys((choice.schemes[0], EXACTLY))
+        schemes = [replace(scheme, prompts=other) for scheme in own for other in prompts if other != scheme]
+        found = self._fitting.settle([*schemes, choice.schemes[0]], self._samples(records))
+        self._recomputation.forget()
+        return found if score(found.nmse, COMPOSED) > score(choice.nmse) else choice
+
     def _as_on_gpus(self, choice: Choice, records: list[OpRecord], in_other_steps: Sequence[Scheme]) -> Choice:
         """Matmuls of float32 in shorter operands as GPUs make them: of some ops, by their shapes, with sums on tensor
         cores; and in TF32 where float16 is as good, if there are any or steps of other sizes are in neither, for cuBLAS
@@ -172,8 +188,10 @@ class Planning:
         """
         record, scheme = records[0], choice.schemes[0]
         own = self._planner.arithmetic(record, scheme)
-        if record.dtype != "f32" or choice.by_op or not own.suits_tensor_cores or self._planner.is_segment(record):
+        if record.dtype != "f32" or choice.by_op or not own.suits_tensor_cores:
             return choice
+        if self._planner.is_segment(record):
+            return self._in_what_fits_all(choice, records)
         by_name: dict[str, list[OpRecord]] = {}
         for sample in self._samples(records):
             by_name.setdefault(split(sample.op)[1], []).append(sample)
@@ -197,6 +215,18 @@ class Planning:
         schemes = dict.fromkeys(one for of in found.values() for one in of)
         unfit = tuple(one for one in choice.unfit if not there.get(split(one.op)[1]))
         return replace(choice, schemes=(*schemes,), settled=True, unfit=unfit, by_op=found if others else {})
+
+    def _in_what_fits_all(self, choice: Choice, records: list[OpRecord]) -> Choice:
+        """Of attention that was taken for float16, or for TF32 in one of its ways, by the record that was looked at
+        first: they differ in few values.
+        """
+        samples, scheme = self._samples(records), choice.schemes[0]
+        if all(self._fitting.fits(sample, scheme) for sample in samples):
+            return choice
+        others = [one for other in in_tf32(scheme) for one in (other, other.on_tensor_cores()) if one != scheme]
+        alike = (one for one in others if all(self._fitting.fits(sample, one) for sample in samples))
+        found = next(alike, None)
+        return replace(choice, schemes=(found,), unfit=()) if found else choice
 
     def _on_tensor_cores(self, records: Sequence[OpRecord], schemes: Sequence[Scheme]) -> Scheme | None:
         """The first of the schemes that fits all these records of an op with sums on tensor cores."""
@@ -300,6 +330,12 @@ def _does(choice: Choice, one: Way | Scheme) -> bool:
     return one.is_of(choice.schemes[0]) if isinstance(one, Way) else one == choice.schemes[0]
 
 
+def _in_prompts(choices: Mapping[Sort, Choice]) -> Sequence[Scheme]:
+    """What steps of several tokens are done in, as far as sorts of them tell."""
+    of_several = (choice for sort, choice in choices.items() if sort.n_tokens > 1 and choice.settled)
+    return [*dict.fromkeys(scheme for choice in of_several for scheme in choice.schemes)]
+
+
 def _elsewhere(sort: Sort, choices: Mapping[Sort, Choice]) -> Elsewhere:
     others = {
         other: choice
@@ -307,8 +343,10 @@ def _elsewhere(sort: Sort, choices: Mapping[Sort, Choice]) -> Elsewhere:
         if (other.name, other.types) == (sort.name, sort.types) and other.n_tokens != sort.n_tokens and choice.settled
     }
     longer = sorted((other for other in others if other.n_tokens > sort.n_tokens), key=lambda other: -other.n_tokens)
+    tokens: Tokens = "one" if sort.n_tokens == 1 else "several"
+    sole = [choice.schemes[0] for choice in others.values() if len(choice.schemes) == 1 and not choice.unfit]
     return Elsewhere(
-        [choice.schemes[0] for choice in others.values() if len(choice.schemes) == 1 and not choice.unfit],
+        [scheme for scheme in sole if scheme.in_steps_of(tokens) == scheme],
         [] if all(sort.held) else [others[other] for other in longer],
     )
 

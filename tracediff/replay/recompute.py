@@ -122,18 +122,18 @@ class Recomputation:
         return made_together(op, [(self, record, scheme, storage)])[0]
 
     def _making(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Making:
-        arithmetic = arithmetic_of(op, scheme, self.weights)
+        arithmetic = arithmetic_of(op, self._in_step_of(step, scheme), self.weights)
         inputs = self.inputs(step, op, scheme, rows)
         if op.kind == "add" and arithmetic.operands != "f64":  # each rank's term by itself
             terms = self.recorded.terms(step, op.inputs[0], rows)
             inputs = inputs if terms is None else [Value(terms), *inputs[1:]]
         calls = calls_of(op, inputs, self.weights, arithmetic, self._n_samples)
-        read = self._tokens_read(op, scheme, rows)
+        read = self._tokens_read(step, op, scheme, rows)
         return Making(self.recorded, step, read, storage, calls, None if read == rows else rows)
 
     def inputs(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> list[Value]:
         """What the op reads to make these tokens of the step, in its order."""
-        rows = self._tokens_read(op, scheme, rows)
+        rows = self._tokens_read(step, op, scheme, rows)
         if op.kind == "state":
             before = self.recorded.before(step)
             parts = [self._value((before, name, None), scheme) for name in op.inputs] if before is not None else []
@@ -143,9 +143,13 @@ class Recomputation:
         pairs = zip(values, op.seen, strict=True)
         return [applied(partial(seen, view, *sizes), [value]) if view else value for value, view in pairs]
 
-    def _tokens_read(self, op: Op, scheme: Scheme, rows: Rows) -> Rows:
+    def _in_step_of(self, step: int, scheme: Scheme) -> Scheme:
+        """What the scheme does there."""
+        return scheme.in_steps_of(self.recorded.tokens(step))
+
+    def _tokens_read(self, step: int, op: Op, scheme: Scheme, rows: Rows) -> Rows:
         """Of which tokens an op reads its inputs to make these: of all where these share what they are rounded by."""
-        mixes = scheme.mixes_tokens and is_covered(op) and KINDS[op.kind].scheme == "linear"
+        mixes = self._in_step_of(step, scheme).mixes_tokens and is_covered(op) and KINDS[op.kind].scheme == "linear"
         return None if mixes else self.graph.tokens_read(op, rows)
 
     def read(self, step: int, name: str, past: Span, scheme: Scheme, rows: Rows = None) -> Value:
@@ -215,7 +219,7 @@ class Recomputation:
             return self._held.setdefault((name, sequence, self._n_samples), Past(exact))
         if self._unchanged and name not in self._unchanged[1]:
             return self._unchanged[0]._past(step, name, scheme)
-        return self._pasts.setdefault((name, sequence, scheme.name), Past())
+        return self._pasts.setdefault((name, sequence, scheme.key), Past())
 
     def _so_far(self, step: int, name: str, scheme: Scheme) -> Value:
         """The value of all tokens so far."""
@@ -263,7 +267,7 @@ class Recomputation:
         if before is not None and self.recorded.holds((before, name, None)):
             return self.recorded.n_until(before)
         sequence = self.recorded.sequence(step)
-        steps = (at for (at, held, _), of in self._values if held == name and of == scheme.name and at < step)
+        steps = (at for (at, held, _), of in self._values if held == name and of == scheme.key and at < step)
         return max((self.recorded.n_until(at) for at in steps if self.recorded.sequence(at) == sequence), default=0)
 
     def _in_step(self, place: Place, scheme: Scheme) -> Value:
@@ -305,7 +309,7 @@ class Recomputation:
         """What is read for a value, the last first; of all steps so far those that are not there."""
         step, name, rows = place
         op, before = self._op(step, name), self.recorded.before(step)
-        rows = self._tokens_read(op, scheme, rows)
+        rows = self._tokens_read(step, op, scheme, rows)
         for read, past in reversed(op.reads):
             if op.kind == "state":
                 yield from () if before is None else ((before, read, None),)
@@ -323,7 +327,7 @@ class Recomputation:
         return place[0], self._places.get(place[1], -1)
 
     def _key(self, place: Place, scheme: Scheme) -> _Key:
-        return place, "" if self.holds(place) else scheme.name
+        return place, "" if self.holds(place) else scheme.key
 
     def _is_there(self, key: _Key) -> bool:
         """Whether the value was recorded, or recomputed already."""
@@ -354,7 +358,7 @@ class Recomputation:
         """What the engine keeps an op's value in that it did not record: what it recorded, but where activations and
         weights are multiplied in half precision their product is, as under PyTorch's autocast.
         """
-        arithmetic = arithmetic_of(op, scheme, self.weights)
+        arithmetic = arithmetic_of(op, self._in_step_of(step, scheme), self.weights)
         halves = KINDS[op.kind].scheme == "linear" and arithmetic.operands == arithmetic.stored in HALVES
         return arithmetic.operands if halves else self.recorded.storage(step)
 

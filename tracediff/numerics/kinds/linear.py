@@ -65,6 +65,8 @@ def products(
     for file, rows in _blocks_of_rows(weights, weight, hold, once=bool(len(asking))):
         cut = slice(at, at + len(rows))
         part = first.function(x, rows.to(dtype), None if bias is None else bias[cut], **first.op.attrs)
+        if arithmetic.products != "f64":
+            part = part + _lost_of_products(x, rows.to(dtype), rounding_named(arithmetic.products))
         parts.append(part.to(weights.dtype))
         if len(asking):
             tiny = float(part.abs().amax()) < _TINY
@@ -86,6 +88,11 @@ def products(
             call.energy.requantised = before[0] + error, before[1] + signal
         made.append((y, energy))
     return made
+
+
+def _lost_of_products(x: Tensor, rows: Tensor, rounding: Rounding) -> Tensor:
+    """By how much sums of rounded products are off, [T, n_rows]: of x [T, n_in], a token at a time."""
+    return torch.stack([(rounding(each) - each).sum(-1) for each in (rows * one for one in x)])
 
 
 def _blocks_of_rows(weights: Weights, weight: Weight, hold: Rounding, once: bool) -> Iterator[tuple[Tensor, Tensor]]:
