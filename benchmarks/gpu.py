@@ -23,6 +23,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,6 +31,7 @@ from typing import Any
 
 import tiny_checkpoints
 import torch
+import xla_engine
 from tiny_checkpoints import CLASSES
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -44,6 +46,7 @@ from tracediff.errors import TracediffError
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape, write_model
+from tracediff.names import Capture
 from tracediff.numerics.floors import TOGETHER, UNIT, variance_of_truncated_sums
 from tracediff.numerics.roundings import rounding_named
 from tracediff.pipeline import Effort, check_trace
@@ -73,11 +76,20 @@ ROUNDINGS = (
     "uint7/tensor", "affine4/64", "nf4/64",
 )  # fmt: skip
 # What the host does not find of this model either: nothing overflows, so float16 is coarse arithmetic and a maximum is
-# not missed; and bfloat16 hides what an eps does, a norm's own roundings, or one channel of 512 in its mean.
+# not missed; and bfloat16 hides what an eps does, a norm's own roundings, or one channel of 512 in its mean, and how
+# little a cap bends small scores.
 COARSE = {
     *product(("scores_f16@1", "ffn_act_f16@1", "norm_f32_overflow@1", "softmax_without_maximum@1"), ("f32", "bf16")),
     *product(
-        ("eps@1", "eps_outside_root@1", "norm_f16_overflow@1", "norm_rounded_before_weight@1", "variance_unbiased@1"),
+        (
+            "eps@1",
+            "eps_outside_root@1",
+            "norm_f16_overflow@1",
+            "norm_in_half@1",
+            "norm_rounded_before_weight@1",
+            "variance_unbiased@1",
+            "softcap@1",
+        ),
         ("bf16",),
     ),
 }
@@ -96,6 +108,12 @@ What an H200 does (torch 2.11, CUDA 13.0), as its records tell; some of them are
 - Products in float8 are added up 32 at a time in 14 bits, each cut off by itself: with float32 between every 128 of
   them sums of one sign are 6e-4 too small, whatever their length, and without (`use_fast_accum`) 6e-3 over 512 terms
   and 0.13 over 8,192. Both are within the noise that replay expects.
+- JAX multiplies prompts of float32 in TF32 as well. Of a single token times a matrix in half precision XLA makes a
+  multiplication and a sum: each product is rounded to half precision, and added up in float32, bit for bit. Replay
+  finds that by itself (`products in bfloat16`); before it did, every matmul of decoded tokens diverged.
+- PyTorch's own attention of float32 in TF32, where keys have fewer heads than queries, scales queries and keys by
+  D^-1/4 each before it rounds them (`TF32 of scaled values`). Behind hidden states a layer in TF32 is off by 1e-7
+  whatever replay does, for one rounding that turns in a query turns those after it: such a run is undecided.
 - In float16 matmuls of long rows may be added up in parts that are float16 themselves. PyTorch allows that unless it
   is told otherwise, as the torch engine tells it now: before it did, a run of it in float16 over rows of 8,960
   diverged. (Its trace was not kept: this is the likeliest reason and no more.) What transformers multiplied of the
@@ -133,6 +151,9 @@ class Run:
     products: str = ""  # "tf32" or of EIGHT_BITS, where matmuls run in these
     is_tiny: bool = False  # a class of transformers that its GGUF loader does not read (tiny_checkpoints.py)
     is_compiled: bool = False  # each layer, of which then only the hidden states are seen
+    autocast: str = ""  # PyTorch's, to this type
+    by_jax: bool = False
+    capture: Capture = "all"
 
     @property
     def file(self) -> str:
@@ -142,13 +163,19 @@ class Run:
     @property
     def words(self) -> str:
         """How it is said in the table."""
-        engine = " ".join(filter(None, ("transformers,", self.attention, self.backend))) if self.attention else "torch"
-        words = engine.rstrip(",") + " compiled" * self.is_compiled
-        return f"{words}, {self.products or self.dtype}, {self.arch} {self.weights}"
+        engine = "JAX" if self.by_jax else "transformers" if self.attention else "torch"
+        autocast = f"autocast to {self.autocast}" * bool(self.autocast)
+        of = " ".join(filter(None, (self.attention, self.backend, "compiled" * self.is_compiled, autocast)))
+        seen = "hidden states alone" * (self.is_compiled or self.capture == "layers")
+        parts = (engine, of, self.products or self.dtype, f"{self.arch} {self.weights}", seen)
+        return ", ".join(filter(None, parts))
 
     def trace(self, model: Path, out: Path, device: str) -> None:
         """Run it, and write its trace: a prompt and two decoded tokens."""
-        options = TorchOptions(dtype=self.dtype, device=device)
+        options = TorchOptions(dtype=self.dtype, device=device, capture=self.capture)
+        if self.by_jax:
+            xla_engine.trace(model, out, self.dtype, self.capture, TOKENS, 2)
+            return
         if not self.attention:
             trace_torch(model, out, options, TOKENS, 2)
             return
@@ -162,7 +189,8 @@ class Run:
         if self.products in EIGHT_BITS or self.products == BLOCKS:
             in_eight_bits(loaded, self.products)
         backends = [getattr(SDPBackend, self.backend)] if self.backend else []
-        with tf32(self.products == "tf32"), sdpa_kernel(backends) if backends else nullcontext():
+        cast = torch.autocast(device, DTYPES[self.autocast]) if self.autocast else nullcontext()
+        with tf32(self.products == "tf32"), cast, sdpa_kernel(backends) if backends else nullcontext():
             trace_model(loaded, model, out, options, TOKENS, 2, attention=self.attention)
 
 
@@ -172,7 +200,10 @@ def runs(device: str) -> list[Run]:
     made += [Run("qwen2", "F16", dtype) for dtype in DTYPES]
     for arch in GENERAL:
         made += [Run(arch, "F16", dtype, attention) for dtype in DTYPES for attention in ("eager", "sdpa")]
-        made.append(Run(arch, "F16", "f32", "eager", products="tf32"))
+        made += [
+            Run(arch, "F16", "f32", attention, products="tf32") for attention in ("eager", "sdpa") if on_gpu(device)
+        ]
+        made.append(Run(arch, "F16", "f32", "sdpa", autocast="bf16"))
     kernels = ("FLASH_ATTENTION", "MATH", *(("EFFICIENT_ATTENTION", "CUDNN_ATTENTION") if on_gpu(device) else ()))
     made += [Run("qwen3 of equal heads", "F16", dtype, "sdpa", of) for of in kernels for dtype in ("bf16", "f16")]
     made += [Run(arch, "F16", "bf16", "sdpa", products=products) for products, of in EIGHT_BITS.items() for arch in of]
@@ -183,6 +214,12 @@ def runs(device: str) -> list[Run]:
         for dtype in ("f32", "bf16", "f16")
     ]
     made += [Run(arch, "F32", dtype, "eager", is_tiny=True) for arch in CLASSES for dtype in ("f32", "bf16", "f16")]
+    if find_spec("jax"):
+        made += [
+            Run("llama", "F16", dtype, by_jax=True, capture=capture)
+            for dtype in ("f32", "bf16", "f16")
+            for capture in ("all", "layers")
+        ]
     # First what takes longest.
     return sorted(made, key=lambda run: (run.arch != "qwen2", run.products not in EIGHT_BITS, not run.is_compiled))
 
