@@ -100,7 +100,7 @@ rounding, the same findings by replay there."""
 _FOUND = """# On a GPU
 
 What an H200 does (torch 2.11, CUDA 13.0), as its records tell; some of them are in `tests/h200.npz`, and in
-`tests/test_tensor_cores.py` is what must come of them:
+`tests/test_tensor_cores.py` and `tests/test_single_tokens.py` is what must come of them:
 
 - In TF32 operands are rounded to nearest, of two the even one. Steps of one token are multiplied in float32. Sums are
   cut off, so they come out smaller: over 1,536 terms by 3e-6 of themselves in some matmuls, by 4e-7 in others, which
