@@ -113,7 +113,7 @@ What an H200 does (torch 2.11, CUDA 13.0), as its records tell; some of them are
   finds that by itself (`products in bfloat16`); before it did, every matmul of decoded tokens diverged.
 - PyTorch's own attention of float32 in TF32, where keys have fewer heads than queries, scales queries and keys by
   D^-1/4 each before it rounds them (`TF32 of scaled values`). Behind hidden states a layer in TF32 is off by 1e-7
-  whatever replay does, for one rounding that turns in a query turns those after it: such a run is undecided.
+  whatever replay does, for one rounding that turns in a query turns those after it, as one to float16 does.
 - In float16 matmuls of long rows may be added up in parts that are float16 themselves. PyTorch allows that unless it
   is told otherwise, as the torch engine tells it now: before it did, a run of it in float16 over rows of 8,960
   diverged. (Its trace was not kept: this is the likeliest reason and no more.) What transformers multiplied of the

@@ -28,6 +28,7 @@ from tracediff.replay.score import (
     RARER,
     UNKNOWN,
     UNLIKE,
+    Explanation,
     judge,
     lead,
     score,
@@ -106,6 +107,9 @@ class Fitting:
         sound = {s: {r.op for r, left in zip(records, table[s], strict=True) if self._fits(r, s, left)} for s in close}
         if not any(sound.values()):
             return nearest
+        if self._planner.is_segment(records[0]):  # no matter how little: one rounding that turns takes others with it
+            likely = {s: self._likely(s, records) for s in close if sound[s]}
+            sound = {s: sound[s] for s in sorted(close, key=lambda s: -likely.get(s, -math.inf))}
         kept = self._in_contention(sound, records, usual)
         fit = {op for scheme in kept for op in sound[scheme]}
         unfit = tuple(record for record in records if record.op not in fit)
@@ -137,6 +141,11 @@ class Fitting:
         """Which of these the scheme does not fit. Of a segment that is asked where it fits none: it is a pass."""
         alone = (record for record in records if not self._planner.is_segment(record))
         return tuple(record for record in alone if self._judged(record, scheme).judgement != "sound")
+
+    def _likely(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
+        """Its score by these records, if the engine is right: of two that leave as much, higher of what expects it."""
+        looks = (self.closely(record, scheme, self._glances_at(record)) for record in records)
+        return median(Explanation(seen.local.nmse, True, noise=seen.noise).score for seen in looks)
 
     def _in_contention(
         self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord], usual: Sequence[Scheme]
