@@ -1,6 +1,7 @@
 """The one table of op names: what each holds, its kind, and what others call it."""
 
 import fnmatch
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Self
@@ -148,6 +149,11 @@ def split(op: str) -> tuple[int | None, str]:
 def layer_of(op: str) -> int | None:
     """The layer of an op, None for those outside the blocks."""
     return split(op)[0]
+
+
+def layers_of(ops: Iterable[str]) -> list[int]:
+    """The layers that these ops are in, in order."""
+    return sorted({layer for layer in map(layer_of, ops) if layer is not None})
 
 
 def matches(op: str, pattern: str) -> bool:

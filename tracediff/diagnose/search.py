@@ -16,7 +16,7 @@ from tracediff.diagnose.solve import pairs, segments, solver
 from tracediff.diagnose.solve.search import solved_blocks
 from tracediff.diagnose.solve.segments import Explanations, How
 from tracediff.model.graph import Graph, Tokens
-from tracediff.names import layer_of, split
+from tracediff.names import layers_of, split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.recompute import CircularError
 from tracediff.replay.replay import Replay
@@ -290,7 +290,7 @@ def _is_long(segment: Sequence[str]) -> bool:
 
 def several_layers(segment: Sequence[str]) -> list[int]:
     """The layers of a segment of several; none of one."""
-    layers = sorted({layer for layer in map(layer_of, segment) if layer is not None})
+    layers = layers_of(segment)
     return layers if len(layers) > 1 else []
 
 

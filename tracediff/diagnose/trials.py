@@ -15,7 +15,7 @@ from tracediff.diagnose.mistakes.fit import searched
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
 from tracediff.model.graph import Op
-from tracediff.names import layer_of, split
+from tracediff.names import layer_of, layers_of, split
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.exponentials import approximated
 from tracediff.numerics.kinds import KINDS
@@ -36,7 +36,7 @@ class Trials:
 
     def applicable(self, segment: Sequence[str]) -> list[Mistake]:
         """Mistakes that can be made in some op of the segment."""
-        graph, is_short = self._replay.graph, len({layer_of(name) for name in segment} - {None}) <= 1
+        graph, is_short = self._replay.graph, len(layers_of(segment)) <= 1
         fitting = (m for m in BANK.values() if any(m.where.holds(graph[name], graph) for name in segment))
         return [m for m in fitting if is_short or not m.in_short]
 

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import structs
 
 from tracediff.model.graph import Tokens
-from tracediff.names import layer_of, split
+from tracediff.names import layers_of, split
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
@@ -278,8 +278,7 @@ class Planning:
         """Whether it is recomputed through one layer at most. Through several each scheme is a forward pass: logits
         alone took half as long again.
         """
-        layers = {layer_of(name) for name in self._recomputation.segment(record)} - {None}
-        return len(layers) <= 1
+        return len(layers_of(self._recomputation.segment(record))) <= 1
 
     def _as_others(self, record: OpRecord, settled: Mapping[str, Scheme]) -> Sequence[Scheme]:
         """What ops of other kinds, which schemes treat alike, were seen to have."""
