@@ -4,7 +4,8 @@
 
 An engine of its own computes small models in float32, and rounds what it is told to: its activations, its weights, its
 cache, Q and the probabilities, rope's tables, the weights of norms, what layers add. Each of them is left as it is
-every other time, and else rounded in one of the ways that engines have, whatever the others are.
+every other time, and else rounded in one of the ways that engines have, whatever the others are. Activations are
+rounded in all steps, or every other time in those of several tokens alone, as GPUs do.
 """
 
 import argparse
@@ -74,7 +75,8 @@ PARTS: Mapping[str, Sequence[str]] = {
     "added": ("bf16", "q8_0"),
 }
 VERDICTS = ("match", "undecided", "diverged")
-N_PROMPT, N_DECODE = 19, 2
+LENGTHS, N_DECODE = (19, 90), 2  # tokens of a prompt
+ALONE = "in prompts alone"
 
 
 class Run(Struct):
@@ -84,18 +86,20 @@ class Run(Struct):
     weights: str
     capture: Capture
     rounded: dict[str, str]
-    verdict: str
+    n_prompt: int
+    in_prompts: bool  # activations are rounded there alone
+    verdict: str = ""
     why: str = ""
 
 
 class Engine:
     """Llama, Qwen2 or Qwen3 in float32, which rounds by `rounded`."""
 
-    def __init__(self, model: Path, rounded: Mapping[str, str], record: Recorder) -> None:
+    def __init__(self, model: Path, rounded: Mapping[str, str], in_prompts: bool, record: Recorder) -> None:
         reader = gguf.GGUFReader(model)
         fields = {name: one.contents() for name, one in reader.fields.items() if not name.startswith("tokenizer")}
         arch = fields["general.architecture"]
-        self._rounded, self._record = rounded, record
+        self._rounded, self._in_prompts, self._record = rounded, in_prompts, record
         self._n_layer, self._heads, self._groups, self._eps, self._theta, width = (
             fields[f"{arch}.{name}"]
             for name in ("block_count", "attention.head_count", "attention.head_count_kv",
@@ -116,9 +120,9 @@ class Engine:
         return ROUNDINGS[self._rounded[part]](values) if part in self._rounded else values
 
     @torch.inference_mode()
-    def run(self, tokens: Sequence[int]) -> None:
+    def run(self, tokens: Sequence[int], n_prompt: int) -> None:
         """A prompt, then a token a step."""
-        steps = [tokens[:N_PROMPT], *([token] for token in tokens[N_PROMPT:])]
+        steps = [tokens[:n_prompt], *([token] for token in tokens[n_prompt:])]
         for step in steps:
             self._record.step([*step])
             self._forward(torch.tensor(step))
@@ -131,7 +135,7 @@ class Engine:
             x = self._layer(layer, f"blk.{layer}.", x, positions)
         h = self._norm("output_norm", x)
         head = weights.get("output.weight", weights["token_embd.weight"])
-        self._op("output", self._as("activations", h) @ head.T)
+        self._op("output", self._activations(h) @ head.T)
 
     def _layer(self, layer: int, at: str, x: Tensor, positions: Tensor) -> Tensor:
         h = self._norm(f"{at}attn_norm", x)
@@ -152,8 +156,11 @@ class Engine:
         self._record(name, values)
         return values
 
+    def _activations(self, x: Tensor) -> Tensor:
+        return x if self._in_prompts and len(x) == 1 else self._as("activations", x)
+
     def _linear(self, name: str, x: Tensor, width: int = 0) -> Tensor:
-        y = self._as("activations", x) @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", 0.0)
+        y = self._activations(x) @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", 0.0)
         return self._op(name, y.unflatten(1, (-1, width)) if width else y)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -185,7 +192,7 @@ def drawn(number: int, seed: int) -> Run:
     weights = WEIGHTS[number // len(SHAPES) % len(WEIGHTS)]
     capture = [*CAPTURES][number // len(SHAPES) // len(WEIGHTS) % len(CAPTURES)]
     rounded = {part: rng.choice(ways) for part, ways in PARTS.items() if rng.random() < 0.5}
-    return Run(family, weights, capture, rounded, "")
+    return Run(family, weights, capture, rounded, rng.choice(LENGTHS), rng.random() < 0.5)
 
 
 def done(number: int, seed: int, folder: Path) -> Run:
@@ -194,11 +201,11 @@ def done(number: int, seed: int, folder: Path) -> Run:
     run = drawn(number, seed)
     model = make_model(folder, run.family, run.weights)
     numbers = random.Random(number)
-    tokens = [numbers.randrange(5, 200) for _ in range(N_PROMPT + N_DECODE)]
+    tokens = [numbers.randrange(5, 200) for _ in range(run.n_prompt + N_DECODE)]
     with tempfile.TemporaryDirectory(dir=folder) as name:
         path = Path(name) / "run.trace"
         with Recorder(path, gguf=model, capture=run.capture) as record:
-            Engine(model, run.rounded, record).run(tokens)
+            Engine(model, run.rounded, run.in_prompts, record).run(tokens, run.n_prompt)
         result = check_trace(path, model, effort=NO_SEARCH)
     run.verdict = result.verdict
     run.why = next(iter([finding.text for finding in result.findings] or result.undecided), "")
@@ -211,7 +218,7 @@ _HEAD = """# Right runs in arithmetics that nobody listed
 
     python benchmarks/arithmetics.py --seed {seed} --runs {n} --out docs/arithmetics.md
 
-A prompt of {n_prompt} random tokens and {n_decode} decode steps of {families} in {weights}, recorded with every op or
+A prompt of {lengths} random tokens and {n_decode} decode steps of {families} in {weights}, recorded with every op or
 with its hidden states alone. {n} runs, of which {n_rounded} round in two parts or more. None has a mistake, so none may
 diverge. *Undecided*: the report says of some record that its roundings may hide any mistake."""
 
@@ -222,7 +229,7 @@ def page(runs: Sequence[Run], seed: int) -> str:
     counts = Counter((run.capture, run.verdict) for run in runs)
     rows = [(CAPTURES[capture], *(counts[capture, verdict] for verdict in VERDICTS)) for capture in CAPTURES]
     rest = [
-        (run.family, run.weights, CAPTURES[run.capture], _said(run.rounded), run.verdict, run.why)
+        (run.family, run.weights, CAPTURES[run.capture], str(run.n_prompt), _said(run), run.verdict, run.why)
         for run in runs
         if run.verdict != "match"
     ]
@@ -230,21 +237,22 @@ def page(runs: Sequence[Run], seed: int) -> str:
         about=textwrap.fill(about, 118),
         seed=seed,
         n=len(runs),
-        n_prompt=N_PROMPT,
+        lengths=" or ".join(map(str, LENGTHS)),
         n_decode=N_DECODE,
         families=", ".join(SHAPES),
         weights=", ".join(WEIGHTS),
         n_rounded=sum(len(run.rounded) > 1 for run in runs),
     )
     ways = table(("part", "as it is, or rounded to"), ((part, ", ".join(ways)) for part, ways in PARTS.items()))
-    head_of_rest = "model", "weights", "recorded", "rounded", "verdict", "the first finding"
+    head_of_rest = "model", "weights", "recorded", "tokens", "rounded", "verdict", "the first finding"
     listed = table(head_of_rest, rest) if rest else "None."
     parts = head, table(("recorded", *VERDICTS), rows), ways, f"## All that do not match\n\n{listed}"
     return "\n\n".join(parts) + "\n"
 
 
-def _said(rounded: Mapping[str, str]) -> str:
-    return ", ".join(f"{part} {name}" for part, name in rounded.items()) or "nothing"
+def _said(run: Run) -> str:
+    alone = {"activations": f" {ALONE}"} if run.in_prompts else {}
+    return ", ".join(f"{part} {name}{alone.get(part, '')}" for part, name in run.rounded.items()) or "nothing"
 
 
 def main() -> int:
@@ -266,7 +274,7 @@ def main() -> int:
         with ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
             for number, run in zip(numbers, pool.map(work, numbers), strict=True):
                 runs.append(run)
-                said = f"{run.family}, {run.weights}, {CAPTURES[run.capture]}, {_said(run.rounded)}"
+                said = f"{run.family}, {run.weights}, {CAPTURES[run.capture]}, {run.n_prompt} tokens, {_said(run)}"
                 print(f"{number}: {said}: {run.verdict}", run.why, flush=True)
     if arguments.out:
         arguments.out.write_text(page(runs, arguments.seed))
