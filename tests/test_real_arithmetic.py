@@ -834,6 +834,31 @@ def test_rope_tables_in_half_precision_are_an_arithmetic(dtype: torch.dtype, mod
     assert said(result, "rope") == {f"rope tables in {str(dtype).removeprefix('torch.')}"}
 
 
+@pytest.mark.parametrize(("factor", "wrong"), [(1.0, []), (1.001, ["blk.1.attn_k_rope"])])
+def test_values_of_rope_tables_turn_by_the_error_of_an_angle(
+    factor: float, wrong: list[str], models: Models, tmp_path: Path
+) -> None:
+    """Angles are float32 products: at position 57 one of 64 cosines and sines is rounded to float16 the other way."""
+    model = Model(models(SHAPE, "F32"))
+
+    def rotated(by: float) -> Callable[..., torch.Tensor]:
+        def function(x: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:
+            rates = 1 / rope.theta ** (torch.arange(0, rope.n_rot, 2).float() / rope.n_rot)
+            angles = (positions.float()[:, None] * rates)[:, None]
+            cos, sin = (f(torch.cat((angles, angles), -1)).half().float() for f in (torch.cos, torch.sin))
+            a, b = x.chunk(2, -1)
+            return by * (x * cos + torch.cat((-b, a), -1) * sin)
+
+        return function
+
+    ropes = (op for op in model.graph if op.kind == "rope")
+    graph = model.graph.changed(*(replace(op, function=rotated(factor if op.name in wrong else 1.0)) for op in ropes))
+    prompt = [(37 * i + 11) % 250 for i in range(90)]
+    result = check_trace(trace_graph(graph, model.file, tmp_path / "t.trace", prompt), model)
+    assert [op.op for op in result.faulty] == wrong
+    assert not wrong or "1.001" in result.findings[0].text
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn])
 def test_matrices_in_a_shorter_type_beside_norms_in_float32_are_an_arithmetic(
     dtype: torch.dtype, models: Models, tmp_path: Path
