@@ -108,7 +108,7 @@ class Fitting:
         if not any(sound.values()):
             return nearest
         if self._planner.is_segment(records[0]):  # no matter how little: one rounding that turns takes others with it
-            likely = {s: self._likely(s, records) for s in close if sound[s]}
+            likely = {s: self._likely(s, [r for r in records if r.op in sound[s]]) for s in close if sound[s]}
             sound = {s: sound[s] for s in sorted(close, key=lambda s: -likely.get(s, -math.inf))}
         kept = self._in_contention(sound, records, usual)
         fit = {op for scheme in kept for op in sound[scheme]}
@@ -143,7 +143,7 @@ class Fitting:
         return tuple(record for record in alone if self._judged(record, scheme).judgement != "sound")
 
     def _likely(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
-        """Its score by these records, if the engine is right: of two that leave as much, higher of what expects it."""
+        """Its score by records that it fits: of two that leave as much higher of the one that expects it."""
         looks = (self.closely(record, scheme, self._glances_at(record)) for record in records)
         return median(Explanation(seen.local.nmse, True, noise=seen.noise).score for seen in looks)
 

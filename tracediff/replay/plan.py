@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from tracediff.errors import EngineError
-from tracediff.model.graph import Axis, Graph, Op
+from tracediff.model.graph import Axis, Graph, Op, Tokens
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import SHARED_BEYOND, TILED_FROM, UBATCH, Arithmetic, Scheme, split_keys
@@ -206,8 +206,9 @@ class Planner:
         """
         record, covered = records[0], self._covered(*records)
         found: dict[object, Scheme] = {}
-        for scheme in schemes:
-            if len(schemes) > 1 and not (self._sums_so(record, scheme.values) and self._multiplies_so(record, scheme)):
+        tokens: Tokens = "one" if self._lengths(record)[0] == 1 else "several"
+        for scheme in (one.in_steps_of(tokens) for one in schemes):
+            if len(schemes) > 1 and not self._sums_so(record, scheme.values):
                 continue
             if self._rows_fit(covered, of := self._rounds(scheme, covered)):
                 found.setdefault((of, scheme.prompts), scheme)
@@ -249,10 +250,6 @@ class Planner:
     def _lengths(self, record: OpRecord) -> tuple[int, int]:
         """Tokens of the record's step, and all so far."""
         return len(self._recorded.trace.steps[record.step].tokens), self._recorded.n_tokens(record.step)
-
-    def _multiplies_so(self, record: OpRecord, scheme: Scheme) -> bool:
-        """Whether no other scheme is the same in the record's step."""
-        return scheme.linear.products == "f64" or self._lengths(record)[0] == 1
 
     def _sums_so(self, record: OpRecord, values: Arithmetic) -> bool:
         """Whether llama.cpp would sum attention's values so in this step, and no other scheme is the same in it."""

@@ -345,7 +345,7 @@ def _elsewhere(sort: Sort, choices: Mapping[Sort, Choice]) -> Elsewhere:
     tokens: Tokens = "one" if sort.n_tokens == 1 else "several"
     sole = [choice.schemes[0] for choice in others.values() if len(choice.schemes) == 1 and not choice.unfit]
     return Elsewhere(
-        [scheme for scheme in sole if scheme.in_steps_of(tokens) == scheme],
+        [scheme.in_steps_of(tokens) for scheme in sole],
         [] if all(sort.held) else [others[other] for other in longer],
     )
 
