@@ -28,7 +28,6 @@ from tracediff.replay.score import (
     RARER,
     UNKNOWN,
     UNLIKE,
-    Explanation,
     judge,
     lead,
     score,
@@ -44,9 +43,6 @@ _PROMISING = math.log(100.0)  # of squared error: what leaves so much more of on
 _MORE_SAMPLES, _FAR = 16, 100.0
 # NMSE. Through a layer float32 leaves 1e-13 and less, so a share of this is seen to its first digits.
 ROUGH = 1e-8
-# One rounding that turns takes others with it: then all arithmetics of as many digits leave as much. Under autocast to
-# float16 eight of them left within 1.13 times the least.
-_AS_MUCH = 1.2
 _BEGUN = 6  # values of records that are kept: of three that choose an arithmetic, in float32 and in float64
 _TOGETHER = 4096  # tokens of hypotheses that are looked at together: in attention each has all of a step
 # What an engine rounds takes it as far from the plain values as the same rounding takes replay: the squared distance
@@ -110,10 +106,6 @@ class Fitting:
         sound = {s: {r.op for r, left in zip(records, table[s], strict=True) if self._fits(r, s, left)} for s in close}
         if not any(sound.values()):
             return nearest
-        if self._planner.is_segment(records[0]):
-            as_much = [s for s in close if sound[s] and median(table[s]) <= _AS_MUCH * median(table[close[0]])]
-            likely = {s: self._likely(s, [r for r in records if r.op in sound[s]]) for s in as_much}
-            sound = {s: sound[s] for s in (*sorted(as_much, key=lambda s: -likely[s]), *close)}
         kept = self._in_contention(sound, records, usual)
         fit = {op for scheme in kept for op in sound[scheme]}
         unfit = tuple(record for record in records if record.op not in fit)
@@ -145,11 +137,6 @@ class Fitting:
         """Which of these the scheme does not fit. Of a segment that is asked where it fits none: it is a pass."""
         alone = (record for record in records if not self._planner.is_segment(record))
         return tuple(record for record in alone if self._judged(record, scheme).judgement != "sound")
-
-    def _likely(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
-        """Its score by records that it fits: of two that leave as much higher of the one that expects it."""
-        looks = (self.closely(record, scheme, self._glances_at(record)) for record in records)
-        return median(Explanation(seen.local.nmse, True, noise=seen.noise).score for seen in looks)
 
     def _in_contention(
         self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord], usual: Sequence[Scheme]
