@@ -53,7 +53,7 @@ from tracediff.pipeline import Effort, check_trace
 from tracediff.result import Result
 from tracediff.trace.writer import TraceWriter
 
-TOKENS = [256, *((37 * i + 11) % 250 for i in range(63))]
+TOKENS = xla_engine.PROMPT
 SIZES: dict[str, Any] = {"n_layer": 3, "n_embd": 512, "n_head": 8, "n_head_kv": 2, "n_ff": 1152, "n_vocab": 1024}
 SHAPES = {
     "llama": Shape("llama", **SIZES, theta=500_000.0, eps=1e-5),

@@ -6,12 +6,21 @@ from statistics import median
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Planner
-from tracediff.replay.score import ALIKE, BLIND, COMPOSED, LESS, LESS_UNEXPLAINED, NOTHING, UNEXPLAINED, score
+from tracediff.replay.score import (
+    ALIKE,
+    BLIND,
+    COMPOSED,
+    LESS,
+    LESS_UNEXPLAINED,
+    NOTHING,
+    STORED_TO,
+    UNEXPLAINED,
+    score,
+)
 from tracediff.trace.format import OpRecord
 
 _ABREAST = 2  # schemes that are changed further, part by part
 _FEW = 3  # records that tell the parts of an arithmetic
-_STORED_TO = 0.05  # of the squared error that storing makes: a twelfth of a square unit, which is so much of some rows
 
 
 class Composing:
@@ -123,4 +132,4 @@ class Composing:
 
 def _beyond(stored: float, left: float) -> float:
     """What is left besides what was rounded when it was `stored`, in any arithmetic, as far as that is known."""
-    return max(left - stored, _STORED_TO * stored)
+    return max(left - stored, STORED_TO * stored)

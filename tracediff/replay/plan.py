@@ -39,6 +39,11 @@ class Sort(NamedTuple):
     held: tuple[bool, ...]  # of each input whether it was recorded
     types: tuple[str, ...]  # of the weights
 
+    @property
+    def tokens(self) -> Tokens:
+        """Whether the step has one token or several."""
+        return "one" if self.n_tokens == 1 else "several"
+
     def __str__(self) -> str:
         weights = f" with {self.types[0]} weights{' and biases' if len(self.types) > 1 else ''}" if self.types else ""
         through = "" if all(self.held) else " through what was not recorded before it"
@@ -206,7 +211,7 @@ class Planner:
         """
         record, covered = records[0], self._covered(*records)
         found: dict[object, Scheme] = {}
-        tokens: Tokens = "one" if self._lengths(record)[0] == 1 else "several"
+        tokens = self._recorded.tokens(record.step)
         for scheme in (one.in_steps_of(tokens) for one in schemes):
             if len(schemes) > 1 and not self._sums_so(record, scheme.values):
                 continue

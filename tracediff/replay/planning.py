@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
-from tracediff.model.graph import Tokens
 from tracediff.names import layers_of, split
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.floats import HALVES
@@ -342,10 +341,9 @@ def _elsewhere(sort: Sort, choices: Mapping[Sort, Choice]) -> Elsewhere:
         if (other.name, other.types) == (sort.name, sort.types) and other.n_tokens != sort.n_tokens and choice.settled
     }
     longer = sorted((other for other in others if other.n_tokens > sort.n_tokens), key=lambda other: -other.n_tokens)
-    tokens: Tokens = "one" if sort.n_tokens == 1 else "several"
     sole = [choice.schemes[0] for choice in others.values() if len(choice.schemes) == 1 and not choice.unfit]
     return Elsewhere(
-        [scheme.in_steps_of(tokens) for scheme in sole],
+        [scheme.in_steps_of(sort.tokens) for scheme in sole],
         [] if all(sort.held) else [others[other] for other in longer],
     )
 

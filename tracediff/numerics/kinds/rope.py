@@ -119,9 +119,7 @@ def _noise(made: Made) -> Noise:
     slip = unit * (angles * steps + 2)
     if coarse := made.op.attrs.get("angles"):
         slip = slip + coarse.turns(made.inputs[1], factors, rope)
-    held_in, size = made.arithmetic.stored, made.size
-    is_held = held_in != "f64" and not made.op.function
-    turns = _turns(rounding_named(held_in), angles, slip, rope.magnitude) if is_held else torch.zeros_like(slip)
+    size, held_in = made.size, made.arithmetic.stored
     before, rotated, rest = size.tensor_split((rope.first, rope.first + rope.n_rot), -1)
     pairs = torch.hypot(*pairs_of(rotated, rope))
 
@@ -130,7 +128,11 @@ def _noise(made: Made) -> Noise:
         return torch.cat((torch.zeros_like(before), _together(each, each, rope), torch.zeros_like(rest)), -1)
 
     hard = made.stored + of_all(pairs * (slip[:, None] + 2 * unit + 3 * made.between))
-    return Noise(torch.hypot(unit * size, of_all(pairs * turns[:, None]) * math.sqrt(1 / 2)), hard)
+    sigma = unit * size
+    if held_in != "f64" and not made.op.function:
+        turns = _turns(rounding_named(held_in), angles, slip, rope.magnitude)
+        sigma = torch.hypot(sigma, of_all(pairs * turns[:, None]) * math.sqrt(1 / 2))
+    return Noise(sigma, hard)
 
 
 def _turns(tables: Rounding, angles: Tensor, slip: Tensor, magnitude: float) -> Tensor:
