@@ -1198,3 +1198,46 @@ def test_of_many_activations_that_may_turn_those_are_found_that_did(models: Mode
     assert found is not None
     torch.testing.assert_close(found[0], sums[1], rtol=0, atol=1e-6)
     assert found[1] == int((change != 0).sum()) > 20
+
+
+def test_half_precision_that_is_stored_wider_is_sound_behind_hidden_states(models: Models, tmp_path: Path) -> None:
+    """Autocast to float16, a long prompt: one rounding that turns takes all after it along, so any arithmetic of as
+    many digits leaves as much, and by those that round less it diverged. A mistake that is larger is seen.
+    """
+    model = Model(models(replace(LLAMA, n_layer=3, n_embd=256, n_head=8, n_ff=384), "F16"))
+    prompt = tuple((37 * i + 11) % 250 for i in range(90))
+
+    def in_half(function: Callable[..., torch.Tensor], factor: float) -> Callable[..., torch.Tensor]:
+        return lambda *given: factor * function(*(x.half().float() for x in given if x is not None)).half().float()
+
+    for factor in (1.0, 1.02):
+        matmuls = [op for op in model.graph if op.kind in ("linear", "scores", "weighted_values")]
+        factors = {"blk.1.ffn_down": factor}
+        changes = (replace(op, function=in_half(KINDS[op.kind].function, factors.get(op.name, 1.0))) for op in matmuls)
+        graph = model.graph.changed(*changes)
+        out = trace_graph(graph, model.file, tmp_path / "t.trace", prompt, (84,), (104,), capture="layers")
+        result = check_trace(out, model, effort=Effort(seconds=0))
+        assert {op.op for op in result.faulty} == ({"blk.1.ffn_residual"} if factor != 1 else set())
+        assert result.verdict == ("match" if factor == 1 else "diverged")
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 + 1e-5])
+def test_products_that_are_made_once_more_for_their_reader_are_sound(
+    factor: float, models: Models, tmp_path: Path
+) -> None:
+    """XLA fuses a matmul with its rotation and keeps another's product: keys at position 0 were not those recorded."""
+    model = Model(models(LLAMA, "F32"))
+
+    def fused(op: Op) -> Op:
+        product = model.graph[op.inputs[0]]
+
+        def function(x: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor, **attrs: Any) -> torch.Tensor:
+            halves = (a @ b.T for a, b in zip(x.chunk(2, 1), weight.to(x).chunk(2, 1), strict=True))
+            return factor * KINDS["rope"].function(sum(halves).unflatten(1, op.axes[1:]), positions, **attrs)
+
+        inputs = product.inputs[0], op.inputs[1]
+        return replace(op, inputs=inputs, views=(), weights=product.weights, function=function)
+
+    graph = model.graph.changed(*(fused(op) for op in model.graph if op.name.endswith("k_rope")))
+    result = check_trace(trace_graph(graph, model.file, tmp_path / "t.trace", TOKENS), model)
+    assert {op.op for op in result.faulty} == (set() if factor == 1 else {"blk.0.attn_k_rope", "blk.1.attn_k_rope"})

@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,12 +221,14 @@ def test_modules_of_unknown_names_are_told_by_what_they_hold_and_are(models: Mod
     assert notes == []
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_autocast_is_an_arithmetic(arch: str, models: Models, tmp_path: Path) -> None:
     """Matmuls in bfloat16, their outputs too, scores that are scaled in it and a softmax of these in float32: every
-    softmax was called wrong, and from hidden states alone, which are float32, nothing was decided.
+    softmax was called wrong, and from hidden states alone, which are float32, nothing was decided. So were norms of
+    queries and keys, which are cast back to the type of these before their weight multiplies them.
     """
-    path = models(Shape(arch, n_layer=2, n_embd=96, n_head=4, n_head_kv=2, n_ff=160, n_vocab=320), "F16")
+    shape = Shape(arch, n_layer=2, n_embd=96, n_head=4, n_head_kv=2, n_ff=160, n_vocab=320)
+    path = models(replace(shape, head_dim=128) if arch == "qwen3" else shape, "F16")  # transformers takes no other
     loaded, _ = load(path, None, torch.float32, "cpu")
     for capture in ("all", "layers"):
         trace = tmp_path / f"{capture}.trace"
@@ -236,6 +239,8 @@ def test_autocast_is_an_arithmetic(arch: str, models: Models, tmp_path: Path) ->
         said = {op.kind: op.arithmetic for op in result.ops}
         assert said.get("softmax", "scaled scores in bfloat16") == "scaled scores in bfloat16"
         assert said["linear"] == "activations and weights in bfloat16"
+        normed = {op.arithmetic for op in result.ops if op.op.endswith(("q_norm", "k_norm"))}
+        assert normed == ({"normed values in bfloat16"} if (arch, capture) == ("qwen3", "all") else set())
 
 
 @pytest.mark.parametrize(("arch", "weights"), [("llama", "F32"), ("qwen2", "F16")])

@@ -17,7 +17,7 @@ _ROLES = MappingProxyType(
         "linear_id": ("activations", "weights"),
         "scores": ("Q", "K cache"),
         "weighted_values": ("probabilities", "V cache"),
-        "rms_norm": ("", "norm weights"),
+        "rms_norm": ("normed values", "norm weights"),
         "embedding": ("", "table"),
         "rope": ("", "rope tables"),
         "add": ("what is added to the residual", "biases"),
@@ -188,6 +188,7 @@ class Scheme:
     values: Arithmetic = EXACT
     held: str = "f64"  # what the embedding is held in
     norms: str = "f64"  # and the weights of norms
+    normed: str = "f64"  # what a norm of values held in that type gives is rounded to before its weight multiplies it
     tables: str = "f64"  # and cosines and sines of rope
     exponentials: str = ""
     scaled: str = "f64"  # what scores are rounded to when they are scaled
@@ -236,6 +237,8 @@ class Scheme:
             case "table" if self.is_ggml or self.looked_up:
                 return Arithmetic("f16")
             case "rms_norm":
+                return Arithmetic(self.normed, self.norms)
+            case "small":
                 return Arithmetic(stored=self.norms)
             case "residual":
                 return Arithmetic(self.added)

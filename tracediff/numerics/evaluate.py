@@ -28,7 +28,7 @@ def is_covered(op: Op) -> bool:
 def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
     """What the scheme rounds in this op, which depends on the type of its weight."""
     entry = KINDS[op.kind].scheme if is_covered(op) else None
-    if not op.weights and entry == "rms_norm":
+    if not op.weights and entry in ("rms_norm", "small"):
         added = scheme.of("residual") if op.kind == "add" and not any(op.views) else EXACT
         return added if added == EXACT or rows_fit(op, added, 0) else EXACT  # a hypothesis may add other rows
     if not op.weights and entry == "linear":  # of two values: as in attention, where one comes from a cache

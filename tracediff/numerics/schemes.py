@@ -210,6 +210,7 @@ def _ways() -> Iterator[Way]:
 _READ = (*HALVES, *TF32S)  # types that both operands are multiplied in
 _FIELDS = {
     "norms": "norm weights",
+    "normed": "normed values",
     "tables": "rope tables",
     "added": "what is added to the residual",
     "scaled": "scaled scores",

@@ -28,6 +28,7 @@ from tracediff.replay.score import (
     RARER,
     UNKNOWN,
     UNLIKE,
+    Explanation,
     judge,
     lead,
     score,
@@ -107,6 +108,11 @@ class Fitting:
         if not any(sound.values()):
             return nearest
         kept = self._in_contention(sound, records, usual)
+        if self._planner.is_segment(records[0]):
+            # One rounding that turns takes others with it: then an engine that rounds a lot is off as much in any
+            # arithmetic of as many digits, and by those that round less it is mistaken.
+            likely = max((s for s in close if sound[s]), key=lambda s: self._likely(s, records, sound[s]))
+            kept += [likely] if likely not in kept else []
         fit = {op for scheme in kept for op in sound[scheme]}
         unfit = tuple(record for record in records if record.op not in fit)
         return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
@@ -137,6 +143,13 @@ class Fitting:
         """Which of these the scheme does not fit. Of a segment that is asked where it fits none: it is a pass."""
         alone = (record for record in records if not self._planner.is_segment(record))
         return tuple(record for record in alone if self._judged(record, scheme).judgement != "sound")
+
+    def _likely(self, scheme: Scheme, records: Sequence[OpRecord], sound: set[str]) -> float:
+        """Its score by the records of ops that are `sound` under it: of two that leave as much the one scores higher
+        that expects so much.
+        """
+        looks = (self.closely(record, scheme, self._glances_at(record)) for record in records if record.op in sound)
+        return median(Explanation(seen.local.nmse, True, noise=seen.noise).score for seen in looks)
 
     def _in_contention(
         self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord], usual: Sequence[Scheme]
@@ -178,6 +191,12 @@ class Fitting:
             return None
         local = Fitting(self._recomputation.holding(told.choices), self._planner).best_of(record, schemes)
         return replace(local, ties=told.n_tokens) if local.judgement == "sound" else None
+
+    def of_inputs_anew(self, record: OpRecord, schemes: Sequence[Scheme], inputs: Mapping[OpRecord, Scheme]) -> Local:
+        """The record judged so if the engine computed these inputs of it once more for it, each in its scheme."""
+        by = self._recomputation
+        anew = {(one.step, one.op, record.rows): by.anew(one, scheme) for one, scheme in inputs.items()}
+        return Fitting(by.holding(anew), self._planner).best_of(record, schemes)
 
     def in_question(self, record: OpRecord, schemes: Sequence[Scheme]) -> Sequence[Scheme]:
         """Under which schemes a record is judged whose arithmetic is not settled: all, or the first alone where it is

@@ -173,6 +173,12 @@ def unrounded(value: Tensor, lost: str, random: torch.Generator, n_samples: int)
     return Value(value, tuple(value + half * _flat(value, random) for _ in range(n_samples)))
 
 
+def anew(value: Tensor, noise: Noise, random: torch.Generator, n_samples: int) -> Value:
+    """A recorded value with samples of what it may be where it is computed once more, each with the noise of both."""
+    both = noise.mapped(lambda each: each * math.sqrt(2))
+    return Value(value, tuple(_perturbed(value, both, random, 1.0) for _ in range(n_samples)))
+
+
 def applied(function: Callable[..., Tensor], values: Sequence[Value]) -> Value:
     """A function of values, exact and of each sample."""
     n_samples = max((len(value.samples) for value in values), default=0)

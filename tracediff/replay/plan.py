@@ -213,7 +213,8 @@ class Planner:
         found: dict[object, Scheme] = {}
         tokens = self._recorded.tokens(record.step)
         for scheme in (one.in_steps_of(tokens) for one in schemes):
-            if len(schemes) > 1 and not self._sums_so(record, scheme.values):
+            is_possible = self._sums_so(record, scheme.values) and self._norms_so(record, scheme.normed)
+            if len(schemes) > 1 and not is_possible:
                 continue
             if self._rows_fit(covered, of := self._rounds(scheme, covered)):
                 found.setdefault((of, scheme.prompts), scheme)
@@ -265,6 +266,18 @@ class Planner:
         if values.parts > 1:
             return len(split_keys(n_tokens - whole, n_keys, values.parts)) > 1
         return 0 < whole < n_tokens < whole + TILED_FROM if values.ubatch else n_tokens <= UBATCH
+
+    def _norms_so(self, record: OpRecord, normed: str) -> bool:
+        """Whether what is normed was recorded, in the type that normed values are rounded to: transformers casts them
+        back to their input's type, which under autocast a matmul's output has. Of any other input that is a mistake.
+        """
+        if normed == "f64":
+            return True
+        op = self._graph[record.op]
+        read = self._recorded.trace.ops.get((record.step, op.inputs[0])) if op.kind == "rms_norm" else None
+        if read is None or self.is_segment(record):
+            return False
+        return self._recorded.stored(read, self._recorded.values(read)) == normed
 
 
 def _caches_so(held: str, scheme: Scheme) -> bool:

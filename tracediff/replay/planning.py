@@ -269,7 +269,9 @@ class Planning:
             return replace(found, schemes=found.schemes[:1])
         both = tuple(dict.fromkeys((*found.schemes, *choice.schemes)))
         by_op = {name: choice.of(name).schemes for name in _names(records)}
-        by_op |= dict.fromkeys(_names(choice.unfit), found.schemes)
+        alike = [r for r in samples if not any(self._fitting.fits(r, scheme) for scheme in choice.of(r.op).schemes)]
+        fit = [record for record in alike if self._fitting.fits(record, found.schemes[0])]
+        by_op |= dict.fromkeys(_names((*choice.unfit, *fit)), found.schemes)
         by_op |= dict.fromkeys(_names(found.unfit), both)
         return replace(found, schemes=both, by_op=by_op)
 

@@ -22,7 +22,7 @@ from tracediff.numerics.floats import HALVES
 from tracediff.numerics.growing import Growing
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.views import seen, state
-from tracediff.replay.making import Making, Recomputed, applied, calls_of, numbers_of, unrounded
+from tracediff.replay.making import Making, Recomputed, anew, applied, calls_of, numbers_of, unrounded
 from tracediff.replay.past import Kept, Past, Value
 from tracediff.replay.recorded import Place, Recorded
 from tracediff.replay.segments import Patterns, Segments
@@ -55,7 +55,7 @@ class Recomputation:
         self._cached = graph.cached() - self._states
         self._places, self._last_read = graph.places(), graph.last_read()
         self._values: dict[_Key, Value] = {}
-        self._told: Mapping[Place, Tensor] = {}  # choices that were not recorded
+        self._told: Mapping[Place, Value] = {}  # what the engine had, in the place of what was recorded or was not
         self._exact: dict[tuple[str, int], Growing] = {}  # of what every step recorded, of each sequence
         self._held: dict[tuple[str, int, int], Past] = {}  # the same by number of samples
         self._kept = Kept()
@@ -90,16 +90,17 @@ class Recomputation:
         }
         return other
 
-    def holding(self, choices: Mapping[Place, Tensor]) -> "Recomputation":
-        """The same where an engine that did not record its choices made these."""
+    def holding(self, told: Mapping[Place, Value]) -> "Recomputation":
+        """The same where the engine had these values, be they choices that it did not record."""
         other = copy(self)
-        other._told = choices
-        after = self.graph.after(name for _, name, _ in choices)
-        other._values = {key: value for key, value in self._values.items() if not key[1] or key[0][1] not in after}
+        other._told = told
+        after = self.graph.after(name for _, name, _ in told)
+        kept = (key for key in self._values if key[0] not in told and not (key[1] and key[0][1] in after))
+        other._values = {key: self._values[key] for key in kept}
         return other
 
     def holds(self, place: Place) -> bool:
-        """Whether the value was recorded, or is a choice that is known otherwise."""
+        """Whether the value was recorded, or is known otherwise."""
         return self.recorded.holds(place) or place in self._told
 
     def roughly(self) -> "Recomputation":
@@ -120,6 +121,11 @@ class Recomputation:
     def op(self, record: OpRecord, op: Op, scheme: Scheme, storage: str) -> Recomputed:
         """The op's output for the record's tokens, were it computed under `scheme` and stored as `storage`."""
         return made_together(op, [(self, record, scheme, storage)])[0]
+
+    def anew(self, record: OpRecord, scheme: Scheme) -> Value:
+        """A recorded value as it may be where the engine computes it once more."""
+        noise = self.op(record, self.op_of(record), scheme, record.dtype or "f32").own
+        return anew(self.values(record), noise, numbers_of(record.step, record.op), self._n_samples)
 
     def _making(self, step: int, op: Op, scheme: Scheme, storage: str, rows: Rows) -> Making:
         arithmetic = arithmetic_of(op, self._in_step_of(step, scheme), self.weights)
@@ -282,7 +288,7 @@ class Recomputation:
     def _recorded_value(self, place: Place) -> Value:
         """A recorded value. One that was rounded on the way to the file has samples of what the engine had instead."""
         if place in self._told:
-            return Value(self._told[place])
+            return self._told[place]
         value = self.recorded.value(place)
         lost = self.recorded.lost(place, value) if self.has_noise else None
         return unrounded(value, lost, numbers_of(*place[:2]), self._n_samples) if lost else Value(value)

@@ -109,7 +109,9 @@ class Replay:
         if not choice.settled:
             return self._fitting.best_of(record, self._fitting.in_question(record, self._planner.candidates(record)))
         local = self._fitting.best_of(record, choice.schemes, looked)
-        return self._in_another(record, choice) or local if local.faulty else local
+        if not local.faulty:
+            return local
+        return self._in_another(record, choice) or self._of_inputs_anew(record, choice, local) or local
 
     def plain_looks(self, record: OpRecord) -> Iterator[tuple[Scheme, Local]]:
         """The record's local error in each arithmetic of most engines."""
@@ -181,6 +183,23 @@ class Replay:
             if local.judgement == "sound" and (scheme in choice.alike or local.nmse <= NOTHING):
                 return local
         return None
+
+    def _of_inputs_anew(self, record: OpRecord, choice: Choice, local: Local) -> Local | None:
+        """A record in float32 that is off in single values alone, if it is right where products that it reads were made
+        once more for it: compilers fuse a matmul with one of its readers, and others read it from memory. (JAX on an
+        H200: rotated keys at position 0 were other float32 numbers than those that were recorded.)
+        """
+        op = self._recomputation.op_of(record)
+        if record.dtype != "f32" or local.nmse > local.floor or KINDS[op.kind].scheme == "linear" or any(op.past):
+            return None
+        products = (name for name in op.inputs if name in self.graph and self.graph[name].kind == "linear")
+        read = (self.trace.ops.get((record.step, name)) for name in products)
+        inputs = {one: self.choice(one) for one in read if one and one.has_data and one.rows == record.rows}
+        if not inputs or not all(of.settled for of in inputs.values()):
+            return None
+        found = self._fitting.of_inputs_anew(record, choice.schemes, {one: of.schemes[0] for one, of in inputs.items()})
+        said = f"{found.arithmetic}, of products made once more"
+        return replace(found, arithmetic=said) if found.judgement == "sound" else None
 
     def choice(self, record: OpRecord) -> Choice:
         """What the plan says of the record's sort."""

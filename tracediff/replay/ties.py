@@ -34,7 +34,7 @@ class Told:
     say.
     """
 
-    choices: Mapping[Place, Tensor]
+    choices: Mapping[Place, Value]
     n_tokens: int
 
 
@@ -72,7 +72,7 @@ def told(by: Recomputation, record: OpRecord, scheme: Scheme, asked: bool = True
     taken = {op.name: by.read(step, op.name, False, scheme, rows) for op in picks}
     if not asked and not any(map(_wavers, taken.values())):
         return None
-    held = by.holding({(step, name, rows): value.exact for name, value in taken.items()})
+    held = by.holding({(step, name, rows): Value(value.exact) for name, value in taken.items()})
     made = held.op(record, by.graph[record.op], scheme, record.dtype or "f32")
     left = _of_rows((by.values(record).reshape(made.exact.shape) - made.exact).square())
     off = ~(left <= made.margin * _of_rows(made.noise.sigma.square() + made.noise.hard.square() / 3))
@@ -128,7 +128,7 @@ class _Search:
             return None
         step, rows, of = self._record.step, self._record.rows, self._under(known)
         choices = {op.name: of.read(step, op.name, False, self._scheme, rows).exact for op in self._picks}
-        return Told({(step, name, rows): taken for name, taken in choices.items()}, int(exchanged.sum()))
+        return Told({(step, name, rows): Value(taken) for name, taken in choices.items()}, int(exchanged.sum()))
 
     def left(self, known: Mapping[str, _Taken]) -> Tensor:
         """[T]: the squared error of each token's row under these choices."""

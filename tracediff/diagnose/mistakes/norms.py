@@ -22,11 +22,11 @@ from tracediff.diagnose.mistakes.mistake import (
 from tracediff.english import told_apart
 from tracediff.model.graph import Op
 from tracediff.model.weights import reading, values_of
-from tracediff.numerics.evaluate import computed, evaluate, noise_of
+from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Made, held
-from tracediff.numerics.kinds.norm import layer_norm, rms_norm, scaled
+from tracediff.numerics.kinds.norm import RoundedBetween, layer_norm, rms_norm, scaled
 from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
@@ -127,31 +127,6 @@ def _norm_scaled(op: Op, context: Context) -> Variants:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _RoundedBetween:
-    """A norm whose value is rounded before the weight multiplies it: `Op.rework`."""
-
-    dtype: str
-
-    def compute(self, call: Call) -> Tensor:
-        """The output."""
-        return scaled(rounding_named(self.dtype)(computed(_unweighted(call.op), call)), *held(call))
-
-    def noise(self, made: Made) -> Noise:
-        """That of the norm; where the value lies so near the middle of two numbers that it may be rounded to either,
-        the weight times what these are apart.
-        """
-        rounding, weight = rounding_named(self.dtype), held(made)[0]
-        x = evaluate(_unweighted(made.op), made.inputs, made.weights)
-        own, step = noise_of(replace(made.op, rework=None), made), rounding.step(x)
-        middle = (step / 2 - (x - rounding(x)).abs()) * weight.abs()
-        return replace(own, hard=own.hard + torch.where(middle <= own.bound(), step * weight.abs(), 0.0))
-
-
-def _unweighted(op: Op) -> Op:
-    return replace(op, rework=None, weights=())
-
-
 @AREA.mistake(
     "norm_rounded_before_weight", "the normed value is rounded to half precision before the weight multiplies it",
     "the cast back to the input's type: transformers' LlamaRMSNorm has it before the weight, llama.cpp has none",
@@ -160,7 +135,7 @@ def _unweighted(op: Op) -> Op:
 def _rounded(op: Op, _: Context) -> Variants:
     for dtype in ("bf16", "f16") if op.weights else ():
         words = f"the normed value is rounded to {rounding_named(dtype).words} before its weight multiplies it"
-        yield replace(op, rework=_RoundedBetween(dtype)), words
+        yield replace(op, rework=RoundedBetween(dtype)), words
 
 
 @AREA.mistake("norm_twice", "the norm is applied twice", "how often it is called", ANY_NORM)

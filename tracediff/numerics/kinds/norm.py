@@ -1,12 +1,13 @@
 """Norms over the channels."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tracediff.numerics.floors import Noise
-from tracediff.numerics.kinds.kind import Kind, Made, analysed
+from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, held, kept, wide
+from tracediff.numerics.roundings import rounding_named
 
 _ROWS = 8  # that are looked at for equal values
 
@@ -42,7 +43,41 @@ def scaled(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) 
     return x if bias is None else x + bias
 
 
+@dataclass(frozen=True, slots=True)
+class RoundedBetween:
+    """A norm whose value is rounded before its weight multiplies it, be it by an engine's arithmetic or by mistake."""
+
+    dtype: str
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+        normed = call.function(*map(wide, call.inputs), **call.op.attrs)
+        return kept(scaled(rounding_named(self.dtype)(normed), *map(wide, held(call))), call.weights)
+
+    def noise(self, made: Made) -> Noise:
+        """That of the norm; where the value lies so near the middle of two numbers that it may be rounded to either,
+        the weight times what these are apart.
+        """
+        rounding, weight = rounding_named(self.dtype), held(made)[0]
+        x = made.function(*made.inputs, **made.op.attrs)
+        own, step = _of_norm(made), rounding.step(x)
+        middle = (step / 2 - (x - rounding(x)).abs()) * weight.abs()
+        return replace(own, hard=own.hard + torch.where(middle <= own.bound(), step * weight.abs(), 0.0))
+
+
+def _computed(call: Call) -> Tensor:
+    between = call.arithmetic.operands
+    return applied(call) if between == "f64" or call.op.function else RoundedBetween(between).compute(call)
+
+
 def _noise(made: Made) -> Noise:
+    if made.op.function:
+        return _of_rows(made)
+    between = made.arithmetic.operands
+    return _of_norm(made) if between == "f64" else RoundedBetween(between).noise(made)
+
+
+def _of_norm(made: Made) -> Noise:
     if len(made.op.weights) > 1:
         return _of_rows(made)
     unit, size = made.unit, made.size
@@ -75,8 +110,8 @@ def _of_rows(made: Made) -> Noise:
 
 
 KINDS = (
-    Kind("rms_norm", rms_norm, ("x",), noise=_noise, scheme="rms_norm", keeps_part=True, noise_of_any=_of_rows),
-    Kind("layer_norm", layer_norm, ("x",), noise=_of_rows, scheme="rms_norm", keeps_part=True, noise_of_any=_of_rows),
+    Kind("rms_norm", rms_norm, ("x",), compute=_computed, noise=_noise, scheme="rms_norm", keeps_part=True),
+    Kind("layer_norm", layer_norm, ("x",), noise=_of_rows, scheme="small", keeps_part=True, noise_of_any=_of_rows),
     Kind("l2_norm", l2_norm, ("x",), noise=_of_rows, keeps_part=True, noise_of_any=_of_rows),
-    Kind("group_norm", group_norm, ("x",), noise=_of_rows, scheme="rms_norm", keeps_part=True, noise_of_any=_of_rows),
+    Kind("group_norm", group_norm, ("x",), noise=_of_rows, scheme="small", keeps_part=True, noise_of_any=_of_rows),
 )
