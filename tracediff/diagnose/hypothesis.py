@@ -92,10 +92,9 @@ class Hypothesis:
 
     def pays(self, error: Local) -> bool:
         """Whether it is the better explanation of a record that is so far off without it; where only single values
-        are, of these, and as a whole no worse, but by what roundings make of so little. What leaves the very same does
-        nothing there, though its floor may be wider.
+        are, of these, and as a whole no worse, but by what roundings make of so little.
         """
-        no_worse = self.left != error.left and score(self.left) >= score(error.nmse) - MARGIN
+        no_worse = score(self.left) >= score(error.nmse) - MARGIN
         better = no_worse if _is_of_single_values(error) else self.score > score(error.nmse)
         return not self.local.faulty and self.left <= _TELLS and better
 

@@ -1,5 +1,6 @@
 """Arithmetic that is not listed: from what comes nearest part after part is done in the way that leaves least."""
 
+import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -12,6 +13,7 @@ from tracediff.replay.score import (
     COMPOSED,
     LESS,
     LESS_UNEXPLAINED,
+    LUCKY,
     NOTHING,
     STORED_TO,
     UNEXPLAINED,
@@ -102,7 +104,8 @@ class Composing:
         best go on together, for two ways of a part may be alike while another part is done wrongly. Where replay goes
         only a part of the way with the engine, it `is_led` by where a step leads.
         """
-        alike, enough = (1.0, LESS_UNEXPLAINED) if is_led else (ALIKE, LESS)
+        n_values = min(math.prod(record.shape) for record in few)
+        alike, enough = (1.0, LESS_UNEXPLAINED) if is_led else (ALIKE, 1 - max(LESS, LUCKY / n_values))
 
         def miss(record: OpRecord, scheme: Scheme) -> float:
             if is_led:
@@ -113,12 +116,13 @@ class Composing:
         best = start
         while NOTHING < found[best] <= BLIND:  # no roundings make more that a floor does not hide
             ahead = near[:_ABREAST]
-            far = alike * miss(few[0], ahead[0])
-            for other in self._planner.changes(ahead, *self._records):
-                if other not in found and self._may_be(other):
-                    first = miss(few[0], other)
-                    # One mistake among three is outvoted.
-                    found[other] = first if first > far else median(miss(record, other) for record in few)
+            changes = self._planner.changes(ahead, *self._records)
+            first = {s: miss(few[0], s) for s in changes if s not in found and self._may_be(s)}
+            least = min(first.values(), default=math.inf)
+            if least >= enough * miss(few[0], ahead[0]):  # the middle one of three, so it is not mistaken
+                break
+            for other, left in first.items():  # one mistake among three is outvoted
+                found[other] = median(miss(record, other) for record in few) if left <= alike * least else left
             near = sorted(found, key=lambda scheme: found[scheme])
             if found[near[0]] >= enough * found[best]:
                 break

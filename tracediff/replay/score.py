@@ -47,10 +47,10 @@ UNEXPLAINED = 0.75
 # A part of it must then leave less than this share unexplained: of what is rounded otherwise at each try chance
 # explains 2.5% of 30,000 values, the best of 150.
 LESS_UNEXPLAINED = 0.95
-# A part of it that is done in another way must leave less than this share. Of a wrong way chance takes away z^2 / n at
-# most, where z is its luck and n is how many values err by themselves: of some thousand a two-hundredth is more. What
-# leaves up to `ALIKE` times as much as the best is its rival.
-LESS, ALIKE = 1 - 1 / 200, 4.0
+# A part of it that is done in another way must take away this share at least. Of a wrong way chance takes away z^2 / n
+# at most, where z^2 is the luck of the best of 170 ways and n how many values err by themselves. What leaves up to
+# `ALIKE` times as much as the best is its rival.
+LESS, LUCKY, ALIKE = 1 / 200, 7.5, 4.0
 # Arithmetic of a segment that does a part otherwise than some record of the trace tells beyond doubt. Engines that
 # leave their head as it is have such: then it leaves 1e-7 of a layer and less where the other leaves 1e-4. Of mistaken
 # layers 8-bit rows with zeros left a tenth of what is right.

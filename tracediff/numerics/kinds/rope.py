@@ -113,7 +113,7 @@ def _noise(made: Made) -> Noise:
     rope, y, unit = made.op.attrs["rope"], made.y, made.unit
     factors = made.weights.load(made.op.weights[0]) if made.op.weights else None
     angles = rope_angles(made.inputs[1], factors, rope).abs()
-    if made.op.function:  # a mistaken one may turn any pair as fast as the first
+    if made.op.function and not _is_right(made, factors):  # a mistaken one may turn any pair as fast as the first
         angles = torch.maximum(angles, made.inputs[1].abs().to(angles)[:, None])
     steps = torch.arange(rope.n_rot // 2, device=y.device) + 3.0
     slip = unit * (angles * steps + 2)
@@ -133,6 +133,12 @@ def _noise(made: Made) -> Noise:
         turns = _turns(rounding_named(held_in), angles, slip, rope.magnitude)
         sigma = torch.hypot(sigma, of_all(pairs * turns[:, None]) * math.sqrt(1 / 2))
     return Noise(sigma, hard)
+
+
+def _is_right(made: Made, factors: Tensor | None) -> bool:
+    """Whether a function in its place does nothing else here, as a mistake of decode steps does in prompts."""
+    x, positions, *others = made.inputs
+    return not others and torch.equal(made.y, rope(x, positions, factors, rope=made.op.attrs["rope"]))
 
 
 def _turns(tables: Rounding, angles: Tensor, slip: Tensor, magnitude: float) -> Tensor:
