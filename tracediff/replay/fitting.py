@@ -108,11 +108,7 @@ class Fitting:
         if not any(sound.values()):
             return nearest
         kept = self._in_contention(sound, records, usual)
-        if self._planner.is_segment(records[0]):
-            # One rounding that turns takes others with it: then an engine that rounds a lot is off as much in any
-            # arithmetic of as many digits, and by those that round less it is mistaken.
-            likely = max((s for s in close if sound[s]), key=lambda s: self._likely(s, records, sound[s]))
-            kept += [likely] if likely not in kept else []
+        kept += [s for s in self._likely(sound, records) if s not in kept]
         fit = {op for scheme in kept for op in sound[scheme]}
         unfit = tuple(record for record in records if record.op not in fit)
         return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
@@ -144,12 +140,22 @@ class Fitting:
         alone = (record for record in records if not self._planner.is_segment(record))
         return tuple(record for record in alone if self._judged(record, scheme).judgement != "sound")
 
-    def _likely(self, scheme: Scheme, records: Sequence[OpRecord], sound: set[str]) -> float:
-        """Its score by the records of ops that are `sound` under it: of two that leave as much the one scores higher
-        that expects so much.
+    def _likely(self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord]) -> list[Scheme]:
+        """Of schemes that explain the end of each of several segments the one that does best, for it expects as much as
+        it leaves. Of one alone a mistake may be as large.
+
+        One rounding that turns takes others with it: then an engine that rounds a lot is off as much in any arithmetic
+        of as many digits, and by those that round less it is mistaken.
         """
-        looks = (self.closely(record, scheme, self._glances_at(record)) for record in records if record.op in sound)
-        return median(Explanation(seen.local.nmse, True, noise=seen.noise).score for seen in looks)
+        ops = {record.op for record in records}
+        if len(ops) < 2 or not self._planner.is_segment(records[0]):
+            return []
+
+        def explained(scheme: Scheme) -> float:
+            looks = (self.closely(record, scheme, self._glances_at(record)) for record in records)
+            return median(Explanation(seen.local.nmse, True, noise=seen.noise).score for seen in looks)
+
+        return sorted((scheme for scheme in sound if sound[scheme] == ops), key=explained)[-1:]
 
     def _in_contention(
         self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord], usual: Sequence[Scheme]
