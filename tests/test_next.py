@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +35,9 @@ def test_a_known_mistake_is_explained() -> None:
     assert "look at the rope kernel's pairing, and the family's rope type" in result.next.why
 
 
-def test_an_unknown_one_in_a_segment_is_split_and_alone_its_weight_is_audited() -> None:
+def test_an_unknown_one_in_a_segment_is_split_and_alone_its_weight_is_audited_or_a_case_is_made_of_it(
+    cli: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     result = case("layers-only")
     unknown = replace(result, findings=(replace(result.findings[0], mistake=None),))
     assert next_step(unknown).why.startswith(
@@ -50,9 +54,14 @@ def test_an_unknown_one_in_a_segment_is_split_and_alone_its_weight_is_audited() 
     ]
     assert audit.why.startswith("after the engine has recorded blk.0.attn_v.weight as it holds them")
     act = replace(result.findings[1], mistake=None)
-    assert next_step(replace(result, findings=(act,))).why.startswith(
-        "look at the code of blk.0.ffn_act and blk.1.ffn_act"
-    )
+    case_of_it = next_step(replace(result, findings=(act,)))
+    assert case_of_it.why.startswith("look at the code of blk.0.ffn_act and blk.1.ffn_act")
+    monkeypatch.chdir(tmp_path)
+    code, _, said = cli(*shlex.split(case_of_it.command)[1:])
+    assert code == 0
+    assert said.startswith("wrote blk.0.ffn_act.case: ")
+    script = [sys.executable, tmp_path / "blk.0.ffn_act.case" / "reproduce.py"]
+    assert subprocess.run(script, capture_output=True, check=False).returncode == 1
 
 
 def test_drift_asks_for_the_model_and_a_match_for_a_lock() -> None:

@@ -3,6 +3,7 @@
 import shlex
 
 from tracediff.findings.words import listed
+from tracediff.names import sequence_of
 from tracediff.result import Coverage, Finding, Next, OpResult, Result
 
 
@@ -59,7 +60,7 @@ def _of_known(one: Finding, result: Result, again: str | None) -> Next:
 
 
 def _of_unknown(one: Finding, result: Result, again: str | None) -> Next:
-    """Of an op with a weight, whether that was loaded wrong; then its code is left."""
+    """Of an op with a weight, whether that was loaded wrong; then its code is left, for which there is a case."""
     recorded = {weight.weight for weight in result.weights}
     weights = dict.fromkeys(f"{op.op}.weight" for op in result.faulty if op.op in one.ops and _has_weight(op))
     unseen = [name for name in weights if name not in recorded]
@@ -67,10 +68,13 @@ def _of_unknown(one: Finding, result: Result, again: str | None) -> Next:
         names = listed(unseen, 3)
         why = f"after the engine has recorded {names} as it holds them: whether the loader or the op is wrong"
         return Next(shlex.join(("tracediff", "weights", _model(result), "--trace", result.candidate.path)), why)
-    where = listed(one.ops or one.weights, 3)
-    return Next(
-        again or _again(result), f"look at the code of {where} with the error's shape in mind, then run this again"
-    )
+    code = f"look at the code of {listed(one.ops or one.weights, 3)} with the error's shape in mind"
+    alone = next((op for op in result.faulty if op.op in one.ops[:1]), None)
+    if alone is None or one.segment or again or sequence_of(alone.step):
+        return Next(again or _again(result), f"{code}, then run this again")
+    options = ("--op", alone.op, *(("--step", str(alone.step)) if alone.step else ()), "--out", f"{alone.op}.case")
+    why = f"{code}: this writes what it read and should make, and a script that exits 1 until it does"
+    return Next(_command(result, "reproduce", *options), why)
 
 
 def _has_weight(op: OpResult) -> bool:
