@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from tracediff.numerics.arithmetic import EXACT
 from tracediff.numerics.evaluate import arithmetic_of
 from tracediff.pipeline import Effort, check_trace, compare_traces
 from tracediff.report.json_report import render as render_json
+from tracediff.report.parts import Command
 from tracediff.report.terminal import render
 from tracediff.result import Result, Storage
 from tracediff.trace.reader import Trace
@@ -385,3 +387,14 @@ def test_flipped_roundings_are_counted(pair: Callable[..., tuple]) -> None:
     said = words(told(replace(result, ops=(flipped, *result.ops))))
     assert "2 activations on a rounding boundary went the other way, in 1 op: a countable event, no fault" in said
     assert "rounding boundary" not in words(result)
+
+
+@pytest.mark.parametrize("width", [40, 60, 100, 200])
+def test_a_command_can_be_copied_from_any_terminal(width: int) -> None:
+    words = ["tracediff", "check", "my traces/candidate.trace", "--model", "it's.gguf", "--explain", "blk.0.attn_q"]
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(Command(shlex.join(words)))
+    said = console.file.getvalue()
+    assert all(len(row) <= width for row in said.splitlines())
+    assert shlex.split(said.replace("\\\n", " ")) == words
+    assert (" \\\n" in said) == (width < 100)

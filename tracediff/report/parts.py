@@ -27,6 +27,7 @@ ALARM = "bold red"
 LEVELS = MappingProxyType({"plain": "", "warning": "yellow", "alarm": ALARM})
 _VERDICTS = MappingProxyType({"match": "bold green", "diverged": ALARM, "undecided": "bold yellow"})
 _GLUE = "\ue000"  # a space at which no line breaks: rich takes U+00A0 for a space like any other
+_WORD = re.compile(r"(?:'[^']*'|\S)+")  # of a command as shlex.join writes it
 _SHORT = re.compile(r"\([^()]{1,24}\)")
 
 
@@ -99,6 +100,26 @@ def glued(text: Text) -> Text:
     glued = text.copy()
     glued.plain = _SHORT.sub(lambda found: found[0].replace(" ", _GLUE), text.plain)
     return glued
+
+
+class Command:
+    """A command of a shell: where it is wider than there is room for, lines end so that it can be copied."""
+
+    _BY, _MORE = 2, " \\"
+
+    def __init__(self, command: str) -> None:
+        self._words = _WORD.findall(command)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        width, lines = options.max_width - len(self._MORE), [" " * self._BY]
+        for word in self._words:
+            joined = f"{lines[-1]}{word}"
+            if cell_len(joined) > width and lines[-1].strip():
+                lines[-1] = lines[-1].rstrip() + self._MORE
+                joined = f"{' ' * 2 * self._BY}{word}"
+                lines.append("")
+            lines[-1] = f"{joined} "
+        yield from (Text(of.rstrip(" ")) for of in lines)
 
 
 class Trimmed:

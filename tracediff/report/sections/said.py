@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from tracediff.report.parts import LEVELS, hanging, heading, line
+from tracediff.report.parts import LEVELS, Command, hanging, heading, line
 from tracediff.result import Result, Said
 
 _QUESTIONS = ("growth", "means", "norm weights", "logits", "decode steps", "decode depth")
@@ -55,7 +55,7 @@ def next_step(result: Result) -> Iterator[RenderableType]:
     """One command, and why."""
     if result.next and result.verdict != "match":
         yield heading("Next")
-        yield line(result.next.command)
+        yield Command(result.next.command)
         yield line(f"{result.next.why}.")
 
 
