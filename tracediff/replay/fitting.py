@@ -141,21 +141,21 @@ class Fitting:
         return tuple(record for record in alone if self._judged(record, scheme).judgement != "sound")
 
     def _likely(self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord]) -> list[Scheme]:
-        """Of schemes that explain the end of each of several segments the one that does best, for it expects as much as
-        it leaves. Of one alone a mistake may be as large.
+        """Of schemes that explain the ends of several segments, most of them, the one that does best, for it expects as
+        much as it leaves. Of one alone a mistake may be as large.
 
         One rounding that turns takes others with it: then an engine that rounds a lot is off as much in any arithmetic
         of as many digits, and by those that round less it is mistaken.
         """
-        ops = {record.op for record in records}
-        if len(ops) < 2 or not self._planner.is_segment(records[0]):
+        if not self._planner.is_segment(records[0]):
             return []
 
-        def explained(scheme: Scheme) -> float:
-            looks = (self.closely(record, scheme, self._glances_at(record)) for record in records)
-            return median(Explanation(seen.local.nmse, True, noise=seen.noise).score for seen in looks)
+        def explained(scheme: Scheme) -> tuple[int, float]:
+            ops = sound[scheme]
+            looks = (self.closely(one, scheme, self._glances_at(one)) for one in records if one.op in ops)
+            return len(ops), median(Explanation(seen.local.nmse, True, noise=seen.noise).score for seen in looks)
 
-        return sorted((scheme for scheme in sound if sound[scheme] == ops), key=explained)[-1:]
+        return sorted((scheme for scheme, ops in sound.items() if len(ops) > 1), key=explained)[-1:]
 
     def _in_contention(
         self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord], usual: Sequence[Scheme]

@@ -185,12 +185,12 @@ class Replay:
         return None
 
     def _of_inputs_anew(self, record: OpRecord, choice: Choice, local: Local) -> Local | None:
-        """A record in float32 that is off in single values alone, if it is right where products that it reads were made
-        once more for it: compilers fuse a matmul with one of its readers, and others read it from memory. (JAX on an
+        """A record in float32 that is off in single values alone, if it is right where the product that it passes on
+        was made once more for it: compilers fuse a matmul with its rotation, and others read it from memory. (JAX on an
         H200: rotated keys at position 0 were other float32 numbers than those that were recorded.)
         """
         op = self._recomputation.op_of(record)
-        if record.dtype != "f32" or local.nmse > local.floor or KINDS[op.kind].scheme == "linear" or any(op.past):
+        if record.dtype != "f32" or local.nmse > local.floor or not KINDS[op.kind].keeps_part:
             return None
         products = (name for name in op.inputs if name in self.graph and self.graph[name].kind == "linear")
         read = (self.trace.ops.get((record.step, name)) for name in products)
