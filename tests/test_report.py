@@ -391,7 +391,15 @@ def test_flipped_roundings_are_counted(pair: Callable[..., tuple]) -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
 def test_a_command_can_be_copied_from_any_terminal(width: int) -> None:
-    words = ["tracediff", "check", "my traces/candidate.trace", "--model", "it's.gguf", "--explain", "blk.0.attn_q"]
+    words = [
+        "tracediff",
+        "check",
+        "my traces/candidate.trace",
+        "--model",
+        "it's my model.gguf",
+        "--explain",
+        "blk.0.attn_q",
+    ]
     console = Console(width=width, file=io.StringIO(), color_system=None)
     console.print(Command(shlex.join(words)))
     said = console.file.getvalue()

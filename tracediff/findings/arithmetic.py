@@ -52,6 +52,9 @@ def _said(fits: _Fits) -> Iterator[str]:
             f"{count(sum(ties), 'token')} took another expert than exact scores say, in {count(len(ties), 'record')}: "
             "ties within the engine's own rounding, told by what follows them, no fault"
         )
+    if anew := sum(local.made_anew for _, local in passing):
+        made = f"{count(anew, 'record')} of products that were made once more, not of those that were recorded"
+        yield f"{made}: a fused kernel, no fault"
     if passing:
         linear = [local.sharpness for op, local in passing if op.kind == "linear" and len(local.segment) == 1]
         seen = f"; a scale error of {number(max(linear))} in a matmul shows" if linear else ""

@@ -118,11 +118,11 @@ class Composing:
             ahead = near[:_ABREAST]
             changes = self._planner.changes(ahead, *self._records)
             first = {s: miss(few[0], s) for s in changes if s not in found and self._may_be(s)}
-            least = min(first.values(), default=math.inf)
-            if least >= enough * miss(few[0], ahead[0]):  # the middle one of three, so it is not mistaken
+            before = miss(few[0], ahead[0])
+            if min(first.values(), default=math.inf) >= enough * before:
                 break
             for other, left in first.items():  # one mistake among three is outvoted
-                found[other] = median(miss(record, other) for record in few) if left <= alike * least else left
+                found[other] = median(miss(record, other) for record in few) if left <= alike * before else left
             near = sorted(found, key=lambda scheme: found[scheme])
             if found[near[0]] >= enough * found[best]:
                 break

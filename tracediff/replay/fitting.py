@@ -141,8 +141,8 @@ class Fitting:
         return tuple(record for record in alone if self._judged(record, scheme).judgement != "sound")
 
     def _likely(self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord]) -> list[Scheme]:
-        """Of schemes that explain the ends of several segments, most of them, the one that does best, for it expects as
-        much as it leaves. Of one alone a mistake may be as large.
+        """Of schemes that explain the ends of several segments, first those of most, the one that does best, for it
+        expects as much as it leaves. Of one alone a mistake may be as large.
 
         One rounding that turns takes others with it: then an engine that rounds a lot is off as much in any arithmetic
         of as many digits, and by those that round less it is mistaken.

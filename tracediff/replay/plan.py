@@ -38,6 +38,7 @@ class Sort(NamedTuple):
     shares_keys: bool  # so many positions are visible that threads may share them
     held: tuple[bool, ...]  # of each input whether it was recorded
     types: tuple[str, ...]  # of the weights
+    of_product: bool = False  # of norms whether they read what a matmul makes, which may be held in half precision
 
     @property
     def tokens(self) -> Tokens:
@@ -48,7 +49,8 @@ class Sort(NamedTuple):
         weights = f" with {self.types[0]} weights{' and biases' if len(self.types) > 1 else ''}" if self.types else ""
         through = "" if all(self.held) else " through what was not recorded before it"
         tokens = "1 token" if self.n_tokens == 1 else f"{self.n_tokens} tokens"
-        return f"{self.name}{weights}{through} ({self.storage}, {tokens} a step)"
+        product = " of a product" if self.of_product else ""
+        return f"{self.name}{product}{weights}{through} ({self.storage}, {tokens} a step)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class Planner:
         self._weights = weights
         self._schemes = schemes
         self._found: dict[tuple[object, ...], tuple[Scheme, ...]] = {}  # of schemes those that differ
+        self._normed: dict[OpRecord, str] = {}  # what the inputs of norms are stored in
 
     def sort(self, record: OpRecord) -> Sort:
         """The record's sort, by names and types alone."""
@@ -120,7 +123,8 @@ class Planner:
         types = [self._weights.type_of(w) for w in op.weights] if KINDS[op.kind].scheme == "linear" else []
         n_tokens, n_keys = self._lengths(record)
         kind = op.kind if all(held) else split(op.name)[1]
-        return Sort(kind, record.dtype or "", n_tokens, n_keys > SHARED_BEYOND, tuple(held), tuple(types))
+        shares = n_keys > SHARED_BEYOND
+        return Sort(kind, record.dtype or "", n_tokens, shares, tuple(held), tuple(types), self._norms_product(op))
 
     def treated_otherwise(self, record: OpRecord, others: Iterable[OpRecord]) -> list[OpRecord]:
         """Of other records of a sort one of each op that a scheme may treat otherwise than its op: by its rows."""
@@ -268,16 +272,22 @@ class Planner:
         return 0 < whole < n_tokens < whole + TILED_FROM if values.ubatch else n_tokens <= UBATCH
 
     def _norms_so(self, record: OpRecord, normed: str) -> bool:
-        """Whether what is normed was recorded, in the type that normed values are rounded to: transformers casts them
-        back to their input's type, which under autocast a matmul's output has. Of any other input that is a mistake.
+        """Whether a product is normed that was recorded in the type which normed values are rounded to: transformers
+        casts them back to their input's type, which under autocast a matmul's output has. Else that is a mistake.
         """
         if normed == "f64":
             return True
         op = self._graph[record.op]
-        read = self._recorded.trace.ops.get((record.step, op.inputs[0])) if op.kind == "rms_norm" else None
-        if read is None or self.is_segment(record):
+        if not self._norms_product(op) or self.is_segment(record):
             return False
-        return self._recorded.stored(read, self._recorded.values(read)) == normed
+        if record not in self._normed:
+            read = self._recorded.trace.ops[record.step, op.inputs[0]]
+            self._normed[record] = self._recorded.stored(read, self._recorded.values(read))
+        return self._normed[record] == normed
+
+    def _norms_product(self, op: Op) -> bool:
+        """Whether it is a norm of what a matmul makes, as those of queries and keys are."""
+        return op.kind == "rms_norm" and op.inputs[0] in self._graph and self._graph[op.inputs[0]].kind == "linear"
 
 
 def _caches_so(held: str, scheme: Scheme) -> bool:

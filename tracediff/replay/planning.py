@@ -269,9 +269,7 @@ class Planning:
             return replace(found, schemes=found.schemes[:1])
         both = tuple(dict.fromkeys((*found.schemes, *choice.schemes)))
         by_op = {name: choice.of(name).schemes for name in _names(records)}
-        alike = [r for r in samples if not any(self._fitting.fits(r, scheme) for scheme in choice.of(r.op).schemes)]
-        fit = [record for record in alike if self._fitting.fits(record, found.schemes[0])]
-        by_op |= dict.fromkeys(_names((*choice.unfit, *fit)), found.schemes)
+        by_op |= dict.fromkeys(_names(choice.unfit), found.schemes)
         by_op |= dict.fromkeys(_names(found.unfit), both)
         return replace(found, schemes=both, by_op=by_op)
 
@@ -340,7 +338,9 @@ def _elsewhere(sort: Sort, choices: Mapping[Sort, Choice]) -> Elsewhere:
     others = {
         other: choice
         for other, choice in choices.items()
-        if (other.name, other.types) == (sort.name, sort.types) and other.n_tokens != sort.n_tokens and choice.settled
+        if (other.name, other.types, other.of_product) == (sort.name, sort.types, sort.of_product)
+        and other.n_tokens != sort.n_tokens
+        and choice.settled
     }
     longer = sorted((other for other in others if other.n_tokens > sort.n_tokens), key=lambda other: -other.n_tokens)
     sole = [choice.schemes[0] for choice in others.values() if len(choice.schemes) == 1 and not choice.unfit]

@@ -194,12 +194,12 @@ class Replay:
             return None
         products = (name for name in op.inputs if name in self.graph and self.graph[name].kind == "linear")
         read = (self.trace.ops.get((record.step, name)) for name in products)
-        inputs = {one: self.choice(one) for one in read if one and one.has_data and one.rows == record.rows}
+        judged = (one for one in read if one and one.rows == record.rows and one in self.records.get(one.op, ()))
+        inputs = {one: self.choice(one) for one in judged}
         if not inputs or not all(of.settled for of in inputs.values()):
             return None
         found = self._fitting.of_inputs_anew(record, choice.schemes, {one: of.schemes[0] for one, of in inputs.items()})
-        said = f"{found.arithmetic}, of products made once more"
-        return replace(found, arithmetic=said) if found.judgement == "sound" else None
+        return replace(found, made_anew=True) if found.judgement == "sound" else None
 
     def choice(self, record: OpRecord) -> Choice:
         """What the plan says of the record's sort."""

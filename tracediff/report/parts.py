@@ -27,7 +27,7 @@ ALARM = "bold red"
 LEVELS = MappingProxyType({"plain": "", "warning": "yellow", "alarm": ALARM})
 _VERDICTS = MappingProxyType({"match": "bold green", "diverged": ALARM, "undecided": "bold yellow"})
 _GLUE = "\ue000"  # a space at which no line breaks: rich takes U+00A0 for a space like any other
-_WORD = re.compile(r"(?:'[^']*'|\S)+")  # of a command as shlex.join writes it
+_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")  # of a command as shlex.join writes it
 _SHORT = re.compile(r"\([^()]{1,24}\)")
 
 
@@ -103,7 +103,9 @@ def glued(text: Text) -> Text:
 
 
 class Command:
-    """A command of a shell: where it is wider than there is room for, lines end so that it can be copied."""
+    """A command of a shell: where it is wider than there is room for, lines end so that it can be copied, unless a word
+    is wider.
+    """
 
     _BY, _MORE = 2, " \\"
 

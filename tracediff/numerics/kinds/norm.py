@@ -66,7 +66,7 @@ class RoundedBetween:
 
 
 def _computed(call: Call) -> Tensor:
-    between = call.arithmetic.operands
+    between = call.arithmetic.operands  # a mistaken function may want the weight itself
     return applied(call) if between == "f64" or call.op.function else RoundedBetween(between).compute(call)
 
 
