@@ -405,4 +405,4 @@ def test_a_command_can_be_copied_from_any_terminal(width: int) -> None:
     said = console.file.getvalue()
     assert all(len(row) <= width for row in said.splitlines())
     assert shlex.split(said.replace("\\\n", " ")) == words
-    assert (" \\\n" in said) == (width < 100)
+    assert (" \\\n" in said) == (width < 200)
