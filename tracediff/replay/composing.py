@@ -104,7 +104,7 @@ class Composing:
         best go on together, for two ways of a part may be alike while another part is done wrongly. Where replay goes
         only a part of the way with the engine, it `is_led` by where a step leads.
         """
-        n_values = min(math.prod(record.shape) for record in few)
+        n_values = min(record.size for record in few)
         alike, enough = (1.0, LESS_UNEXPLAINED) if is_led else (ALIKE, 1 - max(LESS, LUCKY / n_values))
 
         def miss(record: OpRecord, scheme: Scheme) -> float:
