@@ -119,6 +119,15 @@ def held_before(name: str) -> str:
     return before if before in HALVES else "f64"
 
 
+def in_rows_of(width: int, name: str) -> str:
+    """The rounding of whole rows that this one is where they have so many values; its own name where it is none.
+
+    The integers of q8_K have another sign in half of the blocks, and other ties.
+    """
+    kind, _, size = "int8/256".partition("/") if name == "q8_K" else name.partition("/")
+    return f"{kind}/row" if size == str(width) else name
+
+
 @cache
 def rounding_named(name: str) -> Rounding:
     """A rounding by its name: one of `_KNOWN`, or in groups of N values, rows or whole tensors, intB/N or uintB/N of B

@@ -308,6 +308,11 @@ def in_tf32(scheme: Scheme) -> list[Scheme]:
     return [_BY_NAME[f"attention in {of}"].of(_BY_NAME[f"activations in {of}"].of(scheme)) for of in words]
 
 
+def unrounded(scheme: Scheme) -> Scheme:
+    """The same, but for activations, which stay as they are."""
+    return _BY_NAME[_named("activations", "f64")].of(scheme)
+
+
 def scheme_named(name: str) -> Scheme:
     """A way to round in matmuls with weights (`llama.cpp` is ggml's), ways to do other parts, or both, with commas.
 

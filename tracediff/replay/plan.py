@@ -21,7 +21,7 @@ from tracediff.numerics.arithmetic import SHARED_BEYOND, TILED_FROM, UBATCH, Ari
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.roundings import in_rows_of, rounding_named
 from tracediff.numerics.schemes import WAYS, Way
 from tracediff.replay.recorded import Recorded
 from tracediff.trace.format import OpRecord
@@ -192,9 +192,9 @@ class Planner:
         none of them. Parts that make no difference in them are left out.
         """
         covered = self._covered(*records)
-        of, found = self._rounds(scheme, covered), defaultdict[str, list[Way]](list)
+        of, found = self._rounds_rows(scheme, covered), defaultdict[str, list[Way]](list)
         for way in sorted(WAYS, key=lambda way: not way.is_of(scheme)):
-            if self._rounds(way.of(scheme), covered) == of:
+            if self._rounds_rows(way.of(scheme), covered) == of:
                 found[way.part].append(way)
         n_ways = Counter(way.part for way in WAYS)
         return {part: ways for part, ways in found.items() if len(ways) < n_ways[part]}
@@ -228,6 +228,14 @@ class Planner:
         """What the scheme rounds in these ops. Through all of them what sums run in makes no difference."""
         found = (arithmetic_of(op, scheme, self._weights) for op in covered)
         return tuple(map(_in_float32, found)) if covered is self._all else tuple(found)
+
+    def _rounds_rows(self, scheme: Scheme, covered: Sequence[Op]) -> tuple[Arithmetic, ...]:
+        """The same, where what is rounded in groups that are as wide as a row is rounded in rows."""
+        found = zip(covered, self._rounds(scheme, covered), strict=True)
+        return tuple(
+            replace(of, operands=in_rows_of(op.weights[0].shape[-1], of.operands)) if op.weights else of
+            for op, of in found
+        )
 
     def _covered(self, *records: OpRecord) -> Sequence[Op]:
         """The ops that tell schemes apart: the records' own, and of segments all."""

@@ -14,7 +14,7 @@ from tracediff.names import layers_of, split
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.schemes import EXACTLY, PLAIN, Way, in_tf32
+from tracediff.numerics.schemes import EXACTLY, PLAIN, Way, in_tf32, unrounded
 from tracediff.replay.composing import Composing
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
@@ -176,6 +176,7 @@ class Planning:
         prompts = self._planner.suiting(in_prompts, *records)
         own = dict.fromkeys((choice.schemes[0], EXACTLY))
         schemes = [replace(scheme, prompts=other) for scheme in own for other in prompts if other != scheme]
+        schemes += [replace(unrounded(other), prompts=other) for other in prompts]
         found = self._fitting.settle([*schemes, choice.schemes[0]], self._samples(records))
         self._recomputation.forget()
         return found if score(found.nmse, COMPOSED) > score(choice.nmse) else choice
