@@ -115,6 +115,7 @@ class Planner:
         self._schemes = schemes
         self._found: dict[tuple[object, ...], tuple[Scheme, ...]] = {}  # of schemes those that differ
         self._normed: dict[OpRecord, str] = {}  # what the inputs of norms are stored in
+        self._told: dict[tuple[Scheme, tuple[str, ...]], Mapping[str, Sequence[Way]]] = {}
 
     def sort(self, record: OpRecord) -> Sort:
         """The record's sort, by names and types alone."""
@@ -192,6 +193,12 @@ class Planner:
         none of them. Parts that make no difference in them are left out.
         """
         covered = self._covered(*records)
+        key = scheme, tuple(op.name for op in covered)
+        if key not in self._told:
+            self._told[key] = self._ways_told(scheme, covered)
+        return self._told[key]
+
+    def _ways_told(self, scheme: Scheme, covered: Sequence[Op]) -> Mapping[str, Sequence[Way]]:
         of, found = self._rounds_rows(scheme, covered), defaultdict[str, list[Way]](list)
         for way in sorted(WAYS, key=lambda way: not way.is_of(scheme)):
             if self._rounds_rows(way.of(scheme), covered) == of:
