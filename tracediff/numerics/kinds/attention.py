@@ -247,7 +247,7 @@ def _softmax_noise(made: Made) -> Noise:
     that difference what the scale is off by.
     """
     op = made.op
-    if op.weights or op.function or not op.attrs.keys() <= {"scale", *VISIBLE}:
+    if op.weights or not op.attrs.keys() <= {"scale", *VISIBLE}:
         return _softmax_noise_of_any(made)
     scores, queries, keys = made.inputs
     y, unit = made.y, made.unit

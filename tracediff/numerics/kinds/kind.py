@@ -173,7 +173,8 @@ class Kind:
     `inputs` names the part that each input plays, in order: mistakes are bound to these. `axes` names those of its
     value, outermost first. `keeps_part`: its value plays the part of its first input, as a normed query is a query.
     `compute` says how inputs and weights are read and rounded, `noise` how far an honest engine may be off, and
-    `noise_of_any` the same with another function in the place of its own. `scheme` is the entry of a Scheme that says
+    `noise_of_any` the same with another function in the place of its own: where it is not given, by analysis of that,
+    or of a kind that is computed in a way of its own by `noise`. `scheme` is the entry of a Scheme that says
     what an engine rounds in it: of other small weights `small`. `together` computes several calls of an op that
     hold its weight alike, and reads that once; those for an energy come first. Where the value is places in its first
     input, `picks` gives what is found there: that is compared, and that has the noise, for of equal values any may be
@@ -187,7 +188,7 @@ class Kind:
     axes: tuple[str, ...] = ("token", "head", "channel")
     compute: Callable[[Call], Tensor] = applied
     noise: Callable[[Made], Noise] = analysed
-    noise_of_any: Callable[[Made], Noise] = analysed
+    noise_of_any: Callable[[Made], Noise] | None = None
     scheme: str | None = None
     keeps_part: bool = False
     picks: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -196,7 +197,9 @@ class Kind:
 
     def noise_of(self, made: Made) -> Noise:
         """Its noise, or that of the function in its place: formulas hold for their own."""
-        return (self.noise_of_any if made.op.function and self.compute is applied else self.noise)(made)
+        if not made.op.function:
+            return self.noise(made)
+        return (self.noise_of_any or (analysed if self.compute is applied else self.noise))(made)
 
     def of_tokens(self, inputs: Sequence[Tensor]) -> tuple[int, ...] | None:
         """The shape [T, ...] of the tokens' values, where these and states lie in one row; None of other kinds."""
@@ -234,7 +237,7 @@ def exponential(kind: Kind) -> Kind:
     def noise(made: Made) -> Noise:
         return replace(kind.noise_of(made), turned=made.energy.turned)
 
-    return replace(kind, compute=compute, noise=noise, scheme="exponential")
+    return replace(kind, compute=compute, noise=noise, noise_of_any=None, scheme="exponential")
 
 
 def wide(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Norms over the channels."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -71,8 +72,6 @@ def _computed(call: Call) -> Tensor:
 
 
 def _noise(made: Made) -> Noise:
-    if made.op.function:
-        return _of_rows(made)
     between = made.arithmetic.operands
     return _of_norm(made) if between == "f64" else RoundedBetween(between).noise(made)
 
@@ -109,9 +108,11 @@ def _of_rows(made: Made) -> Noise:
     return replace(analysed(made), alike=made.y.shape[-1])
 
 
+_norm = partial(Kind, inputs=("x",), keeps_part=True, noise_of_any=_of_rows)
+
 KINDS = (
-    Kind("rms_norm", rms_norm, ("x",), compute=_computed, noise=_noise, scheme="rms_norm", keeps_part=True),
-    Kind("layer_norm", layer_norm, ("x",), noise=_of_rows, scheme="small", keeps_part=True, noise_of_any=_of_rows),
-    Kind("l2_norm", l2_norm, ("x",), noise=_of_rows, keeps_part=True, noise_of_any=_of_rows),
-    Kind("group_norm", group_norm, ("x",), noise=_of_rows, scheme="small", keeps_part=True, noise_of_any=_of_rows),
+    _norm("rms_norm", rms_norm, compute=_computed, noise=_noise, scheme="rms_norm"),
+    _norm("layer_norm", layer_norm, noise=_of_rows, scheme="small"),
+    _norm("l2_norm", l2_norm, noise=_of_rows),
+    _norm("group_norm", group_norm, noise=_of_rows, scheme="small"),
 )
