@@ -251,6 +251,7 @@ def test_options_of_another_engine(
     [
         ("compare T T --model M --plan --json out.json", "--json is of the verdict, and --plan prints what would be"),
         ("check T --model M --plan --resolve 1e-6", "--resolve is of the verdict, and --plan prints what would be"),
+        ("check T --model M --plan --workers 2", "--workers is of the verdict, and --plan prints what would be"),
         ("compare T T T --explain output", "--explain shows an op of one candidate. Compare two traces."),
         ("self T T --fault eps", "--fault says how --engine is run. Give that as well, and a GGUF file."),
         ("self T T --tokens 1,2", "--tokens says how --engine is run. Give that as well, and a GGUF file."),

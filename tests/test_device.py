@@ -54,8 +54,14 @@ def test_workers_share_a_device(models: Models, tmp_path: Path) -> None:
     assert check_trace(out, models("llama"), effort=Effort(2, device="cuda")).verdict == "match"
 
 
-def test_a_device_that_is_not_there_is_refused_in_words(tiny_trace: Path, refused, models: Models) -> None:  # type: ignore[no-untyped-def]
-    said = refused("check", tiny_trace, "--model", models("tiny"), "--device", "cuda:99")
+@pytest.mark.parametrize("plan", [[], ["--plan"]])
+def test_a_device_that_is_not_there_is_refused_in_words(
+    plan: list[str],
+    tiny_trace: Path,
+    refused,  # type: ignore[no-untyped-def]
+    models: Models,
+) -> None:
+    said = refused("check", tiny_trace, "--model", models("tiny"), "--device", "cuda:99", *plan)
     assert "--device cuda:99: CUDA devices that this torch sees" in said
 
 

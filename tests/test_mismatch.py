@@ -14,6 +14,7 @@ from tracediff.compare.logits import log_softmax
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.mismatch.lanes import Side
 from tracediff.mismatch.logprobs import Told
 from tracediff.mismatch.mismatch import mismatch_traces
 from tracediff.model.graph import Op
@@ -297,6 +298,24 @@ def test_weights_in_memory_come_first(trainer: Path, models: Models, tmp_path: P
         code, out, _ = cli("mismatch", trainer, rollout, *options)
         assert code == 1
         assert "B holds other weights: blk.2.attn_norm.weight is not" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(("op", "axis"), [("blk.0.attn_scores", 1), ("blk.0.attn_norm", 0)])
+def test_tokens_that_were_not_recorded_are_replays(op: str, axis: int, tmp_path: Path, models: Models) -> None:
+    """Of scores heads come before tokens."""
+    n_heads, n_tokens, rows = 4, 6, (1, 4)
+    whole = np.random.default_rng(0).normal(size=(n_heads, n_tokens, n_tokens)).astype(np.float32)
+    whole = whole if axis else whole.swapaxes(0, 1).reshape(n_tokens, -1)
+    out = tmp_path / "some.trace"
+    with TraceWriter(out, "an engine") as writer:
+        writer.step(0, IDS[:n_tokens], tuple(range(n_tokens)))
+        writer.op(0, op, whole.take(rows, axis), "f32", rows)
+    side = Side(Trace(out), Model(models("llama", "F32")).weights(), {})
+    seen = side.recorded(0, op, torch.zeros(whole.shape))
+    assert seen is not None
+    expected = np.zeros_like(whole)
+    expected[(slice(None),) * axis + (list(rows),)] = whole.take(rows, axis)
+    np.testing.assert_array_equal(seen, expected)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

@@ -1153,6 +1153,12 @@ def test_parts_are_done_each_in_its_way() -> None:
     assert scheme_named("exact, attention in bfloat16, KV cache in float8 (e4m3)").of("scores") == scheme.of("scores")
 
 
+def test_biases_that_are_rounded_otherwise_than_weights_are_said() -> None:
+    rounded = scheme_named("exact, biases in bfloat16").of("linear")
+    assert in_words([("linear", rounded)]) == "biases in bfloat16"
+    assert in_words([("linear", scheme_named("weights in bfloat16").of("linear"))]) == "weights in bfloat16"
+
+
 def test_groups_of_any_size_can_be_asked_for() -> None:
     scheme = scheme_named("activations and weights in int8/48, KV cache in bfloat16")
     assert scheme.of("linear") == Arithmetic("int8/48", "int8/48")

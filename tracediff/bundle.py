@@ -13,7 +13,7 @@ from tracediff.english import count, few
 from tracediff.files import replacing, temporary_folder
 from tracediff.findings.words import listed
 from tracediff.model.model import Model
-from tracediff.names import split
+from tracediff.names import local_name
 from tracediff.printable import escape_json, printable
 from tracediff.report import html, json_report
 from tracediff.result import Finding, OpResult, Result
@@ -99,7 +99,7 @@ def _firsts(finding: Finding, faulty: Sequence[OpResult]) -> Iterable[OpResult]:
     firsts: dict[str, OpResult] = {}
     for op in faulty:
         if op.op in finding.ops and op.local:
-            firsts.setdefault(split(op.op)[1], op)
+            firsts.setdefault(local_name(op.op), op)
     return firsts.values()
 
 

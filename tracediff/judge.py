@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tracediff.errors import TracediffError
-from tracediff.names import kind_of, layer_of, matches, sequence_of, split
+from tracediff.names import kind_of, layer_of, local_name, matches, sequence_of
 from tracediff.result import Divergence, Local, OpResult, Statistics, Verdict, WeightResult
 
 # NMSE that one rounding of all operands makes, rounded up: llama.cpp's matmuls replayed without it are off by 4e-8
@@ -51,7 +51,7 @@ class Policy:
 
     def check(self, ops: Iterable[str]) -> None:
         """Raises TracediffError for a pattern that matches none of these ops: it would change nothing, unseen."""
-        names = sorted({name for op in ops for name in (op, split(op)[1])})
+        names = sorted({name for op in ops for name in (op, local_name(op))})
         options = {"--tolerance": self.tolerances, "--allow": self.allowed, "--require": self.required}
         for option, patterns in options.items():
             for pattern in patterns:

@@ -151,6 +151,11 @@ def layer_of(op: str) -> int | None:
     return split(op)[0]
 
 
+def local_name(op: str) -> str:
+    """The op's name without its layer."""
+    return split(op)[1]
+
+
 def layers_of(ops: Iterable[str]) -> list[int]:
     """The layers that these ops are in, in order."""
     return sorted({layer for layer in map(layer_of, ops) if layer is not None})
@@ -158,7 +163,7 @@ def layers_of(ops: Iterable[str]) -> list[int]:
 
 def matches(op: str, pattern: str) -> bool:
     """Whether the op's name, or its local name, is one of the pattern: * and ? stand for any characters."""
-    return fnmatch.fnmatchcase(op, pattern) or fnmatch.fnmatchcase(split(op)[1], pattern)
+    return fnmatch.fnmatchcase(op, pattern) or fnmatch.fnmatchcase(local_name(op), pattern)
 
 
 _OF_KEYS = ("scores", "softmax")  # kinds; llama.cpp's names of what is made of scores before that begin with kq_
@@ -169,7 +174,7 @@ _OF_SLOTS = ("_exps", "ffn_moe_", "ffn_moe_topk", "ffn_moe_weights")
 
 def axes_of(op: str, n: int, kind: str = "unknown") -> tuple[str, ...]:
     """What the indices of an op's `n` axes count; none for a shape that no op has. A name may not say the kind."""
-    if n == 3 and (kind in _OF_KEYS or kind_of(op) in _OF_KEYS or split(op)[1].startswith("kq_")):
+    if n == 3 and (kind in _OF_KEYS or kind_of(op) in _OF_KEYS or local_name(op).startswith("kq_")):
         return "head", "token", "key"
     if n == 3 and token_axis(op) == 1:
         return "head", "token", "channel"
@@ -180,7 +185,7 @@ def axes_of(op: str, n: int, kind: str = "unknown") -> tuple[str, ...]:
 
 def kind_of(op: str) -> str:
     """The kind of an op by its name: "unknown" for names that are not in the table."""
-    name = NAMES.get(split(op)[1])
+    name = NAMES.get(local_name(op))
     return name.kind if name else "unknown"
 
 
@@ -189,7 +194,7 @@ def token_axis(op: str) -> int:
     """The axis of an op's output that counts tokens, by its name: heads come before it in scores and probabilities, and
     in what latent attention multiplies head by head.
     """
-    name = split(op)[1]
+    name = local_name(op)
     return 1 if kind_of(op) in _OF_KEYS or name.startswith("kq_") or name in _BY_HEAD else 0
 
 

@@ -137,18 +137,27 @@ def _checked(trace: Trace, model: "Model", judged: "Judged") -> list[OpResult]:
 
 
 def plan_traces(
-    traces: Sequence[tuple[Paths, str | None]], model: "Path | Model", progress: Callable[[float], None]
+    traces: Sequence[tuple[Paths, str | None]],
+    model: "Path | Model",
+    device: str,
+    progress: Callable[[float], None],
 ) -> Iterator[str]:
-    """How the records of each trace would be recomputed, given its arithmetic or None, in lines for a reader."""
+    """How the records of each trace would be recomputed, given its arithmetic or None, in lines for a reader.
+
+    Raises EngineError for a device that torch cannot use here.
+    """
+    from tracediff.model.weights import check_device
     from tracediff.replay.judging import Subject, replays_of
     from tracediff.replay.memory import needed
 
+    check_device(device)
     for done, (path, arithmetic) in enumerate(traces):
         trace = open_trace(path).sides[0]
         model = opened(model, trace)
         weights = list(compare_weights(None, trace, model))
         refuse_another_model(weights, trace, model)
-        (replay,) = replays_of(model, [Subject(trace, rounded_weights(weights, trace, model), arithmetic)])
+        subject = Subject(trace, rounded_weights(weights, trace, model), arithmetic)
+        (replay,) = replays_of(model, [subject], device=device)
         yield f"{trace.path}: how each sort of record is recomputed from what was recorded of its inputs"
         yield from (f"  {line}" for line in replay.plan.lines())
         yield f"  a process that judges it takes {needed([replay])}"

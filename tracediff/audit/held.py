@@ -10,7 +10,7 @@ from tracediff.audit.causes import CLOSE, CUT_SHORT, IN_MEMORY, Reading, Reading
 from tracediff.audit.requantised import requantised_as
 from tracediff.compare.metrics import compare_values
 from tracediff.errors import MismatchError
-from tracediff.names import split
+from tracediff.names import local_name
 from tracediff.result import WeightResult
 from tracediff.trace.reader import Trace
 
@@ -153,11 +153,11 @@ def readings(source: "Tensors", name: str, file: "GGUFFile") -> Readings:
 
 def _other_tensors(source: "Tensors", name: str, held: np.ndarray) -> Iterator[Reading]:
     """Those of the same shape whose beginning is not another one's."""
-    shape, local = source.shape(name), split(name)[1]
+    shape, local = source.shape(name), local_name(name)
     for other in source.names():
         if other == name or source.shape(other) != shape or residual(source.head(other), held) > 0.5:
             continue
-        same = split(other)[1] == local
+        same = local_name(other) == local
         tied = (name, other) == ("output.weight", "token_embd.weight")
         cause = "wrong_layer" if same else "head_is_embedding" if tied else "wrong_tensor"
         yield Reading(cause, f"it holds {other}", source.get(other))

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from tracediff.trace.runs import Paths
 
 
-_VERDICT = ("tolerance", "require", "allow", "resolve", "explain", *(field.name for field in fields(Formats)))
+_SPENT = ("workers", "ray", "time")
+_VERDICT = ("tolerance", "require", "allow", "resolve", "explain", *_SPENT, *(field.name for field in fields(Formats)))
 _NO_VERDICT = "is of the verdict, and --plan prints what would be judged and how. Leave one of the two out."
 
 
@@ -77,7 +78,7 @@ def compare(
         raise TracediffError(f"{len(runs)} runs to compare: give two, or three. The traces of a run's ranks are one.")
     if plan:
         refuse(context, _VERDICT, _NO_VERDICT)
-        return _show_plan([*zip(runs, (None, arithmetic, None), strict=False)], model)
+        return _show_plan([*zip(runs, (None, arithmetic, None), strict=False)], model, spent.device)
     if runs[2:]:
         refuse(context, ["explain"], "shows an op of one candidate. Compare two traces.")
         return _compare_three((runs[0], runs[1], runs[2]), model, policy, effort, arithmetic, formats)
@@ -90,13 +91,13 @@ def compare(
     return _explained(result, explain, report(result, formats))
 
 
-def _show_plan(traces: list[tuple[list[Path], str | None]], model: Path | None) -> int:
+def _show_plan(traces: list[tuple[list[Path], str | None]], model: Path | None, device: str) -> int:
     from tracediff.pipeline import plan_traces
 
     if model is None or traces[2:]:
         raise TracediffError("--plan is that of the replay of one or two traces, which needs the GGUF file (--model).")
     with progress_bars() as progress:
-        lines = [*plan_traces(traces, model, lambda fraction: progress("plan", fraction))]
+        lines = [*plan_traces(traces, model, device, lambda fraction: progress("plan", fraction))]
     sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
     return MATCH
 
@@ -259,7 +260,7 @@ def check(
     formats.check(*trace, model, explain=explain)
     if plan:
         refuse(context, _VERDICT, _NO_VERDICT)
-        return _show_plan([(trace, arithmetic)], model)
+        return _show_plan([(trace, arithmetic)], model, spent.device)
     with progress_bars() as progress:
         policy = policy_of(require=require, resolve=resolve)
         result = check_trace(

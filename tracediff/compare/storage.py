@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from tracediff.names import split
+from tracediff.names import local_name
 from tracediff.result import Local, OpResult, Storage
 
 
@@ -34,7 +34,7 @@ def _storage(side: str, kind: str, held: list[OpResult], ops: list[OpResult]) ->
     return Storage(
         side="candidate" if side == "candidate" else "reference",
         type=kind,
-        ops=tuple(dict.fromkeys(split(op.op)[1] for op in held)),
+        ops=tuple(dict.fromkeys(local_name(op.op) for op in held)),
         kinds=tuple(dict.fromkeys(op.kind for op in held)),
         records=len(held),
         of=len(judged),

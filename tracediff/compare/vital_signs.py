@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from tracediff.compare.metrics import compare_values
-from tracediff.names import split
+from tracediff.names import local_name
 from tracediff.result import Growth, Lean, Likeness, Normal, StepEnds, Tokens
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
@@ -34,7 +34,7 @@ def _same_rows(key: tuple[int, str], reference: Trace, candidate: Trace) -> bool
 
 
 def _states(trace: Trace) -> dict[tuple[int, str], _Parts]:
-    return {key: _parts(trace, record) for key, record in trace.ops.items() if split(record.op)[1] in _STATES}
+    return {key: _parts(trace, record) for key, record in trace.ops.items() if local_name(record.op) in _STATES}
 
 
 @np.errstate(over="ignore", invalid="ignore")  # NaN and Inf are counted elsewhere
@@ -68,7 +68,7 @@ def _apart(*parts: _Parts) -> tuple[Tokens, ...]:
 def _growth(ours: dict[tuple[int, str], _Parts], theirs: dict[tuple[int, str], _Parts]) -> Iterator[Growth]:
     """From the embedding to the last layer, in the first step."""
     first = min((step for step, _ in ours), default=0)
-    layers = [key for key in ours if key[0] == first and split(key[1])[1] == "ffn_residual"]
+    layers = [key for key in ours if key[0] == first and local_name(key[1]) == "ffn_residual"]
     start = (first, "token_embd")
     if start not in ours or not layers:
         return
@@ -113,7 +113,7 @@ def _ends(reference: Trace | None, candidate: Trace) -> Iterator[StepEnds]:
 
 def _final(trace: Trace, *steps: int) -> str | None:
     """The last hidden state whose values both steps hold for their last token."""
-    names = [record.op for record in trace.step_ops(steps[0]) if split(record.op)[1] in _STATES]
+    names = [record.op for record in trace.step_ops(steps[0]) if local_name(record.op) in _STATES]
     return next((op for op in reversed(names) if all(trace.last_row(step, op) is not None for step in steps)), None)
 
 

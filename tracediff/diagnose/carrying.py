@@ -8,7 +8,7 @@ from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
 from tracediff.diagnose.solve.by_value.readings import Reading
 from tracediff.diagnose.solve.edit import Read, Reworked, relayered
 from tracediff.model.graph import Graph, Op, Weight
-from tracediff.names import split
+from tracediff.names import local_name
 
 # Of a changed op, of it as it should be, and of another op: the other, changed alike.
 _Change = Callable[[Op, Op, Op], Op | None]
@@ -29,8 +29,8 @@ def carried(found: Hypothesis, graph: Graph, segment: Sequence[str]) -> Hypothes
 
 def _each(ops: Sequence[Op], graph: Graph, segment: Sequence[str], change: _Change) -> tuple[Op, ...]:
     """The changes made in the ops of those names in the segment, or in the one op of one; empty where one cannot be."""
-    there = {split(name)[1]: graph[name] for name in segment}
-    others = [graph[segment[0]]] if len(segment) == len(ops) == 1 else [there.get(split(op.name)[1]) for op in ops]
+    there = {local_name(name): graph[name] for name in segment}
+    others = [graph[segment[0]]] if len(segment) == len(ops) == 1 else [there.get(local_name(op.name)) for op in ops]
     pairs = zip(ops, others, strict=True)
     made = [changed for op, other in pairs if other and (changed := change(op, graph[op.name], other))]
     known = {*graph.ops, *(op.name for op in made)}  # of the layer beside it there may be none

@@ -24,7 +24,7 @@ from tracediff.errors import in_one_line, is_bug
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import SOURCES, Op
 from tracediff.model.weights import values_of
-from tracediff.names import layer_of, split
+from tracediff.names import layer_of, local_name
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import in_words_of
 from tracediff.numerics.kinds import KINDS
@@ -59,13 +59,15 @@ class Explainer:
         too short have what is left of it then: what nobody knows does not take the time of what is soon found.
         """
         explained, kins = list(ops), self.kins(ops)
-        for n_rounds in (2, 1) if len(kins) > 1 else (1,):
+        rounds = (2, 1) if len(kins) > 1 else (1,)
+        for at_round, n_rounds in enumerate(rounds):
             for done, kin in enumerate(kins):
                 own = Budget(budget.left / (n_rounds * len(kins) - done))
-                told = within(within(progress, 2 - n_rounds, 2), done, len(kins))
+                told = within(within(progress, at_round, len(rounds)), done, len(kins))
                 for at, op in self.of(ops, kin, own, told).items():
                     explained[at] = op
             kins = [kin for kin in kins if not all(explained[at].sought for at in kin)]
+        progress(1.0)
         return explained
 
     def kins(self, ops: list[OpResult]) -> list[list[int]]:
@@ -78,14 +80,14 @@ class Explainer:
         for at, op in enumerate(ops):
             if op.status == "faulty" and op.local and not op.cause:
                 several = len(op.local.segment) > 1
-                name = split(op.op)[1] if several else self._replay.graph[op.op].kind
+                name = local_name(op.op) if several else self._replay.graph[op.op].kind
                 by_kin.setdefault((several, name), []).append(at)
         faulty = {*by_kin}
-        through = [(split(op.op)[1], op.local) for op in ops if op.local and len(op.local.segment) > 1]
+        through = [(local_name(op.op), op.local) for op in ops if op.local and len(op.local.segment) > 1]
         # An arithmetic that leaves next to nothing of some, where that of most engines left more, is the engine's.
         known = {(name, local.arithmetic) for name, local in through if local.nmse <= NOTHING}
         for at, op in enumerate(ops):
-            kin = True, split(op.op)[1]
+            kin = True, local_name(op.op)
             if not op.local or op.status == "faulty" or kin in faulty or (kin[1], op.local.arithmetic) in known:
                 continue
             if self._replay.is_excused(op.local):
@@ -146,8 +148,10 @@ class Explainer:
         """The kin's records that roundings explain, where a mistake that was found leaves far less: they have it too.
         Behind hidden states a mistake that an engine makes in all layers looks like float16 in some of them.
         """
-        found, names = dict[int, OpResult](), {split(ops[at].op)[1] for at in members}
-        sound = [(at, x) for at, op in enumerate(ops) if (x := op.local) and not x.faulty and split(op.op)[1] in names]
+        found, names = dict[int, OpResult](), {local_name(ops[at].op) for at in members}
+        sound = [
+            (at, x) for at, op in enumerate(ops) if (x := op.local) and not x.faulty and local_name(op.op) in names
+        ]
         rounded = [(at, error) for at, error in sound if len(error.segment) > 1 and error.nmse > NOTHING]
         with suppress(OutOfTime):
             for at, error in rounded:
@@ -178,7 +182,7 @@ class Explainer:
         n, groups = len(kin.pending), list[_Group]()
         # What no known mistake explains waits until these are found in ops of other names; and the names of such ops.
         later, unknown = list[Faulty](), set[str]()
-        known_first = len({split(one.record.op)[1] for one in kin.pending}) > 1
+        known_first = len({local_name(one.record.op) for one in kin.pending}) > 1
         while kin.pending or later:
             if not kin.pending:
                 kin.pending[:], later, unknown = later, [], set()
@@ -188,7 +192,7 @@ class Explainer:
             if given := kin.given(first):
                 yield first, given
                 continue
-            is_told, name = self._is_told(first, kin.budget), split(first.record.op)[1]
+            is_told, name = self._is_told(first, kin.budget), local_name(first.record.op)
             best = None
             if not (known_first and name in unknown):
                 best = Search(kin).of(first, within(progress, done, n), only_known=is_told or known_first)
@@ -290,7 +294,7 @@ class Explainer:
                 break
         if not texts:
             return ""
-        between = [*dict.fromkeys(split(name)[1] for name in one.error.segment[:-1] if name in ops)]
+        between = [*dict.fromkeys(local_name(name) for name in one.error.segment[:-1] if name in ops)]
         records = [", ".join(between[:-1]), *between[-1:]]
         to_tell = f"; record {' and '.join(filter(None, records))} to tell" if between else ""
         return f" (or {', or '.join(texts)}: the same from here{to_tell})"
@@ -305,7 +309,7 @@ class Explainer:
             ours = {op.name for op in best.ops} - others
             for tried in trials.of([BANK[name]], one.record, one.error, before, way):
                 if tried.pays(one.error) and ours.isdisjoint(op.name for op in tried.ops):
-                    there = split(tried.ops[-1].name)[1]
+                    there = local_name(tried.ops[-1].name)
                     text = f"in {there} instead" if name == part.mistake else tried.parts[-1].text
                     yield text, ours | ({op.name for op in tried.ops} - others)
 

@@ -73,9 +73,9 @@ class Hypothesis:
     @property
     def price(self) -> float:
         """Of all that it assumes, in nats of squared error."""
-        blindly = KNOWN_BLINDLY if self.local.blind else KNOWN_IN_SEGMENT
-        blindly = EDITED_IN_SEGMENT if SOLVED in self.mistakes else blindly
-        each = KNOWN if len(self.local.segment) == 1 else blindly
+        known = KNOWN_BLINDLY if self.local.blind else KNOWN_IN_SEGMENT
+        in_segment = EDITED_IN_SEGMENT if SOLVED in self.mistakes else known
+        each = KNOWN if len(self.local.segment) == 1 else in_segment
         return sum(part.n_edits * each + (FITTED if part.fitted else 0.0) for part in self.parts)
 
     @property

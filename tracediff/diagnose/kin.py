@@ -15,7 +15,7 @@ from tracediff.diagnose.carrying import carried
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, to_beat
 from tracediff.diagnose.trials import Trials
 from tracediff.model.graph import Op
-from tracediff.names import split
+from tracediff.names import local_name
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import NOTHING, judge, score
@@ -73,7 +73,7 @@ class Kin:
 
     def in_vain_of(self, one: Faulty) -> list[Faulty]:
         """Records of the same op, in whichever layer, that nothing was found for."""
-        return [other for other in self.in_vain if split(other.record.op)[1] == split(one.record.op)[1]]
+        return [other for other in self.in_vain if local_name(other.record.op) == local_name(one.record.op)]
 
     def given(self, one: Faulty) -> Hypothesis | None:
         """What is wrong by itself, in other records, in ops that a segment runs through, where that explains it."""
@@ -225,8 +225,8 @@ class Kin:
         """
         if len(one.error.segment) == 1 or tried.left <= NOTHING or tried.may_turn:
             return False
-        name = split(one.record.op)[1]
-        alike = (x for (_, op), x in self.errors.items() if split(op)[1] == name and len(x.segment) > 1)
+        name = local_name(one.record.op)
+        alike = (x for (_, op), x in self.errors.items() if local_name(op) == name and len(x.segment) > 1)
         n_quiet = sum(x.judgement == "sound" and x.nmse <= NOTHING < x.floor for x in alike)
         if n_quiet == 0:
             return False

@@ -13,7 +13,7 @@ from tracediff.diagnose.budget import Budget, OutOfTime
 from tracediff.diagnose.evidence import shown
 from tracediff.diagnose.hypothesis import to_beat
 from tracediff.model.graph import Graph, Op
-from tracediff.names import layer_of, split
+from tracediff.names import layer_of, local_name
 from tracediff.replay.replay import Replay
 from tracediff.result import Cause, Local, OpResult
 
@@ -27,7 +27,7 @@ def exchanged(replay: Replay, ops: Sequence[OpResult], budget: Budget) -> list[O
     with suppress(OutOfTime):
         for other in _pairs(replay.graph, ops):
             budget.check()
-            a, b = dict.fromkeys(split(name)[1] for name in other)
+            a, b = dict.fromkeys(local_name(name) for name in other)
             text = f"{a} and {b} are recorded under each other's names"
             changed = _changed(replay.graph, other)
             for at, local in _explained(replay, ops, changed, {*other}).items():
@@ -51,7 +51,7 @@ def _pairs(graph: Graph, ops: Sequence[OpResult]) -> Iterator[dict[str, str]]:
     for several in alike.values():
         for a, b in combinations(several, 2):
             if b not in graph.after([a]):
-                found.setdefault(tuple(split(name)[1] for name in (a, b)), {}).update({a: b, b: a})
+                found.setdefault(tuple(local_name(name) for name in (a, b)), {}).update({a: b, b: a})
     yield from found.values()
 
 

@@ -9,7 +9,7 @@ from tracediff.errors import TracediffError
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
-from tracediff.names import layer_of, split
+from tracediff.names import layer_of, local_name
 
 
 def undoes(changed: Op, op: Op) -> bool:
@@ -39,7 +39,7 @@ def plant(graph: Graph, file: GGUFFile, fault: str) -> Graph:
     mistake = BANK[name]
     changed: dict[str, list[Op]] = {}  # by variant: an engine has one of them
     for op in graph:
-        local = split(op.name)[1]
+        local = local_name(op.name)
         if mistake.where.holds(op, graph) and (not place or place in (local, op.name, str(layer_of(op.name)))):
             variant = next(mistake.variants(op, Context(graph, file)), None)
             if variant and undoes(variant.op, op):
@@ -59,7 +59,7 @@ def plant(graph: Graph, file: GGUFFile, fault: str) -> Graph:
 def _edited(graph: Graph, file: GGUFFile, fault: str) -> Graph:
     """The graph with an edit that a report's words tell."""
     place, _, words = (part.strip() for part in fault.partition(":"))
-    ops = [op for op in graph if place in (op.name, split(op.name)[1])]
+    ops = [op for op in graph if place in (op.name, local_name(op.name))]
     if not ops:
         raise TracediffError(
             f"the fault {fault!r}: this model has no op {place!r}. `tracediff inspect MODEL` lists them."

@@ -16,7 +16,7 @@ from tracediff.diagnose.solve import pairs, segments, solver
 from tracediff.diagnose.solve.search import solved_blocks
 from tracediff.diagnose.solve.segments import Explanations, How
 from tracediff.model.graph import Graph, Tokens
-from tracediff.names import layers_of, split
+from tracediff.names import layers_of, local_name
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.recompute import CircularError
 from tracediff.replay.replay import Replay
@@ -212,8 +212,8 @@ class Search:
 
     def _in_pairs(self, one: Faulty, seconds: float) -> Hypothesis | None:
         """Two edits of an op by itself, where one took so many `seconds` to be sought in vain."""
-        name = split(one.record.op)[1]
-        others = any(split(other.record.op)[1] != name for other in self._kin.pending)
+        name = local_name(one.record.op)
+        others = any(local_name(other.record.op) != name for other in self._kin.pending)
         if not self._budget.has((_A_SHARE if others else 1) * pairs.BEAM * seconds):
             self._kin.unsought[one.at] = one
             return None

@@ -15,7 +15,7 @@ from tracediff.diagnose.mistakes.fit import searched
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
 from tracediff.model.graph import Op
-from tracediff.names import layer_of, layers_of, split
+from tracediff.names import layer_of, layers_of, local_name
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.exponentials import approximated
 from tracediff.numerics.kinds import KINDS
@@ -73,11 +73,11 @@ class Trials:
         wrong_from = None if seen else partial(self._wrong_from, record, before)
         n_positions = max(self._replay.trace.steps[record.step].positions) + 1
         context = Context(graph, self._replay.weights.file, seen, wrong_from, n_positions)
-        names = list(dict.fromkeys(split(op.name)[1] for op in targets))
+        names = list(dict.fromkeys(local_name(op.name) for op in targets))
         # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone, or at its twin's.
         alone = [] if mistake.everywhere or len(names) == 1 else [[name] for name in names] + _siblings(targets)
         for chosen in (names, *alone):
-            alike = [op for op in targets if split(op.name)[1] in chosen]
+            alike = [op for op in targets if local_name(op.name) in chosen]
             for variant, changed in _by_variant(mistake, alike, context, only).items():
                 if only is None or only.variant == variant:
                     self.budget.check()
@@ -188,10 +188,10 @@ def _siblings(ops: Sequence[Op]) -> list[list[str]]:
     """Names of ops that are written side by side, of some of these: those of queries and keys, of gate and up, and
     those that read the same value, as Q, K and V do, which are one matmul in many engines.
     """
-    names, readers = list(dict.fromkeys(split(op.name)[1] for op in ops)), dict[str, dict[str, None]]()
+    names, readers = list(dict.fromkeys(local_name(op.name) for op in ops)), dict[str, dict[str, None]]()
     for op in ops:
         for read in op.inputs[:1]:
-            readers.setdefault(split(read)[1], {})[split(op.name)[1]] = None
+            readers.setdefault(local_name(read), {})[local_name(op.name)] = None
     twins = (
         [name, name.replace(a, b)] for a, b in (("attn_q", "attn_k"), ("_gate", "_up")) for name in names if a in name
     )
@@ -201,7 +201,7 @@ def _siblings(ops: Sequence[Op]) -> list[list[str]]:
 
 def _said(mistake: Mistake, variant: str, changed: Sequence[Variant], way: Way, in_segment: bool) -> Assumed:
     ops = [one.op for one in changed]
-    where = ", ".join(dict.fromkeys(split(op.name)[1] if way.layer is None else op.name for op in ops))
+    where = ", ".join(dict.fromkeys(local_name(op.name) if way.layer is None else op.name for op in ops))
     first = changed[0]
     said = (first.name or first.text.replace(f"{first.op.name}.", "their ")) if len(ops) > 1 else first.text
     text = (f"{where}: " if in_segment else "") + said

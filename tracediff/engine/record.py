@@ -20,7 +20,7 @@ from tracediff.engine.watching import Watch
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph
 from tracediff.model.model import Model
-from tracediff.names import Capture, split
+from tracediff.names import Capture, local_name
 from tracediff.trace.staging import staged
 from tracediff.trace.writer import TraceWriter
 
@@ -101,7 +101,7 @@ def recorded(
 
 
 def _of_first_calls(watch: Watch) -> list[str]:
-    names = ", ".join(dict.fromkeys(split(name)[1] for name in sorted(watch.again)))
+    names = ", ".join(dict.fromkeys(local_name(name) for name in sorted(watch.again)))
     return [f"modules that ran more than once in a pass, of which the first call is recorded: {names}"] * bool(names)
 
 
@@ -112,7 +112,7 @@ def _of_another_end(watch: Watch) -> list[str]:
 
 
 def _left_out(graph: Graph, watch: Watch) -> list[str]:
-    missing = dict.fromkeys(split(op.name)[1] for op in graph if op.name not in watch.seen and op.kind != "state")
+    missing = dict.fromkeys(local_name(op.name) for op in graph if op.name not in watch.seen and op.kind != "state")
     return [f"left out, for the model shows it nowhere: {', '.join(missing)}"] if missing else []
 
 

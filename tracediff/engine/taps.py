@@ -17,7 +17,7 @@ from tracediff.errors import EngineError
 from tracediff.model.checkpoint import tensor_names
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
-from tracediff.names import layer_of, split
+from tracediff.names import layer_of, local_name
 
 _KINDS = ("linear", "rms_norm", "layer_norm", "embedding")  # of ops that are a module in every torch model
 _NORMED = ("rms_norm", "layer_norm", "scale")  # between a projection and rope
@@ -234,7 +234,7 @@ def _held(weight: Tensor, ops: list[Op], weights: Weights) -> Iterator[tuple[Op,
 
 def _as_elsewhere(taps: list[Tap], paths: list[str], left: dict[str, Op]) -> Iterator[Tap]:
     """Modules that hold nothing of the file, taken for what the module of the same name is in another layer."""
-    known = {(_LAYER.sub("N", tap.path, 1), split(tap.op.name)[1]): tap for tap in taps}
+    known = {(_LAYER.sub("N", tap.path, 1), local_name(tap.op.name)): tap for tap in taps}
     for path in paths:
         for (pattern, local), tap in known.items():
             op = left.get(f"blk.{_layer(path)}.{local}")

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tracediff.english import count
-from tracediff.findings.words import listed, local_name, number
+from tracediff.findings.words import listed, number
+from tracediff.names import local_name
 from tracediff.result import Local, OpResult, Result, Said, Storage
 
 _Fits = list[tuple[OpResult, Local]]

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tracediff.english import few
 from tracediff.english import runs as runs_of
-from tracediff.findings.words import listed, local_name
-from tracediff.names import layer_of, plain_step
+from tracediff.findings.words import listed
+from tracediff.names import layer_of, local_name, plain_step
 from tracediff.result import OpResult
 
 # What all ops of a kind are called together.

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 
 from tracediff.english import count
-from tracediff.findings.words import are, listed, local_name, number
+from tracediff.findings.words import are, listed, number
+from tracediff.names import local_name
 from tracediff.result import OpResult, Result
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from tracediff.english import count
-from tracediff.names import split
+from tracediff.names import local_name
 
 
 def number(value: float | None) -> str:
@@ -26,11 +26,6 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     if len(names) > most:
         return f"{', '.join(names[:most])}, ..."
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def local_name(op: str) -> str:
-    """The op's name without its layer."""
-    return split(op)[1]
 
 
 def by_name(ops: Iterable[str]) -> list[str]:

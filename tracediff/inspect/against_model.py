@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tracediff.english import few
 from tracediff.findings.words import by_name
-from tracediff.names import NAMES, layer_of, split
+from tracediff.names import NAMES, layer_of, local_name
 from tracediff.result import Remark
 from tracediff.trace.format import OpRecord, same_shape
 from tracediff.trace.reader import Trace
@@ -21,7 +21,7 @@ _INSPECT = "`tracediff inspect MODEL --skeleton` lists names, shapes and order."
 def names(trace: Trace) -> Iterator[Remark]:
     """Without a model only the local part of a name is known."""
     for step, op in trace.ops:
-        local = split(op)[1]
+        local = local_name(op)
         if local not in NAMES:
             close = get_close_matches(local, NAMES, 1)
             then = f"Did you mean {op.removesuffix(local) + close[0]}?" if close else _INSPECT

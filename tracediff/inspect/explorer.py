@@ -6,7 +6,7 @@ Format: GraphCollection of src/ui/src/components/visualizer/common/input_graph.t
 from collections.abc import Iterator
 
 from tracediff.model.graph import Graph, Op
-from tracediff.names import split
+from tracediff.names import local_name
 
 GRAPH = "model"  # as node data call it
 
@@ -22,8 +22,8 @@ def _nodes(graph: Graph) -> Iterator[dict[str, object]]:
     for op in graph:
         yield {
             "id": op.name,
-            "label": split(op.name)[1],
-            "namespace": op.name.removesuffix(split(op.name)[1]).strip(".").replace(".", "/"),
+            "label": local_name(op.name),
+            "namespace": op.name.removesuffix(local_name(op.name)).strip(".").replace(".", "/"),
             "incomingEdges": [
                 {"sourceNodeId": name, "sourceNodeOutputId": "0", "targetNodeInputId": str(n)}
                 for n, name in enumerate(op.inputs)

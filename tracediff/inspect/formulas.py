@@ -3,7 +3,7 @@
 import math
 
 from tracediff.model.graph import SOURCES, Graph, Op
-from tracediff.names import NAMES, axes_of, layer_of, split
+from tracediff.names import NAMES, axes_of, layer_of, local_name, split
 
 _BETWEEN = {"add": " + ", "sub": " - ", "mul": " * ", "div": " / ", "concat": ", then "}
 _GATED = {"swiglu": "silu", "geglu": "gelu_tanh", "geglu_erf": "gelu_erf", "geglu_quick": "gelu_quick", "reglu": "relu"}
@@ -15,8 +15,8 @@ def formula(op: Op, graph: Graph) -> str:
     """The op's value, of what it reads."""
     x, *rest = [term(op, i, graph) for i, name in enumerate(op.inputs) if name not in SOURCES] or ["nothing"]
     if op.kind in _BETWEEN:
-        made = _BETWEEN[op.kind].join((x, *rest, *(split(weight.name)[1] for weight in op.weights)))
-        return f"{made}: the layer's output" if split(op.name)[1] == "ffn_residual" else made
+        made = _BETWEEN[op.kind].join((x, *rest, *(local_name(weight.name) for weight in op.weights)))
+        return f"{made}: the layer's output" if local_name(op.name) == "ffn_residual" else made
     if op.kind in _GATED:
         return f"{_GATED[op.kind]}({x}) * {rest[0]}"
     return _named(op, graph) or _other(op, x, rest)
@@ -52,7 +52,7 @@ def _part(op: Op, position: int, graph: Graph) -> str:
 
 def _named(op: Op, graph: Graph) -> str:
     """The words of the table of names, where they are of this kind."""
-    name = NAMES.get(split(op.name)[1])
+    name = NAMES.get(local_name(op.name))
     if name is None or name.kind != op.kind or op.kind not in _BY_NAME:
         return ""
     words = name.value if len(op.weights) > 1 else name.value.removesuffix(", with its bias")

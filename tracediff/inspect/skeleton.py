@@ -8,7 +8,7 @@ import msgspec
 
 from tracediff.inspect.formulas import formula
 from tracediff.model.graph import Graph, Op
-from tracediff.names import layer_of, split
+from tracediff.names import layer_of, local_name
 from tracediff.trace.format import VERSION, End, Header, OpRecord, Step, Values, Weight, encode
 
 
@@ -61,7 +61,7 @@ def _alike(graph: Graph) -> Iterator[tuple[list[int], list[Op]]]:
 
 
 def _form(ops: Iterable[Op]) -> list[tuple[object, ...]]:
-    return [(split(op.name)[1], op.axes, [split(weight.name)[1] for weight in op.weights]) for op in ops]
+    return [(local_name(op.name), op.axes, [local_name(weight.name) for weight in op.weights]) for op in ops]
 
 
 def _line(record: Header | Step | Values | End, **more: Any) -> str:

@@ -8,7 +8,7 @@ from tracediff.errors import InterchangeError
 from tracediff.interchange.entry import Array
 from tracediff.model.checkpoint import PERMUTED_OPS
 from tracediff.model.pairing import neighbours
-from tracediff.names import kind_of, split
+from tracediff.names import kind_of, local_name
 from tracediff.trace.format import STORAGE, possible
 
 _BY_KEYS = ("scores", "softmax")  # n_head, T, S
@@ -54,7 +54,7 @@ def is_rotated_by(op: str, whose: str | None) -> bool:
     convert_hf_to_gguf.py permutes the rows of Q and K for the architecture llama: Hugging Face pairs channel i of a
     head with i + n/2, those GGUF files 2i with 2i + 1.
     """
-    return whose in _HUGGING_FACE and split(op)[1] in PERMUTED_OPS
+    return whose in _HUGGING_FACE and local_name(op) in PERMUTED_OPS
 
 
 def pair_neighbours(op: str, values: np.ndarray, head_dim: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tracediff.errors import InterchangeError
 from tracediff.interchange.border import rows
 from tracediff.interchange.entry import Array, Entry, Say
-from tracediff.names import kind_of, split
+from tracediff.names import kind_of, local_name
 
 _GIVE = "Give --tokens 1,2,3 with all ids in order, or an array called tokens (or input_ids) beside the others"
 
@@ -100,7 +100,7 @@ def _deal(ids: Sequence[int], numbers: list[int], ops: list[Named], path: Path) 
 def _length(ops: list[Named], path: Path) -> int:
     """The rows of the step's first op that has a row per token and nothing between."""
     for named in ops:
-        if kind_of(named.op) in ("embedding", "rms_norm", "add") and not split(named.op)[1].endswith(
+        if kind_of(named.op) in ("embedding", "rms_norm", "add") and not local_name(named.op).endswith(
             ("q_norm", "k_norm")
         ):
             loaded = named.entry.load()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tracediff.interchange.entry import Array
-from tracediff.names import split
+from tracediff.names import local_name
 
 # Ops whose output channels or heads ranks share out; q, k and v by heads.
 _COLUMNS = {
@@ -27,7 +27,7 @@ def together(op: str | None, parts: Sequence[Load]) -> Load | None:
     if all(_same(first, other) for other in others):
         return parts[0]
     alike = {(array.dtype, array.values.shape[:1], array.values.shape[2:]) for array in (first, *others)}
-    columns = op is not None and split(op)[1] in _COLUMNS and first.values.ndim > 1
+    columns = op is not None and local_name(op) in _COLUMNS and first.values.ndim > 1
     return (lambda: _joined([load() for load in parts])) if columns and len(alike) == 1 else None
 
 

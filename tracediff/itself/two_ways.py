@@ -3,9 +3,9 @@
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from tracediff.files import temporary_folder
 from tracediff.findings.next import next_step
 from tracediff.judge import USUAL, Policy
 from tracediff.pipeline import NO_LIMIT, Effort, Progress, compare_traces
@@ -65,10 +65,10 @@ def _in_steps_of(
     if [*c.steps.values()] == [*r.steps.values()] and any(record.sketch for t in (c, r) for record in t.ops.values()):
         return compare_traces(reference, candidate, policy=policy, effort=effort, progress=progress)
     cached = any(one.cached for one in match(c, r))
-    with TemporaryDirectory(prefix="tracediff-") as folder:
-        theirs = Path(folder) / "reference.trace"
+    with temporary_folder() as folder:
+        theirs = folder / "reference.trace"
         dropped = restep(r, c, theirs)
-        whole = matched(c, r, Path(folder)) or candidate
+        whole = matched(c, r, folder) or candidate
         steps = Trace(theirs).steps
         model = None if cached else model
         result = compare_traces(theirs, whole, model=model, policy=policy, effort=effort, progress=progress)

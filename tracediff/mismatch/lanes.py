@@ -71,9 +71,9 @@ class Side:
         values = torch.from_numpy(self.trace.values(record)).to(like.dtype)
         if record.rows is None:
             return values.reshape(like.shape)
-        whole, rows = like.clone(), torch.tensor(record.rows)
-        whole[rows] = values.reshape(len(rows), *like.shape[1:])
-        return whole
+        rows, shape = torch.tensor(record.rows), list(like.shape)
+        shape[record.token_axis] = len(rows)
+        return like.clone().index_copy_(record.token_axis, rows, values.reshape(shape))
 
 
 @dataclass(slots=True)

@@ -8,14 +8,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from torch import Tensor
 
 from tracediff.compare.logits import log_softmax
+from tracediff.files import temporary_folder
 from tracediff.mismatch.lanes import STORAGE, Lanes
 from tracediff.mismatch.sides import ROUTES, Known, alone, in_one_pass, label, sides_of
 from tracediff.model.model import Model
@@ -47,8 +46,8 @@ def explain(
 
     Raises MismatchError for NaN or Inf in what was recorded, TraceError for a trace of another model.
     """
-    with TemporaryDirectory(prefix="tracediff-") as folder:
-        traces = in_one_pass(a, Path(folder), "a"), in_one_pass(b, Path(folder), "b")
+    with temporary_folder() as folder:
+        traces = in_one_pass(a, folder, "a"), in_one_pass(b, folder, "b")
         return _Explainer(model, sides_of(model, traces), gap, progress).explained()
 
 

@@ -13,12 +13,12 @@ from tracediff.mismatch.lanes import Side, Way
 from tracediff.mismatch.words import UNKNOWN
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
-from tracediff.names import split
+from tracediff.names import local_name
 from tracediff.numerics.arithmetic import EXACT, Scheme, in_words
 from tracediff.numerics.evaluate import arithmetic_of, is_covered, rounding
 from tracediff.numerics.kinds.norm import rms_norm
 from tracediff.numerics.roundings import rounding_named
-from tracediff.numerics.schemes import PLAIN
+from tracediff.numerics.schemes import EXACTLY
 from tracediff.replay.judging import Subject, replays_of
 from tracediff.replay.replay import Replay
 from tracediff.replay.storage import stored_as
@@ -88,7 +88,7 @@ def _known(replay: Replay, model: Model) -> Known:
     graph, step = model.graph, next(iter(replay.trace.steps))  # what an engine does in one pass it does in all
     schemes: dict[str, Scheme] = {}
     unsettled = set()
-    scheme = next(s for s in PLAIN if s.name == "exact")
+    scheme = EXACTLY
     for op in reversed([*graph]):  # what was not recorded is computed as what was, after it
         record = replay.trace.ops.get((step, op.name))
         if record is not None and op.name in replay.records:
@@ -153,4 +153,4 @@ def label(op: Op) -> str:
 
 def alone(op: Op) -> str:
     """The name of a group of one op."""
-    return f"{split(op.name)[1]} alone ({op.name})"
+    return f"{local_name(op.name)} alone ({op.name})"

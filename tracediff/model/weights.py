@@ -93,11 +93,11 @@ class Weights:
         """
         if self._in_memory(weight):
             return self.load(weight)[first:end]
-        kept = self._recent.get(_key(weight))
+        kept = self._recent.get(self._key(weight))
         if kept is None and self._stays(weight) and 2 * (end - first) > weight.shape[0]:
             for _ in self.slices(weight):
                 pass
-            kept = self._recent.get(_key(weight))
+            kept = self._recent.get(self._key(weight))
         if kept is not None:
             return kept[first:end]
         return self._placed(self._rows(self._info(weight), slice(weight.first + first, weight.first + end)))
@@ -108,7 +108,7 @@ class Weights:
         """
         n_rows, n_columns = weight.shape
         step = max(1, _SLICE // n_columns // multiple) * multiple
-        kept = self.load(weight) if self._in_memory(weight) else self._recent.get(_key(weight))
+        kept = self.load(weight) if self._in_memory(weight) else self._recent.get(self._key(weight))
         if kept is not None:
             yield from kept.split(step)
             return
@@ -123,7 +123,7 @@ class Weights:
                 rows = whole[at : at + step].copy_(rows)
             yield self._placed(rows, dtype)
         if whole is not None:
-            self._recent.keep(_key(weight), whole)
+            self._recent.keep(self._key(weight), whole)
 
     def rounded(self, weight: Weight, rounding: Callable[[Tensor], Tensor], multiple: int = 1) -> Tensor | None:
         """The whole matrix, a `multiple` of so many rows at a time rounded so, which stays for the next use; None where
@@ -131,7 +131,7 @@ class Weights:
         """
         if self._in_memory(weight) or math.prod(weight.shape) * self.dtype.itemsize > self._recent.room:
             return None
-        key = *_key(weight), self.dtype, rounding
+        key = *_place(weight), self.dtype, rounding
         whole = self._recent.get(key)
         if whole is None:
             whole = torch.cat([rounding(rows.to(self.dtype)) for rows in self.slices(weight, multiple)])
@@ -152,6 +152,9 @@ class Weights:
         """Whether it is kept until it is wanted again: there is room for it, and it is not at hand as it lies there."""
         at_hand = self._info(weight).type in _FLOATS and self.device == "cpu"
         return not at_hand and math.prod(weight.shape) * self._dtype_of_slices(weight).itemsize <= self._recent.room
+
+    def _key(self, weight: Weight) -> "_Key":
+        return *_place(weight), self._dtype_of_slices(weight)
 
     def _dtype_of_slices(self, weight: Weight) -> torch.dtype:
         wider = self._info(weight).type == GGMLQuantizationType.F64 or self.dtype.itemsize < torch.float32.itemsize
@@ -199,10 +202,10 @@ class Weights:
         return x.to(device=self.device).to(dtype or self.dtype)
 
 
-_Key = tuple[Hashable, ...]  # of a matrix: the tensor, the first row and how many; and how they are rounded
+_Key = tuple[Hashable, ...]  # of a matrix: the tensor, the first row and how many; their type, and how it is rounded
 
 
-def _key(weight: Weight) -> tuple[str, int, int]:
+def _place(weight: Weight) -> tuple[str, int, int]:
     return weight.name, weight.first, weight.shape[0]
 
 

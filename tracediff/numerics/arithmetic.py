@@ -90,6 +90,8 @@ class Arithmetic:
             said.append(phrase(operands, self.operands) + after + " before they are divided" * self.undivided)
         if self.stored != "f64":
             said.append(phrase(stored, self.stored))
+        if self.biases not in ("f64", self.stored):
+            said.append(phrase("biases", self.biases))
         if self.products != "f64":
             said.append(phrase("products", self.products))
         if self.truncates:
@@ -195,11 +197,6 @@ class Scheme:
     added: str = "f64"  # what a layer adds to the residual is rounded to: each rank's term, as it is sent to the others
     prompts: "Scheme | None" = None
     looked_up: bool = False  # GELU in a table of every float16, which who rounds as ggml does has too (ggml-cpu/vec.h)
-
-    @property
-    def key(self) -> str:
-        """Unlike that of any other scheme."""
-        return self.name if self.prompts is None else f"{self.name}; prompts: {self.prompts.name}"
 
     def in_steps_of(self, tokens: Tokens) -> "Scheme":
         """What it does in steps of so many."""

@@ -9,7 +9,6 @@ type) is a bound, and bounds add up in the worst way.
     y, noise = running(function, inputs, each=2.0**-24, sums=2.0**-24)
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -141,10 +140,4 @@ def _softmax(x: Tensor, dim: int) -> Tensor:
     return weights / weights.sum(dim, keepdim=True)
 
 
-def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    if approximate == "tanh":
-        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-    return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
-
-
-_COMPOSED: Mapping[str, Callable[..., Tensor]] = MappingProxyType({"softmax": _softmax, "gelu": _gelu})
+_COMPOSED: Mapping[str, Callable[..., Tensor]] = MappingProxyType({"softmax": _softmax})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tracediff.errors import TraceError
 from tracediff.model.graph import Graph, Op
-from tracediff.names import split
+from tracediff.names import local_name
 from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.layout import as_places
@@ -28,7 +28,7 @@ def refuse_no_choice(trace: Trace, graph: Graph) -> None:
     """
     records = [r for r in trace.ops.values() if r.op in graph and _chooses(graph[r.op]) and r.has_data]
     empty = {(record.step, record.op) for record in records if not trace.values(record).any()}
-    written = {split(record.op)[1] for record in records if (record.step, record.op) not in empty}
+    written = {local_name(record.op) for record in records if (record.step, record.op) not in empty}
     for record in records:
         n_tokens = len(trace.steps[record.step].tokens)
         if record.rows is None and record.shape[0] < n_tokens:
@@ -37,7 +37,7 @@ def refuse_no_choice(trace: Trace, graph: Graph) -> None:
         elif (
             record.shape[-1] > 1
             and (record.step, record.op) in empty
-            and (n_tokens > 1 or split(record.op)[1] not in written)
+            and (n_tokens > 1 or local_name(record.op) not in written)
         ):
             wrong = "holds zeros alone: nobody takes one expert twice"
             then = "Record it after its kernel has run, and before its buffer is used again"
@@ -69,7 +69,7 @@ def ties(replay: Replay, locals_: Mapping[tuple[int, str], Local], reference: Tr
         op = replay.graph.ops.get(record.op)
         local = locals_.get((record.step, record.op))
         if op is not None and local and not local.faulty and KINDS[op.kind].picks:
-            _add(counts.setdefault(split(op.name)[1], _Count()), replay, record, op, reference)
+            _add(counts.setdefault(local_name(op.name), _Count()), replay, record, op, reference)
     for name, count in counts.items():
         if count.otherwise:
             yield _said(name, count, replay.trace, reference)

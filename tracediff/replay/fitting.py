@@ -349,10 +349,6 @@ class Fitting:
             return False
         return self.fits(record, scheme)
 
-    def leaves(self, record: OpRecord, scheme: Scheme, most: float) -> bool:
-        """Whether the scheme leaves that much of the record at most."""
-        return self.left(record, scheme) <= most
-
     def left(self, record: OpRecord, scheme: Scheme) -> float:
         """NMSE that the scheme leaves of the record, or of a part of a large one; without its noise, but for what most
         engines do: there it is asked next whether that is within the floor.

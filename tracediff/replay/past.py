@@ -6,6 +6,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from tracediff.model.graph import Op
+from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.growing import Growing
 
 _ROOM, _CHANGES = 1 << 28, 256  # bytes of pasts, and changes of the graph, that are kept
@@ -70,7 +71,7 @@ class Past:
         return Value(self._exact.first(n_rows), tuple(sample.first(n_rows) for sample in samples))
 
 
-Pasts = dict[tuple[str, int, str], Past]  # by name of the value, sequence, and name of the arithmetic
+Pasts = dict[tuple[str, int, Scheme], Past]  # by name of the value, sequence, and arithmetic
 
 
 class Kept:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tracediff.errors import EngineError
 from tracediff.model.graph import Axis, Graph, Op, Tokens
 from tracediff.model.weights import Weights
-from tracediff.names import layer_of, split
+from tracediff.names import layer_of, local_name
 from tracediff.numerics.arithmetic import SHARED_BEYOND, TILED_FROM, UBATCH, Arithmetic, Scheme, split_keys
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit
 from tracediff.numerics.floats import HALVES
@@ -72,7 +72,7 @@ class Choice:
 
     def of(self, name: str) -> "Choice":
         """That of records of an op."""
-        schemes = self.by_op.get(split(name)[1])
+        schemes = self.by_op.get(local_name(name))
         return self if schemes is None else replace(self, schemes=schemes)
 
 
@@ -123,7 +123,7 @@ class Planner:
         held = self._recorded.holds_inputs(op, record)
         types = [self._weights.type_of(w) for w in op.weights] if KINDS[op.kind].scheme == "linear" else []
         n_tokens, n_keys = self._lengths(record)
-        kind = op.kind if all(held) else split(op.name)[1]
+        kind = op.kind if all(held) else local_name(op.name)
         shares = n_keys > SHARED_BEYOND
         return Sort(kind, record.dtype or "", n_tokens, shares, tuple(held), tuple(types), self._norms_product(op))
 
@@ -156,7 +156,7 @@ class Planner:
         """
         by_name: dict[str, list[OpRecord]] = {}
         for record in sorted(records, key=lambda record: (_place(record.op), record.step)):
-            by_name.setdefault(split(record.op)[1], []).append(record)
+            by_name.setdefault(local_name(record.op), []).append(record)
         rounds = zip_longest(*map(_spread, by_name.values()))
         return [record for each in rounds for record in each if record is not None]
 
@@ -171,7 +171,7 @@ class Planner:
         if key not in self._found:
             several, held = len(self._schemes) > 1, self._recorded.storage(record.step)
             schemes = [scheme for scheme in self._schemes if not several or _caches_so(held, scheme)]
-            self._found[key] = tuple(self._differing(schemes, *records).values())
+            self._found[key] = tuple(self.suiting(schemes, *records))
         if not self._found[key]:
             raise EngineError(
                 f"{records[0].op} cannot be recomputed in the arithmetic {self._schemes[0].name!r}: this model has "
@@ -207,18 +207,8 @@ class Planner:
         return {part: ways for part, ways in found.items() if len(ways) < n_ways[part]}
 
     def suiting(self, schemes: Sequence[Scheme], *records: OpRecord) -> Sequence[Scheme]:
-        """Those of the schemes that differ for these records of a sort, and suit their rows."""
-        return [*self._differing(schemes, *records).values()]
-
-    def as_in(self, record: OpRecord, schemes: Iterable[Scheme]) -> Sequence[Scheme]:
-        """The candidates that round in the record what one of these does: other sorts may know it by another scheme."""
-        covered = self._covered(record)
-        wanted = {self._rounds(scheme, covered) for scheme in schemes}
-        return [scheme for scheme in self.candidates(record) if self._rounds(scheme, covered) in wanted]
-
-    def _differing(self, schemes: Sequence[Scheme], *records: OpRecord) -> Mapping[object, Scheme]:
-        """Those of the schemes that differ for these records, or for a segment in any op, and suit their rows, by what
-        they round.
+        """Those of the schemes that differ for these records of a sort by what they round, or for a segment in any op,
+        and suit their rows.
         """
         record, covered = records[0], self._covered(*records)
         found: dict[object, Scheme] = {}
@@ -229,7 +219,13 @@ class Planner:
                 continue
             if self._rows_fit(covered, of := self._rounds(scheme, covered)):
                 found.setdefault((of, scheme.prompts), scheme)
-        return found
+        return [*found.values()]
+
+    def as_in(self, record: OpRecord, schemes: Iterable[Scheme]) -> Sequence[Scheme]:
+        """The candidates that round in the record what one of these does: other sorts may know it by another scheme."""
+        covered = self._covered(record)
+        wanted = {self._rounds(scheme, covered) for scheme in schemes}
+        return [scheme for scheme in self.candidates(record) if self._rounds(scheme, covered) in wanted]
 
     def _rounds(self, scheme: Scheme, covered: Sequence[Op]) -> tuple[Arithmetic, ...]:
         """What the scheme rounds in these ops. Through all of them what sums run in makes no difference."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
-from tracediff.names import layers_of, split
+from tracediff.names import layers_of, local_name
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
@@ -61,7 +61,7 @@ class Planning:
         for record in records:
             by_sort[self._planner.sort(record)].append(record)
         choices = {sort: self._settled(alike) for sort, alike in by_sort.items()}
-        settled = {sort.name: choice.schemes[0] for sort, choice in choices.items() if choice.settled}
+        settled = [(sort.name, choice.schemes[0]) for sort, choice in choices.items() if choice.settled]
         known = self._known(choices, by_sort)
         for sort, choice in choices.items():
             usual = () if choice.settled else self._as_others(by_sort[sort][0], settled)
@@ -194,7 +194,7 @@ class Planning:
             return self._in_what_fits_all(choice, records)
         by_name: dict[str, list[OpRecord]] = {}
         for sample in self._samples(records):
-            by_name.setdefault(split(sample.op)[1], []).append(sample)
+            by_name.setdefault(local_name(sample.op), []).append(sample)
         alike = in_tf32(scheme) if own.operands == "f16" else []
         cut_off = {name: [one for one in of if self._is_cut_off(one, scheme)] for name, of in by_name.items()}
         whole = {name for name, of in by_name.items() if len(cut_off[name]) == len(of)}
@@ -213,7 +213,7 @@ class Planning:
         if not any(there.values()):
             return replace(choice, schemes=left)
         schemes = dict.fromkeys(one for of in found.values() for one in of)
-        unfit = tuple(one for one in choice.unfit if not there.get(split(one.op)[1]))
+        unfit = tuple(one for one in choice.unfit if not there.get(local_name(one.op)))
         return replace(choice, schemes=(*schemes,), settled=True, unfit=unfit, by_op=found if others else {})
 
     def _in_what_fits_all(self, choice: Choice, records: list[OpRecord]) -> Choice:
@@ -226,7 +226,10 @@ class Planning:
         others = [one for other in in_tf32(scheme) for one in (other, other.on_tensor_cores()) if one != scheme]
         alike = (one for one in others if all(self._fitting.fits(sample, one) for sample in samples))
         found = next(alike, None)
-        return replace(choice, schemes=(found,), unfit=()) if found else choice
+        if not found:
+            return choice
+        left = min(self._fitting.left(sample, found) for sample in samples)
+        return replace(choice, schemes=(found,), settled=True, nmse=left, unfit=())
 
     def _on_tensor_cores(self, records: Sequence[OpRecord], schemes: Sequence[Scheme]) -> Scheme | None:
         """The first of the schemes that fits all these records of an op with sums on tensor cores."""
@@ -280,11 +283,11 @@ class Planning:
         """
         return len(layers_of(self._recomputation.segment(record))) <= 1
 
-    def _as_others(self, record: OpRecord, settled: Mapping[str, Scheme]) -> Sequence[Scheme]:
+    def _as_others(self, record: OpRecord, settled: Iterable[tuple[str, Scheme]]) -> Sequence[Scheme]:
         """What ops of other kinds, which schemes treat alike, were seen to have."""
         entry = KINDS[self._recomputation.graph[record.op].kind].scheme
         alike = EXPONENTIAL if entry in EXPONENTIAL else (entry,)
-        others = {scheme for name, scheme in settled.items() if name in KINDS and KINDS[name].scheme in alike}
+        others = {scheme for name, scheme in settled if name in KINDS and KINDS[name].scheme in alike}
         return self._planner.as_in(record, others)
 
     def _samples(self, records: list[OpRecord]) -> list[OpRecord]:
@@ -352,4 +355,4 @@ def _elsewhere(sort: Sort, choices: Mapping[Sort, Choice]) -> Elsewhere:
 
 
 def _names(records: Sequence[OpRecord]) -> list[str]:
-    return [split(record.op)[1] for record in records]
+    return [local_name(record.op) for record in records]

@@ -32,7 +32,7 @@ _SAMPLES = 2  # of the noise through a segment
 _RECENT = 48  # values kept from one layer to the next: more than a layer has, of some tokens and of all
 _SMALL = 1 << 26  # bytes of values of many steps
 
-_Key = tuple[Place, str]  # of a value: what was recorded there, or the scheme that it is recomputed under
+_Key = tuple[Place, Scheme | None]  # of a value: the scheme that it is recomputed under; None: what was recorded
 
 
 class CircularError(Exception):
@@ -172,9 +172,9 @@ class Recomputation:
         if channels is not None:
             return self.recorded.values(record, channels=channels)
         place = record.step, record.op, record.rows
-        if (place, "") not in self._values:
-            self._values[place, ""] = self._recorded_value(place)
-        return self._values[place, ""].exact
+        if (place, None) not in self._values:
+            self._values[place, None] = self._recorded_value(place)
+        return self._values[place, None].exact
 
     def forget(self, all_of_it: bool = False) -> None:
         """Drop values of ops that are done. The trace has what was recorded, and pasts what later steps read; what
@@ -225,7 +225,7 @@ class Recomputation:
             return self._held.setdefault((name, sequence, self._n_samples), Past(exact))
         if self._unchanged and name not in self._unchanged[1]:
             return self._unchanged[0]._past(step, name, scheme)
-        return self._pasts.setdefault((name, sequence, scheme.key), Past())
+        return self._pasts.setdefault((name, sequence, scheme), Past())
 
     def _so_far(self, step: int, name: str, scheme: Scheme) -> Value:
         """The value of all tokens so far."""
@@ -273,7 +273,7 @@ class Recomputation:
         if before is not None and self.recorded.holds((before, name, None)):
             return self.recorded.n_until(before)
         sequence = self.recorded.sequence(step)
-        steps = (at for (at, held, _), of in self._values if held == name and of == scheme.key and at < step)
+        steps = (at for (at, held, _), of in self._values if held == name and of == scheme and at < step)
         return max((self.recorded.n_until(at) for at in steps if self.recorded.sequence(at) == sequence), default=0)
 
     def _in_step(self, place: Place, scheme: Scheme) -> Value:
@@ -333,11 +333,11 @@ class Recomputation:
         return place[0], self._places.get(place[1], -1)
 
     def _key(self, place: Place, scheme: Scheme) -> _Key:
-        return place, "" if self.holds(place) else scheme.key
+        return place, None if self.holds(place) else scheme
 
     def _is_there(self, key: _Key) -> bool:
         """Whether the value was recorded, or recomputed already."""
-        return not key[1] or key in self._values
+        return key[1] is None or key in self._values
 
     def _recompute(self, place: Place, scheme: Scheme) -> Value:
         making = self._making_again(place, scheme)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tracediff.errors import TraceError
 from tracediff.model.graph import SOURCES, Graph, Op, Tokens, sizes
-from tracediff.names import split
+from tracediff.names import local_name
 from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds.attention import causal
 from tracediff.numerics.roundings import rounding_named
@@ -100,7 +100,7 @@ class Recorded:
         found = stored_as(values, dtype)
         if found == dtype and (n := self._before_state(record)) is not None and values.numel() > n:
             return stored_as(values.flatten()[:n], dtype)
-        kin = self._stored_kin(split(record.op)[1]) if found == dtype and values.numel() <= _FEW else None
+        kin = self._stored_kin(local_name(record.op)) if found == dtype and values.numel() <= _FEW else None
         if kin is None or not torch.equal(rounding_named(kin)(values), values):
             return found
         return kin
@@ -117,7 +117,7 @@ class Recorded:
 
     def _stored_kin(self, name: str) -> str | None:
         if name not in self._of_kin:
-            records = (r for r in self.trace.ops.values() if split(r.op)[1] == name and r.op in self._graph)
+            records = (r for r in self.trace.ops.values() if local_name(r.op) == name and r.op in self._graph)
             largest = sorted((r for r in records if r.has_data), key=lambda r: -math.prod(r.shape))[:_KIN]
             self._of_kin[name] = stored_in_all((self.values(r), r.dtype or "f32") for r in largest)
         return self._of_kin[name]

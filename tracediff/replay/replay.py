@@ -177,7 +177,7 @@ class Replay:
             if choice.schemes[0] not in candidates:  # but one that was composed
                 candidates += self._planner.changes(choice.schemes[:1], record)
         others = [scheme for scheme in candidates if scheme not in choice.schemes]
-        near = [s for s in others if s in choice.alike or self._fitting.leaves(record, s, NOTHING)]
+        near = [s for s in others if s in choice.alike or self._fitting.left(record, s) <= NOTHING]
         for scheme in near:
             local = self._fitting.closely(record, scheme).local
             if local.judgement == "sound" and (scheme in choice.alike or local.nmse <= NOTHING):
@@ -250,7 +250,7 @@ class Replay:
         found = other.settle(schemes, [record], enough)
         near = [scheme for scheme in found.schemes if other.near(record, scheme, found.nmse)]
         if math.isfinite(before):  # of a record that is wrong as it is
-            near = [scheme for scheme in near if not self._fitting.leaves(record, scheme, _IDLE * found.nmse)]
+            near = [scheme for scheme in near if self._fitting.left(record, scheme) > _IDLE * found.nmse]
         return look if found.nmse > enough or not near else other.best_of(record, near)
 
     @torch.inference_mode()
@@ -364,7 +364,7 @@ class Replay:
 
     def makeable(self, record: OpRecord) -> set[str]:
         """Ops of a record's layer that were not recorded and can be made of what was: values that the engine had, too.
-        None where the record is a segment, whose own ops are no more than supposed.
+        No op where the record is a segment, whose own ops are no more than supposed.
         """
         layer = layer_of(record.op)
         if layer is None or len(self.segment(record)) > 1:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from tracediff.names import HIDDEN_STATES, layer_of, split
+from tracediff.names import HIDDEN_STATES, layer_of, local_name
 from tracediff.result import OpResult, Result
 
 _WIDE, _HIGH, _LEFT, _BELOW = 720, 220, 56, 24
@@ -13,7 +13,7 @@ _LEAST = 1e-18  # what is drawn of an error of 0
 def drift_by_depth(result: Result) -> str:
     """The hidden states of the first step: NMSE from the reference where there is one, and the growth of the RMS."""
     step = min((op.step for op in result.ops), default=0)
-    states = [op for op in result.ops if op.step == step and split(op.op)[1] in HIDDEN_STATES]
+    states = [op for op in result.ops if op.step == step and local_name(op.op) in HIDDEN_STATES]
     drift = [max(op.drift.nmse, _LEAST) if op.drift else math.nan for op in states]
     rms = [op.candidate.rms or math.nan if op.candidate else math.nan for op in states]
     pictures = [("NMSE from the reference", drift, "one"), ("RMS of the hidden state", rms, "two")]

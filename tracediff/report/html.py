@@ -12,7 +12,7 @@ from importlib.resources import files
 
 from tracediff.english import count
 from tracediff.findings.words import number
-from tracediff.names import layer_of, layers_of, split
+from tracediff.names import layer_of, layers_of, local_name
 from tracediff.report.chart import drift_by_depth
 from tracediff.report.figures import packed, steps
 from tracediff.result import Logits, Result, Said, Side, worst_case
@@ -74,7 +74,7 @@ def _side(what: str, side: Side) -> str:
 def _map(result: Result) -> Iterator[str]:
     """Layers down, ops across; what stands outside of the layers in a row of its own."""
     names = dict.fromkeys(op.op for op in result.ops)
-    columns = [*dict.fromkeys(split(name)[1] for name in names if layer_of(name) is not None)]
+    columns = [*dict.fromkeys(local_name(name) for name in names if layer_of(name) is not None)]
     columns += [name for name in names if layer_of(name) is None and name not in columns]
     layers = layers_of(names)
     yield "<h2>Layers and ops</h2>"

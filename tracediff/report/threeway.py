@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tracediff.english import count
-from tracediff.findings.words import local_name, number
-from tracediff.names import HIDDEN_STATES
+from tracediff.findings.words import number
+from tracediff.names import HIDDEN_STATES, local_name
 from tracediff.report.json_report import written
 from tracediff.report.parts import Rows, Trimmed, fitting, heading, headline, line
 from tracediff.report.sections.said import notes

@@ -22,7 +22,7 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.english import ranges
 from tracediff.model.graph import Op, View
-from tracediff.names import split
+from tracediff.names import local_name, split
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.rope import rope
@@ -149,7 +149,7 @@ def _shifted(function: Callable[..., Tensor], by: int, left: Tensor, cached: Ten
 )  # fmt: skip
 def _another_layers(op: Op, context: Context) -> Variants:
     own, axes = op.inputs[1], context.graph[op.inputs[1]].axes
-    alike = [other.name for other in context.graph if split(other.name)[1] == split(own)[1] and other.axes == axes]
+    alike = [other.name for other in context.graph if local_name(other.name) == local_name(own) and other.axes == axes]
     if not any(op.past) or len(alike) == 1:
         return
     before, first, last = alike[alike.index(own) - 1], alike[0], alike[-1]

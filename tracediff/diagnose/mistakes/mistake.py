@@ -194,7 +194,7 @@ class Area(list[Mistake]):
         return add
 
 
-def axes_of(op: Op, position: int, graph: Graph) -> tuple[Axis, ...]:
+def axes_read(op: Op, position: int, graph: Graph) -> tuple[Axis, ...]:
     """The axes of an input as the op sees it."""
     view = op.seen[position]
     return view.shape if view else graph[op.inputs[position]].axes

@@ -19,7 +19,7 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.english import told_apart
 from tracediff.model.graph import Axis, Graph, Op, View
-from tracediff.names import layer_of, split
+from tracediff.names import layer_of, local_name, split
 from tracediff.numerics.kinds import KINDS
 
 AREA = Area()
@@ -49,7 +49,7 @@ def _input_normed(op: Op, context: Context) -> Variants:
         return
     for norm in _norms(op, context.graph):
         before = replace(norm, name=f"{op.name}.read", inputs=(source,), views=())  # which may be its .normed
-        words = f"what it reads is normed first, with {split(norm.name)[1]}.weight"
+        words = f"what it reads is normed first, with {local_name(norm.name)}.weight"
         yield Variant(_reading(op, before.name), words, before=(before,))
 
 
@@ -64,9 +64,8 @@ def _another_norm(op: Op, context: Context) -> Variants:
     for norm in _norms(op, context.graph):
         if len(norm.weights) == len(own.weights):
             before = replace(own, name=f"{op.name}.read", weights=norm.weights)
-            words = (
-                f"what it reads is normed with {split(norm.name)[1]}.weight where {split(own.name)[1]}.weight belongs"
-            )
+            read, right = local_name(norm.name), local_name(own.name)
+            words = f"what it reads is normed with {read}.weight where {right}.weight belongs"
             yield Variant(_reading(op, before.name), words, before=(before,))
 
 
@@ -138,7 +137,7 @@ def _gated_before(op: Op, context: Context) -> Variants:
         inputs[i], views[i] = norm.inputs[0], norm.seen[0]
         gated = replace(op, name=f"{op.name}.gated", inputs=(*inputs,), views=(*views,), axes=norm.axes)
         changed = replace(norm, name=op.name, inputs=(gated.name,), views=(), axes=op.axes)
-        words = f"{split(norm.inputs[0])[1]} is gated before {split(name)[1]}, which belongs before the gate"
+        words = f"{local_name(norm.inputs[0])} is gated before {local_name(name)}, which belongs before the gate"
         yield Variant(changed, words, before=(gated,))
 
 
@@ -149,7 +148,7 @@ def _gated_before(op: Op, context: Context) -> Variants:
 def _bypassed(op: Op, context: Context) -> Variants:
     norm = context.graph.ops.get(op.inputs[0])
     if norm and norm.kind in NORM.kinds and not op.seen[0] and not norm.seen[0] and norm.inputs[0] in context.graph:
-        stream, what = _value(norm.inputs[0], op), split(norm.name)[1]
+        stream, what = _value(norm.inputs[0], op), local_name(norm.name)
         yield _reading(op, norm.inputs[0]), f"reads {stream} where {what} belongs: the norm is bypassed"
 
 
@@ -172,7 +171,7 @@ def _sum_normed(op: Op, context: Context) -> Variants:
             if any(term not in graph or graph[term].axes != op.axes for term in terms):
                 continue  # one of them is added to all rows of the other
             total = replace(op, name=f"{op.name}.sum", inputs=terms)
-            words = f"the sum is normed, where {split(terms[0])[1]} alone is, before it is added"
+            words = f"the sum is normed, where {local_name(terms[0])} alone is, before it is added"
             yield Variant(replace(norm, name=op.name, inputs=(total.name,)), words, before=(total,))
 
 
@@ -191,7 +190,7 @@ def _in_sequence(op: Op, context: Context) -> Variants:
             continue
         total = Op(f"{op.name}.sum", "add", (stream, other.name), norm.axes)
         normed = replace(norm, name=f"{op.name}.normed", inputs=(total.name,))
-        beside, what = split(norm.name)[1], split(other.name)[1]
+        beside, what = local_name(norm.name), local_name(other.name)
         for name, before in ((normed.name, (total, normed)), (total.name, (total,))):
             value = f"{'the norm of ' if name == normed.name else ''}{_value(stream, op)} + {what}"
             words = f"reads {value}, where {beside} belongs: {what} runs beside it"
@@ -225,7 +224,7 @@ def _rotated(op: Op, context: Context) -> Variants:
 )  # fmt: skip
 def _values_normed(op: Op, context: Context) -> Variants:
     for norm in _of_keys(op, context, NORM.kinds):
-        yield _reading_through(op, norm, f"values are normed, as keys are, with {split(norm.name)[1]}.weight")
+        yield _reading_through(op, norm, f"values are normed, as keys are, with {local_name(norm.name)}.weight")
 
 
 @AREA.mistake(
@@ -264,10 +263,10 @@ _Made = tuple[str, list[Op]]  # a projection's name, and the ops between it and 
     Where(("scores",)),
 )  # fmt: skip
 def _of_another_sort(op: Op, context: Context) -> Variants:
-    own, name = _made_of(op, context.graph), split(op.name)[1]
+    own, name = _made_of(op, context.graph), local_name(op.name)
     known = {_sort(own)} if own else set()
     for other in context.graph if own else ():
-        theirs = _made_of(other, context.graph) if split(other.name)[1] == name else None
+        theirs = _made_of(other, context.graph) if local_name(other.name) == name else None
         if not theirs or _sort(theirs) in known:
             continue
         known.add(_sort(theirs))
@@ -321,7 +320,7 @@ def _reading_these(op: Op, made: Sequence[_Made], words: str, context: Context) 
     before, inputs = list[Op](), list[str]()
     for i, (name, ops) in enumerate(made):
         for j, one in enumerate(ops):
-            weights = tuple(replace(w, name=f"blk.{layer_of(op.name)}.{split(w.name)[1]}") for w in one.weights)
+            weights = tuple(replace(w, name=f"blk.{layer_of(op.name)}.{local_name(w.name)}") for w in one.weights)
             if any(weight.name not in context.file.tensors for weight in weights):
                 return
             new = replace(one, name=f"{op.name}.{i}.{j}", inputs=(name, *one.inputs[1:]), weights=weights)

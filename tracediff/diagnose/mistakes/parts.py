@@ -10,7 +10,7 @@ from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants
 from tracediff.diagnose.rearranged import Reread
 from tracediff.english import nth
 from tracediff.model.graph import Graph, Op, View
-from tracediff.names import axes_of, split
+from tracediff.names import axes_of, local_name
 
 AREA = Area()
 
@@ -25,7 +25,7 @@ def _exchanged(op: Op, context: Context) -> Variants:
             other = replace(own, offset=offset)
             swapped = [n for n, view in enumerate(op.seen) if op.inputs[n] == name and view and view.offset == offset]
             if all(n > position for n in swapped):  # a pair once
-                parts, what = sorted((own, other), key=_first), split(name)[1]
+                parts, what = sorted((own, other), key=_first), local_name(name)
                 both = f"channels {_run(parts[0])} and {_run(parts[1])} of {what} are exchanged"
                 words = f"channels {_run(other)} of {what} are read where {_run(own)} belong"
                 exchanged = op.seeing({position: other} | dict.fromkeys(swapped, own))
@@ -40,7 +40,7 @@ def _other_order(op: Op, context: Context) -> Variants:
     orders: dict[str, list[tuple[int, View, str]]] = {}  # an op that reads several parts reads all of them so
     for position, name, own in _parts(op):
         for view, order, words in _elsewhere(own, context.graph[name]) if name in context.graph else ():
-            both = f"{split(name)[1]} is split in another order, {order}"
+            both = f"{local_name(name)} is split in another order, {order}"
             orders.setdefault(both, []).append((position, view, words))
     for both, parts in orders.items():
         seen = op.seeing({position: view for position, view, _ in parts})
@@ -48,7 +48,7 @@ def _other_order(op: Op, context: Context) -> Variants:
     for position, name, own in _parts(op):
         if blocks := _by_heads(own, context.graph[name]) if name in context.graph else None:
             whole, places = blocks
-            both = f"{split(name)[1]} is split in another order, as if each part had its heads side by side"
+            both = f"{local_name(name)} is split in another order, as if each part had its heads side by side"
             words = f"{both}: in it the parts of each head lie side by side"
             yield Variant(replace(op.seeing({position: whole}), rework=_Blocks(position, places)), words, name=both)
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, axes_of, computing, reading_heads
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, axes_read, computing, reading_heads
 from tracediff.model.graph import Extent, Op
 from tracediff.model.weights import reading, values_of
-from tracediff.names import split
+from tracediff.names import local_name, split
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.recurrent import delta_step, gated_delta_net, outer, ssm_conv, ssm_scan, times
 
@@ -34,7 +34,7 @@ def _not_carried(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _of_another_layer(op: Op, context: Context) -> Variants:
     layer, name = split(op.inputs[0])
-    alike = [of for of in context.graph if of.kind == "copy" and split(of.name)[1] == name and layer is not None]
+    alike = [of for of in context.graph if of.kind == "copy" and local_name(of.name) == name and layer is not None]
     layers = [split(of.name)[0] for of in alike]
     if layer not in layers:
         return
@@ -162,7 +162,7 @@ def _delta_rule(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _other_groups(op: Op, context: Context) -> Variants:
     names, shared, head = (("B", "C"), (3, 4), 1) if op.kind == "ssm_scan" else (("q", "k"), (0, 1), 2)
-    n_groups, n_heads = (axes_of(op, i, context.graph)[1] for i in (shared[0], head))
+    n_groups, n_heads = (axes_read(op, i, context.graph)[1] for i in (shared[0], head))
     assert isinstance(n_groups, int)
     assert isinstance(n_heads, int)
     if n_groups in (1, n_heads):

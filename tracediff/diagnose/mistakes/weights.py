@@ -25,7 +25,7 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Weight
 from tracediff.model.pairing import neighbours
 from tracediff.model.weights import reading, values_of
-from tracediff.names import layer_of, split
+from tracediff.names import layer_of, local_name
 
 AREA = Area()
 
@@ -149,7 +149,7 @@ def _swapped(op: Op, context: Context) -> Variants:
 
         yield reading(op, read), f"the halves of {op.weights[0].name} are swapped"
     elif other.kind == op.kind:
-        names = (split(o.name)[1] for o in (op, other))
+        names = (local_name(o.name) for o in (op, other))
         words = "{} multiplies with {}.weight".format(*names)
         yield Variant(replace(op, weights=other.weights), words, name="each multiplies with the other's weight")
 
@@ -169,7 +169,7 @@ def _other_order(op: Op, context: Context) -> Variants:
         first = sum(sizes[i] for i in order[: order.index(own)])
         if first == begin:
             continue
-        whole = [split(o.name)[1] for i, o in enumerate(joined) if (sum(sizes[:i]), sizes[i]) == (first, n)]
+        whole = [local_name(o.name) for i, o in enumerate(joined) if (sum(sizes[:i]), sizes[i]) == (first, n)]
         rows = f"rows {first} to {first + n - 1} of Q, K and V, one below the other"
         words = f"it multiplies with {f'the rows of {whole[0]}' if whole else rows}"
         both = f"Q, K and V are split from one product in the order {', '.join('QKV'[i] for i in order)}"

@@ -7,7 +7,7 @@ from torch import Tensor
 from tracediff.diagnose.mistakes.mistake import computing
 from tracediff.diagnose.rows.told import Told
 from tracediff.model.graph import Op
-from tracediff.names import split
+from tracediff.names import local_name
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
@@ -27,7 +27,7 @@ def told(replay: Replay, record: OpRecord, _: Scheme) -> Told | None:
         if len(begun) == len(states):
             local = replay.under(record, begun)
             if not local.faulty:
-                names = " and ".join(dict.fromkeys(split(op.name)[1] for op in states))
+                names = " and ".join(dict.fromkeys(local_name(op.name) for op in states))
                 text = f"{names} is what sequence {sequence} left: it is not cleared for another"
                 return Told(text, local.nmse, _BEGUN, _LOOK)
     return None

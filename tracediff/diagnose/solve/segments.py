@@ -26,7 +26,7 @@ from tracediff.diagnose.solve.search import solve, words_of
 from tracediff.diagnose.solve.segment import Begun, Segment
 from tracediff.diagnose.solve.words.nouns import COUNTS_TOKENS
 from tracediff.model.graph import Op
-from tracediff.names import split
+from tracediff.names import local_name
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.kinds import KINDS
 from tracediff.replay.fitting import ROUGH
@@ -77,7 +77,7 @@ def _segments(replay: Replay, record: OpRecord, names: Sequence[str]) -> Iterato
 
 def _placed(found: Iterator[Solved], scheme: Scheme | None) -> Explanations:
     for one in found:
-        places = ", ".join(dict.fromkeys(split(op.name)[1] for op in one.ops))
+        places = ", ".join(dict.fromkeys(local_name(op.name) for op in one.ops))
         yield replace(one, words=f"{places}: {one.words}"), scheme
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from tracediff.findings.words import local_name, number
-from tracediff.names import HIDDEN_STATES
+from tracediff.findings.words import number
+from tracediff.names import HIDDEN_STATES, local_name
 from tracediff.report.parts import STYLES, fitting, heading
 from tracediff.result import OpResult, Result, Statistics, Status
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tracediff.diagnose.solve.edit import Edit, Priced, Read, input_words
 from tracediff.diagnose.solve.problem import Problem
-from tracediff.names import split
+from tracediff.names import local_name
 
 _LOOK = "which buffer is passed to it"
 _SUM = "the order of norm and residual, and which buffer is passed to it"
@@ -99,7 +99,7 @@ def cached(problem: Problem) -> Iterator[Priced]:
         source = loops.source.replace(right, f"{right} if {kept} else 0")
         yield Priced(Edit(f"{what} counts as 0", source), 4.0, _CACHE)
     yield from _transposed(problem, right, name)
-    cached_ = [Read(reader.name, "all") for reader in problem.graph if split(reader.name)[1] in _CACHED]
+    cached_ = [Read(reader.name, "all") for reader in problem.graph if local_name(reader.name) in _CACHED]
     # Buffers end before this step: of its own positions they say nothing.
     buffers = [Read(name, "before") for name in problem.names]
     for what, kept, others in ((earlier, "c >= past[0]", cached_ + buffers), (decoded, "starts[c] == 0", cached_)):
