@@ -1074,6 +1074,28 @@ def test_an_arithmetic_that_is_not_listed_is_composed_of_its_parts(
         assert said(result, kind) == {words}
 
 
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        ("bf16 held int8/row", "weights in int8 rows with bfloat16 scales read as bfloat16"),
+        ("bf16 held fp8/row then bf16", "weights in fp8 rows with bfloat16 scales read as bfloat16"),
+        ("bf16 shifted4/128", "weights in 4-bit groups of 128 with bfloat16 scales and minima"),
+    ],
+)
+def test_an_arithmetic_is_said_without_what_makes_no_difference(
+    stored: str, words: str, models: Models, tmp_path: Path
+) -> None:
+    """In bfloat16, whose values float16 holds."""
+    model = models(replace(SHAPE, n_layer=2, n_ff=256), "F16")
+    arithmetic = f"exact, matrices in {stored}"
+    trace = traced(
+        model, tmp_path / "own.trace", arithmetic=arithmetic, computed=torch.bfloat16, written=torch.bfloat16
+    )
+    result = check_trace(trace, model, effort=Effort(seconds=0))
+    assert result.verdict == "match"
+    assert said(result, "linear") == {words}
+
+
 def test_rows_of_another_width_tell_their_groups(models: Models, tmp_path: Path) -> None:
     """Rows of 256 are one group of 256; those of 512 are two."""
     model = models(replace(SHAPE, n_embd=256, n_head=8, n_ff=512), "F16")

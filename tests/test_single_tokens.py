@@ -17,6 +17,7 @@ from tracediff.model.synthetic import Shape
 from tracediff.names import Capture
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import Effort, check_trace
 from tracediff.trace.writer import TraceWriter
 
@@ -44,9 +45,9 @@ def in_tf32(x: Tensor) -> Tensor:
     return rounding_named("tf32")(x)
 
 
-def prompts_in_tf32(factor: float = 1.0) -> Function:
+def prompts_in(rounding: str, factor: float = 1.0) -> Function:
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return factor * ((in_tf32(x) if len(x) > 1 else x) @ weight.T)
+        return factor * ((rounding_named(rounding)(x) if len(x) > 1 else x) @ weight.T)
 
     return linear
 
@@ -104,10 +105,38 @@ def test_single_tokens_read_keys_and_values_as_prompts_made_them(factor: float, 
     arithmetic of single tokens explains, and a mistake that is as small is seen.
     """
     model = Model(models(SHAPE, "F16"))
-    graph = with_linear(model.graph, lambda name: prompts_in_tf32(factor if name == "blk.1.attn_output" else 1.0))
+    graph = with_linear(model.graph, lambda name: prompts_in("tf32", factor if name == "blk.1.attn_output" else 1.0))
     out = trace_graph(graph, model.file, tmp_path / "t.trace", PROMPT, *DECODED, capture="layers")
     faulty = {(op.step, op.op) for op in check_trace(out, model, effort=Effort(seconds=0)).faulty if op.step}
     assert faulty == ({(step, "blk.1.ffn_residual") for step in (1, 2)} if factor != 1 else set())
+
+
+@pytest.mark.parametrize(
+    ("rounding", "arithmetic", "factor"),
+    [
+        (
+            "int8/32",
+            "exact, attention in float16, norm weights in float16, what is added to the residual in q8_0 blocks",
+            1,
+        ),
+        # The head's rows have 256 channels, so it cannot tell rows from q8_K blocks.
+        ("int8/row", "exact, KV cache in int8 rows with float32 scales, attention in bfloat16", 1),
+        ("int8/row", "exact, KV cache in int8 rows with float32 scales, attention in bfloat16", 1.1),
+    ],
+)
+def test_single_tokens_may_be_as_prompts_but_for_activations(
+    rounding: str, arithmetic: str, factor: float, models: Models, tmp_path: Path
+) -> None:
+    """What an engine rounds besides is found where prompts tell it."""
+    model, scheme = Model(models(SHAPE, "F16")), scheme_named(arithmetic)
+    graph = with_linear(model.graph, lambda name: prompts_in(rounding, factor if name == "blk.1.ffn_down" else 1.0))
+    out = trace_graph(
+        graph, model.file, tmp_path / "t.trace", PROMPT, *DECODED, capture="layers", scheme=scheme, dtype=torch.float32
+    )
+    result = check_trace(out, model, effort=Effort(seconds=0))
+    faulty = {(op.step, op.op) for op in result.faulty}
+    assert faulty == ({(step, "blk.1.ffn_residual") for step in (0, 1, 2)} if factor != 1 else set())
+    assert (result.verdict == "match") == (factor == 1)
 
 
 def test_queries_and_keys_that_are_scaled_before_they_are_rounded(models: Models, tmp_path: Path) -> None:
@@ -118,7 +147,7 @@ def test_queries_and_keys_that_are_scaled_before_they_are_rounded(models: Models
         return scores(in_tf32(q * share), in_tf32(k * share)) / share**2
 
     changes = {"scores": of_scaled, "weighted_values": lambda p, v: weighted_values(in_tf32(p), in_tf32(v))}
-    graph = with_linear(model.graph, lambda name: prompts_in_tf32())
+    graph = with_linear(model.graph, lambda name: prompts_in("tf32"))
     graph = graph.changed(*(replace(op, function=changes[op.kind]) for op in graph if op.kind in changes))
     out = trace_graph(graph, model.file, tmp_path / "t.trace", PROMPT)
     result = check_trace(out, model)

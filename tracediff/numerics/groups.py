@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tracediff.numerics.blocks import NEAR, Blocks, divided, over, quotients_of
+from tracediff.numerics.blocks import FP8, NEAR, Blocks, divided, over, quotients_of
 
 _NF4 = torch.tensor(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -41,6 +41,45 @@ class Wide(Signed):
     def flips(self, x: Tensor) -> Tensor:
         """None: it is followed bit for bit, and weights in half precision lie on very many boundaries."""
         return torch.zeros_like(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Held(Signed):
+    """Symmetric, and computed in the type that the values have, as PyTorch does unless it is told otherwise: scales and
+    quotients are rounded to it (optimum-quanto's AbsmaxOptimizer and quantize_symmetric).
+    """
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of as many on both sides of 0."""
+        return grid_in_type(self, x, 2.0 ** (self.bits - 1) - 1)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """None: it is followed bit for bit, and weights in half precision lie on very many boundaries."""
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldFP8(FP8):
+    """The same of scaled E4M3."""
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Up to 448 on both sides of 0."""
+        return grid_in_type(self, x, 448.0)
+
+    def flips(self, x: Tensor) -> Tensor:
+        """None, as there."""
+        return torch.zeros_like(x)
+
+
+def grid_in_type(of: Blocks, x: Tensor, last: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Quotients of which the largest is `last`, scales and zeros, each rounded to the type that the values had.
+
+    Of a scale that was rounded down a quotient is larger, which is cut.
+    """
+    blocks = of.of(x).to(of.before)
+    scale = divided(of.largest(blocks), last)
+    quotients = quotients_of(blocks, scale).float().clamp_(-last - 1, last)
+    return quotients, scale.float(), torch.zeros_like(scale).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,3 +241,18 @@ class Affine(Blocks):
         quotients, scale, offset = self.grid(x)
         product = torch.round(quotients).to(self.before) * scale.to(self.before)
         return (product + offset.to(self.before)).to(x.dtype).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted(Affine):
+    """Levels from the least value of the group to the largest, computed in the type that the values have
+    (optimum-quanto's MaxOptimizer and quantize_affine).
+    """
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From 0 up to the last level; the third is the least value."""
+        blocks, last = self.of(x).to(self.before), 2.0**self.bits - 1
+        least, most = (edge.to(self.before) for edge in self.edges(blocks))
+        scale = divided(most - least, last)
+        quotients = quotients_of(blocks - least, scale).float().clamp_(0.0, last)
+        return quotients, scale.float(), least.float()

@@ -11,7 +11,19 @@ from torch import Tensor
 from tracediff.errors import EngineError
 from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, Blocks
 from tracediff.numerics.floats import HALVES, TF32, Float, Rounding, TF32Away, TF32OfScaled
-from tracediff.numerics.groups import NF4, Affine, Full, Signed, Truncated, TruncatedQ80, Unsigned, Wide
+from tracediff.numerics.groups import (
+    NF4,
+    Affine,
+    Full,
+    Held,
+    HeldFP8,
+    Shifted,
+    Signed,
+    Truncated,
+    TruncatedQ80,
+    Unsigned,
+    Wide,
+)
 
 half = Float("f16", "float16", dtype=torch.float16, mantissa=10)
 bfloat = Float("bf16", "bfloat16", dtype=torch.bfloat16, mantissa=7)
@@ -41,11 +53,14 @@ _GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
     "int": (Signed, _BITS, f"int{{bits}} {_SCALES}"),
     "truncated int": (Truncated, _BITS, f"truncated int{{bits}} {_SCALES}"),
     "full int": (Full, _BITS, f"full int{{bits}} {_SCALES}"),
+    "held int": (Held, _BITS, "int{bits} {groups} with {held} scales"),
     "wide int": (Wide, _BITS, f"wide int{{bits}} {_SCALES}"),
     "uint": (Unsigned, _BITS, f"uint{{bits}} {_SCALES} and zeros"),
     "fp": (FP8, [8], f"fp8 {_SCALES}"),
+    "held fp": (HeldFP8, [8], "fp8 {groups} with {held} scales"),
     "nf": (NF4, [4], "NF4 {groups} with {held} values"),
     "affine": (Affine, _BITS, "{bits}-bit {groups} with {held} scales and offsets"),
+    "shifted": (Shifted, _BITS, "{bits}-bit {groups} with {held} scales and minima"),
 }
 
 
@@ -98,9 +113,9 @@ class Read(Rounding):
 
 def read_as(held: str, read: str) -> str:
     """The name of the rounding that both make."""
-    if "f64" in (held, read) or held == read:
-        return held if read == "f64" else read
-    return f"{held}{_THEN}{read}"
+    if read in ("f64", held, as_read(held)):
+        return held
+    return read if held == "f64" else f"{held}{_THEN}{read}"
 
 
 def as_held(name: str) -> str:

@@ -37,6 +37,9 @@ _OWN = (
     *(f"{kind}{size}" for kind in ("int4/", "full int4/", "uint4/") for size in (32, 64, 128)),
     *(f"{held}{of}/{size}" for size in ("row", "tensor") for of in ("int8", "fp8") for held in ("", "bf16 ", "f16 ")),
     *(f"{held}fp8/128x128" for held in ("", "bf16 ", "f16 ")),
+    *(f"{held} held int8/row" for held in HALVES),
+    *(f"{held} held {of}/row then {held}" for held in HALVES for of in ("int8", "fp8")),
+    *(f"{held}shifted4/128" for held in ("", "bf16 ", "f16 ")), "shifted4/32", "shifted4/64",
     "int8/32", "int8/64", "int8/128", "wide int8/row", "bf16 wide int8/row", "wide int8/tensor",
     "full int8/32", "uint8/32",
 )  # fmt: skip

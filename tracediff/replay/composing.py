@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.schemes import EXACTLY, WAYS
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.score import (
@@ -23,6 +24,7 @@ from tracediff.trace.format import OpRecord
 
 _ABREAST = 2  # schemes that are changed further, part by part
 _FEW = 3  # records that tell the parts of an arithmetic
+_PLAINLY = [way for way in WAYS if way.is_of(EXACTLY)]
 
 
 class Composing:
@@ -58,6 +60,7 @@ class Composing:
                 end, near, less = self._nearer(begun, few, is_led)
                 if less < missed:
                     start, best, rivals, missed = begun, end, near, less
+        best = self._simplest(best, few)
         left = self._left_of(best, few)
         stored = median(map(self._fitting.rounded_when_stored, few))
         is_less = score(_beyond(stored, left), COMPOSED) > score(_beyond(stored, before))
@@ -73,6 +76,14 @@ class Composing:
         changes = self._planner.changes((best,), *self._records)
         same = [s for s in changes if self._may_be(s) and self._left_of(s, few) <= NOTHING]
         return self._fitting.settle((best, *same), self._records) if same else choice
+
+    def _simplest(self, scheme: Scheme, few: Sequence[OpRecord]) -> Scheme:
+        """The same without what takes nothing away: operands in float16 where all values are held in bfloat16."""
+        for way in _PLAINLY:
+            without = way.of(scheme)
+            if self._may_be(without) and self._left_of(without, few) <= self._left_of(scheme, few):
+                scheme = without
+        return scheme
 
     def _leads(self, scheme: Scheme, start: Scheme, starts: Sequence[Scheme], few: Sequence[OpRecord]) -> bool:
         """Whether the way from a start to the scheme explains a part of what any of the starts leaves of most of the

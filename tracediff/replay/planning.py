@@ -61,6 +61,21 @@ class Planning:
         for record in records:
             by_sort[self._planner.sort(record)].append(record)
         choices = {sort: self._settled(alike) for sort, alike in by_sort.items()}
+        self._settle_as_others(choices, by_sort)
+        choices = {
+            sort: self._as_on_gpus(choice, by_sort[sort], _elsewhere(sort, choices).sole)
+            for sort, choice in choices.items()
+        }
+        self._compose(choices, by_sort)
+        choices = {
+            sort: self._as_in_prompts(choice, by_sort[sort], _elsewhere(sort, choices).sole)
+            for sort, choice in choices.items()
+        }
+        choices = {sort: self._finished(choice, by_sort[sort]) for sort, choice in choices.items()}
+        return Plan(choices, self._recomputation.weights.device, self._recomputation.recorded.on_the_way)
+
+    def _settle_as_others(self, choices: dict[Sort, Choice], by_sort: Mapping[Sort, list[OpRecord]]) -> None:
+        """Once more with what other sorts tell, where it is otherwise."""
         settled = [(sort.name, choice.schemes[0]) for sort, choice in choices.items() if choice.settled]
         known = self._known(choices, by_sort)
         for sort, choice in choices.items():
@@ -68,10 +83,9 @@ class Planning:
             unlike = self._unlike(self._planner.candidates(*by_sort[sort]), by_sort[sort], known)
             if (usual and choice.schemes[0] not in usual) or any(scheme in unlike for scheme in choice.schemes):
                 choices[sort] = self._settled(by_sort[sort], usual, unlike)
-        choices = {
-            sort: self._as_on_gpus(choice, by_sort[sort], _elsewhere(sort, choices).sole)
-            for sort, choice in choices.items()
-        }
+
+    def _compose(self, choices: dict[Sort, Choice], by_sort: Mapping[Sort, list[OpRecord]]) -> None:
+        """What is not listed, of each sort; again where other sorts, composed meanwhile, tell what it does not do."""
         heard: dict[Sort, set[tuple[Way | Scheme, bool]]] = {}
         for _ in range(_ROUNDS):
             known = self._known(choices, by_sort)
@@ -81,18 +95,10 @@ class Planning:
                 in_longer = (scheme for other in elsewhere.longer for scheme in other.schemes)
                 hears = told | {(scheme, False) for scheme in (*elsewhere.sole, *in_longer)}
                 if sort not in heard or not all(_does(choice, one) for one, _ in hears - heard[sort]):
-                    if sort.n_tokens == 1 and elsewhere.longer:
+                    if elsewhere.longer:
                         choice = self._behind_prompts(choice, by_sort[sort], _in_prompts(choices))
                     choices[sort] = self._composed(choice, by_sort[sort], known, elsewhere)
                 heard[sort] = hears
-        choices = {
-            sort: self._as_in_prompts(choice, by_sort[sort], _elsewhere(sort, choices).sole)
-            if sort.n_tokens == 1
-            else choice
-            for sort, choice in choices.items()
-        }
-        choices = {sort: self._told(choice, by_sort[sort]) for sort, choice in choices.items()}
-        return Plan(choices, self._recomputation.weights.device, self._recomputation.recorded.on_the_way)
 
     def _settled(self, records: list[OpRecord], usual: Sequence[Scheme] = (), unlike: Sequence[Scheme] = ()) -> Choice:
         """By what is listed."""
@@ -156,10 +162,11 @@ class Planning:
         def is_refused(found: Choice) -> bool:
             return not is_like(found.schemes[0]) and score(found.nmse, UNLIKE) <= score(choice.nmse)
 
-        found = Composing(self._fitting, self._planner, asked).composed(starts, *elsewhere)
+        found = Composing(self._fitting, self._planner, asked).composed(starts, elsewhere.sole, elsewhere.longer)
         if is_refused(found):
             likely = Composing(self._fitting, self._planner, asked, is_like)
-            found = likely.composed([*filter(is_like, starts)] or starts, *elsewhere)
+            begun = [*filter(is_like, starts)] or starts
+            found = likely.composed(begun, elsewhere.sole, elsewhere.longer)
         self._recomputation.forget()
         if not found.settled or is_refused(found):
             return choice
@@ -169,9 +176,10 @@ class Planning:
 
     def _behind_prompts(self, choice: Choice, records: list[OpRecord], in_prompts: Sequence[Scheme]) -> Choice:
         """Single tokens that are not multiplied as prompts are, but read K and V of these, in one of the arithmetics
-        that sorts of prompts told: where that leaves less.
+        that sorts of prompts told: where that leaves less. What an engine does there alone is to round activations, as
+        a rule.
         """
-        if choice.settled and not choice.nmse > NOTHING:
+        if not self._is_of_single_tokens(records) or (choice.settled and not choice.nmse > NOTHING):
             return choice
         prompts = self._planner.suiting(in_prompts, *records)
         own = dict.fromkeys((choice.schemes[0], EXACTLY))
@@ -247,7 +255,8 @@ class Planning:
         """Of single tokens what steps of several tell, where it is as good: a token's row is all of its tensor, and few
         values tell TF32 from float16.
         """
-        if not choice.settled or len(choice.schemes) > 1 or choice.by_op or self._planner.is_segment(records[0]):
+        is_sole = choice.settled and len(choice.schemes) == 1 and not choice.by_op
+        if not is_sole or not self._is_of_single_tokens(records) or self._planner.is_segment(records[0]):
             return choice
         each = self._samples(records)
         for other in in_other_steps:
@@ -255,7 +264,10 @@ class Planning:
                 return replace(choice, schemes=(other,))
         return choice
 
-    def _told(self, choice: Choice, records: Sequence[OpRecord]) -> Choice:
+    def _is_of_single_tokens(self, records: Sequence[OpRecord]) -> bool:
+        return self._recomputation.recorded.tokens(records[0].step) == "one"
+
+    def _finished(self, choice: Choice, records: Sequence[OpRecord]) -> Choice:
         return replace(choice, said=self.said(choice.schemes, records), n_records=len(records), unfit=())
 
     def said(self, schemes: Sequence[Scheme], records: Iterable[OpRecord]) -> tuple[str, ...]:
