@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -121,6 +123,19 @@ def torchao(linear: torch.nn.Linear) -> torch.nn.Module:
 
     quantize_(linear, Int8WeightOnlyConfig())
     return linear
+
+
+def quanto(kind: str) -> Callable[[torch.nn.Linear], torch.nn.Module]:
+    """Its weights of a kind, as in int8, with scales in the type that the values have."""
+
+    def quantised(linear: torch.nn.Linear) -> torch.nn.Module:
+        from optimum import quanto as theirs
+
+        made = theirs.QLinear.from_module(linear, weights=getattr(theirs, f"q{kind}"))
+        made.freeze()
+        return made
+
+    return quantised
 
 
 # ---- litgpt
@@ -377,6 +392,36 @@ class _Turns:
     def __call__(self, x: Any, **given: Any) -> Any:
         self._outputs.reverse()
         return self._outputs[1](self._rope(x, **given))
+
+
+# ---- CTranslate2
+
+
+def ctranslate2(dtype: str) -> Trace:
+    """Its own converter, given transformers' model of the file. It hands out logits alone, of a prompt."""
+
+    def trace(model: Path, out: Path) -> None:
+        import ctranslate2 as theirs
+        from ctranslate2.converters import transformers as conversion
+
+        loaded, _ = load(model, None, torch.float32, "cpu")
+        loaded.config.quantization_config = None  # that of the file, which was dequantised
+        loader = conversion._MODEL_LOADERS[type(loaded.config).__name__]
+        vocabulary = [f"<{i}>" for i in range(loaded.config.vocab_size)]
+        spec = loader.get_model_spec(loaded)
+        loader.set_vocabulary(spec, vocabulary)
+        loader.set_config(spec.config, loaded, SimpleNamespace(bos_token="<0>", eos_token="<1>", unk_token="<2>"))
+        spec.validate()
+        spec.optimize(quantization=None if dtype == "float32" else dtype)
+        with TemporaryDirectory() as folder:
+            spec.save(folder)
+            generator = theirs.Generator(folder, compute_type=dtype, intra_threads=1)
+            (logits,) = np.array(generator.forward_batch([[vocabulary[token] for token in PROMPT]]))
+        with tracediff.Recorder(out, engine="CTranslate2", gguf=model) as record:
+            record.step([*PROMPT])
+            record("output", logits)
+
+    return trace
 
 
 # ---- tinygrad

@@ -2,13 +2,14 @@
 
     python benchmarks/real_engines.py [--packages FOLDER] [--engine NAME=COMMAND] [--only NAME] [--out PAGE]
 
-transformers, litgpt, LLMs-from-scratch, mlx-lm, ONNX Runtime, OpenVINO, bitsandbytes, torchao and tinygrad come from
-PyPI: what is not installed beside tracediff may lie in FOLDER, as may a clone of gpt-fast (`pip install --target FOLDER
---no-deps litgpt lightning lightning-utilities torchmetrics llms-from-scratch requests mlx mlx-cpu mlx-lm onnx onnx-ir
-onnxruntime openvino bitsandbytes torchao ml_dtypes flatbuffers protobuf tinygrad==0.13.0`; tinygrad calls clang). Any
-other engine takes part by a command that writes a trace itself, as with emitters/c: {model}, {tokens} and {out} in it
-become the GGUF file, the prompt's ids with commas between, and the trace (`c_engines.py` runs C engines from their
-source so). A model that it cannot run it refuses with exit code 77. Each engine has a process of its own.
+transformers, litgpt, LLMs-from-scratch, mlx-lm, ONNX Runtime, OpenVINO, bitsandbytes, torchao, optimum-quanto,
+CTranslate2 and tinygrad come from PyPI: what is not installed beside tracediff may lie in FOLDER, as may a clone of
+gpt-fast (`pip install --target FOLDER --no-deps litgpt lightning lightning-utilities torchmetrics llms-from-scratch
+requests mlx mlx-cpu mlx-lm onnx onnx-ir onnxruntime openvino bitsandbytes torchao optimum-quanto ninja ctranslate2
+pyyaml ml_dtypes flatbuffers protobuf tinygrad==0.13.0`; tinygrad calls clang). Any other engine takes part by a command
+that writes a trace itself, as with emitters/c: {model}, {tokens} and {out} in it become the GGUF file, the prompt's ids
+with commas between, and the trace (`c_engines.py` runs C engines from their source so). A model that it cannot run it
+refuses with exit code 77. Each engine has a process of its own.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from tracediff.model.synthetic import Shape, write_model
 from tracediff.pipeline import check_trace
 from tracediff.report.sections.said import arithmetic
 from tracediff.result import Result
+from tracediff.trace.reader import Trace
 
 SIZES: dict[str, Any] = {"n_layer": 2, "n_embd": 256, "n_head_kv": 2, "n_ff": 512, "n_vocab": 320, "n_ctx": 64}
 # With the constants that small engines have in their sources: Llama 2's, and Qwen's; heads of Qwen3's 128 channels.
@@ -63,6 +65,12 @@ ENGINES: dict[str, adapters.Trace] = {
         for name, of in (("bitsandbytes NF4", adapters.bitsandbytes), ("torchao int8", adapters.torchao))
         for dtype in ("f32", "bf16")
     },
+    **{
+        f"transformers, {dtype}, optimum-quanto {kind}": adapters.transformers(dtype, "eager", adapters.quanto(kind))
+        for dtype, kinds in (("f32", ("int8", "float8")), ("bf16", ("int8", "float8", "int4")))
+        for kind in kinds
+    },
+    **{f"CTranslate2, {dtype}": adapters.ctranslate2(dtype) for dtype in ("float32", "int8")},
     **{f"litgpt, {dtype}": adapters.litgpt(dtype) for dtype in ("f32", "bf16", "f16")},
     **{f"gpt-fast, {dtype}": adapters.gpt_fast(dtype) for dtype in ("f32", "bf16", "f16")},
     **{f"LLMs-from-scratch, {dtype}": adapters.llms_from_scratch(dtype) for dtype in ("f32", "bf16")},
@@ -117,8 +125,9 @@ def model_of(folder: Path, arch: str, weights: str) -> Path:
 
 
 def rows_of(name: str, arch: str, weights: str, model: Path, trace: Path) -> Iterator[Row]:
-    """The trace judged with all that it holds, and with its hidden states alone."""
-    for capture, kept in CAPTURES.items():
+    """The trace judged with all that it holds, and with its hidden states alone; logits where it has no more."""
+    logits_alone = all(op == "output" for _, op in Trace(trace).ops)
+    for capture, kept in {"logits": CAPTURES["every op"]}.items() if logits_alone else CAPTURES.items():
         result = check_trace(some_of(trace, kept), model)
         row = partial(Row, name, f"{arch} {weights}", capture)
         yield row(result.verdict, reason(result), said(result))
@@ -205,6 +214,8 @@ def report(rows: list[Row], command: str, seconds: float) -> str:
         "openvino",
         "bitsandbytes",
         "torchao",
+        "optimum-quanto",
+        "ctranslate2",
         "tinygrad",
     ):
         engines = (row.engine.lower().replace("onnx runtime", "onnxruntime") for row in judged)

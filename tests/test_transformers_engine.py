@@ -3,6 +3,7 @@
 Measured, 3 layers, 28 tokens and 3 decode steps: the worst NMSE of any op is 2e-29 in float64 and 4e-12 in float32.
 """
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,20 @@ def test_the_gguf_file_itself(arch: str, weights: str, models: Models, tmp_path:
         0,
         f"MATCH: nothing diverges in {len(Trace(out).ops)} ops, replayed.",
     )
+
+
+def test_another_file_of_the_same_name_is_not_read(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers looks for a name in the working directory first."""
+    pytest.importorskip("accelerate", reason="transformers loads no GGUF file without accelerate")
+    model, other = (tmp_path / folder / "model.gguf" for folder in ("this", "other"))
+    for at, shape in ((model, "llama"), (other, "qwen2")):
+        at.parent.mkdir()
+        shutil.copy(models(shape, "F32"), at)
+    monkeypatch.chdir(other.parent)
+    trace_transformers(model, tmp_path / "x.trace", TorchOptions(), TOKENS)
+    assert check_trace(tmp_path / "x.trace", model).verdict == "match"
 
 
 # Without rope there are no frequencies to compute again in float64.

@@ -119,7 +119,8 @@ def load(model: Path, hf: Path | None, dtype: torch.dtype, device: str) -> tuple
     if hf and not hf.is_dir():
         raise EngineError(f"--hf {hf}: not a folder. Give the folder that holds config.json and the safetensors files.")
     source = {"pretrained_model_name_or_path": str(hf)} if hf else {
-        "pretrained_model_name_or_path": str(model.resolve().parent), "gguf_file": model.name
+        # Of the name alone it takes a file of that name in the working directory first.
+        "pretrained_model_name_or_path": str(model.resolve().parent), "gguf_file": str(model.resolve())
     }  # fmt: skip
     try:
         with _quiet(transformers):

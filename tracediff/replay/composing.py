@@ -81,7 +81,11 @@ class Composing:
         """The same without what takes nothing away: operands in float16 where all values are held in bfloat16."""
         for way in _PLAINLY:
             without = way.of(scheme)
-            if self._may_be(without) and self._left_of(without, few) <= self._left_of(scheme, few):
+            if (
+                not way.is_of(scheme)
+                and self._may_be(without)
+                and self._left_of(without, few) <= self._left_of(scheme, few)
+            ):
                 scheme = without
         return scheme
 
