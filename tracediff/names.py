@@ -166,6 +166,7 @@ def matches(op: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(op, pattern) or fnmatch.fnmatchcase(local_name(op), pattern)
 
 
+NORMS = ("rms_norm", "layer_norm")  # kinds of norms over channels, which have weights
 _OF_KEYS = ("scores", "softmax")  # kinds; llama.cpp's names of what is made of scores before that begin with kq_
 _BY_HEAD = ("attn_k_b", "attn_v_b")
 # Parts of the names of what a mixture has of each chosen expert; of two axes what the last two name.

@@ -20,7 +20,7 @@ from tracediff.engine.watching import Watch
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph
 from tracediff.model.model import Model
-from tracediff.names import Capture, local_name
+from tracediff.names import NORMS, Capture, local_name
 from tracediff.trace.staging import staged
 from tracediff.trace.writer import TraceWriter
 
@@ -85,7 +85,7 @@ def recorded(
     with TraceWriter(out, engine, graph.hparams.arch, gguf.path.name, graph.matmul_type, context) as writer:
         recorder = TensorWriter(writer, capture)
         for tap in taps:
-            if tap.op.kind in ("rms_norm", "layer_norm"):
+            if tap.op.kind in NORMS:
                 recorder.weight(tap.op.weights[0].name, as_held(modules[tap.path], tap.op, weights))
         watch = Watch(graph, taps, recorder, progress)
         calls = _Calls(watch, expected)

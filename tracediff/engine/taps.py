@@ -17,10 +17,10 @@ from tracediff.errors import EngineError
 from tracediff.model.checkpoint import tensor_names
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
-from tracediff.names import layer_of, local_name
+from tracediff.names import NORMS, layer_of, local_name
 
-_KINDS = ("linear", "rms_norm", "layer_norm", "embedding")  # of ops that are a module in every torch model
-_NORMED = ("rms_norm", "layer_norm", "scale")  # between a projection and rope
+_KINDS = ("linear", *NORMS, "embedding")  # of ops that are a module in every torch model
+_NORMED = (*NORMS, "scale")  # between a projection and rope
 _SAMPLES = 64  # rows that are compared to see whether all are in the file's order
 _COLUMNS = 256  # of a row that are compared to find it
 _ALIKE = 0.9  # cosine: two bits a weight leave 0.95 of a row, and two rows of a model have less than 0.5 in common

@@ -22,9 +22,8 @@ from tracediff.engine.stored import StoredKeys
 from tracediff.engine.taps import Tap, weight_of
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
-from tracediff.names import layer_of
+from tracediff.names import NORMS, layer_of
 
-_NORMS = ("rms_norm", "layer_norm")
 _NEXT_TO = 0.1  # of a value's size: another epsilon or half precision leaves it so near, a gate does not
 
 
@@ -144,7 +143,7 @@ class Watch:
 
     def _embedding(self, name: str, values: Tensor) -> None:
         """Recorded when a norm reads it, if that is next: an engine may scale it before."""
-        if any(reader.kind in _NORMS for reader, _ in self._graph.readers(name)):
+        if any(reader.kind in NORMS for reader, _ in self._graph.readers(name)):
             self.residual.wait(name, values)
         else:
             self._record(name, values)
@@ -251,7 +250,7 @@ class Watch:
 
     def _projection(self, name: str) -> str:
         """The linear op that a value comes from through norms and rope, or its own name."""
-        while name in self._graph and self._graph[name].kind in ("rope", "scale", *_NORMS):
+        while name in self._graph and self._graph[name].kind in ("rope", "scale", *NORMS):
             name = self._graph[name].inputs[0]
         return name
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from tracediff.english import few
 from tracediff.english import runs as runs_of
 from tracediff.findings.words import listed
-from tracediff.names import layer_of, local_name, plain_step
+from tracediff.names import NORMS, layer_of, local_name, plain_step
 from tracediff.result import OpResult
 
 # What all ops of a kind are called together.
-WHOLE = (({"rms_norm", "layer_norm"}, "norms"), ({"linear", "linear_id"}, "matmuls"))
+WHOLE = (({*NORMS}, "norms"), ({"linear", "linear_id"}, "matmuls"))
 _LISTED = 6  # runs of layers that are told, and places of other steps
 
 

@@ -12,7 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.hparams import HParams
-from tracediff.names import layer_of, token_axis
+from tracediff.names import NORMS, layer_of, token_axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ class Graph:
 
     def norm_weights(self) -> list[Weight]:
         """The norm weights, which every engine is expected to record."""
-        return [weight for op in self if op.kind in ("rms_norm", "layer_norm") for weight in op.weights]
+        return [weight for op in self if op.kind in NORMS for weight in op.weights]
 
     def cached(self) -> set[str]:
         """Names of the values that later steps read."""

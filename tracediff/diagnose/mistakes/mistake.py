@@ -13,7 +13,7 @@ from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Axis, Graph, Op
 from tracediff.model.weights import values_of
-from tracediff.names import layer_of
+from tracediff.names import NORMS, layer_of
 from tracediff.numerics.evaluate import is_covered
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.elementwise import repeated
@@ -133,7 +133,7 @@ def parts_of(op: Op, graph: Graph) -> set[str]:
 
 LINEAR = Where(("linear",))
 MATMUL = Where(("linear", "linear_id"))
-NORM = Where(("rms_norm", "layer_norm"))
+NORM = Where(NORMS)
 
 
 @dataclass(frozen=True, slots=True)
