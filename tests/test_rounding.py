@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tracediff.numerics.groups import Centred
 from tracediff.numerics.roundings import rounding_named
 
 # name in libggml-cpu, values per block, bytes of a block: its scale, what lies between, its integers
@@ -144,6 +145,18 @@ def test_weights_are_quantised_as_others_do(name: str) -> None:
     """A value halfway between two integers, and a block whose ends are as far from 0, are among them."""
     kept = rounding_named(name)(torch.from_numpy(GROUPS.astype(np.float16).astype(np.float64)))
     np.testing.assert_allclose(kept.numpy().flatten(), [*map(float, OTHERS[name].split())], rtol=1e-6)
+
+
+def test_levels_about_a_middle_are_those_that_pytorch_multiplies() -> None:
+    """Its kernel for four bits, given an identity: of weights in bfloat16, with a scale and a middle for each 128."""
+    weight = torch.from_numpy(np.random.default_rng(5).standard_normal((64, 256))).bfloat16()
+    rounding = rounding_named("bf16 centred4/128")
+    assert isinstance(rounding, Centred)
+    quotients, scale, least = rounding.grid(weight.double())
+    packed = torch._convert_weight_to_int4pack_for_cpu(quotients.round().int().flatten(-2), 2)
+    kept = torch.cat([scale.bfloat16(), least.bfloat16() + 8 * scale.bfloat16()], -1).transpose(0, 1).contiguous()
+    theirs = torch._weight_int4pack_mm_for_cpu(torch.eye(256, dtype=torch.bfloat16), packed, 128, kept)
+    assert torch.equal(rounding(weight.double()).bfloat16().T, theirs)
 
 
 def test_a_quotient_that_all_but_lies_between_two_levels_may_be_either() -> None:

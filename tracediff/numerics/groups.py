@@ -256,3 +256,16 @@ class Shifted(Affine):
         scale = divided(most - least, last)
         quotients = quotients_of(blocks - least, scale).float().clamp_(0.0, last)
         return quotients, scale.float(), least.float()
+
+
+@dataclass(frozen=True, slots=True)
+class Centred(Shifted):
+    """The same, of which the level in the middle is kept in the place of the least: what is multiplied is a float32
+    (PyTorch's _weight_int4pack_mm).
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """From the middle as many scales as there are levels between."""
+        (quotients, scale, least), middle = self.grid(x), 2.0 ** (self.bits - 1)
+        kept = (least.to(self.before) + middle * scale.to(self.before)).to(x.dtype)
+        return ((torch.round(quotients) - middle).to(x.dtype) * scale.to(x.dtype) + kept).flatten(-2)

@@ -14,6 +14,7 @@ from tracediff.numerics.floats import HALVES, TF32, Float, Rounding, TF32Away, T
 from tracediff.numerics.groups import (
     NF4,
     Affine,
+    Centred,
     Full,
     Held,
     HeldFP8,
@@ -60,6 +61,7 @@ _GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
     "held fp": (HeldFP8, [8], "fp8 {groups} with {held} scales"),
     "nf": (NF4, [4], "NF4 {groups} with {held} values"),
     "affine": (Affine, _BITS, "{bits}-bit {groups} with {held} scales and offsets"),
+    "centred": (Centred, _BITS, "{bits}-bit {groups} with {held} scales and middles"),
     "shifted": (Shifted, _BITS, "{bits}-bit {groups} with {held} scales and minima"),
 }
 

@@ -39,7 +39,7 @@ _OWN = (
     *(f"{held}fp8/128x128" for held in ("", "bf16 ", "f16 ")),
     *(f"{held} held int8/row" for held in HALVES),
     *(f"{held} held {of}/row then {held}" for held in HALVES for of in ("int8", "fp8")),
-    *(f"{held}shifted4/128" for held in ("", "bf16 ", "f16 ")), "shifted4/32", "shifted4/64",
+    *(f"{held}shifted4/128" for held in ("", "bf16 ", "f16 ")), "shifted4/32", "shifted4/64", "bf16 centred4/128",
     "int8/32", "int8/64", "int8/128", "wide int8/row", "bf16 wide int8/row", "wide int8/tensor",
     "full int8/32", "uint8/32",
 )  # fmt: skip
