@@ -47,13 +47,13 @@ MAY = {
         "audit", "compare", "diagnose", "english", "errors", "findings", "model", "names", "result", "trace",
     },
     "tracediff.interchange": {"english", "errors", "files", "inputs", "names", "trace", "model", "numerics"},
-    "tracediff.ci": {"english", "errors", "files", "findings", "inputs", "judge", "result"},
+    "tracediff.ci": {"english", "errors", "files", "findings", "inputs", "judge", "names", "result"},
     "tracediff.report": {"english", "findings", "names", "result"},
     "tracediff.findings": {"english", "judge", "names", "result", "trace"},
     "tracediff.pipeline": {
         "audit", "compare", "diagnose", "errors", "findings", "judge", "model", "names", "replay", "result", "trace",
     },
-    "tracediff.itself": {"engine", "errors", "findings", "judge", "model", "pipeline", "result", "trace"},
+    "tracediff.itself": {"engine", "errors", "files", "findings", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.reproduce": {"audit", "errors", "files", "model", "numerics", "replay", "trace"},
     "tracediff.bundle": {
@@ -64,8 +64,8 @@ MAY = {
     "tracediff.pytest_plugin": set(),
     "tracediff.testing": {"judge", "pipeline", "result"},
     "tracediff.mismatch": {
-        "audit", "compare", "english", "errors", "findings", "judge", "model", "names", "numerics", "replay", "result",
-        "trace",
+        "audit", "compare", "english", "errors", "files", "findings", "judge", "model", "names", "numerics", "replay",
+        "result", "trace",
     },
     "tracediff.demo": {"files", "model", "result", "diagnose"},
     "tracediff.cli": EVERYTHING,
