@@ -552,6 +552,22 @@ def test_what_no_mistake_explains_is_described(models, torch_trace) -> None:
     assert faulty["blk.1.ffn_up"] == "every value is 1.25 times what it should be"
 
 
+def test_values_that_were_quantised_in_a_way_of_the_engines_own_are_said_to_be() -> None:
+    axes = ("token", "channel")
+    rows = torch.randn(5, 192, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    groups = rows.unflatten(1, (-1, 64))
+    steps = groups.abs().amax(-1, keepdim=True) * 0.83 / 7  # largest values are cut, as no listed way does
+    quantised = ((groups / steps).round().clamp(-8, 7) * steps).flatten(1)
+    said = "each group of 64 values has 16 evenly spaced levels at most, as if it was quantised"
+    for held in (torch.float32, torch.bfloat16):
+        assert said in describe(quantised.to(held).double(), rows, axes)
+    assert "levels" not in describe(1.1 * quantised + 0.01, quantised, axes)  # as the right ones have
+    assert "levels" not in describe(rows + 0.1 * rows.flip(0), rows, axes)
+    for integers in (63, 127):
+        step = rows.abs().amax(1, keepdim=True) / integers
+        assert "each row of 192 values has " in describe((rows / step).round() * step, rows, axes)
+
+
 def test_what_is_said_of_an_error_is_of_the_error_and_not_of_what_is_right() -> None:
     """Beside an error of 1e-9 all tokens are multiples of themselves, in their own order."""
     random = torch.Generator().manual_seed(0)

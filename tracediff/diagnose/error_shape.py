@@ -20,6 +20,10 @@ _ZEROS = 0.1  # of the values that should be 0, as by a mask: weights of few bit
 _DEVIATIONS = 4.0  # of the number of values that are 0: what chance alone makes of it once in ten thousand times
 _TOKENS_TELL = 3  # whose choices all lack one: of fewer that may be chance
 _VECTOR = 1e-3  # NMSE: a vector of the file is another by far
+# Values that may be quantised: rows that are looked at, sizes of groups, and levels of eight bits. By chance 32 values
+# lie so near to levels once in 10^30 times; a group of few values may lack two neighbours, and with them its step.
+_ROWS, _GROUPS, _MOST_LEVELS, _NEAR_LEVEL, _MOST_GROUPS = 16, (256, 128, 64, 32), 256, 0.05, 0.9
+_APART = 1e-6  # of the largest: values that are no farther apart are one
 _MULTIPLES = 8  # values of a slice that can tell that it is one
 
 Vectors = Callable[[int], Iterable[tuple[str, Tensor]]]
@@ -105,6 +109,7 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors) -> Ite
         yield dropped
         return
     yield from _multiples(y, x, axes, little)
+    yield from _levels(y, x)
     yield from _places(difference, x, axes)
     if y.ndim >= 2 and off > _MOVED and nmse(y.flatten().sort().values, x.flatten().sort().values) < little:
         yield from _permutation(y, x, axes, little)
@@ -177,6 +182,35 @@ def _multiples(y: Tensor, x: Tensor, axes: tuple[str, ...], little: float) -> It
             least, most = float(ratios.min()), float(ratios.max())
             yield f"each {name} is a multiple of what it should be, {least:.4g} to {most:.4g} times"
             return
+
+
+def _levels(y: Tensor, x: Tensor) -> Iterator[str]:
+    """That values lie on evenly spaced levels, of each group in a row its own, which the right ones do not: an engine
+    may have quantised weights in a way that is not known.
+    """
+    n = y.shape[-1]
+    rows = [values.reshape(-1, n)[:_ROWS] for values in (y, x)]
+    for size in dict.fromkeys((n, *_GROUPS)):
+        if size < min(_GROUPS) or n % size:
+            continue
+        ours, right = (_n_levels(of.reshape(-1, size)) for of in rows)
+        if ours and not right:
+            group = f"row of {n}" if size == n else f"group of {size}"
+            yield f"each {group} values has {ours} evenly spaced levels at most, as if it was quantised"
+            return
+
+
+def _n_levels(groups: Tensor) -> int:
+    """The most levels, evenly spaced, that the values of a group lie on, [groups, values]; 0 where they do not."""
+    ordered = groups.sort(-1).values
+    gaps = ordered.diff()
+    told = gaps > _APART * groups.abs().amax(-1, keepdim=True)
+    steps = gaps.masked_fill(~told, math.inf).amin(-1, keepdim=True)
+    places = (ordered - ordered[:, :1]) / steps
+    on_levels = ((places - places.round()).abs() <= _NEAR_LEVEL).all(-1)
+    n = places[:, -1].round() + 1
+    held = on_levels & (n > 1) & (n <= _MOST_LEVELS)
+    return int(n[held].max()) if float(held.double().mean()) >= _MOST_GROUPS else 0
 
 
 def _size(y: Tensor, x: Tensor) -> Iterator[str]:
