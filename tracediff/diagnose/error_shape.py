@@ -205,10 +205,13 @@ def _n_levels(groups: Tensor) -> int:
     ordered = groups.sort(-1).values
     gaps = ordered.diff()
     told = gaps > _APART * groups.abs().amax(-1, keepdim=True)
-    steps = gaps.masked_fill(~told, math.inf).amin(-1, keepdim=True)
-    places = (ordered - ordered[:, :1]) / steps
+    least = gaps.masked_fill(~told, math.inf).amin(-1, keepdim=True)
+    single = told & (gaps < 1.5 * least)  # steps, which half precision may have rounded: their mean
+    steps = gaps.where(single, 0.0).sum(-1) / single.sum(-1)
+    reach = ordered[:, -1] - ordered[:, 0]
+    n = (reach / steps).round() + 1
+    places = (ordered - ordered[:, :1]) / (reach / (n - 1))[:, None]
     on_levels = ((places - places.round()).abs() <= _NEAR_LEVEL).all(-1)
-    n = places[:, -1].round() + 1
     held = on_levels & (n > 1) & (n <= _MOST_LEVELS)
     return int(n[held].max()) if float(held.double().mean()) >= _MOST_GROUPS else 0
 
