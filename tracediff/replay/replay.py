@@ -250,7 +250,7 @@ class Replay:
         found = other.settle(schemes, [record], enough)
         near = [scheme for scheme in found.schemes if other.near(record, scheme, found.nmse)]
         if math.isfinite(before):  # of a record that is wrong as it is
-            near = [scheme for scheme in near if self._fitting.left(record, scheme) > _IDLE * found.nmse]
+            near = [scheme for scheme in near if not self._fitting.left(record, scheme) <= _IDLE * found.nmse]
         return look if found.nmse > enough or not near else other.best_of(record, near)
 
     @torch.inference_mode()
