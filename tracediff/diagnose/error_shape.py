@@ -189,14 +189,14 @@ def _levels(y: Tensor, x: Tensor) -> Iterator[str]:
     may have quantised weights in a way that is not known.
     """
     n = y.shape[-1]
-    rows = [values.reshape(-1, n)[:_ROWS] for values in (y, x)]
+    ours, right = (values.reshape(-1, n)[:_ROWS] for values in (y, x))
     for size in dict.fromkeys((n, *_GROUPS)):
         if size < min(_GROUPS) or n % size:
             continue
-        ours, right = (_n_levels(of.reshape(-1, size)) for of in rows)
-        if ours and not right:
+        levels = _n_levels(ours.reshape(-1, size))
+        if levels and not _n_levels(right.reshape(-1, size)):
             group = f"row of {n}" if size == n else f"group of {size}"
-            yield f"each {group} values has {ours} evenly spaced levels at most, as if it was quantised"
+            yield f"each {group} values has {levels} evenly spaced levels at most, as if it was quantised"
             return
 
 

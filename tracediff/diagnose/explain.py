@@ -60,10 +60,10 @@ class Explainer:
         """
         explained, kins = list(ops), self.kins(ops)
         rounds = (2, 1) if len(kins) > 1 else (1,)
-        for at_round, n_rounds in enumerate(rounds):
+        for n_rounds in rounds:
             for done, kin in enumerate(kins):
                 own = Budget(budget.left / (n_rounds * len(kins) - done))
-                told = within(within(progress, at_round, len(rounds)), done, len(kins))
+                told = within(within(progress, len(rounds) - n_rounds, len(rounds)), done, len(kins))
                 for at, op in self.of(ops, kin, own, told).items():
                     explained[at] = op
             kins = [kin for kin in kins if not all(explained[at].sought for at in kin)]

@@ -51,7 +51,7 @@ class Held(Signed):
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of as many on both sides of 0."""
-        return grid_in_type(self, x, 2.0 ** (self.bits - 1) - 1)
+        return _grid_in_type(self, x, 2.0 ** (self.bits - 1) - 1)
 
     def flips(self, x: Tensor) -> Tensor:
         """None: it is followed bit for bit, and weights in half precision lie on very many boundaries."""
@@ -64,14 +64,14 @@ class HeldFP8(FP8):
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Up to 448 on both sides of 0."""
-        return grid_in_type(self, x, 448.0)
+        return _grid_in_type(self, x, 448.0)
 
     def flips(self, x: Tensor) -> Tensor:
         """None, as there."""
         return torch.zeros_like(x)
 
 
-def grid_in_type(of: Blocks, x: Tensor, last: float) -> tuple[Tensor, Tensor, Tensor]:
+def _grid_in_type(of: Blocks, x: Tensor, last: float) -> tuple[Tensor, Tensor, Tensor]:
     """Quotients of which the largest is `last`, scales and zeros, each rounded to the type that the values had.
 
     Of a scale that was rounded down a quotient is larger, which is cut.
