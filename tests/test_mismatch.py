@@ -208,7 +208,7 @@ def stale(model: Path, out: Path, tensor: str = "blk.1.ffn_down.weight") -> Path
 
 
 PAIRS = {
-    "norm cast order": ("norms", "normalised_values_in_bfloat16_before_the_weight"),
+    "norm cast order": ("norms", "normed_values_in_bfloat16"),
     "bf16 rope": ("rope", "rope_tables_in_bfloat16"),
     "f16 sums": ("attention", "sums_in_float16"),
     "one stale tensor": ("ffn_down alone (blk.1.ffn_down)", "stale_weights"),

@@ -21,11 +21,6 @@ from tracediff.trace.runs import Paths, open_trace
 
 _MOST = 990_000  # bytes of data.npz: with the script less than 1 MB
 _DENSEST = 10  # times that values may be compressed: those of 4-bit weights were 5 to 6 times
-# Kinds each of whose rows, the first axis of all that they read and make, follows from the same row of its inputs.
-_BY_ROWS = (
-    "linear", "rms_norm", "layer_norm", "l2_norm", "add", "mul", "swiglu", "geglu", "silu", "gelu", "relu", "sigmoid",
-    "rope", "embedding", "soft_max",
-)  # fmt: skip
 # Attention's axes of the step's tokens.
 _QUERIES = {
     "scores": {"recorded": 1, "input0": 0},
@@ -81,7 +76,7 @@ def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path, ar
     of = replay.weights
     weights = [of.gather(w, torch.from_numpy(table[0]).long()) if table else of.load(w) for w in op.weights]
     whole |= {f"weight{n}": values.float().numpy() for n, values in enumerate(weights)}
-    data = _small(whole, op)
+    data = _small(whole, op, replay.graph.is_by_rows(op))
     script = _script(op, record.step, trace.header.engine, data, whole)
     folder.mkdir(parents=True, exist_ok=True)
     packed = _packed(data)
@@ -106,11 +101,13 @@ def _is_small(data: Arrays) -> bool:
     return sum(values.nbytes for values in data.values()) < _DENSEST * _MOST and len(_packed(data)) <= _MOST
 
 
-def _small(data: Arrays, op: Op) -> Arrays:
-    """All of it where that is small; else the worst head, and of tokens, and of a matmul's outputs, the worst."""
+def _small(data: Arrays, op: Op, by_rows: bool) -> Arrays:
+    """All of it where that is small; else the worst head, and of tokens, where these are its rows or attention's, and
+    of a matmul's outputs, the worst.
+    """
     if not _is_small(data) and op.kind in _QUERIES and not op.attrs.get("max_bias"):
         data = _one_head(data, op.kind)
-    axes = _QUERIES.get(op.kind, {} if op.kind in _BY_ROWS else None)
+    axes = _QUERIES.get(op.kind, {} if by_rows else None)
     while not _is_small(data):
         off = _off(data)
         n_tokens, n_out = off.shape[axes.get("recorded", 0)] if axes is not None else 1, off[0].size

@@ -16,11 +16,6 @@ from tracediff.numerics.growing import Growing
 from tracediff.numerics.kinds.attention import causal
 from tracediff.numerics.views import seen, state
 
-# Kinds that make each token's row of that token's rows.
-_BY_ROWS = frozenset({
-    "embedding", "linear", "linear_id", "rms_norm", "layer_norm", "rope", "scale", "add", "mul", "swiglu",
-})  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
@@ -143,10 +138,8 @@ class TorchEngine:
 
     def _by_rows(self, op: Op) -> bool:
         """Whether each token's row of it is made of that token's rows alone."""
-        of = [*op.inputs, op.name]
-        rows = all(name in SOURCES or self.graph[name].axes[0] == "T" for name in of)
         changed = op.function or op.rework  # by a mistake, which may look anywhere
-        return rows and op.kind in _BY_ROWS and not (any(op.past) or any(op.views) or changed)
+        return self.graph.is_by_rows(op) and not any(op.views) and not changed
 
     def _inputs(self, op: Op, values: dict[str, dict[int, Tensor]], sequence: int, n_tokens: int) -> Iterator[Tensor]:
         cache = self.caches[sequence]

@@ -2,22 +2,18 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tracediff.mismatch.lanes import Side, Way
 from tracediff.mismatch.words import UNKNOWN
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
 from tracediff.names import local_name
-from tracediff.numerics.arithmetic import EXACT, Scheme, in_words
-from tracediff.numerics.evaluate import arithmetic_of, is_covered, rounding
-from tracediff.numerics.kinds.norm import rms_norm
-from tracediff.numerics.roundings import rounding_named
+from tracediff.numerics.arithmetic import EXACT, Arithmetic, Scheme, in_words
+from tracediff.numerics.evaluate import arithmetic_of, evaluate, is_covered, rounding
 from tracediff.numerics.schemes import EXACTLY
 from tracediff.replay.judging import Subject, replays_of
 from tracediff.replay.replay import Replay
@@ -37,18 +33,13 @@ class Known:
 
     side: Side
     unsettled: frozenset[str]  # ops of which no arithmetic fits a record
-    cast: str | None  # what norms round their values to before the weight
 
     def how(self, ops: Iterable[Op]) -> str:
         """How the side computes these ops, which are of one group."""
         ops = list(ops)
-        if any(op.name in self.unsettled and not (self.cast and op.kind == "rms_norm") for op in ops):
+        if any(op.name in self.unsettled for op in ops):
             return UNKNOWN
-        said = in_words((op.kind, self.side.ways[op.name].arithmetic) for op in ops)
-        if self.cast and any(op.kind == "rms_norm" for op in ops):
-            cast = f"normalised values in {rounding_named(self.cast).words} before the weight"
-            return cast if said == "exact" else f"{cast}, {said}"
-        return said
+        return in_words((op.kind, self.side.ways[op.name].arithmetic) for op in ops)
 
 
 def in_one_pass(trace: Trace, folder: Path, name: str) -> Trace:
@@ -97,47 +88,43 @@ def _known(replay: Replay, model: Model) -> Known:
             if not choice.settled or replay.judge(record).faulty:
                 unsettled.add(op.name)
         schemes[op.name] = scheme
-    cast = _cast(replay, step)
-    ways = {op.name: _way(replay, op, schemes[op.name], cast, step) for op in graph}
-    return Known(Side(replay.trace, replay.weights, ways), frozenset(unsettled), cast)
+    if cast := _cast(replay, step):
+        norms = {op.name for op in graph if _is_norm(op)}
+        schemes |= {name: replace(schemes[name], normed=cast) for name in norms}
+        unsettled -= norms
+    ways = {op.name: _way(replay, op, schemes[op.name], step) for op in graph}
+    return Known(Side(replay.trace, replay.weights, ways), frozenset(unsettled))
 
 
-def _way(replay: Replay, op: Op, scheme: Scheme, cast: str | None, step: int) -> Way:
+def _way(replay: Replay, op: Op, scheme: Scheme, step: int) -> Way:
     arithmetic = arithmetic_of(op, scheme, replay.weights) if is_covered(op) else EXACT
     record = replay.trace.ops.get((step, op.name))
     storage = "f64"
     if record is not None and record.has_data:
         storage = stored_as(torch.from_numpy(replay.trace.values(record)).double(), record.dtype or "f32")
-    if cast and op.kind == "rms_norm" and len(op.weights) == 1:
-        op = replace(op, function=partial(cast_before_weight, cast=cast))
     return Way(op, arithmetic, storage)
 
 
-def cast_before_weight(x: Tensor, weight: Tensor, *, eps: float, cast: str) -> Tensor:
-    """The norm with its values rounded before the weight, as transformers' LlamaRMSNorm has it in half precision."""
-    return rounding(rms_norm(x, eps=eps), cast) * weight
-
-
 def _cast(replay: Replay, step: int) -> str | None:
-    """What this side's norms round their values to before the weight, where that leaves a tenth of them or less."""
-    left: dict[str | None, float] = dict.fromkeys((None, "bf16", "f16"), 0.0)
+    """What this side's norms round their values to before the weight, as transformers' LlamaRMSNorm does in half
+    precision, where that leaves a tenth of what is left without, or less.
+    """
+    left = dict.fromkeys(("f64", "bf16", "f16"), 0.0)
     for op in [*_norms(replay, step)][:_LOOKED_AT]:
         known = replay.known(replay.trace.ops[step, op.name])
-        weight = replay.weights.load(op.weights[0])
         storage = stored_as(known.recorded, replay.trace.ops[step, op.name].dtype or "f32")
         for cast in left:
-            function = partial(cast_before_weight, cast=cast) if cast else rms_norm
-            made = rounding(function(known.inputs[0], weight, **op.attrs), storage)
+            made = rounding(evaluate(op, known.inputs, replay.weights, Arithmetic(cast)), storage)
             left[cast] += float((made.reshape(known.recorded.shape) - known.recorded).square().sum())
     best = min(left, key=lambda cast: left[cast])
-    return best if best and left[best] <= _BETTER * left[None] else None
+    return best if best != "f64" and left[best] <= _BETTER * left["f64"] else None
 
 
 def _norms(replay: Replay, step: int) -> Iterator[Op]:
     """Those of which input and output were recorded."""
     for op in replay.graph:
         read = replay.trace.ops.get((step, op.inputs[0]))
-        if op.kind == "rms_norm" and len(op.weights) == 1 and op.name in replay.records and read and read.has_data:
+        if _is_norm(op) and op.name in replay.records and read and read.has_data:
             yield op
 
 
@@ -154,3 +141,7 @@ def label(op: Op) -> str:
 def alone(op: Op) -> str:
     """The name of a group of one op."""
     return f"{local_name(op.name)} alone ({op.name})"
+
+
+def _is_norm(op: Op) -> bool:
+    return op.kind == "rms_norm" and len(op.weights) == 1

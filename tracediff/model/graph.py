@@ -223,6 +223,17 @@ class Graph:
         """
         return rows if rows is None or self._is_by_token(op) else None
 
+    def axes_read(self, op: Op, position: int) -> tuple[Axis, ...]:
+        """The axes of an input as the op sees it."""
+        view, name = op.seen[position], op.inputs[position]
+        return view.shape if view else ("T",) if name in SOURCES else self[name].axes
+
+    def is_by_rows(self, op: Op) -> bool:
+        """Whether a row of its value is a token, and follows from the same row of all that it reads."""
+        axes = (op.axes, *(self.axes_read(op, i) for i in range(len(op.inputs))))
+        first = all(one[:1] == ("T",) for one in axes)
+        return first and not any(op.past) and self.tokens_read(op, (0,)) is not None
+
     def _is_by_token(self, op: Op) -> bool:
         reads = zip(op.reads, op.seen, strict=True)
         of_token = (past or self._is_of_token(name, view) for (name, past), view in reads)

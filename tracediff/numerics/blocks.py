@@ -4,6 +4,7 @@ Roundings to them work on the last axis, and return the values that they stand f
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,8 +23,12 @@ class Blocks(Rounding):
 
     Blocks are `n_rows` high, those at the end of a matrix as many as there are. The values were held in the type
     `before`, and the scales are kept in that of `scales`. `limits` are the least and the largest value of a whole
-    tensor; None: what is rounded is all of it.
+    tensor; None: what is rounded is all of it. `turns`: whether implementations may take the other of two values that
+    are all but as near; not where they are followed bit for bit, and weights in half precision lie on very many
+    boundaries.
     """
+
+    turns: ClassVar[bool] = True
 
     scales: torch.dtype = torch.float32
     before: torch.dtype = torch.float32
@@ -65,6 +70,8 @@ class Blocks(Rounding):
 
     def flips(self, x: Tensor) -> Tensor:
         """A scale up or down where the quotient is all but halfway between two integers."""
+        if not self.turns:
+            return torch.zeros_like(x)
         quotients, scale, _ = self.grid(x)
         past = quotients - self.whole(quotients)  # from -0.5 to 0.5
         other = torch.where(past >= 0, 1.0, -1.0).to(x.dtype) * scale.to(self.scales).to(x.dtype)
@@ -129,16 +136,14 @@ class GF4(Blocks):
     the one of largest magnitude; that is stored as -4 (tools/convert.py, `gf4`, bit for bit).
     """
 
+    turns: ClassVar[bool] = False  # where one division is exact to the bit, as in IEEE 754, so is all that follows it
+
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From 0 to 7; 4 stands for 0. The quotient passes through float16."""
         blocks = self.of(x)
         largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).to(torch.float8_e5m2).float()
         quotients = (quotients_of(blocks, largest).half() * -4 + 4).float()
         return quotients.clamp_(0.0, 7.0), divided(largest, -4.0), torch.full_like(largest, 4.0)
-
-    def flips(self, x: Tensor) -> Tensor:
-        """None: where one division is exact to the bit, as in IEEE 754, so is all that follows it."""
-        return torch.zeros_like(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +168,8 @@ class FP8(Blocks):
 
     def flips(self, x: Tensor) -> Tensor:
         """A unit up or down where the quotient is all but halfway between two values."""
+        if not self.turns:
+            return torch.zeros_like(x)
         quotients, scale, _ = self.grid(x)
         unit, past = _e4m3_unit(quotients), quotients - quotients.to(torch.float8_e4m3fn).to(quotients.dtype)
         other = (torch.sign(past) * unit * scale).to(x.dtype)

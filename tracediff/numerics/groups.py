@@ -1,6 +1,7 @@
 """Groups of integers that share a scale, as engines and libraries quantise activations and the file's weights."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,16 +32,14 @@ class Signed(Blocks):
 class Wide(Signed):
     """Symmetric: scale amax / 127.5, of 8 bits, halfway between what the two ends need (torchao's MappingType)."""
 
+    turns: ClassVar[bool] = False
+
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One less above 0 than below."""
         blocks, half = self.of(x), (2.0**self.bits - 1) / 2
         scale = divided(self.largest(blocks), half).to(self.before).float()
         # By the inverse, as there: in every row the largest lies on the boundary between two integers.
         return (blocks * over(1.0, scale)).clamp_(-half - 0.5, half - 0.5), scale, torch.zeros_like(scale)
-
-    def flips(self, x: Tensor) -> Tensor:
-        """None: it is followed bit for bit, and weights in half precision lie on very many boundaries."""
-        return torch.zeros_like(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +48,22 @@ class Held(Signed):
     quotients are rounded to it (optimum-quanto's AbsmaxOptimizer and quantize_symmetric).
     """
 
+    turns: ClassVar[bool] = False
+
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of as many on both sides of 0."""
         return _grid_in_type(self, x, 2.0 ** (self.bits - 1) - 1)
-
-    def flips(self, x: Tensor) -> Tensor:
-        """None: it is followed bit for bit, and weights in half precision lie on very many boundaries."""
-        return torch.zeros_like(x)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldFP8(FP8):
     """The same of scaled E4M3."""
 
+    turns: ClassVar[bool] = False
+
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Up to 448 on both sides of 0."""
         return _grid_in_type(self, x, 448.0)
-
-    def flips(self, x: Tensor) -> Tensor:
-        """None, as there."""
-        return torch.zeros_like(x)
 
 
 def _grid_in_type(of: Blocks, x: Tensor, last: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,6 +112,8 @@ class Full(Signed):
     with both signs the one below 0 (ONNX Runtime's MatMulNBits, mlas/lib/q4_dq.cpp).
     """
 
+    turns: ClassVar[bool] = False
+
     @property
     def has_offset(self) -> bool:
         """They are kept as unsigned ones, the least of them as 0."""
@@ -133,10 +130,6 @@ class Full(Signed):
         """Of two as near the larger one, in unsigned integers: weights in half precision lie on many boundaries."""
         offset = 2.0 ** (self.bits - 1)
         return torch.floor(quotients + (offset + 0.5)) - offset
-
-    def flips(self, x: Tensor) -> Tensor:
-        """None: it is followed bit for bit, and weights in half precision lie on very many boundaries."""
-        return torch.zeros_like(x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from tracediff.diagnose.mistakes.mistake import (
     Variant,
     Variants,
     Where,
-    axes_read,
     computing,
     fitted_attr,
     reading_heads,
@@ -165,8 +164,8 @@ def _online(
     "the mapping from query heads to key/value heads", WITH_CACHE, "onnx#7274",
 )  # fmt: skip
 def _heads(op: Op, context: Context) -> Variants:
-    n_head = op.axes[0] if op.kind == "scores" else axes_read(op, 0, context.graph)[0]
-    n_head_kv = axes_read(op, 1, context.graph)[1]
+    n_head = op.axes[0] if op.kind == "scores" else context.graph.axes_read(op, 0)[0]
+    n_head_kv = context.graph.axes_read(op, 1)[1]
     assert isinstance(n_head, int)
     assert isinstance(n_head_kv, int)
     if n_head_kv in (1, n_head):
@@ -285,7 +284,7 @@ def _no_alibi(op: Op, _: Context) -> Variants:
     "the slopes where heads are no power of two, and the exponent of the first", SOFTMAX,
 )  # fmt: skip
 def _slopes(op: Op, context: Context) -> Variants:
-    most, heads = op.attrs.get("max_bias"), axes_read(op, 0, context.graph)[0]
+    most, heads = op.attrs.get("max_bias"), context.graph.axes_read(op, 0)[0]
     if not most or not isinstance(heads, int):
         return
     above = 1 << math.ceil(math.log2(heads))

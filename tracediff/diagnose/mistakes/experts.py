@@ -14,7 +14,6 @@ from tracediff.diagnose.mistakes.mistake import (
     Variant,
     Variants,
     Where,
-    axes_read,
     computing,
     first_alone,
     second_alone,
@@ -407,7 +406,7 @@ def _off_by_one_rank(op: Op, context: Context) -> Variants:
     def function(x: Tensor, k: int) -> Tensor:
         return argsort(x, descending=True)[..., 1 : k + 1]
 
-    if axes_read(op, 0, context.graph)[-1] == op.attrs["k"]:
+    if context.graph.axes_read(op, 0)[-1] == op.attrs["k"]:
         return  # all are chosen
     yield computing(op, function), "the choice begins with the second best"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where, axes_read
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where
 from tracediff.diagnose.rearranged import Rearranged, Reread
 from tracediff.model.graph import Op
 from tracediff.names import local_name
@@ -37,7 +37,7 @@ class _HeadsFirst(Rearranged):
 def _heads_first(op: Op, context: Context) -> Variants:
     right, wrong = "[tokens, heads, channels]", "[heads, tokens, channels]"
     if op.kind == "weighted_values":
-        heads, backwards = axes_read(op, 0, context.graph)[0], False
+        heads, backwards = context.graph.axes_read(op, 0)[0], False
         words = f"the output lies as {wrong} and is read as {right}: a transpose was forgotten"
     else:
         heads, backwards = op.axes[1] if len(op.axes) == 3 else 1, True
@@ -97,7 +97,7 @@ def _heads_viewed(op: Op, context: Context) -> Variants:
         inputs = tuple(before.name if i == position else other for i, other in enumerate(op.inputs))
         words = f"{what} lies as {lies} and is read as {layout}: a view as heads, without its transpose"
         yield Variant(replace(op, inputs=inputs, views=()), words, before=(before,))
-    n_head = op.axes[0] if op.kind == "scores" else axes_read(op, 0, context.graph)[0]
+    n_head = op.axes[0] if op.kind == "scores" else context.graph.axes_read(op, 0)[0]
     for n in dict.fromkeys((heads, n_head)) if op.kind != "rope" else ():
         if isinstance(n, int) and n % heads == 0:
             each = ", each head as often as queries read it," if n > heads else ""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.graph import Axis, Graph, Op
+from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import values_of
 from tracediff.names import NORMS, layer_of
 from tracediff.numerics.evaluate import is_covered
@@ -192,12 +192,6 @@ class Area(list[Mistake]):
             return change
 
         return add
-
-
-def axes_read(op: Op, position: int, graph: Graph) -> tuple[Axis, ...]:
-    """The axes of an input as the op sees it."""
-    view = op.seen[position]
-    return view.shape if view else graph[op.inputs[position]].axes
 
 
 def weights_of(op: Op, context: Context) -> list[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, axes_read, computing, reading_heads
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing, reading_heads
 from tracediff.model.graph import Extent, Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import local_name, split
@@ -162,7 +162,7 @@ def _delta_rule(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _other_groups(op: Op, context: Context) -> Variants:
     names, shared, head = (("B", "C"), (3, 4), 1) if op.kind == "ssm_scan" else (("q", "k"), (0, 1), 2)
-    n_groups, n_heads = (axes_read(op, i, context.graph)[1] for i in (shared[0], head))
+    n_groups, n_heads = (context.graph.axes_read(op, i)[1] for i in (shared[0], head))
     assert isinstance(n_groups, int)
     assert isinstance(n_heads, int)
     if n_groups in (1, n_heads):

@@ -89,7 +89,7 @@ class Segment:
             if op.kind == "state":
                 short._known[op.name] = known
                 continue
-            given = tuple(short._first(x, self._axes_read(op, i)) for i, x in enumerate(known.inputs))
+            given = tuple(short._first(x, self._replay.graph.axes_read(op, i)) for i, x in enumerate(known.inputs))
             y, right = self._evaluated(op, given), short._first(known.exact, op.axes)
             if y.shape != right.shape or nmse(y, right) > _SAME:
                 return self
@@ -133,11 +133,6 @@ class Segment:
     def _axes(self, name: str) -> Sequence[Axis]:
         graph = self._replay.graph
         return graph[name].axes if name in graph else ("T",) if name in SOURCES else ()
-
-    def _axes_read(self, op: Op, i: int) -> Sequence[Axis]:
-        """Of an input as the op sees it."""
-        view = op.seen[i]
-        return view.shape if view else self._axes(op.inputs[i])
 
     def _seen(self, op: Op, i: int, value: Tensor, n_tokens: int) -> Tensor:
         """The value of an input, of so many tokens, as the op sees it."""
@@ -190,13 +185,8 @@ class Segment:
     @cached_property
     def _apart(self) -> int:
         """The op from which on a token's values follow from its own alone."""
-        mixed = (i for i, op in enumerate(self.ops) if not self._is_by_token(op))
+        mixed = (i for i, op in enumerate(self.ops) if not self._replay.graph.is_by_rows(op))
         return max(mixed, default=-1) + 1
-
-    def _is_by_token(self, op: Op) -> bool:
-        """Whether what it makes of a token follows from what it reads of that one, and tokens come first."""
-        first = all(axes[:1] == ("T",) for axes in (op.axes, *(self._axes_read(op, i) for i in range(len(op.inputs)))))
-        return first and not any(op.past) and self._replay.graph.tokens_read(op, (0,)) is not None
 
     def moved(self, op: Op, y: Tensor) -> float:
         """NMSE of what is made of an op against what it should be."""
