@@ -45,6 +45,11 @@ class Blocks(Rounding):
         """Whether all of a tensor shares one scale."""
         return self.block == WHOLE
 
+    @property
+    def is_coarse(self) -> bool:
+        """Of integers of four bits."""
+        return self.bits <= 4
+
     def within(self, least: float, most: float) -> "Blocks":
         """That of a part of a tensor, whose least and largest values these are."""
         return replace(self, limits=(least, most))

@@ -51,6 +51,11 @@ class Rounding:
         """Whether the integers are unsigned: engines add up what the offset makes by itself."""
         return False
 
+    @property
+    def is_coarse(self) -> bool:
+        """Whether four bits at most are kept of a value: of weights so rounded a layer is off by a tenth."""
+        return False
+
     def __call__(self, x: Tensor) -> Tensor:
         """The values that it keeps of x."""
         return x

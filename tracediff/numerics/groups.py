@@ -242,6 +242,8 @@ class Shifted(Affine):
     (optimum-quanto's MaxOptimizer and quantize_affine).
     """
 
+    turns: ClassVar[bool] = False
+
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From 0 up to the last level; the third is the least value."""
         blocks, last = self.of(x).to(self.before), 2.0**self.bits - 1

@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import median_low
 
 from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.schemes import EXACTLY, WAYS
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Planner
 from tracediff.replay.score import (
     ALIKE,
     BLIND,
+    COARSE,
     COMPOSED,
     LESS,
     LESS_UNEXPLAINED,
@@ -62,7 +64,7 @@ class Composing:
                     start, best, rivals, missed = begun, end, near, less
         best = self._simplest(best, few)
         left = self._left_of(best, few)
-        stored = median(map(self._fitting.rounded_when_stored, few))
+        stored = median_low(map(self._fitting.rounded_when_stored, few))
         is_less = score(_beyond(stored, left), COMPOSED) > score(_beyond(stored, before))
         if not is_less and not (is_led and self._leads(best, start, starts, few)):
             return self._that_fits(in_others) or Choice((starts[0],), False, before)
@@ -129,15 +131,17 @@ class Composing:
 
         found, near = {start: self._left_of(start, few)}, [start]
         best = start
-        while NOTHING < found[best] <= BLIND:  # no roundings make more that a floor does not hide
+        while NOTHING < found[best] <= COARSE:
             ahead = near[:_ABREAST]
             changes = self._planner.changes(ahead, *self._records)
+            if found[best] > BLIND:
+                changes = [s for s in changes if rounding_named(s.linear.stored).is_coarse]
             first = {s: miss(few[0], s) for s in changes if s not in found and self._may_be(s)}
             before = miss(few[0], ahead[0])
             if min(first.values(), default=math.inf) >= enough * before:
                 break
             for other, left in first.items():  # one mistake among three is outvoted
-                found[other] = median(miss(record, other) for record in few) if left <= alike * before else left
+                found[other] = median_low(miss(record, other) for record in few) if left <= alike * before else left
             near = sorted(found, key=lambda scheme: found[scheme])
             if found[near[0]] >= enough * found[best]:
                 break
@@ -146,7 +150,7 @@ class Composing:
         return best, rivals, found[best]
 
     def _left_of(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
-        return median(self._fitting.left(record, scheme) for record in records)
+        return median_low(self._fitting.left(record, scheme) for record in records)
 
 
 def _beyond(stored: float, left: float) -> float:
