@@ -56,6 +56,7 @@ from tracediff.replay.making import Recomputed
 from tracediff.replay.plan import Choice
 from tracediff.replay.replay import Replay
 from tracediff.replay.residual import turned
+from tracediff.replay.score import BLIND
 from tracediff.replay.storage import stored_as, stored_in_all
 from tracediff.report.terminal import render
 from tracediff.result import Result
@@ -1138,6 +1139,32 @@ def test_a_composed_arithmetic_excuses_no_mistake(
     trace = traced(model, tmp_path / "own.trace", change=steeper_gate, arithmetic=arithmetic, capture=capture)
     where = "blk.1.ffn_act" if capture == "all" else "blk.1.ffn_residual"
     assert faulty(check_trace(trace, model, effort=Effort(seconds=0.01))) == [(step, where) for step in range(3)]
+
+
+def test_weights_in_four_bits_are_known_beside_a_mistaken_layer(models: Models, tmp_path: Path) -> None:
+    """They leave more of a layer than any other rounding; and of two layers the one that is right tells."""
+    shape = Shape("qwen3", n_layer=2, n_embd=256, n_head=4, n_head_kv=2, n_ff=512, n_vocab=320, head_dim=128)
+    model, arithmetic = models(shape, "F16"), "weights in bf16 shifted4/128"
+    trace = traced(model, tmp_path / "own.trace", change=steeper_gate, arithmetic=arithmetic, capture="layers")
+    plain = check_trace(trace, model, effort=Effort(seconds=0), arithmetic="exact")
+    assert min(op.local.nmse for op in plain.ops if op.local and op.op == "blk.0.ffn_residual") > BLIND
+    result = check_trace(trace, model, effort=Effort(seconds=0.01))
+    assert faulty(result) == [(step, "blk.1.ffn_residual") for step in range(3)]
+    words = "weights in 4-bit groups of 128 with bfloat16 scales and minima"
+    assert {op.local.arithmetic for op in result.ops if op.local and op.op.endswith("ffn_residual")} == {words}
+
+
+def test_a_number_is_one_mistake_in_every_step_of_an_engine_in_half_precision(models: Models, tmp_path: Path) -> None:
+    """Its roundings leave more of the prompt's error than what tells a number in float32."""
+    shape = Shape("qwen3", n_layer=2, n_embd=256, n_head=4, n_head_kv=2, n_ff=512, n_vocab=320, head_dim=128)
+    model, half = models(shape, "F16"), torch.bfloat16
+
+    def larger_eps(op: Op) -> Op:
+        return op.with_attrs(eps=1e-2) if op.name == "blk.1.attn_norm" else op
+
+    trace = traced(model, tmp_path / "own.trace", change=larger_eps, computed=half, written=half, capture="layers")
+    found = [finding.text for finding in check_trace(trace, model).findings]
+    assert found == ["layer 1 (seen in ffn_residual): attn_norm: eps is 0.01 instead of 1e-06."]
 
 
 def test_a_value_is_held_in_one_rounding_and_read_as_another() -> None:

@@ -17,6 +17,7 @@ from tracediff.diagnose.trials import Trials
 from tracediff.model.graph import Op
 from tracediff.names import local_name
 from tracediff.numerics.kinds import KINDS
+from tracediff.replay.making import SEGMENT_MARGIN
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import NOTHING, judge, score
 from tracediff.result import Local
@@ -317,7 +318,7 @@ class Kin:
                 under = (self.replay.under(other, way.ops) for way in self._ways(tried, other))
                 local = min(under, key=lambda x: x.left)
                 allowed = _TOLD if soon_suited else 1.0
-                most = allowed * error.left
+                most = max(allowed * error.left, local.floor / SEGMENT_MARGIN)  # of less than noise nothing tells
                 is_small = step != largest and not local.faulty  # an error, of which roundings are more than that
                 # What is hidden may be chosen: then the error is infinite.
                 if not is_small and (math.isinf(local.nmse) or not local.nmse <= most):

@@ -24,7 +24,7 @@ from tracediff.replay.turning import Turning
 from tracediff.trace.format import Rows
 
 # Noise through a segment is known from a few samples of it, not from a formula: its spread is that uncertain.
-_SEGMENT_MARGIN = 16.0
+SEGMENT_MARGIN = 16.0
 # What half precision rounds is bounded as two roundings of the largest significand each (`kind.Made.stored`). Their
 # errors are independent, which leaves 1 / sqrt(2) of the bound, and significands spread evenly on a logarithmic scale
 # leave sqrt(3 / (8 ln 2)) of that.
@@ -51,7 +51,7 @@ class Recomputed:
     @property
     def margin(self) -> float:
         """How many times its expectation the squared error may be."""
-        return max(_SEGMENT_MARGIN, self.noise.margin) if self.samples else self.noise.margin
+        return max(SEGMENT_MARGIN, self.noise.margin) if self.samples else self.noise.margin
 
     def at(self, axis: int, rows: Sequence[int]) -> "Recomputed":
         """Some rows of it along an axis."""
@@ -73,7 +73,7 @@ class Recomputed:
         """
         noise = self.noise if cut is None else self.noise.part(cut)
         bound = noise.bound(self.noise.sigma.numel())
-        return bound.mul_(math.sqrt(_SEGMENT_MARGIN)) if self.samples else bound
+        return bound.mul_(math.sqrt(SEGMENT_MARGIN)) if self.samples else bound
 
 
 @dataclass(frozen=True, slots=True)
