@@ -111,14 +111,16 @@ def test_hidden_states_of_a_loud_model_are_clean(
     assert alarms(records) == []
 
 
-@pytest.mark.parametrize(("weights", "options"), [("F16", {}), ("Q8_0", FLASH | F16), ("Q4_K_M", {})])
+@pytest.mark.parametrize(
+    ("weights", "options", "n_decode"), [("F16", {}, 0), ("Q8_0", FLASH | F16, 0), ("Q4_K_M", {}, 1)]
+)
 def test_logits_of_a_loud_model_are_clean(
-    weights: str, options: dict[str, Any], models: Models, llama_cpp_trace: Tracer
+    weights: str, options: dict[str, Any], n_decode: int, models: Models, llama_cpp_trace: Tracer
 ) -> None:
     """Eight layers recomputed as one op: most roundings turn, and the right one leaves little less than none."""
     model = models(FAMILIES["demo"], weights)
-    records = judged(logits_of(llama_cpp_trace(model, tokens_of(17), 1, **options, threads=1)), model)
-    assert len(records) == 2
+    records = judged(logits_of(llama_cpp_trace(model, tokens_of(17), n_decode, **options, threads=1)), model)
+    assert len(records) == n_decode + 1
     assert alarms(records) == []
     assert all(
         local.blind or "KV cache" in local.arithmetic or "activations" in local.arithmetic for _, local in records

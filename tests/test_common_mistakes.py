@@ -166,6 +166,7 @@ class Case:
     words: str
     shape: str = "k-quants"
     also_hidden: bool = True
+    n_decode: int = 0  # tokens after the prompt, for what shows in them alone
 
 
 SCALE = 1 / math.sqrt(32)
@@ -238,7 +239,7 @@ CASES = {
     ),
     "a cache that is a ring": Case(
         "attn_scores attn_kqv", in_a_ring(18), "cache_wraps",
-        "position p is cached in slot p % 18, where slots beyond are read too: zeros",
+        "position p is cached in slot p % 18, where slots beyond are read too: zeros", n_decode=2,
     ),
     "a sum that is not rescaled": Case(
         "attn_probs", in_blocks(4, False, True), "flash_not_rescaled",
@@ -285,7 +286,7 @@ def said_of(case: Case, models: Models, out: Path, kept: Callable[[str], bool] =
     model = models(case.shape, "F32")
     graph, names = build_graph(GGUFFile(model)), case.ops.split()
     wrong = [replace(op, function=case.function) for op in graph if split(op.name)[1] in names]
-    path = traced(graph.changed(*wrong), GGUFFile(model), out / "whole.trace", TOKENS)
+    path = traced(graph.changed(*wrong), GGUFFile(model), out / "whole.trace", TOKENS, case.n_decode)
     return said(some_of(path, out / "some.trace", kept), model)
 
 

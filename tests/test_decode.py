@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Models, trace_graph
+from conftest import SHAPES, Models, trace_graph
 
 from tracediff.diagnose.budget import ENDLESS
 from tracediff.diagnose.hypothesis import Assumed, Hypothesis
@@ -78,11 +78,11 @@ def test_a_mistake_in_keys_of_one_sort_of_steps_is_named(
 
 @pytest.mark.parametrize("tokens", ["one", "several"])
 def test_an_edit_that_nobody_listed_is_found_in_one_sort_of_steps(tokens: str, models: Models, tmp_path: Path) -> None:
-    model = Model(models("qwen2"))
+    model = Model(models(replace(SHAPES["qwen2"], n_layer=2)))
     ops = where(tokens, named(model.graph, "attn_v"), halved)
     where_, said = {"one": (", in steps 1, 2", "one token"), "several": ("", "several tokens")}[tokens]
     assert findings(model, tmp_path / "mine.trace", ops, "layers") == [
-        f"all {len(ops)} layers (seen in ffn_residual){where_}: attn_v: every value is 0.5 times what it should be, "
+        f"both layers (seen in ffn_residual){where_}: attn_v: every value is 0.5 times what it should be, "
         f"in steps of {said} alone."
     ]
 

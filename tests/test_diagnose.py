@@ -133,25 +133,25 @@ def test_norms_that_were_never_loaded_are_no_other_model(models, torch_trace) ->
 
 
 @pytest.mark.parametrize(
-    ("fault", "ops", "weights", "arithmetic"),
+    ("fault", "ops", "weights", "arithmetic", "n_decode"),
     [
-        ("bias_missing", "attn_q, attn_k, attn_v: ", "F32", "exact"),
-        ("bias_missing", "attn_q, attn_k, attn_v: ", "Q4_K_M", "exact"),
-        ("bias_missing", "attn_q, attn_k, attn_v: ", "Q4_K_M", "llama.cpp"),
-        ("rope_pairing@1", "blk.1.attn_q_rope, blk.1.attn_k_rope: ", "Q4_K_M", "llama.cpp"),
+        ("bias_missing", "attn_q, attn_k, attn_v: ", "F32", "exact", 1),
+        ("bias_missing", "attn_q, attn_k, attn_v: ", "Q4_K_M", "exact", 1),
+        ("bias_missing", "attn_q, attn_k, attn_v: ", "Q4_K_M", "llama.cpp", 1),
+        ("rope_pairing@1", "blk.1.attn_q_rope, blk.1.attn_k_rope: ", "Q4_K_M", "llama.cpp", 0),
         # Whatever it is called in each.
-        ("residual_twice", "attn_residual, ffn_residual: the residual stream is added twice", "Q4_K_M", "llama.cpp"),
+        ("residual_twice", "attn_residual, ffn_residual: the residual stream is added twice", "Q4_K_M", "llama.cpp", 0),
     ],
 )
 def test_logits_alone_name_a_mistake_in_all_layers_or_one(
-    fault: str, ops: str, weights: str, arithmetic: str, models, torch_trace
+    fault: str, ops: str, weights: str, arithmetic: str, n_decode: int, models, torch_trace
 ) -> None:
     """Under the engine's own roundings too, which nothing but the right hypothesis shows."""
     model = models("k-quants", weights)
-    path = logits_of(torch_trace(model, faults=(fault,), arithmetic=arithmetic, n_decode=1))
+    path = logits_of(torch_trace(model, faults=(fault,), arithmetic=arithmetic, n_decode=n_decode))
     result = check_trace(path, model)
     assert [(op.step, op.cause and op.cause.name) for op in result.faulty] == [
-        (step, fault.partition("@")[0]) for step in range(2)
+        (step, fault.partition("@")[0]) for step in range(n_decode + 1)
     ]
     assert {op.cause.text.startswith(ops) for op in result.faulty} == {True}
     rounded = arithmetic == "llama.cpp"
@@ -251,7 +251,7 @@ def test_what_leaves_nothing_wins_where_another_mistake_leaves_what_a_floor_hide
     """
     model = models(Shape("llama", 3, 96, 6, 2, 160, 320, theta=500_000.0, eps=1e-5, rope_factors=True))
     faults = ("head_is_embedding", "norm_bypassed", "softmax_sum_begins")
-    result = check_trace(torch_trace(model, faults=faults, capture="layers"), model)
+    result = check_trace(torch_trace(model, faults=faults, capture="layers", n_decode=0), model)
     named = {(op.layer is None, op.cause.name if op.cause else op.shape) for op in result.faulty}
     same = {(head, name.replace("norm_bypassed", "norm_skipped")) for head, name in named}  # from there
     assert same == {(True, "head_is_embedding"), (False, "norm_skipped + softmax_sum_begins")}
@@ -399,7 +399,7 @@ def test_keys_of_a_last_block_that_is_not_full_are_told_in_decode_alone(size: in
 def test_which_key_head_a_query_head_reads(words: str, weights: str, models, tmp_path: Path) -> None:
     model = Model(models("k-quants", weights))
     graph = model.graph.changed(*variant(model, "gqa_heads", words))
-    path = trace_graph(graph, model.file, tmp_path / "heads.trace", TOKENS, (53,), capture="layers")
+    path = trace_graph(graph, model.file, tmp_path / "heads.trace", TOKENS, capture="layers")
     faulty = check_trace(path, model.path).faulty
     assert {op.op for op in faulty} == {f"blk.{n}.ffn_residual" for n in range(3)}
     assert {op.cause.text if op.cause else op.shape for op in faulty} == {f"attn_scores, attn_kqv: {words}"}

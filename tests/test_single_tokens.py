@@ -80,8 +80,9 @@ def test_what_xla_made_of_a_token_on_an_h200_is_sound_and_told(
     assert f"products in {rounding_named(dtype).words}" in str(gate.arithmetic)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize(
+    ("dtype", "capture"), [(torch.bfloat16, "all"), (torch.bfloat16, "layers"), (torch.float16, "all")]
+)
 def test_sums_of_rounded_products_are_sound(
     dtype: torch.dtype, capture: Capture, models: Models, tmp_path: Path
 ) -> None:

@@ -897,7 +897,9 @@ def test_zeros_alone_tell_no_edit(models: Models, tmp_path: Path) -> None:
     are exchanged, and all of them follow from what lies beyond the cache.
     """
     shape = replace(TINY, n_embd=64)
-    faulty = explained(models(shape), tmp_path, lambda graph: replace(graph["blk.0.attn_kqv"], function=_noise))
+    faulty = explained(
+        models(shape), tmp_path, lambda graph: replace(graph["blk.0.attn_kqv"], function=_noise, tokens="one")
+    )
     causes = {(op.step, op.op): op.cause for op in faulty}
     assert causes[1, "blk.0.attn_kqv"] is None
 
