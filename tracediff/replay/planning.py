@@ -261,7 +261,7 @@ class Planning:
         each = self._samples(records)
         for other in in_other_steps:
             if all(self._fitting.is_as_good(other, choice.schemes[0], record) for record in each):
-                return replace(choice, schemes=(other,))
+                return replace(choice, schemes=(other,), alike=(*choice.schemes, *choice.alike))
         return choice
 
     def _is_of_single_tokens(self, records: Sequence[OpRecord]) -> bool:
@@ -354,7 +354,8 @@ def _elsewhere(sort: Sort, choices: Mapping[Sort, Choice]) -> Elsewhere:
     others = {
         other: choice
         for other, choice in choices.items()
-        if (other.name, other.types, other.of_product) == (sort.name, sort.types, sort.of_product)
+        if (other.name, other.types, other.of_product, len(other.held))
+        == (sort.name, sort.types, sort.of_product, len(sort.held))
         and other.n_tokens != sort.n_tokens
         and choice.settled
     }
