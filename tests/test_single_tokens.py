@@ -11,6 +11,7 @@ import torch
 from conftest import TOKENS, Models, trace_graph
 from torch import Tensor
 
+from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.graph import Graph
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
@@ -157,3 +158,12 @@ def test_queries_and_keys_that_are_scaled_before_they_are_rounded(models: Models
     assert check_trace(hidden, model, effort=Effort(seconds=0)).verdict == "match"
     scored = {op.arithmetic for op in result.ops if op.kind == "scores"}
     assert scored == {"Q in TF32 of scaled values, K cache in TF32 of scaled values"}
+
+
+def test_biases_of_single_tokens_are_held_as_prompts_have_them(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Seven values of a router do not tell a bias in float16; sums of two activations, which prompts tell, have none."""
+    model, out = tiny("hy_v3"), tmp_path / "t.trace"
+    trace_torch(model, out, TorchOptions(dtype="f16"), (94, 136, 32), 2)
+    result = check_trace(out, model, effort=Effort(seconds=0.01))
+    assert [finding.text for finding in result.findings] == []
+    assert {op.arithmetic for op in result.ops if op.op.endswith("probs_biased")} == {"biases in float16"}
