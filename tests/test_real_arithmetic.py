@@ -719,6 +719,91 @@ def test_four_bits_of_a_recorded_weight_are_recognised(
     assert requantised_as(right, np.roll(held, 1)) is None
 
 
+def by_zero_points(values: np.ndarray) -> np.ndarray:
+    """Three bits in groups of 64, of which 0 is one, computed in float16."""
+    x = values.reshape(-1, 64).astype(np.float16)
+    least, most = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    scale = (most - least + np.float16(1e-4)) / np.float16(7)
+    zero = np.round(-least / scale)
+    integers = np.clip(np.round(x / scale) + zero, 0, 7)
+    return ((integers - zero) * scale).astype(np.float32).reshape(values.shape)
+
+
+def by_means(values: np.ndarray) -> np.ndarray:
+    """The nearest of eight values that each row has for itself: means of what is nearest to them, all but."""
+    levels = np.quantile(values, (np.arange(8) + 0.5) / 8, axis=-1).T
+    for _ in range(20):
+        nearest = np.abs(values[..., None] - levels[:, None]).argmin(-1)
+        of = nearest[..., None] == np.arange(8)
+        levels = (values[..., None] * of).sum(1) / of.sum(1).clip(1)
+    nearest = np.abs(values[..., None] - levels[:, None]).argmin(-1)
+    return np.take_along_axis(levels, nearest, -1).astype(np.float32)
+
+
+@pytest.mark.parametrize(("quantise", "groups"), [(by_zero_points, "groups of 64"), (by_means, "whole rows")])
+def test_an_engine_whose_weights_nobody_knows_is_judged_by_those_that_it_recorded(
+    quantise: Callable[[np.ndarray], np.ndarray], groups: str, models: Models, tmp_path: Path
+) -> None:
+    """Unrecorded, every matmul is called wrong, and the report asks for them. A mistake of 1 in 1,000 is still seen."""
+
+    def held(name: str, values: np.ndarray) -> np.ndarray | None:
+        return quantise(values) if values.ndim == 2 else None
+
+    def scaled(op: Op) -> Op:
+        if op.name != "blk.1.ffn_up":
+            return op
+        return replace(op, function=lambda x, weight, bias=None: 1.001 * (x @ weight.T))
+
+    def trace(change: Callable[[Op], Op], name: str) -> Path:
+        out = traced(model, tmp_path / f"{name}.trace", change=change, held=held, n_decode=0)
+        for weight in matrices:
+            append_weight(out, weight, quantise(tensors.get(weight)))
+        return out
+
+    model = models(LLAMA, "F16")
+    tensors = FileTensors(GGUFFile(model))
+    matrices = {weight.name for op in build_graph(tensors.file) for weight in op.weights if len(weight.shape) == 2}
+    result = check_trace(trace(lambda op: op, "t"), model)
+    assert result.verdict == "match"
+    notes = {weight.note.partition(" (")[0] for weight in result.weights if weight.note}
+    assert notes == {f"as a requantisation to 8 levels at most in {groups} of the right values would be"}
+    assert said(result, "linear") == {"exact"}
+    assert faulty(check_trace(trace(scaled, "m"), model, effort=Effort(seconds=0))) == [(0, "blk.1.ffn_up")]
+    unsaid = traced(model, tmp_path / "u.trace", held=held, capture="layers", says_its_weights=False, n_decode=0)
+    result = check_trace(unsaid, model, effort=Effort(seconds=0))
+    assert result.verdict == "diverged"
+    assert result.next.why.startswith("after the engine has recorded token_embd.weight as it holds them")
+
+
+WRONGLY = {
+    "multiplied": lambda x: 1.04 * x,
+    "offset": lambda x: x + 0.1,
+    "cut": lambda x: (x.view(np.uint32) & 0xFFFF0000).view(np.float32),
+    "of another row": lambda x: np.roll(by_means(x), 1, axis=0),
+    "one value": lambda x: by_means(x) + 0.5 * (np.arange(x.size).reshape(x.shape) == 9000),
+    "all the same": np.ones_like,
+}
+
+
+@pytest.mark.parametrize("wrongly", WRONGLY)
+@pytest.mark.parametrize("of_four_bits", [False, True])
+def test_what_is_wrong_is_no_requantisation(wrongly: str, of_four_bits: bool) -> None:
+    right = np.random.default_rng(3).standard_normal((96, 192)).astype(np.float32)
+    right = in_four_bits(right) if of_four_bits else right
+    held = WRONGLY[wrongly](right).astype(np.float32)
+    if wrongly == "cut" and of_four_bits:
+        held = np.floor(right).astype(np.float32)
+    assert requantised_as(right, held) is None
+
+
+def test_one_value_beyond_its_step_is_no_requantisation() -> None:
+    right = np.random.default_rng(3).standard_normal((96, 192)).astype(np.float32)
+    held = in_four_bits(right)
+    assert requantised_as(right, held)
+    held[50, 7] += 1
+    assert requantised_as(right, held) is None
+
+
 def test_another_tensor_is_no_requantisation(models: Models, tmp_path: Path) -> None:
     model, trace = models(SHAPE, "F32"), tmp_path / "weights.trace"
     traced(model, trace)

@@ -161,7 +161,7 @@ def test_queries_and_keys_that_are_scaled_before_they_are_rounded(models: Models
 
 
 def test_biases_of_single_tokens_are_held_as_prompts_have_them(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    """Seven values of a router do not tell a bias in float16; sums of two activations, which prompts tell, have none."""
+    """Seven values of a router do not tell a bias in float16; sums of activations, which prompts tell, have none."""
     model, out = tiny("hy_v3"), tmp_path / "t.trace"
     trace_torch(model, out, TorchOptions(dtype="f16"), (94, 136, 32), 2)
     result = check_trace(out, model, effort=Effort(seconds=0.01))

@@ -70,9 +70,10 @@ def _single(x: Array) -> Array:
         return x.astype(np.float32) if x.itemsize < 4 else x
 
 
-def chunks(size: int) -> Iterator[slice]:
-    """Parts of a large array, so that no copy of the whole is made in float64."""
-    return (slice(at, at + _CHUNK) for at in range(0, size, _CHUNK))
+def chunks(size: int, whole: int = 1) -> Iterator[slice]:
+    """Parts of a large array, so that no copy of all of it is made in float64: of so many values that stay `whole`."""
+    n = max(1, _CHUNK // whole) * whole
+    return (slice(at, at + n) for at in range(0, size, n))
 
 
 def residual(right: Array, held: Array) -> float:

@@ -4,13 +4,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tracediff.audit.causes import residual
+from tracediff.audit.causes import chunks, residual
 
 # Of the error that the requantisation makes so much may be left: formulas differ in the last bit of a scale, and a
 # value on a boundary goes the other way.
 _LEFT = 0.1
+_AT_MOST = 1.25  # and so much of any value, in steps: one that turned is off by one
 _ROWS = 64  # looked at before the whole matrix
 _LEAST = 8  # values that share a scale
+# Of a quantisation that is not known: a level stands for so many different values at least, or it says nothing that
+# there are levels; a value may lie so far beyond the middle of two, in steps, and besides by two roundings to bfloat16
+# of what reaches from one end of the group to the other.
+_MERGED, _BEYOND, _IN_HALF = 2, 1 / 16, 2.0**-8
 _WORDS = {  # of roundings, by their names
     "int8": "an 8-bit requantisation", "uint8": "an asymmetric 8-bit requantisation",
     "full int8": "a full-range 8-bit requantisation", "wide int8": "a wide 8-bit requantisation",
@@ -34,7 +39,53 @@ def requantised_as(expected: np.ndarray, held: np.ndarray) -> str | None:
         if _is(rounding, expected[few], rows[few]) and _is(rounding, expected, rows):
             error = residual(expected.reshape(-1), held.reshape(-1)) ** 2
             return f"as {words} of the right values would be (NMSE {error:.1e})"
+    return _to_levels(expected, rows)
+
+
+def _to_levels(expected: np.ndarray, held: np.ndarray) -> str | None:
+    """The same of a quantisation that is not known, whatever its levels are: each group has a few, and each value is
+    the nearest of these to the right one; and neither a factor nor an offset explains the error, as of a wrong scale.
+    """
+    for size in _sizes(expected.shape[1]):
+        few = _n_levels(expected[:_ROWS], held[:_ROWS], size)
+        n_levels = few and _n_levels(expected, held, size)
+        if n_levels and _is_even(expected, held):
+            error = residual(expected.reshape(-1), held.reshape(-1)) ** 2
+            words = f"a requantisation to {n_levels} levels at most in {_groups(size, expected.shape[1])}"
+            return f"as {words} of the right values would be (NMSE {error:.1e})"
     return None
+
+
+def _n_levels(expected: np.ndarray, held: np.ndarray, size: int) -> int:
+    """The most levels of a group; 0 where some value is not the nearest one of its group, or levels are too many."""
+    most = merged = total = 0
+    for cut in chunks(expected.size, size):
+        right, ours = (x.reshape(-1)[cut].reshape(-1, size).astype(np.float64) for x in (expected, held))
+        order = right.argsort(-1)
+        right, ours = (np.take_along_axis(x, order, -1) for x in (right, ours))
+        steps, middles, differ = np.diff(ours), (ours[:, 1:] + ours[:, :-1]) / 2, np.diff(right) > 0
+        slack = _BEYOND * steps + _IN_HALF * (ours[:, -1:] - ours[:, :1])
+        nearest = (right[:, :-1] <= middles + slack) & (right[:, 1:] >= middles - slack) & (steps > 0) & differ
+        if not (nearest | (steps == 0)).all():
+            return 0
+        levels = 1 + np.count_nonzero(steps, axis=-1)
+        most, merged = max(most, int(levels.max())), merged + int(levels.sum())
+        total += len(levels) + np.count_nonzero(differ)
+    return most if merged * _MERGED <= total else 0
+
+
+def _is_even(expected: np.ndarray, held: np.ndarray) -> bool:
+    """Whether most of the error is left by an offset, and by a factor: of the right values, or, where levels are means
+    of what they stand for, of the levels.
+    """
+    n, sums = expected.size, np.zeros(6)
+    for cut in chunks(n):
+        right, ours = (x.reshape(-1)[cut].astype(np.float64) for x in (expected, held))
+        error = ours - right
+        sums += right @ right, error @ right, ours @ ours, error @ ours, error.sum(), error @ error
+    *pairs, total, squares = sums.tolist()
+    factors = [along**2 / signal if signal else 0.0 for signal, along in (pairs[:2], pairs[2:])]
+    return max(min(factors), total**2 / n) <= _LEFT * squares
 
 
 def _is(rounding: str, expected: np.ndarray, held: np.ndarray) -> bool:
@@ -42,12 +93,22 @@ def _is(rounding: str, expected: np.ndarray, held: np.ndarray) -> bool:
 
     from tracediff.numerics.roundings import rounding_named
 
-    kept = rounding_named(rounding)(torch.from_numpy(expected.astype(np.float32))).numpy()
+    right, of = torch.from_numpy(expected.astype(np.float32)), rounding_named(rounding)
+    kept, step = of(right).numpy(), of.step(right).numpy()
     left = residual(kept.reshape(-1), held.reshape(-1))
-    return left <= _LEFT * residual(expected.reshape(-1), held.reshape(-1)) < _LEFT  # beyond it nothing is alike
+    most = _LEFT * residual(expected.reshape(-1), held.reshape(-1))
+    return left <= most < _LEFT and bool((np.abs(held - kept) <= _AT_MOST * step).all())  # beyond it nothing is alike
 
 
 def _requantisations(n_in: int) -> Iterator[tuple[str, str]]:
     for kind, words in _WORDS.items():
-        for size in (size for size in range(n_in, _LEAST - 1, -1) if n_in % size == 0):
-            yield f"{words} in {f'groups of {size}' if size < n_in else 'whole rows'}", f"{kind}/{size}"
+        for size in _sizes(n_in):
+            yield f"{words} in {_groups(size, n_in)}", f"{kind}/{size}"
+
+
+def _sizes(n_in: int) -> Iterator[int]:
+    return (size for size in range(n_in, _LEAST - 1, -1) if n_in % size == 0)
+
+
+def _groups(size: int, n_in: int) -> str:
+    return f"groups of {size}" if size < n_in else "whole rows"

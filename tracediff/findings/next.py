@@ -19,6 +19,9 @@ def next_step(result: Result, again: str | None = None) -> Next:
     if first and first.mistake:
         return _of_known(first, result, again)
     made = again or _again(result)
+    if judged and first and not again and (unseen := _unseen(first, result)):
+        why = f"after the engine has recorded {unseen} as it holds them: whether the loader or the op is wrong"
+        return Next(shlex.join(("tracediff", "weights", _model(result), "--trace", result.candidate.path)), why)
     split = _split(result.coverage) if result.coverage else None
     if split:
         return Next(made, split)
@@ -60,14 +63,7 @@ def _of_known(one: Finding, result: Result, again: str | None) -> Next:
 
 
 def _of_unknown(one: Finding, result: Result, again: str | None) -> Next:
-    """Of an op with a weight, whether that was loaded wrong; then its code is left, for which there is a case."""
-    recorded = {weight.weight for weight in result.weights}
-    weights = dict.fromkeys(f"{op.op}.weight" for op in result.faulty if op.op in one.ops and _has_weight(op))
-    unseen = [name for name in weights if name not in recorded]
-    if unseen and not again:
-        names = listed(unseen, 3)
-        why = f"after the engine has recorded {names} as it holds them: whether the loader or the op is wrong"
-        return Next(shlex.join(("tracediff", "weights", _model(result), "--trace", result.candidate.path)), why)
+    """Of what is left its code, for which there is a case."""
     code = f"look at the code of {listed(one.ops or one.weights, 3)} with the error's shape in mind"
     alone = next((op for op in result.faulty if op.op in one.ops[:1]), None)
     if alone is None or one.segment or again or sequence_of(alone.step):
@@ -75,6 +71,15 @@ def _of_unknown(one: Finding, result: Result, again: str | None) -> Next:
     options = ("--op", alone.op, *(("--step", str(alone.step)) if alone.step else ()), "--out", f"{alone.op}.case")
     why = f"{code}: this writes what it read and should make, and a script that exits 1 until it does"
     return Next(_command(result, "reproduce", *options), why)
+
+
+def _unseen(one: Finding, result: Result) -> str:
+    """Weights of mistaken ops that were not recorded: an op is right if its weight was loaded wrong, or is held in a
+    type that nobody knows.
+    """
+    recorded = {weight.weight for weight in result.weights}
+    ops = [op for op in result.faulty if op.op in one.ops and _has_weight(op) and not one.segment]
+    return listed([name for name in dict.fromkeys(f"{op.op}.weight" for op in ops) if name not in recorded], 3)
 
 
 def _has_weight(op: OpResult) -> bool:
