@@ -104,7 +104,7 @@ def is_dense(low: int, high: int, n: int) -> bool:
 
 def check_size(*shapes: tuple[int, ...]) -> None:
     """Raises CannotRunError if what is made of arrays of these shapes is too large to be held."""
-    if math.prod(np.broadcast_shapes(*shapes)) > _LARGE:
+    if math.prod(map(math.prod, shapes)) > _LARGE and math.prod(np.broadcast_shapes(*shapes)) > _LARGE:
         raise CannotRunError("too large")
 
 

@@ -18,6 +18,8 @@ COMPARISONS: Mapping[type, Callable[[Value, Value], Value]] = {
 
 def kind(x: Value) -> str:
     """Integers, booleans or numbers."""
+    if isinstance(x, int | float):
+        return "i" if isinstance(x, int) else "f"
     return "i" if np.asarray(x).dtype.kind in "iub" else "f"
 
 
@@ -32,7 +34,7 @@ def function(of: Callable[[Value], Value], x: Value, dtype: type) -> Value:
 
 def binary(op: ast.operator, a: Value, b: Value) -> Value:
     """What an operator makes of two values; raises CannotRunError where that is not defined, or too large."""
-    if np.ndim(a) and np.ndim(b):
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         check_size(a.shape, b.shape)
     match op:
         case ast.Add():

@@ -63,7 +63,7 @@ class Run:
     def _begin(self, in_turn: bool) -> None:
         """Forget what has run; turns that touch what others stored are taken one by one, or all at once."""
         self._names: dict[str, Value] = {"inf": math.inf, **self.numbers}
-        self._lines: dict[str, tuple[Value, Line | None]] = {}  # of values that were assigned
+        self._lines: dict[str, tuple[Value, Line | None]] = {}  # of the values that names have, where it was asked
         self._in_place = self.program.reads_output and not self.places_only
         held = np.zeros(self.n_output if self.program.reads_output else 0) if self.before is None else self.before
         self._output: np.ndarray = held.astype(self.dtype)
@@ -116,8 +116,10 @@ class Run:
                             self._block(inner)
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     if not self.places_only or name in self.program.placing:
+                        line = line_of(value, self._line)  # before the name, which may be in it, has another value
                         self._names[name] = self.value(value)
-                        self._lines[name] = self._names[name], line_of(value, self._line)
+                        if line:
+                            self._lines[name] = self._names[name], line
                 case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name), slice=at)], value=value):
                     if not self.places_only:
                         self._store(name, self.value(at), self.value(value))
@@ -182,7 +184,8 @@ class Run:
         start, end, step = [0, *bounds, 1] if len(bounds) == 1 else [*bounds, 1][:3]
         if not isinstance(step, int) or step < 1 or any(kind(bound) == "f" for bound in (start, end)):
             raise CannotRunError("steps")
-        low, high = int(np.min(start)), int(np.max(end))
+        low = start if isinstance(start, int) else int(np.min(start))
+        high = end if isinstance(end, int) else int(np.max(end))
         outer = 1 if whole or name in self.only else self._turns
         if (high - low) * outer > self._most_turns * step:
             raise CannotRunError("too long")
@@ -191,7 +194,7 @@ class Run:
             wanted = self.only[name]  # in order, each once; np.intersect1d takes milliseconds
             values = wanted[(wanted >= low) & (wanted < high) & ((wanted - low) % step == 0)]
         values = values.reshape([-1 if axis == self.program.axes[name] else 1 for axis in range(self._rank)])
-        if np.ndim(start) == np.ndim(end) == 0:
+        if not isinstance(start, np.ndarray) and not isinstance(end, np.ndarray):
             return values, True
         return values, (values >= start) & (values < end)
 
@@ -275,7 +278,10 @@ class Run:
         """Of a name that is linear in the loop variables."""
         value = self._names.get(name)
         known, line = self._lines.get(name, (None, None))
-        return line if known is value and line else line_through(value)
+        if known is not value:
+            line = line_through(value)
+            self._lines[name] = value, line
+        return line
 
     def _read(self, name: str, node: ast.expr) -> Value:
         own = self._output if name == "y" else self._local.get(name)
