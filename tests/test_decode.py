@@ -78,7 +78,7 @@ def test_a_mistake_in_keys_of_one_sort_of_steps_is_named(
 
 @pytest.mark.parametrize("tokens", ["one", "several"])
 def test_an_edit_that_nobody_listed_is_found_in_one_sort_of_steps(tokens: str, models: Models, tmp_path: Path) -> None:
-    model = Model(models(replace(SHAPES["qwen2"], n_layer=2)))
+    model = Model(models(replace(SHAPES["qwen2"], n_layer=2, n_embd=48, n_ff=64)))
     ops = where(tokens, named(model.graph, "attn_v"), halved)
     where_, said = {"one": (", in steps 1, 2", "one token"), "several": ("", "several tokens")}[tokens]
     assert findings(model, tmp_path / "mine.trace", ops, "layers") == [

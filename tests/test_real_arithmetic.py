@@ -1251,7 +1251,9 @@ def test_a_number_is_one_mistake_in_every_step_of_an_engine_in_half_precision(mo
     def larger_eps(op: Op) -> Op:
         return op.with_attrs(eps=1e-2) if op.name == "blk.1.attn_norm" else op
 
-    trace = traced(model, tmp_path / "own.trace", change=larger_eps, computed=half, written=half, capture="layers")
+    trace = traced(
+        model, tmp_path / "own.trace", change=larger_eps, computed=half, written=half, capture="layers", n_decode=1
+    )
     found = [finding.text for finding in check_trace(trace, model).findings]
     assert found == ["layer 1 (seen in ffn_residual): attn_norm: eps is 0.01 instead of 1e-06."]
 

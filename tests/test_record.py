@@ -221,7 +221,7 @@ def test_modules_of_unknown_names_are_told_by_what_they_hold_and_are(models: Mod
     assert notes == []
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
 def test_autocast_is_an_arithmetic(arch: str, models: Models, tmp_path: Path) -> None:
     """Matmuls in bfloat16, their outputs too, scores that are scaled in it and a softmax of these in float32: every
     softmax was called wrong, and from hidden states alone, which are float32, nothing was decided. So were norms of
@@ -233,7 +233,7 @@ def test_autocast_is_an_arithmetic(arch: str, models: Models, tmp_path: Path) ->
     for capture in ("all", "layers"):
         trace = tmp_path / f"{capture}.trace"
         with torch.autocast("cpu", torch.bfloat16):
-            trace_model(loaded, path, trace, TorchOptions(capture=capture), TOKENS, 2, attention="eager")
+            trace_model(loaded, path, trace, TorchOptions(capture=capture), TOKENS, 1, attention="eager")
         result = check_trace(trace, path)
         assert result.verdict == "match"
         said = {op.kind: op.arithmetic for op in result.ops}

@@ -107,7 +107,7 @@ def test_each_of_several_mistakes_is_said_once(models: Models, torch_trace: Call
     """Three of them behind one hidden state, for what explains one of several is known from another layer; what is in
     all layers is said of all, and a mask only of the step in which it shows.
     """
-    model = models("k-quants", "F16")
+    model = models("qwen2", "F16")
     faults = ("act_relu", "no_mask", "norm_weight_minus_one@0", "bias_missing@2")
     result = check_trace(torch_trace(model, capture="layers", faults=faults, n_decode=1), model)
     assert {op.op: op.cause and {*op.cause.each} for op in result.faulty if op.step == 0} == {

@@ -46,7 +46,7 @@ def test_sound_and_faulty_each_win_by_a_margin(explanations: list[Explanation], 
 
 SHAPE = Shape("qwen2", n_layer=3, n_embd=256, n_head=8, n_head_kv=2, n_ff=512)
 SMALL = Shape("qwen2", n_layer=3, n_embd=128, n_head=4, n_head_kv=2, n_ff=256)
-FACTORS = [1 + 10.0**e for e in (-6, -5, -4, -3, -2)] + [1.04, 1.05, 1.3, 3.0, 30.0]
+FACTORS = [1 + 10.0**e for e in (-6, -4, -2)] + [1.04, 1.05, 1.3, 30.0]
 
 
 @pytest.mark.parametrize(

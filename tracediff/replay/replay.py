@@ -94,8 +94,9 @@ class Replay:
     def judge(self, record: OpRecord, looked: Mapping[Scheme, Look] = {}) -> Local:
         """The record's local error under the arithmetic of its sort; of several in contention the best.
 
-        Where every record that was asked is mistaken, a sound one among the others is asked by itself. `looked` is what
-        was seen already under these schemes.
+        Where every record that was asked is mistaken, a sound one among the others is asked by itself, and the end of a
+        segment, before it is mistaken, in what else fits the sample. `looked` is what was seen already under these
+        schemes.
         """
         choice = self.choice(record)
         if self._planner.is_segment(record):
@@ -103,6 +104,8 @@ class Replay:
             local = self._fitting.best_of(record, schemes)
             if local.nmse <= NOTHING:
                 return local
+            if local.faulty and choice.alike:
+                local = self._fitting.best_of(record, [*schemes, *choice.alike])
             if local.faulty and (other := self._in_another(record, choice)):
                 return other
             return self._fitting.by_ties(record, schemes, local.judgement == "sound") or local
