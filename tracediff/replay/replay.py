@@ -94,9 +94,9 @@ class Replay:
     def judge(self, record: OpRecord, looked: Mapping[Scheme, Look] = {}) -> Local:
         """The record's local error under the arithmetic of its sort; of several in contention the best.
 
-        Where every record that was asked is mistaken, a sound one among the others is asked by itself, and the end of a
-        segment, before it is mistaken, in what else fits the sample. `looked` is what was seen already under these
-        schemes.
+        Where every record that was asked is mistaken, a sound one among the others is asked by itself. The end of a
+        segment is undecided where something else that fits the sample explains it. `looked` is what was seen already
+        under these schemes.
         """
         choice = self.choice(record)
         if self._planner.is_segment(record):
@@ -104,11 +104,14 @@ class Replay:
             local = self._fitting.best_of(record, schemes)
             if local.nmse <= NOTHING:
                 return local
-            if local.faulty and choice.alike:
-                local = self._fitting.best_of(record, [*schemes, *choice.alike])
             if local.faulty and (other := self._in_another(record, choice)):
                 return other
-            return self._fitting.by_ties(record, schemes, local.judgement == "sound") or local
+            if right := self._fitting.by_ties(record, schemes, local.judgement == "sound"):
+                return right
+            if local.faulty and choice.alike:  # the sample does not tell which of them is the engine's
+                other = self._fitting.best_of(record, [*schemes, *choice.alike])
+                return local if other.faulty else replace(other, judgement="undecided")
+            return local
         if not choice.settled:
             return self._fitting.best_of(record, self._fitting.in_question(record, self._planner.candidates(record)))
         local = self._fitting.best_of(record, choice.schemes, looked)
