@@ -782,6 +782,8 @@ WRONGLY = {
     "of another row": lambda x: np.roll(by_means(x), 1, axis=0),
     "one value": lambda x: by_means(x) + 0.5 * (np.arange(x.size).reshape(x.shape) == 9000),
     "all the same": np.ones_like,
+    "never loaded": np.zeros_like,
+    "signs": np.sign,
 }
 
 

@@ -16,6 +16,7 @@ _LEAST = 8  # values that share a scale
 # there are levels; a value may lie so far beyond the middle of two, in steps, and besides by two roundings to bfloat16
 # of what reaches from one end of the group to the other.
 _MERGED, _BEYOND, _IN_HALF = 2, 1 / 16, 2.0**-8
+_FEWEST = 3  # levels: with two all that is kept is signs
 _WORDS = {  # of roundings, by their names
     "int8": "an 8-bit requantisation", "uint8": "an asymmetric 8-bit requantisation",
     "full int8": "a full-range 8-bit requantisation", "wide int8": "a wide 8-bit requantisation",
@@ -71,7 +72,7 @@ def _n_levels(expected: np.ndarray, held: np.ndarray, size: int) -> int:
         levels = 1 + np.count_nonzero(steps, axis=-1)
         most, merged = max(most, int(levels.max())), merged + int(levels.sum())
         total += len(levels) + np.count_nonzero(differ)
-    return most if merged * _MERGED <= total else 0
+    return most if most >= _FEWEST and merged * _MERGED <= total else 0
 
 
 def _is_even(expected: np.ndarray, held: np.ndarray) -> bool:
@@ -84,7 +85,7 @@ def _is_even(expected: np.ndarray, held: np.ndarray) -> bool:
         error = ours - right
         sums += right @ right, error @ right, ours @ ours, error @ ours, error.sum(), error @ error
     *pairs, total, squares = sums.tolist()
-    factors = [along**2 / signal if signal else 0.0 for signal, along in (pairs[:2], pairs[2:])]
+    factors = [along**2 / signal if signal else squares for signal, along in (pairs[:2], pairs[2:])]
     return max(min(factors), total**2 / n) <= _LEFT * squares
 
 
