@@ -111,7 +111,9 @@ class Fitting:
         kept += [s for s in self._likely(sound, records) if s not in kept]
         fit = {op for scheme in kept for op in sound[scheme]}
         unfit = tuple(record for record in records if record.op not in fit)
-        return Choice(tuple(kept), True, least, unfit, tuple(s for s in close if sound[s] and s not in kept))
+        n_ops = 2 if self._planner.is_segment(records[0]) else 1  # one segment alone may be mistaken
+        alike = tuple(s for s in close if len(sound[s]) >= n_ops and s not in kept)
+        return Choice(tuple(kept), True, least, unfit, alike)
 
     def rounded_when_stored(self, record: OpRecord) -> float:
         """The NMSE that roundings to the half precision in which a record is held make, whatever else does; 0 of one
