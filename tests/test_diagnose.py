@@ -98,7 +98,7 @@ def test_hidden_states_alone_name_a_missing_bias(weights: str, models, torch_tra
 
 
 @pytest.mark.parametrize("weights", ["F16", "Q8_0"])
-@pytest.mark.parametrize(("layers", "n_decode"), [((0,), 30), ((0, 1), 1), ((1, 2), 1)])
+@pytest.mark.parametrize(("layers", "n_decode"), [((0,), 30), ((0, 1), 0), ((1, 2), 1)])
 def test_layers_beside_mistaken_ones_pass_in_the_engines_arithmetic(
     layers: tuple[int, ...], n_decode: int, weights: str, models, torch_trace
 ) -> None:
