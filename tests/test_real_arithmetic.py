@@ -775,6 +775,18 @@ def test_an_engine_whose_weights_nobody_knows_is_judged_by_those_that_it_recorde
     assert result.next.why.startswith("after the engine has recorded token_embd.weight as it holds them")
 
 
+def scaled_in_half_precision(values: np.ndarray) -> np.ndarray:
+    """Integers of six bits of which each is 1.2% too large."""
+    return rounding_named("bf16")(1.012 * rounding_named("int6/row")(torch.from_numpy(values))).numpy()
+
+
+def unloaded(values: np.ndarray, where: Any) -> np.ndarray:
+    """The same with zeros there."""
+    values = values.copy()
+    values[where] = 0
+    return values
+
+
 WRONGLY = {
     "multiplied": lambda x: 1.04 * x,
     "offset": lambda x: x + 0.1,
@@ -784,6 +796,14 @@ WRONGLY = {
     "all the same": np.ones_like,
     "never loaded": np.zeros_like,
     "signs": np.sign,
+    "levels multiplied": lambda x: 1.03 * by_means(x),
+    "levels multiplied in half precision": scaled_in_half_precision,
+    "noise": lambda x: x + 3e-7 * np.random.default_rng(4).standard_normal(x.shape),
+    "the largest alone": lambda x: np.where(x == x.max(-1, keepdims=True), 1.7 * by_means(x), by_means(x)),
+    "half of the rows": lambda x: unloaded(x, slice(48)),
+    "half of the columns": lambda x: unloaded(x, (slice(None), slice(96))),
+    "one row of levels": lambda x: unloaded(by_means(x), 7),
+    "rounded down, or up": lambda x: np.where(np.arange(96)[:, None] % 2, np.floor(4 * x), np.ceil(4 * x)) / 4,
 }
 
 
@@ -792,10 +812,17 @@ WRONGLY = {
 def test_what_is_wrong_is_no_requantisation(wrongly: str, of_four_bits: bool) -> None:
     right = np.random.default_rng(3).standard_normal((96, 192)).astype(np.float32)
     right = in_four_bits(right) if of_four_bits else right
-    held = WRONGLY[wrongly](right).astype(np.float32)
-    if wrongly == "cut" and of_four_bits:
-        held = np.floor(right).astype(np.float32)
+    held = np.asarray(WRONGLY[wrongly](right)).astype(np.float32)
+    assert not np.array_equal(held, right)
     assert requantised_as(right, held) is None
+
+
+@pytest.mark.parametrize(("name", "words"), [("fp8/row", "whole rows"), ("fp8/128x128", "blocks of 128 x 128")])
+def test_float8_of_a_recorded_weight_is_recognised(name: str, words: str) -> None:
+    right = np.random.default_rng(3).standard_normal((200, 256)).astype(np.float32)
+    said = requantised_as(right, rounding_named(name)(torch.from_numpy(right)).numpy())
+    assert said is not None
+    assert said.startswith(f"as a float8 requantisation in {words} of the right values would be (NMSE ")
 
 
 def test_one_value_beyond_its_step_is_no_requantisation() -> None:

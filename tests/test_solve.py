@@ -271,6 +271,17 @@ def test_what_no_memory_holds_does_not_run() -> None:
         Run(parse(source), {"n": 512}, arrays, 512 * 512).stores()
 
 
+def test_a_name_that_is_assigned_once_more_is_read_where_it_then_says() -> None:
+    """And a number beyond what an array holds ends no search."""
+    arrays = {"x": Flat(np.arange(0.0, 60.0, 10.0))}
+    source = "for t in range(4):\n    a = t\n    a = a + 1\n    y[t] = x[a]\n"
+    (stored,) = Run(parse(source), {}, arrays, 4).stores()
+    assert stored.values.tolist() == [10.0, 20.0, 30.0, 40.0]
+    for beyond in (1 << 64, 1 << 70):
+        with pytest.raises(CannotRunError):
+            Run(parse(source.replace("a + 1", f"a % {beyond}")), {}, arrays, 4).stores()
+
+
 @pytest.mark.parametrize("keep_bytes", [0, 1 << 20])
 def test_rows_of_a_part_of_a_matrix(models: Models, keep_bytes: int) -> None:
     """Of fused weights an op has rows from some on; kept in memory or not, they are these."""

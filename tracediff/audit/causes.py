@@ -71,7 +71,7 @@ def _single(x: Array) -> Array:
 
 
 def chunks(size: int, whole: int = 1) -> Iterator[slice]:
-    """Parts of a large array, so that no copy of all of it is made in float64: of so many values that stay `whole`."""
+    """Parts of a large array, so that no copy of all of it is made in float64; none cuts `whole` values apart."""
     n = max(1, _CHUNK // whole) * whole
     return (slice(at, at + n) for at in range(0, size, n))
 

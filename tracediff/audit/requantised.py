@@ -4,26 +4,26 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tracediff.audit.causes import chunks, residual
+from tracediff.audit.causes import bfloat16, chunks, residual
 
 # Of the error that the requantisation makes so much may be left: formulas differ in the last bit of a scale, and a
 # value on a boundary goes the other way.
 _LEFT = 0.1
 _AT_MOST = 1.25  # and so much of any value, in steps: one that turned is off by one
-_ROWS = 64  # looked at before the whole matrix
+_ROWS = 128  # looked at before the whole matrix: as many as share a scale, at most
 _LEAST = 8  # values that share a scale
-# Of a quantisation that is not known: a level stands for so many different values at least, or it says nothing that
-# there are levels; a value may lie so far beyond the middle of two, in steps, and besides by two roundings to bfloat16
-# of what reaches from one end of the group to the other.
-_MERGED, _BEYOND, _IN_HALF = 2, 1 / 16, 2.0**-8
-_FEWEST = 3  # levels: with two all that is kept is signs
+# Of a quantisation that is not known: a level stands for so many different values of its group at least, or it says
+# nothing that there are levels. A value may lie beyond the middle of two by so large a part of what reaches from one
+# end of the group to the other: float32 errs by that, and four roundings to bfloat16, where levels are in half
+# precision. Of the squares more than a quarter no engine leaves: three levels leave a fifth.
+_MERGED, _BEYOND, _BEYOND_IN_HALF, _MOST = 2, 2.0**-16, 2.0**-7, 0.25
 _WORDS = {  # of roundings, by their names
     "int8": "an 8-bit requantisation", "uint8": "an asymmetric 8-bit requantisation",
     "full int8": "a full-range 8-bit requantisation", "wide int8": "a wide 8-bit requantisation",
     "int4": "a 4-bit requantisation", "uint4": "an asymmetric 4-bit requantisation",
     "full int4": "a full-range 4-bit requantisation", "wide int4": "a wide 4-bit requantisation",
     "affine4": "a 4-bit requantisation with offsets", "affine8": "an 8-bit requantisation with offsets",
-    "nf4": "an NF4 requantisation",
+    "nf4": "an NF4 requantisation", "fp8": "a float8 requantisation",
 }  # fmt: skip
 
 
@@ -44,35 +44,44 @@ def requantised_as(expected: np.ndarray, held: np.ndarray) -> str | None:
 
 
 def _to_levels(expected: np.ndarray, held: np.ndarray) -> str | None:
-    """The same of a quantisation that is not known, whatever its levels are: each group has a few, and each value is
-    the nearest of these to the right one; and neither a factor nor an offset explains the error, as of a wrong scale.
+    """The same of a quantisation that is not known, wherever its levels are: each group has a few, and each value is
+    the nearest of these to the right one; and a factor or an offset explains little of the error, as of a wrong scale.
     """
+    error = residual(expected.reshape(-1), held.reshape(-1)) ** 2
+    if error > _MOST or not _is_even(expected, held):
+        return None
+    beyond = _BEYOND_IN_HALF if _is_half(held) else _BEYOND
     for size in _sizes(expected.shape[1]):
-        few = _n_levels(expected[:_ROWS], held[:_ROWS], size)
-        n_levels = few and _n_levels(expected, held, size)
-        if n_levels and _is_even(expected, held):
-            error = residual(expected.reshape(-1), held.reshape(-1)) ** 2
+        few = _n_levels(expected[:_ROWS], held[:_ROWS], size, beyond)
+        if few and (n_levels := _n_levels(expected, held, size, beyond)):
             words = f"a requantisation to {n_levels} levels at most in {_groups(size, expected.shape[1])}"
             return f"as {words} of the right values would be (NMSE {error:.1e})"
     return None
 
 
-def _n_levels(expected: np.ndarray, held: np.ndarray, size: int) -> int:
-    """The most levels of a group; 0 where some value is not the nearest one of its group, or levels are too many."""
-    most = merged = total = 0
+def _is_half(held: np.ndarray) -> bool:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return any(np.array_equal(of(held), held) for of in (bfloat16, np.float16))
+
+
+def _n_levels(expected: np.ndarray, held: np.ndarray, size: int, beyond: float) -> int:
+    """The most levels of a group; 0 where some value is not the nearest one of its group, but for so large a part of
+    what they span, or where some group has too many levels, or one alone, as what was never loaded has.
+    """
+    most = 0
     for cut in chunks(expected.size, size):
         right, ours = (x.reshape(-1)[cut].reshape(-1, size).astype(np.float64) for x in (expected, held))
         order = right.argsort(-1)
         right, ours = (np.take_along_axis(x, order, -1) for x in (right, ours))
         steps, middles, differ = np.diff(ours), (ours[:, 1:] + ours[:, :-1]) / 2, np.diff(right) > 0
-        slack = _BEYOND * steps + _IN_HALF * (ours[:, -1:] - ours[:, :1])
+        slack = beyond * (ours[:, -1:] - ours[:, :1])
         nearest = (right[:, :-1] <= middles + slack) & (right[:, 1:] >= middles - slack) & (steps > 0) & differ
-        if not (nearest | (steps == 0)).all():
+        levels, values = (1 + np.count_nonzero(x, axis=-1) for x in (steps, differ))
+        few = (levels > 1) & (levels * _MERGED <= values) | (values == 1)
+        if not few.all() or not (nearest | (steps == 0)).all():
             return 0
-        levels = 1 + np.count_nonzero(steps, axis=-1)
-        most, merged = max(most, int(levels.max())), merged + int(levels.sum())
-        total += len(levels) + np.count_nonzero(differ)
-    return most if most >= _FEWEST and merged * _MERGED <= total else 0
+        most = max(most, int(levels.max()))
+    return most
 
 
 def _is_even(expected: np.ndarray, held: np.ndarray) -> bool:
@@ -105,6 +114,8 @@ def _requantisations(n_in: int) -> Iterator[tuple[str, str]]:
     for kind, words in _WORDS.items():
         for size in _sizes(n_in):
             yield f"{words} in {_groups(size, n_in)}", f"{kind}/{size}"
+    if n_in % 128 == 0:
+        yield f"{_WORDS['fp8']} in blocks of 128 x 128", "fp8/128x128"
 
 
 def _sizes(n_in: int) -> Iterator[int]:

@@ -77,8 +77,10 @@ def _unseen(one: Finding, result: Result) -> str:
     """Weights of mistaken ops that were not recorded: an op is right if its weight was loaded wrong, or is held in a
     type that nobody knows.
     """
+    if one.segment:
+        return ""
     recorded = {weight.weight for weight in result.weights}
-    ops = [op for op in result.faulty if op.op in one.ops and _has_weight(op) and not one.segment]
+    ops = [op for op in result.faulty if op.op in one.ops and _has_weight(op)]
     return listed([name for name in dict.fromkeys(f"{op.op}.weight" for op in ops) if name not in recorded], 3)
 
 

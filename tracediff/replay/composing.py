@@ -108,7 +108,8 @@ class Composing:
         if left > enough or not all(map(self._may_be, there.schemes)):
             return None
         unfit = tuple(r for r in self._records if all(self._fitting.is_faulty(r, s) for s in there.schemes))
-        return Choice(there.schemes, True, left, unfit, there.alike) if 2 * len(unfit) <= len(self._records) else None
+        alike = tuple(filter(self._may_be, there.alike))
+        return Choice(there.schemes, True, left, unfit, alike) if 2 * len(unfit) <= len(self._records) else None
 
     def _that_fits(self, schemes: Sequence[Scheme]) -> Choice | None:
         """Of those that fit all the records the one that leaves least."""

@@ -179,7 +179,7 @@ class Replay:
             elsewhere = {scheme for one in self.plan.choices.values() if one.settled for scheme in one.schemes}
             candidates = [scheme for scheme in self._planner.candidates(record) if scheme in elsewhere]
         else:
-            candidates = [*self._planner.candidates(record)]
+            candidates = [*dict.fromkeys((*self._planner.candidates(record), *choice.alike))]
             if choice.schemes[0] not in candidates:  # but one that was composed
                 candidates += self._planner.changes(choice.schemes[:1], record)
         others = [scheme for scheme in candidates if scheme not in choice.schemes]

@@ -7,6 +7,7 @@ import numpy as np
 
 from tracediff.diagnose.solve.loops.arrays import CannotRunError, Value, check_size
 
+_LARGEST = 1 << 63  # an integer of an array is less
 ELEMENTARY: Mapping[str, Callable[[Value], Value]] = {
     "sqrt": np.sqrt, "exp": np.exp, "cos": np.cos, "sin": np.sin, "abs": np.abs, "log": np.log, "tanh": np.tanh,
 }  # fmt: skip
@@ -19,7 +20,7 @@ COMPARISONS: Mapping[type, Callable[[Value, Value], Value]] = {
 def kind(x: Value) -> str:
     """Integers, booleans or numbers."""
     if isinstance(x, int | float):
-        return "i" if isinstance(x, int) else "f"
+        return "i" if isinstance(x, int) and abs(x) < _LARGEST else "f"
     return "i" if np.asarray(x).dtype.kind in "iub" else "f"
 
 
