@@ -156,6 +156,24 @@ def bfloat16(x: Array) -> Array:
     return to_float(bfloat16_bits(x), "bf16").astype(np.float64)
 
 
+ROUNDINGS: dict[str, Callable[[Array], Array]] = {
+    "float16": lambda x: x.astype(np.float16).astype(np.float64),
+    "bfloat16": bfloat16,
+    "float32": lambda x: x.astype(np.float32).astype(np.float64),
+}
+
+
+def rounded_to(flat: Array, held: Array) -> str | None:
+    """The storage type that makes `held` of `flat`, if any does."""
+    left = dict(ROUNDINGS)
+    for cut in chunks(flat.size):
+        with np.errstate(over="ignore", invalid="ignore"):
+            left = {name: f for name, f in left.items() if np.array_equal(f(flat[cut]), held[cut].astype(np.float64))}
+        if not left:
+            return None
+    return next(iter(left))
+
+
 def _describe(expected: Array, held: Array) -> str:
     """Facts, where no mistake is known."""
     flat = expected.reshape(-1)

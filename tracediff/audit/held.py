@@ -1,12 +1,22 @@
 """What an engine holds in memory against what the file, or the other side, says it should hold."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from tracediff.audit.causes import CLOSE, CUT_SHORT, IN_MEMORY, Reading, Readings, bfloat16, chunks, explain, residual
+from tracediff.audit.causes import (
+    CLOSE,
+    CUT_SHORT,
+    IN_MEMORY,
+    ROUNDINGS,
+    Reading,
+    Readings,
+    explain,
+    residual,
+    rounded_to,
+)
 from tracediff.audit.requantised import requantised_as
 from tracediff.compare.metrics import compare_values
 from tracediff.errors import MismatchError
@@ -22,12 +32,6 @@ if TYPE_CHECKING:
 Held = Literal["identical", "rounded", "wrong"]
 # A dequantised value is a product and a sum of float32 numbers, which engines round in their own order.
 _DEQUANTISED = 1e-6
-
-_ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "float16": lambda x: x.astype(np.float16).astype(np.float64),
-    "bfloat16": bfloat16,
-    "float32": lambda x: x.astype(np.float32).astype(np.float64),
-}
 
 
 def compare_weights(reference: Trace | None, candidate: Trace, model: "Model | None") -> Iterator[WeightResult]:
@@ -113,24 +117,13 @@ def judge_values(
     return "wrong", *explain(name, expected, held, others)
 
 
-def rounded_to(flat: np.ndarray, held: np.ndarray) -> str | None:
-    """The storage type that makes `held` of `flat`, if any does."""
-    left = dict(_ROUNDINGS)
-    for cut in chunks(flat.size):
-        with np.errstate(over="ignore", invalid="ignore"):
-            left = {name: f for name, f in left.items() if np.array_equal(f(flat[cut]), held[cut].astype(np.float64))}
-        if not left:
-            return None
-    return next(iter(left))
-
-
 def _rounded_less_1(flat: np.ndarray, held: np.ndarray) -> str | None:
     """The same for a norm that holds its weight less 1, and adds that in float32 (Gemma). The file's value is such a
     sum: what was rounded is known to half a unit of that.
     """
     less_1, half = flat.astype(np.float64) - 1, np.spacing(np.abs(flat).astype(np.float32)).astype(np.float64) / 2
     for name in ("bfloat16", "float16"):
-        least, most = ((_ROUNDINGS[name](less_1 + by) + 1).astype(np.float32) for by in (-half, half))
+        least, most = ((ROUNDINGS[name](less_1 + by) + 1).astype(np.float32) for by in (-half, half))
         if bool(((least <= held) & (held <= most)).all()):
             return f"{name}, to which 1 is added"
     return None

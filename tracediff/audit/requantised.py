@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tracediff.audit.causes import bfloat16, chunks, residual
+from tracediff.audit.causes import chunks, residual, rounded_to
 
 # Of the error that the requantisation makes so much may be left: formulas differ in the last bit of a scale, and a
 # value on a boundary goes the other way.
@@ -34,34 +34,31 @@ def requantised_as(expected: np.ndarray, held: np.ndarray) -> str | None:
     """
     if expected.ndim != 2:
         return None
-    rows = held.reshape(expected.shape)
-    for words, rounding in _requantisations(expected.shape[1]):
-        few = slice(_ROWS)
-        if _is(rounding, expected[few], rows[few]) and _is(rounding, expected, rows):
-            error = residual(expected.reshape(-1), held.reshape(-1)) ** 2
-            return f"as {words} of the right values would be (NMSE {error:.1e})"
-    return _to_levels(expected, rows)
+    rows, few = held.reshape(expected.shape), slice(_ROWS)
+    known = (
+        words
+        for words, rounding in _requantisations(expected.shape[1])
+        if _is(rounding, expected[few], rows[few]) and _is(rounding, expected, rows)
+    )
+    if not (words := next(known, None) or _to_levels(expected, rows)):
+        return None
+    error = residual(expected.reshape(-1), held.reshape(-1)) ** 2
+    return f"as {words} of the right values would be (NMSE {error:.1e})"
 
 
 def _to_levels(expected: np.ndarray, held: np.ndarray) -> str | None:
-    """The same of a quantisation that is not known, wherever its levels are: each group has a few, and each value is
-    the nearest of these to the right one; and a factor or an offset explains little of the error, as of a wrong scale.
+    """A quantisation that is not known, wherever its levels are, in words: each group has a few, and each value is the
+    nearest of these to the right one; and a factor or an offset explains little of the error, as of a wrong scale.
     """
-    error = residual(expected.reshape(-1), held.reshape(-1)) ** 2
-    if error > _MOST or not _is_even(expected, held):
+    if residual(expected.reshape(-1), held.reshape(-1)) ** 2 > _MOST or not _is_even(expected, held):
         return None
-    beyond = _BEYOND_IN_HALF if _is_half(held) else _BEYOND
+    flat = held.reshape(-1)
+    beyond = _BEYOND_IN_HALF if rounded_to(flat, flat) in ("float16", "bfloat16") else _BEYOND
     for size in _sizes(expected.shape[1]):
         few = _n_levels(expected[:_ROWS], held[:_ROWS], size, beyond)
         if few and (n_levels := _n_levels(expected, held, size, beyond)):
-            words = f"a requantisation to {n_levels} levels at most in {_groups(size, expected.shape[1])}"
-            return f"as {words} of the right values would be (NMSE {error:.1e})"
+            return f"a requantisation to {n_levels} levels at most in {_groups(size, expected.shape[1])}"
     return None
-
-
-def _is_half(held: np.ndarray) -> bool:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return any(np.array_equal(of(held), held) for of in (bfloat16, np.float16))
 
 
 def _n_levels(expected: np.ndarray, held: np.ndarray, size: int, beyond: float) -> int:

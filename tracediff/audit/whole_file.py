@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tracediff.audit.causes import CLOSE, explain
-from tracediff.audit.held import compare_weight, judge_values, look_at, readings, rounded_to
+from tracediff.audit.causes import CLOSE, explain, rounded_to
+from tracediff.audit.held import compare_weight, judge_values, look_at, readings
 from tracediff.audit.quantisation import expected_error, relative_errors
 from tracediff.compare.sides import picked
 from tracediff.errors import MismatchError

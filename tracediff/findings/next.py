@@ -19,12 +19,13 @@ def next_step(result: Result, again: str | None = None) -> Next:
     if first and first.mistake:
         return _of_known(first, result, again)
     made = again or _again(result)
-    if judged and first and not again and (unseen := _unseen(first, result)):
+    unseen = _unseen(first, result) if judged and first and not again else ""
+    split = _split(result.coverage) if result.coverage else None
+    if split and (not unseen or (first and first.segment)):
+        return Next(made, split)
+    if unseen:
         why = f"after the engine has recorded {unseen} as it holds them: whether the loader or the op is wrong"
         return Next(shlex.join(("tracediff", "weights", _model(result), "--trace", result.candidate.path)), why)
-    split = _split(result.coverage) if result.coverage else None
-    if split:
-        return Next(made, split)
     if not judged:
         hidden = "drift hides what is smaller than its tolerance: with the model each op is judged by itself"
         named = "with the model each op is judged by itself, and known mistakes are named"
@@ -77,8 +78,6 @@ def _unseen(one: Finding, result: Result) -> str:
     """Weights of mistaken ops that were not recorded: an op is right if its weight was loaded wrong, or is held in a
     type that nobody knows.
     """
-    if one.segment:
-        return ""
     recorded = {weight.weight for weight in result.weights}
     ops = [op for op in result.faulty if op.op in one.ops and _has_weight(op)]
     return listed([name for name in dict.fromkeys(f"{op.op}.weight" for op in ops) if name not in recorded], 3)

@@ -354,7 +354,7 @@ def _elsewhere(sort: Sort, choices: Mapping[Sort, Choice]) -> Elsewhere:
     others = {
         other: choice
         for other, choice in choices.items()
-        if (other.name, other.types, other.of_product, len(other.held))
+        if (other.name, other.types, other.of_product, len(other.held))  # a bias is no input
         == (sort.name, sort.types, sort.of_product, len(sort.held))
         and other.n_tokens != sort.n_tokens
         and choice.settled
