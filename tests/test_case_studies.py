@@ -58,6 +58,7 @@ def in_layers(layers: range, names: tuple[str, ...], cause: str) -> dict[str, st
     return {f"blk.{n}.{name}": cause for n in layers for name in names}
 
 
+@pytest.mark.slow
 def test_three_mistakes_at_once_and_a_repair_that_is_a_fourth(folder) -> None:
     here, layers = folder(LOUD), range(24)
     three = {

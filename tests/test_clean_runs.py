@@ -112,7 +112,8 @@ def test_hidden_states_of_a_loud_model_are_clean(
 
 
 @pytest.mark.parametrize(
-    ("weights", "options", "n_decode"), [("F16", {}, 0), ("Q8_0", FLASH | F16, 0), ("Q4_K_M", {}, 1)]
+    ("weights", "options", "n_decode"),
+    [("F16", {}, 0), ("Q8_0", FLASH | F16, 0), pytest.param("Q4_K_M", {}, 1, marks=pytest.mark.slow)],
 )
 def test_logits_of_a_loud_model_are_clean(
     weights: str, options: dict[str, Any], n_decode: int, models: Models, llama_cpp_trace: Tracer
@@ -175,6 +176,7 @@ def test_a_first_position_does_not_tell_how_the_cache_is_held(models: Models, ll
     assert max(local.nmse for local in layers) < 1e-8
 
 
+@pytest.mark.slow
 def test_no_arithmetic_excuses_a_small_mistake(models: Models, torch_trace: Tracer) -> None:
     """An eps of 1e-5 for 1e-6 in a trace of hidden states: its error is smaller than the noise of half precision. On
     some processors one step of a layer is undecided until the cause is known.
@@ -257,7 +259,7 @@ def test_gelu_from_a_table_is_clean_behind_hidden_states(
     assert check_trace(path, model).verdict == "match"
 
 
-@pytest.mark.parametrize("arch", ["gemma3n", "gemma4", "t5encoder", "rwkv7"])
+@pytest.mark.parametrize("arch", [pytest.param("gemma3n", marks=pytest.mark.slow), "gemma4", "t5encoder", "rwkv7"])
 def test_sums_of_rows_that_are_no_multiples_of_blocks_are_judged(
     arch: str, tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:

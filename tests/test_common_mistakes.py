@@ -349,7 +349,12 @@ def test_fields_of_blocks_are_what_ggml_makes_of_them(of: str) -> None:
     assert made[finite] == pytest.approx(right[finite], rel=1e-6)
 
 
-@pytest.mark.parametrize("of", [of for of in FIELDS if of != "MXFP4"])  # which llama.cpp writes for experts alone
+SLOWER = {"Q5_K", "Q6_K"}  # whose blocks have most fields
+
+
+@pytest.mark.parametrize(
+    "of", [pytest.param(of, marks=[pytest.mark.slow] * (of in SLOWER)) for of in FIELDS if of != "MXFP4"]
+)  # which llama.cpp writes for experts alone
 def test_each_misreading_of_blocks_is_named(of: str, models: Models, tmp_path: Path) -> None:
     model = models("k-quants", FILES.get(of, of))
     file = GGUFFile(model)

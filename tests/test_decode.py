@@ -76,6 +76,7 @@ def test_a_mistake_in_keys_of_one_sort_of_steps_is_named(
     assert findings(model, tmp_path / "mine.trace", ops, "layers") == [text.format(len(ops))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", ["one", "several"])
 def test_an_edit_that_nobody_listed_is_found_in_one_sort_of_steps(tokens: str, models: Models, tmp_path: Path) -> None:
     model = Model(models(replace(SHAPES["qwen2"], n_layer=2, n_embd=48, n_ff=64)))
@@ -87,6 +88,7 @@ def test_an_edit_that_nobody_listed_is_found_in_one_sort_of_steps(tokens: str, m
     ]
 
 
+@pytest.mark.slow
 def test_a_mistake_of_decode_behind_a_state_is_named(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """What the convolution makes of the prompt is in the state that decode steps begin with."""
     model = Model(tiny("qwen3next"))

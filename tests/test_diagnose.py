@@ -98,7 +98,9 @@ def test_hidden_states_alone_name_a_missing_bias(weights: str, models, torch_tra
 
 
 @pytest.mark.parametrize("weights", ["F16", "Q8_0"])
-@pytest.mark.parametrize(("layers", "n_decode"), [((0,), 30), ((0, 1), 0), ((1, 2), 1)])
+@pytest.mark.parametrize(
+    ("layers", "n_decode"), [((0,), 30), ((0, 1), 0), pytest.param((1, 2), 1, marks=pytest.mark.slow)]
+)
 def test_layers_beside_mistaken_ones_pass_in_the_engines_arithmetic(
     layers: tuple[int, ...], n_decode: int, weights: str, models, torch_trace
 ) -> None:
@@ -136,11 +138,20 @@ def test_norms_that_were_never_loaded_are_no_other_model(models, torch_trace) ->
     ("fault", "ops", "weights", "arithmetic", "n_decode"),
     [
         ("bias_missing", "attn_q, attn_k, attn_v: ", "F32", "exact", 1),
-        ("bias_missing", "attn_q, attn_k, attn_v: ", "Q4_K_M", "exact", 1),
+        pytest.param("bias_missing", "attn_q, attn_k, attn_v: ", "Q4_K_M", "exact", 1, marks=pytest.mark.slow),
         ("bias_missing", "attn_q, attn_k, attn_v: ", "Q4_K_M", "llama.cpp", 1),
-        ("rope_pairing@1", "blk.1.attn_q_rope, blk.1.attn_k_rope: ", "Q4_K_M", "llama.cpp", 0),
+        pytest.param(
+            "rope_pairing@1", "blk.1.attn_q_rope, blk.1.attn_k_rope: ", "Q4_K_M", "llama.cpp", 0, marks=pytest.mark.slow
+        ),
         # Whatever it is called in each.
-        ("residual_twice", "attn_residual, ffn_residual: the residual stream is added twice", "Q4_K_M", "llama.cpp", 0),
+        pytest.param(
+            "residual_twice",
+            "attn_residual, ffn_residual: the residual stream is added twice",
+            "Q4_K_M",
+            "llama.cpp",
+            0,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_logits_alone_name_a_mistake_in_all_layers_or_one(
@@ -175,6 +186,7 @@ def test_what_projections_of_one_input_have_in_common_is_named_behind_hidden_sta
     assert {op.cause and op.cause.text for op in result.faulty} == {f"attn_q, attn_k, attn_v: {words}"}
 
 
+@pytest.mark.slow
 def test_where_layers_are_too_many_to_be_tried_one_by_one_the_report_says_so(models, torch_trace, monkeypatch) -> None:
     monkeypatch.setattr("tracediff.diagnose.search._ONE_BY_ONE", 1.0)
     model = models("llama")
@@ -184,7 +196,15 @@ def test_where_layers_are_too_many_to_be_tried_one_by_one_the_report_says_so(mod
     }
 
 
-@pytest.mark.parametrize("fault", ["q4_k_scales", "q4_k_min_added", "q4_k_nibbles", "q6_k_order"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("q4_k_scales", marks=pytest.mark.slow),
+        pytest.param("q4_k_min_added", marks=pytest.mark.slow),
+        "q4_k_nibbles",
+        "q6_k_order",
+    ],
+)
 def test_mistaken_dequantisation_is_named(fault: str, models, torch_trace) -> None:
     model = models("k-quants", "Q4_K_M")
     result = check_trace(torch_trace(model, faults=(fault,)), model)
@@ -233,7 +253,9 @@ def test_two_mistakes_behind_one_record_are_both_named(faults, capture, where, m
     ("faults", "capture"),
     [
         (("cache_wraps",), "layers"),  # of a prompt that is written whole before it is read
-        (("values_normed", "values_rotated"), "layers"),  # two ops more in the place of one
+        pytest.param(
+            ("values_normed", "values_rotated"), "layers", marks=pytest.mark.slow
+        ),  # two ops more in the place of one
         (("embedding_scaled",), "all"),  # of blocks a rule as well
         (("scales_of_first_row@1",), "all"),
     ],
@@ -245,6 +267,7 @@ def test_mistakes_of_quantised_models_have_their_names(faults, capture, models, 
     assert named == {frozenset(fault.partition("@")[0] for fault in faults)}
 
 
+@pytest.mark.slow
 def test_what_leaves_nothing_wins_where_another_mistake_leaves_what_a_floor_hides(models, torch_trace) -> None:
     """An epsilon of 3 was believed of most layers, which left 3e-4, though two mistakes left 1e-13 of the others. The
     head is mistaken too, so that no record tells the arithmetic.
@@ -257,6 +280,7 @@ def test_what_leaves_nothing_wins_where_another_mistake_leaves_what_a_floor_hide
     assert same == {(True, "head_is_embedding"), (False, "norm_skipped + softmax_sum_begins")}
 
 
+@pytest.mark.slow
 def test_one_row_is_not_explained_by_what_other_rows_contradict(models, torch_trace) -> None:
     """Of a decoded token's row any factor looks like a wrong eps; but that eps would show in the prompt's rows."""
     model = models("k-quants", "F32")
@@ -285,6 +309,7 @@ def test_several_mistakes_of_one_row_are_contradicted_by_the_prompts_rows(tiny, 
     assert [(op.op, op.step, op.cause) for op in faulty] == [("output_norm", step, None) for step in range(3)]
 
 
+@pytest.mark.slow
 def test_a_window_is_told_where_no_layer_tells_the_arithmetic(models, tmp_path: Path) -> None:
     """All layers are mistaken: in 8-bit blocks, which are nearest, the first token is wrong already, and no window. In
     the last one every token is, by a mistake of its own; how long the window is the others tell.
@@ -371,7 +396,7 @@ def test_activations_that_are_cast_to_blocks_are_named_though_no_matmul_tells_th
     assert {op.cause.text if op.cause else op.shape for op in faulty} == {words}
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_keys_of_a_last_block_that_is_not_full_are_told_in_decode_alone(size: int, models, tmp_path: Path) -> None:
     model = Model(models("k-quants", "F16"))
     words = f"keys are read in blocks of {size}, and those of a last block that is not full are left out"

@@ -91,7 +91,7 @@ def test_other_blocks_are_as_high_as_they_say(rounding: str) -> None:
     assert torch.equal(rounding_named(rounding)(x), rounding_named(f"{of}/{wide}")(x))
 
 
-@pytest.mark.parametrize(("capture", "factor"), [("all", 1.04), ("layers", 2.0)])
+@pytest.mark.parametrize(("capture", "factor"), [("all", 1.04), pytest.param("layers", 2.0, marks=pytest.mark.slow)])
 def test_an_engine_in_float8_blocks_is_right(capture: Capture, factor: float, models: Models, tmp_path: Path) -> None:
     model = Model(models(SHAPE, "F16"))
     right = check_trace(traced(model, tmp_path / "right.trace", capture), model)
@@ -103,6 +103,7 @@ def test_an_engine_in_float8_blocks_is_right(capture: Capture, factor: float, mo
     assert capture == "layers" or "1.04" in wrong.findings[0].text
 
 
+@pytest.mark.slow
 def test_replay_goes_a_part_of_the_way_with_an_engine_in_half_precision(models: Models, tmp_path: Path) -> None:
     """What bfloat16 rounds between turns the largest of a row's values, so the row's scale and all of the row: from
     hidden states alone the right arithmetic leaves as much of a layer as a wrong one, and every layer diverged.

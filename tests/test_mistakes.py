@@ -622,6 +622,7 @@ def test_what_runs_beside_an_op_may_have_run_before_it(tiny: Tiny, tmp_path: Pat
     assert "ffn_residual of the layer before + attn_output where" in finding.text
 
 
+@pytest.mark.slow
 def test_another_value_may_be_read_over_all_steps(tiny: Tiny, tmp_path: Path) -> None:
     file = GGUFFile(tiny("phi3"))
     graph = build_graph(file)

@@ -48,9 +48,10 @@ def test_what_follows_a_mistake_does_not_choose_the_arithmetic(bench: Bench, old
 @pytest.mark.parametrize(
     ("old", "new", "model", "said"),
     [
-        (
+        pytest.param(
             '"attn_v.weight", kv * embd', '"attn_v.weight", D * embd', ("llama", "F32"),
             "channels 35 to 63 are computed with weights from value 244 of attn_k.weight of the layer after on",
+            marks=pytest.mark.slow,
         ),
         (
             '"attn_v.bias", kv', '"attn_v.bias", D', ("qwen2", "F32"),
@@ -64,9 +65,10 @@ def test_what_follows_a_mistake_does_not_choose_the_arithmetic(bench: Bench, old
             "for (int i = 0; i < n; i++) sum += y[i]", "for (int i = 0; i < n - 1; i++) sum += y[i]", ("llama", "F32"),
             "all keys but the last of the exponential are computed; the sum takes all keys but the last",
         ),
-        (  # in steps of one token what the values before left is most of it, and tells nothing of the rest
+        pytest.param(  # in steps of one token what the values before left is most of it, and tells nothing of the rest
             "for (int d = 0; d < D; d++) {", "for (int d = 0; d < S; d++) {", ("qwen3", "F32"),
             "the output's number of channels of a head is taken for the number of keys; it is 48; elsewhere the",
+            marks=pytest.mark.slow,
         ),
         (
             "q_size = n.n_head * D", "q_size = n.n_head * S", ("llama", "F32"),

@@ -129,10 +129,10 @@ def findings(model: Model, out: Path, edit: Edit, capture: str) -> list[str]:
     [
         ("lfm2", gated, "layers", "layer 1 (seen in ffn_residual): shortconv.in_proj.mul#2: every value of channels 96 "
          "to 191 of shortconv.in_proj is silu of what it should be."),
-        ("qwen3moe", squared, "layers", "both layers (seen in ffn_residual): ffn_moe_weights_norm: every value is the "
-         "square of what it should be."),
-        ("deepseek2", shared_reads_routed, "layers", "layer 1 (seen in ffn_residual): ffn_gate_shexp, ffn_up_shexp: "
-         "reads ffn_moe_out where ffn_norm belongs."),
+        pytest.param("qwen3moe", squared, "layers", "both layers (seen in ffn_residual): ffn_moe_weights_norm: every "
+                     "value is the square of what it should be.", marks=pytest.mark.slow),
+        pytest.param("deepseek2", shared_reads_routed, "layers", "layer 1 (seen in ffn_residual): ffn_gate_shexp, "
+                     "ffn_up_shexp: reads ffn_moe_out where ffn_norm belongs.", marks=pytest.mark.slow),
         ("lfm2", activated, "all", "shortconv.conv in layer 1: every value is silu of what it should be."),
         ("gptneox", by_head, "layers", "both layers (seen in ffn_residual): attn_q_rope, attn_k_rope, attn_v: attn_qkv "
          "is split in another order, as if each part had its heads side by side."),
@@ -154,6 +154,7 @@ def test_what_nobody_listed_is_solved_for(
     assert findings(Model(path), tmp_path / "mine.trace", edit, capture) == [text]
 
 
+@pytest.mark.slow
 def test_no_step_alone_has_what_it_is_handed_by_others(tiny: Tiny, tmp_path: Path) -> None:
     """With a state of one column alone, one step looked as if its projections read the row before, which the step
     before, that is right, had not.

@@ -359,6 +359,7 @@ def by_division(x: np.ndarray) -> np.ndarray:
     return (np.rint(groups / scale) * scale.astype(np.float16).astype(np.float32)).reshape(x.shape)
 
 
+@pytest.mark.slow
 def test_weights_that_lie_halfway_are_requantised_as_the_others(models: Models, tmp_path: Path) -> None:
     """Of Q6_K many are: 16 of a block whose largest is -32 is 63.5 of 127. How they turn tells another rounding better,
     which explains none of them; what the matrices in Q4_K tell fits.
@@ -407,6 +408,7 @@ def by_tensor(x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None = N
     return y if bias is None else y + bias
 
 
+@pytest.mark.slow
 def test_one_scale_for_all_of_a_tensor_is_an_arithmetic(models: Models, tmp_path: Path) -> None:
     """Of a large matrix a part is dequantised at a time; and a token's activations depend on the others'."""
     model, words = models(LLAMA, "F16"), "int8 whole tensors with float32 scales"
@@ -740,7 +742,10 @@ def by_means(values: np.ndarray) -> np.ndarray:
     return np.take_along_axis(levels, nearest, -1).astype(np.float32)
 
 
-@pytest.mark.parametrize(("quantise", "groups"), [(by_zero_points, "groups of 64"), (by_means, "whole rows")])
+@pytest.mark.parametrize(
+    ("quantise", "groups"),
+    [(by_zero_points, "groups of 64"), pytest.param(by_means, "whole rows", marks=pytest.mark.slow)],
+)
 def test_an_engine_whose_weights_nobody_knows_is_judged_by_those_that_it_recorded(
     quantise: Callable[[np.ndarray], np.ndarray], groups: str, models: Models, tmp_path: Path
 ) -> None:
@@ -950,7 +955,9 @@ def test_rope_tables_in_half_precision_are_an_arithmetic(dtype: torch.dtype, mod
     assert said(result, "rope") == {f"rope tables in {str(dtype).removeprefix('torch.')}"}
 
 
-@pytest.mark.parametrize(("factor", "wrong"), [(1.0, []), (1.001, ["blk.1.attn_k_rope"])])
+@pytest.mark.parametrize(
+    ("factor", "wrong"), [(1.0, []), pytest.param(1.001, ["blk.1.attn_k_rope"], marks=pytest.mark.slow)]
+)
 def test_values_of_rope_tables_turn_by_the_error_of_an_angle(
     factor: float, wrong: list[str], models: Models, tmp_path: Path
 ) -> None:
@@ -1064,7 +1071,7 @@ def in_tiles(probs: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return weighted_values((probs / largest).half().float() * largest, v.half().float())
 
 
-@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
 def test_probabilities_may_be_rounded_before_they_are_divided(capture: str, models: Models, tmp_path: Path) -> None:
     """Relative to the largest score of the keys so far, which depends on the size of tiles."""
 
@@ -1126,7 +1133,7 @@ def test_silu_may_be_computed_in_half_precision_step_by_step(
     assert faulty(check_trace(trace, model)) == []
 
 
-@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
 def test_a_mistake_in_a_trace_written_in_half_precision_is_found(capture: str, models: Models, tmp_path: Path) -> None:
     """What was lost on the way to the file hides errors of 1e-6, not of 1e-3."""
 
@@ -1175,7 +1182,7 @@ def steeper_gate(op: Op) -> Op:
     return replace(op, function=lambda gate, up: swiglu(1.2 * gate, up)) if op.name == "blk.1.ffn_act" else op
 
 
-@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arithmetic", COMBINED)
 def test_an_arithmetic_that_is_not_listed_is_composed_of_its_parts(
     models: Models, tmp_path: Path, arithmetic: str, capture: str
@@ -1223,6 +1230,7 @@ def test_rows_of_another_width_tell_their_groups(models: Models, tmp_path: Path)
     assert [choice.by_op for choice in linear] == [{}, {}]  # not groups of 256 in some and rows in others
 
 
+@pytest.mark.slow
 def test_a_part_of_a_long_prompt_tells_the_arithmetic(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1375,6 +1383,7 @@ def test_of_many_activations_that_may_turn_those_are_found_that_did(models: Mode
     assert found[1] == int((change != 0).sum()) > 20
 
 
+@pytest.mark.slow
 def test_half_precision_that_is_stored_wider_is_sound_behind_hidden_states(models: Models, tmp_path: Path) -> None:
     """Autocast to float16, a long prompt: one rounding that turns takes all after it along, so any arithmetic of as
     many digits leaves as much, and by those that round less it diverged. A mistake that is larger is seen.

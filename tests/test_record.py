@@ -221,6 +221,7 @@ def test_modules_of_unknown_names_are_told_by_what_they_hold_and_are(models: Mod
     assert notes == []
 
 
+@pytest.mark.slow
 def test_a_token_that_is_right_in_what_its_sample_does_not_exclude_is_undecided(models: Models, tmp_path: Path) -> None:
     """Of a prompt of seven tokens and one more, bfloat16 leaves as little with scores that are scaled in it as without;
     of the token it leaves a third, and without the token was called wrong.
@@ -235,7 +236,7 @@ def test_a_token_that_is_right_in_what_its_sample_does_not_exclude_is_undecided(
     assert result.faulty == []
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"])
 def test_autocast_is_an_arithmetic(arch: str, models: Models, tmp_path: Path) -> None:
     """Matmuls in bfloat16, their outputs too, scores that are scaled in it and a softmax of these in float32: every
     softmax was called wrong, and from hidden states alone, which are float32, nothing was decided. So were norms of

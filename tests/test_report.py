@@ -103,6 +103,7 @@ def test_weights_that_are_wrong_come_before_what_drifts() -> None:
     )
 
 
+@pytest.mark.slow
 def test_each_of_several_mistakes_is_said_once(models: Models, torch_trace: Callable[..., Path]) -> None:
     """Three of them behind one hidden state, for what explains one of several is known from another layer; what is in
     all layers is said of all, and a mask only of the step in which it shows.

@@ -82,7 +82,8 @@ def test_what_xla_made_of_a_token_on_an_h200_is_sound_and_told(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capture"), [(torch.bfloat16, "all"), (torch.bfloat16, "layers"), (torch.float16, "all")]
+    ("dtype", "capture"),
+    [(torch.bfloat16, "all"), pytest.param(torch.bfloat16, "layers", marks=pytest.mark.slow), (torch.float16, "all")],
 )
 def test_sums_of_rounded_products_are_sound(
     dtype: torch.dtype, capture: Capture, models: Models, tmp_path: Path
@@ -116,14 +117,20 @@ def test_single_tokens_read_keys_and_values_as_prompts_made_them(factor: float, 
 @pytest.mark.parametrize(
     ("rounding", "arithmetic", "factor"),
     [
-        (
+        pytest.param(
             "int8/32",
             "exact, attention in float16, norm weights in float16, what is added to the residual in q8_0 blocks",
             1,
+            marks=pytest.mark.slow,
         ),
         # The head's rows have 256 channels, so it cannot tell rows from q8_K blocks.
         ("int8/row", "exact, KV cache in int8 rows with float32 scales, attention in bfloat16", 1),
-        ("int8/row", "exact, KV cache in int8 rows with float32 scales, attention in bfloat16", 1.1),
+        pytest.param(
+            "int8/row",
+            "exact, KV cache in int8 rows with float32 scales, attention in bfloat16",
+            1.1,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_single_tokens_may_be_as_prompts_but_for_activations(

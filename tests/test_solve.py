@@ -213,6 +213,7 @@ def test_edited_loops_run_as_python_runs_them(models: Models) -> None:
     assert ran > 290
 
 
+@pytest.mark.slow
 def test_edits_of_the_same_words_come_to_the_same(models: Models) -> None:
     """So the words tell which edit it was: what they say is what the loops do."""
     path = models(TINY)
@@ -518,7 +519,9 @@ def stale(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             "the error is of rank 1, as an adapter (LoRA) of that rank, or an offset of part of each row of weights, "
             "would leave",
         ),
-        ("attn_kqv", stale, "attn_v of position 3: as if what is cached there was another"),
+        pytest.param(
+            "attn_kqv", stale, "attn_v of position 3: as if what is cached there was another", marks=pytest.mark.slow
+        ),
     ],
 )  # fmt: skip
 def test_what_an_error_of_low_rank_follows_is_said(
@@ -903,6 +906,7 @@ def test_what_is_nan_is_not_the_nan_of_another_value(models: Models, tmp_path: P
     assert not any("attn_norm" in op.cause.text for op in faulty if op.cause)
 
 
+@pytest.mark.slow
 def test_zeros_alone_tell_no_edit(models: Models, tmp_path: Path) -> None:
     """Noise in as many values as heads by keys, and zeros: as many are stored where the channels of a head and the keys
     are exchanged, and all of them follow from what lies beyond the cache.
@@ -1014,6 +1018,7 @@ def test_rows_are_read_with_their_biases(models: Models, tmp_path: Path) -> None
         )
 
 
+@pytest.mark.slow
 def test_a_head_that_reads_another_key_head_is_told_behind_its_values(models: Models, tmp_path: Path) -> None:
     """As of flash attention, which has neither scores nor probabilities to record."""
     path = models("k-quants")
@@ -1221,7 +1226,9 @@ def test_a_step_that_reads_its_key_before_it_is_cached_is_one_finding(models: Mo
     [
         ("attn_kqv", slot(-1, lambda v: v[-2]), "attn_v, the last position has the values of the one before it"),
         ("attn_scores", slot(3, lambda k: 0.0), "as it reads attn_k_rope, key 3 is 0"),
-        ("attn_scores", lambda k: k.flip(1), "as it reads attn_k_rope, key heads reversed"),
+        pytest.param(
+            "attn_scores", lambda k: k.flip(1), "as it reads attn_k_rope, key heads reversed", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_a_cache_holds_elsewhere_is_found_behind_hidden_states(
@@ -1332,6 +1339,7 @@ def test_a_search_for_which_there_is_too_little_time_is_not_begun_and_that_is_sa
     assert not described.sought
 
 
+@pytest.mark.slow
 def test_where_the_time_ends_after_a_search_that_was_not_begun_all_that_was_not_sought_is_said(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1437,6 +1445,7 @@ def test_rows_that_are_zero_up_to_the_last_are_so_in_a_weight_of_others(
     }[last]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_first_position_does_not_err_by_what_its_cache_rounds(models: Models, tmp_path: Path) -> None:
     """All later steps were wrong, so none told that the cache is float16: the first was explained by what changes
     nothing there.
@@ -1537,6 +1546,7 @@ def test_what_is_only_scaled_is_told_by_the_scores(models: Models, tmp_path: Pat
     }
 
 
+@pytest.mark.slow
 def test_an_output_is_not_explained_by_itself(models: Models, tmp_path: Path) -> None:
     """Over one key attention copies V: any output followed from V in whose place the output lies."""
 

@@ -310,6 +310,7 @@ def test_positions_that_are_not_the_references(pair: Pair, cli: Cli) -> None:
 # ---- Blind, and how much a match says
 
 
+@pytest.mark.slow
 def test_roundings_that_may_hide_a_mistake_are_no_match(models: Models, torch_trace: Any, cli: Cli) -> None:
     """A right engine that sums in another order than llama.cpp: after eight layers most of its roundings have turned,
     and its logits are as far from right as a mistake would take them.
