@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracediff.audit.held import compare_weights, refuse_another_model, rounded_weights
+from tracediff.audit.held import compare_weights, refuse_another_model, rounded_weights, wrong_weights
 from tracediff.compare.align import Pair, plan, same_input
 from tracediff.compare.logits import compare_logits
 from tracediff.compare.measure import measure_pairs, record_statistics
@@ -286,7 +286,10 @@ def _replayed(
     from tracediff.replay.judging import Subject
     from tracediff.replay.workers import Workers
 
-    subjects = [Subject(side, rounded_weights(weights, side, model), arithmetic) for side, weights, arithmetic in sides]
+    subjects = [
+        Subject(side, rounded_weights(found, side, model), arithmetic, wrong_weights(found, side, model))
+        for side, found, arithmetic in sides
+    ]
     workers = Workers(effort.workers, cluster)
     return replay_and_explain(model, subjects, workers, lambda f: progress("replay", f), effort.device)
 

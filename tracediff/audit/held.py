@@ -55,6 +55,13 @@ def rounded_weights(weights: Iterable[WeightResult], trace: Trace, model: "Model
     return {name: trace.values(trace.weights[name]) for name in names}
 
 
+def wrong_weights(weights: Iterable[WeightResult], trace: Trace, model: "Model") -> dict[str, np.ndarray]:
+    """Those that are not the file's, of as many values and all finite: ops may have been computed with them."""
+    names = [w.weight for w in weights if w.status == "wrong" and w.candidate and w.weight in model.tensors]
+    held = {name: trace.values(trace.weights[name]) for name in names}
+    return {name: values for name, values in held.items() if np.isfinite(values).all()}
+
+
 def refuse_another_model(weights: Iterable[WeightResult], trace: Trace, model: "Model") -> None:
     """Raises MismatchError when none of several norm weights is the file's and no known mistake explains one: no op
     would tell anything. `weights` is what was found of those that the trace recorded.

@@ -78,7 +78,7 @@ class Explainer:
         """
         by_kin: dict[tuple[bool, str], list[int]] = {}
         for at, op in enumerate(ops):
-            if op.status == "faulty" and op.local and not op.cause:
+            if op.status == "faulty" and op.local and not op.cause and not op.held:
                 several = len(op.local.segment) > 1
                 name = local_name(op.op) if several else self._replay.graph[op.op].kind
                 by_kin.setdefault((several, name), []).append(at)

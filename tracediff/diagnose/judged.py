@@ -103,10 +103,11 @@ def _explained(
     if not any(op.status == "faulty" or (op.local and replay.is_excused(op.local)) for op in ops):
         return ops
     from tracediff.diagnose.explain import Explainer
+    from tracediff.diagnose.held import by_what_was_held
     from tracediff.diagnose.misnamed import exchanged
 
     explainer, budget = Explainer(replay), Budget(seconds)
-    ops = exchanged(replay, ops, budget)
+    ops = exchanged(replay, by_what_was_held(model, subject, replay, ops, budget), budget)
     kins = explainer.kins(ops)
     if workers == ALONE or len(kins) < 2:
         return explainer.explain(ops, progress, budget)

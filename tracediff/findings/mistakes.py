@@ -35,7 +35,7 @@ class _Group:
 
 def findings(ops: Sequence[OpResult], weights: Sequence[WeightResult]) -> tuple[Finding, ...]:
     """The most telling first: what is explained before what is not, then in the order of execution, then the widest."""
-    groups = _merged(_of_kinds(_of_ops(ops), ops), _of_weights(weights))
+    groups = _merged(_of_kinds(_of_ops(ops), ops), _of_weights(weights), ops)
     order = {(op.step, op.op): at for at, op in enumerate(ops)}
     sound = {op.op for op in ops if op.local and not op.local.faulty}
 
@@ -92,19 +92,20 @@ def _of_weights(weights: Iterable[WeightResult]) -> list[_Group]:
     return [*groups.values()]
 
 
-def _merged(of_ops: list[_Group], of_weights: list[_Group]) -> list[_Group]:
-    """Ops that are wrong because a weight is: one with it, unless something else explains them."""
+def _merged(of_ops: list[_Group], of_weights: list[_Group], ops: Sequence[OpResult]) -> list[_Group]:
+    """Ops that are wrong because a weight is, in replay or as nothing else explains them: one with it."""
     left = [*of_ops]
     for group in of_weights:
         wrong = {weight.weight for weight in group.weights}
+        group.ops += [op for op in ops if wrong.intersection(op.held)]
         for other in [*left]:
-            alone = all(not op.local or len(op.local.segment) == 1 for op in other.ops)
+            alone = all(not op.local or (len(op.local.segment) == 1 and not op.held) for op in other.ops)
             by_these = all(_weights_of(op) & wrong for op in other.ops)
             if by_these and (other.mistake == group.mistake or (other.mistake is None and alone)):
                 group.ops += other.ops
                 group.look = group.look or other.look
                 left.remove(other)
-    return [*left, *of_weights]
+    return [*of_weights, *left]
 
 
 def _weights_of(op: OpResult) -> set[str]:

@@ -4,7 +4,7 @@ Judging is a pure function of plan, trace and weights: layers may be judged in a
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from typing import NamedTuple
 
@@ -33,11 +33,15 @@ _KEEP = 128 << 20  # bytes of weights that stay dequantised: all of a small mode
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A trace to be judged: values that it `held` of weights in place of the file's, and its arithmetic if given."""
+    """A trace to be judged: values that it `held` of weights in place of the file's, and its arithmetic if given.
+
+    `wrong` are others that it recorded, which no op should have been computed with.
+    """
 
     trace: Trace
     held: Mapping[str, np.ndarray]
     arithmetic: str | None = None
+    wrong: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def replays_of(

@@ -155,6 +155,7 @@ class OpResult:
     local: Local | None = None
     reference_local: Local | None = None
     cause: Cause | None = None
+    held: tuple[str, ...] = ()  # weights that are wrong in memory, with which it was computed as they were recorded
     in_some_steps: bool = False  # its cause is not in others, which would show it
     reads: str | None = None  # what the cause's words call its input, where it has one
     common: dict[str, str] = field(default_factory=dict)  # each mistake of it in words that suit others that have it
