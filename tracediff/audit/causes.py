@@ -30,6 +30,7 @@ IN_MEMORY = {
 }
 Array = np.ndarray
 CLOSE = 2e-3  # relative RMS error that a cause may leave: what float16 makes of a value and bfloat16 of most
+_FOLLOWS = 0.5  # a correlation: that of another tensor is next to 0, for it has thousands of values
 _CHUNK = 1 << 20
 _WINDOW, _REACH = 1 << 12, 1 << 17  # elements in which an offset is looked for, and how far
 
@@ -184,4 +185,22 @@ def _describe(expected: Array, held: Array) -> str:
     if 0 < wrong.sum() <= len(wrong) // 2:
         what = "rows" if expected.ndim > 1 else "values"
         return f"{int(wrong.sum())} of {len(wrong)} {what} are wrong: {few(np.flatnonzero(wrong).tolist(), 6)}"
+    correlation = _correlation(flat, held)
+    if correlation > _FOLLOWS:
+        return (
+            f"other values, which follow the right ones (correlation {correlation:.4g}): in a quantisation that is not "
+            "known, or another version's of this model"
+        )
     return "other values: another tensor's, or another model's"
+
+
+def _correlation(a: Array, b: Array) -> float:
+    """Pearson's, over the values that are finite in both; NaN where either is constant."""
+    n, sums, products = 0, np.zeros(2), np.zeros((2, 2))
+    for cut in chunks(a.size):
+        both = np.stack([a[cut], b[cut]]).astype(np.float64)
+        both = both[:, np.isfinite(both).all(0)]
+        n, sums, products = n + both.shape[1], sums + both.sum(1), products + both @ both.T
+    covariance = products - np.outer(sums, sums) / max(1, n)
+    energy = covariance[0, 0] * covariance[1, 1]
+    return float(covariance[0, 1] / math.sqrt(energy)) if energy > 0 else math.nan
