@@ -437,7 +437,7 @@ def test_norm_weights_that_are_cut_short(
     code, report, _ = cli(*judge)
     assert code == 1
     said = f"it holds {width} values, where 48 belong: only the first are read; yet"
-    assert f"DIVERGED: every F32 tensor (5): wrong in memory: {said}" in " ".join(report.split())
+    assert f"DIVERGED: every F32 tensor that was recorded (5): wrong in memory: {said}" in " ".join(report.split())
     assert "look at the sizes of the model as they are read from the file" in " ".join(report.split())
 
 

@@ -92,7 +92,8 @@ def test_mistakes_behind_hidden_states_are_named_beside_wrong_weights(models: Mo
     wrong = {UP: lambda x: np.roll(x, 5, 1), K: lambda x: x[::-1]}
     _, texts = checked(models, tmp_path / "x.trace", wrong, gelu, capture="layers")
     assert texts == [
-        "every F16 tensor (2): wrong in memory: the same values in another order (seen in ffn_residual in 2 layers).",
+        "every F16 tensor that was recorded (2): wrong in memory: the same values in another order (seen in "
+        "ffn_residual in 2 layers).",
         "both layers (seen in ffn_residual): ffn_act: GELU (tanh) is used for SiLU.",
     ]
 

@@ -153,7 +153,7 @@ def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:
 
 
 def _of_memory(group: _Group, ops: Sequence[OpResult], weights: Sequence[WeightResult], sound: set[str]) -> str:
-    text = f"{of_weights(_types(group.weights), _types(weights))}: wrong in memory: {_note(group)}"
+    text = f"{of_weights(_types(group.weights), _types(weights), recorded=True)}: wrong in memory: {_note(group)}"
     if group.ops and group.ops[0].local and len(group.ops[0].local.segment) > 1:
         return f"{text} (seen in {listed(by_name(op.op for op in group.ops))})."
     if group.ops:

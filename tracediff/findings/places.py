@@ -30,16 +30,18 @@ def of_ops(ops: Sequence[OpResult], among: Iterable[OpResult]) -> str:
     return of_names([*dict.fromkeys(op.op for op in ops)], (op.op for op in among))
 
 
-def of_weights(types: Mapping[str, str | None], among: Mapping[str, str | None]) -> str:
-    """All tensors of a type, all norm weights, or one by one; both are names with types in the file."""
+def of_weights(types: Mapping[str, str | None], among: Mapping[str, str | None], recorded: bool = False) -> str:
+    """All tensors of a type, all norm weights, or one by one; both are names with types in the file, `among` those that
+    were looked at: all of it, or what was `recorded`.
+    """
     names, (kind, *others) = {*types}, {*types.values()}
     if len(names) == 1:
         return names.pop()
     if len({local_name(name) for name in names}) > 1:
         if kind and not others and names == {name for name in among if among[name] == kind}:
-            return f"every {kind} tensor ({len(names)})"
+            return f"every {kind} tensor{' that was recorded' * recorded} ({len(names)})"
         if names == {name for name in among if "norm" in name}:
-            return f"all {len(names)} norm weights"
+            return f"all {len(names)} norm weights{' that were recorded' * recorded}"
     return of_names([*types], among)
 
 
