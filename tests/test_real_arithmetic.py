@@ -20,6 +20,7 @@ import tiny_models
 import torch
 from conftest import TOKENS, Models, trace_graph
 from rich.console import Console
+from torch import Tensor
 
 import tracediff
 from tracediff.audit.requantised import requantised_as
@@ -519,7 +520,53 @@ def test_what_torch_quantises_dynamically_is_an_arithmetic(models: Models, tmp_p
     assert said(result, "linear") == {f"{activations}, weights in wide int8 whole tensors with float32 scales"}
 
 
+LIBRARIES = {  # torchao's 8da4w and its int8 of both, MNN's blocks, and compressed-tensors' MXFP8 and int8 by channels
+    "activations in uint8/row and matrices in wide int4/32":
+        "activations in uint8 rows with float32 scales and zeros, "
+        "weights in wide int4 groups of 32 with float32 scales",
+    "activations and matrices in wide int8/row": "activations and weights in wide int8 rows with float32 scales",
+    "matrices in away int4/32": "weights in int4 groups of 32 with float32 scales and ties away from 0",
+    "activations and matrices in mxfp8/32": "activations and weights in MXFP8 groups of 32, sums on fp8 tensor cores",
+    "matrices in divided int8/row": "weights in divided int8 rows with float32 scales",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arithmetic", "words"), LIBRARIES.items())
+def test_what_libraries_multiply_is_found_unasked(arithmetic: str, words: str, models: Models, tmp_path: Path) -> None:
+    def up_scaled(op: Op) -> Op:
+        if op.name != "blk.1.ffn_up":
+            return op
+        return replace(op, function=lambda x, weight, bias: 1.03 * (x @ weight.T))
+
+    model = models(LLAMA, "F16")
+    right = traced(model, tmp_path / "t.trace", arithmetic=arithmetic, n_decode=0)
+    result = check_trace(right, model)
+    assert (result.verdict, said(result, "linear")) == ("match", {words})
+    wrong = traced(model, tmp_path / "m.trace", arithmetic=arithmetic, n_decode=0, change=up_scaled)
+    assert faulty(check_trace(wrong, model, effort=Effort(seconds=0))) == [(0, "blk.1.ffn_up")]
+
+
 # ---- exponentials by a polynomial, eight at a time
+
+
+def test_what_is_hidden_may_be_an_exponential_of_next_to_nothing(models: Models, tmp_path: Path) -> None:
+    """MNN takes exp of -87 for all that is less: 1.65e-38, where 0 belongs."""
+
+    def clamped(op: Op) -> Op:
+        def function(scores: Tensor, queries: Tensor, keys: Tensor, *, scale: float, **hides: Any) -> Tensor:
+            unseen = keys > queries.unsqueeze(-1)
+            scaled = (scores * scale).masked_fill(unseen, -math.inf)
+            powers = torch.exp((scaled - scaled.amax(-1, keepdim=True)).clamp(min=-87.0))
+            return powers / powers.sum(-1, keepdim=True)
+
+        return replace(op, function=function) if op.name.endswith("attn_probs") else op
+
+    model = models(LLAMA, "F16")
+    path = traced(model, tmp_path / "t.trace", change=clamped, n_decode=0)
+    probabilities = Trace(path)
+    record = probabilities.ops[0, "blk.0.attn_probs"]
+    assert 0 < probabilities.values(record)[0, 0, 1] < 2e-38
+    assert check_trace(path, model).verdict == "match"
 
 
 def exponentials(x: np.ndarray) -> np.ndarray:

@@ -29,17 +29,58 @@ class Signed(Blocks):
 
 
 @dataclass(frozen=True, slots=True)
-class Wide(Signed):
-    """Symmetric: scale amax / 127.5, of 8 bits, halfway between what the two ends need (torchao's MappingType)."""
+class Away(Signed):
+    """The same with ties away from 0, as C's round has it: weights in half precision lie on many boundaries (MNN)."""
 
     turns: ClassVar[bool] = False
+
+    def whole(self, quotients: Tensor) -> Tensor:
+        """The nearest integers; of two the one farther from 0."""
+        towards = torch.trunc(quotients)
+        return torch.where((quotients - towards).abs() >= 0.5, towards + torch.sign(quotients), towards)
+
+
+@dataclass(frozen=True, slots=True)
+class Wide(Signed):
+    """Symmetric: scale amax / 127.5, of 8 bits, halfway between what the two ends need (torchao's MappingType).
+
+    Scales have the type that the values had. Quotients are products with the inverse, or divided: in every row the
+    largest lies on the boundary between two integers. Where all is `typed`, they and the inverse have that type too.
+    """
+
+    turns: ClassVar[bool] = False
+    by_division: ClassVar[bool] = False
+    typed: ClassVar[bool] = False
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One less above 0 than below."""
         blocks, half = self.of(x), (2.0**self.bits - 1) / 2
-        scale = divided(self.largest(blocks), half).to(self.before).float()
-        # By the inverse, as there: in every row the largest lies on the boundary between two integers.
-        return (blocks * over(1.0, scale)).clamp_(-half - 0.5, half - 0.5), scale, torch.zeros_like(scale)
+        blocks = blocks.to(self.before) if self.typed else blocks
+        scale = divided(self.largest(blocks), half).to(self.before).to(blocks.dtype)
+        quotients = quotients_of(blocks, scale) if self.by_division else blocks * over(1.0, scale)
+        quotients = quotients.float().clamp_(-half - 0.5, half - 0.5)
+        return quotients, scale.float(), torch.zeros_like(scale).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Divided(Wide):
+    """The same by a division (gpt-fast; compressed-tensors)."""
+
+    by_division: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWide(Wide):
+    """Wide ones computed in the type that the values have (torchao's IntxWeightOnlyConfig)."""
+
+    typed: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDivided(Divided):
+    """The same by a division (compressed-tensors)."""
+
+    typed: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +105,19 @@ class HeldFP8(FP8):
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Up to 448 on both sides of 0."""
         return _grid_in_type(self, x, 448.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TypedFP8(FP8):
+    """Scaled E4M3 of which the scale alone has the type of the values (torchao's Float8WeightOnlyConfig)."""
+
+    turns: ClassVar[bool] = False
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Up to 448 on both sides of 0."""
+        blocks = self.of(x)
+        scale = divided(self.largest(blocks), 448.0).to(self.before).float()
+        return quotients_of(blocks, scale).clamp_(-448.0, 448.0), scale, torch.zeros_like(scale)
 
 
 def _grid_in_type(of: Blocks, x: Tensor, last: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,6 +214,66 @@ class Unsigned(Blocks):
     def flips(self, x: Tensor) -> Tensor:
         """Of 7 bits and more; fewer are those of weights."""
         return Blocks.flips(self, x) if self.bits >= 7 else torch.zeros_like(x)
+
+
+@dataclass(frozen=True, slots=True)
+class EvenUnsigned(Unsigned):
+    """The same, of two as near the even one, before 0's integer is added (torchao's MappingType.ASYMMETRIC)."""
+
+    turns: ClassVar[bool] = False
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From 0 to 255, whole already."""
+        blocks, last = self.of(x), 2.0**self.bits - 1
+        least, most = self.edges(blocks)
+        least, most = least.clamp(max=0.0), most.clamp(min=0.0)
+        scale = divided(most - least, last)
+        zero = -torch.round(quotients_of(least, scale))
+        return (torch.round(blocks * over(1.0, scale)) + zero).clamp_(0.0, last), scale, zero
+
+    def flips(self, x: Tensor) -> Tensor:
+        """None."""
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True, slots=True)
+class MX(Blocks):
+    """Microscaling: short floats that share a power of two, of four bits E2M1, of eight E4M3
+    (https://arxiv.org/abs/2310.10537). Where the largest is 1.75 times a power of two or more it is the next one
+    (compressed-tensors).
+    """
+
+    turns: ClassVar[bool] = False
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Up to 6 or 448 on both sides of 0: not evenly spaced."""
+        blocks, (_, exponent, last) = self.of(x), self._element
+        largest = torch.frexp(self.largest(blocks))
+        place = largest.exponent - 1 + (largest.mantissa >= 0.875).int() - exponent
+        scale = torch.where(largest.mantissa > 0, torch.ldexp(torch.ones_like(largest.mantissa), place), 0.0)
+        return quotients_of(blocks, scale).clamp_(-last, last), scale, torch.zeros_like(scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the bits stand for."""
+        quotients, scale, _ = self.grid(x)
+        unit = self._unit(quotients)
+        return (torch.round(quotients / unit) * unit * scale).to(x.dtype).flatten(-2)
+
+    def step(self, x: Tensor) -> Tensor:
+        """A unit in the last place, times the scale."""
+        quotients, scale, _ = self.grid(x)
+        return (self._unit(quotients) * scale).to(x.dtype).flatten(-2)
+
+    @property
+    def _element(self) -> tuple[int, int, float]:
+        """Bits of mantissa, the largest exponent and the largest value."""
+        return (1, 2, 6.0) if self.bits == 4 else (3, 8, 448.0)
+
+    def _unit(self, quotients: Tensor) -> Tensor:
+        """How far apart values lie there; below the least normal number, 1 or 2^-6, as there."""
+        mantissa, least = self._element[0], 0 if self.bits == 4 else -6
+        place = torch.frexp(quotients.abs().clamp(min=2.0**least)).exponent - 1 - mantissa
+        return torch.ldexp(torch.ones_like(quotients), place)
 
 
 @dataclass(frozen=True, slots=True)

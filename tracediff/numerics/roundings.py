@@ -12,16 +12,23 @@ from tracediff.errors import EngineError
 from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, Blocks
 from tracediff.numerics.floats import HALVES, TF32, Float, Rounding, TF32Away, TF32OfScaled
 from tracediff.numerics.groups import (
+    MX,
     NF4,
     Affine,
+    Away,
     Centred,
+    Divided,
+    EvenUnsigned,
     Full,
     Held,
+    HeldDivided,
     HeldFP8,
+    HeldWide,
     Shifted,
     Signed,
     Truncated,
     TruncatedQ80,
+    TypedFP8,
     Unsigned,
     Wide,
 )
@@ -55,10 +62,17 @@ _GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
     "truncated int": (Truncated, _BITS, f"truncated int{{bits}} {_SCALES}"),
     "full int": (Full, _BITS, f"full int{{bits}} {_SCALES}"),
     "held int": (Held, _BITS, "int{bits} {groups} with {held} scales"),
+    "away int": (Away, _BITS, f"int{{bits}} {_SCALES} and ties away from 0"),
     "wide int": (Wide, _BITS, f"wide int{{bits}} {_SCALES}"),
+    "held wide int": (HeldWide, _BITS, "wide int{bits} {groups} with {held} scales"),
+    "divided int": (Divided, _BITS, f"divided int{{bits}} {_SCALES}"),
+    "held divided int": (HeldDivided, _BITS, "divided int{bits} {groups} with {held} scales"),
     "uint": (Unsigned, _BITS, f"uint{{bits}} {_SCALES} and zeros"),
+    "even uint": (EvenUnsigned, _BITS, f"even uint{{bits}} {_SCALES} and zeros"),
+    "mxfp": (MX, [4, 8], "MXFP{bits} {groups}"),
     "fp": (FP8, [8], f"fp8 {_SCALES}"),
     "held fp": (HeldFP8, [8], "fp8 {groups} with {held} scales"),
+    "typed fp": (TypedFP8, [8], "fp8 {groups} with {held} scales alone"),
     "nf": (NF4, [4], "NF4 {groups} with {held} values"),
     "affine": (Affine, _BITS, "{bits}-bit {groups} with {held} scales and offsets"),
     "centred": (Centred, _BITS, "{bits}-bit {groups} with {held} scales and middles"),
@@ -164,8 +178,8 @@ def rounding_named(name: str) -> Rounding:
     if not found or int(found[3]) not in bits:
         raise EngineError(
             f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values, RxN of R "
-            "rows, row or tensor; `truncated `, `full ` or `wide ` before intB), fp8/N, affineB/N, nf4/N (`f16 ` or "
-            "`bf16 ` before it: of values that were held in these)."
+            "rows, row or tensor; `truncated `, `full `, `wide `, `divided ` or `away ` before intB, `even ` before "
+            "uintB), fp8/N, mxfpB/N, affineB/N, nf4/N (`f16 ` or `bf16 ` before it: of values that were held in these)."
         )
     held, size, n_rows = _KNOWN[found[1] or "f32"], _SIZES.get(found[4]) or int(found[6] or 0), int(found[5] or 1)
     assert isinstance(held, Float)

@@ -27,11 +27,15 @@ _SHORTER = ("e5m2", "e4m3", "gf4")
 _IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in half precision
 TF32S = ("tf32", "tf32 away")  # which matmuls of float32 may be made in
 _IN_FLOAT8 = "fp8 tensor cores"  # what sums of products in float8 run on
-_SCALED = ("fp8/row", "fp8/128", "fp8/tensor", "int8/tensor", "uint8/tensor", "uint7/tensor")
+_SCALED = (
+    "fp8/row", "fp8/128", "fp8/tensor", "int8/tensor", "uint8/tensor", "uint7/tensor", "wide int8/row",
+    "wide int8/tensor", "divided int8/row", "mxfp8/32",
+    *(f"{held} held {of}/row then {held}" for of in ("fp8", "divided int8") for held in HALVES),
+)  # fmt: skip
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
 
 # What engines quantise the file's weights to by themselves: MLX, bitsandbytes (with scales in the type that it computes
-# in), ONNX Runtime, torchao, and who writes an engine of their own.
+# in), ONNX Runtime, torchao, compressed-tensors (vLLM's), MNN, and who writes an engine of their own.
 _OWN = (
     *(f"{scales}{own}" for own in ("affine4/64", "nf4/64") for scales in ("", "bf16 ", "f16 ")), "affine8/64",
     *(f"{kind}{size}" for kind in ("int4/", "full int4/", "uint4/") for size in (32, 64, 128)),
@@ -41,7 +45,11 @@ _OWN = (
     *(f"{held} held {of}/row then {held}" for held in HALVES for of in ("int8", "fp8")),
     *(f"{held}shifted4/128" for held in ("", "bf16 ", "f16 ")), "shifted4/32", "shifted4/64", "bf16 centred4/128",
     "int8/32", "int8/64", "int8/128", "wide int8/row", "bf16 wide int8/row", "wide int8/tensor",
-    "full int8/32", "uint8/32",
+    "full int8/32", "uint8/32", "divided int8/row", *(f"{held} typed fp8/row then {held}" for held in HALVES),
+    *(f"{kind}4/{size}" for kind in ("wide int", "divided int", "away int", "even uint") for size in (32, 64, 128)),
+    *(f"{kind} int8/{size}" for kind in ("away", "divided") for size in (32, 64, 128)), "mxfp4/32", "mxfp8/32",
+    *(f"{held} held wide int4/{size} then {held}" for held in HALVES for size in (32, 64, 128)),
+    *(f"{held} held divided int{of} then {held}" for held in HALVES for of in ("8/row", "8/128", "4/128")),
 )  # fmt: skip
 
 
@@ -296,7 +304,8 @@ _GRAMMAR = (
     f"{', '.join(_FIELDS.values())} `in ROUNDING`, flash attention, exponentials to degree 4. A ROUNDING is float16, "
     "bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0 or q8_K blocks; of activations, weights and matrices also, "
     "with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full int4/N, wide int8/N, "
-    f"uint4/N, affine4/N, nf4/N. At the end may stand `{ON_TENSOR_CORES.strip()}`."
+    f"divided int8/N, away int4/N, uint4/N, even uint4/N, mxfp4/N, affine4/N, nf4/N. At the end may stand "
+    f"`{ON_TENSOR_CORES.strip()}`."
 )
 
 

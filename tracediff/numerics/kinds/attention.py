@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tracediff.numerics.arithmetic import split_keys
-from tracediff.numerics.floors import UNIT, Noise
+from tracediff.numerics.floors import TINY, UNIT, Noise
 from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, exponential, none
 from tracediff.numerics.kinds.matmul import noise_of_sums, sums_in, turns
 from tracediff.numerics.roundings import half, single
@@ -239,6 +239,9 @@ def _noise_of_values(made: Made) -> Noise:
 # Units that two engines' scales are apart, each a constant that roundings made: YaRN's mscale^2 / sqrt(d) in float64,
 # and as llama.cpp has it in float32 (src/models/deepseek2.cpp), 2.5 of them for a factor of 40 and d of 40.
 _SCALE_UNITS = 4
+# What engines may have for exp of what is far below the maximum, or hidden: MNN takes -87 for all that is less, which
+# makes 1.65e-38.
+_LEAST = 2 * TINY["f32"]
 _NEAR = 2.0**-22  # of a score that float32 scaled: as near to a boundary of half precision it may go either way
 
 
@@ -257,14 +260,14 @@ def _softmax_noise(made: Made) -> Noise:
     sizes = (scaled.abs() + largest.abs() + (1 + _SCALE_UNITS) * (largest - scaled)).masked_fill(hides, 0.0)
     magnified = y * ((unit + made.between) * sizes + 4 * unit)
     sigma = unit * made.size * math.sqrt(y.shape[-1]) / 3
-    return Noise(sigma, made.stored + magnified, alike=y.shape[-1])
+    return Noise(sigma, made.stored + magnified + _LEAST, alike=y.shape[-1])
 
 
 def _softmax_noise_of_any(made: Made) -> Noise:
     """Of a softmax with more to it, or a mistaken one: what the scale is off by, which exp magnifies."""
     own, scaled = analysed(made), (made.inputs[0] * made.op.attrs["scale"]).abs()
     magnified = made.size * _SCALE_UNITS * made.unit * (scaled + scaled.amax(-1, keepdim=True))
-    return replace(own, hard=own.hard + magnified)
+    return replace(own, hard=own.hard + magnified + _LEAST)
 
 
 def lightning_indexer(q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
