@@ -491,6 +491,18 @@ def test_transformers_of_other_architectures_are_sound(arch: str, tmp_path: Path
     assert result.verdict == "match"
 
 
+def test_keys_without_rope_are_no_values(tmp_path: Path) -> None:
+    """As many positions as a head has channels: Q K^T looked like the probabilities times V, for K, which comes from a
+    projection as it is, had been seen already.
+    """
+    path, out = tiny_checkpoints.CLASSES["cohere2"].write("cohere2", tmp_path / "tiny.gguf"), tmp_path / "t.trace"
+    loaded, dim = tiny_checkpoints.load("cohere2", path), Model(path).graph.hparams.head_dim
+    with torch.inference_mode(), tracediff.record(loaded, out, gguf=path):
+        loaded(torch.arange(dim)[None])
+    assert (0, "blk.1.attn_scores") in Trace(out).ops
+    assert check_trace(out, path).verdict == "match"
+
+
 def test_a_router_that_puts_out_the_experts_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers 5.17 has that of Granite."""
     made = granite.GraniteMoeSharedTopKRouter.forward

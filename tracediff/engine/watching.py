@@ -55,6 +55,7 @@ class Watch:
         self._n_tokens = 0  # of each row
         self._n_positions = 0  # so far
         self._done: set[str] = set()  # in this step
+        self._scored: set[int | None] = set()  # the layers whose Q K^T was seen in it
         self._layer: int | None = None  # in which the pass is
         self._sizes: dict[str, float] = {}  # the norms of what rope makes Q of
         self._key_source: Tensor | None = None  # what rope makes K of in this layer
@@ -69,7 +70,8 @@ class Watch:
         those after the last.
         """
         self._pass = self._passes.next(tokens.shape[1], kept, positions)
-        self._step, self._n_tokens, self._done, self._layer = self._step + 1, tokens.shape[1], set(), None
+        self._step, self._n_tokens, self._layer = self._step + 1, tokens.shape[1], None
+        self._done, self._scored = set(), set()
         self._head = None
         self._n_positions = self._passes.n_keys
         self.running = True
@@ -207,7 +209,8 @@ class Watch:
         if attention is None:
             return
         n, s = self._n_tokens, self._n_positions
-        if attention.k.name not in self._done and attention.is_qk(left, right, n, self._pass.n_rows):
+        if self._layer not in self._scored and attention.is_qk(left, right, n, self._pass.n_rows):
+            self._scored.add(self._layer)
             self._refuse_no_cache(right.shape[-1], s)
             self._queries_and_keys(attention, left, right, result if right.shape[-1] == s else None)
         elif result is not None and attention.probs and attention.is_pv(left, right, n, s, self._pass.n_rows):
