@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_checkpoints
+import tiny_models
 import torch
 from conftest import Models
 from torch import Tensor, nn
@@ -256,6 +257,14 @@ def test_autocast_is_an_arithmetic(arch: str, models: Models, tmp_path: Path) ->
         assert said["linear"] == "activations and weights in bfloat16"
         normed = {op.arithmetic for op in result.ops if op.op.endswith(("q_norm", "k_norm"))}
         assert normed == ({"normed values in bfloat16"} if (arch, capture) == ("qwen3", "all") else set())
+
+
+def test_single_values_tell_what_fused_attention_rounds(tmp_path: Path) -> None:
+    """A layer of Gemma 3 by somebody else, recorded under autocast: all arithmetics leave what the record was rounded
+    by, and in all but one some values exceed their bounds. What the other ops tell excludes those that are listed.
+    """
+    model = tiny_models.write("gemma3", tmp_path / "g3.gguf", seed=3, others={"rope.freq_base": 1_000_000.0})
+    assert check_trace(Path(__file__).parent / "samples" / "autocast-sdpa.trace", model).verdict == "match"
 
 
 @pytest.mark.parametrize(("arch", "weights"), [("llama", "F32"), ("qwen2", "F16")])

@@ -67,7 +67,9 @@ class Composing:
         stored = median_low(map(self._fitting.rounded_when_stored, few))
         is_less = score(_beyond(stored, left), COMPOSED) > score(_beyond(stored, before))
         if not is_less and not (is_led and self._leads(best, start, starts, few)):
-            return self._that_fits(in_others) or Choice((starts[0],), False, before)
+            is_asked = self._planner.is_segment(few[0]) and _beyond(stored, before) <= stored
+            by_bounds = self._a_step_that_fits(starts[0], few) if is_asked else None
+            return self._that_fits(in_others) or by_bounds or Choice((starts[0],), False, before)
         # Of one alone it would not be asked whether it fits.
         choice = self._fitting.settle(tuple(dict.fromkeys((best, *rivals, *starts))), self._records)
         if choice.settled:
@@ -116,6 +118,14 @@ class Composing:
         fit = [scheme for scheme in schemes if all(self._fitting.fits(record, scheme) for record in self._records)]
         told = min(fit, key=lambda scheme: self._left_of(scheme, self._records), default=None)
         return Choice((told,), True, self._left_of(told, self._records)) if told else None
+
+    def _a_step_that_fits(self, start: Scheme, few: Sequence[OpRecord]) -> Choice | None:
+        """Where most of what a segment leaves was rounded when it was stored, no step takes much away: single values
+        tell then, which exceed their bounds in all arithmetics but the right one. (Single ops are asked one by one.)
+        """
+        changes = filter(self._may_be, self._planner.changes((start,), *self._records))
+        most = self._fitting.left(few[0], start)
+        return self._that_fits([scheme for scheme in changes if self._fitting.left(few[0], scheme) <= most])
 
     def _nearer(self, start: Scheme, few: Sequence[OpRecord], is_led: bool) -> tuple[Scheme, Sequence[Scheme], float]:
         """Where steps from a scheme end, by a few of the records, the rivals of that, and by how much it misses. The
