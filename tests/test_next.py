@@ -10,10 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TOKENS, Models
+from test_real_arithmetic import LLAMA, traced
 
+from tracediff.findings.gaps import to_split
 from tracediff.findings.next import next_step
-from tracediff.pipeline import compare_traces
+from tracediff.model.graph import Op
+from tracediff.pipeline import Effort, check_trace, compare_traces
 
 TRACES = Path(__file__).parent.parent / "traces"
 
@@ -62,6 +66,28 @@ def test_an_unknown_one_in_a_segment_is_split_and_alone_its_weight_is_audited_or
     assert said.startswith("wrote blk.0.ffn_act.case: ")
     script = [sys.executable, tmp_path / "blk.0.ffn_act.case" / "reproduce.py"]
     assert subprocess.run(script, capture_output=True, check=False).returncode == 1
+
+
+def test_what_nothing_explains_is_split_before_what_is_known(models: Models, tmp_path: Path) -> None:
+    """Advice went to the first segment that is faulty, though its cause was named: the others got none."""
+
+    def change(op: Op) -> Op:
+        unlike = {
+            "blk.0.ffn_act": lambda gate, up: torch.nn.functional.relu(gate) * up,
+            "blk.1.ffn_act": lambda gate, up: torch.cos(3 * gate) * up.roll(1, -1) * up,
+        }
+        return replace(op, function=unlike[op.name]) if op.name in unlike else op
+
+    model = models(LLAMA, "F16")
+    path = traced(model, tmp_path / "t.trace", change=change, capture="layers", n_decode=0)
+    result = check_trace(path, model, effort=Effort(seconds=20))
+    assert [(op.op, op.cause is None) for op in result.faulty] == [
+        ("blk.0.ffn_residual", False), ("blk.1.ffn_residual", True)
+    ]  # fmt: skip
+    assert result.coverage
+    segment = to_split(result, result.coverage)
+    assert segment
+    assert segment.op == "blk.1.ffn_residual"
 
 
 def test_drift_asks_for_the_model_and_a_match_for_a_lock() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tracediff.english import count
 from tracediff.findings.words import by_name, listed, number
-from tracediff.result import Coverage, Result, Said
+from tracediff.result import Coverage, Result, Said, Segment
 
 _LISTED = 8
 
@@ -13,11 +13,20 @@ def gaps(result: Result) -> Iterator[Said]:
     """What replay could not judge op by op and what to record next, and what is not on both sides."""
     coverage = result.coverage
     if coverage and not coverage.full:
-        yield from _gaps(coverage)
+        yield from _gaps(coverage, to_split(result, coverage))
     yield from _unmatched(result)
 
 
-def _gaps(coverage: Coverage) -> Iterator[Said]:
+def to_split(result: Result, coverage: Coverage) -> Segment | None:
+    """The segment of which something can be recorded that tells most: a faulty one that nothing explains, then a blind
+    one, then any that is faulty.
+    """
+    explained = {(op.step, op.op) for op in result.faulty if op.cause}
+    several = [one for one in coverage.segments if len(one.ops) > 1 and one.record and (one.faulty or one.blind)]
+    return min(several, key=lambda one: (one.faulty and (one.step, one.op) in explained, not one.faulty), default=None)
+
+
+def _gaps(coverage: Coverage, first: Segment | None) -> Iterator[Said]:
     several = [segment for segment in coverage.segments if len(segment.ops) > 1]
     if several:
         longest = max(len(segment.ops) for segment in several)
@@ -41,7 +50,6 @@ def _gaps(coverage: Coverage) -> Iterator[Said]:
         where = listed(by_name(segment.op for segment in blind))
         said = f"blind, a mistake below a floor of up to {number(widest)} does not show: {where}."
         yield Said("gaps", said, "alarm")
-    first = next((segment for segment in several if segment.faulty or segment.blind), None)
     if first:
         yield Said(
             "gaps",

@@ -2,6 +2,7 @@
 
 import shlex
 
+from tracediff.findings.gaps import to_split
 from tracediff.findings.words import listed
 from tracediff.names import sequence_of
 from tracediff.result import Coverage, Finding, Next, OpResult, Result
@@ -20,7 +21,7 @@ def next_step(result: Result, again: str | None = None) -> Next:
         return _of_known(first, result, again)
     made = again or _again(result)
     unseen = _unseen(first, result) if judged and first and not again else ""
-    split = _split(result.coverage) if result.coverage else None
+    split = _split(result, result.coverage) if result.coverage else None
     if split and (not unseen or (first and first.segment)):
         return Next(made, split)
     if unseen:
@@ -44,9 +45,9 @@ def next_step(result: Result, again: str | None = None) -> Next:
     return Next(_command(result, "ci", "--update"), "nothing diverges: lock that in, so that it stays so")
 
 
-def _split(coverage: Coverage) -> str | None:
+def _split(result: Result, coverage: Coverage) -> str | None:
     """What to record, where ops are judged as one and more can be told of each alone."""
-    one = next((one for one in coverage.segments if (one.faulty or one.blind) and one.record), None)
+    one = to_split(result, coverage)
     if one is None:
         return None
     return (
@@ -56,7 +57,7 @@ def _split(coverage: Coverage) -> str | None:
 
 
 def _of_known(one: Finding, result: Result, again: str | None) -> Next:
-    look = f"look at {one.look}, mend it" if one.look else "mend it"
+    look = f"mend it (look at {one.look})" if one.look else "mend it"
     if one.ops and not one.segment and not again:
         shown = "it shows what is computed there and what should be"
         return Next(_again(result, "--explain", one.ops[0]), f"{shown}; then {look}, and run this again")
