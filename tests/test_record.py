@@ -159,7 +159,7 @@ def test_an_engine_with_fused_projections(
             engine(torch.zeros(9, dtype=torch.int64), torch.arange(9))
         passes(engine, 5, 2)
     assert [str(warning.message) for warning in recwarn] == [
-        "1 passes over other tokens than those given were left out",
+        "passes over other tokens than those given, left out: 1",
         "left out, for the model shows it nowhere: attn_scores, attn_probs",
     ]
     trace = Trace(out)
@@ -464,6 +464,19 @@ def test_calls_that_are_refused(
     engine = Engine(model)
     with pytest.raises(EngineError, match=re.escape(said)), tracediff.record(engine, tmp_path / "x.trace", gguf=model):
         call(engine)
+
+
+def test_options_that_no_call_suits_are_refused(models: Models, tmp_path: Path) -> None:
+    """Any word was taken for all; calls over other tokens were none."""
+    model, out = models("qwen2", "F16"), tmp_path / "x.trace"
+    engine = Engine(model)
+    wrong: Any = "hidden"
+    none = re.escape("capture 'hidden' is none of all, layers, stats, sketch")
+    with pytest.raises(EngineError, match=none), tracediff.record(engine, out, gguf=model, capture=wrong):
+        pass
+    others = re.escape("nothing was recorded: calls of this module were over other tokens than those of tokens= (1).")
+    with pytest.raises(EngineError, match=others), tracediff.record(engine, out, gguf=model, tokens=(1, 2, 3)):
+        passes(engine, 4)
 
 
 def test_models_that_are_refused(models: Models, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def record(
 
     `gguf` is the file of the same model; `tokens` are the ids of all passes in order, where the calls do not show them
     (their first integer tensor, [T] or [1, T]). With `tokens`, passes over others are left out: an engine's warm-up.
+    `capture` is "all", "layers" for hidden states alone, "stats" or "sketch".
     `context` is for how many positions the model was set up, where that is more than it is fed: rope of some models has
     other factors then.
     What the model shows nowhere, and modules that hold other weights than the file, are said as warnings.
@@ -92,10 +93,7 @@ def recorded(
         with calls.of(model), watch.hooked(modules), Functions(watch):
             yield notes
         if not watch.seen:
-            raise EngineError(
-                "nothing was recorded: no call of this module was seen. Call it as model(ids), not by .forward(), "
-                "and the module that was given to record()."
-            )
+            raise EngineError(f"nothing was recorded: {calls.why_none()}")
         notes += [*others, *calls.notes(), *_of_first_calls(watch), *_of_another_end(watch)]
         notes += _left_out(graph, watch) if capture != "layers" else ()
 
@@ -171,7 +169,16 @@ class _Calls:
 
     def notes(self) -> list[str]:
         """Passes that were left out."""
-        return [f"{self._other} passes over other tokens than those given were left out"] * (self._other > 0)
+        return [f"passes over other tokens than those given, left out: {self._other}"] * (self._other > 0)
+
+    def why_none(self) -> str:
+        """Why no pass was recorded, and what to do."""
+        if self._other:
+            return f"calls of this module were over other tokens than those of tokens= ({self._other})."
+        return (
+            "no call of this module was seen. Call it as model(ids), not by .forward(), and the module that was given "
+            "to record()."
+        )
 
 
 def _not_padding(mask: Any, rows: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """What an engine's outputs become in a trace: everything, the hidden states only, or statistics."""
 
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from tracediff.errors import EngineError
 from tracediff.names import Capture, kind_of, wanted
 from tracediff.trace.format import DType, Rows, Statistics
 from tracediff.trace.sketch import sketch
@@ -18,9 +20,14 @@ _NAMES: dict[torch.dtype, DType] = {dtype: name for name, dtype in DTYPES.items(
 
 
 class TensorWriter:
-    """Writes tensors to a trace as `capture` says. Statistics are computed on the tensor's own device."""
+    """Writes tensors to a trace as `capture` says. Statistics are computed on the tensor's own device.
+
+    Raises EngineError for a capture that is none.
+    """
 
     def __init__(self, writer: TraceWriter, capture: Capture = "all") -> None:
+        if capture not in get_args(Capture):
+            raise EngineError(f"capture {capture!r} is none of {', '.join(get_args(Capture))}")
         self._writer = writer
         self._capture = capture
 
