@@ -546,6 +546,24 @@ def test_what_libraries_multiply_is_found_unasked(arithmetic: str, words: str, m
     assert faulty(check_trace(wrong, model, effort=Effort(seconds=0))) == [(0, "blk.1.ffn_up")]
 
 
+@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("weighted_values", "probabilities in float16"),  # all else in float32
+        ("linear", "activations in q8_0 blocks by stored scales"),
+    ],
+)
+def test_what_is_rounded_in_one_place_alone_is_found_unasked(
+    kind: str, words: str, capture: str, models: Models, tmp_path: Path
+) -> None:
+    model = models(LLAMA, "F16")
+    result = check_trace(
+        traced(model, tmp_path / "t.trace", arithmetic=f"exact, {words}", capture=capture, n_decode=0), model
+    )
+    assert (result.verdict, said(result, kind if capture == "all" else "add")) == ("match", {words})
+
+
 # ---- exponentials by a polynomial, eight at a time
 
 

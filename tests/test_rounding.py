@@ -199,6 +199,16 @@ def test_weights_are_quantised_as_others_do(name: str) -> None:
     np.testing.assert_allclose(kept.numpy().flatten(), [*map(float, OTHERS[name].split())], rtol=1e-6)
 
 
+def test_blocks_may_be_divided_by_the_scale_that_is_stored() -> None:
+    """In float16, before x is divided by it: some quotients round to another integer."""
+    x = np.random.default_rng(3).standard_normal((400, 32)).astype(np.float32)
+    scales = (np.abs(x).max(1, keepdims=True) / np.float32(127)).astype(np.float16).astype(np.float32)
+    expected = (np.clip(np.round(x / scales), -128, 127) * scales).astype(np.float64).reshape(100, 128)
+    got = rounding_named("stored q8_0")(torch.from_numpy(x.reshape(100, 128)).double()).numpy()
+    np.testing.assert_array_equal(got, expected)
+    assert (got != rounding_named("q8_0")(torch.from_numpy(x.reshape(100, 128)).double()).numpy()).any()
+
+
 def test_ties_away_from_0_are_those_of_cs_round() -> None:
     """Written out with integers: every eighth value lies halfway, up to the largest float below one half."""
     x = np.arange(-127 * 8, 127 * 8 + 1, dtype=np.float64)[np.newaxis] / 8

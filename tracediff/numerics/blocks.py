@@ -125,6 +125,17 @@ class Q80(Blocks):
 
 
 @dataclass(frozen=True, slots=True)
+class StoredQ80(Q80):
+    """The same of whoever divides by the scale that is kept: one in float16."""
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of 127 on both sides of 0, or a little more or less."""
+        blocks = self.of(x)
+        scale = divided(blocks.abs().amax(-1, keepdim=True), 127.0).to(self.scales).float()
+        return quotients_of(blocks, scale).clamp_(-128.0, 127.0), scale, torch.zeros_like(scale)
+
+
+@dataclass(frozen=True, slots=True)
 class Q8K(Blocks):
     """ggml's q8_K: scale -max / 127 for the element of largest magnitude (quantize_row_q8_K_ref, bit for bit)."""
 

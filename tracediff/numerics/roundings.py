@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tracediff.errors import EngineError
-from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, Blocks
+from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, Blocks, StoredQ80
 from tracediff.numerics.floats import HALVES, TF32, Float, Rounding, TF32Away, TF32OfScaled
 from tracediff.numerics.groups import (
     MX,
@@ -51,6 +51,7 @@ _KNOWN = {
         Float("e4m3", "float8 (e4m3)", dtype=torch.float8_e4m3fn, mantissa=3),
         q8_0,
         Q80("q8_1", "q8_1 blocks", 32, torch.float16),
+        StoredQ80("stored q8_0", "q8_0 blocks by stored scales", 32, torch.float16),
         TruncatedQ80("truncated q8_0", "q8_0 blocks", 32, torch.float16),
         Q8K("q8_K", "q8_K blocks", 256),
         GF4("gf4", "gf4", 8),

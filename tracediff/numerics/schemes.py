@@ -105,6 +105,11 @@ def _undivided(operands: str, scheme: Scheme) -> Scheme:
     return replace(scheme, values=replace(scheme.values, operands=operands, parts=0))
 
 
+def _divided(operands: str, scheme: Scheme) -> Scheme:
+    """Probabilities alone are rounded so, as they are multiplied."""
+    return replace(scheme, values=replace(scheme.values, operands=operands, parts=1))
+
+
 def _attentions() -> Iterator[Scheme]:
     """What engines do in attention, where activations meet the cache, most usual first."""
     for name in (*HALVES, *TF32S):
@@ -194,7 +199,7 @@ class Way:
 def _ways() -> Iterator[Way]:
     """Every way of every part, of each the most usual first."""
     whole = ("f64", *HALVES)
-    for name in ("f64", AS_IN_GGML, *HALVES, *TF32S, "q8_0", "q8_K", *GROUPS, *_SCALED):
+    for name in ("f64", AS_IN_GGML, *HALVES, *TF32S, "q8_0", "stored q8_0", "q8_K", *GROUPS, *_SCALED):
         yield Way("activations", _named("activations", name), partial(_multiplied, name))
     for name in ("f64", *HALVES, "q8_0", "int8/row", "fp8/row", *_FLOAT8):
         words = "KV cache alone" if name == "q8_0" else "KV cache"  # which in ggml Q is rounded to as well
@@ -203,6 +208,7 @@ def _ways() -> Iterator[Way]:
         yield Way("attention", _named("attention", name), partial(_attended, name))
     for name in HALVES:
         yield Way("probabilities", _named("undivided probabilities", name), partial(_undivided, name))
+        yield Way("probabilities", _named("probabilities", name), partial(_divided, name))
     for part, words in _FIELDS.items():
         for name in (*whole, *(("q8_0",) if part == "added" else ())):
             yield Way(part, _named(words, name), partial(_with_field, part, name))
