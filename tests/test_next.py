@@ -16,6 +16,7 @@ from test_real_arithmetic import LLAMA, traced
 
 from tracediff.findings.gaps import to_split
 from tracediff.findings.next import next_step
+from tracediff.findings.summary import details
 from tracediff.model.graph import Op
 from tracediff.pipeline import Effort, check_trace, compare_traces
 
@@ -88,6 +89,23 @@ def test_what_nothing_explains_is_split_before_what_is_known(models: Models, tmp
     segment = to_split(result, result.coverage)
     assert segment
     assert segment.op == "blk.1.ffn_residual"
+
+
+def test_what_comes_first_may_be_of_another_mistake(models: Models, tmp_path: Path) -> None:
+    """The headline is of what is explained, wherever that is; the line below it was of what is first."""
+
+    def change(op: Op) -> Op:
+        unlike = {
+            "blk.0.ffn_act": lambda gate, up: torch.cos(3 * gate) * up.roll(1, -1) * up,
+            "blk.1.ffn_act": lambda gate, up: torch.nn.functional.relu(gate) * up,
+        }
+        return replace(op, function=unlike[op.name]) if op.name in unlike else op
+
+    model = models(LLAMA, "F16")
+    path = traced(model, tmp_path / "t.trace", change=change, n_decode=0)
+    result = check_trace(path, model, effort=Effort(seconds=5))
+    assert result.summary.startswith("ffn_act in layer 1: ReLU is used for SiLU.")
+    assert next(details(result)).startswith("first at blk.0.ffn_act, of another mistake: local error (NMSE) ")
 
 
 def test_drift_asks_for_the_model_and_a_match_for_a_lock() -> None:

@@ -38,7 +38,8 @@ def details(result: Result) -> Iterator[str]:
         yield from _resolving(result)
     elif result.first_divergence and result.first_divergence.reason == "local":
         op = _first(result)
-        at = f"first at {op.op}{in_step(op.step, result)}"
+        another = ", of another mistake" if result.findings and op.op not in result.findings[0].ops else ""
+        at = f"first at {op.op}{in_step(op.step, result)}{another}"
         if op.local:
             undone = f", with the cause undone {number(op.cause.nmse)}" if op.cause else ""
             yield f"{at}: local error (NMSE) {number(op.local.nmse)}, floor {number(op.floor)}{undone}"
