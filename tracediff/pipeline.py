@@ -286,10 +286,12 @@ def _replayed(
     from tracediff.replay.judging import Subject
     from tracediff.replay.workers import Workers
 
-    subjects = [
-        Subject(side, rounded_weights(found, side, model), arithmetic, wrong_weights(found, side, model))
-        for side, found, arithmetic in sides
-    ]
+    subjects = []
+    for side, weights, arithmetic in sides:
+        found = list(weights)
+        mistakes = {weight.weight: weight.cause for weight in found if weight.cause}
+        held, wrong = rounded_weights(found, side, model), wrong_weights(found, side, model)
+        subjects.append(Subject(side, held, arithmetic, wrong, mistakes))
     workers = Workers(effort.workers, cluster)
     return replay_and_explain(model, subjects, workers, lambda f: progress("replay", f), effort.device)
 

@@ -40,11 +40,16 @@ def by_what_was_held(
     explained = Explainer(there).explain(asked, budget=Budget(budget.left / 2)) if errors else asked
     for at, error in errors.items():
         held, op = tuple(sorted(reading[at])), explained[at]
+        text = f"computed with {' and '.join(held)} as recorded, which {'is' if len(held) == 1 else 'are'} wrong"
+        name = " + ".join(dict.fromkeys(subject.mistakes.get(weight, WEIGHT_IN_MEMORY) for weight in held))
+        known = {mistake: text for weight in held if (mistake := subject.mistakes.get(weight))}
         if not error.faulty:
-            text = f"computed with {' and '.join(held)} as recorded, which {'is' if len(held) == 1 else 'are'} wrong"
-            cause = Cause(WEIGHT_IN_MEMORY, error.nmse, text, error.floor, error.arithmetic, {})
+            cause = Cause(name, error.nmse, text, error.floor, error.arithmetic, known)
             found[at] = replace(ops[at], cause=cause, held=held)
-        elif op.cause or _leaves_less(error, ops[at], _CLEARLY):
+        elif of := op.cause:
+            both = replace(of, name=f"{name} + {of.name}", text=f"{text}, and {of.text}", each={**known, **of.each})
+            found[at] = replace(op, local=ops[at].local, cause=both, held=held)
+        elif _leaves_less(error, ops[at], _CLEARLY):
             found[at] = replace(op, local=ops[at].local, held=held)
     return found
 

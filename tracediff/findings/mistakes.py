@@ -102,7 +102,7 @@ def _merged(of_ops: list[_Group], of_weights: list[_Group], ops: Sequence[OpResu
             alone = all(not op.local or (len(op.local.segment) == 1 and not op.held) for op in other.ops)
             by_these = all(_weights_of(op) & wrong for op in other.ops)
             if by_these and (other.mistake == group.mistake or (other.mistake is None and alone)):
-                group.ops += other.ops
+                group.ops += [op for op in other.ops if not wrong.intersection(op.held)]  # those are there already
                 group.look = group.look or other.look
                 left.remove(other)
     return [*of_weights, *left]

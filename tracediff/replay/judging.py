@@ -35,13 +35,15 @@ _KEEP = 128 << 20  # bytes of weights that stay dequantised: all of a small mode
 class Subject:
     """A trace to be judged: values that it `held` of weights in place of the file's, and its arithmetic if given.
 
-    `wrong` are others that it recorded, which no op should have been computed with.
+    `wrong` are others that it recorded, which no op should have been computed with, `mistakes` the known ones by which
+    these are wrong.
     """
 
     trace: Trace
     held: Mapping[str, np.ndarray]
     arithmetic: str | None = None
     wrong: Mapping[str, np.ndarray] = field(default_factory=dict)
+    mistakes: Mapping[str, str] = field(default_factory=dict)
 
 
 def replays_of(
