@@ -117,12 +117,44 @@ def bitsandbytes(linear: torch.nn.Linear) -> torch.nn.Module:
     return made.to("cpu")
 
 
-def torchao(linear: torch.nn.Linear) -> torch.nn.Module:
-    """Its eight bits of weights alone."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+def torchao(kind: str, **options: Any) -> Callable[[torch.nn.Linear], torch.nn.Module]:
+    """What the configuration of its quantization of this name, less Config, makes of a layer."""
 
-    quantize_(linear, Int8WeightOnlyConfig())
-    return linear
+    def quantised(linear: torch.nn.Linear) -> torch.nn.Module:
+        from torchao import quantization
+
+        groups = {"weight_granularity" if "Activation" in kind else "granularity": quantization.PerGroup(32)}
+        of_four = {"weight_dtype": torch.int4, **groups} if "Intx" in kind else {}
+        quantization.quantize_(linear, getattr(quantization, f"{kind}Config")(**of_four, **options))
+        return linear
+
+    return quantised
+
+
+def compressed_tensors(preset: str) -> Callable[[torch.nn.Linear], torch.nn.Module]:
+    """One of its presets, as in W8A8, with scales from the least and the largest weights, as its users' observers have
+    them; activations are quantised as they come.
+    """
+
+    def quantised(linear: torch.nn.Linear) -> torch.nn.Module:
+        from compressed_tensors.quantization import QuantizationStatus, preset_name_to_scheme
+        from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        scheme = preset_name_to_scheme(preset, ["Linear"])
+        initialize_module_for_quantization(linear, scheme)
+        size = scheme.weights.group_size or linear.in_features
+        least, largest = torch.aminmax(linear.weight.data.unflatten(-1, (-1, size)), dim=-1)
+        made: Any = linear
+        for kept, value in zip(
+            ("weight_scale", "weight_zero_point"), calculate_qparams(least, largest, scheme.weights), strict=True
+        ):
+            if (parameter := getattr(made, kept, None)) is not None:
+                parameter.data = value.to(parameter.dtype).reshape(parameter.shape)
+        made.quantization_status = QuantizationStatus.FROZEN
+        return linear
+
+    return quantised
 
 
 def quanto(kind: str) -> Callable[[torch.nn.Linear], torch.nn.Module]:

@@ -2,14 +2,14 @@
 
     python benchmarks/real_engines.py [--packages FOLDER] [--engine NAME=COMMAND] [--only NAME] [--out PAGE]
 
-transformers, litgpt, LLMs-from-scratch, mlx-lm, ONNX Runtime, OpenVINO, bitsandbytes, torchao, optimum-quanto,
-CTranslate2 and tinygrad come from PyPI: what is not installed beside tracediff may lie in FOLDER, as may a clone of
-gpt-fast (`pip install --target FOLDER --no-deps litgpt lightning lightning-utilities torchmetrics llms-from-scratch
-requests mlx mlx-cpu mlx-lm onnx onnx-ir onnxruntime openvino bitsandbytes torchao optimum-quanto ninja ctranslate2
-pyyaml ml_dtypes flatbuffers protobuf tinygrad==0.13.0`; tinygrad calls clang). Any other engine takes part by a command
-that writes a trace itself, as with emitters/c: {model}, {tokens} and {out} in it become the GGUF file, the prompt's ids
-with commas between, and the trace (`c_engines.py` runs C engines from their source so). A model that it cannot run it
-refuses with exit code 77. Each engine has a process of its own.
+transformers, litgpt, LLMs-from-scratch, mlx-lm, ONNX Runtime, OpenVINO, bitsandbytes, torchao, compressed-tensors,
+optimum-quanto, CTranslate2 and tinygrad come from PyPI: what is not installed beside tracediff may lie in FOLDER, as
+may a clone of gpt-fast (`pip install --target FOLDER --no-deps litgpt lightning lightning-utilities torchmetrics
+llms-from-scratch requests mlx mlx-cpu mlx-lm onnx onnx-ir onnxruntime openvino bitsandbytes torchao compressed-tensors
+loguru frozendict optimum-quanto ninja ctranslate2 pyyaml ml_dtypes flatbuffers protobuf tinygrad==0.13.0`; tinygrad
+calls clang). Any other engine takes part by a command that writes a trace itself, as with emitters/c: {model}, {tokens}
+and {out} in it become the GGUF file, the prompt's ids with commas between, and the trace (`c_engines.py` runs C engines
+from their source so). A model that it cannot run it refuses with exit code 77. Each engine has a process of its own.
 """
 
 import argparse
@@ -62,7 +62,26 @@ ENGINES: dict[str, adapters.Trace] = {
     },
     **{
         f"transformers, {dtype}, {name}": adapters.transformers(dtype, "eager", of)
-        for name, of in (("bitsandbytes NF4", adapters.bitsandbytes), ("torchao int8", adapters.torchao))
+        for name, of in (
+            ("bitsandbytes NF4", adapters.bitsandbytes),
+            ("torchao int8", adapters.torchao("Int8WeightOnly")),
+            ("torchao int4", adapters.torchao("IntxWeightOnly")),
+            ("torchao float8", adapters.torchao("Float8WeightOnly")),
+        )
+        for dtype in ("f32", "bf16")
+    },
+    **{
+        f"transformers, f32, torchao {name}, int8 activations": adapters.transformers("f32", "eager", of)
+        for name, of in (
+            ("int8", adapters.torchao("Int8DynamicActivationInt8Weight")),
+            ("int4", adapters.torchao("Int8DynamicActivationIntxWeight")),
+        )
+    },
+    **{
+        f"transformers, {dtype}, compressed-tensors {preset}": adapters.transformers(
+            dtype, "eager", adapters.compressed_tensors(preset)
+        )
+        for preset in ("W8A8", "W8A16", "W4A16", "FP8_DYNAMIC", "MXFP4A16")
         for dtype in ("f32", "bf16")
     },
     **{
@@ -214,6 +233,7 @@ def report(rows: list[Row], command: str, seconds: float) -> str:
         "openvino",
         "bitsandbytes",
         "torchao",
+        "compressed-tensors",
         "optimum-quanto",
         "ctranslate2",
         "tinygrad",

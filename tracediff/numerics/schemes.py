@@ -47,7 +47,8 @@ _OWN = (
     "int8/32", "int8/64", "int8/128", "wide int8/row", "bf16 wide int8/row", "wide int8/tensor",
     "full int8/32", "uint8/32", "divided int8/row", *(f"{held} typed fp8/row then {held}" for held in HALVES),
     *(f"{kind}4/{size}" for kind in ("wide int", "divided int", "away int", "even uint") for size in (32, 64, 128)),
-    *(f"{kind} int8/{size}" for kind in ("away", "divided") for size in (32, 64, 128)), "mxfp4/32", "mxfp8/32",
+    *(f"{kind} int8/{size}" for kind in ("away", "divided") for size in (32, 64, 128)),
+    *(f"{held}mxfp{bits}/32" for bits in (4, 8) for held in ("", "bf16 ", "f16 ")),
     *(f"{held} held wide int4/{size} then {held}" for held in HALVES for size in (32, 64, 128)),
     *(f"{held} held divided int{of} then {held}" for held in HALVES for of in ("8/row", "8/128", "4/128")),
 )  # fmt: skip
