@@ -124,7 +124,7 @@ def torchao(kind: str, **options: Any) -> Callable[[torch.nn.Linear], torch.nn.M
         from torchao import quantization
 
         groups = {"weight_granularity" if "Activation" in kind else "granularity": quantization.PerGroup(32)}
-        of_four = {"weight_dtype": torch.int4, **groups} if "Intx" in kind else {}
+        of_four = {"weight_dtype": vars(torch)["int4"], **groups} if "Intx" in kind else {}
         quantization.quantize_(linear, getattr(quantization, f"{kind}Config")(**of_four, **options))
         return linear
 
