@@ -117,7 +117,7 @@ def bitsandbytes(linear: torch.nn.Linear) -> torch.nn.Module:
     return made.to("cpu")
 
 
-def torchao(kind: str, **options: Any) -> Callable[[torch.nn.Linear], torch.nn.Module]:
+def torchao(kind: str) -> Callable[[torch.nn.Linear], torch.nn.Module]:
     """What the configuration of its quantization of this name, less Config, makes of a layer."""
 
     def quantised(linear: torch.nn.Linear) -> torch.nn.Module:
@@ -125,7 +125,7 @@ def torchao(kind: str, **options: Any) -> Callable[[torch.nn.Linear], torch.nn.M
 
         groups = {"weight_granularity" if "Activation" in kind else "granularity": quantization.PerGroup(32)}
         of_four = {"weight_dtype": vars(torch)["int4"], **groups} if "Intx" in kind else {}
-        quantization.quantize_(linear, getattr(quantization, f"{kind}Config")(**of_four, **options))
+        quantization.quantize_(linear, getattr(quantization, f"{kind}Config")(**of_four))
         return linear
 
     return quantised
