@@ -27,8 +27,8 @@ _SHORTER = ("e5m2", "e4m3", "gf4")
 _IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in half precision
 TF32S = ("tf32", "tf32 away")  # which matmuls of float32 may be made in
 _IN_FLOAT8 = "fp8 tensor cores"  # what sums of products in float8 run on
-# Of float8 with scales in half precision bfloat16's alone: under float16's an H200's own, whose scales are float32, left
-# less than under its own, for what tensor cores cut off is not followed.
+# Of float8 with scales in half precision bfloat16's alone: under float16's an H200's own, whose scales are float32,
+# left less than under its own, for what tensor cores cut off is not followed.
 _SCALED = (
     "fp8/row", "fp8/128", "fp8/tensor", "int8/tensor", "uint8/tensor", "uint7/tensor", "wide int8/row",
     "wide int8/tensor", "divided int8/row", "mxfp8/32",
