@@ -81,7 +81,8 @@ def test_three_mistakes_at_once_and_a_repair_that_is_a_fourth(folder) -> None:
     lead, repaired = here.play(LOUD.acts[1])
     assert lead.endswith("3 other mistakes are listed below.")
     assert causes(repaired) == three | {"output_norm": "norm_scaled"}
-    assert "multiplied by 0.1401" in next(op for op in repaired["faulty"] if op["op"] == "output_norm")["cause"]["text"]
+    (scaled,) = (found for found in repaired["findings"] if found["mistake"] == "norm_scaled")
+    assert "output_norm.weight: wrong in memory: every value was multiplied by 0.1401" in scaled["text"]
     before, after = (result["logits"]["0"]["candidate"] for result in (engine, repaired))
     assert [token["id"] for token in after] == [token["id"] for token in before]
     assert [t["logit"] for t in after] == pytest.approx([0.1401 * t["logit"] for t in before], rel=1e-5)
