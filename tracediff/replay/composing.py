@@ -67,9 +67,10 @@ class Composing:
         stored = median_low(map(self._fitting.rounded_when_stored, few))
         is_less = score(_beyond(stored, left), COMPOSED) > score(_beyond(stored, before))
         if not is_less and not (is_led and self._leads(best, start, starts, few)):
-            is_asked = self._planner.is_segment(few[0]) and _beyond(stored, before) <= stored
-            by_bounds = self._a_step_that_fits(starts[0], few) if is_asked else None
-            return self._that_fits(in_others) or by_bounds or Choice((starts[0],), False, before)
+            told = self._that_fits(in_others)
+            if told is None and self._planner.is_segment(few[0]) and _beyond(stored, before) <= stored:
+                told = self._a_step_that_fits(starts[0], few)
+            return told or Choice((starts[0],), False, before)
         # Of one alone it would not be asked whether it fits.
         choice = self._fitting.settle(tuple(dict.fromkeys((best, *rivals, *starts))), self._records)
         if choice.settled:
