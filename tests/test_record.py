@@ -337,6 +337,61 @@ def test_rows_of_a_matrix_that_nobody_sees_are_told_by_what_it_makes(models: Mod
     assert notes == []
 
 
+class Rounding(Eight):
+    """One that rounds what it reads to integers too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
+        return super().forward(torch.round(x / scales) * scales)
+
+
+def quantised(models: Models, of: Callable[[str], type[Eight] | None]) -> tuple[Path, nn.Module]:
+    """An engine of which some modules keep their weights in a format of their own."""
+    model = models("llama")
+    engine = Engine(model)
+    for path, module in [*engine.named_modules()]:
+        if isinstance(module, nn.Linear) and (kind := of(path)):
+            parent, _, name = path.rpartition(".")
+            setattr(engine.get_submodule(parent), name, kind(module.weight.detach()))
+    return model, engine
+
+
+def test_matrices_are_recorded_as_modules_multiply_by_them(models: Models, tmp_path: Path) -> None:
+    """Packed ones by unit vectors, parts of a fused one in the file's order."""
+    model, engine = quantised(models, lambda path: Eight if path.startswith("layers.1.") else None)
+    with tracediff.record(engine, tmp_path / "t.trace", gguf=model, weights=True):
+        passes(engine, len(TOKENS))
+    trace, file = Trace(tmp_path / "t.trace"), GGUFFile(model)
+    matrices = {weight.name for op in build_graph(file) if op.kind == "linear" for weight in op.weights}
+    assert matrices <= {*trace.weights}
+    right = Weights(file, torch.float32).load(build_graph(file)["blk.1.attn_q"].weights[0])
+    scales = right.abs().amax(1, keepdim=True) / 127
+    held = torch.from_numpy(trace.values(trace.weights["blk.1.attn_q.weight"]).copy())
+    assert (held - torch.round(right / scales) * scales).abs().max() < 1e-6
+    result = check_trace(tmp_path / "t.trace", model)
+    assert result.verdict == "match"
+    told = {w.weight: w.status for w in result.weights if "norm" not in w.weight}
+    assert {name for name, status in told.items() if status == "identical"} == matrices - {
+        f"blk.1.{name}.weight"
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    }
+    assert set(told.values()) == {"identical", "rounded"}
+
+
+def test_of_what_rounds_its_input_no_matrix_is_recorded(models: Models, tmp_path: Path) -> None:
+    """A unit vector would tell what becomes of 1, and of no other value."""
+    model, engine = quantised(models, lambda path: Rounding if path == "layers.0.down_proj" else None)
+    unseen = "weights left out, for their modules multiply rows by no one matrix: ffn_down.weight"
+    with (
+        pytest.warns(UserWarning, match=f"^{unseen}$"),
+        tracediff.record(engine, tmp_path / "t.trace", gguf=model, weights=True),
+    ):
+        passes(engine, len(TOKENS))
+    recorded = {*Trace(tmp_path / "t.trace").weights}
+    assert "blk.0.ffn_down.weight" not in recorded
+    assert "blk.1.ffn_down.weight" in recorded
+
+
 def test_k_and_v_of_a_split_exchanged_is_named(models: Models, tmp_path: Path) -> None:
     """What is wrong is what the engine does with the projections, which themselves are right."""
     model, out = models("qwen2", "F16"), tmp_path / "mine.trace"

@@ -5,7 +5,7 @@ with tracediff.record(model, "mine.trace", gguf="model.gguf", tokens=ids):
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tracediff.engine.functions import Functions
+from tracediff.engine.matrices import multiplied_by, norm_as_held
 from tracediff.engine.recorder import TensorWriter
-from tracediff.engine.taps import as_held, find_taps
+from tracediff.engine.taps import Tap, find_taps
 from tracediff.engine.watching import Watch
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph
@@ -34,6 +35,7 @@ def record(
     tokens: Sequence[int] | Tensor | None = None,
     capture: Capture = "all",
     context: int | None = None,
+    weights: bool = False,
 ) -> Iterator[None]:
     """Write a trace of what `model` computes in this block: each call of it is a step.
 
@@ -42,6 +44,8 @@ def record(
     `capture` is "all", "layers" for hidden states alone, "stats" or "sketch".
     `context` is for how many positions the model was set up, where that is more than it is fed: rope of some models has
     other factors then.
+    `weights`: the matrices too, as modules multiply by them. A model in any quantisation is judged by these then; they
+    are as large as the model in the type that it computes in.
     What the model shows nowhere, and modules that hold other weights than the file, are said as warnings.
 
     Each row of a batch is a sequence of its own, and so is what begins at position 0 in a packed row; padding, which an
@@ -55,7 +59,7 @@ def record(
     engine = f"torch {torch.__version__} {type(model).__name__}"
     with (
         staged(Path(out), [file.path]) as path,
-        recorded(model, path, file, engine, capture, expected, context=context) as notes,
+        recorded(model, path, file, engine, capture, expected, context=context, weights=weights) as notes,
     ):
         yield
     for note in notes:
@@ -72,11 +76,12 @@ def recorded(
     expected: list[int] | None = None,
     progress: Callable[[float], None] = lambda fraction: None,
     context: int | None = None,
+    weights: bool = False,
 ) -> Iterator[list[str]]:
     """`record` into the very file `out`; what a reader must know is in the list when the block has ended."""
     _refuse_compiled(model)
-    graph, weights, notes = gguf.graph, gguf.weights(torch.float32), list[str]()
-    taps, others = find_taps(model, graph, weights)
+    graph, of_file, notes = gguf.graph, gguf.weights(torch.float32), list[str]()
+    taps, others = find_taps(model, graph, of_file)
     if not taps:
         raise EngineError(
             f"{type(model).__name__}: no module of it holds a weight of {gguf.path}. Give the file of this very model, "
@@ -87,15 +92,31 @@ def recorded(
         recorder = TensorWriter(writer, capture)
         for tap in taps:
             if tap.op.kind in NORMS:
-                recorder.weight(tap.op.weights[0].name, as_held(modules[tap.path], tap.op, weights))
+                recorder.weight(tap.op.weights[0].name, norm_as_held(modules[tap.path], tap.op, of_file))
+        unseen = _record_matrices(taps, modules, recorder) if weights else []
         watch = Watch(graph, taps, recorder, progress)
         calls = _Calls(watch, expected)
         with calls.of(model), watch.hooked(modules), Functions(watch):
             yield notes
         if not watch.seen:
             raise EngineError(f"nothing was recorded: {calls.why_none()}")
-        notes += [*others, *calls.notes(), *_of_first_calls(watch), *_of_another_end(watch)]
+        notes += [*others, *unseen, *calls.notes(), *_of_first_calls(watch), *_of_another_end(watch)]
         notes += _left_out(graph, watch) if capture != "layers" else ()
+
+
+def _record_matrices(taps: Sequence[Tap], modules: Mapping[str, nn.Module], recorder: TensorWriter) -> list[str]:
+    """Those of linear modules, rows in the file's order; returns what a reader must know: which cannot be seen."""
+    linear, unseen = [tap for tap in taps if tap.op.kind == "linear"], []
+    for path in dict.fromkeys(tap.path for tap in linear):
+        matrix = multiplied_by(modules[path])
+        for weight, rows in ((tap.op.weights[0], tap.rows) for tap in linear if tap.path == path):
+            if matrix is None:
+                unseen.append(local_name(weight.name))
+            else:
+                lying = matrix[: weight.shape[0]] if rows is None else matrix.index_select(0, rows.to(matrix.device))
+                recorder.weight(weight.name, lying)
+    names = ", ".join(dict.fromkeys(unseen))
+    return [f"weights left out, for their modules multiply rows by no one matrix: {names}"] * bool(names)
 
 
 def _of_first_calls(watch: Watch) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from tracediff.engine.matrices import looked_at, to_be_found, weight_of
 from tracediff.errors import EngineError
 from tracediff.model.checkpoint import tensor_names
 from tracediff.model.graph import Graph, Op
@@ -22,7 +23,6 @@ from tracediff.names import NORMS, layer_of, local_name
 _KINDS = ("linear", *NORMS, "embedding")  # of ops that are a module in every torch model
 _NORMED = (*NORMS, "scale")  # between a projection and rope
 _SAMPLES = 64  # rows that are compared to see whether all are in the file's order
-_COLUMNS = 256  # of a row that are compared to find it
 _ALIKE = 0.9  # cosine: two bits a weight leave 0.95 of a row, and two rows of a model have less than 0.5 in common
 _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
 
@@ -51,7 +51,7 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     named = _named(modules, graph, by_weight, weights)
     unnamed = [(path, module) for path, module in modules.items() if path not in named]
     for path, op in named.items():
-        if (held := _matrix(modules[path])) is None:
+        if (held := to_be_found(modules[path])) is None:
             continue
         if not _fits(held, op):
             raise EngineError(
@@ -64,7 +64,7 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
         taps.append(Tap(path, op, rows))
         by_weight.pop(op.name)
     for path, module in unnamed:
-        if (weight := _matrix(module)) is None:
+        if (weight := to_be_found(module)) is None:
             continue
         embeds = isinstance(module, nn.Embedding)  # a head may hold the same
         ops = [
@@ -81,17 +81,6 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     notes += others
     order = graph.places()
     return sorted(taps, key=lambda tap: order[tap.op.name]), notes
-
-
-def as_held(module: nn.Module, op: Op, weights: Weights) -> Tensor:
-    """A norm's weight as the file has it: what it multiplies with, where a module holds that less 1. Gemma, Qwen3-Next
-    and their like add 1 in float32, whatever it is held in; layer norms (Nemotron) as it is held.
-    """
-    weight = cast(Tensor, weight_of(module)).detach()
-    file = weights.load(op.weights[0]).to(weight)
-    wide = torch.promote_types(weight.dtype, torch.float32) if op.kind == "rms_norm" else weight.dtype
-    added = weight.to(wide) + 1
-    return added if (added - file).norm() < (weight - file).norm() / 2 else weight
 
 
 def _names(graph: Graph) -> Any:
@@ -132,7 +121,7 @@ def _named(modules: Mapping[str, nn.Module], graph: Graph, by_weight: dict[str, 
 
 def _holds(module: nn.Module, op: Op, weights: Weights) -> bool:
     """Whether the module holds the op's weight."""
-    weight = _matrix(module)
+    weight = to_be_found(module)
     if weight is None or not _fits(weight, op):
         return False
     return _is_vector(weight, op, weights) if weight.ndim == 1 else _order(weight, op, weights)[0]
@@ -148,44 +137,6 @@ def _layer(path: str) -> int | None:
     """The first number in a path."""
     found = _LAYER.search(path)
     return int(found[0]) if found else None
-
-
-def weight_of(module: nn.Module) -> Any:
-    """A module's weight, or its only parameter where it calls that something else (a norm its "scale")."""
-    own = [*module.parameters(recurse=False)]
-    return getattr(module, "weight", own[0] if len(own) == 1 else None)
-
-
-def _matrix(module: nn.Module) -> Tensor | None:
-    """A module's weight, rows being what comes out; transformers' Conv1D holds it the other way round. Of one that is
-    packed those columns that are looked at, and zeros.
-    """
-    weight = weight_of(module)
-    if isinstance(weight, Tensor) and weight.ndim in (1, 2) and weight.is_floating_point():
-        if type(weight) not in (Tensor, nn.Parameter):  # torchao's: integers, that are indexed in few ways or none
-            weight = weight.dequantize()
-        return weight.detach().T if type(module).__name__ == "Conv1D" else weight.detach()
-    n_out, n_in = getattr(module, "out_features", None), getattr(module, "in_features", None)
-    return _by_units(module, n_out, n_in) if isinstance(n_out, int) and isinstance(n_in, int) else None
-
-
-@torch.no_grad()
-def _by_units(module: nn.Module, n_out: int, n_in: int) -> Tensor | None:
-    """Columns of a matrix in some format of its own, as bitsandbytes has them: what comes out of unit vectors. None of
-    a module that does not take these.
-    """
-    held = [*module.parameters(), *module.buffers()]
-    dtype = next((x.dtype for x in held if x.is_floating_point()), torch.float32)
-    columns = _columns(n_in)
-    units = torch.zeros(len(columns) + 1, n_in, dtype=dtype, device=held[0].device if held else None)
-    units[torch.arange(len(columns)), columns] = 1
-    try:
-        *made, none = module(units)
-        matrix = torch.zeros(n_out, n_in)
-        matrix[:, columns] = (torch.stack(made) - none).float().cpu().T
-    except (RuntimeError, TypeError, ValueError):
-        return None
-    return matrix
 
 
 def _fits(weight: Tensor, op: Op) -> bool:
@@ -300,10 +251,6 @@ def _places(weight: Tensor, op: Op, weights: Weights) -> Tensor | None:
 
 def _cosines(a: Tensor, b: Tensor) -> Tensor:
     """Of each row of one with each of the other, [len(a), len(b)], by some of their columns."""
-    columns = _columns(a.shape[1])
+    columns = looked_at(a.shape[1])
     x, y = (nn.functional.normalize(rows[:, columns.to(rows.device)].float().cpu(), dim=1) for rows in (a, b))
     return x @ y.T
-
-
-def _columns(n: int) -> Tensor:
-    return torch.linspace(0, n - 1, min(n, _COLUMNS)).long()

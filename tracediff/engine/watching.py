@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from tracediff.engine.attention import Attention
 from tracediff.engine.lanes import Pass, Passes
+from tracediff.engine.matrices import weight_of
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.residual import Residual
 from tracediff.engine.stored import StoredKeys
-from tracediff.engine.taps import Tap, weight_of
+from tracediff.engine.taps import Tap
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
 from tracediff.names import NORMS, layer_of

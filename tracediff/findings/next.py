@@ -25,7 +25,8 @@ def next_step(result: Result, again: str | None = None) -> Next:
     if split and (not unseen or (first and first.segment)):
         return Next(made, split)
     if unseen:
-        why = f"after the engine has recorded {unseen} as it holds them: whether the loader or the op is wrong"
+        how = " (by weights=True of tracediff.record)" * result.candidate.engine.startswith("torch ")
+        why = f"after the engine has recorded {unseen} as it holds them{how}: whether the loader or the op is wrong"
         return Next(shlex.join(("tracediff", "weights", _model(result), "--trace", result.candidate.path)), why)
     if not judged:
         hidden = "drift hides what is smaller than its tolerance: with the model each op is judged by itself"
