@@ -14,6 +14,7 @@ from tracediff.replay.score import (
     BLIND,
     COARSE,
     COMPOSED,
+    KNOWN,
     LESS,
     LESS_UNEXPLAINED,
     LUCKY,
@@ -104,11 +105,14 @@ class Composing:
 
     def _as_there(self, there: Choice, nearest: Scheme) -> Choice | None:
         """What was chosen for longer steps, if it leaves as little of these records as of those, no more than what is
-        nearest to them, and half of them at least are not faulty by it: a layer may be mistaken.
+        nearest to them, and half of them at least are not faulty by it: a layer may be mistaken. Or if it leaves half
+        of what the nearest does: behind integers one rounding that turned turns others in all that follows of a token,
+        and single ones do not tell what is right.
         """
         left = min(self._left_of(scheme, self._records) for scheme in there.schemes)
-        enough = min(ALIKE * max(NOTHING, there.nmse), self._left_of(nearest, self._records))
-        if left > enough or not all(map(self._may_be, there.schemes)):
+        otherwise = self._left_of(nearest, self._records)
+        is_as_little = left <= min(ALIKE * max(NOTHING, there.nmse), otherwise)
+        if not (is_as_little or score(left, KNOWN) > score(otherwise)) or not all(map(self._may_be, there.schemes)):
             return None
         unfit = tuple(r for r in self._records if all(self._fitting.is_faulty(r, s) for s in there.schemes))
         alike = tuple(filter(self._may_be, there.alike))

@@ -293,6 +293,20 @@ class Fitting:
         share = min(max(ratio(float((error * way).sum()), float(way.square().sum())), 0.0), 1.0)
         return ratio(float((error - share * way).square().sum()), float(x.nan_to_num(0.0, 0.0, 0.0).square().sum()))
 
+    def shares_of_rows(self, record: OpRecord, scheme: Scheme, start: Scheme) -> list[float]:
+        """How much of the squared error of the start another scheme leaves, of each token: multiplied in float32 as
+        engines do, where that is nearer.
+        """
+
+        def of(unchanged: Recomputation) -> list[float]:
+            recorded = unchanged.values(record)
+            begun, made = self._begun_with(unchanged, record, start), self._exact(unchanged, record, scheme)
+            before, after = ((recorded.reshape(x.shape) - x).square().flatten(1).sum(1) for x in (begun, made))
+            return list(map(ratio, after.tolist(), before.tolist()))
+
+        rough, fine = (of(self.without_noise(record, rough)) for rough in (True, False))
+        return [min(pair) for pair in zip(rough, fine, strict=True)]
+
     def _begun_with(self, unchanged: Recomputation, record: OpRecord, start: Scheme) -> Tensor:
         """What the start makes of the record: the last few are kept, for many schemes are held against each."""
         key = record, start, unchanged.weights is not self._recomputation.weights  # in float32, or in float64

@@ -19,7 +19,7 @@ from tracediff.replay.composing import Composing
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
 from tracediff.replay.recompute import Recomputation
-from tracediff.replay.score import COMPOSED, NOTHING, UNLIKE, score
+from tracediff.replay.score import COMPOSED, IN_ROWS, NOTHING, UNLIKE, score
 from tracediff.trace.format import OpRecord
 
 # Of fewer values one of some fifty arithmetics leaves next to nothing by chance: of one value in bfloat16, which is a
@@ -159,8 +159,12 @@ class Planning:
         def is_like(scheme: Scheme) -> bool:
             return not self._unlike([scheme], records, of_others)
 
+        in_longer = {scheme for one in elsewhere.longer for scheme in one.schemes}  # of which it was asked there
+
         def is_refused(found: Choice) -> bool:
-            return not is_like(found.schemes[0]) and score(found.nmse, UNLIKE) <= score(choice.nmse)
+            if found.schemes[0] in in_longer or is_like(found.schemes[0]):
+                return False
+            return score(found.nmse, UNLIKE) <= score(choice.nmse) and not self._is_told_by_rows(found, nearest, asked)
 
         found = Composing(self._fitting, self._planner, asked).composed(starts, elsewhere.sole, elsewhere.longer)
         if is_refused(found):
@@ -173,6 +177,12 @@ class Planning:
         whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
         again = 0 < len(found.unfit) < len(asked) and not through_segments
         return self._composed(whole, records, known, elsewhere) if again else whole
+
+    def _is_told_by_rows(self, found: Choice, nearest: Scheme, records: Sequence[OpRecord]) -> bool:
+        """Whether next to nothing is left of some rows, whatever turned in others."""
+        shares = [x for of in records for x in self._fitting.shares_of_rows(of, found.schemes[0], nearest)]
+        few = sorted(shares)[: 1 + len(shares) // IN_ROWS]
+        return score(few[-1]) >= UNLIKE
 
     def _behind_prompts(self, choice: Choice, records: list[OpRecord], in_prompts: Sequence[Scheme]) -> Choice:
         """Single tokens that are not multiplied as prompts are, but read K and V of these, in one of the arithmetics

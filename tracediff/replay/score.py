@@ -58,6 +58,10 @@ LESS, LUCKY, ALIKE = 1 / 200, 7.5, 4.0
 # leave their head as it is have such: then it leaves 1e-7 of a layer and less where the other leaves 1e-4. Of mistaken
 # layers 8-bit rows with zeros left a tenth of what is right.
 UNLIKE = math.log(1000.0)
+# Or of one row in so many: behind integers one rounding that turned turns others in all that follows of a token, and of
+# those together the right one leaves a thirtieth. Of three layers it left 1e-10 of half of the rows, a wrong one 0.4 or
+# more of each.
+IN_ROWS = 10
 # What storing in half precision makes of the squared error, a twelfth of a square unit, is known to this share of it.
 STORED_TO = 0.05
 FITTED = math.log(4.0)  # a number that was fitted, beyond a usual one: two fits to within the noise differ by so much
