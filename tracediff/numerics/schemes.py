@@ -30,8 +30,8 @@ _IN_FLOAT8 = "fp8 tensor cores"  # what sums of products in float8 run on
 # Of float8 with scales in half precision bfloat16's alone: under float16's an H200's own, whose scales are float32,
 # left less than under its own, for what tensor cores cut off is not followed.
 _SCALED = (
-    "fp8/row", "fp8/128", "fp8/tensor", "int8/tensor", "uint8/tensor", "uint7/tensor", "wide int8/row",
-    "wide int8/tensor", "divided int8/row", "mxfp8/32",
+    "fp8/row", "fp8/128", "fp8/tensor", "int8/tensor", "uint8/tensor", "uint7/tensor",
+    *(f"{held}wide int8/row" for held in ("", "bf16 ", "f16 ")), "wide int8/tensor", "divided int8/row", "mxfp8/32",
     "bf16 held fp8/row then bf16", *(f"{held} held divided int8/row then {held}" for held in HALVES),
 )  # fmt: skip
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
@@ -46,7 +46,7 @@ _OWN = (
     *(f"{held} held int8/row" for held in HALVES),
     *(f"{held} held {of}/row then {held}" for held in HALVES for of in ("int8", "fp8")),
     *(f"{held}shifted4/128" for held in ("", "bf16 ", "f16 ")), "shifted4/32", "shifted4/64", "bf16 centred4/128",
-    "int8/32", "int8/64", "int8/128", "wide int8/row", "bf16 wide int8/row", "wide int8/tensor",
+    "int8/32", "int8/64", "int8/128", *(f"{held}wide int8/row" for held in ("", "bf16 ", "f16 ")), "wide int8/tensor",
     "full int8/32", "uint8/32", "divided int8/row", *(f"{held} typed fp8/row then {held}" for held in HALVES),
     *(f"{kind}4/{size}" for kind in ("wide int", "divided int", "away int", "even uint") for size in (32, 64, 128)),
     *(f"{kind} int8/{size}" for kind in ("away", "divided") for size in (32, 64, 128)),

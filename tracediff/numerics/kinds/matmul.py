@@ -49,9 +49,10 @@ def noise_of_sums(made: Made, length: int) -> Noise:
     if energy.turned is not None:  # what is stored is rounded with it
         variance = variance.add_(energy.turned, alpha=(1 + made.kept) ** 2)
     sigma = variance.sqrt_()
-    if energy.product is not None and made.half:  # and of integers once more, when it is scaled (torchao)
-        n_roundings = 2 if rounding_named(made.arithmetic.stored).in_blocks else 1
-        stored = stored + n_roundings * made.kept * energy.product.abs()
+    if made.half:  # what a bias is added to is rounded before, and of integers once more, when it is scaled (torchao)
+        product = made.y if energy.product is None else energy.product
+        n_roundings = (energy.product is not None) + rounding_named(made.arithmetic.stored).in_blocks
+        stored = stored + n_roundings * made.kept * product.abs() if n_roundings else stored
     noise = Noise(sigma, stored)
     return noise if energy.last_place is None else _followed(noise, energy.last_place)
 
