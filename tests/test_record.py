@@ -504,12 +504,89 @@ def test_ids_of_all_passes_are_given_where_no_call_shows_any(models: Models, tmp
     assert [step.positions for step in steps] == [(0, 1, 2, 3, 4), (5,)]
 
 
+def all_again(engine: Engine) -> None:
+    """As an engine without a cache is called, whatever its attention shows: step 1 was taken to go on."""
+    for n in (3, 5):
+        engine(torch.tensor(TOKENS[:n]), torch.arange(n))
+
+
+class Table(nn.Module):
+    """An embedding of somebody's own, of which a function makes the logits too."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight)
+
+
+class Sampling(Engine):
+    """One that returns the next token first, as gemma_pytorch does, and whose router puts out its choice alone."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model)
+        self.embedder = Table(self.embed_tokens.weight.detach())
+        del self.embed_tokens, self.lm_head
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Any:
+        x, residual = self.embedder(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions)
+        logits = self.norm(x, residual)[0] @ self.embedder.weight.T
+        return logits.argmax(-1), logits
+
+
+def test_an_embedding_that_is_the_head_too(models: Models, tmp_path: Path) -> None:
+    """Its rows were taken for logits, and recording ended."""
+    model, out = models("qwen2", "F16"), tmp_path / "x.trace"
+    engine = Sampling(model)
+    with tracediff.record(engine, out, gguf=model):
+        passes(engine, 5, 2)
+    recorded = {op for _, op in Trace(out).ops}
+    assert {"token_embd", "output"} <= recorded
+    assert check_trace(out, model).verdict == "match"
+
+
+class Choosing(nn.Linear):
+    """A router that puts out the scores and places of three experts, and no others'."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).topk(3)
+
+
+def test_a_choice_is_no_product(models: Models, tmp_path: Path) -> None:
+    model, out = models("qwen2", "F16"), tmp_path / "x.trace"
+    engine = Engine(model)
+    head = Choosing(engine.lm_head.in_features, engine.lm_head.out_features, bias=False)
+    head.weight = engine.lm_head.weight
+    engine.lm_head = head
+    with tracediff.record(engine, out, gguf=model):
+        passes(engine, 5)
+    assert "output" not in {op for _, op in Trace(out).ops}
+
+
+def test_modules_are_found_whatever_the_default_type_is(models: Models) -> None:
+    """In bfloat16 319 is 320: recording ended with a token outside the vocabulary."""
+    model = models("llama")
+    file = GGUFFile(model)
+    engine, weights = Engine(model), Weights(file, torch.float32)
+    usual = find_taps(engine, build_graph(file), weights)[0]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        taps, notes = find_taps(engine, build_graph(file), weights)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert ([tap.path for tap in taps], notes) == ([tap.path for tap in usual], [])
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (by_forward, "nothing was recorded: no call of this module was seen. Call it as model(ids), not by .forward()"),
         (no_ids, "the call shows no token ids. Give them: record(..., tokens=ids)."),
         (no_cache, "step 1: attention sees the 2 keys of this pass alone, at position 6: without a cache"),
+        (all_again, "a call begins with all 3 tokens of the calls before: without a cache each call is a sequence"),
     ],
 )
 def test_calls_that_are_refused(

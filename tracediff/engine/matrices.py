@@ -35,7 +35,12 @@ def norm_as_held(module: nn.Module, op: Op, weights: Weights) -> Tensor:
 
 def looked_at(n: int) -> Tensor:
     """Which of a row's n columns are compared to find it."""
-    return torch.linspace(0, n - 1, min(n, _COLUMNS)).long()
+    return evenly(n, _COLUMNS)
+
+
+def evenly(n: int, most: int) -> Tensor:
+    """Some of n places from the first to the last, whatever the model's author has as the default type."""
+    return torch.linspace(0, n - 1, min(n, most), dtype=torch.float64).long()
 
 
 def to_be_found(module: nn.Module) -> Tensor | None:
@@ -47,7 +52,7 @@ def to_be_found(module: nn.Module) -> Tensor | None:
     made = next(_by_units(module, n_in, looked_at(n_in)), None) if isinstance(n_in, int) else None
     if n_in is None or made is None:
         return None
-    matrix = torch.zeros(len(made), n_in)
+    matrix = torch.zeros(len(made), n_in, dtype=torch.float32)
     matrix[:, looked_at(n_in)] = made.float().cpu()
     return matrix
 
@@ -93,7 +98,7 @@ def _by_units(module: nn.Module, n_in: int, columns: Tensor) -> Iterator[Tensor]
 @torch.no_grad()
 def _explains(matrix: Tensor, module: nn.Module) -> bool:
     """Whether the module multiplies a row by this matrix."""
-    row = torch.randn(2, matrix.shape[-1], generator=torch.Generator().manual_seed(0))
+    row = torch.randn(2, matrix.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     row[1] = 0
     for dtype, device in _taken(module):
         given = row.to(device, dtype)

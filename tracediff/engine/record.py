@@ -150,6 +150,7 @@ class _Calls:
         self._watch = watch
         self._expected = expected
         self._other = 0
+        self._so_far: list[int] = []
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
@@ -179,6 +180,13 @@ class _Calls:
                 self._watch.end()
                 return
             self._expected = self._expected[len(tokens) :]
+        n = len(self._so_far)
+        if n > 1 and len(tokens) > n and tokens[:n] == self._so_far:
+            raise EngineError(
+                f"a call begins with all {n} tokens of the calls before: without a cache each call is a sequence of "
+                "its own. Record one call, or use the cache."
+            )
+        self._so_far += tokens
         positions = kwargs.get("position_ids", kwargs.get("positions"))
         self._watch.begin(
             rows, kept, None if positions is None else positions.detach().cpu().reshape(-1, rows.shape[1])

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tracediff.engine.matrices import looked_at, to_be_found, weight_of
+from tracediff.engine.matrices import evenly, looked_at, to_be_found, weight_of
 from tracediff.errors import EngineError
 from tracediff.model.checkpoint import tensor_names
 from tracediff.model.graph import Graph, Op
@@ -155,7 +155,7 @@ def _order(weight: Tensor, op: Op, weights: Weights) -> tuple[bool, Tensor | Non
     cut = torch.arange(n) if _is_vocabulary(op) and op.kind != "embedding" and len(weight) > n else None
     if weight.ndim == 1:
         return True, None
-    sample = torch.linspace(0, n - 1, min(n, _SAMPLES)).long()
+    sample = evenly(n, _SAMPLES)
     file = weights.gather(op.weights[0], sample)
     if bool((_cosines(weight[sample.to(weight.device)], file).diagonal() > _ALIKE).all()):
         return True, cut

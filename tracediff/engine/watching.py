@@ -111,7 +111,7 @@ class Watch:
         unseen = name not in self._graph or name in self._tapped or op.seen[0] is not None
 
         def record(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if not self.running:
+            if not self.running or _looks_up(op, inputs):
                 return
             added = len(inputs) > 1 and isinstance(inputs[1], Tensor) and inputs[1].shape == inputs[0].shape
             is_it = added or not inputs or op.seen[0] is not None or self.residual.read(name, inputs[0])
@@ -130,8 +130,11 @@ class Watch:
         def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self.running:
                 values = _of_several(output, module, inputs[0]) if isinstance(output, tuple) else output
-                for tap in taps:
-                    if tap.op.kind == "embedding":
+                for tap in taps if values is not None else ():
+                    if _looks_up(tap.op, inputs):
+                        if (embedding := self._tied_to(tap.op)) is not None:
+                            self._embedding(self._embedded(embedding, module, inputs[0], values), values)
+                    elif tap.op.kind == "embedding":
                         self._embedding(self._embedded(tap.op, module, inputs[0], values), values)
                     elif len(inputs) > 1 and values is output and tap.op.kind == "rms_norm":
                         self._record(self._gated(tap.op, module, inputs[0], inputs[1], values), values)
@@ -143,6 +146,10 @@ class Watch:
                         self._put_out(tap, self._tokens_first(tap.op, inputs[0], tap.of(values)))
 
         return record
+
+    def _tied_to(self, head: Op) -> Op | None:
+        """The embedding that has the head's matrix."""
+        return next((op for op in self._graph if op.kind == "embedding" and op.weights == head.weights), None)
 
     def _embedding(self, name: str, values: Tensor) -> None:
         """Recorded when a norm reads it, if that is next: an engine may scale it before."""
@@ -163,7 +170,10 @@ class Watch:
 
     def result(self, output: Any) -> None:
         """What the model itself returns: the last op, be it that a module puts out something else for it."""
-        returned = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
+        n_vocab, several = self._graph[self._last].axes[-1:], output if isinstance(output, tuple) else ()
+        first = next(iter(several), output)
+        likely = (x for x in several if isinstance(x, Tensor) and x.is_floating_point() and x.shape[-1:] == n_vocab)
+        returned = getattr(output, "logits", next(likely, first))
         if not self.running:
             return
         if self._head is not None:
@@ -174,7 +184,7 @@ class Watch:
                 self.otherwise = tap.path
                 logits = theirs
             self._record(self._last, logits)
-        elif isinstance(returned, Tensor) and returned.shape[-1:] == self._graph[self._last].axes[-1:]:
+        elif isinstance(returned, Tensor) and returned.shape[-1:] == n_vocab:
             self._record(self._last, returned)
 
     def _embedded(self, op: Op, module: nn.Module, ids: Tensor, values: Tensor) -> str:
@@ -323,8 +333,15 @@ def _ends_in(values: Tensor, returned: Tensor, n_rows: int) -> bool:
     return own.shape != theirs.shape or bool(((own == theirs) | (own.isnan() & theirs.isnan())).all())
 
 
+def _looks_up(op: Op, inputs: tuple[Any, ...]) -> bool:
+    """Whether what is tapped as a head is an embedding that shares its matrix: it is called with ids."""
+    return op.kind == "linear" and bool(inputs) and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point()
+
+
 def _of_several(output: tuple[Any, ...], module: nn.Module, read: Tensor) -> Any:
-    """What a module puts out first; of a router, which has the chosen scores or experts beside all logits, these."""
+    """What a module puts out first; of a router, which has the chosen scores or experts beside all logits, these. None
+    where it has none: those that it chose alone.
+    """
     weight = weight_of(module)
     if weight.ndim != 2 or weight.shape[-1] != read.shape[-1]:
         return output[0]
@@ -332,7 +349,7 @@ def _of_several(output: tuple[Any, ...], module: nn.Module, read: Tensor) -> Any
     alike = [x for x in output if isinstance(x, Tensor) and x.is_floating_point() and x.numel() == math.prod(shape)]
     alike = [x for x in alike if x.shape[-1] == len(weight)]
     if len(alike) < 2:
-        return alike[0] if alike else output[0]
+        return alike[0] if alike else None
     made = nn.functional.linear(read, weight)
     return min(alike, key=lambda x: _size(torch.nan_to_num(x.reshape(shape) - made)))
 

@@ -123,7 +123,9 @@ class Edit:
 def relayered(changed: Op, right: Op, other: Op) -> Op | None:
     """The change from `right` to `changed` made in the same op of another layer; None in ops of another name."""
     (here, name), (there, same) = split(right.name), split(other.name)
-    if name != same or here is None or there is None or len(right.weights) != len(other.weights):
+    if name != same or here is None or there is None:
+        return None
+    if not len(changed.weights) == len(right.weights) == len(other.weights):  # as without a bias
         return None
 
     by = there - here
