@@ -19,7 +19,7 @@ from tracediff.replay.composing import Composing
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
 from tracediff.replay.recompute import Recomputation
-from tracediff.replay.score import COMPOSED, IN_ROWS, NOTHING, UNLIKE, score
+from tracediff.replay.score import COMPOSED, FINE, IN_ROWS, NOTHING, UNLIKE, score
 from tracediff.trace.format import OpRecord
 
 # Of fewer values one of some fifty arithmetics leaves next to nothing by chance: of one value in bfloat16, which is a
@@ -67,6 +67,7 @@ class Planning:
             for sort, choice in choices.items()
         }
         self._compose(choices, by_sort)
+        choices = {sort: self._of_fine_ways(choice, by_sort[sort]) for sort, choice in choices.items()}
         choices = {
             sort: self._as_in_prompts(choice, by_sort[sort], _elsewhere(sort, choices).sole)
             for sort, choice in choices.items()
@@ -177,6 +178,22 @@ class Planning:
         whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
         again = 0 < len(found.unfit) < len(asked) and not through_segments
         return self._composed(whole, records, known, elsewhere) if again else whole
+
+    def _of_fine_ways(self, choice: Choice, records: list[OpRecord]) -> Choice:
+        """With exponentials that are approximated, if these leave far less: so little is left without them that no
+        rival is asked for, and of few keys it is within the floor.
+        """
+        if not choice.settled or len(choice.schemes) > 1 or choice.by_op or not FINE < choice.nmse <= NOTHING:
+            return choice
+        (scheme,), samples = choice.schemes, self._samples(records)
+        for other in self._planner.changes((scheme,), *records):
+            if other.exponentials == scheme.exponentials or not all(self._fitting.fits(one, other) for one in samples):
+                continue
+            left = [(self._fitting.left(one, other), self._fitting.left(one, scheme)) for one in samples]
+            if all(score(a, COMPOSED) > score(b) for a, b in left):
+                return replace(choice, schemes=(other,), nmse=min(a for a, _ in left), unfit=())
+        self._recomputation.forget()
+        return choice
 
     def _is_told_by_rows(self, found: Choice, nearest: Scheme, records: Sequence[OpRecord]) -> bool:
         """Whether next to nothing is left of some rows, whatever turned in others."""

@@ -362,11 +362,13 @@ class Recomputation:
 
     def _held_in(self, step: int, op: Op, scheme: Scheme) -> str:
         """What the engine keeps an op's value in that it did not record: what it recorded, but where activations and
-        weights are multiplied in half precision their product is, as under PyTorch's autocast.
+        weights are multiplied in half precision their product is, as under PyTorch's autocast. Not float64: numpy makes
+        that of what a table of angles is multiplied with, and of all that follows, where projections are in float32.
         """
         arithmetic = arithmetic_of(op, self._in_step_of(step, scheme), self.weights)
         halves = KINDS[op.kind].scheme == "linear" and arithmetic.operands == arithmetic.stored in HALVES
-        return arithmetic.operands if halves else self.recorded.storage(step)
+        held = self.recorded.storage(step)
+        return arithmetic.operands if halves else "f32" if held == "f64" else held
 
 
 def recompute_together(asked: Sequence[Recomputation], record: OpRecord, scheme: Scheme) -> None:

@@ -19,6 +19,9 @@ from tracediff.result import Judgement
 
 # Next to nothing is left: no rounding of an operand is so small (float16's is 4e-8). What leaves less needs no rival.
 NOTHING = 1e-9
+# What float32 leaves of an op or a layer is a tenth of this; exponentials to degree 4 leave 3e-12 to 1e-10 of a layer
+# (distributed-llama).
+FINE = 1e-12
 _LEAST = 1e-60
 # A floor beyond this hides everything, but where what is left is so small a part of it, a sixteenth of the noise that
 # has a margin of 16 there: an engine that rounds as the floor allows comes no nearer by chance. So this one rounds
