@@ -902,12 +902,21 @@ def test_what_is_wrong_is_no_requantisation(wrongly: str, of_four_bits: bool) ->
     assert requantised_as(right, held) is None
 
 
-@pytest.mark.parametrize(("name", "words"), [("fp8/row", "whole rows"), ("fp8/128x128", "blocks of 128 x 128")])
-def test_float8_of_a_recorded_weight_is_recognised(name: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fp8/row", "a float8 requantisation in whole rows"),
+        ("fp8/128x128", "a float8 requantisation in blocks of 128 x 128"),
+        ("e5m2", "an E5M2 requantisation"),
+        ("e4m3", "an E4M3 requantisation"),
+        ("gf4", "a gf4 requantisation"),  # calm's, whose records of it were wrong
+    ],
+)
+def test_short_floats_of_a_recorded_weight_are_recognised(name: str, words: str) -> None:
     right = np.random.default_rng(3).standard_normal((200, 256)).astype(np.float32)
     said = requantised_as(right, rounding_named(name)(torch.from_numpy(right)).numpy())
     assert said is not None
-    assert said.startswith(f"as a float8 requantisation in {words} of the right values would be (NMSE ")
+    assert said.startswith(f"as {words} of the right values would be (NMSE ")
 
 
 def test_one_value_beyond_its_step_is_no_requantisation() -> None:

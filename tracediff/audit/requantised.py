@@ -54,6 +54,9 @@ def _is(rounding: str, expected: np.ndarray, held: np.ndarray) -> bool:
 
 
 def _requantisations(n_in: int) -> Iterator[tuple[str, str]]:
+    yield from (("an E5M2 requantisation", "e5m2"), ("an E4M3 requantisation", "e4m3"))
+    if n_in % 8 == 0:
+        yield "a gf4 requantisation", "gf4"
     for kind, words in _WORDS.items():
         for size in group_sizes(n_in):
             yield f"{words} in {in_groups(size, n_in)}", f"{kind}/{size}"
