@@ -534,8 +534,8 @@ def test_scores_that_are_scaled_are_told_how_to_be_called(models, torch_trace) -
     assert "if they are only recorded so, call them blk.1.attn_scores_scaled" in faulty[0].cause.text
 
 
-def scaled_in(path: Path, model: Path, scale: float, out: Path) -> Path:
-    """A trace of an engine that shows its scores when they are scaled, and perhaps wrongly."""
+def scaled_in(path: Path, model: Path, scale: float, out: Path, mask: float = 0.0) -> Path:
+    """A trace of an engine that shows its scores when they are scaled, and perhaps wrongly, or masked."""
     trace = Trace(path)
     with TraceWriter(out, "mine", trace.header.arch, model.name, trace.header.weights) as writer:
         for step, given in trace.steps.items():
@@ -544,6 +544,9 @@ def scaled_in(path: Path, model: Path, scale: float, out: Path) -> Path:
                 values, name = trace.values(record).astype(np.float32), record.op
                 if name.endswith("attn_scores"):
                     values, name = values * np.float32(scale), f"{name}_scaled"
+                    if mask:
+                        after = np.arange(values.shape[2]) > np.array(given.positions)[:, None]
+                        values = np.where(after, np.float32(mask), values)
                 writer.op(step, name, values, "f32")
     return out
 
@@ -557,6 +560,8 @@ def test_an_engine_may_show_its_scores_when_they_are_scaled(models, torch_trace,
         assert result.verdict == "match"
         assert [op.op for op in result.ops if not op.local and op.candidate] == []
     assert "attn_scores_scaled" not in load_graph(model).ops
+    masked = check_trace(scaled_in(path, model, right, tmp_path / "masked.trace", mask=-np.inf), model)
+    assert masked.verdict == "match"  # as of scores: what the mask hides does not count
     twice = scaled_in(path, model, right * 1.01, tmp_path / "twice.trace")
     faulty = check_trace(twice, model).faulty
     assert {op.op for op in faulty} == {

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, product
 
+import numpy as np
 from torch import Tensor
 
 from tracediff.diagnose import rows
@@ -94,6 +95,7 @@ class Explainer:
                 by_kin.setdefault(kin, []).append(at)
         return _joined([by_kin[key] for key in sorted(by_kin, key=lambda key: key[0])], ops)
 
+    @np.errstate(all="ignore")  # what is tried in vain may come to any number, and would warn of it
     def of(self, ops: list[OpResult], members: list[int], budget: Budget, progress: Progress) -> dict[int, OpResult]:
         """Those at the places of one kin's `members`, explained. A bug ends the search for these alone."""
         try:

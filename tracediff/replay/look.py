@@ -29,6 +29,7 @@ from tracediff.trace.format import OpRecord
 from tracediff.trace.statistics import ratio
 
 _TYPED = ("linear", "linear_id", "embedding")  # kinds whose first weight has a type worth telling
+_OF_SCORES = ("scale", "tanh")  # kinds that scores pass through before they are masked
 PART = 1 << 21  # values of an op that are judged at a time: 16 MB in float64, which the allocator reuses
 # What tells an arithmetic: values, of which one is rounded by what rounds anything, made of so many weights. Of a
 # decoded token so many values are all there are, and each look would round the whole matrix again.
@@ -252,7 +253,11 @@ def _strips(by: Recomputation, op: Op, whole: Residual) -> tuple[Strip, ...]:
 
 
 def _hidden(by: Recomputation, record: OpRecord, op: Op) -> Tensor | None:
-    """What the causal mask hides does not count: scores, bool [T, S]. None of other ops, and without a cache."""
+    """What the causal mask hides does not count: scores, scaled or capped, bool [T, S]. None of other ops, and without
+    a cache.
+    """
+    while op.kind in _OF_SCORES and op.inputs[0] in by.graph:
+        op = by.graph[op.inputs[0]]
     masked = op.kind == "scores" and any(op.past)
     return by.recorded.hidden(record.step, record.rows) if masked else None
 
