@@ -105,8 +105,10 @@ def _explained(
     from tracediff.diagnose.explain import Explainer
     from tracediff.diagnose.held import by_what_was_held
     from tracediff.diagnose.misnamed import exchanged
+    from tracediff.diagnose.undone import undone
 
     explainer, budget = Explainer(replay), Budget(seconds)
+    ops = undone(model, subject, replay, ops, Budget(seconds / 4))
     ops = exchanged(replay, by_what_was_held(model, subject, replay, ops, budget), budget)
     kins = explainer.kins(ops)
     if workers == ALONE or len(kins) < 2:

@@ -116,8 +116,9 @@ def _weights_of(op: OpResult) -> set[str]:
 def _finding(group: _Group, ops: Sequence[OpResult], weights: Sequence[WeightResult], sound: set[str]) -> Finding:
     segment = group.ops[0].local.segment if group.ops and group.ops[0].local else ()
     errors = [op.local.nmse for op in group.ops if op.local and not math.isnan(op.local.nmse)]
+    text = _of_memory(group, ops, weights, sound) if group.weights else _of_computing(group, ops)
     return Finding(
-        text=_of_memory(group, ops, weights, sound) if group.weights else _of_computing(group, ops),
+        text=text + _undone(group.ops),
         mistake=group.mistake,
         ops=tuple(dict.fromkeys(op.op for op in group.ops)),
         weights=tuple(weight.weight for weight in group.weights),
@@ -126,6 +127,18 @@ def _finding(group: _Group, ops: Sequence[OpResult], weights: Sequence[WeightRes
         segment=segment if len(segment) > 1 else (),
         look=group.look,
     )
+
+
+def _undone(ops: Sequence[OpResult]) -> str:
+    """That what follows is right without the records of these and others, where that is so of each."""
+    each = [op.undone for op in ops if op.undone]
+    if not each or len(each) < len(ops):
+        return ""
+    left_out = list(dict.fromkeys(local_name(name) for one in each for name in one.ops))
+    follows = list(dict.fromkeys(local_name(name) for one in each for name in one.follows))
+    verb = "is" if len(follows) == 1 else "are"
+    records = f"the record{'s' * (len(left_out) > 1)} of {listed(left_out, len(left_out))}"
+    return f" Yet {listed(follows)} {verb} right without {records}: undone there, or wrong in the record alone."
 
 
 def _of_computing(group: _Group, ops: Sequence[OpResult]) -> str:

@@ -11,6 +11,7 @@ from tracediff.result.op import (
     Place,
     Status,
     Strip,
+    Undone,
     WeightResult,
     Worst,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "Token",
     "TokenGap",
     "Tokens",
+    "Undone",
     "Validation",
     "Verdict",
     "WeightResult",

@@ -140,6 +140,14 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
+class Undone:
+    """Where the mistakes of ops are undone: without the records of these `ops` what `follows` them is right."""
+
+    ops: tuple[str, ...]
+    follows: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OpResult:
     """Everything known of one op in one step."""
 
@@ -156,6 +164,7 @@ class OpResult:
     reference_local: Local | None = None
     cause: Cause | None = None
     held: tuple[str, ...] = ()  # weights that are wrong in memory, with which it was computed as they were recorded
+    undone: Undone | None = None
     in_some_steps: bool = False  # its cause is not in others, which would show it
     reads: str | None = None  # what the cause's words call its input, where it has one
     common: dict[str, str] = field(default_factory=dict)  # each mistake of it in words that suit others that have it

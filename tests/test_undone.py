@@ -1,0 +1,106 @@
+"""Mistaken ops whose mistakes undo one another: what follows is right without their records."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import TOKENS, Models, trace_graph
+
+from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.model.graph import Op
+from tracediff.model.model import Model
+from tracediff.model.pairing import neighbours
+from tracediff.pipeline import check_trace
+from tracediff.result import Finding, Result
+from tracediff.trace.reader import Trace
+
+MODEL = "llama"  # whose heads conversion puts in another order
+
+
+def planted(models: Models, out: Path, *faults: str) -> Result:
+    model = models(MODEL)
+    return check_trace(trace_torch(model, out, TorchOptions(faults=faults), TOKENS, 1), model)
+
+
+def yet(finding: Finding) -> str:
+    return finding.text.partition(" Yet ")[2]
+
+
+def in_halves(op: Op) -> Op:
+    """Heads as checkpoints have them, which rope turns by halves."""
+    if op.kind == "rope":
+        return op.with_attrs(rope=replace(op.attrs["rope"], pairing="halves"))
+    if op.name.endswith(("attn_q", "attn_k")):
+        width = op.axes[-1]
+        return replace(op, function=lambda x, w, bias=None: x @ neighbours(w, width, 0, inverse=True).T)
+    return op
+
+
+def test_heads_in_the_order_of_checkpoints_are_said_to_be_undone(models: Models, tmp_path: Path) -> None:
+    """By whoever loads a checkpoint: Q, K and their rope are wrong by the file, and nothing else is."""
+    model = Model(models(MODEL))
+    graph = model.graph.changed(*map(in_halves, model.graph))
+    result = check_trace(trace_graph(graph, model.file, tmp_path / "t.trace", TOKENS), model)
+    assert {finding.mistake for finding in result.findings} == {"rope_permuted", "rope_pairing"}
+    names = "attn_q, attn_k, attn_q_rope and attn_k_rope"
+    said = f"attn_scores is right without the records of {names}: undone there, or wrong in the record alone."
+    assert {yet(finding) for finding in result.findings} == {said}
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("rope_pairing",),
+        ("rope_permuted@attn_q", "rope_permuted@attn_k"),
+        ("act_no_gate",),
+        ("rope_pairing", "norm_weight_plus_one@attn_norm"),
+    ],
+)
+def test_nothing_undoes_other_mistakes(faults: tuple[str, ...], models: Models, tmp_path: Path) -> None:
+    result = planted(models, tmp_path / "t.trace", *faults)
+    assert result.findings
+    assert {yet(finding) for finding in result.findings} == {""}
+
+
+def scaled(by: dict[str, float]) -> Callable[[Op], Op]:
+    def change(op: Op) -> Op:
+        factor = by.get(op.name)
+        if factor is None:
+            return op
+        return replace(op, function=lambda x, weight, bias=None, **attrs: factor * right(op)(x, weight))
+
+    def right(op: Op):  # type: ignore[no-untyped-def]
+        if op.kind == "linear":
+            return lambda x, weight: x @ weight.T
+        return lambda x, weight: x * (x.square().mean(-1, keepdim=True) + op.attrs["eps"]).rsqrt() * weight
+
+    return change
+
+
+@pytest.mark.parametrize(("factor", "is_undone"), [(4.0, True), (1.0, False)])
+def test_a_scale_that_is_folded_into_a_norm(factor: float, is_undone: bool, models: Models, tmp_path: Path) -> None:
+    """As calm folds Gemma's: the norm's result is a quarter, and the head's input is taken for four times that."""
+    model = Model(models(MODEL))
+    change = scaled({"output_norm": 0.25, "output": factor})
+    graph = model.graph.changed(*map(change, model.graph))
+    result = check_trace(trace_graph(graph, model.file, tmp_path / "t.trace", TOKENS), model)
+    said = "output is right without the record of output_norm: undone there, or wrong in the record alone."
+    assert [yet(finding) for finding in result.findings] == ([said, said] if is_undone else [""])
+
+
+def test_a_record_that_holds_something_else_is_said_to_be_wrong_alone(models: Models, tmp_path: Path) -> None:
+    """A buffer that was used again before it was written: the engine is right, its record is not."""
+    model, out = models(MODEL), tmp_path / "t.trace"
+    trace_torch(model, out, TorchOptions(), TOKENS, 1)
+    trace, data = Trace(out), bytearray(out.with_suffix(".bin").read_bytes())
+    scores, probs = (trace.ops[0, f"blk.1.{name}"] for name in ("attn_scores", "attn_probs"))
+    values = np.frombuffer(data, np.float32, scores.size, scores.offset)
+    values[:] = np.frombuffer(data, np.float32, probs.size, probs.offset)
+    out.with_suffix(".bin").write_bytes(data)
+    result = check_trace(out, model)
+    assert {op for finding in result.findings for op in finding.ops} == {"blk.1.attn_scores", "blk.1.attn_probs"}
+    records = "the records of attn_scores and attn_probs"
+    said = f"attn_kqv is right without {records}: undone there, or wrong in the record alone."
+    assert {yet(finding) for finding in result.findings} == {said}

@@ -1,0 +1,105 @@
+"""Mistaken ops whose mistakes undo one another: without their records what follows is right.
+
+So an engine looks that holds something in another form than the file, as heads in the order of checkpoints or a scale
+folded into a norm, and one that is right but for what it recorded. Each op is wrong by itself, and nothing is.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from tracediff.diagnose.budget import Budget, OutOfTime
+from tracediff.model.graph import Graph
+from tracediff.model.model import Model
+from tracediff.names import layer_of
+from tracediff.replay.judging import Subject, replays_of
+from tracediff.replay.replay import Replay
+from tracediff.result import OpResult, Undone
+
+# What follows tells nothing where its floor has room for the mistakes: NMSE.
+_SEEN = 100.0
+
+
+def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResult], budget: Budget) -> list[OpResult]:
+    """The ops, with where their mistakes are undone; what the time does not suffice for is not said.
+
+    Asked of the step of most tokens, for of one key attention is right whatever its score is; of those together that
+    what follows reads together.
+    """
+    found: dict[str, Undone] = {}
+    faulty = [op for op in ops if op.status == "faulty" and op.local]
+    if not faulty or subject.trace.is_one_of_several:
+        return list(ops)
+    step = max({op.step for op in faulty}, key=lambda step: (len(replay.trace.steps[step].tokens), step))
+    errors = {op.op: op.local.nmse for op in faulty if op.step == step and op.local}
+    recorded = {record.op for record in replay.trace.step_ops(step) if record.has_data and record.op in replay.graph}
+    readers = {name: _readers(name, replay.graph, recorded) for name in recorded}
+    with suppress(OutOfTime), torch.inference_mode():
+        for together in _joined(errors, readers):
+            for left_out in _ways(together, readers):
+                budget.check()
+                if right := _right_without(left_out, step, errors, readers, model, subject, replay):
+                    found |= dict.fromkeys(together, Undone(left_out, right))
+                    break
+    return [replace(op, undone=found[op.op]) if op.status == "faulty" and op.op in found else op for op in ops]
+
+
+def _readers(name: str, graph: Graph, recorded: set[str]) -> set[str]:
+    """The recorded ops that read it, be it through others that were not."""
+    found, through = set[str](), [name]
+    while through:
+        for op, _ in graph.readers(through.pop()):
+            if op.name in recorded:
+                found.add(op.name)
+            elif op.name not in through:
+                through.append(op.name)
+    return found
+
+
+def _joined(errors: dict[str, float], readers: dict[str, set[str]]) -> Iterator[tuple[str, ...]]:
+    """The mistaken ops in lots: those that read one another, or have a reader in common."""
+    left = list(errors)
+    while left:
+        lot = [left.pop(0)]
+        reached = {*lot, *readers[lot[0]]}
+        while more := [name for name in left if name in reached or not reached.isdisjoint(readers[name])]:
+            lot += more
+            left = [name for name in left if name not in more]
+            reached |= {name for one in more for name in (one, *readers[one])}
+        yield tuple(name for name in errors if name in lot)
+
+
+def _ways(together: tuple[str, ...], readers: dict[str, set[str]]) -> Iterator[tuple[str, ...]]:
+    """Which to leave out: all, if others follow; or those that are followed by the last of them."""
+    if any(not readers[name] <= {*together} for name in together):
+        yield together
+    last = [name for name in together if readers[name].isdisjoint(together)]
+    if before := tuple(name for name in together if name not in last):
+        yield before
+
+
+def _right_without(
+    left_out: tuple[str, ...],
+    step: int,
+    errors: dict[str, float],
+    readers: dict[str, set[str]],
+    model: Model,
+    subject: Subject,
+    replay: Replay,
+) -> tuple[str, ...]:
+    """What follows these, if all of it is right as if they had not been recorded, and would show their mistakes."""
+    following = {reader for name in left_out for reader in readers[name]} - {*left_out}
+    near = {layer_of(name) for name in (*left_out, *following)}
+    near |= {layer - 1 for layer in near if layer}
+    keys = replay.trace.ops.keys()
+    others = {(at, name) for at, name in keys if at > step or layer_of(name) not in {*near, None}}
+    others |= {(step, name) for name in left_out}
+    view = replace(subject, trace=replay.trace.without(others))
+    (there,) = replays_of(model, [view], device=replay.weights.device)
+    for name in following:
+        local = there.judge(there.trace.ops[step, name])
+        if local.judgement != "sound" or local.floor * _SEEN > min(errors[one] for one in left_out):
+            return ()
+    return tuple(name for name in replay.graph.ops if name in following)
