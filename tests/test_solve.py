@@ -1572,3 +1572,9 @@ def test_a_region_ends_only_where_it_must() -> None:
     assert widest(Region((Along(0, 1), Along(1, 1))), fits) == Region((Along(1, 1),))
     fits[0, 2] = False
     assert widest(Region((Along(0, 1), Along(1, 1))), fits) == Region((Along(0, 1), Along(1, 1)))
+
+
+@pytest.mark.parametrize("noun", ["cached value", "cached key", "key"])
+def test_counts_that_grow_with_the_steps_are_said_without_a_number(noun: str) -> None:
+    """One step's number was said of all: "only cached values 0 to 6", of ten steps."""
+    assert taken(noun, range(8), range(7), follows=True) == (f"all {noun}s but the last", "", False)

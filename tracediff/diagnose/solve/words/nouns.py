@@ -71,5 +71,5 @@ SUMS = {"sum": "the sum", "max": "the largest", "min": "the smallest", "first": 
 OWN = {"scores": "the output's", "softmax": "the softmax's", "weighted_values": "the output's"}
 OF_STEPS = ("past", "starts")
 COUNTS_TOKENS = ("T", "S", "P", "queries", "keys")  # sizes that are others in each step
-OF_TOKENS = ("token", "query", "key", "position")  # what these count
+OF_TOKENS = ("token", "query", "key", "position", "cached key", "cached value")  # what these count
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
