@@ -437,7 +437,7 @@ def test_which_key_head_a_query_head_reads(words: str, weights: str, models, tmp
     [
         ("the cache of the layer before is read", {0, 1, 2}, 1),
         ("the cache of layer 0 is read", {0, 1, 2}, 2),
-        ("all layers have one cache: of earlier steps it holds what the last layer wrote", {1, 2}, 0),
+        ("it has one cache with layer 2: of earlier steps that holds what layer 2 wrote", {1, 2}, 0),
     ],
 )
 def test_whose_layers_cache_is_read(words, steps, first, weights, capture, models, tmp_path: Path) -> None:

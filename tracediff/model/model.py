@@ -35,9 +35,9 @@ class Model:
         return type(self), (self.path, self._shown, self._length)
 
     @classmethod
-    def opened(cls, model: "Path | Model") -> "Model":
+    def opened(cls, model: "str | Path | Model") -> "Model":
         """The model at a path, or the one that is open already."""
-        return model if isinstance(model, Model) else cls(model)
+        return model if isinstance(model, Model) else cls(Path(model))
 
     @cached_property
     def graph(self) -> Graph:

@@ -215,10 +215,10 @@ def _changing(name: str) -> Change:
 AREA = Area()
 _WHERE = Where((*MATMUL.kinds, "embedding"))
 for _name, _text in _TEXTS.items():
-    _types = dict.fromkeys(t for mistake in BLOCK_MISTAKES if mistake.name == _name for t in mistake.types)
     _link = next(mistake.link for mistake in BLOCK_MISTAKES if mistake.name == _name)
-    _look = f"the dequantisation of {', '.join(_types)} blocks"
-    AREA.mistake(_name, _text, _look, _WHERE, _link, everywhere=True)(_changing(_name))
+    AREA.mistake(_name, _text, "the dequantisation of blocks of this type", _WHERE, _link, everywhere=True)(
+        _changing(_name)
+    )
 
 
 @AREA.mistake(

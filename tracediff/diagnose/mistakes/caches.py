@@ -161,8 +161,10 @@ def _another_layers(op: Op, context: Context) -> Variants:
     if own != last:
         view, width = op.seen[1], math.prod(axis for axis in axes if isinstance(axis, int))
         function = partial(_shared, KINDS[op.kind].function, view, width)
-        shared = computing(op.also_reading((last, "earlier")), function)
-        yield shared, "all layers have one cache: of earlier steps it holds what the last layer wrote"
+        for other in dict.fromkeys((last, alike[alike.index(own) + 1])):
+            shared = computing(op.also_reading((other, "earlier")), function)
+            where = f"layer {split(other)[0]}"
+            yield shared, f"it has one cache with {where}: of earlier steps that holds what {where} wrote"
 
 
 def _shared(
