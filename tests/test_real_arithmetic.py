@@ -634,6 +634,23 @@ def test_exponentials_by_polynomials_are_an_arithmetic(models: Models, tmp_path:
     assert said(states, "add") == {"exponentials by polynomials of degree 4, 8 at a time"}  # "exact" was near enough
 
 
+def without_subnormal_numbers(name: str, values: np.ndarray) -> np.ndarray | None:
+    """As llama3.java reads matrices in float16."""
+    return None if values.ndim == 1 or "embd" in name else np.where(np.abs(values) < 2.0**-14, 0, values)
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_weights_whose_subnormal_numbers_are_read_as_0_are_an_arithmetic(
+    capture: str, models: Models, tmp_path: Path
+) -> None:
+    """They leave 1e-10 of a matmul: no rival was asked for, and every matmul diverged."""
+    model = models(LLAMA, "F16")
+    trace = traced(model, tmp_path / "t.trace", held=without_subnormal_numbers, capture=capture, says_its_weights=False)
+    result = check_trace(trace, model)
+    assert result.verdict == "match"
+    assert said(result, "linear") == {"weights in float16 without subnormal numbers"}
+
+
 def in_float64_behind_rope(op: Op) -> Op:
     """As numpy makes it where the table of angles is float64: projections of the first layer alone are in float32."""
     if op.name in ("blk.0.attn_q", "blk.0.attn_k", "blk.0.attn_v"):

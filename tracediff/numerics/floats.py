@@ -93,6 +93,18 @@ class Float(Rounding):
 
 
 @dataclass(frozen=True, slots=True)
+class Normal(Float):
+    """A shorter float of which subnormal numbers are read as 0, as vector code does that shifts exponents
+    (llama3.java's F16FloatTensor): of weights in float16 one in a hundred is one.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """To it and back."""
+        kept = super(Normal, self).__call__(x)
+        return torch.where(kept.abs() < torch.finfo(self.dtype).tiny, 0.0, kept)
+
+
+@dataclass(frozen=True, slots=True)
 class TF32(Float):
     """The 10-bit mantissa of NVIDIA's TF32, to nearest, of two the even one: so cuBLAS rounds on Hopper (H200)."""
 

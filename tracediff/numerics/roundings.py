@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tracediff.errors import EngineError
 from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, Blocks, StoredQ80
-from tracediff.numerics.floats import HALVES, TF32, Float, Rounding, TF32Away, TF32OfScaled
+from tracediff.numerics.floats import HALVES, TF32, Float, Normal, Rounding, TF32Away, TF32OfScaled
 from tracediff.numerics.groups import (
     MX,
     NF4,
@@ -47,6 +47,7 @@ _KNOWN = {
         TF32OfScaled("scaled tf32", "TF32 of scaled values", dtype=torch.float32, mantissa=10),
         half,
         bfloat,
+        Normal("normal f16", "float16 without subnormal numbers", dtype=torch.float16, mantissa=10),
         Float("e5m2", "float8 (e5m2)", dtype=torch.float8_e5m2, mantissa=2),
         Float("e4m3", "float8 (e4m3)", dtype=torch.float8_e4m3fn, mantissa=3),
         q8_0,
@@ -64,8 +65,8 @@ _GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
     "full int": (Full, _BITS, f"full int{{bits}} {_SCALES}"),
     "held int": (Held, _BITS, "int{bits} {groups} with {held} scales"),
     "away int": (Away, _BITS, f"int{{bits}} {_SCALES} and ties away from 0"),
-    "wide int": (Wide, _BITS, f"wide int{{bits}} {_SCALES}"),
-    "held wide int": (HeldWide, _BITS, "wide int{bits} {groups} with {held} scales"),
+    "wide int": (Wide, _BITS, "wide int{bits} {groups} with {held} scales"),
+    "held wide int": (HeldWide, _BITS, "wide int{bits} {groups} with {held} scales and quotients"),
     "divided int": (Divided, _BITS, f"divided int{{bits}} {_SCALES}"),
     "held divided int": (HeldDivided, _BITS, "divided int{bits} {groups} with {held} scales"),
     "uint": (Unsigned, _BITS, f"uint{{bits}} {_SCALES} and zeros"),

@@ -221,7 +221,7 @@ def _ways() -> Iterator[Way]:
         yield Way("products", _named("products", name), partial(_products, name))
     for name, words in (("", "exponentials not approximated"), ("taylor4/8", "exponentials to degree 4")):
         yield Way("exponentials", words, partial(_with_field, "exponentials", name))
-    for name in ("f64", *HALVES, *_SHORTER, "q8_0"):
+    for name in ("f64", *HALVES, "normal f16", *_SHORTER, "q8_0"):
         yield Way("matrices", _named("matrices", name), partial(_held, name))
     for name in _OWN:
         yield Way("matrices", f"matrices in {name}", partial(_held, name))
@@ -295,6 +295,8 @@ def _attention(scheme: Scheme, change: Callable[[Arithmetic], tuple[str, str]]) 
 
 
 WAYS = tuple(_ways())
+# What makes so little of a difference that next to nothing is left without it.
+FINE_WAYS = tuple(way for way in WAYS if way.part == "exponentials" or way.name == _named("matrices", "normal f16"))
 _BY_NAME = {way.name: way for way in WAYS}
 
 # What only a user can know: sums in half precision in an order that cannot be followed, as in GPUs' kernels

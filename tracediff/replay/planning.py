@@ -14,7 +14,7 @@ from tracediff.names import layers_of, local_name
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.schemes import EXACTLY, PLAIN, Way, in_tf32, unrounded
+from tracediff.numerics.schemes import EXACTLY, FINE_WAYS, PLAIN, Way, in_tf32, unrounded
 from tracediff.replay.composing import Composing
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
@@ -180,18 +180,19 @@ class Planning:
         return self._composed(whole, records, known, elsewhere) if again else whole
 
     def _of_fine_ways(self, choice: Choice, records: list[OpRecord]) -> Choice:
-        """With exponentials that are approximated, if these leave far less: so little is left without them that no
-        rival is asked for, and of few keys it is within the floor.
+        """In one of the ways that make so little of a difference, if it leaves far less: without it no rival is asked
+        for, and of few keys what is left is within the floor.
         """
-        if not choice.settled or len(choice.schemes) > 1 or choice.by_op or not FINE < choice.nmse <= NOTHING:
+        if len(choice.schemes) > 1 or choice.by_op or not FINE < choice.nmse <= NOTHING:
             return choice
         (scheme,), samples = choice.schemes, self._samples(records)
-        for other in self._planner.changes((scheme,), *records):
-            if other.exponentials == scheme.exponentials or not all(self._fitting.fits(one, other) for one in samples):
-                continue
+        others = {way.of(scheme) for way in FINE_WAYS if not way.is_of(scheme)}
+        for other in (one for one in self._planner.changes((scheme,), *records) if one in others):
             left = [(self._fitting.left(one, other), self._fitting.left(one, scheme)) for one in samples]
-            if all(score(a, COMPOSED) > score(b) for a, b in left):
-                return replace(choice, schemes=(other,), nmse=min(a for a, _ in left), unfit=())
+            if all(score(a, COMPOSED) > score(b) for a, b in left) and all(
+                self._fitting.fits(one, other) for one in samples
+            ):
+                return replace(choice, schemes=(other,), settled=True, nmse=min(a for a, _ in left), unfit=())
         self._recomputation.forget()
         return choice
 
