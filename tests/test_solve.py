@@ -1578,3 +1578,14 @@ def test_a_region_ends_only_where_it_must() -> None:
 def test_counts_that_grow_with_the_steps_are_said_without_a_number(noun: str) -> None:
     """One step's number was said of all: "only cached values 0 to 6", of ten steps."""
     assert taken(noun, range(8), range(7), follows=True) == (f"all {noun}s but the last", "", False)
+
+
+def test_a_region_has_no_gaps_where_values_would_fit_as_well() -> None:
+    """A cap left out from channel 8 on changes no small value: the others were four lists, a finding each."""
+    wrong, fits = np.zeros((3, 12), bool), np.zeros((3, 12), bool)
+    wrong[:, [8, 9, 11]], fits[:, 8:] = True, True
+    (region,) = around(wrong)
+    assert region.words(("token", "channel")) == "channels 8 to 9, 11"
+    assert widest(region, fits).words(("token", "channel")) == "channels from 8 on"
+    fits[1, 10] = False
+    assert widest(region, fits) == region

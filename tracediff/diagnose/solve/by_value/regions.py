@@ -100,7 +100,14 @@ def around(mask: np.ndarray) -> list[Region]:
 
 
 def widest(region: Region, fits: np.ndarray) -> Region:
-    """The region without the axes along which it need not end: all values `fits` there as well."""
+    """The region without gaps and without the axes along which it need not end: all values `fits` there as well."""
+    for along in region.along:
+        ends = min(along.listed, default=0), max(along.listed, default=0)
+        if along.listed and not region.flat:
+            whole = _along(along.axis, np.arange(ends[0], ends[1] + 1), along.size)
+            wider = replace(region, along=tuple(whole if other is along else other for other in region.along))
+            if fits[wider.mask(fits.shape)].all():
+                return widest(wider, fits)
     for along in region.along if len(region.along) > 1 else ():
         wider = replace(region, along=tuple(other for other in region.along if other is not along))
         if fits[wider.mask(fits.shape)].all():
@@ -111,7 +118,7 @@ def widest(region: Region, fits: np.ndarray) -> Region:
 def _along(axis: int, there: np.ndarray, size: int) -> Along:
     steps = set(np.diff(there).tolist())
     if len(steps) > 1:
-        return Along(axis, listed=tuple(there.tolist()))
+        return Along(axis, listed=tuple(there.tolist()), size=size)
     step = steps.pop() if steps else 1
     stop = None if there[-1] + step >= size and there[0] > 0 else int(there[-1]) + 1
     return Along(axis, int(there[0]), stop, step, size=size)
