@@ -13,7 +13,7 @@ import torch
 from tracediff.diagnose.budget import Budget, OutOfTime
 from tracediff.model.graph import Graph
 from tracediff.model.model import Model
-from tracediff.names import layer_of
+from tracediff.names import layer_of, local_name
 from tracediff.replay.judging import Subject, replays_of
 from tracediff.replay.replay import Replay
 from tracediff.result import OpResult, Undone
@@ -26,9 +26,9 @@ def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResul
     """The ops, with where their mistakes are undone; what the time does not suffice for is not said.
 
     Asked of the step of most tokens, for of one key attention is right whatever its score is; of those together that
-    what follows reads together.
+    what follows reads together. Not again in other layers where nothing undoes them in one.
     """
-    found: dict[str, Undone] = {}
+    found, in_vain = dict[str, Undone](), set[frozenset[str]]()
     faulty = [op for op in ops if op.status == "faulty" and op.local]
     if not faulty or subject.trace.is_one_of_several:
         return list(ops)
@@ -38,11 +38,14 @@ def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResul
     readers = {name: _readers(name, replay.graph, recorded) for name in recorded}
     with suppress(OutOfTime), torch.inference_mode():
         for together in _joined(errors, readers):
-            for left_out in _ways(together, readers):
+            names = frozenset(map(local_name, together))
+            for left_out in _ways(together, readers) if names not in in_vain else ():
                 budget.check()
                 if right := _right_without(left_out, step, errors, readers, model, subject, replay):
                     found |= dict.fromkeys(together, Undone(left_out, right))
                     break
+            else:
+                in_vain.add(names)
     return [replace(op, undone=found[op.op]) if op.status == "faulty" and op.op in found else op for op in ops]
 
 
@@ -93,8 +96,11 @@ def _right_without(
     following = {reader for name in left_out for reader in readers[name]} - {*left_out}
     near = {layer_of(name) for name in (*left_out, *following)}
     near |= {layer - 1 for layer in near if layer}
+    places = replay.graph.places()
+    last = max(places[name] for name in following)
+    later = {name for name, place in places.items() if place > last}
     keys = replay.trace.ops.keys()
-    others = {(at, name) for at, name in keys if at > step or layer_of(name) not in {*near, None}}
+    others = {(at, name) for at, name in keys if at > step or name in later or layer_of(name) not in {*near, None}}
     others |= {(step, name) for name in left_out}
     view = replace(subject, trace=replay.trace.without(others))
     (there,) = replays_of(model, [view], device=replay.weights.device)
