@@ -108,7 +108,7 @@ def _explained(
     from tracediff.diagnose.undone import undone
 
     explainer, budget = Explainer(replay), Budget(seconds)
-    ops = undone(model, subject, replay, ops, Budget(seconds / 4))
+    ops = undone(model, subject, replay, ops, Budget(seconds / 8))
     ops = exchanged(replay, by_what_was_held(model, subject, replay, ops, budget), budget)
     kins = explainer.kins(ops)
     if workers == ALONE or len(kins) < 2:
