@@ -20,6 +20,7 @@ from tracediff.result import OpResult, Undone
 
 # What follows tells nothing where its floor has room for the mistakes: NMSE.
 _SEEN = 100.0
+_SHORT = 4  # ops that are judged as one: of more, as a layer is, several mistakes are not told from one
 
 
 def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResult], budget: Budget) -> list[OpResult]:
@@ -29,7 +30,7 @@ def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResul
     what follows reads together. Not again in other layers where nothing undoes them in one.
     """
     found, in_vain = dict[str, Undone](), set[frozenset[str]]()
-    faulty = [op for op in ops if op.status == "faulty" and op.local]
+    faulty = [op for op in ops if op.status == "faulty" and op.local and len(op.local.segment) <= _SHORT]
     if not faulty or subject.trace.is_one_of_several:
         return list(ops)
     step = max({op.step for op in faulty}, key=lambda step: (len(replay.trace.steps[step].tokens), step))
@@ -38,6 +39,8 @@ def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResul
     readers = {name: _readers(name, replay.graph, recorded) for name in recorded}
     with suppress(OutOfTime), torch.inference_mode():
         for together in _joined(errors, readers):
+            if not any(readers[name] & {*together} for name in together):
+                continue  # what reads them is right by what was recorded: so that is what was computed
             names = frozenset(map(local_name, together))
             for left_out in _ways(together, readers) if names not in in_vain else ():
                 budget.check()
