@@ -54,14 +54,12 @@ def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResul
 
 def _readers(name: str, graph: Graph, recorded: set[str]) -> set[str]:
     """The recorded ops that read it, be it through others that were not."""
-    found, through = set[str](), [name]
+    seen, through = set[str](), [name]
     while through:
-        for op, _ in graph.readers(through.pop()):
-            if op.name in recorded:
-                found.add(op.name)
-            elif op.name not in through:
-                through.append(op.name)
-    return found
+        reading = {op.name for op, _ in graph.readers(through.pop())} - seen
+        seen |= reading
+        through += reading - recorded
+    return seen & recorded
 
 
 def _joined(errors: dict[str, float], readers: dict[str, set[str]]) -> Iterator[tuple[str, ...]]:

@@ -186,15 +186,19 @@ class Planning:
         if len(choice.schemes) > 1 or choice.by_op or not FINE < choice.nmse <= NOTHING:
             return choice
         (scheme,), samples = choice.schemes, self._samples(records)
-        others = {way.of(scheme) for way in FINE_WAYS if not way.is_of(scheme)}
-        for other in (one for one in self._planner.changes((scheme,), *records) if one in others):
-            left = [(self._fitting.left(one, other), self._fitting.left(one, scheme)) for one in samples]
-            if all(score(a, COMPOSED) > score(b) for a, b in left) and all(
-                self._fitting.fits(one, other) for one in samples
-            ):
-                return replace(choice, schemes=(other,), settled=True, nmse=min(a for a, _ in left), unfit=())
+        fine = {way.of(scheme) for way in FINE_WAYS if not way.is_of(scheme)}
+        others = (one for one in self._planner.changes((scheme,), *records) if one in fine)
+        found = next((one for one in others if all(self._is_far_nearer(one, scheme, of) for of in samples)), None)
         self._recomputation.forget()
-        return choice
+        if found is None:
+            return choice
+        left = min(self._fitting.left(one, found) for one in samples)
+        return replace(choice, schemes=(found,), settled=True, nmse=left, unfit=())
+
+    def _is_far_nearer(self, scheme: Scheme, other: Scheme, record: OpRecord) -> bool:
+        """Whether the record is sound under the scheme, which leaves far less of it than the other."""
+        left, before = (self._fitting.left(record, one) for one in (scheme, other))
+        return score(left, COMPOSED) > score(before) and self._fitting.fits(record, scheme)
 
     def _is_told_by_rows(self, found: Choice, nearest: Scheme, records: Sequence[OpRecord]) -> bool:
         """Whether next to nothing is left of some rows, whatever turned in others."""
