@@ -1278,6 +1278,7 @@ COMBINED = {  # and what is said of a kind of op
             "activations in int8 groups of 64 with float32 scales, matrices in NF4 groups of 64 with float16 values",
             "activations in int8/64, matrices in f16 nf4/64",
         ),
+        ("exact, activations in wide int8 rows with float32 scales", "exact, activations in wide int8/row"),
     ],
 )
 def test_what_a_report_says_of_integers_may_be_asked_for(reported: str, asked: str) -> None:

@@ -353,10 +353,24 @@ def scheme_named(name: str) -> Scheme:
     scheme = _of_integers(*both.groups()) if both else _matmul(asked[1], asked[2]) if asked else matmuls.get(first)
     if scheme is None:
         scheme, others = SCHEMES[0], [first, *others]
-    for other in (one if one in attentions or one in _BY_NAME else _shortly(one) for one in others):
-        if other not in attentions and other not in _BY_NAME:
+    for other in others:
+        if way := _way_named(other):
+            scheme = way.of(scheme)
+        elif other in attentions:
+            scheme = _with(scheme, attentions[other])
+        else:
             known = dict.fromkeys((*(() if other in matmuls else matmuls), *attentions, *_BY_NAME))
             near = "; ".join(get_close_matches(other, known))
             raise EngineError(f"unknown arithmetic {other!r}. {f'Near: {near}. ' if near else ''}{_GRAMMAR}")
-        scheme = _BY_NAME[other].of(scheme) if other in _BY_NAME else _with(scheme, attentions[other])
     return scheme
+
+
+def _way_named(name: str) -> Way | None:
+    """A way by its name, of activations and matrices in any rounding."""
+    short = _shortly(name)
+    found = re.fullmatch(r"(activations|matrices) in (.+/\w+)", short)
+    if not found:
+        return _BY_NAME.get(name)
+    part, rounding = found.groups()
+    change = {"activations": _multiplied, "matrices": _held}[part]
+    return _BY_NAME.get(phrase(part, rounding)) or _BY_NAME.get(short) or Way(part, short, partial(change, rounding))
