@@ -35,7 +35,7 @@ def exchanged(replay: Replay, ops: Sequence[OpResult], budget: Budget) -> list[O
                 each, look = {NAMES_EXCHANGED: text}, {NAMES_EXCHANGED: _LOOK}
                 places = shown(replay, record, local, [*changed.values()])
                 cause = Cause(NAMES_EXCHANGED, local.nmse, text, local.floor, local.arithmetic, each, look, places)
-                found[at] = replace(found[at], cause=cause)
+                found[at] = replace(found[at], cause=cause, undone=None)
     return found
 
 
