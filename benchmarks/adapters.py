@@ -88,9 +88,11 @@ def transformers(
     attention: str,
     quantised: Callable[[torch.nn.Linear], torch.nn.Module] | None = None,
     autocast: str | None = None,
+    weights: bool = False,
 ) -> Trace:
     """Its own GGUF loader dequantises; scores and probabilities are shown by eager attention alone. Matrices but the
-    head may be `quantised` by another library, as with its quantisation_config, or all matmuls run under `autocast`.
+    head may be `quantised` by another library, as with its quantisation_config, and recorded with their `weights`, or
+    all matmuls run under `autocast`.
     """
 
     def trace(model: Path, out: Path) -> None:
@@ -99,9 +101,23 @@ def transformers(
             if isinstance(module, torch.nn.Linear) and quantised and name != "lm_head":
                 loaded.set_submodule(name, quantised(module))
         with torch.autocast("cpu", DTYPES[autocast]) if autocast else nullcontext():
-            trace_model(loaded, model, out, TorchOptions(dtype=dtype), PROMPT, 2, attention=attention)
+            options = TorchOptions(dtype=dtype)
+            trace_model(loaded, model, out, options, PROMPT, 2, attention=attention, weights=weights)
 
     return trace
+
+
+def hqq(bits: int) -> Callable[[torch.nn.Linear], torch.nn.Module]:
+    """Integers of so many bits in groups of 64, whose zeros are sought for the weights' own errors."""
+
+    def quantised(linear: torch.nn.Linear) -> torch.nn.Module:
+        from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+        config = BaseQuantizeConfig(nbits=bits, group_size=64, axis=1)
+        made: torch.nn.Module = HQQLinear(linear, config, compute_dtype=linear.weight.dtype, device="cpu")
+        return made
+
+    return quantised
 
 
 def bitsandbytes(linear: torch.nn.Linear) -> torch.nn.Module:

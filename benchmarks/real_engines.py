@@ -2,11 +2,11 @@
 
     python benchmarks/real_engines.py [--packages FOLDER] [--engine NAME=COMMAND] [--only NAME] [--out PAGE]
 
-transformers, litgpt, LLMs-from-scratch, mlx-lm, ONNX Runtime, OpenVINO, bitsandbytes, torchao, compressed-tensors,
+transformers, litgpt, LLMs-from-scratch, mlx-lm, ONNX Runtime, OpenVINO, bitsandbytes, torchao, compressed-tensors, HQQ,
 optimum-quanto, CTranslate2 and tinygrad come from PyPI: what is not installed beside tracediff may lie in FOLDER, as
 may a clone of gpt-fast (`pip install --target FOLDER --no-deps litgpt lightning lightning-utilities torchmetrics
 llms-from-scratch requests mlx mlx-cpu mlx-lm onnx onnx-ir onnxruntime openvino bitsandbytes torchao compressed-tensors
-loguru frozendict optimum-quanto ninja ctranslate2 pyyaml ml_dtypes flatbuffers protobuf tinygrad==0.13.0`; tinygrad
+hqq loguru frozendict optimum-quanto ninja ctranslate2 pyyaml ml_dtypes flatbuffers protobuf tinygrad==0.13.0`; tinygrad
 calls clang). Any other engine takes part by a command that writes a trace itself, as with emitters/c: {model}, {tokens}
 and {out} in it become the GGUF file, the prompt's ids with commas between, and the trace (`c_engines.py` runs C engines
 from their source so). A model that it cannot run it refuses with exit code 77. Each engine has a process of its own.
@@ -71,11 +71,19 @@ ENGINES: dict[str, adapters.Trace] = {
         for dtype in ("f32", "bf16")
     },
     **{
-        f"transformers, f32, torchao {name}, int8 activations": adapters.transformers("f32", "eager", of)
-        for name, of in (
-            ("int8", adapters.torchao("Int8DynamicActivationInt8Weight")),
-            ("int4", adapters.torchao("Int8DynamicActivationIntxWeight")),
+        f"transformers, {dtype}, torchao {name}, int8 activations": adapters.transformers(dtype, "eager", of)
+        for dtype, name, of in (
+            ("f32", "int8", adapters.torchao("Int8DynamicActivationInt8Weight")),
+            ("bf16", "int8", adapters.torchao("Int8DynamicActivationInt8Weight")),
+            ("f32", "int4", adapters.torchao("Int8DynamicActivationIntxWeight")),
         )
+    },
+    **{
+        f"transformers, {dtype}, HQQ {bits} bits, weights recorded": adapters.transformers(
+            dtype, "eager", adapters.hqq(bits), weights=True
+        )
+        for bits in (4, 3)
+        for dtype in ("f32", "bf16")
     },
     **{
         f"transformers, {dtype}, compressed-tensors {preset}": adapters.transformers(
@@ -234,6 +242,7 @@ def report(rows: list[Row], command: str, seconds: float) -> str:
         "bitsandbytes",
         "torchao",
         "compressed-tensors",
+        "hqq",
         "optimum-quanto",
         "ctranslate2",
         "tinygrad",

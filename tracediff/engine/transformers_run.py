@@ -57,15 +57,18 @@ def trace_model(
     progress: Callable[[float], None] = lambda fraction: None,
     attention: str = "eager",
     steps: Sequence[Step] = (),
+    weights: bool = False,
 ) -> list[str]:
-    """The same for a transformers model that is loaded already, of the GGUF file `model`, in any of its attentions."""
+    """The same for a transformers model that is loaded already, of the GGUF file `model`, in any of its attentions; its
+    matrices are recorded too, where `weights` are wanted.
+    """
     model = Model.opened(model)
     check_length([*steps] or passes([tokens]), n_decode, model.graph.hparams.n_ctx)
     name = f"transformers {_transformers().__version__} {type(loaded).__name__} ({options.dtype}, {options.device})"
     loaded.set_attn_implementation(attention)
     decoder = Decoder(loaded)
     with (
-        recorded(loaded, out, model, name, options.capture, progress=progress) as notes,
+        recorded(loaded, out, model, name, options.capture, progress=progress, weights=weights) as notes,
         _double(loaded) if options.dtype == "f64" else nullcontext(),
     ):
         for _, given in greedy(decoder, tokens, n_decode, steps):
