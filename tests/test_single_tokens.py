@@ -203,3 +203,11 @@ def test_single_tokens_of_integers_are_as_those_of_prompts(factor: float, models
     result = check_trace(trace, model, effort=Effort(seconds=0))
     faulty = {(op.step, op.op) for op in result.ops if op.status == "faulty"}
     assert faulty == (set() if factor == 1 else {(step, "blk.1.ffn_residual") for step in (1, 2)})
+
+
+def test_weights_that_are_scaled_alone_are_no_scores(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """qwen3tts scales what it reads of no value: whether a mask hides it was asked of its first input."""
+    model = Model(tiny("qwen3tts"))
+    assert any(op.kind == "scale" and not op.inputs for op in model.graph)
+    trace = trace_graph(model.graph, model.file, tmp_path / "t.trace", TOKENS[:9], (30,))
+    assert check_trace(trace, model, effort=Effort(seconds=0)).faulty == []

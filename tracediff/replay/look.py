@@ -256,7 +256,7 @@ def _hidden(by: Recomputation, record: OpRecord, op: Op) -> Tensor | None:
     """What the causal mask hides does not count: scores, scaled or capped, bool [T, S]. None of other ops, and without
     a cache.
     """
-    while op.kind in _OF_SCORES and op.inputs[0] in by.graph:
+    while op.kind in _OF_SCORES and op.inputs and op.inputs[0] in by.graph:  # weights alone may be scaled
         op = by.graph[op.inputs[0]]
     masked = op.kind == "scores" and any(op.past)
     return by.recorded.hidden(record.step, record.rows) if masked else None
