@@ -1,6 +1,7 @@
 """The weights that a torch module multiplies by, in whatever form it keeps them."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -64,7 +65,7 @@ def multiplied_by(module: nn.Module) -> Tensor | None:
     held = _of_floats(module)
     kept, n_in = [] if held is None else [held], getattr(module, "in_features", None)
     made = _by_units(module, n_in, torch.arange(n_in)) if isinstance(n_in, int) else ()
-    return next((matrix for matrix in (*kept, *made) if _explains(matrix, module)), None)
+    return next((matrix for matrix in chain(kept, made) if _explains(matrix, module)), None)
 
 
 def _of_floats(module: nn.Module) -> Tensor | None:

@@ -131,11 +131,9 @@ class Watch:
             if self.running:
                 values = _of_several(output, module, inputs[0]) if isinstance(output, tuple) else output
                 for tap in taps if values is not None else ():
-                    if _looks_up(tap.op, inputs):
-                        if (embedding := self._tied_to(tap.op)) is not None:
+                    if tap.op.kind == "embedding" or _looks_up(tap.op, inputs):
+                        if (embedding := self._embedding_of(tap.op)) is not None:
                             self._embedding(self._embedded(embedding, module, inputs[0], values), values)
-                    elif tap.op.kind == "embedding":
-                        self._embedding(self._embedded(tap.op, module, inputs[0], values), values)
                     elif len(inputs) > 1 and values is output and tap.op.kind == "rms_norm":
                         self._record(self._gated(tap.op, module, inputs[0], inputs[1], values), values)
                     elif tap.op.name == self._last:
@@ -147,9 +145,9 @@ class Watch:
 
         return record
 
-    def _tied_to(self, head: Op) -> Op | None:
-        """The embedding that has the head's matrix."""
-        return next((op for op in self._graph if op.kind == "embedding" and op.weights == head.weights), None)
+    def _embedding_of(self, op: Op) -> Op | None:
+        """The embedding that has the op's matrix: itself, or that of a tied head."""
+        return next((one for one in self._graph if one.kind == "embedding" and one.weights == op.weights), None)
 
     def _embedding(self, name: str, values: Tensor) -> None:
         """Recorded when a norm reads it, if that is next: an engine may scale it before."""
@@ -170,12 +168,12 @@ class Watch:
 
     def result(self, output: Any) -> None:
         """What the model itself returns: the last op, be it that a module puts out something else for it."""
+        if not self.running:
+            return
         n_vocab, several = self._graph[self._last].axes[-1:], output if isinstance(output, tuple) else ()
         first = next(iter(several), output)
         likely = (x for x in several if isinstance(x, Tensor) and x.is_floating_point() and x.shape[-1:] == n_vocab)
         returned = getattr(output, "logits", next(likely, first))
-        if not self.running:
-            return
         if self._head is not None:
             tap, values = self._head
             logits = tap.of(values)
