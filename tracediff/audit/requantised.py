@@ -5,13 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from tracediff.audit.causes import residual
-from tracediff.audit.unlisted import group_sizes, in_groups, unlisted
+from tracediff.audit.unlisted import ROWS, group_sizes, in_groups, unlisted
 
 # Of the error that the requantisation makes so much may be left: formulas differ in the last bit of a scale, and a
 # value on a boundary goes the other way.
 _LEFT = 0.1
 _AT_MOST = 1.25  # and so much of any value, in steps: one that turned is off by one
-_ROWS = 128  # looked at before the whole matrix: as many as share a scale, at most
 _WORDS = {  # of roundings, by their names
     "int8": "an 8-bit requantisation", "uint8": "an asymmetric 8-bit requantisation",
     "full int8": "a full-range 8-bit requantisation", "wide int8": "a wide 8-bit requantisation",
@@ -29,7 +28,7 @@ def requantised_as(expected: np.ndarray, held: np.ndarray) -> str | None:
     """
     if expected.ndim != 2:
         return None
-    rows, few = held.reshape(expected.shape), slice(_ROWS)
+    rows, few = held.reshape(expected.shape), slice(ROWS)
     known = (
         words
         for words, rounding in _requantisations(expected.shape[1])

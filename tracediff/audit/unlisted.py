@@ -10,8 +10,8 @@ import numpy as np
 
 from tracediff.audit.causes import chunks, residual, rounded_to
 
+ROWS = 128  # looked at before the whole matrix: as many as share a scale, at most
 _LEAST = 8  # values that share a scale
-_ROWS = 128  # looked at before the whole matrix
 # A group has one level for so many different values at most, or it says nothing that there are levels.
 _LEVELS = 0.75
 # A value may lie beyond the middle of two levels by so large a part of what reaches from one end of the group to the
@@ -53,7 +53,7 @@ def _to_levels(expected: np.ndarray, held: np.ndarray) -> str | None:
         return None
     beyond = _beyond(held)
     for size in group_sizes(expected.shape[1]):
-        few = _n_levels(expected[:_ROWS], held[:_ROWS], size, beyond)
+        few = _n_levels(expected[:ROWS], held[:ROWS], size, beyond)
         if few and (n_levels := _n_levels(expected, held, size, beyond)):
             return f"a requantisation to {n_levels} levels at most in {in_groups(size, expected.shape[1])}"
     return None
@@ -134,9 +134,8 @@ def _are_e2m1(right: np.ndarray, ours: np.ndarray, beyond: float) -> bool:
 
 
 def _to_steps(expected: np.ndarray, held: np.ndarray) -> str | None:
-    """To steps of which nearly each value has one for itself: then the error is noise, even, and in no row, no
-    column and no group a factor or an offset. Of a file whose own values are few errors have a
-    pattern, and nothing is told.
+    """To steps of which nearly each value has one for itself: then the error is noise, even, and in no row, no column
+    and no group a factor or an offset. Of a file whose own values are few errors have a pattern, and nothing is told.
     """
     n_out, n_in = expected.shape
     if n_in % _NEAR or not _are_even(expected, held):

@@ -27,11 +27,12 @@ _SHORTER = ("e5m2", "e4m3", "gf4")
 _IN_CACHES = ("q8_0", "q8_K", "int8/32", "int8/row")  # what activations are rounded to beside a cache in half precision
 TF32S = ("tf32", "tf32 away")  # which matmuls of float32 may be made in
 _IN_FLOAT8 = "fp8 tensor cores"  # what sums of products in float8 run on
+_BEFORE = ("", *(f"{held} " for held in reversed(HALVES)))  # what values were held in that are quantised then
 # Of float8 with scales in half precision bfloat16's alone: under float16's an H200's own, whose scales are float32,
 # left less than under its own, for what tensor cores cut off is not followed.
 _SCALED = (
     "fp8/row", "fp8/128", "fp8/tensor", "int8/tensor", "uint8/tensor", "uint7/tensor",
-    *(f"{held}wide int8/row" for held in ("", "bf16 ", "f16 ")), "wide int8/tensor", "divided int8/row", "mxfp8/32",
+    *(f"{held}wide int8/row" for held in _BEFORE), "wide int8/tensor", "divided int8/row", "mxfp8/32",
     "bf16 held fp8/row then bf16", *(f"{held} held divided int8/row then {held}" for held in HALVES),
 )  # fmt: skip
 GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")  # others can be asked for
@@ -39,18 +40,18 @@ GROUPS = ("int8/32", "int8/64", "int8/128", "int8/256", "int8/row", "uint8/row")
 # What engines quantise the file's weights to by themselves: MLX, bitsandbytes (with scales in the type that it computes
 # in), ONNX Runtime, torchao, compressed-tensors (vLLM's), MNN, and who writes an engine of their own.
 _OWN = (
-    *(f"{scales}{own}" for own in ("affine4/64", "nf4/64") for scales in ("", "bf16 ", "f16 ")), "affine8/64",
+    *(f"{scales}{own}" for own in ("affine4/64", "nf4/64") for scales in _BEFORE), "affine8/64",
     *(f"{kind}{size}" for kind in ("int4/", "full int4/", "uint4/") for size in (32, 64, 128)),
-    *(f"{held}{of}/{size}" for size in ("row", "tensor") for of in ("int8", "fp8") for held in ("", "bf16 ", "f16 ")),
-    *(f"{held}fp8/128x128" for held in ("", "bf16 ", "f16 ")),
+    *(f"{held}{of}/{size}" for size in ("row", "tensor") for of in ("int8", "fp8") for held in _BEFORE),
+    *(f"{held}fp8/128x128" for held in _BEFORE),
     *(f"{held} held int8/row" for held in HALVES),
     *(f"{held} held {of}/row then {held}" for held in HALVES for of in ("int8", "fp8")),
-    *(f"{held}shifted4/128" for held in ("", "bf16 ", "f16 ")), "shifted4/32", "shifted4/64", "bf16 centred4/128",
-    "int8/32", "int8/64", "int8/128", *(f"{held}wide int8/row" for held in ("", "bf16 ", "f16 ")), "wide int8/tensor",
+    *(f"{held}shifted4/128" for held in _BEFORE), "shifted4/32", "shifted4/64", "bf16 centred4/128",
+    "int8/32", "int8/64", "int8/128", *(f"{held}wide int8/row" for held in _BEFORE), "wide int8/tensor",
     "full int8/32", "uint8/32", "divided int8/row", *(f"{held} typed fp8/row then {held}" for held in HALVES),
     *(f"{kind}4/{size}" for kind in ("wide int", "divided int", "away int", "even uint") for size in (32, 64, 128)),
     *(f"{kind} int8/{size}" for kind in ("away", "divided") for size in (32, 64, 128)),
-    *(f"{held}mxfp{bits}/32" for bits in (4, 8) for held in ("", "bf16 ", "f16 ")),
+    *(f"{held}mxfp{bits}/32" for bits in (4, 8) for held in _BEFORE),
     *(f"{held} held wide int4/{size} then {held}" for held in HALVES for size in (32, 64, 128)),
     *(f"{held} held divided int{of} then {held}" for held in HALVES for of in ("8/row", "8/128", "4/128")),
 )  # fmt: skip
