@@ -245,16 +245,16 @@ class Explainer:
         return len(steps) == 1 and any(self._is_told(other, kin.budget) for other in islice(others, _OTHER_STEPS))
 
     def _fewer(self, kin: Kin, groups: list[_Group]) -> Iterable[tuple[Faulty, Hypothesis]]:
-        """Records that another explanation suits as well, which more of them have, or beyond doubt, where their own
-        leaves what its floor may hide: what was found in the first step may be a part of what shows in later ones.
+        """Records that another explanation suits as well, which more of them have, or, whatever has it, that suits
+        them beyond doubt: what was found in the first step may be a part of what shows in later ones, or a mistake
+        that chooses the same few experts there.
         """
         left = sorted(groups, key=lambda group: len(group[1]))
         for group in [*left]:
             members, at = group[1], next(i for i, other in enumerate(left) if other is group)
             larger = [(_suits, *other) for other in reversed(left[at + 1 :])]
             smaller = [(_suits_better, *other) for other in left[:at]]
-            doubtful = all(before.left > NOTHING for _, before in members)
-            for suits, best, theirs in (*larger, *(smaller if doubtful else ())):
+            for suits, best, theirs in (*larger, *smaller):
                 pending = [one for one, _ in members]
                 same = dict(kin.carry(best, pending))
                 if not pending and all(suits(same[one], before) for one, before in members):
@@ -372,8 +372,9 @@ def _suits(same: Hypothesis, before: Hypothesis) -> bool:
 
 
 def _suits_better(same: Hypothesis, before: Hypothesis) -> bool:
-    """Whether it leaves next to nothing, where the other, though it assumes less, does not."""
-    return same.left <= NOTHING and judge(same.score - before.score) == "faulty"
+    """Whether it leaves next to nothing, and the other does not, though it assumes less, or assumes no less."""
+    is_as_simple = before.left <= NOTHING and same.assumes <= before.assumes
+    return same.left <= NOTHING and (is_as_simple or judge(same.score - before.score) == "faulty")
 
 
 def _joined(kins: Sequence[list[int]], ops: Sequence[OpResult]) -> list[list[int]]:

@@ -71,6 +71,12 @@ class Hypothesis:
         return self.local.left
 
     @property
+    def assumes(self) -> tuple[bool, int, int]:
+        """How much, whatever segment it is tried on: something that no list has, how many edits, how many numbers."""
+        edits, numbers = sum(part.n_edits for part in self.parts), sum(part.fitted for part in self.parts)
+        return SOLVED in self.mistakes, edits, numbers
+
+    @property
     def price(self) -> float:
         """Of all that it assumes, in nats of squared error."""
         known = KNOWN_BLINDLY if self.local.blind else KNOWN_IN_SEGMENT

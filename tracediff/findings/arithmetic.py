@@ -33,7 +33,9 @@ def _said(fits: _Fits) -> Iterator[str]:
     by_kind: dict[str, Counter[str]] = {}
     for op, local in passing:
         if op.kind in _MATMULS or len(local.segment) > 1 or local.arithmetic != "exact":
-            by_kind.setdefault(op.kind, Counter())[local.arithmetic] += 1
+            # Of a segment it is what matmuls in it do: "add activations in float16" of its last op was not true.
+            what = op.kind if len(local.segment) == 1 else f"segments up to {local_name(op.op)}"
+            by_kind.setdefault(what, Counter())[local.arithmetic] += 1
     if by_kind:
         yield "; ".join(
             f"{kind} {' / '.join(f'{a} ({n})' for a, n in found.items())}" for kind, found in by_kind.items()

@@ -241,8 +241,9 @@ def _seen(group: Sequence[OpResult], ops: Sequence[OpResult]) -> str:
     if any(op.layer is None for op in group):
         return f"{listed(names)}, or before {'it' if len(names) == 1 else 'them'}"
     ends = {local_name(name) for name in names}
+    every = {op.layer for op in ops if op.layer is not None}
     known = {op.layer for op in ops if op.layer is not None and local_name(op.op) in ends}
-    return f"{of_layers(layers, known, known)} (seen in {listed([*ends])})"
+    return f"{of_layers(layers, known, every)} (seen in {listed([*ends])})"
 
 
 # --- words that are true of several ----------------------------------------------------------------------------------

@@ -10,14 +10,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import compress, zip_longest
+from operator import not_
 from typing import NamedTuple
 
 from tracediff.errors import EngineError
 from tracediff.model.graph import Axis, Graph, Op, Tokens
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of, local_name
-from tracediff.numerics.arithmetic import SHARED_BEYOND, TILED_FROM, UBATCH, Arithmetic, Scheme, split_keys
+from tracediff.numerics.arithmetic import EXACT, SHARED_BEYOND, TILED_FROM, UBATCH, Arithmetic, Scheme, split_keys
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
@@ -187,6 +188,21 @@ class Planner:
             return ()
         changed = (way.of(scheme) for scheme in schemes for way in WAYS)
         return [scheme for scheme in self.suiting((*schemes, *changed), *records) if scheme not in schemes]
+
+    def without_tables(self, scheme: Scheme, *records: OpRecord) -> Sequence[Scheme]:
+        """The candidates that look nothing up where this one does, and round all else as it does."""
+        covered = self._covered(*records)
+        is_table = [KINDS[op.kind].scheme == "table" for op in covered]
+
+        def both(of: Scheme) -> tuple[list[Arithmetic], list[Arithmetic]]:
+            rounds = self._rounds(of, covered)
+            return [*compress(rounds, is_table)], [*compress(rounds, map(not_, is_table))]
+
+        tables, others = both(scheme)
+        if all(of == EXACT for of in tables):
+            return ()
+        exact = [EXACT] * len(tables)
+        return [one for one in self.candidates(*records) if both(one) == (exact, others)]
 
     def told(self, scheme: Scheme, *records: OpRecord) -> Mapping[str, Sequence[Way]]:
         """The ways of each part that make these records of a sort what the scheme does: its own first, unless it has

@@ -72,6 +72,7 @@ class Planning:
             sort: self._as_in_prompts(choice, by_sort[sort], _elsewhere(sort, choices).sole)
             for sort, choice in choices.items()
         }
+        choices = {sort: self._without_tables(choice, by_sort[sort]) for sort, choice in choices.items()}
         choices = {sort: self._finished(choice, by_sort[sort]) for sort, choice in choices.items()}
         return Plan(choices, self._recomputation.weights.device, self._recomputation.recorded.on_the_way)
 
@@ -194,6 +195,26 @@ class Planning:
             return choice
         left = min(self._fitting.left(one, found) for one in samples)
         return replace(choice, schemes=(found,), settled=True, nmse=left, unfit=())
+
+    def _without_tables(self, choice: Choice, records: list[OpRecord]) -> Choice:
+        """Looking nothing up, where that is as good: of GELU that is recorded in bfloat16 a table of float16 shows in
+        few values, and ggml alone has one.
+        """
+        if choice.by_op:
+            return choice
+        samples = self._samples(records)
+
+        def is_as_good(other: Scheme, scheme: Scheme) -> bool:
+            good = all(self._fitting.is_as_good(other, scheme, record) for record in samples)
+            return good and not any(self._is_far_nearer(scheme, other, record) for record in samples)
+
+        def plainest(scheme: Scheme) -> Scheme:
+            others = self._planner.without_tables(scheme, *records)
+            return next((other for other in others if is_as_good(other, scheme)), scheme)
+
+        schemes = tuple(dict.fromkeys(map(plainest, choice.schemes)))
+        self._recomputation.forget()
+        return replace(choice, schemes=schemes)
 
     def _is_far_nearer(self, scheme: Scheme, other: Scheme, record: OpRecord) -> bool:
         """Whether the record is sound under the scheme, which leaves far less of it than the other."""

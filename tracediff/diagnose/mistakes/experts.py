@@ -153,8 +153,7 @@ def _not_normalised(op: Op, context: Context) -> Variants:
     "norm_topk_prob, or a softmax over the chosen scores alone", Where(("get_rows",)), "mlxcel#391",
 )  # fmt: skip
 def _normalised(op: Op, context: Context) -> Variants:
-    choice = context.graph.ops.get(op.inputs[-1])
-    if choice and choice.kind == "top_k" and len(op.inputs) == 2:
+    if len(op.inputs) == 2 and _is_of_choice(op, context.graph):
 
         def function(table: Tensor, ids: Tensor) -> Tensor:
             rows = get_rows(table, ids)
