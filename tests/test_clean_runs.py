@@ -6,7 +6,7 @@ benchmarks/clean_runs.py makes 915; here is one run of each option, weight type 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -257,6 +257,18 @@ def test_gelu_from_a_table_is_clean_behind_hidden_states(
         model.graph, model.file, tmp_path / "mine.trace", range(40, 60), (97,), capture="layers", scheme=table
     )
     assert check_trace(path, model).verdict == "match"
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_gelu_in_half_precision_is_not_said_to_be_looked_up(
+    capture: Literal["all", "layers"], tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A table of float16 gives nearly always the same, and ggml alone has one."""
+    options = TorchOptions(dtype="bf16", capture=capture)
+    path = trace_torch(tiny("gemma2"), tmp_path / "mine.trace", options, range(40, 60), 1)
+    result = check_trace(path, tiny("gemma2"))
+    assert result.verdict == "match"
+    assert {op.local.arithmetic for op in result.ops if op.local and "looked up" in op.local.arithmetic} == set()
 
 
 @pytest.mark.parametrize("arch", [pytest.param("gemma3n", marks=pytest.mark.slow), "gemma4", "t5encoder", "rwkv7"])

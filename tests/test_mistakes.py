@@ -684,6 +684,27 @@ def test_what_stands_for_scores_of_other_groups_is_named(with_groups: Path, tmp_
     assert {op.cause and op.cause.name for op in of_fill} == {"groups_ignored"}
 
 
+def test_one_mistake_of_the_router_is_one_where_another_suits_a_layer(tmp_path: Path) -> None:
+    """With these tokens groups that are scored by their best expert choose in layer 1 what scores alone do, in more
+    steps than they choose wrongly in layer 2.
+    """
+    others = {"expert_count": 8, "expert_group_count": 4, "expert_group_used_count": 2, "block_count": 3}
+    model = tiny_models.write("deepseek2", tmp_path / "groups.gguf", others=others)
+    file = GGUFFile(model)
+    graph = build_graph(file)
+    scored = [op for op in graph if any(by.kind == "sum_rows" for by, _ in graph.readers(op.name))]
+    changes = [[*BANK["too_few_experts"].change(op, Context(graph, file))] for op in scored if op.kind == "get_rows"]
+    wrong = graph.changed(*(Variant(*change[0]).op for change in changes if change))
+    path = trace_graph(wrong, file, tmp_path / "a.trace", (126, 61, 30, 128), (67,), (70,))
+    kept = [op.name for op in graph if op.kind not in ("fill", "top_k") and "ffn_moe_probs_biased." not in op.name]
+    choices = ["blk.1.ffn_moe_topk", "blk.2.ffn_moe_topk"]
+    result = check_trace(some_of(path, path, {*kept, *choices}.__contains__), model)
+    assert [finding.text for finding in result.findings] == [
+        "layers 1, 2 (seen in ffn_moe_topk): ffn_moe_probs_biased.get_rows: the score of a group is that of its best "
+        "expert, where its best 2 belong."
+    ]
+
+
 def test_what_counts_too_few_is_said_of_groups(with_groups: Path) -> None:
     file = GGUFFile(with_groups)
     graph = build_graph(file)
