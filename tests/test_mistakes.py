@@ -684,6 +684,20 @@ def test_what_stands_for_scores_of_other_groups_is_named(with_groups: Path, tmp_
     assert {op.cause and op.cause.name for op in of_fill} == {"groups_ignored"}
 
 
+def test_sinks_that_were_not_loaded_are_named_behind_hidden_states(tiny: Tiny, tmp_path: Path) -> None:
+    """They were said to be scaled, in the one layer where that left hardly more."""
+    file = GGUFFile(tiny("gpt-oss"))
+    graph = build_graph(file)
+
+    def unloaded(scores: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor, **attrs: Any) -> Tensor:
+        return softmax(scores, queries, keys, torch.zeros_like(sinks), **attrs)
+
+    wrong = [replace(op, function=unloaded) for op in graph if op.kind == "softmax"]
+    path = trace_graph(graph.changed(*wrong), file, tmp_path / "a.trace", TOKENS, capture="layers")
+    (finding,) = check_trace(path, tiny("gpt-oss")).findings
+    assert finding.text.endswith("attn_probs: the sinks are 0, as if they had not been loaded.")
+
+
 def test_one_mistake_of_the_router_is_one_where_another_suits_a_layer(tmp_path: Path) -> None:
     """With these tokens groups that are scored by their best expert choose in layer 1 what scores alone do, in more
     steps than they choose wrongly in layer 2.

@@ -137,12 +137,16 @@ class StoredQ80(Q80):
 
 @dataclass(frozen=True, slots=True)
 class Q8K(Blocks):
-    """ggml's q8_K: scale -max / 127 for the element of largest magnitude (quantize_row_q8_K_ref, bit for bit)."""
+    """ggml's q8_K: scale -max / 127 for the element of largest magnitude (quantize_row_q8_K_ref, bit for bit). Until
+    2024 it was -max / 128, as it is in engines that took it over before (crabml, buf_q8_k.rs).
+    """
+
+    least: float = -127.0
 
     def grid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The largest at -127."""
+        """The largest at the least integer."""
         blocks = self.of(x)
-        inverse = over(-127.0, blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)))
+        inverse = over(self.least, blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)))
         return (blocks * inverse).clamp_(max=127.0), over(1.0, inverse), torch.zeros_like(inverse)
 
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from tracediff.errors import EngineError
 
 _NEAR = 2.0**-15  # of a half: as near may an argument of up to 128, in float32 and scaled, lie to one
+_NEXT = 2.0**-22  # of an argument: as near may it lie to a boundary of float16's, in float32 and scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,46 @@ class Polynomial:
         return counted & (place < n // self.lanes * self.lanes)
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """e^x from a table of every float16: of the nearest one to x, rounded to float16 itself.
+
+    (ggml until 2024, ggml_table_exp_f16, and those who took it over: crabml, cpu/primitives/softmax.rs and silu.rs.)
+    """
+
+    @property
+    def words(self) -> str:
+        """As in a sentence."""
+        return "exponentials looked up in float16"
+
+    def over_exact(self, x: Tensor, other_side: bool) -> Tensor:
+        """What e^x comes to, over what it should be. On the `other_side` of a boundary where x lies next to one."""
+        nearest = x.half()
+        if other_side:
+            above, below = ((x * (1 + by)).half() for by in (_NEXT, -_NEXT))
+            nearest = torch.where(above != nearest, above, below)
+        looked_up = nearest.to(x).exp().half().to(x)
+        return torch.where(looked_up == 0, 0.0, looked_up * torch.exp(-x))
+
+    def of_numbers(self, x: np.ndarray) -> np.ndarray:
+        """e^x of numbers."""
+        return np.exp(x) * self.over_exact(torch.tensor(x), False).numpy()
+
+    def in_vectors(self, counted: Tensor) -> Tensor:
+        """All that count."""
+        return counted
+
+
+Exponential = Polynomial | Table
+
+
 class Approximated(TorchFunctionMode):
     """Within it functions of torch have these exponentials, be it in a mistaken engine's formula or in the right one.
 
     Of an argument that lies on a half, those of the `other_side`.
     """
 
-    def __init__(self, exponential: Polynomial, other_side: bool = False) -> None:
+    def __init__(self, exponential: Exponential, other_side: bool = False) -> None:
         super().__init__()
         self._by, self._other_side = exponential, other_side
 
@@ -96,8 +130,10 @@ def approximated(name: str, other_side: bool = False) -> AbstractContextManager[
 
 
 @cache
-def exponential_named(name: str) -> Polynomial:
-    """A polynomial by its name, taylorD/N of degree D, N at a time. Raises EngineError for any other."""
+def exponential_named(name: str) -> Exponential:
+    """By its name: `f16` a table's, taylorD/N a polynomial of degree D, N at a time. Raises EngineError for any other."""
+    if name == "f16":
+        return Table()
     if found := re.fullmatch(r"taylor([1-9])/([1-9]\d?)", name):
         return Polynomial(int(found[1]), int(found[2]))
-    raise EngineError(f"unknown exponential {name!r}: taylorD/N is known, of degree D, N at a time.")
+    raise EngineError(f"unknown exponential {name!r}: f16 is known, and taylorD/N of degree D, N at a time.")

@@ -203,7 +203,7 @@ class Way:
 def _ways() -> Iterator[Way]:
     """Every way of every part, of each the most usual first."""
     whole = ("f64", *HALVES)
-    for name in ("f64", AS_IN_GGML, *HALVES, *TF32S, "q8_0", "stored q8_0", "q8_K", *GROUPS, *_SCALED):
+    for name in ("f64", AS_IN_GGML, *HALVES, *TF32S, "q8_0", "stored q8_0", "q8_K", "older q8_K", *GROUPS, *_SCALED):
         yield Way("activations", _named("activations", name), partial(_multiplied, name))
     for name in ("f64", *HALVES, "q8_0", "int8/row", "fp8/row", *_FLOAT8):
         words = "KV cache alone" if name == "q8_0" else "KV cache"  # which in ggml Q is rounded to as well
@@ -220,7 +220,7 @@ def _ways() -> Iterator[Way]:
         yield Way("biases", _named("biases", name), partial(_biased, name))
     for name in whole:
         yield Way("products", _named("products", name), partial(_products, name))
-    for name, words in (("", "exponentials not approximated"), ("taylor4/8", "exponentials to degree 4")):
+    for name, words in _EXPONENTIALS.items():
         yield Way("exponentials", words, partial(_with_field, "exponentials", name))
     for name in ("f64", *HALVES, "normal f16", *_SHORTER, "q8_0"):
         yield Way("matrices", _named("matrices", name), partial(_held, name))
@@ -229,6 +229,11 @@ def _ways() -> Iterator[Way]:
 
 
 _READ = (*HALVES, *TF32S)  # types that both operands are multiplied in
+_EXPONENTIALS = {
+    "": "exponentials not approximated",
+    "taylor4/8": "exponentials to degree 4",
+    "f16": "exponentials looked up in float16",
+}
 _FIELDS = {
     "norms": "norm weights",
     "normed": "normed values",
@@ -313,8 +318,8 @@ _AS_REPORTED = re.compile(rf"(activations|weights|matrices) in ({'|'.join(map(re
 _GRAMMAR = (
     "First, llama.cpp, exact, or one of activations, weights, matrices, activations and weights, activations and "
     "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, attention, biases, products, "
-    f"{', '.join(_FIELDS.values())} `in ROUNDING`, flash attention, exponentials to degree 4. A ROUNDING is float16, "
-    "bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0 or q8_K blocks; of activations, weights and matrices also, "
+    f"{', '.join(_FIELDS.values())} `in ROUNDING`, flash attention, exponentials to degree 4 or looked up in float16. A "
+    "ROUNDING is float16, bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0, q8_K or older q8_K blocks; of activations, weights and matrices also, "
     "with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full int4/N, wide int8/N, "
     f"divided int8/N, away int4/N, uint4/N, even uint4/N, mxfp4/N, affine4/N, nf4/N. At the end may stand "
     f"`{ON_TENSOR_CORES.strip()}`."

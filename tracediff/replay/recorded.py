@@ -123,10 +123,14 @@ class Recorded:
         return self._of_kin[name]
 
     def lost(self, place: Place, value: Tensor) -> str | None:
-        """The type that the value may have been rounded to on the way to the file: the engine had more digits."""
+        """The type that the value may have been rounded to on the way to the file: the engine had more digits. Not of
+        rows of a table, where what was computed has more: they fit what the table is held in.
+        """
         if place[1] in SOURCES:
             return None
         storage = self.stored(self.trace.ops[place[:2]], value)
+        if self._graph[place[1]].kind == "embedding" and self.storage(place[0]) != storage:
+            return None
         return storage if storage in self.on_the_way and self.on_the_way[storage] is not False else None
 
     def values(self, record: OpRecord, rows: Rows = None, channels: slice | None = None) -> Tensor:

@@ -216,6 +216,7 @@ def _other_sinks(op: Op, context: Context) -> Variants:
         "each head has the sink that is of its KV head's number": lambda sinks: sinks[kv_head],
         "the sinks are added with the other sign": lambda sinks: -sinks,
         "the sinks are scaled as if they were scores": lambda sinks: sinks * op.attrs["scale"],
+        "the sinks are 0, as if they had not been loaded": torch.zeros_like,
     }
     for words, way in ways.items():
         yield computing(op, partial(_with_sinks, way)), words
