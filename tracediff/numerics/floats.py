@@ -129,21 +129,22 @@ class TF32Away(TF32):
 
 
 @dataclass(frozen=True, slots=True)
-class TF32OfScaled(TF32):
-    """Of queries and keys [..., D] that are multiplied by D^-1/4 each before they are by one another, as PyTorch's
-    `scaled_dot_product_attention` does where none of its kernels suits (its math backend: float32 with fewer heads of
-    keys than of queries). What is left is of x itself.
+class OfScaled(Rounding):
+    """Another rounding, of queries or keys [..., D] that are multiplied by D^`power` before they are by one another.
+    What is left is of x itself.
     """
+
+    of: Rounding = Rounding("f64", "float64")
+    power: float = 0.0
 
     def __call__(self, x: Tensor) -> Tensor:
         """To it and back."""
-        return super(TF32OfScaled, self).__call__(x.double() * _share(x)).div_(_share(x)).to(x.dtype)
+        return self.of(x.double() * self._share(x)).div_(self._share(x)).to(x.dtype)
 
     def step(self, x: Tensor) -> Tensor:
         """A unit in the last place."""
-        return super(TF32OfScaled, self).step(x * _share(x)) / _share(x)
+        return self.of.step(x * self._share(x)) / self._share(x)
 
-
-def _share(x: Tensor) -> float:
-    """What each of the two is multiplied by: the root of D^-1/2, as a float32."""
-    return float(torch.tensor(x.shape[-1] ** -0.25, dtype=torch.float32))
+    def _share(self, x: Tensor) -> float:
+        """What each is multiplied by, as a float32."""
+        return float(torch.tensor(x.shape[-1] ** self.power, dtype=torch.float32))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tracediff.errors import EngineError
 from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, Blocks, StoredQ80
-from tracediff.numerics.floats import HALVES, TF32, Float, Normal, Rounding, TF32Away, TF32OfScaled
+from tracediff.numerics.floats import HALVES, TF32, Float, Normal, OfScaled, Rounding, TF32Away
 from tracediff.numerics.groups import (
     MX,
     NF4,
@@ -36,15 +36,20 @@ from tracediff.numerics.groups import (
 half = Float("f16", "float16", dtype=torch.float16, mantissa=10)
 bfloat = Float("bf16", "bfloat16", dtype=torch.bfloat16, mantissa=7)
 single = Float("f32", "float32", dtype=torch.float32)
+tf32 = TF32("tf32", "TF32", dtype=torch.float32, mantissa=10)
 q8_0 = Q80("q8_0", "q8_0 blocks", 32, torch.float16)
 _KNOWN = {
     rounding.name: rounding
     for rounding in (
         Rounding("f64", "float64"),
         single,
-        TF32("tf32", "TF32", dtype=torch.float32, mantissa=10),
+        tf32,
         TF32Away("tf32 away", "TF32 with ties away from 0", dtype=torch.float32, mantissa=10),
-        TF32OfScaled("scaled tf32", "TF32 of scaled values", dtype=torch.float32, mantissa=10),
+        # Queries and keys each by D^-1/4: PyTorch's `scaled_dot_product_attention` where none of its kernels suits (its
+        # math backend: float32 with fewer heads of keys than of queries). Queries alone by D^-1/2: crabml beside a
+        # cache in float16.
+        OfScaled("scaled tf32", "TF32 of scaled values", of=tf32, power=-0.25),
+        *(OfScaled(f"scaled {of.name}", f"{of.words} of scaled values", of=of, power=-0.5) for of in (half, bfloat)),
         half,
         bfloat,
         Normal("normal f16", "float16 without subnormal numbers", dtype=torch.float16, mantissa=10),

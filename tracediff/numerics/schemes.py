@@ -211,6 +211,8 @@ def _ways() -> Iterator[Way]:
     for name in ("f64", *_READ):
         yield Way("attention", _named("attention", name), partial(_attended, name))
     for name in HALVES:
+        yield Way("attention", f"{phrase('attention', name)} of scaled queries", partial(_attended_by_scaled, name))
+    for name in HALVES:
         yield Way("probabilities", _named("undivided probabilities", name), partial(_undivided, name))
         yield Way("probabilities", _named("probabilities", name), partial(_divided, name))
     for part, words in _FIELDS.items():
@@ -287,6 +289,12 @@ def _cached(stored: str, scheme: Scheme) -> Scheme:
 def _attended(operands: str, scheme: Scheme) -> Scheme:
     """Q and the probabilities are rounded so, and what K and V are held in is read so."""
     return _attention(scheme, lambda of: (operands, read_as(_own(of), operands)))
+
+
+def _attended_by_scaled(operands: str, scheme: Scheme) -> Scheme:
+    """The same, but that Q is scaled before it is rounded."""
+    attended = _attended(operands, scheme)
+    return replace(attended, scores=replace(attended.scores, operands=f"scaled {operands}"))
 
 
 def _own(arithmetic: Arithmetic) -> str:
