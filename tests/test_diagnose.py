@@ -25,7 +25,9 @@ from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape, write_model
 from tracediff.names import layer_of
 from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.attention import weighted_values
 from tracediff.numerics.kinds.linear import linear
+from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import Effort, check_trace, compare_traces
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
@@ -481,6 +483,18 @@ def test_roundings_of_few_engines_do_not_excuse_a_known_mistake(tiny, tmp_path: 
         "Whether 7 records that roundings of few engines explain may have a known mistake was not sought to the end: "
         "--time 0 is too short for what is left to try. Give it more seconds."
     )
+
+
+def test_another_cache_is_tried_where_sums_in_float16_are_followed_key_by_key(models, tmp_path: Path) -> None:
+    """Of what it reads besides no key can be taken by itself: that ended the search."""
+    model = Model(models("qwen3"))
+    wrong = replace(model.graph["blk.1.attn_kqv"], function=lambda probs, v: weighted_values(probs, v + v.abs().sqrt()))
+    path = trace_graph(
+        model.graph.changed(wrong), model.file, tmp_path / "t.trace", (256,), (84,), (104,),
+        scheme=scheme_named("exact, flash attention"),
+    )  # fmt: skip
+    faulty = check_trace(path, model.path, effort=Effort(seconds=5)).faulty
+    assert {(op.op, op.bug) for op in faulty} == {("blk.1.attn_kqv", None)}
 
 
 def test_positions_shifted_alike_are_no_mistake(models, torch_trace, tmp_path: Path) -> None:

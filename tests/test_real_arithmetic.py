@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from conftest import TOKENS, Models, from_float, trace_graph
+from conftest import TOKENS, Models, trace_graph
 from rich.console import Console
 from torch import Tensor
 
@@ -45,7 +45,7 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.activation import swiglu
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.kind import Call
-from tracediff.numerics.kinds.linear import columns
+from tracediff.numerics.kinds.linear import columns, linear
 from tracediff.numerics.kinds.rope import rope_angles
 from tracediff.numerics.roundings import read_as, rounding_named
 from tracediff.numerics.schemes import SCHEMES, WAYS, scheme_named
@@ -600,27 +600,96 @@ def exponentials(x: np.ndarray) -> np.ndarray:
     return e
 
 
-def softmax_by_vectors(
-    scores: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, *, scale: float
+Exponentials = Callable[[np.ndarray], np.ndarray]  # of one row
+
+
+def softmax_with(
+    of: Exponentials, scores: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
     y = np.zeros(scores.shape, np.float32)
     for head, token in np.ndindex(*scores.shape[:2]):
         n = int(queries[token]) + 1
         row = scores[head, token, :n].numpy().astype(np.float32) * np.float32(scale)
-        e = exponentials(row - row.max())
+        e = of(row - row.max())
         y[head, token, :n] = e / e.sum(dtype=np.float32)
     return torch.from_numpy(y)
 
 
-def swiglu_by_vectors(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    e = np.stack([exponentials(-row) for row in gate.numpy()])
+def swiglu_with(of: Exponentials, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    e = np.stack([of(-row) for row in gate.numpy()])
     return gate / torch.from_numpy(1 + e) * up
+
+
+def with_exponentials(of: Exponentials, op: Op) -> Op:
+    kinds = {"softmax": softmax_with, "swiglu": swiglu_with}
+    return replace(op, function=partial(kinds[op.kind], of)) if op.kind in kinds else op
 
 
 def by_vectors(op: Op) -> Op:
     """distributed-llama's nn-cpu-ops.cpp, `expf_avx2`, is up to 4.2e-5 off: each of both kinds was called faulty."""
-    of = {"softmax": softmax_by_vectors, "swiglu": swiglu_by_vectors}
-    return replace(op, function=of[op.kind]) if op.kind in of else op
+    return with_exponentials(exponentials, op)
+
+
+def from_table(x: np.ndarray) -> np.ndarray:
+    """ggml's table of 2023: float16 to float16."""
+    return np.exp(x.astype(np.float16).astype(np.float32)).astype(np.float16).astype(np.float32)
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_exponentials_from_a_table_of_float16_are_an_arithmetic(capture: str, models: Models, tmp_path: Path) -> None:
+    """crabml has it still: "right up to 8e-05 of it" was said of both in every layer."""
+    by_table = partial(with_exponentials, from_table)
+    trace = traced(models(LLAMA), tmp_path / "t.trace", change=by_table, capture=capture)
+    result = check_trace(trace, models(LLAMA))
+    assert result.verdict == "match"
+    kinds = ("softmax", "swiglu") if capture == "all" else ("add",)
+    assert {words for kind in kinds for words in said(result, kind)} == {"exponentials looked up in float16"}
+
+
+def in_older_q8_k(x: np.ndarray) -> np.ndarray:
+    """quantize_row_q8_K_reference of 2023: the value of largest magnitude becomes -128."""
+    blocks = x.astype(np.float32).reshape(-1, 256)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(1)[:, None], 1)
+    inverse = np.float32(-128) / largest
+    return (np.minimum(127, np.rint(inverse * blocks)) / inverse).reshape(x.shape)
+
+
+def test_the_q8_k_of_older_engines_is_an_arithmetic(models: Models, tmp_path: Path) -> None:
+    """Of -128: every matmul of crabml was wrong."""
+
+    def quantised(op: Op) -> Op:
+        def function(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+            return linear(torch.from_numpy(in_older_q8_k(x.numpy())), *weights)
+
+        return replace(op, function=function) if op.kind == "linear" else op
+
+    model = models(replace(LLAMA, n_embd=256))
+    result = check_trace(traced(model, tmp_path / "t.trace", change=quantised), model)
+    assert result.verdict == "match"
+    assert said(result, "linear") == {"activations in older q8_K blocks"}
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_queries_that_are_scaled_before_they_are_rounded_are_an_arithmetic(
+    capture: str, models: Models, tmp_path: Path
+) -> None:
+    """Of 32 channels a head 32^-0.5 is no power of two, so other digits are lost."""
+
+    def scaled(op: Op) -> Op:
+        def of_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return scores((q * 32**-0.5).half().float(), k.half().float()) * 32**0.5
+
+        def of_values(probs: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return weighted_values(probs.half().float(), v.half().float())
+
+        of = {"scores": of_scores, "weighted_values": of_values}
+        return replace(op, function=of[op.kind]) if op.kind in of else op
+
+    result = check_trace(traced(models(SHAPE), tmp_path / "t.trace", change=scaled, capture=capture), models(SHAPE))
+    assert result.verdict == "match"
+    both = "Q in float16 of scaled values, KV cache in float16, probabilities in float16"
+    of = {"scores": {"Q in float16 of scaled values, K cache in float16"}} if capture == "all" else {"add": {both}}
+    assert {kind: said(result, kind) for kind in of} == of
 
 
 def test_exponentials_by_polynomials_are_an_arithmetic(models: Models, tmp_path: Path) -> None:
@@ -657,7 +726,7 @@ def test_what_reads_rows_of_a_table_in_half_precision_is_held_to_float32(models:
     """
 
     def table(name: str, values: np.ndarray) -> np.ndarray | None:
-        return from_float(values, "bf16") if name == "token_embd.weight" else None
+        return torch.from_numpy(values).bfloat16().float().numpy() if name == "token_embd.weight" else None
 
     trace = traced(models(LLAMA), tmp_path / "t.trace", held=table, capture="layers")
     result = check_trace(trace, models(LLAMA))

@@ -131,7 +131,10 @@ def approximated(name: str, other_side: bool = False) -> AbstractContextManager[
 
 @cache
 def exponential_named(name: str) -> Exponential:
-    """By its name: `f16` a table's, taylorD/N a polynomial of degree D, N at a time. Raises EngineError for any other."""
+    """By its name: `f16` a table's, taylorD/N a polynomial of degree D, N at a time.
+
+    Raises EngineError for any other.
+    """
     if name == "f16":
         return Table()
     if found := re.fullmatch(r"taylor([1-9])/([1-9]\d?)", name):

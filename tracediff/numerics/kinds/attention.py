@@ -178,7 +178,8 @@ def _with_cache(call: Call, of_sizes: Callable[..., Tensor], token_axis: int) ->
     def product(x: Tensor, cached: Tensor) -> Tensor:
         return call.function(x.to(dtype), cached.to(dtype), *inputs[2:], **call.op.attrs).to(inputs[0].dtype)
 
-    if arithmetic.accumulate != "f16" or not arithmetic.parts:
+    # Key by key, unless a hypothesis reads another cache besides, of as many keys.
+    if arithmetic.accumulate != "f16" or not arithmetic.parts or len(inputs) > 2:
         return product(x, cached)
     cuts = split_keys(x.shape[1] - whole, x.shape[2], arithmetic.parts)
     sums = [_half_sums(product, x[:, whole:, keys], cached[keys]) for keys in cuts]
