@@ -494,7 +494,7 @@ def test_another_cache_is_tried_where_sums_in_float16_are_followed_key_by_key(mo
         scheme=scheme_named("exact, flash attention"),
     )  # fmt: skip
     faulty = check_trace(path, model.path, effort=Effort(seconds=5)).faulty
-    assert {(op.op, op.bug) for op in faulty} == {("blk.1.attn_kqv", None)}
+    assert {(op.op, op.bug) for op in faulty} == {("blk.1.attn_kqv", "")}
 
 
 def test_positions_shifted_alike_are_no_mistake(models, torch_trace, tmp_path: Path) -> None:
