@@ -20,6 +20,7 @@ import pytest
 import tiny_models
 import torch
 
+from tracediff import pipeline
 from tracediff.cli import main
 from tracediff.diagnose import explain
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
@@ -143,7 +144,8 @@ def bugs_are_raised() -> Iterator[None]:
     planted say so.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explain, "is_bug", lambda error: "of a bug" in str(error))
+        for module in (explain, pipeline):
+            patch.setattr(module, "is_bug", lambda error: "of a bug" in str(error))
         yield
 
 

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,8 @@ class Layer(nn.Module):
             self.qkv_proj.bias = nn.Parameter(torch.cat([load(f"{blk}.{name}.bias") for name in names]))
         self.o_proj = fused([load(f"{blk}.attn_output.weight")])
         self.post_attention_layernorm = Norm(load(f"{blk}.ffn_norm.weight"), hparams.eps)
-        self.gate_up_proj = fused([load(f"{blk}.ffn_gate.weight"), load(f"{blk}.ffn_up.weight")])
+        self.mlp = nn.Module()  # as vLLM calls it, which gguf-py's table takes for ffn_up
+        self.mlp.gate_up_proj = fused([load(f"{blk}.ffn_gate.weight"), load(f"{blk}.ffn_up.weight")])
         self.down_proj = fused([load(f"{blk}.ffn_down.weight")])
         self.keys, self.values = torch.empty(0), torch.empty(0)
 
@@ -80,7 +81,7 @@ class Layer(nn.Module):
         out = nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen[:, -len(k) :], enable_gqa=True)
         attended = self.o_proj(out[0].transpose(0, 1).flatten(1))
         normed, residual = self.post_attention_layernorm(attended, residual)
-        gate, up = self.gate_up_proj(normed).chunk(2, -1)
+        gate, up = self.mlp.gate_up_proj(normed).chunk(2, -1)
         return self.down_proj(nn.functional.silu(gate) * up), residual
 
 
@@ -92,10 +93,15 @@ class Engine(nn.Module):
         file = GGUFFile(model)
         self.hparams, load = build_graph(file).hparams, loader(file)
         self.embed_tokens = nn.Embedding.from_pretrained(load("token_embd.weight"))
-        self.layers = nn.ModuleList(Layer(load, f"blk.{n}", self.hparams) for n in range(self.hparams.n_layer))
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList(Layer(load, f"blk.{n}", self.hparams) for n in range(self.hparams.n_layer))
         self.norm = Norm(load("output_norm.weight"), self.hparams.eps)
         head = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
         self.lm_head = fused([load(head)])
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.layers
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
@@ -171,6 +177,28 @@ def test_an_engine_with_fused_projections(
     result = check_trace(out, model)
     assert (result.verdict, result.faulty) == ("match", [])
     assert {weight.status for weight in result.weights} == {"identical"}
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (range(5), "positions begin at 0 again after a pass before. Another sequence: record each by itself"),
+        ((9, 4), "position 4 after 9 in one row. Tokens of several sequences: record each by itself"),
+    ],
+)
+def test_a_row_of_several_sequences_behind_another_pass_is_refused(
+    second: Sequence[int], said: str, models: Models, tmp_path: Path
+) -> None:
+    """As nano-vllm batches them: they were recorded as one, which read other rows of the cache than its own."""
+    engine, out = Engine(models("qwen3")), tmp_path / "a.trace"
+
+    def run() -> None:
+        with torch.inference_mode(), tracediff.record(engine, out, gguf=models("qwen3")):
+            engine(torch.tensor(TOKENS[:9]), positions=torch.arange(9))
+            engine(torch.tensor(TOKENS[: len(second)]), positions=torch.tensor(second))
+
+    with pytest.raises(EngineError, match=said):
+        run()
 
 
 class Twice(Engine):
@@ -358,7 +386,7 @@ def quantised(models: Models, of: Callable[[str], type[Eight] | None]) -> tuple[
 
 def test_matrices_are_recorded_as_modules_multiply_by_them(models: Models, tmp_path: Path) -> None:
     """Packed ones by unit vectors, parts of a fused one in the file's order."""
-    model, engine = quantised(models, lambda path: Eight if path.startswith("layers.1.") else None)
+    model, engine = quantised(models, lambda path: Eight if path.startswith("model.layers.1.") else None)
     with tracediff.record(engine, tmp_path / "t.trace", gguf=model, weights=True):
         passes(engine, len(TOKENS))
     trace, file = Trace(tmp_path / "t.trace"), GGUFFile(model)
@@ -380,7 +408,7 @@ def test_matrices_are_recorded_as_modules_multiply_by_them(models: Models, tmp_p
 
 def test_of_what_rounds_its_input_no_matrix_is_recorded(models: Models, tmp_path: Path) -> None:
     """A unit vector would tell what becomes of 1, and of no other value."""
-    model, engine = quantised(models, lambda path: Rounding if path == "layers.0.down_proj" else None)
+    model, engine = quantised(models, lambda path: Rounding if path == "model.layers.0.down_proj" else None)
     unseen = "weights left out, for their modules multiply rows by no one matrix: ffn_down.weight"
     with (
         pytest.warns(UserWarning, match=f"^{unseen}$"),

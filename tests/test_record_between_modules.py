@@ -60,7 +60,7 @@ class Plain(Layer):
         norm = self.post_attention_layernorm
         read = before if self.wrong == "input" else both
         normed = norm(read) if self.norm else nn.functional.rms_norm(read, read.shape[-1:], norm.weight, norm.eps)
-        gate, up = self.gate_up_proj(normed).chunk(2, -1)
+        gate, up = self.mlp.gate_up_proj(normed).chunk(2, -1)
         down = self.down_proj(nn.functional.silu(gate) * up)
         if not self.norm:
             return both.add_(down, alpha=1.0), None

@@ -92,6 +92,7 @@ class Passes:
         for sequence, columns in enumerate(packed) if len(packed) > 1 else self._rows(kept):
             row = 0 if len(packed) > 1 else sequence
             at = positions[row, columns]
+            _refuse_several(at, before)
             self._positions.setdefault(sequence, Growing()).append(at)
             keys = columns if len(packed) > 1 else self._kept[row].nonzero()[:, 0]
             lanes[sequence] = Lane(row, columns, keys, at, self._positions[sequence].rows)
@@ -99,6 +100,26 @@ class Passes:
 
     def _rows(self, kept: Tensor) -> Sequence[tuple[int, Tensor]]:
         return [(row, of.nonzero()[:, 0]) for row, of in enumerate(kept) if bool(of.any())]
+
+
+def _refuse_several(positions: Tensor, before: int) -> None:
+    """Raises EngineError for positions of a row that are not those of one sequence, which has `before` so many columns
+    already. (Of a single token any may be a mistake.)
+    """
+    if len(positions) == 1:
+        return
+    if before and not positions[0]:
+        raise EngineError(
+            "positions begin at 0 again after a pass before. Another sequence: record each by itself, or all with "
+            "tracediff.Recorder, which is told of which a token is. The same one: its positions are wrong."
+        )
+    jumps = (positions.diff() != 1).nonzero()[:, 0].tolist()
+    if jumps:
+        a, b = positions[jumps[0]], positions[jumps[0] + 1]
+        raise EngineError(
+            f"position {b} after {a} in one row. Tokens of several sequences: record each by itself, or all with "
+            "tracediff.Recorder, which is told of which a token is. Of one: its positions are wrong."
+        )
 
 
 def _packed(positions: Tensor) -> list[Tensor]:

@@ -49,15 +49,13 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     taps, notes = [], []
     modules = dict(model.named_modules())
     named = _named(modules, graph, by_weight, weights)
-    unnamed = [(path, module) for path, module in modules.items() if path not in named]
+    wider = {path for path, op in named.items() if _is_wider(to_be_found(modules[path]), op)}
+    unnamed = [(path, module) for path, module in modules.items() if path not in named or path in wider]
     for path, op in named.items():
-        if (held := to_be_found(modules[path])) is None:
+        if path in wider or (held := to_be_found(modules[path])) is None:
             continue
         if not _fits(held, op):
-            raise EngineError(
-                f"{path} is {list(held.shape)} in this model, {list(op.weights[0].shape)} in the GGUF file "
-                f"({op.weights[0].name}): it is another model, or a part of one. Check both."
-            )
+            raise _misfit(path, held, op)
         found, rows = _order(held, op, weights)
         if not found:
             notes.append(f"{path} holds other weights than {op.weights[0].name}")
@@ -74,6 +72,8 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
         taps += [Tap(path, op, rows) for op, rows in lying]
         for op, _ in lying:
             by_weight.pop(op.name)
+    for path in wider - {tap.path for tap in taps}:
+        raise _misfit(path, modules[path].weight, named[path])
     for tap in list(_as_elsewhere(taps, [path for path, _ in unnamed], by_weight)):
         notes.append(f"{tap.path} holds other weights than {tap.op.weights[0].name}")
         taps.append(tap)
@@ -81,6 +81,20 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     notes += others
     order = graph.places()
     return sorted(taps, key=lambda tap: order[tap.op.name]), notes
+
+
+def _is_wider(held: Tensor | None, op: Op) -> bool:
+    """Whether a module has more rows than the op of its name, as what vLLM's engines call `gate_up_proj`: gguf-py's
+    table knows one of both.
+    """
+    return held is not None and not _fits(held, op) and held.shape[1:] == op.weights[0].shape[1:] and held.ndim == 2
+
+
+def _misfit(path: str, held: Tensor, op: Op) -> EngineError:
+    return EngineError(
+        f"{path} is {list(held.shape)} in this model, {list(op.weights[0].shape)} in the GGUF file "
+        f"({op.weights[0].name}): it is another model, or a part of one. Check both."
+    )
 
 
 def _names(graph: Graph) -> Any:
