@@ -61,9 +61,9 @@ WRONGLY = {
     "other values, which follow the right ones (correlation 0.9951): in a quantisation that is not known, or another "
     "version's of this model": noisy,
     "the same values in another order": lambda x: np.roll(x, 5, 1),  # as if its input was rotated
-    "30 of 256 rows are wrong: 100, 101, 102, 103, 104, 105, ...": lambda x: np.concatenate(
-        [x[:100], 0 * x[100:130], x[130:]]
-    ),
+    "30 of 256 rows are wrong: 100 to 129": lambda x: np.concatenate([x[:100], 0 * x[100:130], x[130:]]),
+    # As where the scale of a last block is that of the block before it.
+    "32 of 128 values of each row are wrong: 96 to 127": lambda x: np.concatenate([x[:, :96], 1.3 * x[:, 96:]], 1),
 }
 
 
@@ -86,6 +86,14 @@ def test_a_mistake_beside_a_wrong_weight_is_named(
         f"{UP}: wrong in memory: {words}; so ffn_up in layer 1 is wrong.",
         "ffn_up in layer 1: every value is 1.03 times what it should be.",
     ]
+
+
+def test_the_loader_is_to_be_looked_at_where_ops_are_right_for_what_it_holds(models: Models, tmp_path: Path) -> None:
+    """A case of the op was to be made, which is right."""
+    checked(models, tmp_path / "x.trace", {UP: lambda x: np.concatenate([x[:, :96], 1.3 * x[:, 96:]], 1)})
+    step = check_trace(tmp_path / "x.trace", models(LLAMA, "F16")).next
+    assert step.command.startswith("tracediff weights ")
+    assert step.why == f"look at how the loader reads {UP}: the ops are right for what it holds; then run this"
 
 
 def test_mistakes_behind_hidden_states_are_named_beside_wrong_weights(models: Models, tmp_path: Path) -> None:

@@ -684,6 +684,48 @@ def test_what_stands_for_scores_of_other_groups_is_named(with_groups: Path, tmp_
     assert {op.cause and op.cause.name for op in of_fill} == {"groups_ignored"}
 
 
+def test_norms_that_write_over_what_they_read_are_named(models: Models, tmp_path: Path) -> None:
+    """As nano-vllm's in float32, where `x.float()` is x itself: "the input passes through unchanged" was said."""
+    model = Model(models("qwen3"))
+    graph = model.graph
+    norms = {norm.inputs[0]: norm for norm in graph if norm.name.endswith(("attn_norm", "ffn_norm", "output_norm"))}
+    del norms["token_embd"]
+
+    def in_place(op: Op) -> Op:
+        norm = norms[op.name]
+        function = KINDS[norm.kind].function
+        return replace(
+            op, weights=norm.weights, function=lambda a, b, weight: function(a + b, weight, eps=norm.attrs["eps"])
+        )
+
+    wrong = [in_place(op) for op in graph if op.name in norms]
+    wrong += [replace(norm, function=lambda x, weight, **_: x) for norm in norms.values()]
+    path = trace_graph(graph.changed(*wrong), model.file, tmp_path / "a.trace", TOKENS, (7,))
+    result = check_trace(path, model.path)
+    assert [finding.text for finding in result.findings] == [
+        "attn_residual and ffn_residual in all 3 layers: the norm that reads it has written over it."
+    ]
+    assert {op.op for op in result.ops if op.status == "inherited"} == {norm.name for norm in norms.values()}
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    {
+        "the largest logit of each token is taken from all of its logits": lambda y: y - y.amax(-1, keepdim=True),
+        "logarithms of probabilities stand for logits": lambda y: y - y.logsumexp(-1, keepdim=True),
+        "probabilities stand for logits": lambda y: y.softmax(-1),
+    }.items(),
+)
+def test_logits_that_were_changed_before_they_were_recorded_are_named(
+    words: str, way: Callable[[Tensor], Tensor], models: Models, tmp_path: Path
+) -> None:
+    """An error of rank one, "as an adapter (LoRA) would leave"."""
+    model = Model(models("llama", "F16"))
+    head = replace(model.graph["output"], function=lambda x, weight, bias: way(x @ weight.to(x).T))
+    path = trace_graph(model.graph.changed(head), model.file, tmp_path / "a.trace", TOKENS)
+    assert [finding.text for finding in check_trace(path, model.path).findings] == [f"output: {words}."]
+
+
 def test_sinks_that_were_not_loaded_are_named_behind_hidden_states(tiny: Tiny, tmp_path: Path) -> None:
     """They were said to be scaled, in the one layer where that left hardly more."""
     file = GGUFFile(tiny("gpt-oss"))

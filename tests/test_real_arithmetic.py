@@ -735,6 +735,22 @@ def test_what_reads_rows_of_a_table_in_half_precision_is_held_to_float32(models:
     assert max(op.local.floor for op in result.ops if op.local and op.op == "blk.0.ffn_residual") < 1e-9
 
 
+def test_ops_that_alone_are_rounded_are_named(models: Models, tmp_path: Path) -> None:
+    """What one kind of op does otherwise may be meant or not: "activations in bfloat16 (2)" did not say which."""
+
+    def rounded(op: Op) -> Op:
+        def function(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+            return linear(x.bfloat16().to(x), *weights)
+
+        return replace(op, function=function) if op.name.endswith("attn_output") else op
+
+    trace = traced(models(LLAMA), tmp_path / "t.trace", change=rounded, n_decode=0)
+    result = check_trace(trace, models(LLAMA))
+    assert result.verdict == "match"
+    said = next(one.text for one in result.said if one.about == "arithmetic")
+    assert said.startswith("linear exact (13) / activations in bfloat16 (2: attn_output); scores exact (2)")
+
+
 def in_float64_behind_rope(op: Op) -> Op:
     """As numpy makes it where the table of angles is float64: projections of the first layer alone are in float32."""
     if op.name in ("blk.0.attn_q", "blk.0.attn_k", "blk.0.attn_v"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import Models
 
+from tracediff.audit.causes import explain
 from tracediff.audit.held import compare_weights, judge_values
 from tracediff.audit.whole_file import audit_checkpoint, audit_trace
 from tracediff.errors import ModelError
@@ -423,6 +424,15 @@ def test_norms_less_1_in_half_precision(dtype: Any, words: str) -> None:
 def test_small_weights_that_were_never_loaded_are_no_rounding() -> None:
     small = np.random.default_rng(0).standard_normal(256).astype(np.float32) * np.float32(5e-4)
     assert judge_values("blk.0.attn_q.bias", small, small * 0, lambda held: iter(()))[0] == "wrong"
+
+
+def test_values_that_are_near_by_themselves_are_not_multiplied_by_1() -> None:
+    """Each block's scale in bfloat16: every value of it is off by as much, which a factor of 1.0002 leaves, too."""
+    values = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+    scales = 1 + np.random.default_rng(1).uniform(-(2.0**-9), 2.0**-9, (64, 8, 1)).astype(np.float32)
+    held = (values.reshape(64, 8, 32) * scales * np.float32(1.0002)).reshape(64, 256)
+    cause, words = explain("blk.0.ffn_up.weight", values, held, lambda held: iter(()))
+    assert (cause, words.partition(":")[0]) == (None, "other values, which follow the right ones (correlation 1)")
 
 
 def test_the_report(model: Path, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tracediff.english import few
+from tracediff.english import ranges
 from tracediff.trace.format import to_float
 
 # What the bank does not know, for it needs the tensor itself: name -> the mistake, and where to look in one's code.
@@ -30,6 +30,7 @@ IN_MEMORY = {
 }
 Array = np.ndarray
 CLOSE = 2e-3  # relative RMS error that a cause may leave: what float16 makes of a value and bfloat16 of most
+_LESS = 0.5  # of what the right values leave
 _FOLLOWS = 0.5  # a correlation: that of another tensor is next to 0, for it has thousands of values
 _CHUNK = 1 << 20
 _WINDOW, _REACH = 1 << 12, 1 << 17  # elements in which an offset is looked for, and how far
@@ -57,7 +58,8 @@ def explain(name: str, expected: Array, held: Array, others: Readings, close: fl
         return "bias_missing" if name.endswith(".bias") else "weight_zero", "all zeros: never loaded?"
     if np.all(held == 1):
         return "norm_without_weight", "all ones: as a norm is initialised, never loaded?"
-    best, least = None, close  # one reading at a time: each is as large as the tensor
+    # One reading at a time: each is as large as the tensor. Near values are near by themselves: "multiplied by 1".
+    best, least = None, min(close, _LESS * residual(expected.reshape(-1), held))
     for reading in chain(_relations(name, expected, held), others(held)):
         left = residual(reading.values.reshape(-1), held)
         if left < least:
@@ -181,10 +183,11 @@ def _describe(expected: Array, held: Array) -> str:
     if np.allclose(np.sort(held), np.sort(flat), rtol=CLOSE, atol=1e-6):
         return "the same values in another order"
     rows = flat.reshape(expected.shape[0], -1), held.reshape(expected.shape[0], -1)
-    wrong = ~np.isclose(*rows, rtol=1e-2, atol=1e-6).all(1)
-    if 0 < wrong.sum() <= len(wrong) // 2:
-        what = "rows" if expected.ndim > 1 else "values"
-        return f"{int(wrong.sum())} of {len(wrong)} {what} are wrong: {few(np.flatnonzero(wrong).tolist(), 6)}"
+    off = ~np.isclose(*rows, rtol=1e-2, atol=1e-6)
+    for axis, what in ((1, "rows" if expected.ndim > 1 else "values"), (0, "values of each row")):
+        wrong = off.any(axis)
+        if 0 < wrong.sum() <= len(wrong) // 2:
+            return f"{int(wrong.sum())} of {len(wrong)} {what} are wrong: {ranges(np.flatnonzero(wrong).tolist())}"
     correlation = _correlation(flat, held)
     if correlation > _FOLLOWS:
         return (

@@ -2,7 +2,7 @@
 
 `judged` has the records of traces judged by replay, and those that are faulty explained. Where weights are wrong in
 memory `held` judges what was made with these once more; `misnamed` asks whether values stand under each other's names,
-`undone` whether what follows mistaken ops is right without them.
+`undone` whether what follows mistaken ops is right without them, and what read an `overwritten` record is not judged.
 Then `explain` takes records of one `kin` together: `search` looks for what explains one of them, within a `budget`,
 among `trials` of known `mistakes/` and what `solve/` finds, and each such `hypothesis` is asked of the others,
 `carrying` it over to their ops. `evidence` shows an explanation by numbers, `error_shape` and `low_rank` describe an

@@ -105,6 +105,7 @@ def _explained(
     from tracediff.diagnose.explain import Explainer
     from tracediff.diagnose.held import by_what_was_held
     from tracediff.diagnose.misnamed import exchanged
+    from tracediff.diagnose.overwritten import overwritten
     from tracediff.diagnose.undone import undone
 
     explainer, budget = Explainer(replay), Budget(seconds)
@@ -112,7 +113,7 @@ def _explained(
     ops = exchanged(replay, by_what_was_held(model, subject, replay, ops, budget), budget)
     kins = explainer.kins(ops)
     if workers == ALONE or len(kins) < 2:
-        return explainer.explain(ops, progress, budget)
+        return overwritten(replay.graph, explainer.explain(ops, progress, budget))
 
     def given(n: int) -> list[_Task]:
         return [_Task(ops, places, budget.left * min(1.0, n / len(kins))) for places in kins]
@@ -122,7 +123,7 @@ def _explained(
         for at, op in found.items():
             explained[at] = op
         progress(done / len(kins))
-    return explained
+    return overwritten(replay.graph, explained)
 
 
 def _of_kin(replays: Sequence[Replay], task: _Task) -> dict[int, OpResult]:

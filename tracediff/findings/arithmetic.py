@@ -30,16 +30,14 @@ def arithmetic(result: Result) -> Iterator[Said]:
 
 def _said(fits: _Fits) -> Iterator[str]:
     passing = [(op, local) for op, local in fits if not local.faulty]
-    by_kind: dict[str, Counter[str]] = {}
+    by_kind: dict[str, _Places] = {}
     for op, local in passing:
         if op.kind in _MATMULS or len(local.segment) > 1 or local.arithmetic != "exact":
             # Of a segment it is what matmuls in it do: "add activations in float16" of its last op was not true.
             what = op.kind if len(local.segment) == 1 else f"segments up to {local_name(op.op)}"
-            by_kind.setdefault(what, Counter())[local.arithmetic] += 1
+            by_kind.setdefault(what, {}).setdefault(local.arithmetic, []).append(op)
     if by_kind:
-        yield "; ".join(
-            f"{kind} {' / '.join(f'{a} ({n})' for a, n in found.items())}" for kind, found in by_kind.items()
-        )
+        yield "; ".join(f"{kind} {_together(found)}" for kind, found in by_kind.items())
     requantised = [local.weights_nmse for _, local in passing if local.weights_nmse is not None]
     if requantised:
         least, most = number(min(requantised)), number(max(requantised))
@@ -55,7 +53,8 @@ def _said(fits: _Fits) -> Iterator[str]:
             f"{count(sum(ties), 'token')} took another expert than exact scores say, in {count(len(ties), 'record')}: "
             "ties within the engine's own rounding, told by what follows them, no fault"
         )
-    if anew := sum(local.made_anew for _, local in passing):
+    # Beside what is wrong it may be that, too.
+    if (anew := sum(local.made_anew for _, local in passing)) and len(passing) == len(fits):
         made = f"{count(anew, 'record')} of products that were made once more, not of those that were recorded"
         yield f"{made}: a fused kernel, no fault"
     if passing:
@@ -63,6 +62,18 @@ def _said(fits: _Fits) -> Iterator[str]:
         seen = f"; a scale error of {number(max(linear))} in a matmul shows" if linear else ""
         nearest = max(local.excess for _, local in passing)
         yield f"sound ops are within {nearest:.2f} of their bounds{seen}"
+
+
+def _together(found: _Places) -> str:
+    """Arithmetics of one kind of op, in the order of the trace; of those that few ops have alone which these are."""
+    names = {arithmetic: {local_name(op.op) for op in ops} for arithmetic, ops in found.items()}
+    said = []
+    for arithmetic, ops in found.items():
+        others = set().union(*(of for other, of in names.items() if other != arithmetic))
+        own = [*dict.fromkeys(local_name(op.op) for op in ops)]
+        is_told = others and others.isdisjoint(own) and len(own) <= len(others)
+        said.append(f"{arithmetic} ({len(ops)}{f': {listed(own, 3)}' * bool(is_told)})")
+    return " / ".join(said)
 
 
 _PARTS = {  # of the model, by the kind of op that makes them

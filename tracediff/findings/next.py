@@ -67,6 +67,11 @@ def _of_known(one: Finding, result: Result, again: str | None) -> Next:
 
 def _of_unknown(one: Finding, result: Result, again: str | None) -> Next:
     """Of what is left its code, for which there is a case."""
+    if one.weights and not again:
+        why = (
+            f"look at how the loader reads {listed(one.weights, 3)}: the ops are right for what it holds; then run this"
+        )
+        return Next(shlex.join(("tracediff", "weights", _model(result), "--trace", result.candidate.path)), why)
     code = f"look at the code of {listed(one.ops or one.weights, 3)} with the error's shape in mind"
     alone = next((op for op in result.faulty if op.op in one.ops[:1]), None)
     if alone is None or one.segment or again or sequence_of(alone.step):

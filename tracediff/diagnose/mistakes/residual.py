@@ -17,9 +17,10 @@ from tracediff.diagnose.mistakes.mistake import (
     second_alone,
 )
 from tracediff.model.graph import Graph, Op
-from tracediff.names import axes_of
+from tracediff.names import axes_of, local_name
 
 AREA = Area()
+OVERWRITTEN = "residual_overwritten"
 SUM = Where(("add",))
 
 
@@ -86,6 +87,19 @@ def _normed(op: Op, context: Context) -> Variants:
         words = f"{norm.name} is added where {stream} belongs"
         name = "the normed value is added where the residual stream belongs"
         yield Variant(replace(op, inputs=(op.inputs[0], norm.name)), words, name=name)
+
+
+@AREA.mistake(
+    OVERWRITTEN, "the norm that reads the residual stream writes over it",
+    "whether the norm works in place, as on a cast that makes no copy, and when the sum is recorded", SUM,
+)  # fmt: skip
+def _overwritten(op: Op, context: Context) -> Variants:
+    for norm, at in context.graph.readers(op.name):
+        if norm.kind in NORM.kinds and norm.seen[at] is None:
+            total = replace(op, name=f"{op.name}.sum")
+            words = f"{local_name(norm.name)} has written over it: it holds what the norm made"
+            name = "the norm that reads it has written over it"
+            yield Variant(replace(norm, name=op.name, inputs=(total.name,)), words, name=name, before=(total,))
 
 
 @AREA.mistake(

@@ -1,6 +1,6 @@
 """Mistakes in loading a weight, or in how a matmul reads it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
@@ -114,6 +114,27 @@ def _embedding_head(op: Op, _: Context) -> Variants:
         tied = Weight("token_embd.weight", op.weights[0].shape)
         words = "token_embd.weight is the head; output.weight is in the file"
         yield replace(op, weights=(tied, *op.weights[1:])), words
+
+
+@AREA.mistake(
+    "logits_shifted", "every logit of a token is less by one number, as in a softmax",
+    "what is recorded as logits: before a softmax makes them less by their largest, or probabilities",
+    Where(("linear",), ("logits",)),
+)  # fmt: skip
+def _shifted(op: Op, _: Context) -> Variants:
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "the largest logit of each token is taken from all of its logits": lambda y: y - y.amax(-1, keepdim=True),
+        "logarithms of probabilities stand for logits": lambda y: torch.softmax(y, -1).log(),
+        "probabilities stand for logits": lambda y: torch.softmax(y, -1),
+    }
+    whole = replace(op, name=f"{op.name}.whole")  # a matrix is multiplied by parts of its rows
+    for words, way in ways.items():
+        changed = Op(op.name, "scale", (whole.name,), op.axes, attrs={"scale": 1.0}, function=partial(_unscaled, way))
+        yield Variant(changed, words, before=(whole,))
+
+
+def _unscaled(way: Callable[[Tensor], Tensor], y: Tensor, *, scale: float) -> Tensor:
+    return way(y)
 
 
 @AREA.mistake(
