@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,10 @@ from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import Cache, StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.model import Model
+from tracediff.model.synthetic import Shape
 from tracediff.names import StepOf, split
 from tracediff.numerics.kinds import KINDS
-from tracediff.pipeline import check_trace
+from tracediff.pipeline import Effort, check_trace
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 from tracediff.trace.writer import TraceWriter
@@ -83,6 +85,23 @@ def test_rows_of_the_cache_are_told(
     path, model = fused(models, rows, tmp_path, TOKENS)
     (finding,) = check_trace(path, model).findings
     assert finding.text == (f"all 3 layers (seen in attn_kqv): {READ} (blk.0.attn_kqv in step 0: {text}).")
+
+
+def test_a_key_that_a_sum_leaves_out_is_no_row_that_was_never_written_to(models: Models, tmp_path: Path) -> None:
+    """The sum of exponentials begins one key late, in steps of one token: two heads lie on lines that are parallel."""
+    shape = Shape("llama", n_layer=2, n_embd=192, n_head=6, n_head_kv=1, n_ff=192, n_vocab=320, head_dim=32)
+    model = Model(models(shape))
+
+    def late(scores: Tensor, queries: Tensor, keys: Tensor, **attrs: Any) -> Tensor:
+        probs = KINDS["softmax"].function(scores, queries, keys, **attrs)
+        return probs / (1 - probs[..., :1]) if len(queries) == 1 else probs
+
+    wrong = (replace(op, function=late) for op in model.graph if op.kind == "softmax")
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", TOKENS, (7,))
+    path = some_of(path, path, lambda op: op == "token_embd" or op.endswith(("attn_kqv", "ffn_residual")))
+    result = check_trace(path, model.path, effort=Effort(seconds=5))
+    assert {op.op for op in result.faulty} == {f"blk.{n}.attn_kqv" for n in range(2)}
+    assert [finding.text for finding in result.findings if "no step has cached" in finding.text] == []
 
 
 def test_rows_of_another_sequence_are_told(models: Models, tmp_path: Path) -> None:

@@ -227,6 +227,8 @@ def _with_one_more(attention: _Attention, tokens: Sequence[int], sees: Tensor) -
         alone = mean.isnan()
         at, along = torch.where(alone, y, mean), torch.where(alone, 0.0, y - mean)
         along = along / along.square().sum(1, keepdim=True).sqrt().clamp(min=1e-300)
+        if bool(((along @ along[0]).abs() > 1 - _LITTLE).all()):  # as a row that is counted otherwise: they never meet
+            return None
         across = len(y) * torch.eye(y.shape[1], dtype=y.dtype, device=y.device) - along.T @ along
         unknown = torch.linalg.lstsq(across, (at - along * (along * at).sum(1, keepdim=True)).sum(0)).solution
         away = unknown - at
