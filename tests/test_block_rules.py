@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Models
+import torch
+from conftest import Models, trace_graph
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from test_mistakes import traced
 
@@ -17,8 +18,10 @@ from tracediff.model.block_fields import FIELDS, EditedBlocks
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op
+from tracediff.model.model import Model
 from tracediff.model.synthetic import quantize
 from tracediff.model.weights import reading
+from tracediff.numerics.kinds.linear import linear
 from tracediff.pipeline import check_trace
 
 TOKENS = tuple(range(7, 7 + 3 * 19, 3))
@@ -150,3 +153,18 @@ def test_numbers_of_a_block_are_where_its_layout_says(type_: str) -> None:
 def test_places_are_said_as_they_are_computed(said: str) -> None:
     numbers = np.array([eval(said.replace("/", "//"), {"j": j}) for j in range(256)])
     assert expression(numbers) == said
+
+
+def test_what_multiplies_all_is_no_rule_of_blocks(models: Models, tmp_path: Path) -> None:
+    """A temperature in steps of one token was said to be 1.25 times the integers of Q8_0."""
+    model = Model(models("llama", "Q8_0"))
+
+    def hotter(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear(x, weight, bias) * (1.25 if len(x) == 1 else 1)
+
+    wrong = replace(model.graph["output"], function=hotter)
+    path = trace_graph(model.graph.changed(wrong), model.file, tmp_path / "a.trace", TOKENS, (7,), (9,))
+    (finding,) = check_trace(path, model.path).findings
+    assert finding.text == (
+        "output, in steps 1, 2: every value is 1.25 times what it should be, in steps of one token alone."
+    )

@@ -121,7 +121,7 @@ class _Seen:
         if len(op.weights) > 1:
             bias = problem.weights.load(op.weights[1], torch.float64).cpu().numpy().reshape(-1, width)[expert]
         seen = cls(layout, tensor, first + rows, x, y[at] - bias[rows], exact[at] - bias[rows], near[at])
-        return seen if (np.abs(seen.y) > seen.near).any() else None  # of a weight that is 0 any sum of no bits is
+        return None if seen.is_one_factor else seen
 
     def is_made_of(self, fields: Fields) -> bool:
         """Whether rows of these give what was recorded."""
@@ -129,6 +129,12 @@ class _Seen:
             rows = fields.values().reshape(self.n_rows, -1)
         made = rows if self.x is None else self.x @ rows.T.astype(np.float64)
         return bool(agree(self.y, made, self.near).all())
+
+    @property
+    def is_one_factor(self) -> bool:
+        """Whether all is a multiple of what it should be, or 0: that is the op's factor, or any of its inputs'."""
+        factor = (self.y * self.exact).sum() / max(np.square(self.exact).sum(), 1e-300)
+        return bool(agree(self.y, factor * self.exact, self.near).all())
 
     @cached_property
     def fields(self) -> Fields:
@@ -493,9 +499,7 @@ def _values(seen: _Seen) -> Iterator[Scaled]:
     each = {"times": seen.steps * seen.fields.integers.reshape(seen.steps.shape), "more": seen.steps}
     for names in (("times",), ("more",), ("times", "more")):
         found = _parts_of_values(seen, [each[name] for name in names])
-        # What all values are scaled by is the op's factor, or any of its inputs'.
-        is_one_factor = found is not None and names == ("times",) and len(np.unique(found)) == 1
-        if found is not None and found.any() and not is_one_factor:
+        if found is not None and found.any():
             none = np.zeros(found.shape[1])
             of = {"times": none, "more": none, **dict(zip(names, found, strict=True))}
             yield Scaled(tuple(map(float, 1 + of["times"])), tuple(map(float, of["more"])))
