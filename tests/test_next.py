@@ -46,7 +46,7 @@ def test_an_unknown_one_in_a_segment_is_split_and_alone_its_weight_is_audited_or
     result = case("layers-only")
     unknown = replace(result, findings=(replace(result.findings[0], mistake=None),))
     assert next_step(unknown).why.startswith(
-        "record blk.1.attn_v, blk.1.attn_k_rope and blk.1.attn_kqv as well: 19 ops"
+        "record blk.1.attn_v, blk.1.attn_k_rope and blk.1.attn_kqv as well, or every op: 19 ops"
     )
     result = case("three-faults")
     first = replace(result.findings[0], mistake=None)
@@ -89,6 +89,21 @@ def test_what_nothing_explains_is_split_before_what_is_known(models: Models, tmp
     segment = to_split(result, result.coverage)
     assert segment
     assert segment.op == "blk.1.ffn_residual"
+
+
+def test_what_splits_one_layer_is_to_be_recorded_in_all_that_are_as_wrong(models: Models, tmp_path: Path) -> None:
+    """Layer by layer it took five rounds, and a tap is one line for all."""
+
+    def change(op: Op) -> Op:
+        unlike = op.kind == "swiglu"
+        return replace(op, function=lambda gate, up: torch.cos(3 * gate) * up.roll(1, -1) * up) if unlike else op
+
+    model = models(LLAMA, "F16")
+    path = traced(model, tmp_path / "t.trace", change=change, capture="layers", n_decode=0)
+    step = check_trace(path, model, effort=Effort(seconds=0)).next
+    assert step.why.startswith(
+        "record attn_v, attn_k_rope and attn_output in both layers as well, or every op: 17 ops up to"
+    )
 
 
 def test_what_comes_first_may_be_of_another_mistake(models: Models, tmp_path: Path) -> None:

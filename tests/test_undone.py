@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TOKENS, Models, trace_graph
+from conftest import TOKENS, Models, some_of, trace_graph
+from torch import Tensor
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
 from tracediff.model.pairing import neighbours
+from tracediff.numerics.kinds import KINDS
 from tracediff.pipeline import check_trace
 from tracediff.result import Finding, Result
 from tracediff.trace.reader import Trace
@@ -104,3 +106,21 @@ def test_a_record_that_holds_something_else_is_said_to_be_wrong_alone(models: Mo
     records = "the records of attn_scores and attn_probs"
     said = f"attn_kqv is right without {records}: undone there, or wrong in the record alone."
     assert {yet(finding) for finding in result.findings} == {said}
+
+
+def test_a_state_is_not_undone_where_later_steps_read_it(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """What is handed on is wrong, and shows in no output of its own step."""
+    model = Model(tiny("rwkv6"))
+
+    def decayed(op: Op) -> Op:
+        def function(*inputs: Tensor) -> Tensor:
+            y = KINDS[op.kind].function(*inputs).flatten().clone()
+            y[-inputs[4].numel() :] *= 0.9
+            return y
+
+        return replace(op, function=function) if op.kind == "rwkv_wkv6" else op
+
+    graph = model.graph.changed(*map(decayed, model.graph))
+    path = trace_graph(graph, model.file, tmp_path / "t.trace", (58,), (114,), (133,))
+    result = check_trace(some_of(path, path, lambda op: "ssm_state" not in op), model)
+    assert [yet(finding) for finding in result.findings] == [""]

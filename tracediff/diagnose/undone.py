@@ -26,8 +26,9 @@ _SHORT = 4  # ops that are judged as one: of more, as a layer is, several mistak
 def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResult], budget: Budget) -> list[OpResult]:
     """The ops, with where their mistakes are undone; what the time does not suffice for is not said.
 
-    Asked of the step of most tokens, for of one key attention is right whatever its score is; of those together that
-    what follows reads together. Not again in other layers where nothing undoes them in one.
+    Asked of the step of most tokens, for of one key attention is right whatever its score is, and of the last, for of a
+    state that is 0 what becomes of it is; of those together that what follows reads together. Not again in other layers
+    where nothing undoes them in one.
     """
     found, in_vain = dict[str, Undone](), set[frozenset[str]]()
     faulty = [op for op in ops if op.status == "faulty" and op.local and len(op.local.segment) <= _SHORT]
@@ -44,7 +45,12 @@ def undone(model: Model, subject: Subject, replay: Replay, ops: Sequence[OpResul
             names = frozenset(map(local_name, together))
             for left_out in _ways(together, readers) if names not in in_vain else ():
                 budget.check()
-                if right := _right_without(left_out, step, errors, readers, model, subject, replay):
+                right = _right_without(left_out, step, errors, readers, model, subject, replay)
+                last = max(op.step for op in faulty if op.op in left_out)
+                if right and last != step:
+                    there = {op.op: op.local.nmse for op in faulty if op.step == last and op.local}
+                    right = _right_without(left_out, last, there, readers, model, subject, replay)
+                if right:
                     found |= dict.fromkeys(together, Undone(left_out, right))
                     break
             else:
@@ -95,6 +101,9 @@ def _right_without(
 ) -> tuple[str, ...]:
     """What follows these, if all of it is right as if they had not been recorded, and would show their mistakes."""
     following = {reader for name in left_out for reader in readers[name]} - {*left_out}
+    following = {name for name in following if (step, name) in replay.trace.ops}
+    if not following:
+        return ()
     near = {layer_of(name) for name in (*left_out, *following)}
     near |= {layer - 1 for layer in near if layer}
     places = replay.graph.places()
@@ -102,11 +111,11 @@ def _right_without(
     later = {name for name, place in places.items() if place > last}
     keys = replay.trace.ops.keys()
     others = {(at, name) for at, name in keys if at > step or name in later or layer_of(name) not in {*near, None}}
-    others |= {(step, name) for name in left_out}
+    others |= {(at, name) for at, name in keys if name in left_out}  # of a cache all rows are as it has them
     view = replace(subject, trace=replay.trace.without(others))
     (there,) = replays_of(model, [view], device=replay.weights.device)
     for name in following:
         local = there.judge(there.trace.ops[step, name])
-        if local.judgement != "sound" or local.floor * _SEEN > min(errors[one] for one in left_out):
+        if local.judgement != "sound" or local.floor * _SEEN > min(errors[one] for one in left_out if one in errors):
             return ()
     return tuple(name for name in replay.graph.ops if name in following)

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from tracediff.english import count
+from tracediff.findings.places import of_names
 from tracediff.findings.words import by_name, listed, number
+from tracediff.names import local_name
 from tracediff.result import Coverage, Result, Said, Segment
 
 _LISTED = 8
@@ -24,6 +26,16 @@ def to_split(result: Result, coverage: Coverage) -> Segment | None:
     explained = {(op.step, op.op) for op in result.faulty if op.cause}
     several = [one for one in coverage.segments if len(one.ops) > 1 and one.record and (one.faulty or one.blind)]
     return min(several, key=lambda one: (one.faulty and (one.step, one.op) in explained, not one.faulty), default=None)
+
+
+def to_record(one: Segment, coverage: Coverage) -> str:
+    """What splits the segment, and those that end in the same op of other layers: a tap is one line for all."""
+    end, wanted = local_name(one.op), {*map(local_name, one.record)}
+    alike = [s for s in coverage.segments if (s.step, local_name(s.op)) == (one.step, end) and (s.faulty or s.blind)]
+    if len(alike) < 2:
+        return listed(one.record, len(one.record))
+    names = [op for segment in alike for op in segment.ops[:-1] if local_name(op) in wanted]
+    return of_names(names, (op for segment in coverage.segments for op in segment.ops))
 
 
 def _gaps(coverage: Coverage, first: Segment | None) -> Iterator[Said]:
@@ -53,7 +65,7 @@ def _gaps(coverage: Coverage, first: Segment | None) -> Iterator[Said]:
     if first:
         yield Said(
             "gaps",
-            f"Record {listed([*first.record])} to split the segment of {len(first.ops)} ops that ends in {first.op} "
+            f"Record {to_record(first, coverage)} to split the segment of {len(first.ops)} ops that ends in {first.op} "
             f"({'faulty' if first.faulty else 'blind'}, step {first.step}) into parts of at most {first.largest}.",
         )
 

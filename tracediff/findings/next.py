@@ -2,7 +2,7 @@
 
 import shlex
 
-from tracediff.findings.gaps import to_split
+from tracediff.findings.gaps import to_record, to_split
 from tracediff.findings.words import listed
 from tracediff.names import sequence_of
 from tracediff.result import Coverage, Finding, Next, OpResult, Result
@@ -52,7 +52,7 @@ def _split(result: Result, coverage: Coverage) -> str | None:
     if one is None:
         return None
     return (
-        f"record {listed(one.record, len(one.record))} as well: {len(one.ops)} ops up to {one.op} are judged as one, "
+        f"record {to_record(one, coverage)} as well, or every op: {len(one.ops)} ops up to {one.op} are judged as one, "
         f"and {one.largest} at most are left then"
     )
 
