@@ -14,6 +14,7 @@ from conftest import Models
 from json_schema import valid
 
 from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.errors import TraceError
 from tracediff.names import StepOf
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.format import Step
@@ -207,3 +208,16 @@ def test_what_cannot_be_split_is_refused(lines: list[str], said: str, tmp_path: 
     assert code == 2
     assert said in " ".join(error.split())
     assert '"sequence":K' in error or "ascend" in error or "no token" in error
+
+
+def test_tokens_that_are_fed_again_from_the_middle_on_are_refused(models: Models, tmp_path: Path) -> None:
+    """As nano-vllm resumes a preempted sequence: "positions are 5 too low" was said."""
+    path = trace_torch(models("qwen3"), tmp_path / "a.trace", TorchOptions(), steps=BATCHES[:1])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    (step,) = (line for line in lines if line["type"] == "step")
+    again = {**step, "step": 1, "tokens": step["tokens"][1:], "positions": step["positions"][1:]}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (*lines[:-1], again, lines[-1])))
+    with pytest.raises(
+        TraceError, match="step 1 feeds the tokens of positions 1 to .* once more, as after a preemption"
+    ):
+        check_trace(path, models("qwen3"))

@@ -23,6 +23,7 @@ from tracediff.trace.shards import Part
 Place = tuple[int, str, Rows]  # step, name and tokens of a value
 _FEW = 64  # values, which may not tell by themselves what they were stored in
 _KIN = 8  # records, the largest, that tell it together
+_AGAIN = 3  # different tokens: so many at the positions that they had are no mistake in positions
 
 
 class Recorded:
@@ -251,12 +252,23 @@ class Recorded:
 
 def _positions(trace: Trace, graph: Graph) -> dict[int, tuple[int, ...]]:
     """The positions that each step should have: they go on where its sequence ended. Raises TraceError for a gap, but
-    where a record of the step has as many keys as there are: then it says other positions than it has.
+    where a record of the step has as many keys as there are: then it says other positions than it has. And for tokens
+    that are fed again, as to a sequence that was preempted: the cache then holds what no step of it says.
     """
     positions: dict[int, tuple[int, ...]] = {}
     following: dict[int, int] = {}  # of each sequence
+    fed: dict[int, dict[int, int]] = {}  # its tokens by position
     for number, step in trace.steps.items():
         first = following.get(step.sequence, step.positions[0])
+        before = fed.setdefault(step.sequence, {})
+        again = {p: token for p, token in zip(step.positions, step.tokens, strict=True) if p in before}
+        if len({*again.values()}) >= _AGAIN and all(before[p] == token for p, token in again.items()):
+            raise TraceError(
+                f"{trace.path}: step {number} feeds the tokens of positions {min(again)} to {max(again)} once more, as "
+                "after a preemption. Give what is fed again a sequence number of its own, with all of its tokens from "
+                "the first on, and `rows` where some come out of a prefix cache."
+            )
+        before.update(zip(step.positions, step.tokens, strict=True))
         known = (graph[record.op].axes for record in trace.step_ops(number) if record.op in graph)
         if step.positions[0] > first and not any("S" in axes for axes in known):
             raise TraceError(
