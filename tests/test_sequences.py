@@ -216,8 +216,6 @@ def test_tokens_that_are_fed_again_from_the_middle_on_are_refused(models: Models
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     (step,) = (line for line in lines if line["type"] == "step")
     again = {**step, "step": 1, "tokens": step["tokens"][1:], "positions": step["positions"][1:]}
-    path.write_text("".join(json.dumps(line) + "\n" for line in (*lines[:-1], again, lines[-1])))
-    with pytest.raises(
-        TraceError, match="step 1 feeds the tokens of positions 1 to .* once more, as after a preemption"
-    ):
+    path.write_text("".join(json.dumps(line) + "\n" for line in (*lines[:-1], again)))
+    with pytest.raises(TraceError, match="step 1 feeds the tokens of positions 1 to 5 once more"):
         check_trace(path, models("qwen3"))
