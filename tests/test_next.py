@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TOKENS, Models
+from conftest import TOKENS, Models, some_of, trace_graph
 from test_real_arithmetic import LLAMA, traced
 
 from tracediff.findings.gaps import to_split
 from tracediff.findings.next import next_step
 from tracediff.findings.summary import details
 from tracediff.model.graph import Op
+from tracediff.model.model import Model
+from tracediff.numerics.kinds import KINDS
 from tracediff.pipeline import Effort, check_trace, compare_traces
 
 TRACES = Path(__file__).parent.parent / "traces"
@@ -104,6 +106,20 @@ def test_what_splits_one_layer_is_to_be_recorded_in_all_that_are_as_wrong(models
     assert step.why.startswith(
         "record attn_v, attn_k_rope and attn_output in both layers as well, or every op: 17 ops up to"
     )
+
+
+def test_what_a_step_finds_is_not_to_be_recorded(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """A state is written as what the step before leaves: "Record blk.0.ssm_state" named what no page knows."""
+    model = Model(tiny("rwkv6"))
+    right = KINDS["rwkv_wkv6"].function
+    wrong = [replace(op, function=lambda *x: -right(*x)) for op in model.graph if op.kind == "rwkv_wkv6"]
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "t.trace", (58,), (114,))
+    path = some_of(path, path, lambda op: "state" not in op and not op.endswith(("time_mix_key", "time_mix_value")))
+    coverage = check_trace(path, model.path, effort=Effort(seconds=0)).coverage
+    assert coverage
+    named = {op for segment in coverage.segments for op in segment.record}
+    assert named
+    assert {model.graph[op].kind for op in named} & {"state"} == set()
 
 
 def test_what_comes_first_may_be_of_another_mistake(models: Models, tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ def _halves(segment: tuple[str, ...], chosen: list[str], graph: "Graph") -> list
     made_of: dict[str, int] = {}  # a bit for each op
     for i, op in enumerate(segment):
         made_of[op] = reduce(operator.or_, (made_of[name] for name in graph[op].inputs if name in made_of), 1 << i)
-    sizes = {op: made_of[op].bit_count() for op in segment[:-1] if op not in chosen}
+    written = {op.name for op in graph.written()}  # of a state what a step leaves is, not what it finds
+    sizes = {op: made_of[op].bit_count() for op in segment[:-1] if op not in chosen and op in written}
     bounds = [(op, 0 if chosen else max(size, len(segment) - size)) for op, size in sizes.items()]
     return sorted(bounds, key=lambda bound: bound[1])
 
