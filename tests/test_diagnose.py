@@ -887,3 +887,10 @@ def test_a_vector_that_is_added_for_every_token_has_its_name() -> None:
     assert describe(x + 2 * bias, x, axes, vectors).startswith(f"{said}; ")
     about_1 = {9: [("attn_norm.weight", 1 + 0.01 * noise[2].float())]}.get
     assert describe(x + 1, x, axes, about_1).startswith(f"{said}; ")
+
+
+def test_a_factor_near_1_is_not_named_by_the_size_of_a_single_value() -> None:
+    """ "1.00022 times (sqrt(n) of its 1 channels)": of scores over one key."""
+    x = torch.linspace(1.0, 2.0, 12, dtype=torch.float64).reshape(4, 3, 1)
+    assert "channels)" not in describe(1.0005 * x, x, ("head", "token", "key"))
+    assert "(sqrt(n) of its 4 channels)" in describe(2 * x.reshape(3, 4), x.reshape(3, 4), ("token", "channel"))

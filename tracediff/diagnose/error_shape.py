@@ -231,6 +231,8 @@ def _size(y: Tensor, x: Tensor) -> Iterator[str]:
 def _name_ratio(ratio: float, x: Tensor) -> str:
     """The usual suspects among constant factors."""
     n = x.shape[-1]
+    if n == 1:  # all of these are 1
+        return ""
     for name, value in (("sqrt(n)", math.sqrt(n)), ("n", n), ("1/sqrt(n)", n**-0.5), ("1/n", 1 / n)):
         if math.isclose(abs(ratio), value, rel_tol=1e-3):
             return f" ({name} of its {n} channels)"
