@@ -54,7 +54,7 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import softmax, weighted_values
 from tracediff.numerics.kinds.linear import linear
 from tracediff.numerics.kinds.norm import rms_norm
-from tracediff.numerics.kinds.rope import Rope
+from tracediff.numerics.kinds.rope import Rope, rope_angles
 from tracediff.numerics.kinds.rope import rope as turned
 from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import check_trace
@@ -1062,6 +1062,19 @@ def test_rates_of_pairs_are_told_by_what_each_turns(
     for op in faulty:
         assert op.cause, op.shape
         assert op.cause.text.startswith(said)
+
+
+def test_pairs_that_turn_as_others_should_are_told(models: Models, tmp_path: Path) -> None:
+    """The exponent is made of i & ~1: "pairs 1 to 7 turn about 3.2 to 5.6 times as fast", of which half are right."""
+
+    def by_two(graph: Graph) -> Op:
+        rope = graph["blk.1.attn_k_rope"]
+        right = rope_angles(torch.ones(1), None, rope.attrs["rope"])[0]
+        return rotations.turning(rope, [float(right[i & ~1] / right[i]) for i in range(len(right))])
+
+    faulty = explained(models("k-quants"), tmp_path, by_two)
+    said = "pairs 1, 3, 5, 7, 9, 11 and 2 more turn as pairs 0, 2, 4, 6, 8, 10 and 2 more should"
+    assert {op.op: op.cause and op.cause.text for op in faulty} == {"blk.1.attn_k_rope": said}
 
 
 def in_cache(name: str, change: Callable[[torch.Tensor], torch.Tensor], decoding: bool) -> Callable[[Graph], Op]:

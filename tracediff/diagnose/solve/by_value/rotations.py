@@ -14,17 +14,20 @@ from torch import Tensor
 
 from tracediff.diagnose.solve.edit import Solved
 from tracediff.diagnose.solve.problem import Problem, agree
+from tracediff.english import ranges
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.kinds.rope import pairs_of, rope, rope_angles
 
 _LOOK = "how rope's frequencies are made: the scaling that the file's metadata says, and rope_freqs.weight"
+_OTHERS = "which pair the exponent of each pair's frequency is made of: 2 i / n_rot of pair i"
 _BITS, _NUMBER = 8.0, 12.0
 _ANGLE = 1e-7  # of a pair, in radians: what float32 makes of it in a few tokens and heads
 _RATE = 1e-6  # of a share: what frequencies in float32 are off by
 _MAYBE = 4.0  # times as far from 1 a rate may be the right one
 _NEARLY = 0.05  # of a rate: what is off by less is told by how much
+_SEVERAL = 3  # pairs
 _RUNS = 3  # of pairs that turn alike: more are told by the first and the last
 _WORDS = re.compile(r"(?:pairs (\d+) to (\d+) turn|pair (\d+) turns) ([\d.e+-]+) times as fast as (?:they|it) should")
 
@@ -57,13 +60,30 @@ def variants(problem: Problem) -> Iterator[Solved]:
         return
     coarse = np.median(problem.bound / np.maximum(np.abs(problem.recorded), 1e-30)) / np.sqrt(turned.size)
     reach = np.abs(positions).max()
-    times = _alike(rates / of_one, _RATE + max(_ANGLE, coarse) / np.maximum(of_one * reach, 1e-30))
+    within = _RATE + max(_ANGLE, coarse) / np.maximum(of_one * reach, 1e-30)
+    times = _alike(rates / of_one, within)
     changed = turning(op, times)
     given = [torch.from_numpy(x.reshape(shape)), torch.from_numpy(positions)]
     y = evaluate(changed, given, problem.weights, problem.arithmetic).double().numpy().ravel()
     n = len(_runs(times))
     if n and agree(problem.recorded, y, problem.near).all():
-        yield Solved((changed,), words(times), _BITS + _NUMBER * n, _LOOK, fitted=True)
+        others = _as_others(np.array(times), of_one, within)
+        look = _OTHERS if others else _LOOK
+        yield Solved((changed,), others or words(times), _BITS + _NUMBER * n, look, fitted=True)
+
+
+def _as_others(times: np.ndarray, of_one: np.ndarray, within: np.ndarray) -> str:
+    """Which pairs turn as others should, those of several rates where all do and their rates are told from one another;
+    empty where that is not so.
+    """
+    off = np.flatnonzero(times != 1)
+    rates = times[off] * of_one[off]
+    nearest = np.abs(rates[:, None] - of_one).argmin(1)
+    apart = np.abs(1 - of_one[1:] / of_one[:-1]).min(initial=1.0)
+    are_told = (within[off] < apart / 4) & (np.abs(rates / of_one[nearest] - 1) <= 2 * within[off])
+    if len(off) < _SEVERAL or not are_told.all():
+        return ""
+    return f"pairs {ranges(off.tolist())} turn as pairs {ranges(nearest.tolist())} should"
 
 
 def turning(op: Op, times: Sequence[float]) -> Op:
@@ -89,12 +109,14 @@ def words(times: Sequence[float]) -> str:
     runs = _runs(times)
     if len(runs) > _RUNS:
         (first, _, a), (_, last, b) = runs[0], runs[-1]
-        off = max(abs(rate - 1) for _, _, rate in runs)
-        if off < _NEARLY:
-            return f"pairs {first} to {last} turn too fast or too slowly by up to {off:.2g} of it, each at its own rate"
-        return (
-            f"pairs {first} to {last} turn about {a:.2g} to {b:.2g} times as fast as they should, each at its own rate"
-        )
+        most = max(abs(rate - 1) for _, _, rate in runs)
+        if most < _NEARLY:
+            return (
+                f"pairs {first} to {last} turn too fast or too slowly by up to {most:.2g} of it, each at its own rate"
+            )
+        off = [i for i, rate in enumerate(times) if rate != 1]
+        about = " to ".join(dict.fromkeys((f"{a:.2g}", f"{b:.2g}")))
+        return f"pairs {ranges(off)} turn about {about} times as fast as they should, each at its own rate"
     said = (
         f"pair {first} turns {rate:.6g} times as fast as it should"
         if first == last
