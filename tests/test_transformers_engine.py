@@ -256,7 +256,7 @@ def test_another_model_in_the_folder(tmp_path: Path) -> None:
     model, _ = saved("llama", tmp_path)
     (tmp_path / "other").mkdir()
     _, other = saved("qwen3", tmp_path / "other")
-    with pytest.raises(EngineError, match=r"q_proj is \[144, 96\] in this model, \[96, 96\] in the GGUF"):
+    with pytest.raises(EngineError, match=r"o_proj is \[96, 144\] in this model, \[96, 96\] in the GGUF"):
         trace_transformers(model, tmp_path / "x.trace", TorchOptions(), TOKENS, hf=other)
 
 

@@ -72,8 +72,10 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
         taps += [Tap(path, op, rows) for op, rows in lying]
         for op, _ in lying:
             by_weight.pop(op.name)
-    for path in wider - {tap.path for tap in taps}:
-        raise _misfit(path, modules[path].weight, named[path])
+    known = {tap.path for tap in taps}
+    for path, op in named.items():
+        if path in wider and path not in known and (held := to_be_found(modules[path])) is not None:
+            raise _misfit(path, held, op)
     for tap in list(_as_elsewhere(taps, [path for path, _ in unnamed], by_weight)):
         notes.append(f"{tap.path} holds other weights than {tap.op.weights[0].name}")
         taps.append(tap)
