@@ -1461,7 +1461,7 @@ def test_a_part_of_a_long_prompt_tells_the_arithmetic(
     assert judged[0].ops == judged[1].ops
 
 
-@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arithmetic", COMBINED)
 def test_a_composed_arithmetic_excuses_no_mistake(
     models: Models, tmp_path: Path, arithmetic: str, capture: str

@@ -192,7 +192,7 @@ def by_integers(factor: float = 1.0) -> Callable[[str], Function]:
     return of
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.2])
+@pytest.mark.parametrize("factor", [1.0, pytest.param(1.2, marks=pytest.mark.slow)])
 def test_single_tokens_of_integers_are_as_those_of_prompts(factor: float, models: Models, tmp_path: Path) -> None:
     """Of a token all roundings to integers turn where one does, and what is left tells little: what longer steps do was
     not asked again, and a right engine (torchao, int8 by int8) diverged in every decoded token.
