@@ -726,7 +726,8 @@ def test_logits_that_were_changed_before_they_were_recorded_are_named(
     assert [finding.text for finding in check_trace(path, model.path).findings] == [f"output: {words}."]
 
 
-def test_sinks_that_were_not_loaded_are_named_behind_hidden_states(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
+def test_sinks_that_were_not_loaded_are_named(capture: Capture, tiny: Tiny, tmp_path: Path) -> None:
     """They were said to be scaled, in the one layer where that left hardly more."""
     file = GGUFFile(tiny("gpt-oss"))
     graph = build_graph(file)
@@ -735,9 +736,10 @@ def test_sinks_that_were_not_loaded_are_named_behind_hidden_states(tiny: Tiny, t
         return softmax(scores, queries, keys, torch.zeros_like(sinks), **attrs)
 
     wrong = [replace(op, function=unloaded) for op in graph if op.kind == "softmax"]
-    path = trace_graph(graph.changed(*wrong), file, tmp_path / "a.trace", TOKENS, capture="layers")
+    path = trace_graph(graph.changed(*wrong), file, tmp_path / "a.trace", TOKENS, capture=capture)
     (finding,) = check_trace(path, tiny("gpt-oss")).findings
-    assert finding.text.endswith("attn_probs: the sinks are 0, as if they had not been loaded.")
+    assert finding.text.endswith(": the sinks are 0, as if they had not been loaded.")
+    assert "attn_probs" in finding.text
 
 
 def test_one_mistake_of_the_router_is_one_where_another_suits_a_layer(tmp_path: Path) -> None:
