@@ -198,7 +198,7 @@ MOMENTS = {
 def test_a_signal_leaves_no_temporary_file(moment: str, start: Start, models: Models, tmp_path: Path) -> None:
     """Sent to the one process alone, as `kill` and schedulers do."""
     number, happens = MOMENTS[moment]
-    running = start("run", models("demo"), "--tokens", "1,2,3", "--decode", "20", "--threads", "1")
+    running = start("run", models("demo"), "--tokens", "1,2,3", "--decode", "100", "--threads", "1")
     until(running, lambda: happens(running, tmp_path / "tmp"))
     child = children(running)
     running.send_signal(number)
