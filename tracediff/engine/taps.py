@@ -49,18 +49,25 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     taps, notes = [], []
     modules = dict(model.named_modules())
     named = _named(modules, graph, by_weight, weights)
-    wider = {path for path, op in named.items() if _is_wider(to_be_found(modules[path]), op)}
-    unnamed = [(path, module) for path, module in modules.items() if path not in named or path in wider]
+    wider: dict[str, EngineError] = {}  # what is wrong, if the rows tell no op
     for path, op in named.items():
-        if path in wider or (held := to_be_found(modules[path])) is None:
+        if (held := to_be_found(modules[path])) is None:
             continue
         if not _fits(held, op):
-            raise _misfit(path, held, op)
+            misfit = EngineError(
+                f"{path} is {list(held.shape)} in this model, {list(op.weights[0].shape)} in the GGUF file "
+                f"({op.weights[0].name}): it is another model, or a part of one. Check both."
+            )
+            if not _may_hold_several(held, op):
+                raise misfit
+            wider[path] = misfit
+            continue
         found, rows = _order(held, op, weights)
         if not found:
             notes.append(f"{path} holds other weights than {op.weights[0].name}")
         taps.append(Tap(path, op, rows))
         by_weight.pop(op.name)
+    unnamed = [(path, module) for path, module in modules.items() if path not in named or path in wider]
     for path, module in unnamed:
         if (weight := to_be_found(module)) is None:
             continue
@@ -73,9 +80,8 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
         for op, _ in lying:
             by_weight.pop(op.name)
     known = {tap.path for tap in taps}
-    for path, op in named.items():
-        if path in wider and path not in known and (held := to_be_found(modules[path])) is not None:
-            raise _misfit(path, held, op)
+    if misfits := [misfit for path, misfit in wider.items() if path not in known]:
+        raise misfits[0]
     for tap in list(_as_elsewhere(taps, [path for path, _ in unnamed], by_weight)):
         notes.append(f"{tap.path} holds other weights than {tap.op.weights[0].name}")
         taps.append(tap)
@@ -85,18 +91,11 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     return sorted(taps, key=lambda tap: order[tap.op.name]), notes
 
 
-def _is_wider(held: Tensor | None, op: Op) -> bool:
-    """Whether a module has more rows than the op of its name, as what vLLM's engines call `gate_up_proj`: gguf-py's
-    table knows one of both.
+def _may_hold_several(held: Tensor, op: Op) -> bool:
+    """Whether a module that does not fit the op of its name may hold others side by side, as what vLLM's engines call
+    `gate_up_proj`: gguf-py's table knows one of both.
     """
-    return held is not None and not _fits(held, op) and held.shape[1:] == op.weights[0].shape[1:] and held.ndim == 2
-
-
-def _misfit(path: str, held: Tensor, op: Op) -> EngineError:
-    return EngineError(
-        f"{path} is {list(held.shape)} in this model, {list(op.weights[0].shape)} in the GGUF file "
-        f"({op.weights[0].name}): it is another model, or a part of one. Check both."
-    )
+    return held.ndim == 2 and held.shape[1:] == op.weights[0].shape[1:]
 
 
 def _names(graph: Graph) -> Any:

@@ -200,7 +200,8 @@ class Planning:
         """Looking nothing up, where that is as good: of GELU that is recorded in bfloat16 a table of float16 shows in
         few values, and ggml alone has one.
         """
-        if choice.by_op:
+        others = {scheme: self._planner.without_tables(scheme, *records) for scheme in choice.schemes}
+        if choice.by_op or not any(others.values()):
             return choice
         samples = self._samples(records)
 
@@ -208,11 +209,8 @@ class Planning:
             good = all(self._fitting.is_as_good(other, scheme, record) for record in samples)
             return good and not any(self._is_far_nearer(scheme, other, record) for record in samples)
 
-        def plainest(scheme: Scheme) -> Scheme:
-            others = self._planner.without_tables(scheme, *records)
-            return next((other for other in others if is_as_good(other, scheme)), scheme)
-
-        schemes = tuple(dict.fromkeys(map(plainest, choice.schemes)))
+        plainest = (next((o for o in of if is_as_good(o, scheme)), scheme) for scheme, of in others.items())
+        schemes = tuple(dict.fromkeys(plainest))
         self._recomputation.forget()
         return replace(choice, schemes=schemes)
 
