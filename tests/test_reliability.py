@@ -209,6 +209,30 @@ def test_a_signal_leaves_no_temporary_file(moment: str, start: Start, models: Mo
     assert not [*(tmp_path / "tmp").iterdir()]
 
 
+IMPORTING = """
+import os, signal, sys, time
+from tracediff.process import Interrupted, prepare
+class Sends:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.nn":  # torch is half there
+            os.kill(os.getpid(), signal.SIGINT)
+prepare()
+sys.meta_path.insert(0, Sends())
+try:
+    import torch
+    print("imported")
+    time.sleep(5)
+except Interrupted:
+    print("interrupted")
+"""
+
+
+def test_a_signal_waits_for_torch_to_be_imported() -> None:
+    """An exception on its way through pybind11 there ends the process by std::terminate, which now and then it did."""
+    done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, preexec_fn=_heeding)
+    assert (done.stdout, done.stderr) == ("imported\ninterrupted\n", "")
+
+
 def test_nohup(models: Models, tmp_path: Path) -> None:
     """What was started to outlive its terminal does."""
     arguments = ("--engine", "llama.cpp", "--tokens", "1", "-o", tmp_path / "a.trace")

@@ -28,6 +28,7 @@ _KEPT = ((-1, 1 << 30), (-3, 1 << 30), (-8, 1))
 # Objects more than there were before cycles are looked for; Python's own are 700. Imports and results are many objects
 # without cycles: of a check of 500 steps that search took a tenth of the time.
 _SELDOM = 100_000
+_AGAIN = 0.05  # seconds until a signal that came while torch was imported is looked at once more
 
 
 class Interrupted(KeyboardInterrupt):
@@ -92,10 +93,18 @@ def interruption(error: BaseException | None) -> Interrupted | None:
     return error
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """The first signal ends the command; those that come while it is tidying up find that under way."""
-    if interruption(sys.exception()) is None:
-        raise Interrupted(number)
+def _interrupt(number: int, frame: FrameType | None = None) -> None:
+    """The first signal ends the command; those that come while it is tidying up find that under way.
+
+    While torch is imported it waits: an exception that reaches pybind11 in there ends the process by std::terminate.
+    """
+    if interruption(sys.exception()) is not None:
+        return
+    if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+        signal.signal(signal.SIGALRM, lambda *_: _interrupt(number))
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+        return
+    raise Interrupted(number)
 
 
 class _Closed(io.TextIOBase):
