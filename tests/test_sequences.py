@@ -85,6 +85,8 @@ def test_llama_cpp_is_traced_in_a_batch(models: Models, tmp_path: Path, cli: Cli
 def test_a_mistake_of_one_sequence_is_named_with_it(traced: Traced, models: Models, cli: Cli, tmp_path: Path) -> None:
     """Sequence 4 has sequence 0's keys of layer 1 in the cache, from the first decode step on."""
     right, wrong = Trace(traced(BATCHES)), traced(BATCHES, "wrong")
+    gate = "ci", wrong, "--model", models("qwen3", "F16"), "--lock", tmp_path / "lock"
+    assert cli(*gate, "--update")[0] == 0
     trace = Trace(wrong)
     data = bytearray(wrong.with_suffix(".bin").read_bytes())
     for name in ("attn_scores", "attn_probs"):
@@ -106,6 +108,13 @@ def test_a_mistake_of_one_sequence_is_named_with_it(traced: Traced, models: Mode
     assert packed
     assert "2 of sequence 4" in json.loads(zlib.decompress(base64.b64decode(packed[1])))["steps"]
     assert "in step 2 of sequence 4" in cli(*check)[1]
+    code, text, error = cli(*gate, "--json", "-", "--sarif", tmp_path / "gate.sarif", "--junit", tmp_path / "gate.xml")
+    assert code == 1, error
+    assert json.loads(text)["cases"]["wrong"]["first_divergence"] == first
+    three = cli("compare", right.path, right.path, *check[1:], "--json", "-")
+    assert three[0] == 1, three[2]
+    outliers = [op for op in json.loads(three[1])["ops"] if op["status"] == "outlier"]
+    assert (outliers[0]["op"], outliers[0]["step"], outliers[0]["sequence"]) == ("blk.1.attn_scores", 2, 4)
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Path:

@@ -3,13 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tracediff.english import count
 from tracediff.findings.words import number
-from tracediff.report.json_report import written
+from tracediff.report.json_report import fields_of, written
 from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, headline, line
 from tracediff.result import AuditResult, TensorResult
 
@@ -34,7 +33,7 @@ def render(result: AuditResult, width: int = 100) -> RenderableType:
 
 def render_json(result: AuditResult) -> str:
     """One JSON object."""
-    return written({"schema": SCHEMA, **msgspec.to_builtins(result)})
+    return written(fields_of(SCHEMA, result))
 
 
 def _of(result: AuditResult, *statuses: str) -> list[TensorResult]:

@@ -1,5 +1,6 @@
 """The result as JSON, schema tracediff/1. Not json.py: that name is the standard library's."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,23 +14,32 @@ SCHEMA = "tracediff/1"
 
 def render(result: Result) -> str:
     """One JSON object. Of several sequences a "step" has its "sequence" beside it."""
-    return written(_plain(result))
+    return written(document(result))
 
 
 def render_all(results: Mapping[str, Result]) -> str:
     """Several results under their names."""
-    return written({"schema": SCHEMA, "ways": {name: _plain(result) for name, result in results.items()}})
+    return written({"schema": SCHEMA, "ways": {name: document(result) for name, result in results.items()}})
+
+
+def fields_of(schema: str, result: Any) -> dict[str, Any]:
+    """What is written of a result whose fields are those of the JSON."""
+    return {"schema": schema, **{field.name: getattr(result, field.name) for field in dataclasses.fields(result)}}
 
 
 def written(whole: Any) -> str:
-    """As it stands in a file; what is not finite becomes null."""
-    return msgspec.json.format(msgspec.json.encode(whole), indent=1).decode() + "\n"
+    """As it stands in a file: what is not finite becomes null, and of several sequences each step says whose it is."""
+    several = False
 
+    def parts(step: StepOf) -> dict[str, int]:
+        nonlocal several
+        several = True
+        return {"step": step.step, "sequence": step.sequence}
 
-def _plain(result: Result) -> Any:
-    whole = document(result)
-    several = any(isinstance(step, StepOf) for step in result.steps)
-    return _flat(msgspec.to_builtins(whole, enc_hook=_parts)) if several else whole
+    encoded = msgspec.json.encode(whole, enc_hook=parts)
+    if several:
+        encoded = msgspec.json.encode(_flat(msgspec.json.decode(encoded)))
+    return msgspec.json.format(encoded, indent=1).decode() + "\n"
 
 
 def document(result: Result) -> dict[str, object]:
@@ -60,13 +70,9 @@ def document(result: Result) -> dict[str, object]:
     }
 
 
-def _parts(step: StepOf) -> dict[str, int]:
-    return {"step": step.step, "sequence": step.sequence}
-
-
 def _flat(value: Any) -> Any:
     """Steps as numbers again, and whose they are under a key of its own."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [_flat(item) for item in value]
     if not isinstance(value, dict):
         return value

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tracediff.findings.words import number
-from tracediff.report.json_report import written
+from tracediff.report.json_report import fields_of, written
 from tracediff.report.parts import Rows, Trimmed, fitting, hanging, heading, headline, line
 from tracediff.report.sections.said import notes
 from tracediff.result import Mismatch
@@ -29,8 +29,8 @@ def render(result: Mismatch, width: int = 100) -> RenderableType:
 
 def render_json(result: Mismatch) -> str:
     """One JSON object; what is not finite becomes null."""
-    document = {"schema": SCHEMA, **msgspec.to_builtins(result)}
-    document["gap"]["unexplained"] = document.pop("rest")
+    document = fields_of(SCHEMA, result)
+    document["gap"] = {**msgspec.to_builtins(result.gap), "unexplained": document.pop("rest")}
     document["floor"] = {key: document.pop(key) for key in ("floor", "beyond", "noise")}
     return written(document)
 

@@ -3,14 +3,13 @@
 import itertools
 from collections.abc import Iterator
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tracediff.english import count
 from tracediff.findings.words import number
 from tracediff.names import HIDDEN_STATES, local_name
-from tracediff.report.json_report import written
+from tracediff.report.json_report import fields_of, written
 from tracediff.report.parts import Rows, Trimmed, fitting, heading, headline, line
 from tracediff.report.sections.said import notes
 from tracediff.report.sections.verdict import findings
@@ -36,7 +35,7 @@ def render(result: ThreeWay, width: int = 100) -> RenderableType:
 
 def render_json(result: ThreeWay) -> str:
     """One JSON object."""
-    return written({"schema": SCHEMA, **msgspec.to_builtins(result)})
+    return written(fields_of(SCHEMA, result))
 
 
 def _verdict(result: ThreeWay) -> Iterator[RenderableType]:
