@@ -36,7 +36,8 @@ class Energy:
     requantised: tuple[float, float] = (0.0, 0.0)  # squared error of weights that the engine requantised, and signal
     last_place: Tensor | None = None  # of sums in half precision, followed: the largest unit of a running sum
     measured: Tensor | None = None  # of an op that is computed in another way: how far float32 is from float64
-    inside: "Energy | None" = None  # of an op that is another in a region
+    inside: "Energy | None" = None  # of an op that is another in a region: that of the other
+    each: tuple[Tensor, ...] = ()  # and what both make
 
     def take(self, other: "Energy", shaped: Callable[[Tensor], Tensor]) -> None:
         """What was told of the rows of a matmul, in the shape of the op's value."""

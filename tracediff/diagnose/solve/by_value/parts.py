@@ -39,14 +39,17 @@ class InRegion:
         y = computed(self.outside, call, call.inputs[: len(self.outside.inputs)])
         other = computed(self.inside, replace(call, energy=energy))
         if call.energy:
-            call.energy.inside = energy
+            call.energy.inside, call.energy.each = energy, (y, other)
         return torch.where(self._mask(y), other, y)
 
     def noise(self, made: Made) -> Noise:
-        """That of either op, each where it was computed."""
+        """That of either op, each where it was computed, and of all that it made: the other half of a rotated pair may
+        lie in the region.
+        """
         assert made.energy.inside
-        outside = noise_of(self.outside, made, made.inputs[: len(self.outside.inputs)])
-        inside = noise_of(self.inside, replace(made, energy=made.energy.inside))
+        y, other = made.energy.each
+        outside = noise_of(self.outside, made, made.inputs[: len(self.outside.inputs)], y)
+        inside = noise_of(self.inside, replace(made, energy=made.energy.inside), y=other)
         mask = self._mask(made.y)
         sigma, hard = torch.where(mask, inside.sigma, outside.sigma), torch.where(mask, inside.hard, outside.hard)
         return Noise(sigma, hard, alike=max(inside.alike, outside.alike))

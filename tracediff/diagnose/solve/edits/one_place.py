@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from tracediff.diagnose.solve.loops.elementary import COMPARISONS, ELEMENTARY
 from tracediff.diagnose.solve.loops.nodes import INTEGER_ARRAYS, Node, type_of
@@ -44,6 +44,8 @@ def instead_of(place: Node, arrays: Sequence[str]) -> Iterator[ast.AST | None]:
                 yield arguments[0]
             if name == "range":
                 yield from _other_ranges(arguments)
+            if name == "sum":
+                yield from _carried(node, place)
     if isinstance(node, ast.expr) and _is_real(node, parent, names):
         yield ast.UnaryOp(ast.USub(), node)
     if isinstance(parent, ast.Subscript) and node is parent.slice:
@@ -91,6 +93,15 @@ def _running_on(place: Node, name: str) -> Iterator[ast.expr]:
                     yield ast.BinOp(
                         ast.BinOp(ast.Name(row, ast.Load()), ast.Mult(), n), ast.Add(), ast.Name(name, ast.Load())
                     )
+
+
+def _carried(node: ast.Call, place: Node) -> Iterator[ast.expr]:
+    """A sum that is not set to 0 again in each turn of some loops around it."""
+    loops = [p.node.target for p in place.around if isinstance(p.node, ast.For)]
+    for n in range(1, len(loops) + 1):
+        for some in combinations(loops, n):
+            names = [ast.Name(loop.id, ast.Load()) for loop in some if isinstance(loop, ast.Name)]
+            yield ast.Call(ast.Name("carried", ast.Load()), [node, *names], [])
 
 
 def _is_called(node: ast.AST, parent: ast.AST | None) -> bool:

@@ -67,11 +67,14 @@ def _in_all_reads(tree: ast.Module) -> Iterator[Edit]:
 
 
 def _in_all_calls(tree: ast.Module) -> Iterator[Edit]:
-    """A function that is called several times of the same, as of rope's angle, is another in all of them, or left out:
-    engines keep what it gives.
+    """A function that is called several times of the same, as of rope's angle, is another in all of them, or left out,
+    or two of these are exchanged: engines keep what it gives.
     """
     source = ast.unparse(tree)
-    for call in dict.fromkeys(re.findall(rf"\b(?:{'|'.join(ELEMENTARY)})\(\w+\)", source)):
+    calls = [*dict.fromkeys(re.findall(rf"\b(?:{'|'.join(ELEMENTARY)})\(\w+\)", source))]
+    for a, b in combinations([call.partition("(")[0] for call in calls if source.count(call) > 1], 2):
+        yield Edit("", with_names(source, {a: b, b: a}), "values", renamed=((a, b), (b, a)))
+    for call in calls:
         name, _, argument = call[:-1].partition("(")
         others = (f"{other}({argument})" for other in ELEMENTARY if other != name)
         for other in (argument, *others) if source.count(call) > 1 else ():

@@ -68,6 +68,8 @@ class Bound:
     def _run(self, only: Mapping[str, np.ndarray], dtype: type) -> Run:
         program = parse(self.source)
         in_place = program.reads_output and "before" in self.arrays
+        in_blocks = [self.own.block[0]] if self.own.block and len(self._blocks()) > 1 else []
+        only = {name: turns for name, turns in only.items() if name in in_blocks or name not in program.carrying}
         before = self.untouched(np.arange(self._n)) if in_place else None
         return Run(
             program,

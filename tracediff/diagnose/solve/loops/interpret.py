@@ -2,14 +2,15 @@
 
 What runs: `for v in range(...)`, assignments to names and to array elements, arithmetic, comparisons, `a if c else b`,
 elementary functions, and sum, max, min, first and last of a generator, or all parts of a sum: its upto and onwards, of
-the terms before each and from each on, its without and alone, of all but every nth and of these. Reads beyond an array
-give 0, or what is asked for. Where several iterations store to one element the last one stays, in the order of the
+the terms before each and from each on, its without and alone, of all but every nth and of these. A sum may be carried
+through turns of loops around it: each goes on from the one before. Reads beyond an array give 0, or what is asked for.
+Where several iterations store to one element the last one stays, in the order of the
 loops.
 """
 
 import ast
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -23,6 +24,7 @@ from tracediff.diagnose.solve.loops.arrays import (
     Prepared,
     Stored,
     Value,
+    check_size,
     contracted,
     interleaved,
     over,
@@ -36,6 +38,7 @@ from tracediff.diagnose.solve.loops.turns import OutOfTurnError, Touched
 _BEYOND = 4  # times the largest array: so often may be stored, and so far; an engine that goes on crashes
 _SHORT = 1 << 16  # turns of loops that take no time
 _IN_TURN = 512  # turns that are taken one by one: each takes as long as all at once of few values
+_BY_TERMS = 1 << 22  # terms of all sums together that are added up one after the other
 _PREPARED = 8  # results of loops that are kept for other runs
 
 
@@ -270,6 +273,8 @@ class Run:
                 return self._read(name, at)
             case ast.Call(func=ast.Name(id=name), args=[ast.GeneratorExp() as generator]):
                 return self._reduced(name, generator)
+            case ast.Call(func=ast.Name(id="carried"), args=[ast.Call() as each, *loops]):
+                return self._carried(each, [loop.id for loop in loops if isinstance(loop, ast.Name)])
             case ast.Call(func=ast.Name(id=name), args=[argument]) if name in ELEMENTARY:
                 return function(self.exp if name == "exp" else ELEMENTARY[name], self.value(argument), self.dtype)
         raise CannotRunError(ast.unparse(node))
@@ -335,6 +340,30 @@ class Run:
             return contracted(a, b, axis, self._length(axis))
         terms: np.ndarray = np.asarray(self.value(node), self.dtype)
         return over("sum", np.broadcast_to(terms, self._along(terms, axis)), axis, None)
+
+    def _carried(self, node: ast.Call, loops: Sequence[str]) -> Value:
+        """A sum that goes on in every turn of these loops, the outermost first, and is never set to 0 in between."""
+        if self._in_turn or self._mask is not True or not self.only.keys().isdisjoint(loops):
+            raise CannotRunError("turns that are not all taken at once")
+        (generator,) = node.args
+        assert isinstance(generator, ast.GeneratorExp)
+        loop = generator.generators[0]
+        assert isinstance(loop.target, ast.Name)
+        with self._loop(loop.target.id, loop.iter, whole=True) as (any_left, inside):
+            if not any_left or inside is not True:
+                raise CannotRunError("a sum of other terms in each turn")
+            axes = [self.program.axes[name] for name in (*loops, loop.target.id)]
+            # In float32 each term is rounded to the sum so far, however small the sum of its own turn.
+            one_by_one = self.dtype == np.float32 and self._turns * self._length(axes[-1]) <= _BY_TERMS
+            each: np.ndarray = np.asarray(self.value(generator.elt if one_by_one else node), self.dtype)
+            shape = list(each.shape or (1,) * self._rank)
+            for axis in axes if one_by_one else axes[:-1]:
+                shape[axis] = self._length(axis)
+        check_size(tuple(shape))
+        last = range(self._rank - len(axes), self._rank)
+        turns = np.moveaxis(np.broadcast_to(each, shape), axes, last)
+        sums = turns.reshape(*turns.shape[: last.start], -1).cumsum(-1).reshape(turns.shape)[..., -1:]
+        return np.moveaxis(sums, last, axes)
 
     def _length(self, axis: int) -> int:
         name = next(v for v, a in self.program.axes.items() if a == axis)

@@ -130,6 +130,11 @@ class Program:
             if names == {"y"} and isinstance(loop.target, ast.Name) and self._stands_alone(loop)
         }
 
+    @cached_property
+    def carrying(self) -> set[str]:
+        """Loop variables of which each turn goes on from the one before."""
+        return set(carried_over(self.tree))
+
     def _stands_alone(self, loop: ast.For) -> bool:
         return not self.reads_output or any(isinstance(node, ast.For) for node in loop.body)
 
@@ -138,6 +143,12 @@ class Program:
 def parse(source: str) -> Program:
     """Loops of a source. Nobody changes their tree: the next to ask gets the same."""
     return Program(ast.parse(source))
+
+
+def carried_over(node: ast.AST) -> list[str]:
+    """The loop variables through whose turns sums go on, from the outermost."""
+    calls = (n for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
+    return [loop.id for n in calls if n.func.id == "carried" for loop in n.args[1:] if isinstance(loop, ast.Name)]
 
 
 def stores_to(node: ast.Assign) -> str:

@@ -68,6 +68,7 @@ NAMED = {
     "expert": "the expert",
 }  # fmt: skip
 SUMS = {"sum": "the sum", "max": "the largest", "min": "the smallest", "first": "the first", "last": "the last"}
+SUMMED = ("the sum of squares", "the sum", "the maximum")
 OWN = {"scores": "the output's", "softmax": "the softmax's", "weighted_values": "the output's"}
 OF_STEPS = ("past", "starts")
 COUNTS_TOKENS = ("T", "S", "P", "queries", "keys")  # sizes that are others in each step

@@ -16,10 +16,11 @@ from tracediff.diagnose.solve.edit import Edit
 from tracediff.diagnose.solve.loops.accesses import Access, accesses
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.loops.bound import Bound
+from tracediff.diagnose.solve.loops.program import carried_over
 from tracediff.diagnose.solve.words.counts import evaluated, names_in, range_of
 from tracediff.diagnose.solve.words.masks import LESS, seen_keys
 from tracediff.diagnose.solve.words.names import CACHE, Names
-from tracediff.diagnose.solve.words.nouns import AXES, COUNTS_TOKENS, NAMED, NUMBERS, OF_STEPS, ORDINALS, OWN
+from tracediff.diagnose.solve.words.nouns import AXES, COUNTS_TOKENS, NAMED, NUMBERS, OF_STEPS, ORDINALS, OWN, SUMMED
 from tracediff.diagnose.solve.words.places import difference, taken
 from tracediff.diagnose.solve.words.syntax import chain, head, inlined, quotable, statements
 from tracediff.english import count, plural
@@ -146,6 +147,11 @@ class Speaker(Names):
 
     def _value(self, subject: str, old: ast.expr, new: ast.expr, edited: Bound) -> str:
         """An expression that is another: a place that is read, a count of terms, or a formula."""
+        if loops := carried_over(new):
+            whole = subject if subject in SUMMED else "the sum"
+            *most, last = map(self.noun, loops)
+            each = f"{', '.join(most)} and {last}" if most else last
+            return f"{whole} is not set to 0 again for each {each}: it goes on from the one before"
         outer: ast.AST
         for outer, (x, y) in chain(old, new):
             if isinstance(outer, ast.Subscript) and isinstance(outer.value, ast.Name) and x is outer.slice:
@@ -170,7 +176,7 @@ class Speaker(Names):
     def _terms(self, subject: str, name: str, old: ast.Call, new: ast.Call, edited: Bound) -> str:
         """A sum over other terms."""
         noun = self.noun(name)
-        whole = subject if subject in ("the sum of squares", "the sum", "the maximum") else "the sum"
+        whole = subject if subject in SUMMED else "the sum"
         said = self._taken(noun, old, new, edited)
         if said:
             return f"{whole} takes {said[0]}{said[1]}"
