@@ -198,7 +198,7 @@ def decoded(
 def _check_seen(observer: Observer, request: Request) -> None:
     """Every op must have come, but flash attention hides scores and probabilities."""
     hidden = ("attn_scores", "attn_scores_scaled", "attn_probs") if request.options.flash_attn else ()
-    missing = [role for role in observer.axes if role not in observer.seen and not role.endswith(hidden or ("\0",))]
+    missing = [role for role in observer.axes if role not in observer.seen and not role.endswith(hidden)]
     if missing:
         raise EngineError(
             f"llama.cpp's graph does not show {len(missing)} ops, the first {missing[0]!r}: this version builds it "

@@ -5,6 +5,7 @@ import pytest
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from tracediff.audit.quantisation import expected_error
 from tracediff.errors import ModelError
 from tracediff.model import dequantise as module
 from tracediff.model.dequantise import dequantise
@@ -20,6 +21,12 @@ def test_ggml_and_gguf_py_agree(kind: GGMLQuantizationType) -> None:
     np.testing.assert_array_equal(dequantise(raw, kind, "w"), quants.dequantize(raw, kind))
     rows = raw[1::2]  # no copy of the file is made for it: rows that lie apart
     np.testing.assert_array_equal(dequantise(rows, kind, "w"), quants.dequantize(np.ascontiguousarray(rows), kind))
+
+
+def test_a_type_that_gguf_py_cannot_read_is_measured() -> None:
+    rows = np.random.default_rng(0).standard_normal((8, 256))
+    whole, each = expected_error(rows, GGMLQuantizationType.Q1_0)
+    assert 0.1 < whole <= each
 
 
 def test_without_ggml_gguf_py_does_it(monkeypatch: pytest.MonkeyPatch) -> None:

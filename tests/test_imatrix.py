@@ -54,6 +54,9 @@ def test_what_shows(trace: Path, models: Models, tmp_path: Path, cli: Cli) -> No
     wrong = dict(right)
     for name, change in {
         "blk.0.attn_q.weight": lambda x: x.reshape(1, 2, -1).swapaxes(1, 2).reshape(1, -1),
+        "blk.0.ffn_down.weight": lambda x: x[
+            :, np.where(np.arange(64) == 5, 40, np.where(np.arange(64) == 40, 5, np.arange(64)))
+        ],
         "blk.1.ffn_up.weight": lambda x: 4 * x,
         "blk.1.attn_output.weight": lambda x: x * (1 + 0.14 * np.cos(np.arange(x.size) ** 2)),
         "blk.1.ffn_down.weight": lambda x: np.where(np.arange(x.size) == x.argmax(), 0, x),
@@ -61,15 +64,18 @@ def test_what_shows(trace: Path, models: Models, tmp_path: Path, cli: Cli) -> No
         wrong[name] = Profile(change(right[name].squares), right[name].counts)
     other = written(tmp_path / "b.gguf", wrong)
     code, out, _ = cli("imatrix", tmp_path / "a.gguf", other)
-    assert (code, "4 differ" in out) == (1, True)
+    assert (code, "5 differ" in out) == (1, True)
     found = {one.weight: one for one in compare(right, profiles(other, None), 1e-3) if one.status != "ok"}
     assert {name: one.status for name, one in found.items()} == {
         "blk.0.attn_q.weight": "permuted",
+        "blk.0.ffn_down.weight": "permuted",
         "blk.1.ffn_up.weight": "scaled",
         "blk.1.attn_output.weight": "differs",
         "blk.1.ffn_down.weight": "differs",
     }
     assert "channel 1 has that of 24" in found["blk.0.attn_q.weight"].why
+    two = "2 channels in another order: B's channel 5 has that of 40, 40 has that of 5"
+    assert found["blk.0.ffn_down.weight"].why == two
     assert found["blk.1.ffn_up.weight"].why == "B's is 2 times A's"
 
 

@@ -4,6 +4,7 @@ The samples have the layout that their writers document; transformers' debugger 
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,15 @@ def test_tree_of_the_model_debugger(trees: Path, cli: Cli, tmp_path: Path) -> No
     for op, values in {**expected, "output": right["logits"]}.items():
         np.testing.assert_array_equal(trace.values(trace.ops[0, op]), values[0].detach().numpy())
     assert {"blk.2.attn_q", "blk.2.attn_residual", "blk.2.ffn_down", "token_embd"} <= {op for _, op in trace.ops}
+
+
+def test_a_file_of_the_debugger_holds_one_tensor(trees: Path, refused: Callable[..., str], tmp_path: Path) -> None:
+    shutil.copytree(trees / "full", tmp_path / "full")
+    one = next((tmp_path / "full").rglob("*.safetensors"))
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, one)
+    path = tmp_path / "full" / "LlamaForCausalLM_debug_tree_FULL_TENSORS.json"
+    said = refused("import", "debug-tree", path, "-o", tmp_path / "a.trace")
+    assert f"{one}: 2 tensors, where the debugger writes one" in said
 
 
 def test_shortened_tree(trees: Path, cli: Cli, tmp_path: Path, refused: Callable[..., str]) -> None:

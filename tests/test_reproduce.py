@@ -1,5 +1,6 @@
 """Reproducers: each exits 1 as it is written, and 0 once the marked function is right."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import reproducers
 from conftest import TOKENS, Models
 from test_real_arithmetic import traced
 
+from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
@@ -124,7 +126,21 @@ def test_what_is_right_or_not_there_is_refused(refused: Callable[..., str], tmp_
     command = ("reproduce", CASE / "candidate.trace", "--model", CASE / "model.gguf", "-o", tmp_path / "x", "--op")
     assert "is as it should be: there is nothing to reproduce" in refused(*command, "blk.0.attn_q")
     assert "it has no record blk.9.attn_q in step 0" in refused(*command, "blk.9.attn_q")
+    shutil.copy(CASE / "candidate.bin", tmp_path)
+    named = (CASE / "candidate.trace").read_text().replace('"blk.0.attn_v"', '"my_value"')
+    (tmp_path / "candidate.trace").write_text(named)
+    given = ("reproduce", tmp_path / "candidate.trace", "--model", CASE / "model.gguf", "-o", tmp_path / "x")
+    assert "my_value is no op of this model" in refused(*given, "--op", "my_value")
     assert not (tmp_path / "x").exists()
+
+
+def test_rope_has_the_factors_of_the_length_that_was_fed(
+    tiny: Callable[[str], Path], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    """Of phi3 others beyond 1,024 positions."""
+    trace = trace_torch(tiny("phi3"), tmp_path / "a.trace", TorchOptions(), [5 + 7 * i % 240 for i in range(1030)])
+    command = ("reproduce", trace, "--model", tiny("phi3"), "--op", "blk.1.attn_q_rope", "-o", tmp_path / "x")
+    assert "is as it should be" in refused(*command)
 
 
 def test_a_step_of_one_of_several_sequences(

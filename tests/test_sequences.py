@@ -228,3 +228,29 @@ def test_tokens_that_are_fed_again_from_the_middle_on_are_refused(models: Models
     path.write_text("".join(json.dumps(line) + "\n" for line in (*lines[:-1], again)))
     with pytest.raises(TraceError, match="step 1 feeds the tokens of positions 1 to 5 once more"):
         check_trace(path, models("qwen3"))
+
+
+def test_values_by_head_are_split_by_their_tokens(tiny: Callable[[str], Path], cli: Cli, tmp_path: Path) -> None:
+    """Latent attention's keys are [heads, tokens, channels]: they were cut as rows of keys are, or by heads."""
+    model, prompts = tiny("deepseek2"), ("--tokens", "256,3,5,7,9,11", "--tokens", "256,4,6,8")  # six heads
+    for capture in ("all", "sketch"):
+        out = tmp_path / f"{capture}.trace"
+        command = ("trace", model, *prompts, "--decode", 2, "--capture", capture, "-o", out)
+        assert cli(*command)[0] == 0, cli(*command)[2]
+    whole, sketched = (tmp_path / f"{capture}.trace" for capture in ("all", "sketch"))
+    assert check_trace(whole, model).verdict == compare_traces(whole, sketched).verdict == "match"
+    code, text, error = cli("self", whole, whole, "--model", model)
+    assert code == 0, text + error
+
+
+@pytest.mark.parametrize(("lengths", "n_decode"), [((514, 514), 0), ((1021,), 6)])
+def test_factors_of_rope_follow_from_the_longest_sequence(
+    lengths: tuple[int, ...], n_decode: int, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Beyond 1,024 positions phi3 has others: of its own, not of all sequences of a batch, and decoded ones too."""
+    model, at = tiny("phi3"), [position for n in lengths for position in range(n)]
+    sequences = [number for number, n in enumerate(lengths) for _ in range(n)]
+    batch = [Step(0, tuple(5 + 7 * p % 240 for p in at), tuple(at), sequences=tuple(sequences))]
+    options = TorchOptions(capture="layers")
+    path = trace_torch(model, tmp_path / "a.trace", options, (), n_decode, steps=batch)
+    assert check_trace(path, model).verdict == "match"

@@ -126,3 +126,13 @@ def test_another_number_of_keys_is_recorded(models: Models, tmp_path: Path) -> N
 def test_an_op_before_its_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no step has begun"), tracediff.Recorder(tmp_path / "mine.trace") as r:
         r("output", np.zeros((1, 2), "f4"))
+
+
+def test_what_cannot_begin_holds_no_trace(tmp_path: Path) -> None:
+    out, wrong = tmp_path / "mine.trace", "everything"
+    with pytest.raises(Exception, match=wrong) as refused, tracediff.Recorder(out, capture=wrong):  # type: ignore[arg-type]
+        pass
+    with tracediff.Recorder(out) as r:  # with the exception, and what it refers to, still there
+        r.step([1])
+    assert refused.value is not None
+    assert out.exists()

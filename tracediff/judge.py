@@ -65,12 +65,12 @@ class Policy:
     def within(self, ops: Iterable[str]) -> "Policy":
         """Without the patterns that match none of these ops."""
         names = {*ops}
-        kept = {p: nmse for p, nmse in self.tolerances.items() if any(matches(name, p) for name in names)}
-        allowed, required = (
-            tuple(p for p in patterns if any(matches(name, p) for name in names))
-            for patterns in (self.allowed, self.required)
+        allowed, required, kept = (
+            [p for p in patterns if any(matches(name, p) for name in names)]
+            for patterns in (self.allowed, self.required, self.tolerances)
         )
-        return replace(self, tolerances=kept, allowed=allowed, required=required)
+        tolerances = {p: self.tolerances[p] for p in kept}
+        return replace(self, tolerances=tolerances, allowed=tuple(allowed), required=tuple(required))
 
     def allows(self, op: str) -> bool:
         """Whether the op may be missing, or have another shape."""
@@ -146,8 +146,7 @@ def _replayed(op: OpResult, local: Local, faulty_before: bool) -> OpResult:
         return replace(op, status="undecided", note="replay is blind here: roundings may hide any mistake")
     # What is filled with -inf, as the scores of groups before some are chosen, has no other value.
     empty = lost and op.candidate and _empty(op.candidate) and op.kind != "fill"
-    nothing = _NO_VALUE if empty else None
-    return replace(op, status="undecided", note=nothing) if nothing else op
+    return replace(op, status="undecided", note=_NO_VALUE) if empty else op
 
 
 def _resolved(op: OpResult, policy: Policy) -> OpResult:

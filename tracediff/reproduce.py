@@ -16,6 +16,7 @@ from tracediff.files import refuse_foreign, replacing, write_text
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
 from tracediff.numerics.kinds import KINDS
+from tracediff.pipeline import opened
 from tracediff.replay.judging import Subject, judge_ops, replays_of
 from tracediff.trace.runs import Paths, open_trace
 
@@ -49,6 +50,12 @@ def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path, ar
     path = trace.path
     if (step, name) not in trace.ops:
         raise TracediffError(f"{path}: it has no record {name} in step {step}. `tracediff inspect {path}` lists all.")
+    model = opened(model, trace)
+    if name not in model.graph:
+        raise TracediffError(
+            f"{name} is no op of this model: there is nothing to replay it by. "
+            f"`tracediff inspect {model.path}` lists those that are."
+        )
     held_by = [rounded_weights(compare_weights(None, one, model), one, model) for one in trace.sides]
     subjects = [Subject(one, held, arithmetic) for one, held in zip(trace.sides, held_by, strict=True)]
     replays = replays_of(model, subjects)

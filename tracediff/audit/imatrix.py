@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from tracediff.english import few
 from tracediff.errors import MismatchError, ModelError
 from tracediff.trace.reader import Trace
 from tracediff.trace.runs import open_trace
@@ -138,7 +139,7 @@ def _compared(name: str, a: Profile | None, b: Profile | None, tolerance: float)
         # Where all channels are a little off, the sorted ones are alike too; exchanged, they are far apart.
         by_chance = 2 * x.var() / np.square(x).mean() * len(moved) / x.shape[1]
         if nmse > _EXCHANGED * by_chance:
-            few = ", ".join(f"{i} has that of {order[i]}" for i in moved[:_SHOWN])
-            return Compared(name, "permuted", nmse, f"{len(moved)} channels in another order: B's channel {few}, ...")
+            said = few([f"{i} has that of {order[i]}" for i in moved], _SHOWN)
+            return Compared(name, "permuted", nmse, f"{len(moved)} channels in another order: B's channel {said}")
     worst = int(np.argmax(np.abs(y - x)[0]))
     return Compared(name, "differs", nmse, f"most in channel {worst}: {x[0, worst]:.4g} in A, {y[0, worst]:.4g} in B")

@@ -3,8 +3,9 @@
 import ctypes
 
 import numpy as np
-from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from tracediff.model.dequantise import dequantise
 
 _ROWS = 64  # of a tensor that are quantised for the measurement
 # Other quantisers of the same type do worse: gguf-py's by up to 1.12 times, llama.cpp's own with an importance matrix
@@ -21,7 +22,7 @@ def expected_error(tensor: np.ndarray, kind: GGMLQuantizationType) -> tuple[floa
     """
     rows = tensor.reshape(-1, tensor.shape[-1])
     rows = rows[np.unique(np.linspace(0, len(rows) - 1, _ROWS).astype(int))].astype(np.float32)
-    back = quants.dequantize(_quantised(rows, kind), kind).reshape(rows.shape)
+    back = dequantise(_quantised(rows, kind), kind, "of the measurement").reshape(rows.shape)
     whole, each = relative_errors(rows, back)
     return min(_MARGIN * whole, _MOST[0]), min(2 * _MARGIN * float(each.max()), _MOST[1])
 

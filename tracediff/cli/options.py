@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tracediff.errors import TracediffError
+from tracediff.names import Capture
 
 if TYPE_CHECKING:
     from tracediff.judge import Policy
@@ -37,7 +38,7 @@ Prompts = Annotated[
 DType = Annotated[Literal["f64", "f32", "bf16", "f16"], typer.Option(help="What torch or transformers computes in.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where torch computes, replay too.")]
 CaptureOption = Annotated[
-    Literal["all", "layers", "stats", "sketch"],
+    Capture,
     typer.Option(help="Every op, the hidden states only, or statistics of every op, or sketches, of 2 KB."),
 ]
 Fault = Annotated[

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tracediff.errors import EngineError
-from tracediff.names import Capture, kind_of, wanted
+from tracediff.names import Capture, token_axis, wanted
 from tracediff.trace.format import DType, Rows, Statistics
 from tracediff.trace.sketch import sketch
 from tracediff.trace.statistics import Moments
@@ -63,7 +63,7 @@ class TensorWriter:
         if len(values) == 1:
             (sequence,) = values
             self.op(step, op, values[sequence], hidden[sequence])
-        elif self._capture in ("stats", "sketch") or kind_of(op) in ("scores", "softmax"):
+        elif self._capture in ("stats", "sketch") or token_axis(op):
             for sequence, part in values.items():
                 self.op(step, op, part, hidden[sequence], sequence=sequence)
         else:
@@ -72,8 +72,7 @@ class TensorWriter:
 
 def _sketch(op: str, values: Tensor, hidden: Tensor | None) -> bytes:
     wide = values.detach().to("cpu", torch.float64).numpy()
-    axis = 1 if kind_of(op) in ("scores", "softmax") else 0
-    return sketch(wide, axis, None if hidden is None else hidden.cpu().numpy())
+    return sketch(wide, token_axis(op), None if hidden is None else hidden.cpu().numpy())
 
 
 def _bits(x: Tensor):  # type: ignore[no-untyped-def]

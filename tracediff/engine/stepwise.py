@@ -33,8 +33,9 @@ class Recorder:
 
     With `gguf`, the file of the model, names and shapes are checked as they come. Values are numpy arrays, torch
     tensors or what numpy makes arrays of, of any layout and device; each is written before the call returns, so its
-    buffer may be reused. `capture` is "all", "layers" (hidden states and logits alone) or "stats"; `context` for how
-    many positions the engine was set up, where that is more than it is fed: rope of some models has other factors then.
+    buffer may be reused. `capture` is "all", "layers" (hidden states and logits alone), "stats" or "sketch"; `context`
+    for how many positions the engine was set up, where that is more than it is fed: rope of some models has other
+    factors then.
 
     Raises TraceError for what no trace can hold, ModelError for the file.
     """
@@ -59,14 +60,15 @@ class Recorder:
         self._before: Counter[int] = Counter()
         self._tokens: Counter[int] = Counter()
         self._done: set[tuple[str, int]] = set()
-        self._files = ExitStack()
 
     def __enter__(self) -> Self:
         model, graph = self._model, self._graph
-        path = self._files.enter_context(staged(self._out, [model.path] if model else []))
         arch, name, type_ = (graph.hparams.arch, model.path.name, graph.matmul_type) if model and graph else (None,) * 3
-        writer = self._files.enter_context(TraceWriter(path, self._engine, arch, name, type_, self._context))
-        self._to = recorder.TensorWriter(writer, self._capture)
+        with ExitStack() as files:
+            path = files.enter_context(staged(self._out, [model.path] if model else []))
+            writer = files.enter_context(TraceWriter(path, self._engine, arch, name, type_, self._context))
+            self._to = recorder.TensorWriter(writer, self._capture)
+            self._files = files.pop_all()
         return self
 
     def __exit__(

@@ -49,9 +49,10 @@ def trace_torch(
     Raises EngineError for a device that is absent or tokens that do not fit, ModelError for the file.
     """
     model = Model.opened(model)
-    model.show((), sum(len(step.tokens) for step in steps) or len(tokens) + n_decode)
+    length = length_of([*steps] or passes([tokens]), n_decode)
+    model.show((), length)
     graph, scheme = _prepare(model, options)
-    check_length([*steps] or passes([tokens]), n_decode, graph.hparams.n_ctx)
+    check_length(length, n_decode, graph.hparams.n_ctx)
     weights = model.weights(DTYPES[options.dtype], options.device)
     engine = TorchEngine(graph, weights, scheme, progress)
     name = f"tracediff torch {__version__} ({options.dtype}, {options.device})"
@@ -183,11 +184,15 @@ def _next(engine: HasLogits, given: StepInput) -> dict[int, tuple[int, int]]:
     return {sequence: (int(engine.logits[end].argmax()), given.positions[end] + 1) for sequence, end in ends.items()}
 
 
-def check_length(steps: Sequence[Step], n_decode: int, n_ctx: int) -> None:
+def length_of(steps: Sequence[Step], n_decode: int) -> int:
+    """How many positions of a sequence are fed, at most."""
+    return max((position + 1 for step in steps for position in step.positions), default=0) + n_decode
+
+
+def check_length(length: int, n_decode: int, n_ctx: int) -> None:
     """Raises EngineError for what the model's context does not hold."""
-    n_fed = max((position + 1 for step in steps for position in step.positions), default=0)
-    if n_fed + n_decode > n_ctx:
+    if length > n_ctx:
         raise EngineError(
-            f"the prompt of {n_fed} tokens and {n_decode} decode steps do not fit the context of {n_ctx}. "
+            f"the prompt of {length - n_decode} tokens and {n_decode} decode steps do not fit the context of {n_ctx}. "
             "Shorten the prompt."
         )

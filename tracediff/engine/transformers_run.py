@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from tracediff.engine.record import recorded
 from tracediff.engine.recorder import DTYPES
 from tracediff.engine.torch_engine import StepInput
-from tracediff.engine.torch_run import TorchOptions, check_length, greedy, passes
+from tracediff.engine.torch_run import TorchOptions, check_length, greedy, length_of, passes
 from tracediff.errors import EngineError
 from tracediff.model.model import Model
 from tracediff.model.weights import check_device
@@ -63,7 +63,7 @@ def trace_model(
     matrices are recorded too, where `weights` are wanted.
     """
     model = Model.opened(model)
-    check_length([*steps] or passes([tokens]), n_decode, model.graph.hparams.n_ctx)
+    check_length(length_of([*steps] or passes([tokens]), n_decode), n_decode, model.graph.hparams.n_ctx)
     name = f"transformers {_transformers().__version__} {type(loaded).__name__} ({options.dtype}, {options.device})"
     loaded.set_attn_implementation(attention)
     decoder = Decoder(loaded)

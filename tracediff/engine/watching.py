@@ -53,8 +53,6 @@ class Watch:
         self.running = False
         self._passes = Passes()
         self._pass = Pass(0, 0, 0, {})
-        self._n_tokens = 0  # of each row
-        self._n_positions = 0  # so far
         self._done: set[str] = set()  # in this step
         self._scored: set[int | None] = set()  # the layers whose Q K^T was seen in it
         self._layer: int | None = None  # in which the pass is
@@ -71,10 +69,9 @@ class Watch:
         those after the last.
         """
         self._pass = self._passes.next(tokens.shape[1], kept, positions)
-        self._step, self._n_tokens, self._layer = self._step + 1, tokens.shape[1], None
+        self._step, self._layer = self._step + 1, None
         self._done, self._scored = set(), set()
         self._head = None
-        self._n_positions = self._passes.n_keys
         self.running = True
         lanes = self._pass.lanes
         ids = [token for lane in lanes.values() for token in tokens[lane.row, lane.columns].tolist()]
@@ -206,9 +203,9 @@ class Watch:
 
     def _tokens_first(self, op: Op, read: Tensor, values: Tensor) -> Tensor:
         """Heads of tokens, [..., H, T, D], in a trace's order; where H is T the strides of what was read tell."""
-        if len(op.axes) != 3 or values.ndim < 3 or values.shape[-3:] != (op.axes[1], self._n_tokens, op.axes[2]):
+        if len(op.axes) != 3 or values.ndim < 3 or values.shape[-3:] != (op.axes[1], self._pass.n_columns, op.axes[2]):
             return values
-        if op.axes[1] == self._n_tokens and read.stride(-3) >= read.stride(-2):
+        if op.axes[1] == self._pass.n_columns and read.stride(-3) >= read.stride(-2):
             return values
         return values.transpose(-3, -2)
 
@@ -217,7 +214,7 @@ class Watch:
         attention = self._attention.get(self._layer)
         if attention is None:
             return
-        n, s = self._n_tokens, self._n_positions
+        n, s = self._pass.n_columns, self._pass.n_keys
         if self._layer not in self._scored and attention.is_qk(left, right, n, self._pass.n_rows):
             self._scored.add(self._layer)
             self._refuse_no_cache(right.shape[-1], s)
@@ -234,9 +231,9 @@ class Watch:
         if op:
             self._record(op.name, q)
         keys = self._stored_keys(attention)
-        if keys is None and right.shape[-1] <= self._n_positions:  # else a buffer with room for more, who knows where
+        if keys is None and right.shape[-1] <= self._pass.n_keys:  # else a buffer with room for more, who knows where
             read = right.transpose(-1, -2).reshape(n_rows, -1, right.shape[-1], dim)
-            read = read[:, :: read.shape[1] // groups, -self._n_tokens :].transpose(1, 2).reshape(-1, groups, dim)
+            read = read[:, :: read.shape[1] // groups, -self._pass.n_columns :].transpose(1, 2).reshape(-1, groups, dim)
             keys = self._like_rows(attention.key_source, read)
         if keys is not None:
             self._record(attention.k.name, keys)
@@ -267,7 +264,7 @@ class Watch:
         return name
 
     def _refuse_no_cache(self, n_keys: int, n_positions: int) -> None:
-        if n_keys == self._n_tokens < n_positions:
+        if n_keys == self._pass.n_columns < n_positions:
             raise EngineError(
                 f"step {self._step}: attention sees the {n_keys} keys of this pass alone, at position "
                 f"{n_positions - 1}: without a cache each pass is a sequence of its own. Record one, or use the cache."
@@ -278,7 +275,7 @@ class Watch:
             return
         op, here = self._graph[name], self._pass
         by_keys = op.axes[1:] == ("T", "S") and len(op.axes) == 3
-        shape = op.shape(here.n_columns, self._n_positions - here.n_columns)
+        shape = op.shape(here.n_columns, here.n_keys - here.n_columns)
         last = (
             op.axes[0] == "T"
             and here.n_columns > 1

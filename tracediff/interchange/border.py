@@ -8,10 +8,9 @@ from tracediff.errors import InterchangeError
 from tracediff.interchange.entry import Array
 from tracediff.model.checkpoint import PERMUTED_OPS
 from tracediff.model.pairing import neighbours
-from tracediff.names import kind_of, local_name
+from tracediff.names import kind_of, local_name, token_axis
 from tracediff.trace.format import STORAGE, possible
 
-_BY_KEYS = ("scores", "softmax")  # n_head, T, S
 _HUGGING_FACE = ("transformers", "transformer_lens", "sglang")
 
 
@@ -22,7 +21,7 @@ def shape_of(op: str, shape: tuple[int, ...], n_tokens: int) -> tuple[int, ...]:
     """
     if not possible(shape):
         raise InterchangeError(f"{op}: no tensor has the shape {list(shape)}. Correct it.")
-    if kind_of(op) in _BY_KEYS:
+    if token_axis(op):  # n_head, T, S
         while len(shape) > 3 and shape[0] == 1:
             shape = shape[1:]
         return shape
@@ -35,7 +34,7 @@ def shape_of(op: str, shape: tuple[int, ...], n_tokens: int) -> tuple[int, ...]:
 
 def rows(op: str, shape: tuple[int, ...]) -> int:
     """How many tokens a value of this shape has rows for."""
-    axis = 1 if kind_of(op) in _BY_KEYS else 0
+    axis = token_axis(op)
     return shape[axis] if len(shape) > axis else 0
 
 

@@ -93,8 +93,10 @@ def _entry(path: Path, name: str, tensor: Mapping[str, Any], op: str | None = No
 
 
 def _saved(path: Path) -> Array | Summary:
-    (only,) = safetensors_file.entries(path, lambda line: None)
-    return only.load()
+    found = [*safetensors_file.entries(path, lambda line: None)]
+    if len(found) != 1:
+        raise InterchangeError(f"{path}: {len(found)} tensors, where the debugger writes one. Give its own files.")
+    return found[0].load()
 
 
 def _printed(path: Path, name: str, tensor: Mapping[str, Any]) -> Summary:

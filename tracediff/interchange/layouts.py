@@ -10,7 +10,7 @@ import numpy as np
 
 from tracediff.interchange.entry import Array, Entry, Summary
 from tracediff.model.pairing import neighbours
-from tracediff.trace.format import to_float
+from tracediff.trace.format import STORAGE, to_float
 
 _MOST_AXES = 4  # longer than 1: the orders of five are 120, and no engine has so many
 
@@ -69,12 +69,11 @@ def distance(x: np.ndarray, y: np.ndarray) -> float:
     return float(max(error.sum() / rows.sum(), middle))
 
 
-def held(entry: Entry) -> np.ndarray | None:
-    """The entry's values as float64; None where it holds no floating point values."""
-    loaded = entry.load()
-    if isinstance(loaded, Summary) or not loaded.values.size or loaded.dtype not in ("f64", "f32", "f16", "bf16"):
+def floats(array: Array) -> np.ndarray | None:
+    """The values as float64; None where they are none, or no floating point values."""
+    if not array.values.size or array.dtype not in STORAGE:
         return None
-    return to_float(loaded.values, loaded.dtype).astype(np.float64)
+    return to_float(array.values, array.dtype).astype(np.float64)
 
 
 def arranged(entry: Entry, layout: Layout, shape: tuple[int, ...] | None) -> Entry:

@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from tracediff.interchange.entry import Entry
-from tracediff.interchange.layouts import Layout, distance, held, layouts
+from tracediff.interchange.entry import Array, Entry
+from tracediff.interchange.layouts import Layout, distance, floats, layouts
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
@@ -73,13 +73,13 @@ class Found:
         of = self.candidates.values() if size is None else self._by_size.get(size, ())
         return [candidate for candidate in of if candidate.name not in named]
 
-    def near(self, y: np.ndarray, everything: bool = False) -> Iterator[tuple[Candidate, float, Layout]]:
-        """The unnamed values (`everything`: named ones too) that may be Y: how far each is, in its best layout."""
+    def near(self, y: np.ndarray) -> Iterator[tuple[Candidate, float, Layout]]:
+        """The unnamed values that may be Y: how far each is, in its best layout."""
         finite = y[np.isfinite(y)]
         if finite.size < FEWEST or finite.min() == finite.max():
             return
         size, masked = rms(y), finite.size < y.size
-        for candidate in self._by_size.get(y.size, ()) if everything else self.unnamed(y.size):
+        for candidate in self.unnamed(y.size):
             if masked or abs(candidate.rms - size) <= _NEAR * size:
                 yield candidate, *nearest(candidate, y)
 
@@ -119,10 +119,9 @@ def candidates(entries: Iterable[Entry]) -> dict[str, Candidate]:
     """The entries that hold floating point values, in their order."""
     found = {}
     for entry in entries:
-        values = held(entry)
-        if values is not None:
-            loaded = entry.load()
-            equal = EQUAL_BF16 if getattr(loaded, "dtype", None) == "bf16" else EQUAL
+        loaded = entry.load()
+        if isinstance(loaded, Array) and (values := floats(loaded)) is not None:
+            equal = EQUAL_BF16 if loaded.dtype == "bf16" else EQUAL
             found[entry.name] = Candidate(entry.name, values, equal, rms(values))
     return found
 

@@ -1,7 +1,7 @@
 """The arrow diagram of `mismatch`: two traces -> tokens lined up -> gap -> floors -> what makes it -> result."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from tracediff.mismatch.logprobs import Told
 from tracediff.mismatch.processed import Sampled, Sampling
 from tracediff.mismatch.words import with_words
 from tracediff.model.vocabulary import Vocabulary
+from tracediff.pipeline import Progress, opened
 from tracediff.result import Gap, Mismatch, Processed, TokenGap, Verdict, WeightResult
 from tracediff.trace.reader import Trace
 from tracediff.trace.runs import open_trace
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from tracediff.mismatch.shares import Explained
     from tracediff.model.model import Model
 
-Progress = Callable[[str, float], None]
 _WORST = 8
 _VALUES, _ROWS = 1 << 20, 8  # logits that sampling is solved from: rows enough to tell a rule, few enough for seconds
 _USELESS = 1e-3  # nats: what changes the ratio of two probabilities by less is of no consequence
@@ -57,9 +57,9 @@ def mismatch_traces(
 
     Raises MismatchError where the two are not of the same tokens at the same positions, or tell nothing of them.
     """
-    opened = _opened(model)
-    vocabulary = opened.vocabulary if opened else Vocabulary()
     one, other = Told(open_trace(a)), Told(open_trace(b))
+    model = opened(model, one.trace, other.trace) if model else None
+    vocabulary = model.vocabulary if model else Vocabulary()
     _same_tokens(one, other, vocabulary)
     _refuse_shifted(one, other)
     x, y = (_from(told, prompt) for told in (one, other))
@@ -67,14 +67,14 @@ def mismatch_traces(
         raise MismatchError(
             f"no token from index {prompt} on has a log-probability on both sides. Record the same ones."
         )
-    weights = _wrong_weights(one.trace, other.trace, opened)
+    weights = _wrong_weights(one.trace, other.trace, model)
     gap, floors = _gap(x, y, one, other), _floors(one, other, tolerance)
     differs = gap.mean_abs > floors.match or gap.impossible > 0
     processed = _processed(one, other, prompt, gap.mean_abs, floors) if differs else None
     notes = [f"{side.path}: cut off: {side.cut}." for side in (one.trace, other.trace) if side.cut]
     explained = None
-    if opened and not processed:  # of the same logits, processed in two ways, no op makes the gap
-        explained = _explained(opened, one.trace, other.trace, x - y, progress)
+    if model and not processed:  # of the same logits, processed in two ways, no op makes the gap
+        explained = _explained(model, one.trace, other.trace, x - y, progress)
         notes += _chance(explained.chance, gap)
         if tolerance is None:
             floors = Floors(explained.floor, explained.floor, "noise, were both computed as the finer one is")
@@ -112,14 +112,6 @@ def _chance(chance: float, gap: Gap) -> Iterator[str]:
             f"Roundings of the coarser side alone make a mean |gap| of {chance:.2g} nats by chance: shares of that "
             "size say little, and another run has others."
         )
-
-
-def _opened(model: "Path | Model | None") -> "Model | None":
-    if model is None:
-        return None
-    from tracediff.model.model import Model
-
-    return Model.opened(model)
 
 
 # --- the same tokens at the same positions --------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 
 from tracediff.errors import ModelError
+from tracediff.model.vocabulary import BYTES
 
 _WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # by gguf-py
 _BOS = 256  # the first id after the 256 bytes
@@ -136,10 +137,7 @@ def add_tokenizer(out: GGUFWriter, n_vocab: int) -> None:
     """A byte-level BPE vocabulary: 256 bytes as GPT-2 spells them, a BOS, some merges, and padding."""
     if n_vocab < _BOS + 1:
         raise ModelError(f"a byte-level vocabulary needs at least {_BOS + 1} tokens, not {n_vocab}.")
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    spelled = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    tokens = [spelled[byte] for byte in range(256)] + ["<|bos|>"]
+    tokens = [*sorted(BYTES, key=BYTES.__getitem__), "<|bos|>"]
     pairs = ["Ġ t", "h e", "i n", "Ġ a", "e r", "o n", "Ġt he", "l l", "r e", "a n", "Ġ s", "o u", "e n"]
     merges = pairs[: max(0, n_vocab - len(tokens))]
     tokens += [merge.replace(" ", "") for merge in merges]

@@ -12,7 +12,7 @@ _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # llama_token_type, include/llama.h
 _SPELLED = re.compile("<0x([0-9A-Fa-f]{2})>")  # a byte, as SentencePiece writes it
 # Byte-level BPE writes each byte as a printable character (bytes_to_unicode, openai/gpt-2/src/encoder.py).
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
 }
 
@@ -50,7 +50,7 @@ class Vocabulary:
         if self.is_special(token):
             return text.encode()
         if self._metadata.get("tokenizer.ggml.model") == "gpt2":
-            return b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in text)
+            return b"".join(bytes([BYTES[c]]) if c in BYTES else c.encode() for c in text)
         byte = _SPELLED.fullmatch(text)
         if byte and token < len(self._types) and self._types[token] == _BYTE:
             return bytes.fromhex(byte[1])

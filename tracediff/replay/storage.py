@@ -86,7 +86,8 @@ def rounded_on_the_way(recorded: "Recorded", graph: Graph) -> dict[str, bool | N
         error = (y - rounding_named(storage)(exact)).square().sum()
         for name in shown.keys() & types:
             steps = [rounding_named(name).step(x) for x, of in zip(terms, types, strict=True) if of == name]
-            shown[name].append(float(12 * error / sum(step.square().sum() for step in steps)))
+            if size := float(sum(step.square().sum() for step in steps)):  # zeros are held in any type
+                shown[name].append(12 * float(error) / size)
     return {name: median(of) > _SHOWN if of else None for name, of in shown.items()}
 
 

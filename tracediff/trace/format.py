@@ -37,7 +37,7 @@ def possible(shape: tuple[int, ...]) -> bool:
     return len(shape) <= _MAX_DIMS and math.prod(n for n in shape if n) <= _MAX_SIZE
 
 
-def same_shape(a: tuple[int, ...], b: tuple[int, ...], may_be_flat: bool = True) -> bool:
+def same_shape(a: tuple[int, ...], b: tuple[int, ...], may_be_flat: bool) -> bool:
     """Equal, or flat on one side where the other lists heads: [T, heads * head_dim] and [T, heads, head_dim]."""
     if a == b:
         return True

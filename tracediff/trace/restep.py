@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tracediff.errors import MismatchError
+from tracediff.names import axes_of
 from tracediff.trace.format import OpRecord, Step
 from tracediff.trace.reader import Trace
 from tracediff.trace.ways import Fed, Match, fed_to, match
@@ -120,7 +121,7 @@ def _pieces(
             stored = {number: trace.stored(record)}  # one step at a time
         at = row if record.rows is None else record.rows.index(row)
         values = stored[number].take(at, record.token_axis)
-        yield index, _keys(values, n_keys) if record.token_axis else values
+        yield index, _keys(values, n_keys) if "key" in axes_of(record.op, len(record.shape)) else values
 
 
 def _keys(values: np.ndarray, n: int) -> np.ndarray:

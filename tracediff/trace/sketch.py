@@ -30,9 +30,9 @@ def sketch(values: np.ndarray, token_axis: int = 0, hidden: np.ndarray | None = 
         x = np.where(hidden, 0.0, x)
     if x.ndim == 0:
         x = x.reshape(1)
-    rows = np.moveaxis(x, token_axis if token_axis < x.ndim else 0, 0).reshape(x.shape[token_axis], -1)
-    n_slices = _shape(x.shape, token_axis)[1]
-    blocks = _blocks(rows.shape, n_slices)
+    first = np.moveaxis(x, token_axis, 0)
+    rows = first.reshape(len(first), -1)
+    blocks = _blocks(rows.shape, *first.shape[1:2])
     m = _NUMBERS // (len(blocks) * len(blocks[0]))
     at, signs = _hashed(rows.size, m) if rows.size <= _CACHED else _hash(rows.size, m)
     at, signed = at.reshape(rows.shape), rows * signs.reshape(rows.shape)
@@ -57,12 +57,7 @@ def _nmse(x: np.ndarray, y: np.ndarray) -> float:
     return ratio(float(np.square(y - x).sum()), float(np.square(x).sum()))
 
 
-def _shape(shape: tuple[int, ...], token_axis: int) -> tuple[int, int]:
-    rest = [n for axis, n in enumerate(shape) if axis != token_axis]
-    return shape[token_axis] if shape else 1, rest[0] if rest else 1
-
-
-def _blocks(shape: tuple[int, ...], n_slices: int) -> list[list[tuple[slice, slice]]]:
+def _blocks(shape: tuple[int, ...], n_slices: int = 1) -> list[list[tuple[slice, slice]]]:
     """Of rows [T, n] made of so many heads or channels: where each block lies."""
     width = shape[1] // max(n_slices, 1) or 1
     columns = [slice(a * width, b * width) for a, b in _even(n_slices, _SLICES)]

@@ -25,11 +25,6 @@ class Fed:
     _places: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def steps(self) -> list[int]:
-        """The steps, in order."""
-        return [*self.begins]
-
-    @property
     def positions(self) -> range:
         """From the first to the last."""
         return range(self.first, self.first + len(self.tokens))
@@ -168,8 +163,8 @@ def _begins(fed: Fed, one: Match) -> Iterator[int]:
 
 def _is_batched(trace: Trace, fed: Fed) -> bool:
     """Whether any of its steps had tokens of other sequences: then these have its line of the file."""
-    lines = {trace.lines[step] for step in fed.steps}
-    return any(trace.lines[step] in lines for step in trace.steps.keys() - {*fed.steps})
+    lines = {trace.lines[step] for step in fed.begins}
+    return any(trace.lines[step] in lines for step in trace.steps.keys() - fed.begins.keys())
 
 
 def passes(trace: Trace) -> str:

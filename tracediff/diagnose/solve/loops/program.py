@@ -147,8 +147,12 @@ def parse(source: str) -> Program:
 
 def carried_over(node: ast.AST) -> list[str]:
     """The loop variables through whose turns sums go on, from the outermost."""
-    calls = (n for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
-    return [loop.id for n in calls if n.func.id == "carried" for loop in n.args[1:] if isinstance(loop, ast.Name)]
+    found = list[str]()
+    for call in ast.walk(node):
+        match call:
+            case ast.Call(func=ast.Name(id="carried"), args=[_, *loops]):
+                found += [loop.id for loop in loops if isinstance(loop, ast.Name)]
+    return found
 
 
 def stores_to(node: ast.Assign) -> str:
