@@ -98,7 +98,7 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors) -> Ite
         yield f"{'each of the others is ' * bool(leaked.any())}right{rounded}"
         return
     little = min(_CLOSE, _LEFT * off)
-    if scaled < _CLOSE and scaled < 0.5 * off:
+    if scaled < little:
         every = "every other value" if leaked.any() else "every value"
         yield f"{every} is {told_apart(ratio, 1.0)[0]} times what it should be{_name_ratio(ratio, x)}"
         return

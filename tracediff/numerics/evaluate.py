@@ -1,14 +1,17 @@
 """One op of a graph, computed, and how far an honest engine may be off: look-ups in the table of kinds."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import EXACT, Arithmetic, Scheme, in_words
-from tracediff.numerics.floors import Noise
+from tracediff.numerics.floors import UNIT, Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Energy, Made, Rounded
 from tracediff.numerics.kinds.matmul import sums_in
@@ -133,7 +136,19 @@ def noise(
     if y.shape != like.shape:  # the shape in which the kind computes, not the graph's
         of = y.reshape(like.shape)
     found = kind.noise_of(Made(op, op.function or kind.function, inputs, of, weights, energy, arithmetic, storage))
-    return found if y.shape == like.shape else found.reshaped(y.shape)
+    found = found if y.shape == like.shape else found.reshaped(y.shape)
+    if storage == "f64" and (others := _as_written(op.attrs)):
+        apart = evaluate(op.with_attrs(**others), inputs, weights, arithmetic).sub_(y).abs_()
+        found = replace(found, hard=found.hard + apart.nan_to_num_(0.0))
+    return found
+
+
+def _as_written(attrs: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers that a file holds in float32 where they lie half a unit of it further on: an engine in float64 may have
+    the one that was written there, 1e-5 or 0.7. None of those that float32 holds, as 0.125.
+    """
+    numbers = ((name, value) for name, value in attrs.items() if isinstance(value, float) and math.isfinite(value))
+    return {name: value * (1 + UNIT["f32"]) for name, value in numbers if float(str(np.float32(value))) != value}
 
 
 def noise_of(op: Op, made: Made, inputs: Sequence[Tensor] | None = None, y: Tensor | None = None) -> Noise:

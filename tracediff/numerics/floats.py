@@ -129,6 +129,20 @@ class TF32Away(TF32):
 
 
 @dataclass(frozen=True, slots=True)
+class HalfAway(Float):
+    """float16 by bits, half a unit added and the rest cut off, as engines in C write it that have no instruction for
+    it (picolm): of float32 halfway between two the one farther from zero.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """To it and back."""
+        single = x.float()
+        halfway = single.view(torch.int32) & 0x1FFF == 0x1000
+        farther = torch.where(halfway, (single.view(torch.int32) | 0x1FFF).view(torch.float32), single)
+        return farther.to(self.dtype).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class OfScaled(Rounding):
     """Another rounding, of queries or keys [..., D] that are multiplied by D^`power` before they are by one another.
     What is left is of x itself.

@@ -124,7 +124,7 @@ def _attentions() -> Iterator[Scheme]:
     for name in HALVES:  # PyTorch's autocast, whose softmax is computed in float32
         both = Arithmetic(name, name)
         yield Scheme(phrase("attention and scaled scores", name), scores=both, values=both, scaled=name)
-    for name in (*HALVES, "int8/row", *_FLOAT8):
+    for name in (*HALVES, "away f16", "int8/row", *_FLOAT8):
         cached = Arithmetic(stored=name)  # of f16 what ggml_compute_forward_flash_attn_ext_tiled does from 64 tokens on
         yield Scheme(phrase("KV cache", name), scores=cached, values=cached)
     yield Scheme(phrase("KV cache", "q8_0"), scores=Arithmetic("q8_0", "q8_0"), values=Arithmetic("f64", "q8_0"))

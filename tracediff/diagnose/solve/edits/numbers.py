@@ -42,7 +42,7 @@ def variants(problem: Problem, left: Left) -> Iterator[Priced]:
                 yield Priced(
                     Edit(words, problem.loops.source, numbers=((name, value),)),
                     bits,
-                    f"where {called} is read from the file",
+                    f"where {called} is read from the file, or computed",
                     fitted=True,
                 )
 

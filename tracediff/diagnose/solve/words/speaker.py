@@ -84,7 +84,10 @@ class Speaker(Names):
                 verb = "cached" if re.search(r"^ *cache\[", ast.unparse(a), re.MULTILINE) else "computed"
                 return self._loop(name, of, old, new, edited, verb)
             case ast.Assign(targets=[target]), ast.Pass():
-                return f"{self.subject(target, a.value)} is not stored"
+                subject = self.subject(target, a.value)
+                if ast.unparse(target) in ast.unparse(a.value):  # of what is computed in place a step is left out
+                    return f"{self.printed(a.value)} is not computed: {subject} stays as it is before that"
+                return f"{subject} is not stored"
             case ast.Assign(targets=[ast.Name(id=name)], value=old), ast.Assign(value=new):
                 return self._defined(name, old, new, edited)
             case ast.Assign(targets=[to], value=old), ast.Assign(targets=[to_other], value=new):
