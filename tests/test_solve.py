@@ -19,10 +19,10 @@ from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
 from tracediff.diagnose.kin import Faulty
 from tracediff.diagnose.low_rank import followed
+from tracediff.diagnose.rearranged import SomeHeads
 from tracediff.diagnose.search import Search
 from tracediff.diagnose.solve.by_value import rotations
 from tracediff.diagnose.solve.by_value.functions import Mapped, _cap
-from tracediff.diagnose.solve.by_value.groups import OtherHeads
 from tracediff.diagnose.solve.by_value.maps import Map
 from tracediff.diagnose.solve.by_value.outputs import MovedOutput
 from tracediff.diagnose.solve.by_value.readings import Reading, RowRun, words_of_rows
@@ -1023,7 +1023,7 @@ def test_a_head_that_reads_another_key_head_is_told_behind_its_values(models: Mo
     """As of flash attention, which has neither scores nor probabilities to record."""
     path = models("k-quants")
     groups = (0, 0, 1, 0, 1, 1, 0, 1)
-    wrong = traced(path, tmp_path, lambda graph: replace(graph["blk.1.attn_scores"], rework=OtherHeads(groups)))
+    wrong = traced(path, tmp_path, lambda graph: replace(graph["blk.1.attn_scores"], rework=SomeHeads(1, groups)))
     kept = some_of(wrong.trace.path, tmp_path / "some.trace", lambda op: not op.endswith(("attn_scores", "attn_probs")))
     replay = Replay(Trace(kept), wrong.graph, wrong.weights)
     faulty = [op for op in Explainer(replay).explain(judged(replay)) if op.status == "faulty"]

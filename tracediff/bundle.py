@@ -9,9 +9,8 @@ from pathlib import Path
 
 from tracediff import versions
 from tracediff.compare.measure import record_statistics
-from tracediff.english import count, few
+from tracediff.english import count, few, listed
 from tracediff.files import replacing, temporary_folder
-from tracediff.findings.words import listed
 from tracediff.model.model import Model
 from tracediff.names import local_name
 from tracediff.printable import escape_json, printable

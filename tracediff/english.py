@@ -28,6 +28,13 @@ def few(items: Sequence[object], most: int = 6, between: str = ", ") -> str:
     return between.join([*map(str, items[:most]), *["..."] * (len(items) > most)])
 
 
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """Names with commas, "and" before the last; only the first where there are more than `most`."""
+    if len(names) > most:
+        return f"{', '.join(names[:most])}, ..."
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """The first and the last of each run of numbers, which ascend: of 3, 8, 9 and 10 it is (3, 3), (8, 10)."""
     breaks = [(a, b) for a, b in pairwise(numbers) if b != a + 1]

@@ -7,8 +7,9 @@ from dataclasses import replace
 from datetime import date
 
 from tracediff.ci.lock import Accepted, Locked, Sort
+from tracediff.english import listed
 from tracediff.findings.places import of_names
-from tracediff.findings.words import are, by_name, listed, number
+from tracediff.findings.words import are, by_name, number
 from tracediff.names import local_name
 from tracediff.result import Finding, Gate, Next, OpResult, Result, Said, worst_case
 

@@ -21,6 +21,7 @@ from tracediff.diagnose.rows.told import Told
 from tracediff.diagnose.search import Search, ends_soon, several_layers
 from tracediff.diagnose.solve.edit import Read
 from tracediff.diagnose.trials import Trials
+from tracediff.english import listed
 from tracediff.errors import in_one_line, is_bug
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import SOURCES, Op
@@ -297,8 +298,7 @@ class Explainer:
         if not texts:
             return ""
         between = [*dict.fromkeys(local_name(name) for name in one.error.segment[:-1] if name in ops)]
-        records = [", ".join(between[:-1]), *between[-1:]]
-        to_tell = f"; record {' and '.join(filter(None, records))} to tell" if between else ""
+        to_tell = f"; record {listed(between, len(between))} to tell" if between else ""
         return f" (or {', or '.join(texts)}: the same from here{to_tell})"
 
     def _comes_to_the_same(self, one: Faulty, best: Hypothesis, part: Assumed) -> Iterable[tuple[str, set[str]]]:

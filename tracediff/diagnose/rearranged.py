@@ -1,7 +1,7 @@
 """Ops whose values, or those that they read, lie in other places than they should."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -53,3 +53,17 @@ class Reread:
     def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What it reads in the place of these."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class SomeHeads(Reread):
+    """Of an input, [tokens, heads, channels], these heads are read."""
+
+    position: int
+    heads: tuple[int, ...]
+
+    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs, one with these heads alone."""
+        read = list(inputs)
+        read[self.position] = read[self.position][:, list(self.heads)]
+        return read

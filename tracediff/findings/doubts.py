@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from tracediff.english import few
-from tracediff.findings.words import by_name, listed
+from tracediff.english import few, listed
+from tracediff.findings.words import by_name
 from tracediff.judge import UNRESOLVED
 from tracediff.result import Coverage, OpResult
 from tracediff.trace.reader import Trace
@@ -78,8 +78,10 @@ def _positions(reference: Trace | None, candidate: Trace) -> Iterator[str]:
             )
             return
         following[step.sequence] = first + len(step.positions)
-    for number in reference.steps.keys() & candidate.steps.keys() if reference else ():
+    for number in candidate.steps if reference else ():
         assert reference
+        if number not in reference.steps:
+            continue
         theirs, ours = reference.steps[number].positions, candidate.steps[number].positions
         if theirs != ours:
             yield (

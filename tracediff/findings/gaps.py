@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from tracediff.english import count
+from tracediff.english import count, listed
 from tracediff.findings.places import of_names
-from tracediff.findings.words import by_name, listed, number
+from tracediff.findings.words import by_name, number
 from tracediff.names import local_name
 from tracediff.result import Coverage, Result, Said, Segment
 

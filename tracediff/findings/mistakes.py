@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tracediff.english import listed
 from tracediff.findings.places import WHOLE, cut, of_layers, of_names, of_ops, of_weights, runs
-from tracediff.findings.words import by_name, listed
+from tracediff.findings.words import by_name
 from tracediff.names import layer_of, local_name
 from tracediff.result import Finding, OpResult, WeightResult
 

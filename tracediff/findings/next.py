@@ -2,8 +2,8 @@
 
 import shlex
 
+from tracediff.english import listed
 from tracediff.findings.gaps import to_record, to_split
-from tracediff.findings.words import listed
 from tracediff.names import sequence_of
 from tracediff.result import Coverage, Finding, Next, OpResult, Result
 
@@ -86,12 +86,13 @@ def _unseen(one: Finding, result: Result) -> str:
     type that nobody knows.
     """
     recorded = {weight.weight for weight in result.weights}
-    ops = [op for op in result.faulty if op.op in one.ops and _has_weight(op)]
-    return listed([name for name in dict.fromkeys(f"{op.op}.weight" for op in ops) if name not in recorded], 3)
+    weights = (_weight(op) for op in result.faulty if op.op in one.ops)
+    return listed([name for name in dict.fromkeys(weights) if name and name not in recorded], 3)
 
 
-def _has_weight(op: OpResult) -> bool:
-    return "norm" in op.kind or (op.local is not None and op.local.weight_type is not None)
+def _weight(op: OpResult) -> str | None:
+    """Of a norm or a matmul, or of the rows that are looked up."""
+    return op.local.weight if op.local and ("norm" in op.kind or op.local.weight_type) else None
 
 
 def _again(result: Result, *options: str) -> str:

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from tracediff.english import few
+from tracediff.english import few, listed
 from tracediff.english import runs as runs_of
-from tracediff.findings.words import listed
 from tracediff.names import NORMS, layer_of, local_name, plain_step
 from tracediff.result import OpResult
 

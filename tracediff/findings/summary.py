@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from tracediff.english import count
-from tracediff.findings.words import are, listed, number
+from tracediff.english import count, listed
+from tracediff.findings.words import are, number
 from tracediff.names import local_name
 from tracediff.result import OpResult, Result
 

@@ -1,7 +1,7 @@
-"""How a number, a count and a list of names are written."""
+"""How a number and a count are written."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from tracediff.english import count
 from tracediff.names import local_name
@@ -19,13 +19,6 @@ def number(value: float | None) -> str:
 def are(n: int, noun: str) -> str:
     """The count with its verb: 1 op is, 2 ops are."""
     return f"{count(n, noun)} {'is' if n == 1 else 'are'}"
-
-
-def listed(names: Sequence[str], most: int = 6) -> str:
-    """Names with commas, "and" before the last; only the first where there are more than `most`."""
-    if len(names) > most:
-        return f"{', '.join(names[:most])}, ..."
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def by_name(ops: Iterable[str]) -> list[str]:

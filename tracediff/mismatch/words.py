@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tracediff.english import count
-from tracediff.findings.words import by_name, listed, number
+from tracediff.english import count, listed
+from tracediff.findings.words import by_name, number
 from tracediff.result import Finding, Mismatch, Processed, Share
 
 UNKNOWN = "in no arithmetic known here"

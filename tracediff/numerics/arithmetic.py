@@ -72,10 +72,10 @@ class Arithmetic:
         """Whether its operands are rounded to what these multiply, and its sums are in float32."""
         return self.operands in _ON_TENSOR_CORES and self.accumulate == "f32" and bool(self.parts)
 
-    def on_tensor_cores(self) -> "Arithmetic | None":
-        """The same there, where these multiply such operands; None where they do not, or where it is there."""
+    def on_tensor_cores(self) -> "Arithmetic":
+        """The same there, where these multiply such operands; itself where they do not, or where it is there."""
         short = {self.operands, self.stored} <= {"f64", *_ON_TENSOR_CORES} and self.accumulate == "f32"
-        return replace(self, accumulate="tensor cores") if short else None
+        return replace(self, accumulate="tensor cores") if short else self
 
     def whole_ubatches(self, n_tokens: int) -> int:
         """How many of the first tokens are in ubatches that are full."""
@@ -247,6 +247,6 @@ class Scheme:
 
     def on_tensor_cores(self) -> "Scheme":
         """The same with every matmul there that they could do."""
-        linear, scores, values = (of.on_tensor_cores() or of for of in (self.linear, self.scores, self.values))
+        linear, scores, values = (of.on_tensor_cores() for of in (self.linear, self.scores, self.values))
         name = f"{self.name}{ON_TENSOR_CORES}"
         return replace(self, name=name, linear=linear, scores=scores, values=values)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tracediff.numerics.floats import Rounding
+from tracediff.numerics.floats import Rounding, last_place
 
 # A quotient is a float32 product of at most 255, good to a few times 2^-17; implementations multiply in another order,
 # so within that of a boundary it may go either way.
@@ -68,19 +68,23 @@ class Blocks(Rounding):
         """The nearest integers; of two the even one."""
         return torch.round(quotients)
 
+    def unit(self, quotients: Tensor) -> Tensor:
+        """How far apart what is kept of quotients lies there."""
+        return quotients.new_ones(1)
+
     def step(self, x: Tensor) -> Tensor:
-        """The scale of its block."""
+        """A unit, times the scale of its block."""
         quotients, scale, _ = self.grid(x)
-        return scale.abs().to(x.dtype).expand(quotients.shape).flatten(-2)
+        return (self.unit(quotients) * scale.abs()).to(x.dtype).expand(quotients.shape).flatten(-2)
 
     def flips(self, x: Tensor) -> Tensor:
-        """A scale up or down where the quotient is all but halfway between two integers."""
+        """A unit up or down where the quotient is all but halfway between two that are kept."""
         if not self.turns:
             return torch.zeros_like(x)
         quotients, scale, _ = self.grid(x)
-        past = quotients - self.whole(quotients)  # from -0.5 to 0.5
-        other = torch.where(past >= 0, 1.0, -1.0).to(x.dtype) * scale.to(self.scales).to(x.dtype)
-        return torch.where(past.abs() > 0.5 - NEAR, other, 0.0).flatten(-2)
+        past, unit = quotients - self.whole(quotients), self.unit(quotients)  # from -0.5 to 0.5 units
+        other = torch.where(past >= 0, unit, -unit).to(x.dtype) * scale.to(self.scales).to(x.dtype)
+        return torch.where(past.abs() > (0.5 - NEAR) * unit, other, 0.0).flatten(-2)
 
     def of(self, x: Tensor) -> Tensor:
         """X in blocks, float32 [..., blocks, n]."""
@@ -176,30 +180,13 @@ class FP8(Blocks):
         scale = divided(self.largest(blocks), 448.0)
         return quotients_of(blocks, scale), scale, torch.zeros_like(scale)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """What the eight bits stand for."""
-        quotients, scale, _ = self.grid(x)
-        return (quotients.to(torch.float8_e4m3fn).to(x.dtype) * scale.to(x.dtype)).flatten(-2)
+    def whole(self, quotients: Tensor) -> Tensor:
+        """The nearest of E4M3."""
+        return quotients.to(torch.float8_e4m3fn).to(quotients.dtype)
 
-    def step(self, x: Tensor) -> Tensor:
-        """A unit in the last place, times the scale."""
-        quotients, scale, _ = self.grid(x)
-        return (_e4m3_unit(quotients) * scale).to(x.dtype).flatten(-2)
-
-    def flips(self, x: Tensor) -> Tensor:
-        """A unit up or down where the quotient is all but halfway between two values."""
-        if not self.turns:
-            return torch.zeros_like(x)
-        quotients, scale, _ = self.grid(x)
-        unit, past = _e4m3_unit(quotients), quotients - quotients.to(torch.float8_e4m3fn).to(quotients.dtype)
-        other = (torch.sign(past) * unit * scale).to(x.dtype)
-        return torch.where(past.abs() > (0.5 - NEAR) * unit, other, 0.0).flatten(-2)
-
-
-def _e4m3_unit(x: Tensor) -> Tensor:
-    """How far apart E4M3's values lie at x; below 2^-6 as there."""
-    place = torch.frexp(x.abs().clamp(min=2.0**-6)).exponent - 4
-    return torch.ldexp(torch.ones_like(x), place)
+    def unit(self, quotients: Tensor) -> Tensor:
+        """A unit in the last place."""
+        return last_place(quotients, 3, 2.0**-6)
 
 
 def over(number: float, x: Tensor) -> Tensor:

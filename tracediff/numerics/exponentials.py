@@ -44,10 +44,6 @@ class Polynomial:
             over = torch.where(over.abs() > halfway - _NEAR, over - over.sign() * math.log(2), over)
         return sum(over**k / math.factorial(k) for k in range(self.degree + 1)) * torch.exp(-over)
 
-    def of_numbers(self, x: np.ndarray) -> np.ndarray:
-        """e^x of numbers that all fill vectors, as rows do whose sizes are multiples of these."""
-        return np.exp(x) * self.over_exact(torch.tensor(x), False).numpy()
-
     def in_vectors(self, counted: Tensor) -> Tensor:
         """Which of the values that count in their rows fill vectors, bool."""
         place, n = counted.cumsum(-1) - 1, counted.sum(-1, keepdim=True)
@@ -75,16 +71,17 @@ class Table:
         looked_up = nearest.to(x).exp().half().to(x)
         return torch.where(looked_up == 0, 0.0, looked_up * torch.exp(-x))
 
-    def of_numbers(self, x: np.ndarray) -> np.ndarray:
-        """e^x of numbers."""
-        return np.exp(x) * self.over_exact(torch.tensor(x), False).numpy()
-
     def in_vectors(self, counted: Tensor) -> Tensor:
         """All that count."""
         return counted
 
 
 Exponential = Polynomial | Table
+
+
+def exponential_of(by: Exponential, x: np.ndarray) -> np.ndarray:
+    """e^x of numbers that all fill vectors, as rows do whose sizes are multiples of these."""
+    return np.exp(x) * by.over_exact(torch.tensor(x), False).numpy()
 
 
 class Approximated(TorchFunctionMode):

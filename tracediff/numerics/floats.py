@@ -87,9 +87,13 @@ class Float(Rounding):
         """A unit in the last place."""
         if not self.mantissa:
             return torch.zeros_like(x)
-        least = torch.finfo(self.dtype).tiny  # below it numbers lie as far apart as there
-        place = torch.frexp(x.abs().clamp(min=least)).exponent - 1 - self.mantissa
-        return torch.where(x != 0, torch.ldexp(torch.ones_like(x), place), 0.0)
+        return torch.where(x != 0, last_place(x, self.mantissa, torch.finfo(self.dtype).tiny), 0.0)
+
+
+def last_place(x: Tensor, mantissa: int, least: float) -> Tensor:
+    """A unit in the last place of floats with so many bits of mantissa; below the least normal number as there."""
+    place = torch.frexp(x.abs().clamp(min=least)).exponent - 1 - mantissa
+    return torch.ldexp(torch.ones_like(x), place)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tracediff.numerics.blocks import FP8, NEAR, Blocks, divided, over, quotients_of
+from tracediff.numerics.floats import last_place
 
 _NF4 = torch.tensor(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -231,10 +232,6 @@ class EvenUnsigned(Unsigned):
         zero = -torch.round(quotients_of(least, scale))
         return (torch.round(blocks * over(1.0, scale)) + zero).clamp_(0.0, last), scale, zero
 
-    def flips(self, x: Tensor) -> Tensor:
-        """None."""
-        return torch.zeros_like(x)
-
 
 @dataclass(frozen=True, slots=True)
 class MX(Blocks):
@@ -253,27 +250,19 @@ class MX(Blocks):
         scale = torch.where(largest.mantissa > 0, torch.ldexp(torch.ones_like(largest.mantissa), place), 0.0)
         return quotients_of(blocks, scale).clamp_(-last, last), scale, torch.zeros_like(scale)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """What the bits stand for."""
-        quotients, scale, _ = self.grid(x)
-        unit = self._unit(quotients)
-        return (torch.round(quotients / unit) * unit * scale).to(x.dtype).flatten(-2)
+    def whole(self, quotients: Tensor) -> Tensor:
+        """The nearest of them."""
+        unit = self.unit(quotients)
+        return torch.round(quotients / unit) * unit
 
-    def step(self, x: Tensor) -> Tensor:
-        """A unit in the last place, times the scale."""
-        quotients, scale, _ = self.grid(x)
-        return (self._unit(quotients) * scale).to(x.dtype).flatten(-2)
+    def unit(self, quotients: Tensor) -> Tensor:
+        """A unit in the last place; below the least normal number, 1 or 2^-6, as there."""
+        return last_place(quotients, self._element[0], 1.0 if self.bits == 4 else 2.0**-6)
 
     @property
     def _element(self) -> tuple[int, int, float]:
         """Bits of mantissa, the largest exponent and the largest value."""
         return (1, 2, 6.0) if self.bits == 4 else (3, 8, 448.0)
-
-    def _unit(self, quotients: Tensor) -> Tensor:
-        """How far apart values lie there; below the least normal number, 1 or 2^-6, as there."""
-        mantissa, least = self._element[0], 0 if self.bits == 4 else -6
-        place = torch.frexp(quotients.abs().clamp(min=2.0**least)).exponent - 1 - mantissa
-        return torch.ldexp(torch.ones_like(quotients), place)
 
 
 @dataclass(frozen=True, slots=True)

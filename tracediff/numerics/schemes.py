@@ -104,14 +104,9 @@ def _of_integers(activations: str, matrices: str) -> Scheme:
     return Scheme(name, Arithmetic(activations, matrices), held=matrices)
 
 
-def _undivided(operands: str, scheme: Scheme) -> Scheme:
-    """Probabilities alone are rounded so, before they are divided by their sum."""
-    return replace(scheme, values=replace(scheme.values, operands=operands, parts=0))
-
-
-def _divided(operands: str, scheme: Scheme) -> Scheme:
-    """Probabilities alone are rounded so, as they are multiplied."""
-    return replace(scheme, values=replace(scheme.values, operands=operands, parts=1))
+def _weighing(operands: str, parts: int, scheme: Scheme) -> Scheme:
+    """Probabilities alone are rounded so, as they are multiplied, or, of 0 parts, before they are divided."""
+    return replace(scheme, values=replace(scheme.values, operands=operands, parts=parts))
 
 
 def _attentions() -> Iterator[Scheme]:
@@ -140,7 +135,7 @@ def _attentions() -> Iterator[Scheme]:
     for n in (2, 3, 4, 6, 8, 12, 16):
         yield replace(after, name=f"flash attention on {n} threads", values=replace(after.values, parts=n))
     for name in HALVES:  # with queries as they are, or rounded as keys are
-        tiled = _undivided(name, Scheme("", scores=Arithmetic(stored=name), values=Arithmetic(stored=name)))
+        tiled = _weighing(name, 0, Scheme("", scores=Arithmetic(stored=name), values=Arithmetic(stored=name)))
         yield replace(tiled, name=f"{phrase('KV cache', name)} and undivided probabilities")
         yield replace(tiled, name=f"tiled {phrase('attention', name)}", scores=Arithmetic(name, name))
     degree_4 = Scheme("exponentials to degree 4", exponentials="taylor4/8")
@@ -213,15 +208,14 @@ def _ways() -> Iterator[Way]:
     for name in HALVES:
         yield Way("attention", f"{phrase('attention', name)} of scaled queries", partial(_attended_by_scaled, name))
     for name in HALVES:
-        yield Way("probabilities", _named("undivided probabilities", name), partial(_undivided, name))
-        yield Way("probabilities", _named("probabilities", name), partial(_divided, name))
+        yield Way("probabilities", _named("undivided probabilities", name), partial(_weighing, name, 0))
+        yield Way("probabilities", _named("probabilities", name), partial(_weighing, name, 1))
     for part, words in _FIELDS.items():
         for name in (*whole, *(("q8_0",) if part == "added" else ())):
             yield Way(part, _named(words, name), partial(_with_field, part, name))
-    for name in whole:
-        yield Way("biases", _named("biases", name), partial(_biased, name))
-    for name in whole:
-        yield Way("products", _named("products", name), partial(_products, name))
+    for part in ("biases", "products"):
+        for name in whole:
+            yield Way(part, _named(part, name), partial(_of_matmuls, part, name))
     for name, words in _EXPONENTIALS.items():
         yield Way("exponentials", words, partial(_with_field, "exponentials", name))
     for name in ("f64", *HALVES, "normal f16", *_SHORTER, "q8_0"):
@@ -273,12 +267,9 @@ def _summed(linear: Arithmetic) -> Arithmetic:
     return replace(linear, accumulate=_sums(linear.operands, linear.stored))
 
 
-def _biased(biases: str, scheme: Scheme) -> Scheme:
-    return replace(scheme, linear=replace(scheme.linear, biases=biases))
-
-
-def _products(products: str, scheme: Scheme) -> Scheme:
-    return replace(scheme, linear=replace(scheme.linear, products=products))
+def _of_matmuls(field: str, value: str, scheme: Scheme) -> Scheme:
+    changed: dict[str, Any] = {field: value}
+    return replace(scheme, linear=replace(scheme.linear, **changed))
 
 
 def _cached(stored: str, scheme: Scheme) -> Scheme:

@@ -217,6 +217,7 @@ def _look(asked: Asked, storage: str, made: Recomputed, whole: Residual) -> Look
         flips=whole.flips,
         sharpness=min(math.sqrt(floor), whole.sharpness),
         limit=max(NOTHING, nmse) if floor > BLIND else None,
+        weight=op.weights[0].name if op.weights else None,
         weight_type=by.weights.type_of(op.weights[0]) if op.kind in _TYPED else None,
         stored=None if on_the_way else _stored(storage, made.exact),
         told=on_the_way is False,

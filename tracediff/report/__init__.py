@@ -1,1 +1,1 @@
-"""Reports: pure functions of a result. They import `result` and nothing else of the package."""
+"""Reports: pure functions of a result. They import `result`, names, and the words of `findings`."""

@@ -21,7 +21,7 @@ def drift_by_depth(result: Result) -> str:
 
 
 def _picture(title: str, values: Sequence[float], kind: str, states: Sequence[OpResult]) -> str:
-    known = [math.log10(value) for value in values if math.isfinite(value) and value > 0]
+    known = [math.log10(value) for value in values if math.isfinite(value)]
     low, high = math.floor(min(known)), max(math.ceil(max(known)), math.floor(min(known)) + 1)
     right, bottom = _WIDE - 8, _HIGH - _BELOW
 
@@ -31,7 +31,7 @@ def _picture(title: str, values: Sequence[float], kind: str, states: Sequence[Op
     def y(decade: float) -> float:
         return bottom - (bottom - 12) * (decade - low) / (high - low)
 
-    drawn = ((n, math.log10(value)) for n, value in enumerate(values) if math.isfinite(value) and value > 0)
+    drawn = ((n, math.log10(value)) for n, value in enumerate(values) if math.isfinite(value))
     line = " ".join(f"{x(n):.1f},{y(decade):.1f}" for n, decade in drawn)
     label = f"{title}: 1e{low} to 1e{high} over {len(values)} hidden states"
     return (

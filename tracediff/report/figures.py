@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 
 from tracediff.names import StepOf
-from tracediff.result import Cause, Finding, OpResult, Result, Statistics
+from tracediff.result import Finding, OpResult, Result, Statistics
 
 _SIDES = ("reference", "candidate")
 _OFF = "0123456789abcdefghijklmnopqrstuvwxyz"  # decades by which a value is beyond its bound
@@ -78,10 +78,6 @@ def _decade(excess: float) -> str:
     return _OFF[min(int(math.log10(excess)), len(_OFF) - 1)] if math.isfinite(excess) else _OFF[-1]
 
 
-def _of_cause(cause: Cause | None) -> float | None:
-    return cause.nmse if cause else None
-
-
 def _statistic(side: str, name: str) -> Callable[[OpResult], object]:
     def figure(op: OpResult) -> object:
         of: Statistics | None = getattr(op, side)
@@ -102,7 +98,7 @@ _COLUMNS: dict[str, Callable[[OpResult], object]] = {
     "max_abs": lambda op: _short(op.drift.max_abs if op.drift else None),
     "local_nmse": lambda op: _short(op.local.nmse if op.local else None),
     "floor": lambda op: _short(op.floor),
-    "undone": lambda op: _short(_of_cause(op.cause)),
+    "undone": lambda op: _short(op.cause.nmse if op.cause else None),
     "arithmetic": lambda op: op.arithmetic,
     **{
         f"{side}.{name}": _statistic(side, name)

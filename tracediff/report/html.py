@@ -134,7 +134,7 @@ def _table(logits: Logits) -> str:
     for rank, (r, c) in enumerate(zip(logits.reference, logits.candidate, strict=True), start=1):
         cells = [str(rank)]
         for t in (r, c):
-            cells += [escape(f"{t.id} {t.text or ''}"), number(t.logit), f"{t.probability:.3f}"]
+            cells += [escape(t.words), number(t.logit), f"{t.probability:.3f}"]
         cells.append(str(c.other_rank))
         rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

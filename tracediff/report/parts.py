@@ -63,7 +63,7 @@ def fitting(columns: list[str], rows: Rows, width: int, spare: Sequence[tuple[st
     A column's header is its name up to a colon.
     """
     headers = {column: column.partition(":")[0] for column in columns}
-    wide = {c: max(len(headers[c]), *(cell_len(str(row[c])) for row in rows)) for c in columns}
+    wide = {c: max([len(headers[c]), *(cell_len(str(row[c])) for row in rows)]) for c in columns}
     kept = kept_in(width, wide, spare)
     shown = table(*(headers[column] for column in kept), left=left)
     for row in rows:

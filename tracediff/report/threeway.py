@@ -6,20 +6,16 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tracediff.english import count
 from tracediff.findings.words import number
 from tracediff.names import HIDDEN_STATES, local_name
 from tracediff.report.json_report import fields_of, written
-from tracediff.report.parts import Rows, Trimmed, fitting, heading, headline, line
+from tracediff.report.parts import ALARM, STYLES, Rows, Trimmed, fitting, heading, headline, line
 from tracediff.report.sections.said import notes
-from tracediff.report.sections.verdict import findings
+from tracediff.report.sections.verdict import findings, one_side
 from tracediff.result import ThreeOp, ThreeWay
 
 SCHEMA = "tracediff/three/1"
-_STYLES = {
-    "ok": "green", "outlier": "bold red", "scattered": "bold red", "inherited": "yellow", "unmatched": "magenta",
-    "undecided": "cyan",
-}  # fmt: skip
+_STYLES = {**STYLES, "outlier": ALARM, "scattered": ALARM}
 _AROUND = 6  # ops shown on either side of the first outlier
 _LISTED = 8
 
@@ -27,8 +23,8 @@ _LISTED = 8
 def render(result: ThreeWay, width: int = 100) -> RenderableType:
     """The whole report for a terminal `width` columns wide."""
     sections = (
-        _verdict(result), _sides(result), findings(result.findings), _layers(result, width),
-        _around(result, width), _unmatched(result), notes(result.notes),
+        _verdict(result), findings(result.findings), _layers(result, width), _around(result, width),
+        _unmatched(result), notes(result.notes),
     )  # fmt: skip
     return Trimmed(Group(*(part for section in sections for part in section)))
 
@@ -41,12 +37,7 @@ def render_json(result: ThreeWay) -> str:
 def _verdict(result: ThreeWay) -> Iterator[RenderableType]:
     yield headline(result.verdict, result.summary)
     yield from (line(f"{doubt}.") for doubt in result.undecided[1:])
-
-
-def _sides(result: ThreeWay) -> Iterator[RenderableType]:
-    for name, side in zip(result.names, result.sides, strict=True):
-        cut = f", cut off: {side.cut}" if side.cut else ""
-        yield line(f"{name}: {side.engine}, {count(side.n_ops, 'op')} ({side.path}){cut}", style="dim")
+    yield from map(one_side, result.names, result.sides)
 
 
 # --- tables ------------------------------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ class Local:
     made_anew: bool = False  # of products that the engine computed once more, not of those that it recorded
     sharpness: float = 0.0  # the smallest relative scale error that would exceed the floor
     limit: float | None = None  # what may be left of a sound record, where that is less than the floor
+    weight: str | None = None  # in the file, the first that it is made with: of a tied head the embedding's
     weight_type: str | None = None  # in the file: of a matmul, or of the rows that are looked up
     stored: str | None = None  # a type shorter than float32 that the values were rounded to, as f16 or bf16,
     told: bool = False  # and whether it is sure that the engine holds them so, and not who wrote the trace

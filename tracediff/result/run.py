@@ -71,7 +71,8 @@ class Result:
 
     def explained(self, op: str) -> OpResult | None:
         """The op in the first step in which it is faulty by itself and three places show why."""
-        return next((one for one in self.faulty if one.op == op and one.cause and one.cause.places), None)
+        of_it = (one for one in self.ops if one.op == op and one.status == "faulty")
+        return next((one for one in of_it if one.cause and one.cause.places), None)
 
     @property
     def weakest(self) -> OpResult | None:

@@ -57,6 +57,8 @@ def _scale(op: Op, context: Context) -> Variants:
         "missing": 1.0, "applied twice": right**2, "1/sqrt(head_dim)": h.head_dim**-0.5,
         "1/sqrt(n_embd/n_head)": (h.n_embd / h.n_head) ** -0.5, "1/sqrt(n_embd)": h.n_embd**-0.5,
         "1/head_dim": 1 / h.head_dim, "1/sqrt(n_head_kv * head_dim)": (h.n_head_kv * h.head_dim) ** -0.5,
+        "ln 2 times what belongs, as of 2^x in the place of e^x": right * math.log(2),
+        "1/ln 2 times what belongs, as of e^x in the place of 2^x": right / math.log(2),
     }  # fmt: skip
     named = {scale: word for word, scale in reversed(formulas.items())}  # of the same number the first
     for scale, word in reversed(named.items()):

@@ -83,29 +83,23 @@ _OF_DECAYS: Mapping[str, _Wrong] = MappingProxyType({
 })  # fmt: skip
 
 
-@AREA.mistake(
-    "chunk_state", "what a chunk of tokens leaves for the next is wrong",
-    "the recurrence over chunks: state = state * the chunk's whole decay + what the chunk added",
-    Where(("ssm_scan", "gated_delta_net")),
-)  # fmt: skip
-def _state(op: Op, context: Context) -> Variants:
-    yield from _variants(op, context, _OF_STATES)
-
-
-@AREA.mistake(
-    "chunk_decay", "decays within a chunk of tokens count one token too few, or too many",
-    "whether a sum of logarithms of decays holds the token's own: where the state is read, not where it is added to",
-    Where(("ssm_scan",)),
-)  # fmt: skip
-def _decay(op: Op, context: Context) -> Variants:
-    yield from _variants(op, context, _OF_DECAYS)
-
-
 def _variants(op: Op, context: Context, ways: Mapping[str, _Wrong]) -> Variants:
     for size in _sizes(op, context):
         for words, wrong in ways.items():
             changed = computing(op, partial(_in_chunks, op.kind, size, wrong))
             yield Variant(changed, words.format(size), fitted=context.seen is not None)
+
+
+AREA.mistake(
+    "chunk_state", "what a chunk of tokens leaves for the next is wrong",
+    "the recurrence over chunks: state = state * the chunk's whole decay + what the chunk added",
+    Where(("ssm_scan", "gated_delta_net")),
+)(partial(_variants, ways=_OF_STATES))  # fmt: skip
+AREA.mistake(
+    "chunk_decay", "decays within a chunk of tokens count one token too few, or too many",
+    "whether a sum of logarithms of decays holds the token's own: where the state is read, not where it is added to",
+    Where(("ssm_scan",)),
+)(partial(_variants, ways=_OF_DECAYS))  # fmt: skip
 
 
 def _sizes(op: Op, context: Context) -> Sequence[int]:

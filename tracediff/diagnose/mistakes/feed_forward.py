@@ -93,7 +93,7 @@ def _sigmoid(op: Op, _: Context) -> Variants:
 
 @AREA.mistake(
     "act_skipped", "an activation is left out", "whether it is applied at all",
-    Where((*_ALONE, "sigmoid", "tanh", "softplus", "sqr", "exp")),
+    Where((*_ALONE, "tanh", "sqr", "exp")),
 )  # fmt: skip
 def _skipped(op: Op, _: Context) -> Variants:
     yield computing(op, lambda x: x), f"{op.kind} is not applied"

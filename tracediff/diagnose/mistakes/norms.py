@@ -19,6 +19,7 @@ from tracediff.diagnose.mistakes.mistake import (
     fitted_attr,
     weights_of,
 )
+from tracediff.diagnose.mistakes.weights import without_bias
 from tracediff.english import told_apart
 from tracediff.model.graph import Op
 from tracediff.model.weights import reading, values_of
@@ -32,6 +33,7 @@ from tracediff.numerics.roundings import rounding_named
 AREA = Area()
 ANY_NORM, RMS_NORM = Where((*NORM.kinds, "l2_norm")), Where(("rms_norm",))
 _LARGEST = torch.finfo(torch.float32).max
+_LONGEST = 1 << 20  # channels that a mean may be taken over
 _DECADES = range(-6, 7)  # about the right epsilon
 
 
@@ -88,6 +90,27 @@ def _unbiased(op: Op, _: Context) -> Variants:
         return scaled(x * torch.rsqrt(x.square().sum(-1, keepdim=True) / (x.shape[-1] - 1) + eps), *weight)
 
     yield computing(op, function), "squares are divided by n - 1 instead of n"
+
+
+@AREA.mistake(
+    "norm_divisor", "the sum of squares is divided by another number than that of channels",
+    "the number that the mean in the norm is taken over: that of its row's channels", NORM,
+)  # fmt: skip
+def _divisor(op: Op, context: Context) -> Variants:
+    if context.seen is None:
+        return
+    x, *weight = context.seen.inputs[0], *weights_of(op, context)
+    n, right = x.shape[-1], KINDS[op.kind].function(x, *weight, **op.attrs)
+    factor = float((right * context.seen.output).sum() / right.square().sum())
+    other = round(n * factor**2) if math.isfinite(factor) else 0
+    if not 0 < other < _LONGEST or abs(other - n) < 2:  # n - 1 is a mistake of its own
+        return
+
+    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        x = _centred(op, x)
+        return scaled(x * torch.rsqrt(x.square().sum(-1, keepdim=True) / other + eps), *weight)
+
+    yield computing(op, function), f"the sum of squares is divided by {other} where {n} belongs"
 
 
 @AREA.mistake(
@@ -281,7 +304,6 @@ def _rms_norm(op: Op, _: Context) -> Variants:
     yield computing(op, rms_norm), "the mean is not subtracted before norming"
 
 
-@AREA.mistake("norm_bias_missing", "the norm's bias is not added", "whether the loader reads the norm's .bias", NORM)
-def _no_bias(op: Op, _: Context) -> Variants:
-    if len(op.weights) > 1:
-        yield replace(op, weights=op.weights[:1]), f"{op.weights[1].name} is not added"
+AREA.mistake("norm_bias_missing", "the norm's bias is not added", "whether the loader reads the norm's .bias", NORM)(
+    without_bias
+)

@@ -1,13 +1,11 @@
 """Mistakes in which part of a fused value an op reads: a half, a head, one of several vectors that lie in one row."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from collections.abc import Iterator
+from dataclasses import replace
 
 from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where
-from tracediff.diagnose.rearranged import Reread
+from tracediff.diagnose.rearranged import SomeHeads
 from tracediff.english import nth
 from tracediff.model.graph import Graph, Op, View
 from tracediff.names import axes_of, local_name
@@ -50,7 +48,7 @@ def _other_order(op: Op, context: Context) -> Variants:
             whole, places = blocks
             both = f"{local_name(name)} is split in another order, as if each part had its heads side by side"
             words = f"{both}: in it the parts of each head lie side by side"
-            yield Variant(replace(op.seeing({position: whole}), rework=_Blocks(position, places)), words, name=both)
+            yield Variant(replace(op.seeing({position: whole}), rework=SomeHeads(position, places)), words, name=both)
 
 
 def _by_heads(own: View, of: Op) -> tuple[View, tuple[int, ...]] | None:
@@ -69,20 +67,6 @@ def _by_heads(own: View, of: Op) -> tuple[View, tuple[int, ...]] | None:
     first = offset // width
     places = tuple((first + h) % parts * n + (first + h) // parts for h in range(n))
     return View(("T", parts * n, width), own.strides, 0), places
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks(Reread):
-    """An input is seen whole, and these heads of it are read."""
-
-    position: int
-    heads: tuple[int, ...]
-
-    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs, one with these heads alone."""
-        read = list(inputs)
-        read[self.position] = read[self.position][:, list(self.heads)]
-        return read
 
 
 def _parts(op: Op) -> Iterator[tuple[int, str, View]]:

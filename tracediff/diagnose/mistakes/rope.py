@@ -71,10 +71,14 @@ def _turning(op: Op, theta: float) -> Variant:
     Number(lambda op: float(op.attrs["rope"].theta), _turning),
 )  # fmt: skip
 def _theta(op: Op, context: Context) -> Variants:
+    rope = op.attrs["rope"]
     for theta in (1e4, 1e6, 5e5, 1e5):
-        if theta != op.attrs["rope"].theta:
+        if theta != rope.theta:
             yield _turning(op, theta)._replace(fitted=False)
-    starts = [op.attrs["rope"].theta * 2.0**i for i in _OCTAVES]
+    if (pairs := rope.n_rot // 2) > 1:
+        words = f"frequencies end at 1/base, as of linspace with its end: i / {pairs - 1} where i / {pairs} belongs"
+        yield _with(op, theta=rope.theta ** (pairs / (pairs - 1))), words
+    starts = [rope.theta * 2.0**i for i in _OCTAVES]
     # Of the tokens that turn least, few angles go round.
     if context.seen and (number := _fitted(op, context, context.seen, lambda theta: {"theta": theta}, starts)):
         yield _turning(op, number)

@@ -59,7 +59,8 @@ def _zero(op: Op, _: Context) -> Variants:
     "bias_missing", "the bias is not added", "whether the loader reads the .bias tensors and the kernel adds them",
     MATMUL, "ANEForge#253",
 )  # fmt: skip
-def _no_bias(op: Op, _: Context) -> Variants:
+def without_bias(op: Op, _: Context) -> Variants:
+    """The op without its second weight."""
     if len(op.weights) > 1:
         yield replace(op, weights=op.weights[:1]), f"{op.weights[1].name} is not added"
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.rows.told import OF_ERROR, Row, Told
-from tracediff.english import ranges
+from tracediff.english import listed, ranges
 from tracediff.names import plain_step
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.kinds.attention import VISIBLE
@@ -264,4 +264,4 @@ def _words(rows: Sequence[Sequence[Row]], times: Tensor, own: int) -> str:
     for (other, sequence, n), at in sorted(found.items()):
         whose, often = f" of sequence {sequence}" * other, f"{n} times " * (n > 1)
         parts.append(f"{often}position{'s' * (len(at) > 1)} {ranges(sorted(at))}{whose}")
-    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    return listed(parts, len(parts))

@@ -38,7 +38,7 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
     if not problem.has_loops:
         if KINDS[problem.op.kind].picks:  # numbers of experts are no values
             return
-        found = [*outputs.variants(problem), *functions.variants(problem)]
+        found = _checked(check, outputs.variants(problem), functions.variants(problem))
         yield from sorted(found, key=lambda one: one.bits)
         return
     look, partial = Look(problem), list[Priced]()
@@ -46,17 +46,22 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
     # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].
     alike = sorted(whole, key=lambda one: (one.bits, len(one.edit.source)))
     yield from filter(None, (verified(problem, one) for one in alike))
-    others = [
-        *outputs.variants(problem),
-        *functions.variants(problem),
-        *misread.variants(problem),
-        *squares.variants(problem),
-        *rotations.variants(problem),
-    ]
-    others += [*operands.variants(problem, look), *groups.variants(problem), *caches.variants(problem)]
+    others = _checked(
+        check,
+        *(one.variants(problem) for one in (outputs, functions, misread, squares, rotations)),
+        operands.variants(problem, look),
+        *(one.variants(problem) for one in (groups, caches)),
+    )
     yield from sorted(others, key=lambda one: one.bits)
     partial.sort(key=lambda one: one.bits)
-    yield from sorted(_in_parts(problem, partial[:_PARTS]), key=lambda one: one.bits)
+    yield from sorted(_checked(check, _in_parts(problem, partial[:_PARTS])), key=lambda one: one.bits)
+
+
+def _checked(check: Callable[[], None], *found: Iterator[Solved]) -> Iterator[Solved]:
+    """What each finds, as long as there is time."""
+    for one in found:
+        check()
+        yield from one
 
 
 def solved_blocks(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:

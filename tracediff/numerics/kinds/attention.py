@@ -118,9 +118,14 @@ def softmax(
         distance = (query_positions[:, None] - key_positions[None, :]).abs()
         scaled = scaled - alibi(len(scores), max_bias).to(scores)[:, None, None] * distance
     scaled = scaled.masked_fill(unseen(query_positions, key_positions, mask=mask, **visible), -math.inf)
+    return softmax_beside(scaled, sinks)
+
+
+def softmax_beside(scaled: Tensor, sinks: Tensor | None) -> Tensor:
+    """Of scores [H, T, n], beside one more of each head [H] that is left out of the result."""
     if sinks is None:
         return torch.softmax(scaled, -1)
-    sink = sinks[:, None, None].expand(*scaled.shape[:2], 1)
+    sink = sinks[:, None, None].expand(*scaled.shape[:-1], 1)
     return torch.softmax(torch.cat((scaled, sink), -1), -1)[..., :-1]
 
 

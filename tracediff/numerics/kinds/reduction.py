@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tracediff.numerics.floors import TINY, Noise
+from tracediff.numerics.kinds.attention import softmax_beside
 from tracediff.numerics.kinds.elementwise import repeated
 from tracediff.numerics.kinds.kind import Kind, Made, exponential, none
 from tracediff.numerics.kinds.layout import as_places
@@ -36,10 +37,7 @@ def soft_max(x: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None,
 
     Of each head [H] of x [H, T, n] a sink is one more value, which is left out of the result.
     """
-    scaled = x * scale if mask is None else x * scale + repeated(mask, x)
-    if sinks is None:
-        return torch.softmax(scaled, -1)
-    return torch.softmax(torch.cat((scaled, sinks[:, None, None].expand(*x.shape[:-1], 1)), -1), -1)[..., :-1]
+    return softmax_beside(x * scale if mask is None else x * scale + repeated(mask, x), sinks)
 
 
 def argsort(x: Tensor, *, descending: bool = False) -> Tensor:

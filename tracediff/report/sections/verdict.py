@@ -8,7 +8,7 @@ from rich.text import Text
 from tracediff.english import count, few
 from tracediff.findings.words import number
 from tracediff.report.parts import hanging, heading, headline, line
-from tracediff.result import Finding, Result
+from tracediff.result import Finding, Result, Side
 
 
 def verdict(result: Result) -> Iterator[RenderableType]:
@@ -21,11 +21,15 @@ def sides(result: Result) -> Iterator[RenderableType]:
     """Which engines, which traces, which tokens."""
     for name, side in (("reference", result.reference), ("candidate", result.candidate)):
         if side:
-            cut = f", cut off: {side.cut}" if side.cut else ""
-            said = f"{side.engine}, {count(side.n_ops, 'op')} ({side.path}){cut}"
-            yield line(f"{name}: {said}", style="dim")
+            yield one_side(name, side)
     sizes = f"{count(len(result.tokens), 'token')} in {count(len(result.steps), 'step')}"
     yield line(f"{sizes}: {few(result.tokens, 16)}", style="dim")
+
+
+def one_side(name: str, side: Side) -> RenderableType:
+    """Its engine, and its trace."""
+    cut = f", cut off: {side.cut}" if side.cut else ""
+    return line(f"{name}: {side.engine}, {count(side.n_ops, 'op')} ({side.path}){cut}", style="dim")
 
 
 def findings(found: tuple[Finding, ...]) -> Iterator[RenderableType]:

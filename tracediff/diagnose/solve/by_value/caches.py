@@ -15,6 +15,7 @@ from tracediff.diagnose.solve.edit import BROUGHT, Read, Solved
 from tracediff.diagnose.solve.look import spread
 from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.problem import Problem, agree
+from tracediff.english import count
 from tracediff.model.graph import Op
 from tracediff.names import split
 
@@ -86,8 +87,9 @@ def variants(problem: Problem) -> Iterator[Solved]:
     rounded = {other: problem.loops.rounded(name, Flat(values)) for other, values in caches.items()}
     flats = {other: torch.from_numpy(array.take(np.arange(array.size))) for other, array in rounded.items()}
     for apart in _distances(problem, layer, flats, torch.from_numpy(starts).long()):
-        by = f"{apart} {'value' if apart == 1 else 'values'}"
-        words = f"each layer's cached {local} begins {by} after that of the layer before: they overlap"
+        words = (
+            f"each layer's cached {local} begins {count(apart, 'value')} after that of the layer before: they overlap"
+        )
         changed = replace(reading, rework=Overlapping(layer, layers, apart))
         yield Solved((changed,), words, 2.0 + math.log2(own.size), _LOOK)
 

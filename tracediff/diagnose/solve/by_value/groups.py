@@ -1,13 +1,13 @@
 """Query heads that read other key/value heads than their own, each found by its values: whatever the mapping is."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.rearranged import Reread
+from tracediff.diagnose.rearranged import SomeHeads
 from tracediff.diagnose.solve.edit import Solved
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.english import few
@@ -19,18 +19,6 @@ _MOST = 1 << 28  # products
 _LITTLE = 1e-6  # of what a head leaves: so little says that it reads another
 _EACH = 6.0  # bits of a head that is told
 _FUNCTIONS = {"scores": scores, "weighted_values": weighted_values}
-
-
-@dataclass(frozen=True, slots=True)
-class OtherHeads(Reread):
-    """Computes attention whose query heads read these key/value heads, one each: `Op.rework`."""
-
-    heads: tuple[int, ...]
-
-    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs, with a key/value head for each query head."""
-        x, cached, *others = inputs
-        return [x, cached[:, list(self.heads)], *others]
 
 
 def variants(problem: Problem) -> Iterator[Solved]:
@@ -75,7 +63,7 @@ def behind(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solve
         return
 
     def of_heads(other: int) -> np.ndarray:
-        op = replace(problem.op, rework=OtherHeads((other,) * h))
+        op = replace(problem.op, rework=SomeHeads(1, (other,) * h))
         y = left(op)
         return np.square(y).reshape(len(y), h, -1).sum((0, 2))
 
@@ -117,5 +105,5 @@ def _solved(problem: Problem, right: Sequence[int], found: Sequence[int]) -> Sol
     s = "s" * (len(others) > 1)
     read, belong = (few([of[head] for head in others]) for of in (found, right))
     words = f"query head{s} {few(others)} read{'' if s else 's'} key/value head{s} {read} where {belong} belong"
-    op = replace(problem.op, rework=OtherHeads(tuple(found)))
+    op = replace(problem.op, rework=SomeHeads(1, tuple(found)))
     return Solved((op,), words + ("" if s else "s"), _EACH * len(others), _LOOK)

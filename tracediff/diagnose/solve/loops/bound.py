@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -16,7 +17,7 @@ from tracediff.diagnose.solve.loops.program import parse
 from tracediff.model.graph import Op, Weight
 from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
-from tracediff.numerics.exponentials import exponential_named
+from tracediff.numerics.exponentials import exponential_named, exponential_of
 from tracediff.numerics.floats import Rounding
 from tracediff.numerics.kinds.matmul import rounding_of
 from tracediff.numerics.roundings import rounding_named
@@ -81,7 +82,7 @@ class Bound:
             before=before,
             beyond=self.beyond,
             prepared=self.prepared,
-            exp=exponential_named(self.exponential).of_numbers if self.exponential else np.exp,
+            exp=partial(exponential_of, exponential_named(self.exponential)) if self.exponential else np.exp,
         )
 
     def places(self, only: Mapping[str, np.ndarray] = MappingProxyType({})) -> list[Stored]:

@@ -79,7 +79,7 @@ class Program:
         found: set[str] = set()
         stack = list(nodes)
         while stack:
-            new = {n.id for n in ast.walk(stack.pop()) if isinstance(n, ast.Name)} - found
+            new = names_in(stack.pop()) - found
             found |= new
             stack += [defined[name] for name in new & defined.keys()]
         return found
@@ -108,7 +108,7 @@ class Program:
         return loops
 
     def _touches_output(self, node: ast.stmt) -> bool:
-        return any(isinstance(n, ast.Name) and n.id == "y" for n in ast.walk(node))
+        return "y" in names_in(node)
 
     @cached_property
     def in_sequence(self) -> set[ast.For]:
@@ -119,7 +119,7 @@ class Program:
     def preparing(self) -> Mapping[ast.stmt, tuple[str, set[str]]]:
         """Outermost loops that store to arrays of their own alone: as text, with the names in them."""
         loops = (node for node in self.tree.body if isinstance(node, ast.For) and not self.stores_output(node))
-        return {loop: (ast.unparse(loop), {n.id for n in ast.walk(loop) if isinstance(n, ast.Name)}) for loop in loops}
+        return {loop: (ast.unparse(loop), names_in(loop)) for loop in loops}
 
     @cached_property
     def restrictable(self) -> set[str]:
@@ -153,6 +153,11 @@ def carried_over(node: ast.AST) -> list[str]:
             case ast.Call(func=ast.Name(id="carried"), args=[_, *loops]):
                 found += [loop.id for loop in loops if isinstance(loop, ast.Name)]
     return found
+
+
+def names_in(*nodes: ast.AST) -> set[str]:
+    """The names in expressions and loops, of variables and of arrays."""
+    return {name.id for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name)}
 
 
 def stores_to(node: ast.Assign) -> str:

@@ -20,11 +20,6 @@ def range_of(call: ast.Call, bound: Bound) -> range | None:
         return None
 
 
-def names_in(*nodes: ast.AST) -> set[str]:
-    """The names in expressions, of variables and of arrays."""
-    return {name.id for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name)}
-
-
 def evaluated(node: ast.expr, bound: Bound) -> float | None:
     """A count in numbers; None where it depends on loop variables or on arrays."""
     names = dict(bound.numbers)

@@ -16,14 +16,14 @@ from tracediff.diagnose.solve.edit import Edit
 from tracediff.diagnose.solve.loops.accesses import Access, accesses
 from tracediff.diagnose.solve.loops.arrays import CannotRunError
 from tracediff.diagnose.solve.loops.bound import Bound
-from tracediff.diagnose.solve.loops.program import carried_over
-from tracediff.diagnose.solve.words.counts import evaluated, names_in, range_of
+from tracediff.diagnose.solve.loops.program import carried_over, names_in
+from tracediff.diagnose.solve.words.counts import evaluated, range_of
 from tracediff.diagnose.solve.words.masks import LESS, seen_keys
 from tracediff.diagnose.solve.words.names import CACHE, Names
 from tracediff.diagnose.solve.words.nouns import AXES, COUNTS_TOKENS, NAMED, NUMBERS, OF_STEPS, ORDINALS, OWN, SUMMED
 from tracediff.diagnose.solve.words.places import difference, taken
 from tracediff.diagnose.solve.words.syntax import chain, head, inlined, quotable, statements
-from tracediff.english import count, plural
+from tracediff.english import count, listed, plural
 
 _WHOLE = ("the output", CACHE)  # what is stored to, where it has no parts of its own
 
@@ -152,8 +152,7 @@ class Speaker(Names):
         """An expression that is another: a place that is read, a count of terms, or a formula."""
         if loops := carried_over(new):
             whole = subject if subject in SUMMED else "the sum"
-            *most, last = map(self.noun, loops)
-            each = f"{', '.join(most)} and {last}" if most else last
+            each = listed([*map(self.noun, loops)])
             return f"{whole} is not set to 0 again for each {each}: it goes on from the one before"
         outer: ast.AST
         for outer, (x, y) in chain(old, new):
