@@ -54,6 +54,7 @@ class Arithmetic:
     ubatch: int = 0
     exponential: str = ""
     products: str = "f64"
+    single: bool = False  # whether an engine in float64 computes this op in float32
 
     @property
     def undivided(self) -> bool:
@@ -99,6 +100,8 @@ class Arithmetic:
         elif self.accumulate not in ("f32", "i32"):
             threads = f" on {self.parts} threads" if self.parts > 1 else "" if self.parts else " in an unknown order"
             said.append(phrase("sums", self.accumulate) + threads + after)
+        if self.single:
+            said.append("computed in float32")
         if self.exponential:
             said.append(exponential_named(self.exponential).words)
         return said
@@ -196,6 +199,7 @@ class Scheme:
     scaled: str = "f64"  # what scores are rounded to when they are scaled
     added: str = "f64"  # what a layer adds to the residual is rounded to: each rank's term, as it is sent to the others
     prompts: "Scheme | None" = None
+    single: bool = False  # norms, rope and softmax are computed in float32, whatever the rest: transformers' models
     looked_up: bool = False  # GELU in a table of every float16, which who rounds as ggml does has too (ggml-cpu/vec.h)
 
     def in_steps_of(self, tokens: Tokens) -> "Scheme":
@@ -230,19 +234,19 @@ class Scheme:
             case "embedding":
                 return Arithmetic(stored=_of_table(self.held))
             case "rope":
-                return Arithmetic(stored=self.tables)
+                return Arithmetic(stored=self.tables, single=self.single)
             case "table" if self.is_ggml or self.looked_up:
                 return Arithmetic("f16")
             case "rms_norm":
-                return Arithmetic(self.normed, self.norms)
+                return Arithmetic(self.normed, self.norms, single=self.single)
             case "small":
-                return Arithmetic(stored=self.norms)
+                return Arithmetic(stored=self.norms, single=self.single)
             case "residual":
                 return Arithmetic(self.added)
             case "exponential":
                 return Arithmetic(exponential=self.exponentials)
             case "softmax":
-                return Arithmetic(self.scaled, exponential=self.exponentials)
+                return Arithmetic(self.scaled, exponential=self.exponentials, single=self.single)
         return EXACT
 
     def on_tensor_cores(self) -> "Scheme":

@@ -119,7 +119,7 @@ def _attentions() -> Iterator[Scheme]:
     for name in HALVES:  # PyTorch's autocast, whose softmax is computed in float32
         both = Arithmetic(name, name)
         yield Scheme(phrase("attention and scaled scores", name), scores=both, values=both, scaled=name)
-    for name in (*HALVES, "away f16", "int8/row", *_FLOAT8):
+    for name in (*HALVES, "int8/row", *_FLOAT8):
         cached = Arithmetic(stored=name)  # of f16 what ggml_compute_forward_flash_attn_ext_tiled does from 64 tokens on
         yield Scheme(phrase("KV cache", name), scores=cached, values=cached)
     yield Scheme(phrase("KV cache", "q8_0"), scores=Arithmetic("q8_0", "q8_0"), values=Arithmetic("f64", "q8_0"))
@@ -200,7 +200,7 @@ def _ways() -> Iterator[Way]:
     whole = ("f64", *HALVES)
     for name in ("f64", AS_IN_GGML, *HALVES, *TF32S, "q8_0", "stored q8_0", "q8_K", "older q8_K", *GROUPS, *_SCALED):
         yield Way("activations", _named("activations", name), partial(_multiplied, name))
-    for name in ("f64", *HALVES, "q8_0", "int8/row", "fp8/row", *_FLOAT8):
+    for name in ("f64", *HALVES, "away f16", "q8_0", "int8/row", "fp8/row", *_FLOAT8):
         words = "KV cache alone" if name == "q8_0" else "KV cache"  # which in ggml Q is rounded to as well
         yield Way("cache", _named(words, name), partial(_cached, name))
     for name in ("f64", *_READ):
@@ -335,6 +335,16 @@ def in_tf32(scheme: Scheme) -> list[Scheme]:
     """The same with matmuls in TF32."""
     words = [rounding_named(name).words for name in TF32S]
     return [_BY_NAME[f"attention in {of}"].of(_BY_NAME[f"activations in {of}"].of(scheme)) for of in words]
+
+
+# Of an engine in float64: norms, rope and softmax of transformers' models ask for float32.
+IN_SINGLE = replace(EXACTLY, name="exact, norms, rope and softmax in float32", single=True)
+
+
+def in_ties(scheme: Scheme) -> list[Scheme]:
+    """The same where only what lies halfway between two numbers tells it: one value in 8,192 that float16 holds."""
+    held = {scheme.scores.stored, scheme.values.stored} == {"f16"}
+    return [_BY_NAME[_named("KV cache", "away f16")].of(scheme)] if held else []
 
 
 def unrounded(scheme: Scheme) -> Scheme:

@@ -23,7 +23,7 @@ from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import in_rows_of, rounding_named
-from tracediff.numerics.schemes import WAYS, Way
+from tracediff.numerics.schemes import IN_SINGLE, WAYS, Way
 from tracediff.replay.recorded import Recorded
 from tracediff.trace.format import OpRecord
 
@@ -168,10 +168,11 @@ class Planner:
         """
         record = records[0]
         alike = () if self.is_segment(record) else tuple(dict.fromkeys(record.op for record in records))
-        key = *alike, self._lengths(record), self._recorded.storage(record.step)
+        key = *alike, self._lengths(record), self._recorded.storage(record.step), record.dtype
         if key not in self._found:
             several, held = len(self._schemes) > 1, self._recorded.storage(record.step)
             schemes = [scheme for scheme in self._schemes if not several or _caches_so(held, scheme)]
+            schemes += [IN_SINGLE] if several and record.dtype == "f64" else []
             self._found[key] = tuple(self.suiting(schemes, *records))
         if not self._found[key]:
             raise EngineError(

@@ -21,7 +21,7 @@ from tracediff.numerics.buffers import in_buffer
 from tracediff.numerics.evaluate import arithmetic_of, in_words_of
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
-from tracediff.numerics.schemes import PLAIN, SCHEMES
+from tracediff.numerics.schemes import PLAIN, SCHEMES, in_ties
 from tracediff.replay.fitting import Fitting, Supposed
 from tracediff.replay.look import Asked, Known, Look, known
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
@@ -102,6 +102,8 @@ class Replay:
         if self._planner.is_segment(record):
             schemes = choice.schemes if choice.settled else self._at_hand(record)
             local = self._fitting.best_of(record, schemes)
+            if local.faulty and (right := self._in_ties(record, schemes)):
+                return right
             if local.nmse <= NOTHING:
                 return local
             if local.faulty and (other := self._in_another(record, choice)):
@@ -117,6 +119,8 @@ class Replay:
         local = self._fitting.best_of(record, choice.schemes, looked)
         if not local.faulty:
             return local
+        if right := self._in_ties(record, choice.schemes):
+            return right
         return self._in_another(record, choice) or self._of_inputs_anew(record, choice, local) or local
 
     def plain_looks(self, record: OpRecord) -> Iterator[tuple[Scheme, Local]]:
@@ -189,6 +193,14 @@ class Replay:
             if local.judgement == "sound" and (scheme in choice.alike or local.nmse <= NOTHING):
                 return local
         return None
+
+    def _in_ties(self, record: OpRecord, schemes: Sequence[Scheme]) -> Local | None:
+        """The record where what lies halfway between two numbers is rounded to the other one: few records of a sort
+        have any such value, and these alone are off, by it.
+        """
+        tied = [other for scheme in schemes for other in in_ties(scheme)]
+        found = (self._fitting.closely(record, scheme).local for scheme in tied)
+        return next((local for local in found if local.judgement == "sound"), None)
 
     def _of_inputs_anew(self, record: OpRecord, choice: Choice, local: Local) -> Local | None:
         """A record in float32 that is off in single values alone, if it is right where the product that it passes on

@@ -114,7 +114,9 @@ class Made:
     def unit(self) -> float:
         """The unit of the type that it is computed in. Half precision that was followed is in `energy`."""
         in_float32 = self.energy.last_place is not None or self.arithmetic.accumulate == "i32"  # as blocks are
-        return UNIT["f64" if self.storage == "f64" else "f32" if in_float32 else self.arithmetic.accumulate]
+        if self.storage == "f64" and not self.arithmetic.single:
+            return UNIT["f64"]
+        return UNIT["f32" if in_float32 else self.arithmetic.accumulate]
 
 
 def applied(call: Call) -> Tensor:
