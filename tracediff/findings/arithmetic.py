@@ -90,7 +90,7 @@ def _held(one: Storage) -> str:
     parts = dict.fromkeys(_PARTS.get(kind, "") for kind in one.kinds)
     what = listed([part or "others" for part in parts])
     ops = f"{listed([*one.ops])}: {count(one.records, 'record')}"
-    verb = "are" if len(parts) > 1 else "is"
+    verb = "is" if what in ("the residual stream", "the embedding", "what norms give") else "are"
     said = f"{'every value is' if one.everything else f'{what} ({ops}) {verb}'} held in {_FLOATS[one.type]}"
     if not one.told:
         said += ", by the engine or by who wrote the trace (a sum that is recorded with both of its terms would tell)"

@@ -133,6 +133,18 @@ class TF32Away(TF32):
 
 
 @dataclass(frozen=True, slots=True)
+class Cut(Float):
+    """The first bits of a float32, the others cut off: towards 0, as by `bits >> 16`. Numbers too small for the shorter
+    type stay as they are.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """To it and back."""
+        bits = x.float().view(torch.int32) & -(1 << (23 - self.mantissa))
+        return bits.view(torch.float32).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class HalfAway(Float):
     """float16 by bits, half a unit added and the rest cut off, as engines in C write it that have no instruction for
     it (picolm): of float32 halfway between two the one farther from zero.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tracediff.errors import EngineError
 from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, Blocks, StoredQ80
-from tracediff.numerics.floats import HALVES, TF32, Float, HalfAway, Normal, OfScaled, Rounding, TF32Away
+from tracediff.numerics.floats import HALVES, TF32, Cut, Float, HalfAway, Normal, OfScaled, Rounding, TF32Away
 from tracediff.numerics.groups import (
     MX,
     NF4,
@@ -54,6 +54,8 @@ _KNOWN = {
         bfloat,
         Normal("normal f16", "float16 without subnormal numbers", dtype=torch.float16, mantissa=10),
         HalfAway("away f16", "float16 with ties away from 0", dtype=torch.float16, mantissa=10),
+        Cut("cut f16", "float16, cut off", dtype=torch.float16, mantissa=10),
+        Cut("cut bf16", "bfloat16, cut off", dtype=torch.bfloat16, mantissa=7),
         Float("e5m2", "float8 (e5m2)", dtype=torch.float8_e5m2, mantissa=2),
         Float("e4m3", "float8 (e4m3)", dtype=torch.float8_e4m3fn, mantissa=3),
         q8_0,

@@ -23,9 +23,11 @@ from tracediff.diagnose.mistakes.mistake import (
 from tracediff.english import ranges
 from tracediff.model.graph import Op, View
 from tracediff.names import local_name, split
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.rope import rope
+from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.views import seen
 
 AREA = Area()
@@ -122,6 +124,22 @@ def _first_wrong(op: Op, seen: Seen) -> int:
     apart, y = KINDS[op.kind].function(*seen.inputs) - seen.output, seen.output
     first = first_wrong(*(whole.transpose(0, tokens).flatten(1) for whole in (apart, y)))
     return len(seen.inputs[1]) - y.shape[tokens] + (first or 0)
+
+
+@AREA.mistake(
+    "cache_cut", "what is cached is cut off to half precision, where rounding belongs",
+    "the conversion to half precision: to the nearest number, of two the even one", WITH_CACHE,
+)  # fmt: skip
+def _cut(op: Op, _: Context) -> Variants:
+    for name in HALVES:
+        cut = rounding_named(f"cut {name}")
+        words = f"what is cached is cut off to {rounding_named(name).words}, towards 0, where rounding belongs"
+        yield computing(op, partial(_of_cached, KINDS[op.kind].function, cut)), words
+
+
+def _of_cached(function: Callable[..., Tensor], made: Callable[[Tensor], Tensor], left: Tensor, held: Tensor) -> Tensor:
+    """With what is `made` of what is cached."""
+    return function(left, made(held))
 
 
 @AREA.mistake(

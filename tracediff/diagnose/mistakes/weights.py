@@ -26,6 +26,8 @@ from tracediff.model.graph import Op, Weight
 from tracediff.model.pairing import neighbours
 from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of, local_name
+from tracediff.numerics.floats import HALVES
+from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
 
@@ -53,6 +55,18 @@ def _transposed(op: Op, context: Context) -> Variants:
 def _zero(op: Op, _: Context) -> Variants:
     words = f"{op.weights[0].name} counts as zeros: it was never loaded, its product never computed, or of zeros"
     yield reading(op, lambda file, info: torch.zeros(info.shape)), words
+
+
+@AREA.mistake(
+    "weight_cut", "the weight is cut off to half precision, where rounding belongs",
+    "the conversion to half precision: to the nearest number, of two the even one",
+    Where((*MATMUL.kinds, *NORM.kinds, "embedding")),
+)  # fmt: skip
+def _cut(op: Op, _: Context) -> Variants:
+    for name in HALVES if op.weights else ():
+        cut = rounding_named(f"cut {name}")
+        words = f"{op.weights[0].name} is cut off to {rounding_named(name).words}, towards 0, where rounding belongs"
+        yield reading(op, lambda file, info, cut=cut: cut(values_of(file, info))), words  # type: ignore[misc]
 
 
 @AREA.mistake(
