@@ -765,6 +765,69 @@ def test_what_numpy_promotes_to_float64_is_no_mistake(models: Models, tmp_path: 
     assert check_trace(trace, models(LLAMA)).verdict == "match"
 
 
+def test_an_engine_in_float64_may_have_the_numbers_that_were_written(models: Models, tmp_path: Path) -> None:
+    """The file holds an eps of 1e-5 in float32, 3e-8 less than that: "eps is 1e-05 instead of 1e-05" was said."""
+
+    def as_written(op: Op) -> Op:
+        return op.with_attrs(eps=1e-5) if "eps" in op.attrs else op
+
+    assert build_graph(GGUFFile(models(LLAMA)))["output_norm"].attrs["eps"] != 1e-5
+    options: dict[str, Any] = {"computed": torch.float64, "written": torch.float64}
+    trace = traced(models(LLAMA), tmp_path / "t.trace", change=as_written, **options)
+    assert check_trace(trace, models(LLAMA)).verdict == "match"
+
+    def another(op: Op) -> Op:
+        return op.with_attrs(eps=1.1e-5) if "eps" in op.attrs else op
+
+    result = check_trace(traced(models(LLAMA), tmp_path / "w.trace", change=another, **options), models(LLAMA))
+    assert {op for _, op in faulty(result)} == {op.op for op in result.ops if op.kind == "rms_norm"}
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_norms_and_rope_of_an_engine_in_float64_may_be_in_float32(capture: str, models: Models, tmp_path: Path) -> None:
+    """transformers' models ask for float32 in norms, rope and softmax, whatever the model is in."""
+
+    def in_single(op: Op) -> Op:
+        of = KINDS[op.kind].function
+        if op.kind == "rope":
+            return replace(op, function=partial(of, tables=lambda x: x.float().double()))
+        if op.kind == "rms_norm":
+            return replace(op, function=lambda x, w, eps: of(x.float(), eps=eps).double() * w)
+        if op.kind == "softmax":
+            return replace(op, function=lambda x, *others, **attrs: of(x.float(), *others, **attrs).double())
+        return op
+
+    options: dict[str, Any] = {"computed": torch.float64, "written": torch.float64, "capture": capture}
+    trace = traced(models(LLAMA), tmp_path / "t.trace", change=in_single, **options)
+    result = check_trace(trace, models(LLAMA))
+    assert result.verdict == "match"
+    if capture == "all":
+        assert said(result, "rope") == said(result, "rms_norm") == {"computed in float32"}
+        assert said(result, "linear") == {"exact"}
+
+
+def test_values_halfway_between_two_of_float16_may_go_away_from_0(models: Models, tmp_path: Path) -> None:
+    """As of engines in C that add half a unit by hand: one value in 8,192, so most records tell nothing of it."""
+    away, shape = rounding_named("away f16"), replace(LLAMA, n_head_kv=4, n_layer=8)
+    x = torch.tensor([1 + 2**-11, -1 - 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-20, 65504.0, 1e-7])
+    assert away(x).tolist() == [1 + 2**-10, -1 - 2**-10, 1 + 2**-9, 1 + 2**-10, 65504.0, float(x[-1].half())]
+
+    def cached(op: Op) -> Op:
+        if op.kind not in ("scores", "weighted_values"):
+            return op
+        return replace(op, function=lambda left, held: KINDS[op.kind].function(left, away(held)))
+
+    trace = traced(models(shape), tmp_path / "t.trace", change=cached)
+    held = [r for r in Trace(trace).ops.values() if r.op.endswith(("attn_k_rope", "attn_v"))]
+    values = torch.cat([torch.from_numpy(Trace(trace).values(r)).flatten() for r in held])
+    assert 0 < int((away(values) != values.half().float()).sum()) < 12
+    result = check_trace(trace, models(shape))
+    assert result.verdict == "match"
+    assert said(result, "scores") | said(result, "weighted_values") >= {
+        "K cache in float16", "V cache in float16 with ties away from 0"
+    }  # fmt: skip
+
+
 def test_a_mistake_is_found_behind_exponentials_by_polynomials(models: Models, tmp_path: Path) -> None:
     def unscaled(op: Op) -> Op:
         return by_vectors(op if op.kind != "softmax" else op.with_attrs(scale=op.attrs["scale"] * 1.01))

@@ -22,7 +22,7 @@ from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.making import Recomputed, picked
 from tracediff.replay.recompute import Recomputation, made_together
 from tracediff.replay.residual import Residual, measure, turned, turned_in_table
-from tracediff.replay.score import BLIND, FAR_BELOW, NOTHING, SHAPE, UNKNOWN, Explanation
+from tracediff.replay.score import BLIND, FAR_BELOW, NOTHING, SHAPE, SINGLE, UNKNOWN, Explanation
 from tracediff.replay.strips import strips
 from tracediff.result import Judgement, Local, Strip, Worst
 from tracediff.trace.format import OpRecord
@@ -213,7 +213,7 @@ def _look(asked: Asked, storage: str, made: Recomputed, whole: Residual) -> Look
         worst=whole.worst,
         arithmetic=in_words_of(rounding, scheme, by.weights),
         segment=made.segment,
-        judgement=_covered(nmse, floor, whole.excess),
+        judgement="faulty" if scheme.single and nmse < SINGLE else _covered(nmse, floor, whole.excess),
         flips=whole.flips,
         sharpness=min(math.sqrt(floor), whole.sharpness),
         limit=max(NOTHING, nmse) if floor > BLIND else None,

@@ -22,6 +22,8 @@ NOTHING = 1e-9
 # What float32 leaves of an op or a layer is a tenth of this; exponentials to degree 4 leave 3e-12 to 1e-10 of a layer
 # (distributed-llama).
 FINE = 1e-12
+# What an op leaves at least that an engine in float64 computes in float32: one rounding, of 3e-16, or an eighth of it.
+SINGLE = 4e-17
 _LEAST = 1e-60
 # A floor beyond this hides everything, but where what is left is so small a part of it, a sixteenth of the noise that
 # has a margin of 16 there: an engine that rounds as the floor allows comes no nearer by chance. So this one rounds

@@ -97,11 +97,12 @@ def _unbiased(op: Op, _: Context) -> Variants:
     "the number that the mean in the norm is taken over: that of its row's channels", NORM,
 )  # fmt: skip
 def _divisor(op: Op, context: Context) -> Variants:
-    if context.seen is None:
+    factor, n = 2.0, op.axes[-1]
+    if not isinstance(n, int):
         return
-    x, *weight = context.seen.inputs[0], *weights_of(op, context)
-    n, right = x.shape[-1], KINDS[op.kind].function(x, *weight, **op.attrs)
-    factor = float((right * context.seen.output).sum() / right.square().sum())
+    if context.seen:
+        right = KINDS[op.kind].function(context.seen.inputs[0], *weights_of(op, context), **op.attrs)
+        factor = float((right * context.seen.output).sum() / right.square().sum())
     other = round(n * factor**2) if math.isfinite(factor) else 0
     if not 0 < other < _LONGEST or abs(other - n) < 2:  # n - 1 is a mistake of its own
         return
