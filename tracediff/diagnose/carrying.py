@@ -10,6 +10,7 @@ from tracediff.diagnose.solve.edit import Read, Reworked, relayered
 from tracediff.model.graph import Graph, Op, Weight
 from tracediff.names import local_name
 
+_COUNTS = re.compile(r"(?<![\w.])\d")
 # Of a changed op, of it as it should be, and of another op: the other, changed alike.
 _Change = Callable[[Op, Op, Op], Op | None]
 
@@ -22,9 +23,19 @@ def carried(found: Hypothesis, graph: Graph, segment: Sequence[str]) -> Hypothes
     if not any(op.name in segment for op in ops):
         is_known = SOLVED not in found.mistakes and not found.may_turn
         ways: list[_Change] = [] if is_known else [relayered]
-        ways += [transferred] if is_known or len(segment) == 1 else []
+        ways += [transferred] if is_known or (len(segment) == 1 and _suits(found, graph, graph[segment[0]])) else []
         ops = next(filter(None, (_each(ops, graph, segment, change) for change in ways)), ())
     return replace(found, ops=ops, parts=_renamed(found, ops, graph)) if ops else None
+
+
+def _suits(found: Hypothesis, graph: Graph, other: Op) -> bool:
+    """Whether an edit's words are true of another op: what they say of counts is of the sizes that it was found in."""
+    of_same_size = _sizes(graph[found.ops[0].name]) == _sizes(other)
+    return of_same_size or not _COUNTS.search(found.parts[-1].text)
+
+
+def _sizes(op: Op) -> tuple[object, ...]:
+    return op.axes, *(weight.shape for weight in op.weights)
 
 
 def _each(ops: Sequence[Op], graph: Graph, segment: Sequence[str], change: _Change) -> tuple[Op, ...]:

@@ -172,13 +172,20 @@ def _twice(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
-    "norm_axis", "the mean of squares is taken over tokens", "the axis of the mean: channels, the last one", RMS_NORM
-)
-def _over_tokens(op: Op, _: Context) -> Variants:
-    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
-        return scaled(x * torch.rsqrt(x.square().mean(0, keepdim=True) + eps), *weight)
+    "norm_axis", "the mean of squares is taken over tokens, or over heads",
+    "the axis of the mean: channels, the last one", RMS_NORM,
+)  # fmt: skip
+def _other_axis(op: Op, _: Context) -> Variants:
+    yield _over(op, 0), "squares are averaged over tokens instead of channels"
+    if len(op.axes) == 3:
+        yield _over(op, 1), "squares are averaged over heads instead of channels"
 
-    yield computing(op, function), "squares are averaged over tokens instead of channels"
+
+def _over(op: Op, axis: int) -> Op:
+    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        return scaled(x * torch.rsqrt(x.square().mean(axis, keepdim=True) + eps), *weight)
+
+    return computing(op, function)
 
 
 @AREA.mistake("norm_skipped", "the norm is skipped", "whether the norm is applied at all", ANY_NORM, "aprender#2085")
@@ -197,6 +204,18 @@ def _no_weight(op: Op, _: Context) -> Variants:
 )  # fmt: skip
 def _layer_norm(op: Op, _: Context) -> Variants:
     yield computing(op, layer_norm), "the mean is subtracted before norming"
+
+
+@AREA.mistake(
+    "norm_by_deviation", "values are divided by their standard deviation",
+    "what a norm divides by: the root of the mean square, no np.std or torch.std", RMS_NORM,
+)  # fmt: skip
+def _by_deviation(op: Op, _: Context) -> Variants:
+    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        spread = (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True)
+        return scaled(x * torch.rsqrt(spread + eps), *weight)
+
+    yield computing(op, function), "values are divided by their standard deviation, not by their root mean square"
 
 
 @AREA.mistake(

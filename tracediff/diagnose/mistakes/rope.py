@@ -25,7 +25,7 @@ from tracediff.english import told_apart
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
 from tracediff.model.weights import reading, values_of
-from tracediff.numerics.kinds.rope import Angles, rope_angles, yarn_range
+from tracediff.numerics.kinds.rope import Angles, pairs_of, rope_angles, yarn_range
 from tracediff.numerics.kinds.rope import rope as turned
 
 AREA = Area()
@@ -241,6 +241,32 @@ def _coarse(op: Op, _: Context) -> Variants:
         for parts, words in _COARSE.items():
             rounded = Angles(**dict.fromkeys(parts, dtype))
             yield op.with_attrs(angles=rounded), f"rope's {words} {name}: only the tables of cos and sin may be"
+
+
+@AREA.mistake(
+    "rope_tables_repeated", "cos and sin lie as the other pairing has them",
+    "how a pair's angle becomes its channels': one after the other where neighbours turn, n / 2 apart where halves do",
+    ROPE,
+)  # fmt: skip
+def _other_tables(op: Op, _: Context) -> Variants:
+    neighbours = op.attrs["rope"].pairing == "neighbours"
+    own, other = ("i // 2", "i % (n / 2)")[:: 1 if neighbours else -1]
+    yield computing(op, _by_channel), f"channel i turns by the angle of pair {other}, where that of pair {own} belongs"
+
+
+def _by_channel(x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope, **_: Any) -> Tensor:
+    """Each channel by an angle of its own, as of the other pairing."""
+    before, rotated, rest = x.tensor_split((rope.first, rope.first + rope.n_rot), -1)
+    by = rope_angles(positions, factors, rope)[:, None]
+    by = torch.cat((by, by), -1) if rope.pairing == "neighbours" else by.repeat_interleave(2, -1)
+    cos, sin = by.cos() * rope.magnitude, by.sin() * rope.magnitude
+    return torch.cat((before, rotated * cos + _crossed(rotated, rope) * sin, rest), -1).to(x.dtype)
+
+
+def _crossed(rotated: Tensor, rope: Rope) -> Tensor:
+    """What sin multiplies: of each pair less the second, then the first."""
+    a, b = pairs_of(rotated, rope)
+    return torch.stack((-b, a), -1 if rope.pairing == "neighbours" else -2).flatten(-2)
 
 
 @AREA.mistake(
