@@ -29,9 +29,9 @@ def carried(found: Hypothesis, graph: Graph, segment: Sequence[str]) -> Hypothes
 
 
 def _suits(found: Hypothesis, graph: Graph, other: Op) -> bool:
-    """Whether an edit's words are true of another op: what they say of counts is of the sizes that it was found in."""
+    """Whether an edit's words are true of another op: what they count of loops is of the sizes that it was found in."""
     of_same_size = _sizes(graph[found.ops[0].name]) == _sizes(other)
-    return of_same_size or not _COUNTS.search(found.parts[-1].text)
+    return of_same_size or not found.ops[0].rework or not _COUNTS.search(found.parts[-1].text)
 
 
 def _sizes(op: Op) -> tuple[object, ...]:

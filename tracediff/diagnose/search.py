@@ -13,7 +13,6 @@ from tracediff.diagnose.kin import Faulty, Kin
 from tracediff.diagnose.mistakes import blocks, embedding, integers, weights
 from tracediff.diagnose.mistakes.mistake import Mistake
 from tracediff.diagnose.solve import pairs, segments, solver
-from tracediff.diagnose.solve.search import solved_blocks
 from tracediff.diagnose.solve.segments import Explanations, How
 from tracediff.model.graph import Graph, Tokens
 from tracediff.names import layers_of, local_name
@@ -109,7 +108,8 @@ class Search:
         """
         if len(one.error.segment) > 1:
             return None
-        solutions = solver.explanations(self._replay, one.record, self._budget.check, solved_blocks)
+        others = (other.record for other in self._kin.pending if other.record.op == one.record.op)
+        solutions = solver.block_rules(self._replay, [one.record, *others], self._budget.check)
         found = self._explaining(solutions, one)
         of_weights = [m for m in self._trials.applicable(one.error.segment) if any(m in area for area in _OF_WEIGHTS)]
         for scheme in plain if found else ():

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from tracediff.diagnose.solve.by_value import (
-    blocks,
     caches,
     functions,
     groups,
@@ -62,12 +61,6 @@ def _checked(check: Callable[[], None], *found: Iterator[Solved]) -> Iterator[So
     for one in found:
         check()
         yield from one
-
-
-def solved_blocks(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
-    """By which rule the blocks of a quantised weight are read, as `solve`, by a few of its rows."""
-    check()
-    yield from blocks.variants(problem)
 
 
 def passing(problem: Problem, look: Look, check: Callable[[], None], partial: list[Priced]) -> Iterator[Priced]:

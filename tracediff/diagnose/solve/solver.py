@@ -1,10 +1,12 @@
 """From a faulty record to what the solver makes of it."""
 
-from collections.abc import Callable, Iterator
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, takewhile
 
 import numpy as np
 
+from tracediff.diagnose.solve.by_value import blocks
+from tracediff.diagnose.solve.by_value.blocks import TOKENS
 from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.loops.bound import flat
 from tracediff.diagnose.solve.problem import Problem, posed
@@ -45,3 +47,17 @@ def explanations(
     for scheme in replay.plain_ones(record):
         problem = problem_of(replay, record, scheme)
         yield from ((solved, scheme) for solved in how(problem, check)) if problem else ()
+
+
+def block_rules(
+    replay: Replay, records: Sequence[OpRecord], check: Callable[[], None]
+) -> Iterator[tuple[Solved, Scheme | None]]:
+    """By which rule the blocks of a quantised weight are read, as `explanations`, by a few of its rows: of the first of
+    an op's records, with as many of the others as tell enough.
+    """
+    n_tokens = accumulate(len(replay.trace.steps[record.step].tokens) for record in records)
+    some = records[: next((i for i, n in enumerate(n_tokens, 1) if n >= TOKENS), len(records))]
+    for scheme in replay.plain_ones(records[0]):
+        check()
+        problems = [problem for record in some if (problem := problem_of(replay, record, scheme))]
+        yield from ((solved, scheme) for solved in blocks.variants(problems))

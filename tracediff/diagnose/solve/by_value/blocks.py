@@ -25,7 +25,7 @@ from tracediff.model.block_fields import FIELDS, EditedBlocks, Fields
 from tracediff.model.weights import raw_rows, reading
 
 _LOOK = "the dequantisation of {} blocks: in the matmul's kernel, and where rows of the embedding are read"
-_ROWS, _TOKENS = 256, 32  # of a matmul that are looked at
+_ROWS, TOKENS = 256, 32  # of a matmul that are looked at
 _MANY = 0.5  # of the rows of a matmul that are wrong
 _SPARE, _MOST = 1.25, 3  # outputs for each unknown number: with fewer there are some that suit anything
 _INTEGER = 0.25  # how far what is solved for may be from a number that an engine has
@@ -48,13 +48,15 @@ class Rule(Protocol):
         """How it does."""
 
 
-def variants(problem: Problem) -> Iterator[Solved]:
-    """Rules by which blocks may have been read, that give what was recorded."""
-    seen = _Seen.of(problem)
+def variants(problems: Sequence[Problem]) -> Iterator[Solved]:
+    """Rules by which blocks may have been read, that give what was recorded: of an op in one step, or in several, for a
+    token alone has fewer outputs than a rule has numbers.
+    """
+    seen = _Seen.of(problems)
     for rule, fields, bits in _rules(seen) if seen else ():
         if seen and seen.is_made_of(fields):
             type_ = seen.layout.type
-            op = reading(problem.op, EditedBlocks((type_,), rule))
+            op = reading(problems[0].op, EditedBlocks((type_,), rule))
             yield Solved((op,), rule.words(seen.layout), bits, _LOOK.format(type_))
             return
 
@@ -85,7 +87,24 @@ class _Seen:
     near: np.ndarray
 
     @classmethod
-    def of(cls, problem: Problem) -> Self | None:
+    def of(cls, problems: Sequence[Problem]) -> Self | None:
+        """What a step tells, and with it what others do of the same rows. None where none tells anything."""
+        steps = [seen for seen in map(cls._of_step, problems) if seen]
+        if not steps:
+            return None
+        first = steps[0]
+        some: np.ndarray | slice = slice(None)
+        if first.x is None:
+            rows, some = np.unique(np.concatenate([seen.rows for seen in steps]), return_index=True)
+            first = replace(first, rows=rows)
+        else:
+            steps = [seen for seen in steps if np.array_equal(seen.rows, first.rows)]
+            first = replace(first, x=np.concatenate([seen.x for seen in steps if seen.x is not None]))
+        y, exact, near = (np.concatenate([getattr(seen, name) for seen in steps]) for name in ("y", "exact", "near"))
+        return replace(first, y=y[some], exact=exact[some], near=near[some])
+
+    @classmethod
+    def _of_step(cls, problem: Problem) -> Self | None:
         """None of an op of another kind, or whose weight is not quantised, or where not all is finite, or most rows are
         right: who reads blocks wrongly does so in all.
         """
@@ -111,7 +130,7 @@ class _Seen:
             experts = reads[1].astype(int)
             expert = int(np.bincount(experts[experts >= 0]).argmax())  # the one that most tokens chose
             first, some = expert * width, np.flatnonzero(experts == expert)
-        some = some[-_TOKENS:]
+        some = some[-TOKENS:]
         x = inputs[some * len(inputs) // len(y)]
         rows = np.flatnonzero(wrong[some].any(0))
         if len(rows) < _MANY * width or not np.isfinite(x).all():
