@@ -37,7 +37,13 @@ from tracediff.pipeline import Effort, check_trace
 from tracediff.trace.writer import TraceWriter
 
 SHAPE = Shape("llama", n_layer=2, n_embd=256, n_head=8, n_head_kv=2, n_ff=768, n_vocab=352, theta=10_000.0)
-FILES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "Q6_K": "Q6_K"}  # that hold blocks of a type
+FILES = {
+    "Q2_K": "Q2_K",
+    "Q3_K": "Q3_K_M",
+    "Q4_K": "Q4_K_M",
+    "Q5_K": "Q5_K_M",
+    "Q6_K": "Q6_K",
+}  # that hold blocks of a type
 TYPES = tuple(name for name in FIELDS if name != "MXFP4")  # which llama.cpp writes for experts alone
 OUTCOMES = ("in its own words", "otherwise", "in part", "not", "missed", "invisible")
 N_PROMPT, SECONDS = 23, 60

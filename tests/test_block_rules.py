@@ -25,7 +25,13 @@ from tracediff.numerics.kinds.linear import linear
 from tracediff.pipeline import check_trace
 
 TOKENS = tuple(range(7, 7 + 3 * 19, 3))
-FILES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "Q6_K": "Q6_K"}  # that hold blocks of a type
+FILES = {
+    "Q2_K": "Q2_K",
+    "Q3_K": "Q3_K_M",
+    "Q4_K": "Q4_K_M",
+    "Q5_K": "Q5_K_M",
+    "Q6_K": "Q6_K",
+}  # that hold blocks of a type
 PLAIN = (1.0,) * 32
 J256, J32 = np.arange(256), np.arange(32)
 
@@ -82,6 +88,17 @@ RULES = [
         "IQ4_NL",
         Scaled(PLAIN, (0.0,) * 16 + (128.0,) * 4 + (0.0,) * 12),
         "in each block of IQ4_NL, kvalues[q] of values 16 to 19 is larger by 128",
+    ),
+    (  # as picolm reads them
+        "Q2_K",
+        Order(of(J256 // 128 * 128 + J256 % 4 * 32 + J256 // 4 % 32)),
+        "in a block of Q2_K, value j is made of pair of bits j % 4 of qs[j / 4] where pair of bits j / 32 % 4 of "
+        "qs[j / 128 * 32 + j % 32] belongs (pair 0 is the lowest)",
+    ),
+    (
+        "Q3_K",
+        Order(None, of(J256 & ~224 | (J256 & 96) << 1 | (J256 & 128) >> 2)),
+        "of hmask[",
     ),
     (
         "Q8_0",
@@ -168,3 +185,16 @@ def test_what_multiplies_all_is_no_rule_of_blocks(models: Models, tmp_path: Path
     assert finding.text == (
         "output, in steps 1, 2: every value is 1.25 times what it should be, in steps of one token alone."
     )
+
+
+def test_a_rule_is_told_by_an_engine_that_is_fed_token_by_token(models: Models, tmp_path: Path) -> None:
+    """As most engines in C are: a token's outputs are fewer than the numbers of a rule, those of all steps are not."""
+    path = models("k-quants", "Q4_K_M")
+    file = GGUFFile(path)
+    graph = build_graph(file)
+    rule = EditedBlocks(("Q4_K",), low_four("Q4_K", "minima", 4, 5, 6, 7))
+    wrong = [reading(op, rule) for op in graph if op.weights and op.kind in ("linear", "embedding")]
+    trace = trace_graph(graph.changed(*wrong), file, tmp_path / "t.trace", *((token,) for token in TOKENS[:9]))
+    (finding,) = check_trace(trace, path).findings
+    assert finding.text.startswith("every Q4_K tensor (")
+    assert "the minimum of sub-blocks p = 4 to 7 is scales[p + 4] >> 4 where" in finding.text

@@ -122,6 +122,25 @@ def _q8_0(blocks: Blocks) -> Fields:
     return Fields(_bits16(blocks, 0), blocks[:, None, 2:].view(np.int8).astype(np.int16))
 
 
+def _pairs_of_bits(packed: np.ndarray) -> np.ndarray:
+    """Of each 32 bytes the lowest two bits, then the next, of 16 values a part: [n, 16, 16]."""
+    each = packed.reshape(len(packed), 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1) & 3
+    return each.reshape(len(packed), 16, 16)
+
+
+def _q2_k(blocks: Blocks) -> Fields:
+    scales, low = blocks[:, :16], _pairs_of_bits(blocks[:, 16:80])
+    return Fields(_bits16(blocks, 80), low, _bits16(blocks, 82), scales & 15, scales >> 4, sign=-1.0)
+
+
+def _q3_k(blocks: Blocks) -> Fields:
+    high = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    low_bits = (blocks[:, None, 96:104] >> np.array([0, 4], np.uint8)[:, None] & 15).reshape(-1, 16).astype(np.int16)
+    high_bits = (blocks[:, None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(-1, 16)
+    scales, low = low_bits + 16 * high_bits.astype(np.int16) - 32, _pairs_of_bits(blocks[:, 32:96])
+    return Fields(_bits16(blocks, 108), low, scales=scales, high=high, shift=2, planes=(8, 32), offset=4)
+
+
 def _q4_k(blocks: Blocks) -> Fields:
     scales, minima = quants.Q4_K.get_scale_min(blocks[:, 4:16])
     low = _nibbles(blocks[:, -128:], 4)
@@ -165,7 +184,7 @@ def _iq4_xs(blocks: Blocks) -> Fields:
 
 FIELDS: Mapping[str, Callable[[Blocks], Fields]] = MappingProxyType({
     "Q4_0": _of_32(False, False), "Q4_1": _of_32(True, False), "Q5_0": _of_32(False, True), "Q5_1": _of_32(True, True),
-    "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
     "MXFP4": _mxfp4, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
 })  # fmt: skip
 

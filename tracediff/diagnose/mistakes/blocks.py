@@ -17,8 +17,9 @@ from tracediff.model.weights import raw_rows, reading, values_of
 from tracediff.trace.format import to_float
 
 _OF_32, _OF_256 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1"), ("Q4_K", "Q5_K")
-_WITH_MINIMUM, _WITH_HIGH = ("Q4_1", "Q5_1", *_OF_256), ("Q5_0", "Q5_1", "Q5_K", "Q6_K")
-_OFFSET, _ALL = ("Q4_0", "Q5_0", "Q6_K"), tuple(FIELDS)
+_WITH_MINIMA, _IN_PARTS = ("Q2_K", *_OF_256), ("Q2_K", "Q3_K", *_OF_256, "Q6_K", "IQ4_XS")
+_WITH_MINIMUM, _WITH_HIGH = ("Q4_1", "Q5_1", *_WITH_MINIMA), ("Q5_0", "Q5_1", "Q3_K", "Q5_K", "Q6_K")
+_OFFSET, _ALL = ("Q4_0", "Q5_0", "Q3_K", "Q6_K"), tuple(FIELDS)
 _IN_TABLE = ("MXFP4", "IQ4_NL", "IQ4_XS")
 
 
@@ -70,12 +71,12 @@ _SCALES = (
                  lambda f: replace(f, read=lambda bits: to_float(bits, "bf16"))),
     BlockMistake("q4_k_scales", "{}'s 6-bit scales of sub-blocks 4 to 7 are unpacked like those of the first four",
                  _OF_256, lambda f: _scales(f, _naive), "aprender#2141"),
-    BlockMistake("q4_k_scales_dropped", "{}'s sub-block scales are dropped", (*_OF_256, "Q6_K"),
+    BlockMistake("q4_k_scales_dropped", "{}'s sub-block scales are dropped", _IN_PARTS[:-1],
                  lambda f: _scales(f, np.ones_like), "defenseclaw#679"),
-    BlockMistake("block_subscales", "a sub-block of {} has the scale of the next one", (*_OF_256, "Q6_K", "IQ4_XS"),
+    BlockMistake("block_subscales", "a sub-block of {} has the scale of the next one", _IN_PARTS,
                  lambda f: _scales(f, lambda s: np.roll(s, -1, 1))),
     BlockMistake("block_subscales", "two sub-blocks of {} share a scale, as if they were twice as long",
-                 (*_OF_256, "Q6_K", "IQ4_XS"), lambda f: _scales(f, lambda s: s.repeat(2, 1)[:, : s.shape[1]])),
+                 _IN_PARTS, lambda f: _scales(f, lambda s: s.repeat(2, 1)[:, : s.shape[1]])),
 )  # fmt: skip
 
 
@@ -100,14 +101,14 @@ _OFFSETS = (
                  lambda f: replace(f, low=f.low & 255, offset=128)),
     BlockMistake("block_signs", "{}'s signed scales are read as unsigned", ("Q6_K",),
                  lambda f: _scales(f, lambda s: s & 255)),
-    BlockMistake("q4_k_min_added", "{}'s minimum is added where it must be subtracted", _OF_256,
+    BlockMistake("q4_k_min_added", "{}'s minimum is added where it must be subtracted", _WITH_MINIMA,
                  lambda f: replace(f, sign=-f.sign), "llama-orch fba3827f"),
     BlockMistake("q4_k_min_added", "{}'s minimum is subtracted where it must be added", ("Q4_1", "Q5_1"),
                  lambda f: replace(f, sign=-f.sign)),
     BlockMistake("block_minimum", "{}'s minimum is left out", _WITH_MINIMUM, lambda f: replace(f, m=None)),
     BlockMistake("block_minimum", "{}'s scale and minimum are exchanged", _WITH_MINIMUM,
                  lambda f: replace(f, d=f.d if f.m is None else f.m, m=f.d)),
-    BlockMistake("block_minimum", "the scales and minima of {}'s sub-blocks are exchanged", _OF_256,
+    BlockMistake("block_minimum", "the scales and minima of {}'s sub-blocks are exchanged", _WITH_MINIMA,
                  lambda f: replace(f, scales=f.minima, minima=f.scales)),
 )  # fmt: skip
 

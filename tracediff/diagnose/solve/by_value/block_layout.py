@@ -14,7 +14,13 @@ from tracediff.model.block_fields import FIELDS
 Part = tuple[tuple[int, int], ...]
 Sums = tuple[Part, ...]  # of each part of a block
 # ggml's names of the bytes that hold scales, and the first of them (ggml-common.h).
-_NAMES = {"Q4_K": ("scales", 4), "Q5_K": ("scales", 4), "Q6_K": ("scales", 192)}
+_NAMES = {
+    "Q2_K": ("scales", 0),
+    "Q3_K": ("scales", 96),
+    "Q4_K": ("scales", 4),
+    "Q5_K": ("scales", 4),
+    "Q6_K": ("scales", 192),
+}
 
 
 @dataclass(frozen=True, slots=True)
