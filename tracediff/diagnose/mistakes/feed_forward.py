@@ -10,7 +10,9 @@ from torch import Tensor
 
 from tracediff.diagnose.mistakes.mistake import Area, Change, Context, Variant, Variants, Where, computing, fitted_attr
 from tracediff.model.graph import Op
+from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
 Activation = Callable[[Tensor], Tensor]
@@ -178,3 +180,16 @@ def _no_scale(op: Op, _: Context) -> Variants:
     if scale != 1.0:
         yield op.with_attrs(scale=1.0), f"the factor {scale:.6g} is left out"
         yield op.with_attrs(scale=scale * scale), f"the factor {scale:.6g} is applied twice"
+
+
+@AREA.mistake(
+    "scale_rounded", "a factor is rounded to half precision",
+    "the type of the constant: transformers makes Gemma's sqrt(n_embd) in the type of the model", Where(("scale",)),
+)  # fmt: skip
+def _rounded_scale(op: Op, _: Context) -> Variants:
+    scale = op.attrs["scale"]
+    for rounding in map(rounding_named, HALVES):
+        rounded = float(rounding(torch.tensor(scale)))
+        if not math.isclose(rounded, scale, rel_tol=1e-6):  # float32 holds it no better
+            words = f"the factor {scale:.6g} is rounded to {rounded:.6g}, as {rounding.words} has it"
+            yield op.with_attrs(scale=rounded), words
