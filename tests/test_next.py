@@ -83,7 +83,7 @@ def test_what_nothing_explains_is_split_before_what_is_known(models: Models, tmp
 
     model = models(LLAMA, "F16")
     path = traced(model, tmp_path / "t.trace", change=change, capture="layers", n_decode=0)
-    result = check_trace(path, model, effort=Effort(seconds=20))
+    result = check_trace(path, model, effort=Effort(seconds=8))
     assert [(op.op, op.cause is None) for op in result.faulty] == [
         ("blk.0.ffn_residual", False), ("blk.1.ffn_residual", True)
     ]  # fmt: skip
@@ -134,7 +134,7 @@ def test_what_comes_first_may_be_of_another_mistake(models: Models, tmp_path: Pa
 
     model = models(LLAMA, "F16")
     path = traced(model, tmp_path / "t.trace", change=change, n_decode=0)
-    result = check_trace(path, model, effort=Effort(seconds=20))
+    result = check_trace(path, model, effort=Effort(seconds=8))
     assert result.summary.startswith("ffn_act in layer 1: ReLU is used for SiLU.")
     assert next(details(result)).startswith("first at blk.0.ffn_norm, of another mistake: local error (NMSE) ")
 
