@@ -27,7 +27,7 @@ from tracediff.diagnose.solve.by_value import rotations
 from tracediff.diagnose.solve.by_value.functions import Mapped, _cap
 from tracediff.diagnose.solve.by_value.maps import Map
 from tracediff.diagnose.solve.by_value.outputs import MovedOutput
-from tracediff.diagnose.solve.by_value.readings import Reading, RowRun, words_of_rows
+from tracediff.diagnose.solve.by_value.readings import Moved, Reading, RowRun, words_of_rows
 from tracediff.diagnose.solve.by_value.regions import Along, Region, around, widest
 from tracediff.diagnose.solve.edit import AND, Edit, OtherTensor, Read, relayered
 from tracediff.diagnose.solve.edits.formulas import edits
@@ -1028,6 +1028,14 @@ GATE = "blk.0.ffn_gate"
         (
             read("output", Reading(elements=((3, 5, 0.125),))),
             "row 3 of output.weight differs in column 5 alone: 0.125 where the file has",
+        ),
+        (
+            read("blk.1.attn_norm", Moved(Map("rotated", (1,)))),
+            "as it reads attn_norm.weight, elements rotated: element 0 has the values of element 1, and so on around",
+        ),
+        (
+            read("blk.0.ffn_norm", Moved(Map("modulo", (32,)))),
+            "as it reads ffn_norm.weight, elements from 32 on repeat the first 32",
         ),
     ],
 )

@@ -274,3 +274,4 @@ class Solved:
     look: str  # where in an engine
     fitted: bool = False  # whether a number in it was fitted
     n_edits: int = 1
+    untold: bool = False  # whether some values follow from what lies beyond an array, and nothing tells these

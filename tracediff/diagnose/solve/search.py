@@ -44,7 +44,13 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
     whole = [*passing(problem, look, check, partial)]
     # Of edits that come to the same the shorter: w[o + i] before w[o % n + i].
     alike = sorted(whole, key=lambda one: (one.bits, len(one.edit.source)))
-    yield from filter(None, (verified(problem, one) for one in alike))
+    untold = list[Solved]()  # which of the numbers beyond an array an engine has the others may tell
+    for one in alike:
+        solved = verified(problem, one)
+        if solved and solved.untold:
+            untold.append(solved)
+        elif solved:
+            yield solved
     others = _checked(
         check,
         *(one.variants(problem) for one in (outputs, functions, misread, squares, rotations)),
@@ -52,6 +58,7 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
         *(one.variants(problem) for one in (groups, caches)),
     )
     yield from sorted(others, key=lambda one: one.bits)
+    yield from untold
     partial.sort(key=lambda one: one.bits)
     yield from sorted(_checked(check, _in_parts(problem, partial[:_PARTS])), key=lambda one: one.bits)
 
@@ -79,7 +86,7 @@ def verified(problem: Problem, priced: Priced) -> Solved | None:
     """The op so changed; None where most of what is wrong, zeros apart, would follow from what nobody knows."""
     if _is_as_true_of_the_right(problem, priced.edit):
         return None
-    words, unknown = words_of(problem, priced.edit), np.zeros(0, int)
+    words, unknown, untold = words_of(problem, priced.edit), *np.zeros((2, 0), int)
     if words is None:
         return None
     if problem.exact.size <= _LARGE:
@@ -100,7 +107,7 @@ def verified(problem: Problem, priced: Priced) -> Solved | None:
     if not np.isfinite(wrong).any():  # many formulas make these: this one does, and needs fewest words
         words = f"{'all' if problem.wrong.all() else len(wrong)} values are NaN or Inf, as if {words}"
     op = problem.edited(priced.edit, beyond=len(unknown) > 0)
-    return Solved((op,), words, priced.bits, priced.look, priced.fitted)
+    return Solved((op,), words, priced.bits, priced.look, priced.fitted, untold=bool(len(untold)))
 
 
 def words_of(problem: Problem, edit: Edit, within: np.ndarray | None = None) -> str | None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tracediff.diagnose.solve.by_value.maps import ZERO, Map, by_any_number
 from tracediff.diagnose.solve.by_value.parts import excepting
-from tracediff.diagnose.solve.by_value.readings import Reading, RowRun, words_of_rows
+from tracediff.diagnose.solve.by_value.readings import Moved, Reading, RowRun, words_of_rows
 from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.loops.bound import flat
 from tracediff.diagnose.solve.problem import Problem, agree
@@ -33,6 +34,7 @@ _UNTOLD = 0.25  # of the wrong channels: so many may be made of what the file do
 _TOLD = 4  # numbers one after the other that are not found by chance
 _CHANCES = 64  # places of a number that are looked at
 _LOOK = "how the loader finds and copies this tensor: offsets, sizes, counts of rows"
+_LOOK_AT_INDEX = "by which index the kernel reads it"
 _LOOK_AT_ZEROS = "whether the matmul's loop reaches these channels; then how many rows the loader copies"
 _CHUNK = 1 << 18
 _NEAR = 1 << 12  # places by chance that are looked at
@@ -250,7 +252,10 @@ def _of_vector(problem: Problem, weight: int, values: np.ndarray, near: np.ndarr
     """Runs of the numbers as they stand in some tensor."""
     own = problem.loops.arrays[problem.loops.own.weights[weight]].take(np.arange(len(values)))
     wrong = np.flatnonzero(~(np.abs(values - own) <= near))
-    tensors = [(info.name, _numbers(problem, info)) for info in _tensors(problem)] if len(wrong) else []
+    if not len(wrong):
+        return
+    yield from _elsewhere(problem, weight, own, values, near)
+    tensors = [(info.name, _numbers(problem, info)) for info in _tensors(problem)]
     runs, at, untold = list[RowRun](), 0, 0
     for i in map(int, wrong):
         if i < at:
@@ -268,6 +273,19 @@ def _of_vector(problem: Problem, weight: int, values: np.ndarray, near: np.ndarr
             at = runs[-1].last + 1
         untold += not found
     yield from _read(problem, weight, runs, wrong)
+
+
+def _elsewhere(
+    problem: Problem, weight: int, own: np.ndarray, values: np.ndarray, near: np.ndarray
+) -> Iterator[Solved]:
+    """The vector with its own numbers in other places, where a formula says which: as of an index modulo a head's."""
+    for one in (Map("reversed"), *by_any_number(len(own))):
+        source = one.of(len(own))
+        if (np.abs(values - np.where(source == ZERO, 0.0, own[source])) <= near).all():
+            name = Read(problem.op.weights[weight].name).words(problem.op)
+            words = f"as it reads {name}, {one.words('element', len(own))}"
+            yield Solved((reading(problem.op, Moved(one), weight),), words, _RUN + one.bits, _LOOK_AT_INDEX)
+            return
 
 
 def _run_in(numbers: np.ndarray, name: str, values: np.ndarray, near: np.ndarray, i: int) -> RowRun | None:

@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.solve.by_value.maps import Map, slices
 from tracediff.diagnose.solve.edit import Read
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
@@ -64,6 +65,17 @@ class Reading:
         for row, column, value in self.elements:
             values[row, column] = value
         return values.reshape(info.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Reads a vector with its numbers in other places: `Weight.read`."""
+
+    where: Map
+
+    def __call__(self, file: GGUFFile, info: TensorInfo) -> Tensor:
+        """The weight as it is held."""
+        return slices(values_of(file, info), self.where, 0, ())
 
 
 def words_of_rows(runs: Iterable[RowRun], op: Op, weight: int = 0) -> str:
