@@ -101,7 +101,8 @@ def test_hidden_states_alone_name_a_missing_bias(weights: str, models, torch_tra
 
 @pytest.mark.parametrize("weights", ["F16", "Q8_0"])
 @pytest.mark.parametrize(
-    ("layers", "n_decode"), [((0,), 30), ((0, 1), 0), pytest.param((1, 2), 1, marks=pytest.mark.slow)]
+    ("layers", "n_decode"),
+    [((0,), 30), *(pytest.param(layers, n, marks=pytest.mark.slow) for layers, n in (((0, 1), 0), ((1, 2), 1)))],
 )
 def test_layers_beside_mistaken_ones_pass_in_the_engines_arithmetic(
     layers: tuple[int, ...], n_decode: int, weights: str, models, torch_trace
@@ -466,6 +467,7 @@ def test_what_the_head_tells_is_held_against_roundings_of_few_engines(tiny, tmp_
     assert {(op.step, op.op) for op in faulty} >= {(step, f"blk.{n}.ffn_residual") for step in range(3) for n in layers}
 
 
+@pytest.mark.slow
 def test_roundings_of_few_engines_do_not_excuse_a_known_mistake(tiny, tmp_path: Path) -> None:
     """Quick GELU in all layers of gemma3, hidden states alone, leaves as much as bfloat16 does: it was undecided."""
     model = Model(tiny("gemma3"))
@@ -530,7 +532,7 @@ def test_what_is_alike_from_outside_is_said_to_be(
     assert other in cause
 
 
-@pytest.mark.parametrize("fault", ["rope_pairing", "attention_scale"])
+@pytest.mark.parametrize("fault", [pytest.param("rope_pairing", marks=pytest.mark.slow), "attention_scale"])
 def test_what_is_alike_elsewhere_is_not_said_where_it_is_not(fault: str, models, torch_trace) -> None:
     """Permuted rows of Q and K come to the other pairing where they have no bias; one scale for another is no scale
     that is applied twice.
@@ -674,6 +676,7 @@ def test_an_epsilon_far_too_large_is_told_from_hidden_states(eps: float, models,
     assert f"eps is {eps:g} instead of 1e-06" in faulty.cause.text
 
 
+@pytest.mark.slow
 def test_a_rounding_that_turned_is_explained_by_what_explains_its_kin(models, torch_trace) -> None:
     """Of a decoded token's few scores one rounded the other way leaves as much as all of them: it was two mistakes."""
     model = models("k-quants", "F32")
@@ -810,6 +813,7 @@ def test_mistakes_in_what_is_cached_and_how_it_turns(fault: str, words: str, mod
         assert op.cause.text.startswith(words)
 
 
+@pytest.mark.slow
 def test_what_looks_rounded_behind_hidden_states_is_the_mistake_of_the_other_layers(tmp_path: Path) -> None:
     """Through a layer another eps leaves as much of a decoded token as a float16 cache, which was said of it."""
     shape = Shape("qwen3", n_layer=3, n_embd=96, n_head=6, n_head_kv=2, head_dim=20, n_ff=160, n_vocab=330)

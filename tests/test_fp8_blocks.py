@@ -91,7 +91,8 @@ def test_other_blocks_are_as_high_as_they_say(rounding: str) -> None:
     assert torch.equal(rounding_named(rounding)(x), rounding_named(f"{of}/{wide}")(x))
 
 
-@pytest.mark.parametrize(("capture", "factor"), [("all", 1.04), pytest.param("layers", 2.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("capture", "factor"), [("all", 1.04), ("layers", 2.0)])
 def test_an_engine_in_float8_blocks_is_right(capture: Capture, factor: float, models: Models, tmp_path: Path) -> None:
     model = Model(models(SHAPE, "F16"))
     right = check_trace(traced(model, tmp_path / "right.trace", capture), model)

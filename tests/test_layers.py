@@ -55,7 +55,7 @@ MAY = {
     },
     "tracediff.itself": {"engine", "errors", "files", "findings", "judge", "model", "pipeline", "result", "trace"},
     "tracediff.threeway": {"errors", "names", "judge", "model", "pipeline", "result", "trace"},
-    "tracediff.reproduce": {"audit", "errors", "files", "model", "numerics", "replay", "trace"},
+    "tracediff.reproduce": {"audit", "errors", "files", "model", "numerics", "pipeline", "replay", "trace"},
     "tracediff.bundle": {
         "english", "compare", "errors", "files", "findings", "model", "names", "printable", "report", "result", "trace",
         "versions",
@@ -64,8 +64,8 @@ MAY = {
     "tracediff.pytest_plugin": set(),
     "tracediff.testing": {"judge", "pipeline", "result"},
     "tracediff.mismatch": {
-        "audit", "compare", "english", "errors", "files", "findings", "judge", "model", "names", "numerics", "replay",
-        "result", "trace",
+        "audit", "compare", "english", "errors", "files", "findings", "judge", "model", "names", "numerics", "pipeline",
+        "replay", "result", "trace",
     },
     "tracediff.demo": {"files", "model", "result", "diagnose"},
     "tracediff.cli": EVERYTHING,

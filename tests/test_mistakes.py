@@ -232,7 +232,10 @@ UNSEEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", UNSEEN)
+LONG = ("a router's softmax before its choice", "another activation in that formula")
+
+
+@pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in UNSEEN])
 def test_a_mistake_between_two_records_is_named_in_prompt_and_decode(case: str, tiny: Tiny, tmp_path: Path) -> None:
     arch, name, recorded, where, words = UNSEEN[case]
     file = GGUFFile(tiny(arch))

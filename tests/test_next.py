@@ -71,6 +71,7 @@ def test_an_unknown_one_in_a_segment_is_split_and_alone_its_weight_is_audited_or
     assert subprocess.run(script, capture_output=True, check=False).returncode == 1
 
 
+@pytest.mark.slow
 def test_what_nothing_explains_is_split_before_what_is_known(models: Models, tmp_path: Path) -> None:
     """Advice went to the first segment that is faulty, though its cause was named: the others got none."""
 

@@ -1550,6 +1550,7 @@ def test_weights_in_four_bits_are_known_beside_a_mistaken_layer(models: Models, 
     assert {op.local.arithmetic for op in result.ops if op.local and op.op.endswith("ffn_residual")} == {words}
 
 
+@pytest.mark.slow
 def test_a_number_is_one_mistake_in_every_step_of_an_engine_in_half_precision(models: Models, tmp_path: Path) -> None:
     """Its roundings leave more of the prompt's error than what tells a number in float32."""
     shape = Shape("qwen3", n_layer=2, n_embd=256, n_head=4, n_head_kv=2, n_ff=512, n_vocab=320, head_dim=128)

@@ -265,7 +265,8 @@ def test_a_token_that_is_right_in_what_its_sample_does_not_exclude_is_undecided(
     assert result.faulty == []
 
 
-@pytest.mark.parametrize("arch", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
 def test_autocast_is_an_arithmetic(arch: str, models: Models, tmp_path: Path) -> None:
     """Matmuls in bfloat16, their outputs too, scores that are scaled in it and a softmax of these in float32: every
     softmax was called wrong, and from hidden states alone, which are float32, nothing was decided. So were norms of
@@ -703,6 +704,7 @@ def test_a_router_that_puts_out_the_experts_first(tmp_path: Path, monkeypatch: p
     assert "blk.0.ffn_gate_inp" in {op.op for op in result.ops}
 
 
+@pytest.mark.slow
 def test_norms_that_hold_their_weight_less_1_in_half_precision(tmp_path: Path) -> None:
     """They add 1 in float32: what they multiply with is no bfloat16."""
     path = tiny_checkpoints.CLASSES["qwen3next"].write("qwen3next", tmp_path / "tiny.gguf")

@@ -716,6 +716,7 @@ def test_a_branch_that_is_not_added_is_not_said_to_be_zero_alone(models: Models,
         assert op.cause.text.endswith(": the same from here; record ffn_gate, ffn_up and ffn_down to tell)")
 
 
+@pytest.mark.slow
 def test_an_edit_of_a_kernel_is_found_behind_hidden_states(models: Models, tmp_path: Path) -> None:
     """Nothing between two layers was recorded: what follows the edited ops is recomputed."""
     norms = [rewritten(f"blk.0.{name}", "squares / n", "squares / T") for name in ("attn_norm", "ffn_norm")]

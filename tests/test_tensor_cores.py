@@ -181,7 +181,9 @@ def measured() -> dict[str, np.ndarray]:
     [
         ("tf32", "f32", "activations in TF32, sums on tensor cores"),
         ("fp8", "bf16", "activations and weights in fp8 rows with float32 scales, sums on fp8 tensor cores"),
-        ("int8", "bf16", "activations and weights in int8 rows with float32 scales"),
+        pytest.param(
+            "int8", "bf16", "activations and weights in int8 rows with float32 scales", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_an_h200_multiplied_is_sound_and_told(

@@ -92,6 +92,7 @@ def test_a_scale_that_is_folded_into_a_norm(factor: float, is_undone: bool, mode
     assert [yet(finding) for finding in result.findings] == ([said, said] if is_undone else [""])
 
 
+@pytest.mark.slow
 def test_a_record_that_holds_something_else_is_said_to_be_wrong_alone(models: Models, tmp_path: Path) -> None:
     """A buffer that was used again before it was written: the engine is right, its record is not."""
     model, out = models(MODEL), tmp_path / "t.trace"
