@@ -85,7 +85,7 @@ def test_llama_cpp_is_traced_in_a_batch(models: Models, tmp_path: Path, cli: Cli
 def test_a_mistake_of_one_sequence_is_named_with_it(traced: Traced, models: Models, cli: Cli, tmp_path: Path) -> None:
     """Sequence 4 has sequence 0's keys of layer 1 in the cache, from the first decode step on."""
     right, wrong = Trace(traced(BATCHES)), traced(BATCHES, "wrong")
-    gate = "ci", wrong, "--model", models("qwen3", "F16"), "--lock", tmp_path / "lock"
+    gate = "ci", wrong, "--model", models("qwen3", "F16"), "--lock", tmp_path / "lock", "--time", 0
     assert cli(*gate, "--update")[0] == 0
     trace = Trace(wrong)
     data = bytearray(wrong.with_suffix(".bin").read_bytes())
