@@ -140,6 +140,18 @@ def test_what_comes_first_may_be_of_another_mistake(models: Models, tmp_path: Pa
     assert next(details(result)).startswith("first at blk.0.ffn_norm, of another mistake: local error (NMSE) ")
 
 
+def test_what_a_tied_head_multiplies_with_is_called_by_its_name(models: Models, tmp_path: Path) -> None:
+    """The file has no output.weight, and `validate` said so of a trace that had one, as was asked for."""
+
+    def change(op: Op) -> Op:
+        return replace(op, function=lambda x, w, bias=None: torch.sin(9 * x @ w.T) * 3) if op.name == "output" else op
+
+    model = models("qwen2", "F32")
+    path = traced(model, tmp_path / "t.trace", change=change, n_decode=0)
+    result = check_trace(path, model, effort=Effort(seconds=0))
+    assert result.next.why.startswith("after the engine has recorded token_embd.weight as it holds them")
+
+
 def test_drift_asks_for_the_model_and_a_match_for_a_lock() -> None:
     assert shlex.split(case("rope-pairing", model=False).next.command)[-2:] == ["--model", "model.gguf"]
     assert case("clean", model=False).next.why.startswith("drift hides what is smaller than its tolerance")
