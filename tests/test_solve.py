@@ -1259,6 +1259,29 @@ def test_what_decode_steps_cache_and_lose_is_said(models: Models, tmp_path: Path
     ]
 
 
+@pytest.mark.parametrize("name", ["attn_kqv", "attn_scores"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda held, n: held[[min(i, n - 1) for i in range(len(held))]], "from 5 on have the values of"),
+        (
+            lambda held, n: held[[i if i < n - 1 else min(i + 1, len(held) - 1) for i in range(len(held))]],
+            "4 on each has the values of the next, but the last: that overwrites it",
+        ),
+    ],
+)
+def test_what_decode_steps_do_to_the_cache_again_and_again_is_one_mistake(
+    models: Models, tmp_path: Path, name: str, change: Callable[[torch.Tensor, int], torch.Tensor], said: str
+) -> None:
+    """Each of them adds what the first one did: no slot is off by as many positions in the next."""
+    done = in_cache(f"blk.0.{name}", lambda held: change(held, len(PROMPT)), decoding=True)
+    faulty = explained(models("llama"), tmp_path, done, n_decode=3)
+    assert {op.step for op in faulty} == {1, 2, 3}
+    (text,) = {op.cause.text if op.cause else op.shape for op in faulty}
+    assert text
+    assert said in text
+
+
 @pytest.mark.parametrize(("name", "value"), [("attn_kqv", "attn_v"), ("attn_scores", "attn_k_rope")])
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_a_prompt_that_is_cached_in_another_layout_is_said(

@@ -19,6 +19,7 @@ _MATCHED = 1 << 22  # values of an output that are matched: of larger ones some 
 _AROUND = 3  # slices on either side of where a sum of one is sought among those of all
 _LISTED = 12  # places of a list that are told
 _SLOTS = 16  # of a cache, that are sought as the first that was written elsewhere
+_OF_SLOTS = ("early", "late", "overwritten")
 _FEW = 8  # slices: heads, rather than channels
 LOOK_AT_CACHE = "which slots of the cache are written, when, and which are read"
 _BITS, _NUMBER, _EACH = 12.0, 4.0, 12.0  # of a map in closed form, of a number in it, and of each place of a list
@@ -61,6 +62,8 @@ class Map:
                 return np.full(n, one)
             case "held", (by,):
                 return np.clip(at + by, 0, n - 1)
+            case "capped", (last,):
+                return np.minimum(at, last)
             case "every", (first, step, by):
                 return np.where(
                     (at >= first) & ((at - first) % step == 0) & (at + by >= 0) & (at + by < n), at + by, at
@@ -71,6 +74,8 @@ class Map:
                 return np.where((at < first) | (n == first + 1), at, np.where(at < n - 1, at + 1, ZERO))
             case "late", (first,):
                 return np.where(at < first, at, np.where(at == first, ZERO, at - 1))
+            case "overwritten", (first,):
+                return np.where(at < first, at, np.minimum(at + 1, n - 1))
             case "within", (size,):  # reversed within groups
                 return at // size * size + np.minimum(size, n - at // size * size) - 1 - at % size
         listed = dict(zip(self.numbers[::2], self.numbers[1::2], strict=True))
@@ -109,6 +114,8 @@ class Map:
                 other, end = (f"the {nth(by)} after", "last") if by > 0 else (f"the {nth(-by)} before", "first")
                 ends = f"the {end} {noun} is right" if abs(by) == 1 else f"and the {end} {abs(by)} those of the {end}"
                 return f"each {noun} has the values of {other} it, {ends}"
+            case "capped", (last,):
+                return f"{all_of} from {last + 1} on have the values of {noun} {last}"
             case "every", (first, step, by):
                 other = f"the {nth(by)} after it" if by > 0 else f"the {nth(-by)} before it"
                 return f"every {nth(step)} {noun} from {first} on has the values of {other}"
@@ -120,6 +127,8 @@ class Map:
                 return f"{noun} {first}, the last, is 0"
             case "late", (first,):
                 return f"{noun} {first} is 0, each after it has the values of the one before: stored a slot late"
+            case "overwritten", (first,):
+                return f"from {noun} {first} on each has the values of the next, but the last: that overwrites it"
             case "within", (size,):
                 return f"{all_of} reversed in each group of {size}"
         pairs = list(zip(self.numbers[::2], self.numbers[1::2], strict=True))
@@ -174,7 +183,9 @@ def named(source: np.ndarray) -> Sequence[Map]:
     candidates += [Map("modulo", (m,)) for m in {int(source.max()) + 1} if m < n]
     repeats = np.flatnonzero(source != first)
     candidates += [Map("repeated", (int(repeats[0]),))] if len(repeats) and repeats[0] > 1 else []
-    candidates += [Map(kind, (int(wrong[0]),)) for kind in ("early", "late")]
+    candidates += [Map(kind, (int(wrong[0]),)) for kind in ("early", "late", "overwritten")]
+    capped = [Map("capped", (int(source.max()),))]
+    candidates += capped if len(wrong) > 1 else []
     candidates += [Map("firsts", (m,)) for m in range(2, n) if n % m == 0]
     candidates += [Map("transposed", (m,)) for m in range(2, n) if n % m == 0]
     candidates += [Map("within", (int(first) + 1,))] if first > 0 else []
@@ -188,6 +199,7 @@ def named(source: np.ndarray) -> Sequence[Map]:
     runs = 1 + sum(source[b] - source[a] != b - a for a, b in pairwise(wrong))
     listed = Map("listed", tuple(int(x) for i in wrong for x in (i, source[i])))
     last = [Map("last", (n - 1 - int(source[-1]),))] if wrong[0] == n - 1 and source[-1] != ZERO else []
+    last += capped if last and source[-1] == n - 2 else []
     return [*last, listed] if runs <= _LISTED else []
 
 
@@ -207,8 +219,9 @@ def usual_of(n: int) -> Sequence[Map]:
 
 
 def of_slots(n: int) -> Iterator[Map]:
-    """Maps of the slots of a cache of which the last few were written elsewhere."""
-    yield from (Map(kind, (k,)) for k in range(max(1, n - _SLOTS), n) for kind in ("early", "late"))
+    """Maps of the slots of a cache of which the last few were written elsewhere, or never but by the first of them."""
+    yield from (Map(kind, (k,)) for k in range(max(1, n - _SLOTS), n) for kind in _OF_SLOTS)
+    yield from (Map("capped", (k,)) for k in range(max(0, n - _SLOTS), n - 1))
 
 
 def by_any_number(n: int) -> Iterator[Map]:
