@@ -270,6 +270,24 @@ def _crossed(rotated: Tensor, rope: Rope) -> Tensor:
 
 
 @AREA.mistake(
+    "rope_not_crossed", "sin multiplies a channel itself, not the other of its pair",
+    "rotate_half, or what stands for it: of each pair less the second, then the first", ROPE,
+)  # fmt: skip
+def _not_crossed(op: Op, _: Context) -> Variants:
+    words = "sin multiplies each channel itself, the first of a pair with a minus, where the other of the pair belongs"
+    yield computing(op, _uncrossed), words
+
+
+def _uncrossed(x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope, **_: Any) -> Tensor:
+    by = rope_angles(positions, factors, rope)[:, None]
+    cos, sin = by.cos() * rope.magnitude, by.sin() * rope.magnitude
+    before, rotated, rest = x.tensor_split((rope.first, rope.first + rope.n_rot), -1)
+    a, b = pairs_of(rotated, rope)
+    both = torch.stack((a * cos - a * sin, b * cos + b * sin), -1 if rope.pairing == "neighbours" else -2)
+    return torch.cat((before, both.flatten(-2), rest), -1).to(x.dtype)
+
+
+@AREA.mistake(
     "rope_over_heads", "frequencies go on from head to head instead of anew in each",
     "the channel in the frequency's exponent, which is one of a head", ROPE,
 )  # fmt: skip
