@@ -148,14 +148,14 @@ def _of_cached(function: Callable[..., Tensor], made: Callable[[Tensor], Tensor]
     WITH_CACHE,
 )  # fmt: skip
 def _slot_beside(op: Op, _: Context) -> Variants:
+    for by, slot, empty in ((1, "p + 1", "slot 0"), (-1, "p - 1", "the last slot that is read")):
+        words = f"position p is cached in slot {slot}, and {empty} holds zeros"
+        yield computing(op, partial(_shifted, KINDS[op.kind].function, by)), words
     for alone, words in (
         (False, "what a step caches is read before it is written: zeros are there"),
         (True, "each token's own key and value are read before they are written: zeros are there"),
     ):
         yield computing(op, partial(_unwritten, op.kind == "scores", alone)), words
-    for by, slot, empty in ((1, "p + 1", "slot 0"), (-1, "p - 1", "the last slot that is read")):
-        words = f"position p is cached in slot {slot}, and {empty} holds zeros"
-        yield computing(op, partial(_shifted, KINDS[op.kind].function, by)), words
 
 
 def _unwritten(are_scores: bool, alone: bool, left: Tensor, cached: Tensor) -> Tensor:
