@@ -7,6 +7,7 @@ from dataclasses import replace
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis
 from tracediff.diagnose.solve.by_value.readings import Reading
 from tracediff.diagnose.solve.edit import Read, Reworked, relayered
+from tracediff.model.block_fields import EditedBlocks
 from tracediff.model.graph import Graph, Op, Weight
 from tracediff.names import local_name
 
@@ -76,6 +77,9 @@ def transferred(changed: Op, right: Op, other: Op) -> Op | None:
     """
     if not isinstance(changed.rework, Reworked | None):  # what is done to values of this op
         return None
+    rule = changed.weights[0].read if changed.weights else None
+    if right.kind != other.kind and isinstance(rule, EditedBlocks) and other.weights:
+        return replace(other, weights=(replace(other.weights[0], read=rule), *other.weights[1:]))
     if right.kind != other.kind or [w.name for w in changed.weights] != [w.name for w in right.weights]:
         return None
     if changed.inputs != right.inputs or len(right.weights) != len(other.weights):

@@ -13,7 +13,7 @@ from tracediff.diagnose import rows
 from tracediff.diagnose.budget import ENDLESS, Budget, OutOfTime, Progress, within
 from tracediff.diagnose.error_shape import describe, describe_choice, describe_scan
 from tracediff.diagnose.evidence import shown
-from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, Way, to_beat
+from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, Way
 from tracediff.diagnose.kin import Faulty, Kin
 from tracediff.diagnose.low_rank import followed
 from tracediff.diagnose.mistakes import ALIKE, BANK
@@ -23,7 +23,7 @@ from tracediff.diagnose.solve.edit import Read
 from tracediff.diagnose.trials import Trials
 from tracediff.english import listed
 from tracediff.errors import in_one_line, is_bug
-from tracediff.model.block_fields import EditedBlocks
+from tracediff.model.block_fields import FIELDS
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import SOURCES, Op
 from tracediff.model.weights import values_of
@@ -52,7 +52,6 @@ class Explainer:
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
         self._told: dict[tuple[int, str], Told | None] = {}  # of records what they read
-        self._rules: list[tuple[Hypothesis, EditedBlocks]] = []  # for quantised blocks, that explained some
 
     def explain(
         self, ops: list[OpResult], progress: Progress = lambda fraction: None, budget: Budget = ENDLESS
@@ -71,31 +70,11 @@ class Explainer:
                 for at, op in self.of(ops, kin, own, told).items():
                     explained[at] = op
             kins = [kin for kin in kins if not all(explained[at].sought for at in kin)]
-        for at, op in enumerate(explained):
-            if op.status == "faulty" and not op.cause:
-                explained[at] = self._by_a_rule(op, at)
         progress(1.0)
         return explained
 
-    def _by_a_rule(self, result: OpResult, at: int) -> OpResult:
-        """The op by the rule for quantised blocks that explained ops of another kind: one function of an engine reads
-        them all, and a few rows of an embedding tell no rule by themselves.
-        """
-        op, error = self._replay.graph[result.op], result.local
-        if error is None or len(error.segment) > 1 or not op.weights:
-            return result
-        one = Faulty(at, self._replay.trace.ops[result.step, result.op], error)
-        for found, read in self._rules:
-            if self._replay.weights.type_of(op.weights[0]) in read.types:
-                changed = replace(op, weights=(replace(op.weights[0], read=read), *op.weights[1:]))
-                local = self._replay.under(one.record, [changed], to_beat(error))
-                same = replace(found, ops=(changed,), local=local)
-                if same.pays(error):
-                    return self._named(result, one, same, Kin(self._replay, ENDLESS, {}, []))
-        return result
-
     def kins(self, ops: list[OpResult]) -> list[list[int]]:
-        """Places of records that may have one mistake: single ops of a kind, segments that end in the same op of a
+        """Places of records that may have one mistake: single ops of a sort, segments that end in the same op of a
         layer, and with these the single ops that they run through. What one lot has wrong does not depend on another's;
         segments, which may take all the time, come last. With them segments that are excused by roundings of few
         engines, where none of their name is faulty.
@@ -104,7 +83,7 @@ class Explainer:
         for at, op in enumerate(ops):
             if op.status == "faulty" and op.local and not op.cause and not op.held:
                 several = len(op.local.segment) > 1
-                name = local_name(op.op) if several else self._replay.graph[op.op].kind
+                name = local_name(op.op) if several else self._sort(self._replay.graph[op.op])
                 by_kin.setdefault((several, name), []).append(at)
         faulty = {*by_kin}
         through = [(local_name(op.op), op.local) for op in ops if op.local and len(op.local.segment) > 1]
@@ -117,6 +96,11 @@ class Explainer:
             if self._replay.is_excused(op.local):
                 by_kin.setdefault(kin, []).append(at)
         return _joined([by_kin[key] for key in sorted(by_kin, key=lambda key: key[0])], ops)
+
+    def _sort(self, op: Op) -> str:
+        """The kind of op, or one for all that read quantised blocks, be they rows of a table: one function does."""
+        type_ = self._replay.weights.type_of(op.weights[0]) if op.kind in ("embedding", "linear_id") else ""
+        return "linear" if type_ in FIELDS else op.kind
 
     @np.errstate(all="ignore")  # what is tried in vain may come to any number, and would warn of it
     def of(self, ops: list[OpResult], members: list[int], budget: Budget, progress: Progress) -> dict[int, OpResult]:
@@ -142,8 +126,6 @@ class Explainer:
                 explained[one.at] = (
                     self._named(ops[one.at], one, best, kin) if best else self._described(ops[one.at], one)
                 )
-        reads = ((found, weight.read) for found in kin.found for op in found.ops for weight in op.weights)
-        self._rules += [(found, read) for found, read in reads if isinstance(read, EditedBlocks)]
         explained |= self._hidden(ops, members, kin)
         unsought = [one for one in kin.unsought.values() if one.at not in left and not explained[one.at].cause]
         for one in (*left.values(), *unsought):
