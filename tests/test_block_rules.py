@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Models, trace_graph
+from conftest import SHAPES, Models, trace_graph
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from test_mistakes import traced
 
@@ -189,7 +189,7 @@ def test_what_multiplies_all_is_no_rule_of_blocks(models: Models, tmp_path: Path
 
 def test_a_rule_is_told_by_an_engine_that_is_fed_token_by_token(models: Models, tmp_path: Path) -> None:
     """As most engines in C are: a token's outputs are fewer than the numbers of a rule, those of all steps are not."""
-    path = models("k-quants", "Q4_K_M")
+    path = models(replace(SHAPES["k-quants"], n_layer=1), "Q4_K_M")
     file = GGUFFile(path)
     graph = build_graph(file)
     rule = EditedBlocks(("Q4_K",), low_four("Q4_K", "minima", 4, 5, 6, 7))

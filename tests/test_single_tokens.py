@@ -192,6 +192,7 @@ def by_integers(factor: float = 1.0) -> Callable[[str], Function]:
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, pytest.param(1.2, marks=pytest.mark.slow)])
 def test_single_tokens_of_integers_are_as_those_of_prompts(factor: float, models: Models, tmp_path: Path) -> None:
     """Of a token all roundings to integers turn where one does, and what is left tells little: what longer steps do was

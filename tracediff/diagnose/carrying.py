@@ -30,13 +30,12 @@ def carried(found: Hypothesis, graph: Graph, segment: Sequence[str]) -> Hypothes
 
 
 def _suits(found: Hypothesis, graph: Graph, other: Op) -> bool:
-    """Whether an edit's words are true of another op: what they count of loops is of the sizes that it was found in."""
-    of_same_size = _sizes(graph[found.ops[0].name]) == _sizes(other)
-    return of_same_size or not found.ops[0].rework or not _COUNTS.search(found.parts[-1].text)
-
-
-def _sizes(op: Op) -> tuple[object, ...]:
-    return op.axes, *(weight.shape for weight in op.weights)
+    """Whether an edit's words are true of another op: what they count of a matmul's loops is of the matrix that it was
+    found in.
+    """
+    own = graph[found.ops[0].name]
+    counts = own.kind == "linear" and bool(found.ops[0].rework) and bool(_COUNTS.search(found.parts[-1].text))
+    return not counts or [w.shape for w in own.weights] == [w.shape for w in other.weights]
 
 
 def _each(ops: Sequence[Op], graph: Graph, segment: Sequence[str], change: _Change) -> tuple[Op, ...]:

@@ -143,30 +143,14 @@ def _of_cached(function: Callable[..., Tensor], made: Callable[[Tensor], Tensor]
 
 
 @AREA.mistake(
-    "slot_off_by_one", "a position is cached in the slot beside its own, or after it is read",
-    "when a step writes to the cache, and to which slots: where it begins, and the block size of a paged cache",
+    "slot_off_by_one", "a position is cached in the slot beside its own",
+    "the slots that a step writes: where it begins, whether before it reads them, and a paged cache's block size",
     WITH_CACHE,
 )  # fmt: skip
 def _slot_beside(op: Op, _: Context) -> Variants:
     for by, slot, empty in ((1, "p + 1", "slot 0"), (-1, "p - 1", "the last slot that is read")):
         words = f"position p is cached in slot {slot}, and {empty} holds zeros"
         yield computing(op, partial(_shifted, KINDS[op.kind].function, by)), words
-    for alone, words in (
-        (False, "what a step caches is read before it is written: zeros are there"),
-        (True, "each token's own key and value are read before they are written: zeros are there"),
-    ):
-        yield computing(op, partial(_unwritten, op.kind == "scores", alone)), words
-
-
-def _unwritten(are_scores: bool, alone: bool, left: Tensor, cached: Tensor) -> Tensor:
-    """With zeros for what the step caches, or for what each token caches `alone` of those that come one by one."""
-    n, heads = (left.shape[0], left.shape[1]) if are_scores else (left.shape[1], left.shape[0])
-    slots, own = torch.arange(len(cached), device=cached.device), len(cached) - n
-    there = slots == own + torch.arange(n, device=cached.device)[:, None] if alone else (slots >= own).expand(n, -1)
-    there = there.expand(heads, -1, -1)
-    if are_scores:
-        return scores(left, cached).masked_fill(there, 0.0)
-    return weighted_values(left.masked_fill(there, 0.0), cached)
 
 
 def _shifted(function: Callable[..., Tensor], by: int, left: Tensor, cached: Tensor) -> Tensor:

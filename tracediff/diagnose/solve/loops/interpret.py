@@ -4,8 +4,7 @@ What runs: `for v in range(...)`, assignments to names and to array elements, ar
 elementary functions, and sum, max, min, first and last of a generator, or all parts of a sum: its upto and onwards, of
 the terms before each and from each on, its without and alone, of all but every nth and of these. A sum may be carried
 through turns of loops around it: each goes on from the one before. Reads beyond an array give 0, or what is asked for.
-Where several iterations store to one element the last one stays, in the order of the
-loops.
+Where several iterations store to one element the last one stays, in the order of the loops.
 """
 
 import ast
