@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from block_rules import FILES
 from conftest import SHAPES, Models, trace_graph
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from test_mistakes import traced
@@ -25,13 +26,6 @@ from tracediff.numerics.kinds.linear import linear
 from tracediff.pipeline import check_trace
 
 TOKENS = tuple(range(7, 7 + 3 * 19, 3))
-FILES = {
-    "Q2_K": "Q2_K",
-    "Q3_K": "Q3_K_M",
-    "Q4_K": "Q4_K_M",
-    "Q5_K": "Q5_K_M",
-    "Q6_K": "Q6_K",
-}  # that hold blocks of a type
 PLAIN = (1.0,) * 32
 J256, J32 = np.arange(256), np.arange(32)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from block_rules import FILES
 from conftest import Models, some_of
 from gguf import GGMLQuantizationType, quants
 from gguf.constants import GGML_QUANT_SIZES
@@ -337,14 +338,6 @@ def test_other_token_ids_are_told(rows: Callable[[Tensor], Tensor], words: str, 
 
 
 # --- quantised blocks -------------------------------------------------------------------------------------------------
-
-FILES = {
-    "Q2_K": "Q2_K",
-    "Q3_K": "Q3_K_M",
-    "Q4_K": "Q4_K_M",
-    "Q5_K": "Q5_K_M",
-    "Q6_K": "Q6_K",
-}  # that hold blocks of a type
 
 
 @pytest.mark.parametrize("of", FIELDS)

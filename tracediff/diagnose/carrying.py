@@ -76,10 +76,11 @@ def transferred(changed: Op, right: Op, other: Op) -> Op | None:
     """
     if not isinstance(changed.rework, Reworked | None):  # what is done to values of this op
         return None
-    rule = changed.weights[0].read if changed.weights else None
-    if right.kind != other.kind and isinstance(rule, EditedBlocks) and other.weights:
-        return replace(other, weights=(replace(other.weights[0], read=rule), *other.weights[1:]))
-    if right.kind != other.kind or [w.name for w in changed.weights] != [w.name for w in right.weights]:
+    if right.kind != other.kind:  # a rule for quantised blocks is one of all kinds
+        rule = changed.weights[0].read if changed.weights and other.weights else None
+        is_rule = isinstance(rule, EditedBlocks)
+        return replace(other, weights=(replace(other.weights[0], read=rule), *other.weights[1:])) if is_rule else None
+    if [w.name for w in changed.weights] != [w.name for w in right.weights]:
         return None
     if changed.inputs != right.inputs or len(right.weights) != len(other.weights):
         return None

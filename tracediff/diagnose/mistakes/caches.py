@@ -20,14 +20,13 @@ from tracediff.diagnose.mistakes.mistake import (
     first_wrong,
     weights_of,
 )
+from tracediff.diagnose.mistakes.weights import LOOK_AT_ROUNDING, cut_off
 from tracediff.english import ranges
 from tracediff.model.graph import Op, View
 from tracediff.names import local_name, split
-from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import scores, weighted_values
 from tracediff.numerics.kinds.rope import rope
-from tracediff.numerics.roundings import rounding_named
 from tracediff.numerics.views import seen
 
 AREA = Area()
@@ -127,13 +126,10 @@ def _first_wrong(op: Op, seen: Seen) -> int:
 
 
 @AREA.mistake(
-    "cache_cut", "what is cached is cut off to half precision, where rounding belongs",
-    "the conversion to half precision: to the nearest number, of two the even one", WITH_CACHE,
+    "cache_cut", "what is cached is cut off to half precision, where rounding belongs", LOOK_AT_ROUNDING, WITH_CACHE,
 )  # fmt: skip
 def _cut(op: Op, _: Context) -> Variants:
-    for name in HALVES:
-        cut = rounding_named(f"cut {name}")
-        words = f"what is cached is cut off to {rounding_named(name).words}, towards 0, where rounding belongs"
+    for cut, words in cut_off("what is cached"):
         yield computing(op, partial(_of_cached, KINDS[op.kind].function, cut)), words
 
 

@@ -1,7 +1,9 @@
 """Mistakes in norms."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -68,6 +70,23 @@ def _centred(op: Op, x: Tensor) -> Tensor:
     return x - x.mean(-1, keepdim=True) if op.kind == "layer_norm" else x
 
 
+def _by_mean(op: Op, mean: Callable[[Tensor], Tensor]) -> Op:
+    """The norm by what takes the place of its mean of squares."""
+
+    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        x = _centred(op, x)
+        return scaled(x * torch.rsqrt(mean(x) + eps), *weight)
+
+    return computing(op, function)
+
+
+def _factor(op: Op, context: Context) -> float:
+    """By which what was seen is a multiple of what should be."""
+    assert context.seen
+    right = KINDS[op.kind].function(context.seen.inputs[0], *weights_of(op, context), **op.attrs)
+    return float((right * context.seen.output).sum() / right.square().sum())
+
+
 @AREA.mistake(
     "eps_outside_root", "the epsilon is added to the root, not under it", "x / (sqrt(mean(x^2)) + eps) in the norm",
     NORM,
@@ -85,11 +104,8 @@ def _eps_outside(op: Op, _: Context) -> Variants:
     NORM,
 )  # fmt: skip
 def _unbiased(op: Op, _: Context) -> Variants:
-    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
-        x = _centred(op, x)
-        return scaled(x * torch.rsqrt(x.square().sum(-1, keepdim=True) / (x.shape[-1] - 1) + eps), *weight)
-
-    yield computing(op, function), "squares are divided by n - 1 instead of n"
+    unbiased = _by_mean(op, lambda x: x.square().sum(-1, keepdim=True) / (x.shape[-1] - 1))
+    yield unbiased, "squares are divided by n - 1 instead of n"
 
 
 @AREA.mistake(
@@ -97,21 +113,15 @@ def _unbiased(op: Op, _: Context) -> Variants:
     "the number that the mean in the norm is taken over: that of its row's channels", NORM,
 )  # fmt: skip
 def _divisor(op: Op, context: Context) -> Variants:
-    factor, n = 2.0, op.axes[-1]
+    factor, n = _factor(op, context) if context.seen else 2.0, op.axes[-1]
     if not isinstance(n, int):
         return
-    if context.seen:
-        right = KINDS[op.kind].function(context.seen.inputs[0], *weights_of(op, context), **op.attrs)
-        factor = float((right * context.seen.output).sum() / right.square().sum())
     other = round(n * factor**2) if math.isfinite(factor) else 0
     if not 0 < other < _LONGEST or abs(other - n) < 2:  # n - 1 is a mistake of its own
         return
 
-    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
-        x = _centred(op, x)
-        return scaled(x * torch.rsqrt(x.square().sum(-1, keepdim=True) / other + eps), *weight)
-
-    yield computing(op, function), f"the sum of squares is divided by {other} where {n} belongs"
+    divided = _by_mean(op, lambda x: x.square().sum(-1, keepdim=True) / other)
+    yield divided, f"the sum of squares is divided by {other} where {n} belongs"
 
 
 @AREA.mistake(
@@ -137,12 +147,9 @@ def _plus_one(op: Op, _: Context) -> Variants:
     "a 'repaired' norm weight: weights far from 1 are normal", NORM, "llama-orch",
 )  # fmt: skip
 def _norm_scaled(op: Op, context: Context) -> Variants:
-    factor = 0.1401
     if not op.weights:
         return
-    if context.seen:
-        right = KINDS[op.kind].function(context.seen.inputs[0], *weights_of(op, context), **op.attrs)
-        factor = float((right * context.seen.output).sum() / right.square().sum())
+    factor = _factor(op, context) if context.seen else 0.1401
     if math.isfinite(factor) and factor not in (0.0, 1.0):
         yield Variant(
             reading(op, lambda file, info: values_of(file, info) * factor),
@@ -176,16 +183,13 @@ def _twice(op: Op, _: Context) -> Variants:
     "the axis of the mean: channels, the last one", RMS_NORM,
 )  # fmt: skip
 def _other_axis(op: Op, _: Context) -> Variants:
-    yield _over(op, 0), "squares are averaged over tokens instead of channels"
-    if len(op.axes) == 3:
-        yield _over(op, 1), "squares are averaged over heads instead of channels"
+    for axis, what in enumerate(("tokens", "heads")[: len(op.axes) - 1]):
+        averaged = _by_mean(op, partial(_mean_over, axis=axis))
+        yield averaged, f"squares are averaged over {what} instead of channels"
 
 
-def _over(op: Op, axis: int) -> Op:
-    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
-        return scaled(x * torch.rsqrt(x.square().mean(axis, keepdim=True) + eps), *weight)
-
-    return computing(op, function)
+def _mean_over(x: Tensor, axis: int) -> Tensor:
+    return x.square().mean(axis, keepdim=True)
 
 
 @AREA.mistake("norm_skipped", "the norm is skipped", "whether the norm is applied at all", ANY_NORM, "aprender#2085")
@@ -211,11 +215,8 @@ def _layer_norm(op: Op, _: Context) -> Variants:
     "what a norm divides by: the root of the mean square, no np.std or torch.std", RMS_NORM,
 )  # fmt: skip
 def _by_deviation(op: Op, _: Context) -> Variants:
-    def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
-        spread = (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True)
-        return scaled(x * torch.rsqrt(spread + eps), *weight)
-
-    yield computing(op, function), "values are divided by their standard deviation, not by their root mean square"
+    deviating = _by_mean(op, lambda x: (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True))
+    yield deviating, "values are divided by their standard deviation, not by their root mean square"
 
 
 @AREA.mistake(

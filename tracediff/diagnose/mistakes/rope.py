@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from tracediff.english import told_apart
 from tracediff.model.graph import Op
 from tracediff.model.hparams import Rope
 from tracediff.model.weights import reading, values_of
-from tracediff.numerics.kinds.rope import Angles, pairs_of, rope_angles, yarn_range
+from tracediff.numerics.kinds.rope import Angles, pairs_of, rope_angles, together, yarn_range
 from tracediff.numerics.kinds.rope import rope as turned
 
 AREA = Area()
@@ -251,22 +251,23 @@ def _coarse(op: Op, _: Context) -> Variants:
 def _other_tables(op: Op, _: Context) -> Variants:
     neighbours = op.attrs["rope"].pairing == "neighbours"
     own, other = ("i // 2", "i % (n / 2)")[:: 1 if neighbours else -1]
-    yield computing(op, _by_channel), f"channel i turns by the angle of pair {other}, where that of pair {own} belongs"
+    words = f"channel i turns by the angle of pair {other}, where that of pair {own} belongs"
+    yield computing(op, partial(_turned, tables="halves" if neighbours else "neighbours")), words
 
 
-def _by_channel(x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope, **_: Any) -> Tensor:
-    """Each channel by an angle of its own, as of the other pairing."""
+def _turned(
+    x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope,
+    tables: Literal["neighbours", "halves"] | None = None, crossed: bool = True, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Channels times cosines, and those `crossed`, of each pair less the second, then the first, times sines. The
+    `tables` of both lie as another pairing has them.
+    """
     before, rotated, rest = x.tensor_split((rope.first, rope.first + rope.n_rot), -1)
-    by = rope_angles(positions, factors, rope)[:, None]
-    by = torch.cat((by, by), -1) if rope.pairing == "neighbours" else by.repeat_interleave(2, -1)
+    by, (a, b) = rope_angles(positions, factors, rope)[:, None], pairs_of(rotated, rope)
+    by = together(by, by, replace(rope, pairing=tables or rope.pairing))
     cos, sin = by.cos() * rope.magnitude, by.sin() * rope.magnitude
-    return torch.cat((before, rotated * cos + _crossed(rotated, rope) * sin, rest), -1).to(x.dtype)
-
-
-def _crossed(rotated: Tensor, rope: Rope) -> Tensor:
-    """What sin multiplies: of each pair less the second, then the first."""
-    a, b = pairs_of(rotated, rope)
-    return torch.stack((-b, a), -1 if rope.pairing == "neighbours" else -2).flatten(-2)
+    other = together(-b, a, rope) if crossed else together(-a, b, rope)
+    return torch.cat((before, rotated * cos + other * sin, rest), -1).to(x.dtype)
 
 
 @AREA.mistake(
@@ -275,16 +276,7 @@ def _crossed(rotated: Tensor, rope: Rope) -> Tensor:
 )  # fmt: skip
 def _not_crossed(op: Op, _: Context) -> Variants:
     words = "sin multiplies each channel itself, the first of a pair with a minus, where the other of the pair belongs"
-    yield computing(op, _uncrossed), words
-
-
-def _uncrossed(x: Tensor, positions: Tensor, factors: Tensor | None = None, *, rope: Rope, **_: Any) -> Tensor:
-    by = rope_angles(positions, factors, rope)[:, None]
-    cos, sin = by.cos() * rope.magnitude, by.sin() * rope.magnitude
-    before, rotated, rest = x.tensor_split((rope.first, rope.first + rope.n_rot), -1)
-    a, b = pairs_of(rotated, rope)
-    both = torch.stack((a * cos - a * sin, b * cos + b * sin), -1 if rope.pairing == "neighbours" else -2)
-    return torch.cat((before, both.flatten(-2), rest), -1).to(x.dtype)
+    yield computing(op, partial(_turned, crossed=False)), words
 
 
 @AREA.mistake(

@@ -1,6 +1,6 @@
 """Mistakes in loading a weight, or in how a matmul reads it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
@@ -26,10 +26,11 @@ from tracediff.model.graph import Op, Weight
 from tracediff.model.pairing import neighbours
 from tracediff.model.weights import reading, values_of
 from tracediff.names import layer_of, local_name
-from tracediff.numerics.floats import HALVES
+from tracediff.numerics.floats import HALVES, Rounding
 from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
+LOOK_AT_ROUNDING = "the conversion to half precision: to the nearest number, of two the even one"
 
 
 @AREA.mistake(
@@ -58,15 +59,19 @@ def _zero(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
-    "weight_cut", "the weight is cut off to half precision, where rounding belongs",
-    "the conversion to half precision: to the nearest number, of two the even one",
+    "weight_cut", "the weight is cut off to half precision, where rounding belongs", LOOK_AT_ROUNDING,
     Where((*MATMUL.kinds, *NORM.kinds, "embedding")),
 )  # fmt: skip
 def _cut(op: Op, _: Context) -> Variants:
-    for name in HALVES if op.weights else ():
-        cut = rounding_named(f"cut {name}")
-        words = f"{op.weights[0].name} is cut off to {rounding_named(name).words}, towards 0, where rounding belongs"
+    for cut, words in cut_off(op.weights[0].name) if op.weights else ():
         yield reading(op, lambda file, info, cut=cut: cut(values_of(file, info))), words  # type: ignore[misc]
+
+
+def cut_off(what: str) -> Iterator[tuple[Rounding, str]]:
+    """Each type in half precision that something may be cut off to, in words."""
+    for name in HALVES:
+        words = f"{what} is cut off to {rounding_named(name).words}, towards 0, where rounding belongs"
+        yield rounding_named(f"cut {name}"), words
 
 
 @AREA.mistake(

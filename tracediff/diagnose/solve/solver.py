@@ -55,6 +55,8 @@ def block_rules(
     """By which rule the blocks of a quantised weight are read, as `explanations`, by a few of its rows: of the first of
     an op's records, with as many of the others as tell enough.
     """
+    if not blocks.is_of_blocks(replay.graph[records[0].op], replay.weights):
+        return
     n_tokens = accumulate(len(replay.trace.steps[record.step].tokens) for record in records)
     some = records[: next((i for i, n in enumerate(n_tokens, 1) if n >= TOKENS), len(records))]
     for scheme in replay.plain_ones(records[0]):

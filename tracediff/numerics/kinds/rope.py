@@ -87,7 +87,7 @@ def rope(
     cos, sin = (tables(f(by).mul(rope.magnitude).to(wide(x).dtype)) for f in (torch.cos, torch.sin))
     before, rotated, rest = wide(x).tensor_split((rope.first, rope.first + rope.n_rot), -1)
     a, b = pairs_of(rotated, rope)
-    return torch.cat((before, _together(a * cos - b * sin, a * sin + b * cos, rope), rest), -1).to(x.dtype)
+    return torch.cat((before, together(a * cos - b * sin, a * sin + b * cos, rope), rest), -1).to(x.dtype)
 
 
 def pairs_of(rotated: Tensor, rope: Rope) -> tuple[Tensor, ...]:
@@ -96,7 +96,8 @@ def pairs_of(rotated: Tensor, rope: Rope) -> tuple[Tensor, ...]:
     return rotated.unflatten(-1, (-1, 2) if neighbours else (2, -1)).unbind(-1 if neighbours else -2)
 
 
-def _together(a: Tensor, b: Tensor, rope: Rope) -> Tensor:
+def together(a: Tensor, b: Tensor, rope: Rope) -> Tensor:
+    """The two channels of each pair in their places, twice [..., n_rot / 2] -> [..., n_rot]."""
     return torch.stack((a, b), -1 if rope.pairing == "neighbours" else -2).flatten(-2)
 
 
@@ -125,7 +126,7 @@ def _noise(made: Made) -> Noise:
 
     def of_all(each: Tensor) -> Tensor:
         """What both channels of a pair have, beside those that pass through."""
-        return torch.cat((torch.zeros_like(before), _together(each, each, rope), torch.zeros_like(rest)), -1)
+        return torch.cat((torch.zeros_like(before), together(each, each, rope), torch.zeros_like(rest)), -1)
 
     hard = made.stored + of_all(pairs * (slip[:, None] + 2 * unit + 3 * made.between))
     sigma = unit * size

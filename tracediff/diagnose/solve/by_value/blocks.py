@@ -22,7 +22,8 @@ from tracediff.diagnose.solve.by_value.block_layout import Layout, Part, Sums, l
 from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.model.block_fields import FIELDS, EditedBlocks, Fields
-from tracediff.model.weights import raw_rows, reading
+from tracediff.model.graph import Op
+from tracediff.model.weights import Weights, raw_rows, reading
 
 _LOOK = "the dequantisation of {} blocks: in the matmul's kernel, and where rows of the embedding are read"
 _ROWS, TOKENS = 256, 32  # of a matmul that are looked at
@@ -46,6 +47,13 @@ class Rule(Protocol):
 
     def words(self, layout: Layout) -> str:
         """How it does."""
+
+
+def is_of_blocks(op: Op, weights: Weights) -> bool:
+    """Whether the op reads quantised blocks, as the file has them, of a type whose fields are known."""
+    if op.kind not in ("linear", "linear_id", "embedding") or not op.weights:
+        return False
+    return op.weights[0].read is None and weights.file.tensors[op.weights[0].name].type.name in FIELDS
 
 
 def variants(problems: Sequence[Problem]) -> Iterator[Solved]:
@@ -109,12 +117,10 @@ class _Seen:
         right: who reads blocks wrongly does so in all.
         """
         op, file = problem.op, problem.weights.file
-        if op.kind not in ("linear", "linear_id", "embedding") or not op.weights:
+        if not is_of_blocks(op, problem.weights) or not np.isfinite(problem.recorded).all():
             return None
         weight = op.weights[0]
         info = file.tensors[weight.name]
-        if info.type.name not in FIELDS or weight.read is not None or not np.isfinite(problem.recorded).all():
-            return None
         layout, tensor, reads = layout_of(info.type.name), raw_rows(file, info), _read(problem)
         if len(reads) < len(op.inputs):
             return None
