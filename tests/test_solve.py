@@ -43,6 +43,7 @@ from tracediff.diagnose.solve.solver import explanations, problem_of
 from tracediff.diagnose.solve.words.places import taken
 from tracediff.diagnose.solve.words.speaker import Speaker
 from tracediff.engine.torch_run import TorchOptions, trace_torch
+from tracediff.findings.mistakes import findings
 from tracediff.judge import Policy, judge
 from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -1569,6 +1570,28 @@ def test_a_matmul_that_stores_over_what_it_reads_is_found(models: Models, tmp_pa
     faulty = explained(models(replace(TINY, n_embd=24, n_head=6, n_ff=40)), tmp_path, wrong, n_decode=2)
     said = f"its output is stored over attn_kqv, from value {at} on, while that is read: their buffers overlap"
     assert {(op.op, op.cause and op.cause.text) for op in faulty} == {("blk.0.attn_output", said)}
+
+
+def test_a_rest_that_no_thread_computes_is_one_finding(models: Models, tmp_path: Path) -> None:
+    """picolm's matmuls with a mistake in how they divide rows: what is left there is another op's in each."""
+    buffers = dict[tuple[int, ...], torch.Tensor]()
+
+    def divided(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y, rest = linear(x, weight, bias), slice(len(weight) // 3 * 3, None)
+        y[:, rest] = buffers.get(y.shape, torch.zeros_like(y))[:, rest]
+        buffers[y.shape] = y.clone()
+        return y
+
+    shape = replace(TINY, n_embd=32, n_ff=88, n_vocab=320)
+    matmuls = [op.name for op in load_graph(models(shape)) if op.kind == "linear"]
+    faulty = explained(
+        models(shape), tmp_path, *(lambda graph, name=name: replace(graph[name], function=divided) for name in matmuls)
+    )
+    assert {op.op for op in faulty} == {*matmuls}
+    (found,) = findings(faulty, ())
+    assert found.text == (
+        "all 8 matmuls: the last channels are as if they were not computed: they are 0, or what another op left there."
+    )
 
 
 def in_halves(model: Path, folder: Path, change: Callable[[Op], Op], tokens: int = 6) -> Path:

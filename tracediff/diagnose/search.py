@@ -265,7 +265,8 @@ class Search:
         """What they leave of the record: made in all steps, or, where that may be, in those of one token."""
         each: tuple[Tokens | None, ...] = (None, "one") if self._is_decode_alone(one.record) else (None,)
         for solved, scheme in solutions:
-            part = Assumed(SOLVED, solved.words, solved.words, solved.fitted, solved.look, n_edits=solved.n_edits)
+            words, common = solved.words, solved.common
+            part = Assumed(SOLVED, words, words, solved.fitted, solved.look, n_edits=solved.n_edits, common=common)
             for tokens in each:
                 tried = Hypothesis((part,), solved.ops, one.error).of_tokens(tokens)
                 self._budget.check()  # of a state of NaN thousands are found at once

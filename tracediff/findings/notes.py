@@ -1,6 +1,7 @@
 """What a reader must know besides what was found: of a trace, how it was written; of a run, what time left undone."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from tracediff.english import count
 from tracediff.names import plain_step
@@ -42,16 +43,20 @@ def trace_notes(trace: Trace) -> list[str]:
 
 def of_another_file(trace: Trace, name: str, arch: str, matmul_type: str, ops: Iterable[OpResult]) -> list[str]:
     """That the trace says that its weights are of another type than the file's, or of another architecture, where
-    something is wrong.
+    something is wrong; or that they are another file's, where nothing explains what is wrong in a matmul.
     """
-    header = trace.header
-    if not any(op.status == "faulty" for op in ops):
+    header, faulty = trace.header, [op for op in ops if op.status == "faulty"]
+    if not faulty:
         return []
-    of, says = f" of {header.model}" if header.model not in (None, name) else "", f"{trace.path}: its first line says"
+    matmuls = {op.op for op in faulty if op.kind == "linear" and not op.cause}
+    other = header.model if header.model and Path(header.model).name != name else None
+    of, says = f" of {other}" if other else "", f"{trace.path}: its first line says"
     if header.arch and header.arch != arch:
         told, has = f"that the model{of} is of the architecture {header.arch}", f"is of {arch}"
     elif header.weights and header.weights.upper() != matmul_type.upper():
         told, has = f"that the engine multiplied with {header.weights} weights{of}", f"has {matmul_type}"
+    elif other and matmuls:
+        told, has = f"that the model is {other}", f"does not explain {count(len(matmuls), 'matmul')}"
     else:
         return []
     return [f"{says} {told}; {name} {has}. If it read another file, judge it with that one: --model."]

@@ -275,3 +275,4 @@ class Solved:
     fitted: bool = False  # whether a number in it was fitted
     n_edits: int = 1
     untold: bool = False  # whether some values follow from what lies beyond an array, and nothing tells these
+    common: str = ""  # what is wrong in words that suit it in other ops, where its own do not

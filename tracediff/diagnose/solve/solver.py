@@ -8,6 +8,7 @@ import numpy as np
 from tracediff.diagnose.solve.by_value import blocks
 from tracediff.diagnose.solve.by_value.blocks import TOKENS
 from tracediff.diagnose.solve.edit import Read, Solved
+from tracediff.diagnose.solve.edits import copies
 from tracediff.diagnose.solve.loops.bound import flat
 from tracediff.diagnose.solve.problem import Problem, posed
 from tracediff.diagnose.solve.search import solve
@@ -46,7 +47,8 @@ def explanations(
     """
     for scheme in replay.plain_ones(record):
         problem = problem_of(replay, record, scheme)
-        yield from ((solved, scheme) for solved in how(problem, check)) if problem else ()
+        for solved in how(problem, check) if problem else ():
+            yield copies.left_out(problem, solved), scheme
 
 
 def block_rules(
