@@ -180,7 +180,7 @@ def test_the_command_can_be_run(name: str, cli: Callable[..., tuple], monkeypatc
     assert code in (0, 1), error
 
 
-@pytest.mark.parametrize("option", ["model", "without", "engine"])
+@pytest.mark.parametrize("option", ["model", "without", pytest.param("engine", marks=pytest.mark.slow)])
 def test_what_self_says_next_can_be_run(
     option: str,
     models: Models,

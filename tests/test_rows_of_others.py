@@ -75,8 +75,9 @@ def overwrite(data: Path, record: OpRecord, values: np.ndarray) -> None:
          "3"),
         pytest.param(garbage_at_2, "the tokens at positions 2 to 10 attend to a key and value that no step has cached, "
                      "in the place of position 2: as in a slot that was never written to", marks=pytest.mark.slow),
-        (garbage_at_0_and_all_late, "the tokens at positions 0 to 10 attend to a key and value that no step has "
-         "cached, in the place of the last that each should read: as in a slot that was never written to"),
+        pytest.param(garbage_at_0_and_all_late, "the tokens at positions 0 to 10 attend to a key and value that no "
+                     "step has cached, in the place of the last that each should read: as in a slot that was never "
+                     "written to", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_rows_of_the_cache_are_told(

@@ -124,7 +124,12 @@ def test_single_tokens_read_keys_and_values_as_prompts_made_them(factor: float, 
             marks=pytest.mark.slow,
         ),
         # The head's rows have 256 channels, so it cannot tell rows from q8_K blocks.
-        ("int8/row", "exact, KV cache in int8 rows with float32 scales, attention in bfloat16", 1),
+        pytest.param(
+            "int8/row",
+            "exact, KV cache in int8 rows with float32 scales, attention in bfloat16",
+            1,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "int8/row",
             "exact, KV cache in int8 rows with float32 scales, attention in bfloat16",

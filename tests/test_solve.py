@@ -560,8 +560,10 @@ def stale(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     [
         ("attn_q", with_matrix(lambda w: scaled(w, c7=2)), "attn_norm's channel 7: it counts 2 times"),
         ("ffn_down", with_matrix(lambda w: scaled(w, c7=0)), "ffn_act's channel 7: it counts nothing"),
-        ("ffn_up", with_matrix(lambda w: w.index_fill(1, torch.tensor([90]), 0.25)),
-         "ffn_norm's channel 90: its column of ffn_up.weight is another"),
+        pytest.param(
+            "ffn_up", with_matrix(lambda w: w.index_fill(1, torch.tensor([90]), 0.25)),
+            "ffn_norm's channel 90: its column of ffn_up.weight is another", marks=pytest.mark.slow,
+        ),
         (
             "attn_v", with_matrix(adapted),
             "the error is of rank 1, as an adapter (LoRA) of that rank, or an offset of part of each row of weights, "
