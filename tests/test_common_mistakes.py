@@ -19,7 +19,7 @@ from torch import Tensor
 from tracediff.diagnose.mistakes.blocks import BlockMistake, misread
 from tracediff.diagnose.planting import plant
 from tracediff.model.block_fields import FIELDS, EditedBlocks
-from tracediff.model.families import build_graph
+from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.synthetic import quantize
@@ -411,6 +411,37 @@ def test_a_ring_is_no_window_where_sound_records_show_that_no_rounding_turns(mod
     path = traced(graph.changed(*wrong), file, tmp_path / "whole.trace", TOKENS, 7, scheme)
     found = said(some_of(path, tmp_path / "some.trace", lambda op: split(op)[1] in COARSE), model)
     words = f"attn_scores, attn_kqv: position p is cached in slot p % {size}, where slots beyond are read too: zeros"
+    assert found == {("cache_wraps", words)}
+
+
+@pytest.mark.parametrize(("size", "end"), [(4, ", and the last holds zeros"), (6, "")])
+@pytest.mark.parametrize("kept", [{"attn_k_rope", "attn_v", "attn_kqv"}, COARSE])
+def test_a_ring_that_is_not_as_long_as_the_window_is_named(
+    size: int, end: str, kept: set[str], tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Token by token, each of which reads the slots that it has a window for."""
+
+    def function(left: Tensor, cached: Tensor) -> Tensor:
+        is_scores, made = left.shape[-1] == cached.shape[-1], list[Tensor]()
+        n_new = len(left) if is_scores else left.shape[1]
+        ring, window = torch.zeros(max(5, size), *cached.shape[1:]), 5
+        for position, row in enumerate(cached):
+            ring[position % size] = row
+            if (t := position - len(cached) + n_new) >= 0:
+                read = ring[torch.arange(len(cached)) % window]
+                made.append(scores(left[[t]], read) if is_scores else weighted_values(left[:, [t]], read))
+        return torch.cat(made, 1 if is_scores else 0)
+
+    model = tiny("gemma3")
+    graph = load_graph(model)
+    of_window = [op for op in graph if op.kind == "softmax" and op.attrs.get("window")]
+    layers = {split(op.name)[0] for op in of_window}
+    ops = [op for op in graph if op.kind in ("scores", "weighted_values") and split(op.name)[0] in layers]
+    assert of_window[0].attrs["window"] == 5
+    wrong = graph.changed(*(replace(op, function=function) for op in ops))
+    path = traced(wrong, GGUFFile(model), tmp_path / "whole.trace", TOKENS, 2)
+    found = said(some_of(path, tmp_path / "some.trace", lambda op: split(op)[1] in {*kept, *COARSE}), model)
+    words = f"attn_scores_scaled, attn_kqv: position p is cached in slot p % {size}, where slots 0 to 4 are read{end}"
     assert found == {("cache_wraps", words)}
 
 

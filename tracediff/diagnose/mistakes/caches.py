@@ -22,7 +22,7 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.diagnose.mistakes.weights import LOOK_AT_ROUNDING, cut_off
 from tracediff.english import ranges
-from tracediff.model.graph import Op, View
+from tracediff.model.graph import Graph, Op, View
 from tracediff.names import local_name, split
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import scores, weighted_values
@@ -30,6 +30,7 @@ from tracediff.numerics.kinds.rope import rope
 from tracediff.numerics.views import seen
 
 AREA = Area()
+_BETWEEN = 3  # ops from scores to their softmax: a scale, a cap's tanh
 
 
 @AREA.mistake(
@@ -105,6 +106,36 @@ def _ring(op: Op, context: Context) -> Variants:
         for read, then in ((False, "slots beyond are read too: zeros"), (True, "it is read: what was there is gone")):
             ring = computing(op, partial(_wrapped, KINDS[op.kind].function, size, read))
             yield Variant(ring, f"{words} {then}", fitted=context.seen is not None)
+    if window := _window(op, context.graph):
+        for size, end in ((window - 1, ", and the last holds zeros"), (window + 1, "")):
+            ring = computing(op, partial(_in_window, op.kind, window, size))
+            yield ring, f"position p is cached in slot p % {size}, where slots 0 to {window - 1} are read{end}"
+
+
+def _window(op: Op, graph: Graph) -> int:
+    """Of the softmax between the scores and the values, one of which the op makes; 0 where there is none."""
+    around, steps = op, 0
+    while around.kind != "softmax":
+        of_scores = [reader for reader, _ in graph.readers(around.name)]
+        following = of_scores[:1] if op.kind == "scores" else [graph[x] for x in around.inputs[:1] if x in graph]
+        if not following or steps == _BETWEEN:
+            return 0
+        (around,), steps = following, steps + 1
+    return int(around.attrs.get("window", 0))
+
+
+def _in_window(kind: str, window: int, size: int, left: Tensor, cached: Tensor) -> Tensor:
+    """With a ring of `size` slots, of which each token reads as many as it sees positions, after it wrote its own."""
+    n, tokens = len(cached), 0 if kind == "scores" else 1
+    now = torch.arange(n - left.shape[tokens], n, device=cached.device)[:, None]
+    slot = torch.arange(n, device=cached.device) % window  # of each position in a ring of the right size
+    held = now - (now - slot) % size
+    is_held = (slot < size) & (held >= 0)
+    if kind == "scores":
+        right = scores(left, cached)
+        return right.gather(2, held.clamp(min=0).expand_as(right)) * is_held
+    read = torch.zeros_like(left).scatter_add(2, held.clamp(min=0).expand_as(left), left * is_held)
+    return weighted_values(read, cached)
 
 
 def _wrapped(function: Callable[..., Tensor], size: int, read: bool, left: Tensor, cached: Tensor) -> Tensor:
