@@ -47,8 +47,8 @@ def explanations(
     """
     for scheme in replay.plain_ones(record):
         problem = problem_of(replay, record, scheme)
-        for solved in how(problem, check) if problem else ():
-            yield copies.left_out(problem, solved), scheme
+        if problem:
+            yield from ((copies.left_out(problem, solved), scheme) for solved in how(problem, check))
 
 
 def block_rules(

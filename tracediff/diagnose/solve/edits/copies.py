@@ -36,7 +36,7 @@ def left_out(problem: Problem, solved: Solved) -> Solved:
     where channels are divided among threads and the rest is left over: what they hold is another in each op.
     """
     shape = problem.loops.own.shape
-    wrong = problem.wrong.reshape(shape[0], -1).any(0)
+    wrong = np.any(problem.wrong.reshape(shape[0], -1), axis=0)
     first = int(wrong.argmax())
     if first < len(wrong) / 2 or not wrong[first:].all():
         return solved
