@@ -195,6 +195,10 @@ UNSEEN = {
         "qwen3moe", "weights_not_normalised", "ffn_norm ffn_gate_inp ffn_residual", "ffn_moe_weights_norm",
         "the weights are exp(x - the largest x), which no sum divides",
     ),
+    "weights by another norm": (
+        "qwen3moe", "weights_not_normalised", "ffn_norm ffn_gate_inp ffn_residual", "ffn_moe_weights_norm",
+        "the weights are divided by the root of the sum of their squares, where by their sum",
+    ),
     "slots in the place of experts": (
         "qwen3moe", "expert_not_looked_up", "ffn_norm ffn_gate_inp ffn_moe_topk ffn_gate_exps ffn_residual",
         "ffn_up_exps", "the first slot is of expert 0, the second of expert 1, whichever were chosen",

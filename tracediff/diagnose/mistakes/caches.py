@@ -174,9 +174,11 @@ def _of_cached(function: Callable[..., Tensor], made: Callable[[Tensor], Tensor]
     "the slots that a step writes: where it begins, whether before it reads them, and a paged cache's block size",
     WITH_CACHE,
 )  # fmt: skip
-def _slot_beside(op: Op, _: Context) -> Variants:
+def _slot_beside(op: Op, context: Context) -> Variants:
     for by, slot, empty in ((1, "p + 1", "slot 0"), (-1, "p - 1", "the last slot that is read")):
         words = f"position p is cached in slot {slot}, and {empty} holds zeros"
+        if by == 1 and not context.seen:  # a sum over all slots does not tell which of them holds what
+            words += "; or only after it is read: then a token's own slot holds zeros"
         yield computing(op, partial(_shifted, KINDS[op.kind].function, by)), words
 
 
