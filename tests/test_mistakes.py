@@ -149,6 +149,53 @@ def test_what_chunks_of_a_scan_leave_for_one_another(
     assert {op.cause.text if op.cause else op.shape for op in faulty} == {f"ssm_scan: {CHUNKS[mistake]}"}
 
 
+def scanned(after: Callable[..., Tensor], *, reads: Callable[..., Tensor] = lambda c, b: c, early: bool = False) -> Any:
+    """A state space in which a state is what `after` makes of it, its decay, dt, B x and -a, head by head."""
+
+    def function(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, **_: Any) -> Tensor:
+        dt, (n_head, size), s, values = torch.log1p(torch.exp(dt)), x.shape[1:], state.reshape(*x.shape[1:], -1), []
+        for t in range(len(x)):
+            made, before = torch.zeros_like(s), s
+            for h in range(n_head):
+                group = h // (n_head // b.shape[1])
+                for i in range(size):
+                    made[h, i] = after(s[h, i], a[h], dt[t, h], b[t, group] * x[t, h, i], c[t, group] * x[t, h, i])
+            s = made
+            each = reads(c[t], b[t]).repeat_interleave(n_head // b.shape[1], 0)[:, None] * (before if early else s)
+            values.append(each.sum(-1).flatten())
+        return torch.cat((*values, s.flatten()))
+
+    return function
+
+
+def right_state(s: Tensor, a: Tensor, dt: Tensor, bx: Tensor, _: Tensor) -> Tensor:
+    return torch.exp(dt * a) * s + dt * bx
+
+
+SCANS = {
+    "the state decays by 1 + dt a, where by exp(dt a)": scanned(lambda s, a, dt, bx, cx: (1 + dt * a) * s + dt * bx),
+    "the state does not decay": scanned(lambda s, a, dt, bx, cx: s + dt * bx),
+    "what flows in decays at once": scanned(lambda s, a, dt, bx, cx: (s + dt * bx) * torch.exp(dt * a)),
+    "what flows in is (exp(dt a) - 1) / a B x, where dt B x belongs": scanned(
+        lambda s, a, dt, bx, cx: torch.exp(dt * a) * s + (torch.exp(dt * a) - 1) / a * bx
+    ),
+    "what flows in is B x, where dt B x belongs": scanned(lambda s, a, dt, bx, cx: torch.exp(dt * a) * s + bx),
+    "C stands for B too": scanned(lambda s, a, dt, bx, cx: torch.exp(dt * a) * s + dt * cx),
+    "B stands for C too": scanned(right_state, reads=lambda c, b: b),
+    "C reads the state before the token has changed it": scanned(right_state, early=True),
+}
+
+
+@pytest.mark.parametrize("words", SCANS)
+def test_another_recurrence_of_a_state_space_is_named(words: str, tiny: Tiny, tmp_path: Path) -> None:
+    model = Model(tiny("mamba2"))
+    wrong = [replace(op, function=SCANS[words]) for op in model.graph if op.kind == "ssm_scan"]
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", TOKENS, (7,), (9,))
+    faulty = check_trace(path, model.path).faulty
+    assert {op.op for op in faulty} == {op.name for op in wrong}
+    assert {op.cause.text if op.cause else op.shape for op in faulty} == {f"ssm_scan: {words}"}
+
+
 def test_a_window_that_is_left_out_in_decode_is_no_missing_mask(tiny: Tiny, tmp_path: Path) -> None:
     """To the one query of a step both are the same, but the model has a window there."""
     file = GGUFFile(tiny("gemma3"))

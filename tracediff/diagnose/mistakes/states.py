@@ -15,7 +15,8 @@ from tracediff.model.graph import Extent, Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import local_name, split
 from tracediff.numerics.kinds import KINDS
-from tracediff.numerics.kinds.recurrent import delta_step, gated_delta_net, outer, ssm_conv, ssm_scan, times
+from tracediff.numerics.kinds.elementwise import softplus
+from tracediff.numerics.kinds.recurrent import delta_step, gated_delta_net, outer, scan_step, ssm_conv, ssm_scan, times
 
 AREA = Area()
 
@@ -154,6 +155,54 @@ def _delta_rule(op: Op, _: Context) -> Variants:
         return gated_delta_net(q, k, v, gate, beta, state.flatten().unflatten(0, (-1, size, size)).mT, **attrs)
 
     yield computing(op, handed), "the state of the step before is read transposed"
+
+
+Scan = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _decayed(after: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Scan:
+    """A state that is another after a token, by what it was, the logarithm of its decay and what flows in."""
+
+    def step(state: Tensor, log: Tensor, inflow: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        state = after(state, log, inflow)
+        return state, (state * c).sum(-1)
+
+    return step
+
+
+_SCANS: Mapping[str, Scan] = MappingProxyType({
+    "the state decays by 1 + dt a, where by exp(dt a)": _decayed(lambda s, log, inflow: s * (1 + log) + inflow),
+    "the state does not decay": _decayed(lambda s, log, inflow: s + inflow),
+    "what flows in decays at once": _decayed(lambda s, log, inflow: (s + inflow) * torch.exp(log)),
+    "what flows in is (exp(dt a) - 1) / a B x, where dt B x belongs": _decayed(
+        lambda s, log, inflow: s * torch.exp(log) + inflow * torch.expm1(log) / log
+    ),
+    "C reads the state before the token has changed it": lambda s, log, inflow, c: (
+        scan_step(s, log, inflow, c)[0], (s * c).sum(-1)
+    ),
+})  # fmt: skip
+
+
+@AREA.mistake(
+    "state_space", "the recurrence of a state space is another",
+    "the recurrence: state = exp(dt a) state + dt B x, and C reads the result", Where(("ssm_scan",)),
+)  # fmt: skip
+def _state_space(op: Op, _: Context) -> Variants:
+    for words, step in _SCANS.items():
+        yield computing(op, partial(ssm_scan, step=step)), words
+    for words, read in (("C stands for B too", (0, 1, 2, 4, 4, 5)), ("B stands for C too", (0, 1, 2, 3, 3, 5))):
+        yield computing(op, lambda *x, read=read, **attrs: ssm_scan(*(x[i] for i in read), **attrs)), words
+
+    def without_rate(state: Tensor, x: Tensor, dt: Tensor, *others: Tensor, **attrs: Any) -> Tensor:
+        return ssm_scan(state, x / softplus(dt)[..., None], dt, *others, **attrs)
+
+    yield computing(op, without_rate), "what flows in is B x, where dt B x belongs"
+
+    def transposed(state: Tensor, x: Tensor, *others: Tensor, **attrs: Any) -> Tensor:
+        n_head, size = x.shape[1:]
+        return ssm_scan(state.reshape(n_head, -1, size).mT.reshape(n_head, size, -1), x, *others, **attrs)
+
+    yield computing(op, transposed), "the state of the step before is read transposed"
 
 
 @AREA.mistake(

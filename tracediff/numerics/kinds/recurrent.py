@@ -48,6 +48,12 @@ def ssm_conv(x: Tensor, kernel: Tensor) -> Tensor:
     return (x.unfold(-1, kernel.shape[-1], 1) * kernel[:, None]).sum(-1).swapaxes(0, 1)
 
 
+def scan_step(state: Tensor, log: Tensor, inflow: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """The state after a token, which decays by exp(log), and what c reads of it."""
+    state = state * torch.exp(log) + inflow
+    return state, (state * c).sum(-1)
+
+
 def ssm_scan(
     state: Tensor,
     x: Tensor,
@@ -58,6 +64,7 @@ def ssm_scan(
     *,
     snapshots: int = 1,
     softplus: Callable[[Tensor], Tensor] = softplus,
+    step: Callable[..., tuple[Tensor, Tensor]] = scan_step,
     logs: Callable[[Tensor], Tensor] = identity,
 ) -> Tensor:
     """State [H, D, N], x [T, H, D], dt [T, H], b and c [T, groups, N], a [H, N] or [H, 1].
@@ -66,16 +73,15 @@ def ssm_scan(
     """
     n_head = x.shape[1]
     rate = softplus(dt)[..., None]
-    decay = torch.exp(logs(rate * a.reshape(n_head, -1)))[:, :, None]  # T, H, 1, N or 1
+    log = logs(rate * a.reshape(n_head, -1))[:, :, None]  # T, H, 1, N or 1
     heads = n_head // b.shape[1]
     b, c = (z.repeat_interleave(heads, 1)[:, :, None] for z in (b, c))  # T, H, 1, N
     inflow = (x * rate)[..., None] * b
 
-    def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        state = state * decay[t] + inflow[t]
-        return state, (state * c[t]).sum(-1)
+    def at(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        return step(state, log[t], inflow[t], c[t])
 
-    return _over_tokens(step, state.reshape(n_head, x.shape[2], -1), len(x), snapshots)
+    return _over_tokens(at, state.reshape(n_head, x.shape[2], -1), len(x), snapshots)
 
 
 def times(state: Tensor, x: Tensor) -> Tensor:
