@@ -196,6 +196,16 @@ def test_another_recurrence_of_a_state_space_is_named(words: str, tiny: Tiny, tm
     assert {op.cause.text if op.cause else op.shape for op in faulty} == {f"ssm_scan: {words}"}
 
 
+def test_what_shows_in_values_and_in_the_state_is_one_finding(tiny: Tiny, tmp_path: Path) -> None:
+    """The scan's output, which holds both, was not recorded."""
+    model, words = Model(tiny("mamba2")), "C stands for B too"
+    wrong = [replace(op, function=SCANS[words]) for op in model.graph if op.kind == "ssm_scan"]
+    whole = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", TOKENS, (7,))
+    path = some_of(whole, tmp_path / "some.trace", lambda op: "ssm_scan" not in op)
+    (finding,) = check_trace(path, model.path).findings
+    assert finding.text == f"both layers (seen in mamba2_y_add_d and ssm_state_next): ssm_scan: {words}."
+
+
 def test_a_window_that_is_left_out_in_decode_is_no_missing_mask(tiny: Tiny, tmp_path: Path) -> None:
     """To the one query of a step both are the same, but the model has a window there."""
     file = GGUFFile(tiny("gemma3"))

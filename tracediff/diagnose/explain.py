@@ -285,7 +285,8 @@ class Explainer:
         places = shown(self._replay, one.record, one.error, best.ops)
         own = {part.mistake: each[part.mistake] for part in best.parts if not part.is_said}
         cause = Cause(name, under.nmse, text, under.floor, under.arithmetic, own, look, places)
-        in_some, reads = any(p.in_some_steps or p.tokens for p in best.parts), _one_input(graph[one.record.op])
+        in_some = any(part.in_some_steps or part.tokens for part in best.parts)
+        reads = _one_input(graph[one.record.op]) if len(segment) == 1 else None
         common = {part.mistake: part.common for part in best.parts if len(segment) == 1}
         return replace(result, cause=cause, shape=None, in_some_steps=in_some, reads=reads, common=common)
 
