@@ -1500,6 +1500,13 @@ def test_rows_of_another_width_tell_their_groups(models: Models, tmp_path: Path)
     assert [choice.by_op for choice in linear] == [{}, {}]  # not groups of 256 in some and rows in others
 
 
+def test_rows_that_no_group_of_others_divides(models: Models, tmp_path: Path) -> None:
+    """Rows of 256 are one group of 256, which is not asked of those of 128: they are one group of that."""
+    model = models(replace(SHAPE, n_embd=128, n_head=8, n_ff=256), "F16")
+    trace = traced(model, tmp_path / "rows.trace", arithmetic="activations in int8 rows with float32 scales")
+    assert check_trace(trace, model, effort=Effort(seconds=0)).verdict == "match"
+
+
 @pytest.mark.slow
 def test_a_part_of_a_long_prompt_tells_the_arithmetic(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -332,13 +332,18 @@ class Planning:
         """A choice, and what was found for the ops of those records that it does not fit; that alone, where it does as
         well in the others: rows of 256 are one group of 256, and all rows have one scale each.
         """
-        if not found.unfit and all(self._fitting.is_as_good(found.schemes[0], choice.schemes[0], r) for r in samples):
-            return replace(found, schemes=found.schemes[:1])
+        one, before = found.schemes[0], choice.schemes[0]
+        if not found.unfit and all(self._may_be(one, r) and self._fitting.is_as_good(one, before, r) for r in samples):
+            return replace(found, schemes=(one,))
         both = tuple(dict.fromkeys((*found.schemes, *choice.schemes)))
         by_op = {name: choice.of(name).schemes for name in _names(records)}
         by_op |= dict.fromkeys(_names(choice.unfit), found.schemes)
         by_op |= dict.fromkeys(_names(found.unfit), both)
         return replace(found, schemes=both, by_op=by_op)
+
+    def _may_be(self, scheme: Scheme, record: OpRecord) -> bool:
+        """Whether the record can be computed so: groups of 256 divide no row of 128."""
+        return any(self._planner.suiting((scheme,), record))
 
     def _is_short(self, record: OpRecord) -> bool:
         """Whether it is recomputed through one layer at most. Through several each scheme is a forward pass: logits
