@@ -15,6 +15,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.names import wanted
+from tracediff.pipeline import check_trace
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import BLIND
@@ -82,6 +83,17 @@ def test_clean_partial_traces_pass(
     assert (code, error) == (0, ""), output
     code, output, error = cli("compare", reference, partial, "--model", model)
     assert (code, error) == (0, ""), output
+
+
+def test_loud_biases_do_not_pass_for_rounded_activations(
+    models: Models, torch_trace: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Beside them the products of keys that were not recorded are next to nothing, and so is what rounds them."""
+    shape = Shape("qwen2", n_layer=4, n_embd=128, n_head=8, n_head_kv=2, n_ff=256, n_vocab=320, tied=True, loud=True)
+    model, tokens = models(shape, "F16"), tuple(range(40, 57))
+    result = check_trace(trim(torch_trace(model, tokens=tokens), tmp_path / "last.trace", last_token), model)
+    assert result.verdict == "match"
+    assert {op.local.arithmetic for op in result.ops if op.local and op.op.endswith("attn_scores")} == {"exact"}
 
 
 @pytest.mark.parametrize("arch", ["mamba", "rwkv7", "lfm2", "qwen3next"])

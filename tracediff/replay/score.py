@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from tracediff.result import Judgement
 
-# Next to nothing is left: no rounding of an operand is so small (float16's is 4e-8). What leaves less needs no rival.
+# Next to nothing is left: no rounding of an operand is so small (float16's is 4e-8), but where a bias outweighs the
+# product. What leaves less needs no rival, but what leaves as little as float32 does.
 NOTHING = 1e-9
 # What float32 leaves of an op or a layer is a tenth of this; exponentials to degree 4 leave 3e-12 to 1e-10 of a layer
 # (distributed-llama).
