@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from conftest import TOKENS, Models, trace_graph
+from conftest import TOKENS, Models, some_of, trace_graph
 from rich.console import Console
 from torch import Tensor
 
@@ -456,6 +456,15 @@ def test_one_scale_for_all_of_a_tensor_is_of_tokens_that_were_not_recorded(model
     result = check_trace(last, model)
     assert result.verdict == "match"
     assert next(op for op in result.ops if op.op == "output" and op.step == 0).local.nmse < 1e-10
+
+
+def test_a_cache_of_blocks_beside_queries_in_float32_is_told_by_logits_alone(models: Models, tmp_path: Path) -> None:
+    """ggml rounds queries to the blocks that it caches keys in; who reads these as float32 does not."""
+    model = models(LLAMA, "F32")
+    whole = traced(model, tmp_path / "all.trace", arithmetic="exact, KV cache alone in q8_0 blocks")
+    result = check_trace(some_of(whole, tmp_path / "logits.trace", lambda op: op == "output"), model)
+    assert result.verdict == "match"
+    assert said(result, "linear") == {"KV cache in q8_0 blocks"}
 
 
 class RoundedBefore:

@@ -123,6 +123,8 @@ def _attentions() -> Iterator[Scheme]:
         cached = Arithmetic(stored=name)  # of f16 what ggml_compute_forward_flash_attn_ext_tiled does from 64 tokens on
         yield Scheme(phrase("KV cache", name), scores=cached, values=cached)
     yield Scheme(phrase("KV cache", "q8_0"), scores=Arithmetic("q8_0", "q8_0"), values=Arithmetic("f64", "q8_0"))
+    alone = Arithmetic(stored="q8_0")  # in ggml Q is rounded to as well, in an engine that reads a cache as float32 not
+    yield Scheme(phrase("KV cache alone", "q8_0"), scores=alone, values=alone)
     # ggml_compute_forward_flash_attn_ext_f16_one_chunk: Q to f16, values summed in f16 key by key
     flash = Scheme("flash attention", scores=Arithmetic("f16", "f16"), values=Arithmetic("f64", "f16", "f16"))
     yield flash
