@@ -467,6 +467,46 @@ def test_a_cache_of_blocks_beside_queries_in_float32_is_told_by_logits_alone(mod
     assert said(result, "linear") == {"KV cache in q8_0 blocks"}
 
 
+def with_a_scale_for_all_heads(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax((1, 2), keepdim=True) / 127
+    return torch.round(x / scale) * scale
+
+
+def with_a_least_value(x: torch.Tensor) -> torch.Tensor:
+    least, most = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    step = (most - least) / 255
+    return torch.round((x - least) / step) * step + least
+
+
+def with_a_scale_in_float16(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.round(x / scale) * scale.half().float()
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        (with_a_scale_for_all_heads, "cache in int8 whole tokens with float32 scales"),
+        (with_a_least_value, "cache in 8-bit rows with float32 scales and minima"),
+        (with_a_scale_in_float16, "cache in int8 rows with float16 scales"),
+    ],
+)
+def test_a_cache_of_eight_bits_is_an_arithmetic(
+    kept: Callable[[torch.Tensor], torch.Tensor], words: str, capture: str, models: Models, tmp_path: Path
+) -> None:
+    def cached(op: Op) -> Op:
+        function = KINDS[op.kind].function
+        both = op.kind in ("scores", "weighted_values")
+        return replace(op, function=lambda left, held: function(left, kept(held))) if both else op
+
+    model = models(replace(LLAMA, n_embd=192), "F32")  # 48 channels a head
+    result = check_trace(traced(model, tmp_path / "t.trace", change=cached, capture=capture), model)
+    assert result.verdict == "match"
+    of, both = ("weighted_values", "V") if capture == "all" else ("add", "KV")
+    assert said(result, of) == {f"{both} {words}"}
+
+
 class RoundedBefore:
     """A matmul by experts of activations that are rounded before they are sorted by expert."""
 

@@ -60,6 +60,7 @@ _KNOWN = {
         Float("e4m3", "float8 (e4m3)", dtype=torch.float8_e4m3fn, mantissa=3),
         q8_0,
         Q80("q8_1", "q8_1 blocks", 32, torch.float16),
+        Q80("q8_0/row", "int8 rows with float16 scales", 0, torch.float16),
         StoredQ80("stored q8_0", "q8_0 blocks by stored scales", 32, torch.float16),
         TruncatedQ80("truncated q8_0", "q8_0 blocks", 32, torch.float16),
         Q8K("q8_K", "q8_K blocks", 256),
@@ -91,7 +92,8 @@ _GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
 }
 
 
-_SIZES = {"row": 0, "tensor": WHOLE}
+_SIZES = {"row": 0, "token": 0, "tensor": WHOLE}
+_ALL_HEADS = 1 << 16  # rows that share a scale at most: those of a token's heads, in a cache of one for them all
 _THEN = " then "
 
 
@@ -172,8 +174,9 @@ def in_rows_of(width: int, name: str) -> str:
 
 @cache
 def rounding_named(name: str) -> Rounding:
-    """A rounding by its name: one of `_KNOWN`, or in groups of N values, rows or whole tensors, intB/N or uintB/N of B
-    bits, fp8/N, nf4/N, affineB/N with offsets; with RxN in blocks of R rows. intB may be truncated, full or wide.
+    """A rounding by its name: one of `_KNOWN`, or in groups of N values, rows, all heads of a token or whole tensors,
+    intB/N or uintB/N of B bits, fp8/N, nf4/N, affineB/N with offsets; with RxN in blocks of R rows. intB may be
+    truncated, full or wide.
 
     With `f16 ` or `bf16 ` before it values were held in that before; scales of nf4 and affineB are then kept in it too,
     others in float32. Two with ` then ` between: held in one, and read as the other. Raises EngineError for any other
@@ -184,16 +187,19 @@ def rounding_named(name: str) -> Rounding:
     if _THEN in name:
         held, read = rounding_named(as_held(name)), rounding_named(as_read(name))
         return Read(name, f"{held.words} read as {read.words}", held.block, held, read)
-    found = re.fullmatch(r"(?:(f16|bf16) )?([a-z ]+)(\d)/(row|tensor|(?:([1-9]\d{0,5})x)?([1-9]\d{0,5}))", name)
+    found = re.fullmatch(r"(?:(f16|bf16) )?([a-z ]+)(\d)/(row|token|tensor|(?:([1-9]\d{0,5})x)?([1-9]\d{0,5}))", name)
     of, bits, words = _GROUPS.get(found[2], (Blocks, (), "")) if found else (Blocks, (), "")
     if not found or int(found[3]) not in bits:
         raise EngineError(
             f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values, RxN of R "
-            "rows, row or tensor; `truncated `, `full `, `wide `, `divided ` or `away ` before intB, `even ` before "
-            "uintB), fp8/N, mxfpB/N, affineB/N, nf4/N (`f16 ` or `bf16 ` before it: of values that were held in these)."
+            "rows, row, token or tensor; `truncated `, `full `, `wide `, `divided ` or `away ` before intB, `even ` "
+            "before uintB), fp8/N, mxfpB/N, affineB/N, nf4/N (`f16 ` or `bf16 ` before it: of values that were held in "
+            "these)."
         )
-    held, size, n_rows = _KNOWN[found[1] or "f32"], _SIZES.get(found[4]) or int(found[6] or 0), int(found[5] or 1)
+    held, size = _KNOWN[found[1] or "f32"], _SIZES.get(found[4]) or int(found[6] or 0)
+    n_rows = _ALL_HEADS if found[4] == "token" else int(found[5] or 1)
     assert isinstance(held, Float)
     sized = f"blocks of {n_rows} x {size}" if found[5] else f"groups of {size}"
-    said = words.format(bits=found[3], groups={0: "rows", WHOLE: "whole tensors"}.get(size, sized), held=held.words)
+    sizes = {0: "whole tokens" if n_rows > 1 else "rows", WHOLE: "whole tensors"}
+    said = words.format(bits=found[3], groups=sizes.get(size, sized), held=held.words)
     return of(name, said, size, before=held.dtype, bits=int(found[3]), n_rows=n_rows)
