@@ -467,6 +467,46 @@ def test_a_cache_of_blocks_beside_queries_in_float32_is_told_by_logits_alone(mod
     assert said(result, "linear") == {"KV cache in q8_0 blocks"}
 
 
+def bits_cut_off(x: torch.Tensor) -> torch.Tensor:
+    return (x.view(torch.int32) >> 16 << 16).view(torch.float32)
+
+
+def bits_rounded(x: torch.Tensor) -> torch.Tensor:
+    bits = x.view(torch.int32)
+    return (bits + 0x7FFF + (bits >> 16 & 1) >> 16 << 16).view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("stored", "kinds", "capture", "said_of"),
+    [
+        (bits_cut_off, {"add"}, "all", "attn_residual and ffn_residual in both layers"),
+        (bits_cut_off, {"linear"}, "all", "all 15 matmuls"),
+        (bits_cut_off, {"linear"}, "layers", "output"),
+        (bits_rounded, {"add", "linear"}, "all", None),
+        (bits_rounded, {"add", "linear"}, "layers", None),
+    ],
+)
+def test_values_that_are_cut_off_when_they_are_stored_are_said_to_be(
+    stored: Callable[[torch.Tensor], torch.Tensor],
+    kinds: set[str],
+    capture: str,
+    said_of: str | None,
+    models: Models,
+    tmp_path: Path,
+) -> None:
+    """By `bits >> 16`, as llama-nuts-and-bolts does: within the floor of bfloat16, but always towards 0."""
+
+    def change(op: Op) -> Op:
+        function = KINDS[op.kind].function
+        return replace(op, function=lambda *x, **of: stored(function(*x, **of))) if op.kind in kinds else op
+
+    model = models(LLAMA, "F32")
+    result = check_trace(traced(model, tmp_path / "t.trace", change=change, capture=capture), model)
+    words = f"{said_of}: each value is cut off to bfloat16, towards 0, where rounding belongs."
+    assert [one.text for one in result.findings] == ([words] if said_of else [])
+    assert result.verdict == ("diverged" if said_of else "match")
+
+
 def with_a_scale_for_all_heads(x: torch.Tensor) -> torch.Tensor:
     scale = x.abs().amax((1, 2), keepdim=True) / 127
     return torch.round(x / scale) * scale

@@ -102,6 +102,7 @@ def _explained(
     """
     if not any(op.status == "faulty" or (op.local and replay.is_excused(op.local)) for op in ops):
         return ops
+    from tracediff.diagnose import cut_off
     from tracediff.diagnose.explain import Explainer
     from tracediff.diagnose.held import by_what_was_held
     from tracediff.diagnose.misnamed import exchanged
@@ -109,7 +110,7 @@ def _explained(
     from tracediff.diagnose.undone import undone
 
     explainer, budget = Explainer(replay), Budget(seconds)
-    ops = undone(model, subject, replay, ops, Budget(seconds / 8))
+    ops = undone(model, subject, replay, cut_off.named(replay, ops), Budget(seconds / 8))
     ops = exchanged(replay, by_what_was_held(model, subject, replay, ops, budget), budget)
     kins = explainer.kins(ops)
     if workers == ALONE or len(kins) < 2:

@@ -22,6 +22,7 @@ _ROLES = MappingProxyType(
         "rope": ("", "rope tables"),
         "add": ("what is added to the residual", "biases"),
         "softmax": ("scaled scores", ""),
+        "state": ("", "states"),
         **dict.fromkeys(("gelu", "geglu", "gelu_quick", "geglu_quick"), ("activations looked up", "")),
     }
 )
@@ -195,6 +196,7 @@ class Scheme:
     norms: str = "f64"  # and the weights of norms
     normed: str = "f64"  # what a norm of values held in that type gives is rounded to before its weight multiplies it
     tables: str = "f64"  # and cosines and sines of rope
+    states: str = "f64"  # what recurrent states and the columns of convolutions are held in between steps
     exponentials: str = ""
     scaled: str = "f64"  # what scores are rounded to when they are scaled
     added: str = "f64"  # what a layer adds to the residual is rounded to: each rank's term, as it is sent to the others
@@ -243,6 +245,8 @@ class Scheme:
                 return Arithmetic(stored=self.norms, single=self.single)
             case "residual":
                 return Arithmetic(self.added)
+            case "state":
+                return Arithmetic(stored=self.states)
             case "exponential":
                 return Arithmetic(exponential=self.exponentials)
             case "softmax":

@@ -67,6 +67,7 @@ def _matmuls() -> Iterator[Scheme]:
         yield _matmul("matrices", name)
     for name in HALVES:
         yield Scheme(phrase("rope tables", name), tables=name)
+        yield Scheme(phrase("table", name), held=name)  # of embeddings
     for name in (*HALVES, *TF32S):
         yield _matmul("activations and weights", name)
     for name in HALVES:  # OpenVINO, whose biases stay as they are
@@ -205,6 +206,8 @@ def _ways() -> Iterator[Way]:
     for name in ("f64", *HALVES, "away f16", "q8_0", *_INTEGER_CACHES, "fp8/row", *_FLOAT8):
         words = "KV cache alone" if name == "q8_0" else "KV cache"  # which in ggml Q is rounded to as well
         yield Way("cache", _named(words, name), partial(_cached, name))
+        yield Way("K cache", _named("K cache", name), partial(_cached, name, of_values=False))
+        yield Way("V cache", _named("V cache", name), partial(_cached, name, of_keys=False))
     for name in ("f64", *_READ):
         yield Way("attention", _named("attention", name), partial(_attended, name))
     for name in HALVES:
@@ -240,6 +243,8 @@ _FIELDS = {
     "tables": "rope tables",
     "added": "what is added to the residual",
     "scaled": "scaled scores",
+    "states": "states",
+    "held": "table",
 }
 
 
@@ -276,9 +281,10 @@ def _of_matmuls(field: str, value: str, scheme: Scheme) -> Scheme:
     return replace(scheme, linear=replace(scheme.linear, **changed))
 
 
-def _cached(stored: str, scheme: Scheme) -> Scheme:
-    """K and V are held so, and read as what they are multiplied in."""
-    return _attention(scheme, lambda of: (of.operands, read_as(stored, of.operands if of.operands in _READ else "f64")))
+def _cached(stored: str, scheme: Scheme, of_keys: bool = True, of_values: bool = True) -> Scheme:
+    """K and V, or one of them, are held so, and read as what they are multiplied in."""
+    held = _attention(scheme, lambda of: (of.operands, read_as(stored, of.operands if of.operands in _READ else "f64")))
+    return replace(held, scores=(held if of_keys else scheme).scores, values=(held if of_values else scheme).values)
 
 
 def _attended(operands: str, scheme: Scheme) -> Scheme:

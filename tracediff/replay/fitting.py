@@ -88,7 +88,7 @@ class Fitting:
         for record, scheme in self._plainly(schemes, records):
             seen[record, scheme] = left = self.left(record, scheme)
             if self._needs_no_rival(record, scheme, left):
-                scheme = self._plainest(record, scheme, left, schemes)
+                scheme = self._finest(record, scheme, left, schemes, usual)
                 return Choice((scheme,), True, self.left(record, scheme))
         for i, record in enumerate(records):
             first, *others = _promising(table)
@@ -97,7 +97,7 @@ class Fitting:
                 known = seen.get((record, scheme)) if within else table[first][-1]  # about as much
                 table[scheme].append(self.left(record, scheme) if known is None else known)
                 if self._needs_no_rival(record, scheme, table[scheme][-1]):
-                    scheme = self._plainest(record, scheme, table[scheme][-1], schemes)
+                    scheme = self._finest(record, scheme, table[scheme][-1], schemes, usual)
                     asked = *records[:i], *self._planner.treated_otherwise(record, records[i + 1 :])
                     return Choice((scheme,), True, self.left(record, scheme), self._unfit(asked, scheme))
         undivided = any(s.values.undivided and len(figures) == len(records) for s, figures in table.items())
@@ -140,11 +140,13 @@ class Fitting:
     def _needs_no_rival(self, record: OpRecord, scheme: Scheme, left: float) -> bool:
         return left <= NOTHING and self.fits(record, scheme)
 
-    def _plainest(self, record: OpRecord, scheme: Scheme, left: float, schemes: Sequence[Scheme]) -> Scheme:
-        """The scheme, or what most engines do, if that leaves what float32 does: of a product that is next to nothing
-        beside its bias little is left however its input is rounded.
+    def _finest(
+        self, record: OpRecord, scheme: Scheme, left: float, schemes: Sequence[Scheme], usual: Sequence[Scheme]
+    ) -> Scheme:
+        """The scheme, or what most engines do or this one elsewhere, if that leaves what float32 does: of a product
+        that is next to nothing beside its bias little is left however its input is rounded.
         """
-        others = (one for one in schemes if one in PLAIN and left > FINE)
+        others = (one for one in schemes if (one in PLAIN or one in usual) and left > FINE)
         return next((one for one in others if self.left(record, one) <= FINE and self.fits(record, one)), scheme)
 
     def _unfit(self, records: Sequence[OpRecord], scheme: Scheme) -> tuple[OpRecord, ...]:

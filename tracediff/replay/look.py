@@ -21,7 +21,7 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.making import Recomputed, picked
 from tracediff.replay.recompute import Recomputation, made_together
-from tracediff.replay.residual import Residual, measure, turned, turned_in_table
+from tracediff.replay.residual import Residual, is_cut_off, measure, turned, turned_in_table
 from tracediff.replay.score import BLIND, FAR_BELOW, NOTHING, SHAPE, SINGLE, UNKNOWN, Explanation
 from tracediff.replay.strips import strips
 from tracediff.result import Judgement, Local, Strip, Worst
@@ -120,11 +120,17 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
         )
         for one, x, y, storage, of in zip(asked, values, made, storages, residuals, strict=True):
             as_stored = storage in HALVES and torch.equal(rounding_named(storage)(y.exact), x.reshape(y.exact.shape))
-            of.append(replace(_residual(one, part, x, y), as_stored=as_stored))
+            of.append(replace(_residual(one, part, x, y), as_stored=as_stored, cut_off=_cut_off(x, y, storage)))
     return [
         _look(one, storage, last, reduce(operator.add, of))
         for one, storage, last, of in zip(asked, storages, made, residuals, strict=True)
     ]
+
+
+def _cut_off(values: Tensor, made: Recomputed, storage: str) -> bool:
+    """Whether an op's own values were cut off to half precision."""
+    alone = storage in HALVES and len(made.segment) == 1
+    return alone and is_cut_off(values.reshape(made.exact.shape), made.exact, storage)
 
 
 def can_glance(by: Recomputation, record: OpRecord) -> bool:
@@ -221,6 +227,7 @@ def _look(asked: Asked, storage: str, made: Recomputed, whole: Residual) -> Look
         weight_type=by.weights.type_of(op.weights[0]) if op.kind in _TYPED else None,
         stored=None if on_the_way else _stored(storage, made.exact),
         told=on_the_way is False,
+        cut_off=whole.cut_off and not on_the_way,
         weights_nmse=made.weights_nmse,
         one_token=len(by.recorded.trace.steps[record.step].tokens) == 1,
         strips=_strips(by, op, whole),

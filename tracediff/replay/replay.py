@@ -92,7 +92,14 @@ class Replay:
         return {name: records for name, records in found.items() if records}
 
     def judge(self, record: OpRecord, looked: Mapping[Scheme, Look] = {}) -> Local:
-        """The record's local error under the arithmetic of its sort; of several in contention the best.
+        """The record's local error under the arithmetic of its sort; of several in contention the best. Values that are
+        cut off to half precision are mistaken, though floors have room for another rounding.
+        """
+        local = self._judged(record, looked)
+        return replace(local, judgement="faulty") if local.cut_off else local
+
+    def _judged(self, record: OpRecord, looked: Mapping[Scheme, Look]) -> Local:
+        """The same by what floors say.
 
         Where every record that was asked is mistaken, a sound one among the others is asked by itself. The end of a
         segment is undecided where something else that fits the sample explains it. `looked` is what was seen already

@@ -69,8 +69,8 @@ def rounded_on_the_way(recorded: "Recorded", graph: Graph) -> dict[str, bool | N
     """Of float16 and bfloat16: whether values that stand in the trace so were rounded by who wrote it.
 
     What an engine holds is what its next op reads; what was rounded on the way to the file is not. A sum of two values
-    tells: rounded once, it is the number that was recorded, or its terms were others. None where no sum is recorded
-    with its terms.
+    tells: rounded or cut off once, it is the number that was recorded, or its terms were others. None where no sum is
+    recorded with its terms.
     """
     shown: dict[str, list[float]] = {"f16": [], "bf16": []}
     for record, op in _sums(recorded, graph):
@@ -83,11 +83,12 @@ def rounded_on_the_way(recorded: "Recorded", graph: Graph) -> dict[str, bool | N
         exact = terms[0] + terms[1]
         if float(((y - exact).abs() <= 2 * reduce(torch.add, sizes)).double().mean()) < _WITHIN:
             continue
-        error = (y - rounding_named(storage)(exact)).square().sum()
+        ways = (storage, f"cut {storage}") if storage in shown else (storage,)
+        error = min(float((y - rounding_named(way)(exact)).square().sum()) for way in ways)
         for name in shown.keys() & types:
             steps = [rounding_named(name).step(x) for x, of in zip(terms, types, strict=True) if of == name]
             if size := float(sum(step.square().sum() for step in steps)):  # zeros are held in any type
-                shown[name].append(12 * float(error) / size)
+                shown[name].append(12 * error / size)
     return {name: median(of) > _SHOWN if of else None for name, of in shown.items()}
 
 

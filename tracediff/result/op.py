@@ -73,6 +73,7 @@ class Local:
     weight_type: str | None = None  # in the file: of a matmul, or of the rows that are looked up
     stored: str | None = None  # a type shorter than float32 that the values were rounded to, as f16 or bf16,
     told: bool = False  # and whether it is sure that the engine holds them so, and not who wrote the trace
+    cut_off: bool = False  # whether these were cut off to it, towards 0
     weights_nmse: float | None = None  # of a matmul whose weights the engine requantised: against the file's
     one_token: bool = False  # engines multiply a row by a matrix in another kernel than several
     strips: tuple[Strip, ...] = ()  # where a value exceeds its bound

@@ -1,12 +1,17 @@
-"""What moves values, or makes some of nothing. None of it rounds, but for a copy to another type."""
+"""What moves values, or makes some of nothing. None of it rounds, but for a copy to another type, or a state that is
+held in one.
+"""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tracediff.numerics.arithmetic import EXACT
 from tracediff.numerics.floors import UNIT, Noise
 from tracediff.numerics.kinds.kind import Call, Kind, Made, analysed, applied, kept, none, one_rounding
+from tracediff.numerics.kinds.matmul import turns
 from tracediff.numerics.roundings import rounding_named
 
 
@@ -118,6 +123,21 @@ def _rows(call: Call) -> Tensor:
     return kept(rows.masked_fill(~is_place[..., None], math.nan), call.weights)
 
 
+def _held_between(call: Call) -> Tensor:
+    """What the step before left, rounded as it is held until this one."""
+    (before,), name = call.inputs, call.arithmetic.stored
+    if name == EXACT.stored:
+        return applied(call)
+    if call.energy:
+        call.energy.turned = turns(before, name).abs()
+    return applied(replace(call, inputs=(call.rounded(before, name),)))
+
+
+def _held_noise(made: Made) -> Noise:
+    noise, turned = none(made), made.energy.turned
+    return noise if turned is None else replace(noise, hard=noise.hard + turned)
+
+
 KINDS = (
     Kind("copy", copy, ("x",), noise=_copy_noise, keeps_part=True),
     Kind("concat", concat, ("a", "b"), noise=none),
@@ -131,5 +151,5 @@ KINDS = (
     Kind("diag", diag, ("x",), noise=none),
     Kind("fill", fill, ("x",), noise=none),
     Kind("hadamard", hadamard, ("positions",), noise=one_rounding),
-    Kind("state", identity, ("before",), noise=none),
+    Kind("state", identity, ("before",), compute=_held_between, noise=_held_noise, scheme="state"),
 )
