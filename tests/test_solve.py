@@ -116,6 +116,7 @@ def test_loops_compute_what_the_kinds_do(models: Models, family: str) -> None:
         ("lfm2", {"swiglu", "add"}),
         ("minimax-m2", {"sigmoid"}),
         ("llama4", {"rms_norm"}),  # of queries and keys without a weight
+        ("gpt-oss", {"rope", "linear_id"}),  # YaRN; with a bias of each expert
     ],
 )
 def test_loops_of_lifted_ops_compute_what_the_kinds_do(tiny: Callable[[str], Path], arch: str, kinds: set[str]) -> None:
@@ -125,13 +126,31 @@ def test_loops_of_lifted_ops_compute_what_the_kinds_do(tiny: Callable[[str], Pat
     checked = set()
     for op in one_of_each(graph):
         if op.kind in kinds:
-            given = [torch.randn(graph[x].shape(3, 2), generator=random, dtype=torch.float64) for x in op.inputs]
+            shapes = [graph[x].shape(3, 2) if x in graph else (3,) for x in op.inputs]
+            given = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+            if kinds >= {"linear_id"}:  # experts, or positions
+                given[1] = torch.randint(2, shapes[1], generator=random)
             loops = bind(op, given, weights, EXACT, BROUGHT)
             assert loops, op.name
             made = torch.from_numpy(loops.output())
             assert torch.allclose(made, evaluate(op, given, weights), rtol=1e-9, atol=1e-14), op.name
             checked.add(op.kind)
     assert checked == kinds
+
+
+@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+def test_loops_of_yarn_compute_what_rope_does(pairing: str, models: Models) -> None:
+    path = models(replace(TINY, n_embd=80))
+    graph, weights = load_graph(path), Weights(GGUFFile(path))
+    yarn = Rope(pairing, 16, 1e4, freq_scale=0.25, ext_factor=1.0, magnitude=1.14, n_ctx_orig=64)  # pairs 0 to 7
+    op = graph["blk.0.attn_q_rope"].with_attrs(rope=yarn)
+    random = torch.Generator().manual_seed(0)
+    given = [torch.randn((5, 4, 20), generator=random, dtype=torch.float64), torch.arange(3, 8)]
+    loops = bind(op, given, weights, EXACT, BROUGHT)
+    assert loops
+    assert "low" in loops.numbers
+    made = torch.from_numpy(loops.output())
+    assert torch.allclose(made, evaluate(op, given, weights), rtol=1e-12, atol=1e-14)
 
 
 def test_of_a_norm_without_a_weight_a_mistake_is_found(tiny: Callable[[str], Path], tmp_path: Path) -> None:

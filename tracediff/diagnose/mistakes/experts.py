@@ -145,8 +145,7 @@ def _not_normalised(op: Op, context: Context) -> Variants:
         words = "the weights are exp(x - the largest x), which no sum divides"
         yield computing(op, lambda a, b: (a.flatten(1) / a.flatten(1).amax(-1, keepdim=True)).reshape(a.shape)), words
         words = "the weights are divided by the root of the sum of their squares, where by their sum"  # F.normalize
-        root = lambda a: a.square().sum(-1, keepdim=True).sqrt()  # noqa: E731
-        yield computing(op, lambda a, b: (a.flatten(1) / root(a.flatten(1))).reshape(a.shape)), words
+        yield computing(op, lambda a, b: a / repeated(a.flatten(1).square().sum(-1).sqrt().reshape(b.shape), a)), words
         words = "a softmax is taken of the weights, where they are divided by their sum"
         yield computing(op, lambda a, b: torch.softmax(a.flatten(1), -1).reshape(a.shape)), words
 

@@ -189,7 +189,7 @@ def without_loops(shape: tuple[int, ...]) -> Bound:
 
 def held_as(op: Op, name: str, arithmetic: Arithmetic, weight: Weight, weights: Weights) -> Rounding:
     """How an engine holds the op's weight of this name, were it that one."""
-    if op.kind == "linear" and name == "b":
+    if op.kind in ("linear", "linear_id") and name == "b":
         return rounding_named(arithmetic.biases)
     return rounding_of(arithmetic.stored, weight, weights)
 

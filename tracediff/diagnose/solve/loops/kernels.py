@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tracediff.model.graph import Op
+from tracediff.numerics.kinds.rope import yarn_correction_range
 
 _BLOCK = 1 << 23  # numbers of a weight that are multiplied at a time: 64 MB in float64
 
@@ -61,6 +62,12 @@ for t in range(T):
         for j in range(n_rot, D):
             y[there + j] = x[here + j]
 """
+# YaRN (https://arxiv.org/abs/2309.00071): from pair to pair less is extrapolated.
+_RAMP = (
+    "            angle",
+    "            part = 0 if i < low else 1 if i > high else (i - low) / (high - low)\n            angle",
+)
+_LEAST_RAMP = 0.001  # ggml-cpu/ops.cpp, rope_yarn_ramp
 _CACHE = """
 width = G * D
 for c in range(P):
@@ -231,26 +238,35 @@ def _second(op: Op, shapes: Sequence[tuple[int, ...]]) -> str:
 
 def _linear_id(op: Op, x: tuple[int, ...], ids: tuple[int, ...]) -> Loops | None:
     _, n_out, n_in = op.weights[0].shape
-    if len(op.weights) > 1 or math.prod(x[1:]) not in (n_in, ids[1] * n_in):
+    if math.prod(x[1:]) not in (n_in, ids[1] * n_in):
         return None
     by_slot = math.prod(x[1:]) > n_in
     source = _LINEAR_ID.replace("x[t * n_in + i]", "x[(t * slots + s) * n_in + i]") if by_slot else _LINEAR_ID
+    if len(op.weights) > 1:
+        source = f"{source.rstrip()} + b[expert * n_out + o]\n"
     numbers = {"T": x[0], "slots": ids[1], "n_in": n_in, "n_out": n_out}
     block = "o", max(1, _BLOCK // (n_in * x[0] * ids[1]))
-    return Loops(source, ("x", "ids"), ("w",), numbers, (*ids, n_out), block)
+    return Loops(source, ("x", "ids"), ("w", "b")[: len(op.weights)], numbers, (*ids, n_out), block)
 
 
 def _rope(op: Op, shape: tuple[int, ...]) -> Loops | None:
     rope = op.attrs["rope"]
-    if rope.ext_factor or rope.magnitude != 1.0:  # YaRN: no engine writes it in three lines
+    if rope.ext_factor not in (0.0, 1.0):
         return None
-    source = _ROPE
+    source, numbers = _ROPE, {"theta": float(rope.theta), "freq_scale": rope.freq_scale}
+    if rope.ext_factor:
+        source = source.replace(*_RAMP).replace("* freq_scale", "* (part * freq_scale + 1 - part)")
+        low, high = yarn_correction_range(rope)
+        numbers |= {"low": low, "high": max(high, low + _LEAST_RAMP)}
+    elif rope.freq_scale == 1:
+        source = source.replace(" * freq_scale", "")
+    if rope.magnitude != 1.0:
+        source = source.replace("(angle)", "(angle) * magnitude")
+        numbers["magnitude"] = rope.magnitude
     if rope.pairing == "halves":
         source = source.replace("2 * i + 1", "i + n_rot // 2").replace("first = 2 * i\n", "first = i\n")
     if not op.weights:
         source = source.replace(" / factors[i]", "")
-    if rope.freq_scale == 1:
-        source = source.replace(" * freq_scale", "")
     t, h, d = shape
-    numbers = {"T": t, "H": h, "D": d, "n_rot": rope.n_rot, "theta": float(rope.theta), "freq_scale": rope.freq_scale}
+    numbers |= {"T": t, "H": h, "D": d, "n_rot": rope.n_rot}
     return Loops(source, ("x", "positions"), ("factors",), numbers, shape)

@@ -56,6 +56,8 @@ NUMBERS = {
     "n_out": "the number of channels", "H": "the number of heads", "G": "the number of key/value heads",
     "D": "the number of channels of a head", "S": "the number of keys", "n_rot": "the number of rotated channels",
     "theta": "rope's base", "scale": "the scale", "eps": "eps", "freq_scale": "the frequency scale",
+    "magnitude": "what cosines and sines are multiplied by", "low": "the first pair of YaRN's ramp",
+    "high": "the last pair of YaRN's ramp",
     "heads": "the number of heads", "queries": "the number of queries", "keys": "the number of keys",
     "channels": "the number of channels of a head", "width": "the width of a cached row",
     "slots": "the number of chosen experts", "row": "the number of values of a row",
@@ -65,7 +67,7 @@ NAMED = {
     "squares": "the sum of squares", "largest": "the maximum", "total": "the sum", "visible": "the number of keys seen",
     "here": "where a row is read", "there": "where a row is stored", "first": "a pair's first channel",
     "second": "a pair's second channel", "angle": "the angle", "mean": "the mean", "scale": "the scale",
-    "expert": "the expert",
+    "expert": "the expert", "part": "how much of a pair is interpolated",
 }  # fmt: skip
 SUMS = {"sum": "the sum", "max": "the largest", "min": "the smallest", "first": "the first", "last": "the last"}
 SUMMED = ("the sum of squares", "the sum", "the maximum")
