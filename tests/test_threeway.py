@@ -119,7 +119,7 @@ DIVERGED: llama.cpp and engine b agree; engine c is the outlier from blk.1.ffn_a
 
 What is wrong by itself, whatever came before
   - engine c: ffn_act in layer 1: GELU (erf) is used for SiLU. (NMSE up to ~)
-    look at the activation of the gated feed-forward
+    look at which activation the model has there
 
 Hidden states, NMSE of each pair (1 llama.cpp, 2 engine b, 3 engine c)
   op                  outlier    1 - 2    1 - 3    2 - 3  local 1  local 2  local 3

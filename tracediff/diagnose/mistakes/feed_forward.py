@@ -8,7 +8,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from tracediff.diagnose.mistakes.fit import fitted
 from tracediff.diagnose.mistakes.mistake import Area, Change, Context, Variant, Variants, Where, computing, fitted_attr
+from tracediff.english import told_apart
 from tracediff.model.graph import Op
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
@@ -16,7 +18,7 @@ from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
 Activation = Callable[[Tensor], Tensor]
-_LOOK, _LINK = "the activation of the gated feed-forward", "candle#3745"
+_LOOK, _LINK = "which activation the model has there", "candle#3745"
 # What kinds of ops activate with, and the same with a gate.
 _ALONE = MappingProxyType({"silu": "SiLU", "gelu": "GELU (tanh)", "gelu_erf": "GELU (erf)",
                            "gelu_quick": "quick GELU", "relu": "ReLU", "sigmoid": "sigmoid",
@@ -161,6 +163,33 @@ def _alpha_outside(op: Op, _: Context) -> Variants:
     alpha = op.attrs["alpha"]
     words = f"the gate is multiplied by {alpha:.6g} outside of the sigmoid, too"
     yield computing(op, lambda gate, up, **attrs: alpha * KINDS[op.kind].function(gate, up, **attrs)), words
+
+
+# What the gate is multiplied by in the sigmoid of x sigmoid(beta x); of gpt-oss's, `alpha`, the op says it.
+_BETA = MappingProxyType({"silu": 1.0, "swiglu": 1.0, "swiglu_clamp": 1.0, "sigmoid": 1.0,
+                          "gelu_quick": 1.702, "geglu_quick": 1.702, "swiglu_oai": 1.702})  # fmt: skip
+
+
+@AREA.mistake(
+    "sigmoid_factor", "the factor in the sigmoid of an activation is another", "the constant in x sigmoid(beta x)",
+    Where((*_BETA,)),
+)  # fmt: skip
+def _factor(op: Op, context: Context) -> Variants:
+    right = float(op.attrs.get("alpha", _BETA[op.kind]))
+
+    def by(beta: float) -> Callable[..., Tensor]:
+        if op.kind == "sigmoid":
+            return lambda x: torch.sigmoid(beta * x)
+        alone: Activation = lambda x: x * torch.sigmoid(beta * x)  # noqa: E731
+        return _gated(op, lambda gate, up: alone(gate) * up) if op.kind in _GATED else alone
+
+    seen, number = context.seen, 1.1 * right
+    if seen:
+        found = fitted(lambda beta: by(beta)(*seen.inputs), seen.output, (right * 2.0**i for i in (0, -1, 1)))
+        number = right if found is None else found
+    if number != right and not context.wrong_from:
+        words = "the factor in the sigmoid is {} instead of {}".format(*told_apart(number, right))
+        yield Variant(computing(op, by(number)), words, fitted=seen is not None)
 
 
 @AREA.mistake(

@@ -53,11 +53,14 @@ def _eps(op: Op, context: Context) -> Variants:
     if context.seen is None:
         yield op.with_attrs(eps=right * 10), f"eps is {right * 10:g} instead of {right:g}"
         return
+    n = context.seen.inputs[0].shape[-1]
+    of_sum = right * n  # of an L2 norm; as root mean square it is right with a share of that
+    yield op.with_attrs(eps=of_sum), f"eps {of_sum:g} is added to the mean of squares, where it belongs to their sum"
     for eps in (1e-5, 1e-6, 1e-12, 1e-8, 0.0, 1e-4, 1e-3, 1e-7):
-        if not math.isclose(eps, right):
+        if not (math.isclose(eps, right) or math.isclose(eps, of_sum, rel_tol=1e-6)):
             said = "1e-12 or 0" if eps == 1e-12 else f"{eps:g}"  # float32 cannot tell these
             yield op.with_attrs(eps=eps), f"eps is {said} instead of {right:g}"
-    divided = right / context.seen.inputs[0].shape[-1]  # where it is added to the sum
+    divided = right / n  # where it is added to the sum
     words = f"eps is divided by the number of channels: {divided:.3g} instead of {right:g}"
     yield op.with_attrs(eps=divided), words
     number = fitted_attr(op, context, "eps", (right * 10.0**i for i in _DECADES))
@@ -153,7 +156,7 @@ def _norm_scaled(op: Op, context: Context) -> Variants:
     if math.isfinite(factor) and factor not in (0.0, 1.0):
         yield Variant(
             reading(op, lambda file, info: values_of(file, info) * factor),
-            f"{op.weights[0].name} or the result is multiplied by {factor:.4g}",
+            f"{op.weights[0].name} or the result is multiplied by {told_apart(factor, 1.0)[0]}",
             fitted=True,
         )
 
