@@ -31,6 +31,7 @@ from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.engine.transformers_run import load
 from tracediff.errors import EngineError
+from tracediff.judge import Policy
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op
@@ -56,7 +57,7 @@ from tracediff.replay.judging import judge_all
 from tracediff.replay.making import Recomputed
 from tracediff.replay.plan import Choice
 from tracediff.replay.replay import Replay
-from tracediff.replay.residual import turned
+from tracediff.replay.residual import is_cut_off, turned
 from tracediff.replay.score import BLIND
 from tracediff.replay.storage import stored_as, stored_in_all
 from tracediff.report.terminal import render
@@ -505,6 +506,37 @@ def test_values_that_are_cut_off_when_they_are_stored_are_said_to_be(
     words = f"{said_of}: each value is cut off to bfloat16, towards 0, where rounding belongs."
     assert [one.text for one in result.findings] == ([words] if said_of else [])
     assert result.verdict == ("diverged" if said_of else "match")
+
+
+def test_what_is_rounded_is_not_taken_for_cut_off_whatever_factor_it_has() -> None:
+    """As a row of a norm has whose 1 / rms was rounded as well (mamba2-minimal in bfloat16)."""
+    y = torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert is_cut_off(bits_cut_off(y.float()), y, "bf16")
+    for off in np.linspace(-1, 1, 81) * 2.0**-7:  # a unit
+        assert not is_cut_off(bits_rounded((y * (1 + off)).float()), y, "bf16")
+
+
+def test_a_match_says_with_which_weights_it_was_judged(models: Models, tmp_path: Path) -> None:
+    """A mistake in them, of the size of their rounding, would not show."""
+    name, model = "blk.1.ffn_norm.weight", models(LLAMA, "F32")
+
+    def shorter(weight: str, values: np.ndarray) -> np.ndarray | None:
+        return torch.from_numpy(values.copy()).bfloat16().float().numpy() if weight == name else None
+
+    trace = traced(model, tmp_path / "t.trace", held=shorter)
+    result = check_trace(trace, model)
+    assert result.verdict == "match"
+    (said_of_weights,) = [line for line in result.details if "weights that it recorded" in line]
+    nmse = next(weight.nmse for weight in result.weights if weight.weight == name)
+    assert 1e-7 < nmse < 1e-5
+    assert said_of_weights == (
+        "It was judged with the weights that it recorded: 1 of them is not as in the file, but rounded (up to NMSE "
+        f"{nmse:.2e}: {name})."
+    )
+    assert check_trace(trace, model, policy=Policy(resolve=1e-4)).verdict == "match"
+    asked = check_trace(trace, model, policy=Policy(resolve=1e-8))
+    assert asked.verdict == "undecided"
+    assert any(name in doubt for doubt in asked.undecided)
 
 
 def with_a_scale_for_all_heads(x: torch.Tensor) -> torch.Tensor:

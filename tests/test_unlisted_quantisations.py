@@ -39,10 +39,10 @@ def in_bfloat16(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("held", "words"),
     [
-        (quantised(RIGHT, 8, 64), "a requantisation in steps that are not known"),
-        (quantised(RIGHT, 8, 32, margin=0.01), "a requantisation in steps that are not known"),
-        (quantised(RIGHT, 6, 32), "a requantisation in steps that are not known"),
-        (quantised(RIGHT, 4, 16), "a requantisation in steps that are not known"),
+        (quantised(RIGHT, 8, 64), "a requantisation in unknown steps"),
+        (quantised(RIGHT, 8, 32, margin=0.01), "a requantisation in unknown steps"),
+        (quantised(RIGHT, 6, 32), "a requantisation in unknown steps"),
+        (quantised(RIGHT, 4, 16), "a requantisation in unknown steps"),
         (in_bfloat16(quantised(RIGHT, 6, 64)), "a requantisation to 45 levels at most in groups of 64"),
         (quantised(RIGHT, 4, 32), "a requantisation to 16 levels at most in groups of 32"),
         (in_bfloat16(quantised(RIGHT, 4, 32)), "a requantisation to 16 levels at most in groups of 32"),

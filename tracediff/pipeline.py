@@ -15,7 +15,7 @@ from tracediff.compare.sides import gathered, side_of, weights_of
 from tracediff.compare.storage import measure_storage
 from tracediff.compare.vital_signs import measure_normal
 from tracediff.errors import in_one_line, is_bug
-from tracediff.findings.doubts import doubts
+from tracediff.findings.doubts import doubts, unresolved
 from tracediff.findings.notes import of_another_file, trace_notes, unsought
 from tracediff.findings.tell import told
 from tracediff.judge import UNCOVERED, USUAL, Policy, coarsest, judge, verdict
@@ -246,7 +246,7 @@ def _result(
     else:
         ops = [op for _, op in gathered(sides, measured)]
     coverage = measure_coverage(candidate, model.graph, ops) if model else None
-    undecided = tuple(doubts(reference, candidate, ops, coverage))
+    undecided = (*doubts(reference, candidate, ops, coverage), *unresolved(weights, policy.resolve))
     outcome, first = verdict(ops, weights, policy, undecided)
     of = (model.path.name, model.graph.hparams.arch, model.graph.matmul_type) if model else None
     other_file = of_another_file(candidate, *of, ops) if of else []

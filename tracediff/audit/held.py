@@ -94,7 +94,7 @@ def compare_weight(
     held = candidate.values(record)
     r, c, drift = compare_values(expected.reshape(-1), held.reshape(-1))
     status, cause, why = judge_values(name, expected, held, others)
-    return WeightResult(name, status, r, c, drift.max_abs, why, cause, look_at(cause))
+    return WeightResult(name, status, r, c, drift.max_abs, why, cause, look_at(cause), nmse=drift.nmse)
 
 
 def look_at(cause: str | None) -> str | None:

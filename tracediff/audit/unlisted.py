@@ -146,7 +146,7 @@ def _to_steps(expected: np.ndarray, held: np.ndarray) -> str | None:
     parts.append((right.T, ours.T, n_out))
     if max(along, offset) > _OF_ALL / right.size or not all(_is_noise(*part) for part in parts):
         return None
-    return "a requantisation in steps that are not known"
+    return "a requantisation in unknown steps"
 
 
 def _without_ends(expected: np.ndarray, values: np.ndarray) -> np.ndarray:

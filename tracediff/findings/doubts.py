@@ -1,12 +1,12 @@
 """Why a run in which nothing diverges is no match: each reason, with what to record or do so that it is decided."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tracediff.english import few, listed
 from tracediff.findings.words import by_name
 from tracediff.judge import UNRESOLVED
-from tracediff.result import Coverage, OpResult
+from tracediff.result import Coverage, OpResult, WeightResult
 from tracediff.trace.reader import Trace
 
 _LISTED = 4
@@ -30,6 +30,17 @@ def doubts(
         wide = [op.resolving for op in alike if math.isfinite(op.resolving)]
         most = f" (only one above NMSE {max(wide):.2g} is sure to)" if wide and note == UNRESOLVED else ""
         yield f"{listed(by_name(op.op for op in alike), _LISTED)}: {note}{most}{_record(alike, coverage)}"
+
+
+def unresolved(weights: Iterable[WeightResult], resolve: float | None) -> Iterator[str]:
+    """That ops were judged with recorded weights that are further off from the file's than what must show."""
+    off = [w for w in weights if w.status == "rounded" and resolve is not None and (w.nmse or 0.0) > resolve]
+    if off:
+        most = max(off, key=lambda w: w.nmse or 0.0)
+        yield (
+            f"{listed([w.weight for w in off], _LISTED)}: recorded as other values than the file's (up to NMSE "
+            f"{most.nmse:.2g}), with which ops were judged: {UNRESOLVED}"
+        )
 
 
 def _nothing(reference: Trace | None, candidate: Trace, ops: Sequence[OpResult]) -> str:

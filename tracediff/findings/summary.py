@@ -114,6 +114,14 @@ def _resolving(result: Result) -> Iterator[str]:
         parts[0] = parts[0].removesuffix(" by itself") if len(worst) == 1 else parts[0]
         widest = max(seen.values(), key=lambda op: op.resolving)
         yield f"A mistake of NMSE {', or '.join(parts)} would have been seen (widest: {widest.op})."
+        near = [w for w in result.weights if w.status == "rounded" and (w.nmse or 0.0) > widest.resolving]
+        if near:
+            most = max(near, key=lambda w: w.nmse or 0.0)
+            of = "1 of them is" if len(near) == 1 else f"{len(near)} of them are"
+            yield (
+                f"It was judged with the weights that it recorded: {of} not as in the file, but rounded "
+                f"(up to NMSE {number(most.nmse)}: {most.weight})."
+            )
     if len(seen) < len(worst):
         of = "Of some ops" if seen else "Of the ops"
         yield f"{of} only statistics were compared: a permutation changes none of them."

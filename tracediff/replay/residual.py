@@ -29,9 +29,10 @@ _MOST_TURNED = 0.5
 # cache.
 _PIECE = 1 << 15
 # Of values between two numbers the lower ones are -0.5 units off, with a deviation of 0.29; the nearest 0 on average,
-# 5 deviations of the mean of so many away from this bound. Operands that tensor cores cut off to TF32 leave 0.25 of
-# bfloat16's unit at most.
-_CUT_SAMPLE, _CUT_LEAST, _CUT_BY, _CUT_APART = 1 << 12, 32, -0.35, 0.45
+# 7 deviations of the mean of so many away from this bound. Operands that tensor cores cut off to TF32 leave 0.25 of
+# bfloat16's unit at most. (A factor in common that takes off as much does so by what the mantissa is: of 6% of the values
+# that are rounded beside it, and more, less than nothing is lacking, or more than a unit.)
+_CUT_SAMPLE, _CUT_LEAST, _CUT_BY, _CUT_NEAR, _CUT_ALL = 1 << 12, 32, -0.35, 0.02, 0.98
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -119,13 +120,15 @@ class Residual:
 
 
 def is_cut_off(recorded: Tensor, exact: Tensor, storage: str) -> bool:
-    """Whether values in half precision are what the first bits leave, as `bits >> 16` does: what is rounded to nearest
-    errs to either side of the right value, what is cut off by half a unit towards 0 on average.
+    """Whether values in half precision are what the first bits leave, as `bits >> 16` does: they lack up to a unit,
+    half of one on average. What is rounded to nearest errs to either side of the right value, or, beside a factor that
+    a row has in common, as where 1 / rms is rounded too, of some other one.
     """
     x, y = (of.flatten()[:: max(1, exact.numel() // _CUT_SAMPLE)] for of in (recorded, exact))
     short = (x - y) * y.sign() / rounding_named(storage).step(y)
     short = short[short.isfinite() & (y != 0)]
-    return len(short) >= _CUT_LEAST and float(short.mean()) < _CUT_BY and float(short.std()) < _CUT_APART
+    within = (short > -1 - _CUT_NEAR) & (short < _CUT_NEAR)
+    return len(short) >= _CUT_LEAST and float(short.mean()) < _CUT_BY and float(within.double().mean()) >= _CUT_ALL
 
 
 def measure(

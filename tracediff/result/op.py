@@ -220,3 +220,4 @@ class WeightResult:
     cause: str | None = None  # the name of the mistake that `note` puts in words
     look: str | None = None  # where to look in the engine's code
     type: str | None = None  # in the file
+    nmse: float | None = None  # against what it should be
