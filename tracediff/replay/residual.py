@@ -30,8 +30,8 @@ _MOST_TURNED = 0.5
 _PIECE = 1 << 15
 # Of values between two numbers the lower ones are -0.5 units off, with a deviation of 0.29; the nearest 0 on average,
 # 7 deviations of the mean of so many away from this bound. Operands that tensor cores cut off to TF32 leave 0.25 of
-# bfloat16's unit at most. (A factor in common that takes off as much does so by what the mantissa is: of 6% of the values
-# that are rounded beside it, and more, less than nothing is lacking, or more than a unit.)
+# bfloat16's unit at most. (A factor in common that takes off as much does so by what the mantissa is: of 6% of the
+# values that are rounded beside it, and more, less than nothing is lacking, or more than a unit.)
 _CUT_SAMPLE, _CUT_LEAST, _CUT_BY, _CUT_NEAR, _CUT_ALL = 1 << 12, 32, -0.35, 0.02, 0.98
 _LARGEST = torch.finfo(torch.float32).max
 
