@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from tracediff.diagnose.evidence import shown
 from tracediff.diagnose.mistakes.weights import LOOK_AT_ROUNDING
 from tracediff.diagnose.rearranged import Rearranged
 from tracediff.numerics.floats import Rounding
@@ -40,8 +41,8 @@ def _named(replay: Replay, op: OpResult, local: Local) -> OpResult:
     changed = replace(right, rework=CutOff(rounding_named(f"cut {local.stored}")))
     under = replay.under(record, [changed], math.inf)
     text = f"each value is cut off to {rounding_named(local.stored).words}, towards 0, where rounding belongs"
-    look = {_NAME: LOOK_AT_ROUNDING}
-    return replace(op, cause=Cause(_NAME, under.nmse, text, under.floor, under.arithmetic, {_NAME: text}, look))
+    each, look, places = {_NAME: text}, {_NAME: LOOK_AT_ROUNDING}, shown(replay, record, local, (changed,))
+    return replace(op, cause=Cause(_NAME, under.nmse, text, under.floor, under.arithmetic, each, look, places))
 
 
 @dataclass(frozen=True, slots=True)
