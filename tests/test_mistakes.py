@@ -209,6 +209,26 @@ def test_an_epsilon_of_the_sum_that_is_added_to_the_mean_is_named(tiny: Tiny, tm
     assert {op.cause.text if op.cause else op.shape for op in faulty} == {eps}
 
 
+def test_a_sum_of_squares_beyond_float16_is_named_in_any_norm(tiny: Tiny, tmp_path: Path) -> None:
+    """numpy's `x.var()` in float16 (rwkv_v7_numpy.py): the row is divided by infinity."""
+
+    def normed(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        variance = centred.square().sum(-1, keepdim=True).half().float() / x.shape[-1]
+        y = centred / torch.sqrt(variance + eps) * (1 if weight is None else weight)
+        return y if bias is None else y + bias
+
+    model = Model(tiny("gpt2"))
+    loud = model.graph["blk.0.attn_residual"]
+    norm = model.graph["blk.0.ffn_norm"]
+    assert norm.kind == "layer_norm"
+    wrong = replace(norm, function=normed), replace(loud, function=lambda a, b: 300 * (a + b))
+    path = traced(model.graph.changed(*wrong), model.file, tmp_path / "a.trace")
+    found = {op.op: op.cause.text if op.cause else op.shape for op in check_trace(path, model.path).faulty}
+    words = "the sum of squares is float16: infinite beyond 65,504, and what is normed becomes 0"
+    assert found[norm.name] == words
+
+
 @pytest.mark.parametrize(
     ("arch", "kind", "beta", "right"), [("gpt-oss", "swiglu_oai", 1.7, 1.702), ("llama", "swiglu", 1.25, 1)]
 )

@@ -327,8 +327,8 @@ _AS_REPORTED = re.compile(rf"(activations|weights|matrices) in ({'|'.join(map(re
 _GRAMMAR = (
     "First, llama.cpp, exact, or one of activations, weights, matrices, activations and weights, activations and "
     "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, K cache, V cache, attention, biases, "
-    f"products, {', '.join(_FIELDS.values())} `in ROUNDING`, flash attention, exponentials to degree 4 or looked up in float16. "
-    "A ROUNDING is float16, bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0, q8_K or older q8_K blocks; of "
+    f"products, {', '.join(_FIELDS.values())} `in ROUNDING`, flash attention, exponentials to degree 4 or looked up in "
+    "float16. A ROUNDING is float16, bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0, q8_K or older q8_K blocks; of "
     "activations, weights and matrices also, "
     "with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full int4/N, wide int8/N, "
     f"divided int8/N, away int4/N, uint4/N, even uint4/N, mxfp4/N, affine4/N, nf4/N. At the end may stand "

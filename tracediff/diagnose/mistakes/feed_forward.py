@@ -19,6 +19,8 @@ from tracediff.numerics.roundings import rounding_named
 AREA = Area()
 Activation = Callable[[Tensor], Tensor]
 _LOOK, _LINK = "which activation the model has there", "candle#3745"
+# ggml_gelu is the form with tanh; Hugging Face's "gelu" (falcon, gptneox, mpt) is that with erf.
+_LOOK_AT_ERF = f"{_LOOK}: llama.cpp has GELU (tanh) for checkpoints that say GELU (erf), too"
 # What kinds of ops activate with, and the same with a gate.
 _ALONE = MappingProxyType({"silu": "SiLU", "gelu": "GELU (tanh)", "gelu_erf": "GELU (erf)",
                            "gelu_quick": "quick GELU", "relu": "ReLU", "sigmoid": "sigmoid",
@@ -56,7 +58,8 @@ for _name, _words in {
     "act_relu_squared": "squared ReLU",
 }.items():  # fmt: skip
     _where = Where((*_ALONE, *_GATED) if _words in _OF_GATES else (*_ALONE,))
-    AREA.mistake(_name, f"{_words} is used for another activation", _LOOK, _where, _LINK)(
+    _look = _LOOK_AT_ERF if _name == "act_gelu" else _LOOK
+    AREA.mistake(_name, f"{_words} is used for another activation", _look, _where, _LINK)(
         _instead(_words, _FUNCTIONS[_words])
     )
 

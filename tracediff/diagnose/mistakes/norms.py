@@ -256,17 +256,24 @@ def _of_all_heads(op: Op, context: Context) -> Variants:
     "what made values of 1e18 and more: the norm is as right as float32 lets it be", RMS_NORM,
 )  # fmt: skip
 def _overflows(op: Op, _: Context) -> Variants:
+    yield _overflowing(op, _LARGEST), "sums of squares overflow float32, and what is normed becomes 0"
+
+
+def _overflowing(op: Op, largest: float) -> Op:
+    """The norm where a larger sum of squares is infinite."""
+
     def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
+        x = _centred(op, x)
         total = x.square().sum(-1, keepdim=True)
         inverse = torch.rsqrt(total / x.shape[-1] + eps)
-        return scaled(x * torch.where(total > _LARGEST, torch.zeros_like(inverse), inverse), *weight)
+        return scaled(x * torch.where(total > largest, torch.zeros_like(inverse), inverse), *weight)
 
-    yield computing(op, function), "sums of squares overflow float32, and what is normed becomes 0"
+    return computing(op, function)
 
 
 @AREA.mistake(
-    "norm_f16_overflow", "the mean of squares is taken in float16, which overflows beyond |x| = 256",
-    "the accumulator's type in the norm", RMS_NORM, "llama#1048",
+    "norm_f16_overflow", "squares are float16, which overflows beyond |x| = 256, or their sum is, beyond 65,504",
+    "the accumulator's type in the norm", Where(("rms_norm", "layer_norm")), "llama#1048",
 )  # fmt: skip
 def _norm_f16(op: Op, _: Context) -> Variants:
     def function(x: Tensor, *weight: Tensor, eps: float) -> Tensor:
@@ -274,7 +281,10 @@ def _norm_f16(op: Op, _: Context) -> Variants:
         mean = squares.double().mean(-1, keepdim=True).to(x.dtype)
         return scaled(x * torch.rsqrt(mean + eps), *weight)
 
-    yield computing(op, function), "squares are float16: infinite where |x| > 256"
+    if op.kind == "rms_norm":
+        yield computing(op, function), "squares are float16: infinite where |x| > 256"
+    words = "the sum of squares is float16: infinite beyond 65,504, and what is normed becomes 0"
+    yield _overflowing(op, torch.finfo(torch.float16).max), words
 
 
 @dataclass(frozen=True, slots=True)
