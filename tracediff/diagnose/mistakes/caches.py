@@ -93,6 +93,8 @@ def _cache_zeros(op: Op, context: Context) -> Variants:
     "the slot that a position is written to, and its size", WITH_CACHE,
 )  # fmt: skip
 def _ring(op: Op, context: Context) -> Variants:
+    if context.seen and not context.seen.output.any():  # whatever its size
+        return
     n = len(context.seen.inputs[1]) if context.seen else context.n_positions
     usual = [1 << i for i in range(n.bit_length()) if 1 << i < n]
     if context.seen:
