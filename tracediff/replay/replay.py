@@ -111,7 +111,7 @@ class Replay:
             local = self._fitting.best_of(record, schemes)
             if local.faulty and (right := self._in_ties(record, schemes)):
                 return right
-            if local.nmse <= NOTHING:
+            if local.nmse <= NOTHING and not local.faulty:
                 return local
             if local.faulty and (other := self._in_another(record, choice)):
                 return other
