@@ -93,11 +93,13 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors) -> Ite
     if bool(leaked.any()):
         most = float(y[leaked].abs().max())
         yield f"{int(leaked.sum())} of the {int((x == 0).sum())} values that should be 0 are not: up to {most:.2g}"
-    if scaled >= 0.5 * off and off < _CLOSE and _of_each_value(others, x):  # the ratio explains none of it
+    little = min(_CLOSE, _LEFT * off)
+    multiples = [*_multiples(others, x, axes, little)]
+    # The ratio explains none of it, nor one of each row, as an approximate inverse root leaves.
+    if scaled >= 0.5 * off and off < _CLOSE and not multiples and _of_each_value(others, x):
         rounded = f" up to {math.sqrt(off):.0e} of it, as if it, or what it is made of, was rounded" if off else ""
         yield f"{'each of the others is ' * bool(leaked.any())}right{rounded}"
         return
-    little = min(_CLOSE, _LEFT * off)
     if scaled < little:
         every = "every other value" if leaked.any() else "every value"
         yield f"{every} is {told_apart(ratio, 1.0)[0]} times what it should be{_name_ratio(ratio, x)}"
@@ -108,7 +110,7 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors) -> Ite
     if dropped := _dropped(y, x, little):
         yield dropped
         return
-    yield from _multiples(y, x, axes, little)
+    yield from multiples
     yield from _levels(y, x)
     yield from _places(difference, x, axes)
     if y.ndim >= 2 and off > _MOVED and nmse(y.flatten().sort().values, x.flatten().sort().values) < little:

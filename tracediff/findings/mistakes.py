@@ -13,7 +13,10 @@ from tracediff.result import Finding, OpResult, WeightResult
 
 _UNKNOWN = "wrong, and no known mistake explains it"
 _UNSOUGHT = "wrong; not all was tried that may explain it"
-_SHARED = "what they share: their kernel, and how it reads what their weights are held in"
+_SHARED = {
+    "matmuls": "what they share: their kernel, and how it reads what their weights are held in",
+    "norms": "what they share: their kernel, its sum and its inverse root",
+}
 _FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?![\w.]*\w)")
 _FITTED = re.compile(r"[.e]")  # in a figure that is no count
 _FIRST = re.compile(r"^[\w.]+\.(weight|bias) ")  # an op's own; that of a tied head is the embedding's
@@ -69,7 +72,7 @@ def _of_ops(ops: Iterable[OpResult]) -> list[_Group]:
 
 def _of_kinds(groups: list[_Group], ops: Sequence[OpResult]) -> list[_Group]:
     """Where nothing explains any op of a kind they are one: what is wrong is what they share."""
-    for kinds, _ in WHOLE:
+    for kinds, what in WHOLE:
         alike = [group for group in groups if group.mistake is None and all(op.kind in kinds for op in group.ops)]
         wrong = {op.op for group in alike for op in group.ops}
         if len(alike) > 1 and wrong == {op.op for op in ops if op.kind in kinds}:
@@ -78,7 +81,7 @@ def _of_kinds(groups: list[_Group], ops: Sequence[OpResult]) -> list[_Group]:
                 first.ops += other.ops
                 first.texts += other.texts
                 groups = [group for group in groups if group is not other]
-            first.look = _SHARED
+            first.look = _SHARED[what]
     return groups
 
 
