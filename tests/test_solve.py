@@ -1290,6 +1290,7 @@ def test_what_decode_steps_cache_and_lose_is_said(models: Models, tmp_path: Path
             lambda held, n: held[[i if i < n - 1 else min(i + 1, len(held) - 1) for i in range(len(held))]],
             "4 on each has the values of the next, but the last: that overwrites it",
         ),
+        (lambda held, n: held[[*range(len(held) - 2), -1, -1]], " but one has the values of the last"),
     ],
 )
 def test_what_decode_steps_do_to_the_cache_again_and_again_is_one_mistake(

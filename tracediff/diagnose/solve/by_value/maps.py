@@ -76,6 +76,8 @@ class Map:
                 return np.where(at < first, at, np.where(at == first, ZERO, at - 1))
             case "overwritten", (first,):
                 return np.where(at < first, at, np.minimum(at + 1, n - 1))
+            case "doubled", ():  # in steps that add one each
+                return np.where(at == n - 2, n - 1, at)
             case "within", (size,):  # reversed within groups
                 return at // size * size + np.minimum(size, n - at // size * size) - 1 - at % size
         listed = dict(zip(self.numbers[::2], self.numbers[1::2], strict=True))
@@ -129,6 +131,8 @@ class Map:
                 return f"{noun} {first} is 0, each after it has the values of the one before: stored a slot late"
             case "overwritten", (first,):
                 return f"from {noun} {first} on each has the values of the next, but the last: that overwrites it"
+            case "doubled", ():
+                return f"the last {noun} but one has the values of the last"
             case "within", (size,):
                 return f"{all_of} reversed in each group of {size}"
         pairs = list(zip(self.numbers[::2], self.numbers[1::2], strict=True))
@@ -167,7 +171,8 @@ def _listed(noun: str, pairs: Sequence[tuple[int, int]]) -> str:
 
 def named(source: np.ndarray) -> Sequence[Map]:
     """The map in closed form, or as a list where that is short; none for the identity, or what is neither. What is in
-    the last place may be there by its number, or in the last place of every step: both.
+    the last place may be there by its number, or in the last place of every step: both. So is what is in the last but
+    one.
     """
     n = len(source)
     wrong = np.flatnonzero(source != np.arange(n))
@@ -194,8 +199,8 @@ def named(source: np.ndarray) -> Sequence[Map]:
         first, step = int(wrong[0]), int(wrong[1] - wrong[0])
         candidates += [Map("every", (first, step, int(source[first]) - first))] if step > 1 else []
     for one in candidates:
-        if (one.of(n) == source).all():
-            return [one]
+        if (one.of(n) == source).all():  # what overwrites one place may do so in every step, or once for all
+            return [Map("doubled"), one] if one == Map("overwritten", (n - 2,)) else [one]
     runs = 1 + sum(source[b] - source[a] != b - a for a, b in pairwise(wrong))
     listed = Map("listed", tuple(int(x) for i in wrong for x in (i, source[i])))
     last = [Map("last", (n - 1 - int(source[-1]),))] if wrong[0] == n - 1 and source[-1] != ZERO else []
@@ -222,6 +227,7 @@ def of_slots(n: int) -> Iterator[Map]:
     """Maps of the slots of a cache of which the last few were written elsewhere, or never but by the first of them."""
     yield from (Map(kind, (k,)) for k in range(max(1, n - _SLOTS), n) for kind in _OF_SLOTS)
     yield from (Map("capped", (k,)) for k in range(max(0, n - _SLOTS), n - 1))
+    yield from [Map("doubled")] if n > 2 else []
 
 
 def by_any_number(n: int) -> Iterator[Map]:
