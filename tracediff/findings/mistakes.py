@@ -244,7 +244,7 @@ def _seen(group: Sequence[OpResult], ops: Sequence[OpResult]) -> str:
     layers = {op.layer for op in group if op.layer is not None}
     if any(op.layer is None for op in group):
         return f"{listed(names)}, or before {'it' if len(names) == 1 else 'them'}"
-    ends = {local_name(name) for name in names}
+    ends = dict.fromkeys(map(local_name, names))
     every = {op.layer for op in ops if op.layer is not None}
     known = {op.layer for op in ops if op.layer is not None and local_name(op.op) in ends}
     return f"{of_layers(layers, known, every)} (seen in {listed([*ends])})"
