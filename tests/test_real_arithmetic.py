@@ -1749,7 +1749,7 @@ def test_groups_of_any_size_can_be_asked_for() -> None:
     ("name", "words"),
     [
         ("zebra", "unknown arithmetic 'zebra'. First, llama.cpp, exact, or one of activations, "),
-        ("exact, KV cache in bf16", "unknown arithmetic 'KV cache in bf16'. Near: KV cache in bfloat16; KV cache in "),
+        ("exact, KV cache in bf16", "unknown arithmetic 'KV cache in bf16'. Near: KV cache in bfloat16; V cache in "),
         ("exact, exact", "unknown arithmetic 'exact'. First, llama.cpp, "),
         ("weights in int8/", "unknown arithmetic 'weights in int8/'. Near: weights in float16; "),
         ("", "unknown arithmetic ''. First, llama.cpp, "),
