@@ -19,8 +19,6 @@ from tracediff.numerics.roundings import rounding_named
 AREA = Area()
 Activation = Callable[[Tensor], Tensor]
 _LOOK, _LINK = "which activation the model has there", "candle#3745"
-# ggml_gelu is the form with tanh; Hugging Face's "gelu" (falcon, gptneox, mpt) is that with erf.
-_LOOK_AT_ERF = f"{_LOOK}: llama.cpp has GELU (tanh) for checkpoints that say GELU (erf), too"
 # What kinds of ops activate with, and the same with a gate.
 _ALONE = MappingProxyType({"silu": "SiLU", "gelu": "GELU (tanh)", "gelu_erf": "GELU (erf)",
                            "gelu_quick": "quick GELU", "relu": "ReLU", "sigmoid": "sigmoid",
@@ -29,6 +27,9 @@ _GATED = MappingProxyType({"swiglu": "SiLU", "geglu": "GELU (tanh)", "geglu_erf"
                            "geglu_quick": "quick GELU", "reglu": "ReLU", "swiglu_oai": "quick GELU",
                            "swiglu_clamp": "SiLU"})  # fmt: skip
 GATED = Where(tuple(_GATED))
+# ggml_gelu is the form with tanh; Hugging Face's "gelu" (falcon, gptneox, mpt) is that with erf.
+_FORMS = ("GELU (erf)", "GELU (tanh)")
+_SAID_OF_ERF = ", which llama.cpp has for checkpoints that say GELU (erf), too"
 _FUNCTIONS: dict[str, Activation] = {words: KINDS[kind].function for kind, words in {**_ALONE, "tanh": "tanh"}.items()}
 _FUNCTIONS["squared ReLU"] = lambda x: x.clamp(min=0).square()
 _OF_GATES = {*_GATED.values(), "squared ReLU"}
@@ -44,10 +45,12 @@ def _instead(words: str, function: Activation) -> Change:
     """That activation in the place of an op's own."""
 
     def change(op: Op, _: Context) -> Variants:
-        if op.kind in _ALONE and _ALONE[op.kind] != words:
-            yield computing(op, function), f"{words} is used for {_ALONE[op.kind]}"
-        elif op.kind in _GATED and _GATED[op.kind] != words:
-            yield computing(op, _gated(op, lambda g, u: function(g) * u)), f"{words} is used for {_GATED[op.kind]}"
+        own = _ALONE.get(op.kind) or _GATED.get(op.kind)
+        said = f"{words} is used for {own}{_SAID_OF_ERF * ((words, own) == _FORMS)}"
+        if op.kind in _ALONE and own != words:
+            yield computing(op, function), said
+        elif op.kind in _GATED and own != words:
+            yield computing(op, _gated(op, lambda g, u: function(g) * u)), said
 
     return change
 
@@ -58,8 +61,7 @@ for _name, _words in {
     "act_relu_squared": "squared ReLU",
 }.items():  # fmt: skip
     _where = Where((*_ALONE, *_GATED) if _words in _OF_GATES else (*_ALONE,))
-    _look = _LOOK_AT_ERF if _name == "act_gelu" else _LOOK
-    AREA.mistake(_name, f"{_words} is used for another activation", _look, _where, _LINK)(
+    AREA.mistake(_name, f"{_words} is used for another activation", _LOOK, _where, _LINK)(
         _instead(_words, _FUNCTIONS[_words])
     )
 
