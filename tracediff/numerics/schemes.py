@@ -168,8 +168,9 @@ def _schemes() -> Iterator[Scheme]:
             yield other
     # An engine of somebody's own rounds activations as ggml does, and has no table of GELU.
     in_integers = [_matmul("activations", name) for name in _IN_CACHES]
-    halves = [a for a in attentions if a.name in {phrase("KV cache", name) for name in HALVES}]
-    yield from (_with(matmul, cache) for cache in halves for matmul in in_integers)
+    names = {*(phrase("KV cache", name) for name in HALVES), phrase("KV cache alone", "q8_0")}
+    caches = [a for a in attentions if a.name in names]
+    yield from (_with(matmul, cache) for cache in caches for matmul in in_integers)
     yield from (_with(exact, a) for a in attentions if a.values.accumulate == "f32" and a.values.stored not in TF32S)
 
 

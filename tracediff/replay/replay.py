@@ -187,8 +187,8 @@ class Replay:
         left 7e-10 of the token that was asked, without being so, and of others 2e-4.
         """
         if self._planner.is_segment(record):
-            elsewhere = {scheme for one in self.plan.choices.values() if one.settled for scheme in one.schemes}
-            candidates = [scheme for scheme in self._planner.candidates(record) if scheme in elsewhere]
+            elsewhere = (scheme for one in self.plan.choices.values() if one.settled for scheme in one.schemes)
+            candidates = [*self._planner.suiting([*dict.fromkeys(elsewhere)], record)]
         else:
             candidates = [*dict.fromkeys((*self._planner.candidates(record), *choice.alike))]
             if choice.schemes[0] not in candidates:  # but one that was composed
