@@ -62,10 +62,10 @@ def findings(model: Model, out: Path, ops: Sequence[Op], capture: str) -> list[s
     [
         ("attn_k_norm", "one", "all {} layers (seen in ffn_residual), in steps 1, 2: attn_k_norm: the input passes "
          "through unchanged, in steps of one token alone."),
-        ("attn_k_norm", "several", "all {} layers (seen in ffn_residual): attn_k_norm: the input passes through "
-         "unchanged, in steps of several tokens alone."),
-        ("attn_k_rope", "several", "all {} layers (seen in ffn_residual): attn_k_rope: the input passes through "
-         "unrotated, in steps of several tokens alone."),
+        pytest.param("attn_k_norm", "several", "all {} layers (seen in ffn_residual): attn_k_norm: the input passes "
+                     "through unchanged, in steps of several tokens alone.", marks=pytest.mark.slow),
+        pytest.param("attn_k_rope", "several", "all {} layers (seen in ffn_residual): attn_k_rope: the input passes "
+                     "through unrotated, in steps of several tokens alone.", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_mistake_in_keys_of_one_sort_of_steps_is_named(

@@ -28,9 +28,9 @@ def every_sort(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fuzz.Seed]:
 
 
 def test_no_mutant_ends_as_none_may() -> None:
-    ended, wrong = fuzz.fuzz(range(100), seed=1)
+    ended, wrong = fuzz.fuzz(range(60), seed=1)
     assert wrong == []
-    assert ended.total() == 100
+    assert ended.total() == 60
     assert {"refused", "read, undecided", "read, diverged"} <= set(ended)
 
 

@@ -482,7 +482,7 @@ def bits_rounded(x: torch.Tensor) -> torch.Tensor:
     [
         (bits_cut_off, {"add"}, "all", "attn_residual and ffn_residual in both layers"),
         (bits_cut_off, {"linear"}, "all", "all 15 matmuls"),
-        (bits_cut_off, {"linear"}, "layers", "output"),
+        pytest.param(bits_cut_off, {"linear"}, "layers", "output", marks=pytest.mark.slow),
         (bits_rounded, {"add", "linear"}, "all", None),
         (bits_rounded, {"add", "linear"}, "layers", None),
     ],
@@ -555,7 +555,7 @@ def with_a_scale_in_float16(x: torch.Tensor) -> torch.Tensor:
     return torch.round(x / scale) * scale.half().float()
 
 
-@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kept", "words"),
     [

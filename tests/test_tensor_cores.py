@@ -179,7 +179,7 @@ def measured() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("products", "dtype", "arithmetic"),
     [
-        ("tf32", "f32", "activations in TF32, sums on tensor cores"),
+        pytest.param("tf32", "f32", "activations in TF32, sums on tensor cores", marks=pytest.mark.slow),
         ("fp8", "bf16", "activations and weights in fp8 rows with float32 scales, sums on fp8 tensor cores"),
         pytest.param(
             "int8", "bf16", "activations and weights in int8 rows with float32 scales", marks=pytest.mark.slow
