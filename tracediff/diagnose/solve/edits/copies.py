@@ -35,12 +35,14 @@ def left_out(problem: Problem, solved: Solved) -> Solved:
     """The same with words that suit all ops whose last channels alone hold zeros or another value of the trace, as
     where channels are divided among threads and the rest is left over: what they hold is another in each op.
     """
-    shape = problem.loops.own.shape
-    wrong = np.any(problem.wrong.reshape(shape[0], -1), axis=0)
+    if problem.op.axes[:1] != ("T",):
+        return solved
+    n_tokens = problem.loops.own.shape[0]
+    wrong = np.any(problem.wrong.reshape(n_tokens, -1), axis=0)
     first = int(wrong.argmax())
     if first < len(wrong) / 2 or not wrong[first:].all():
         return solved
-    places = np.arange(problem.recorded.size).reshape(shape[0], -1)[:, first:].ravel()
+    places = np.arange(problem.recorded.size).reshape(n_tokens, -1)[:, first:].ravel()
     there = problem.recorded[places]
     more = {read for op in solved.ops for read in op.reads}.difference(problem.op.reads)
     others = [values for read in more if (values := problem.held(Read.of(*read))) is not None]
