@@ -199,17 +199,21 @@ def test_another_recurrence_of_a_state_space_is_named(words: str, tiny: Tiny, tm
     assert {op.cause.text if op.cause else op.shape for op in faulty} == {f"ssm_scan: {words}"}
 
 
+def said_of(model: Model, wrong: list[Op], out: Path) -> set[str | None]:
+    """What is said of an engine with these ops, which alone are faulty."""
+    faulty = check_trace(traced(model.graph.changed(*wrong), model.file, out / "a.trace"), model.path).faulty
+    assert {op.op for op in faulty} == {op.name for op in wrong}
+    return {op.cause.text if op.cause else op.shape for op in faulty}
+
+
 def test_an_epsilon_of_the_sum_that_is_added_to_the_mean_is_named(tiny: Tiny, tmp_path: Path) -> None:
     """Of queries and keys that are divided by their length: llama.cpp has a norm by the mean with a share of it."""
     model = Model(tiny("qwen3next"))
     norms = [op for op in model.graph if op.kind == "rms_norm" and not op.weights]
     n = norms[0].axes[-1]
     wrong = [op.with_attrs(eps=op.attrs["eps"] * n) for op in norms]
-    path = traced(model.graph.changed(*wrong), model.file, tmp_path / "a.trace")
-    faulty = check_trace(path, model.path).faulty
-    assert {op.op for op in faulty} == {op.name for op in wrong}
     eps = f"eps {wrong[0].attrs['eps']:g} is added to the mean of squares, where it belongs to their sum"
-    assert {op.cause.text if op.cause else op.shape for op in faulty} == {eps}
+    assert said_of(model, wrong, tmp_path) == {eps}
 
 
 def test_a_sum_of_squares_beyond_float16_is_named_in_any_norm(tiny: Tiny, tmp_path: Path) -> None:
@@ -244,11 +248,8 @@ def test_the_factor_in_a_sigmoid_is_fitted(
 
     model = Model(tiny(arch))
     wrong = [replace(op, function=function) for op in model.graph if op.kind == kind]
-    path = traced(model.graph.changed(*wrong), model.file, tmp_path / "a.trace")
-    faulty = check_trace(path, model.path).faulty
-    assert {op.op for op in faulty} == {op.name for op in wrong}
     words = f"the factor in the sigmoid is {beta:g} instead of {right:g}"
-    assert {op.cause.text if op.cause else op.shape for op in faulty} == {words}
+    assert said_of(model, wrong, tmp_path) == {words}
 
 
 def test_what_shows_in_values_and_in_the_state_is_one_finding(tiny: Tiny, tmp_path: Path) -> None:

@@ -41,16 +41,19 @@ def _gated(op: Op, function: Callable[[Tensor, Tensor], Tensor]) -> Callable[...
     return lambda gate, up, **_: function(gate.clamp(max=limit), up.clamp(-limit, limit) + raised)
 
 
+def _activating(op: Op, function: Activation) -> Callable[..., Tensor]:
+    """What the op makes with that activation, of its gate where it has one."""
+    return _gated(op, lambda gate, up: function(gate) * up) if op.kind in _GATED else function
+
+
 def _instead(words: str, function: Activation) -> Change:
     """That activation in the place of an op's own."""
 
     def change(op: Op, _: Context) -> Variants:
         own = _ALONE.get(op.kind) or _GATED.get(op.kind)
-        said = f"{words} is used for {own}{_SAID_OF_ERF * ((words, own) == _FORMS)}"
-        if op.kind in _ALONE and own != words:
-            yield computing(op, function), said
-        elif op.kind in _GATED and own != words:
-            yield computing(op, _gated(op, lambda g, u: function(g) * u)), said
+        if own not in (None, words):
+            said = f"{words} is used for {own}{_SAID_OF_ERF * ((words, own) == _FORMS)}"
+            yield computing(op, _activating(op, function)), said
 
     return change
 
@@ -183,10 +186,7 @@ def _factor(op: Op, context: Context) -> Variants:
     right = float(op.attrs.get("alpha", _BETA[op.kind]))
 
     def by(beta: float) -> Callable[..., Tensor]:
-        if op.kind == "sigmoid":
-            return lambda x: torch.sigmoid(beta * x)
-        alone: Activation = lambda x: x * torch.sigmoid(beta * x)  # noqa: E731
-        return _gated(op, lambda gate, up: alone(gate) * up) if op.kind in _GATED else alone
+        return _activating(op, lambda x: torch.sigmoid(beta * x) * (1 if op.kind == "sigmoid" else x))
 
     seen, number = context.seen, 1.1 * right
     if seen:
