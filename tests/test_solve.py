@@ -47,7 +47,7 @@ from tracediff.findings.mistakes import findings
 from tracediff.judge import Policy, judge
 from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.graph import Graph, Op, Weight
+from tracediff.model.graph import Graph, Op, Weight, sizes
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.names import Capture, kind_of, layer_of
@@ -92,6 +92,16 @@ def some_inputs(op: Op, seed: int = 0) -> list[torch.Tensor]:
     ]
 
 
+def test_loops_of_a_recurrence_go_on_with_its_state(models: Models) -> None:
+    weights = Weights(GGUFFile(models(TINY)))
+    op = Op("y", "gated_linear_attn", ("k", "v", "q", "gate", "state"), ("T",), attrs={"scale": 0.25})
+    random = torch.Generator().manual_seed(0)
+    given = [torch.rand(shape, generator=random, dtype=torch.float64) for shape in [(5, 2, 3)] * 4 + [(18,)]]
+    loops = bind(op, given, weights, EXACT)
+    assert loops
+    assert torch.allclose(torch.from_numpy(loops.output()), evaluate(op, given, weights), rtol=1e-12)
+
+
 def one_of_each(graph: Graph) -> list[Op]:
     return list({(op.kind, len(op.weights)): op for op in graph}.values())
 
@@ -117,6 +127,12 @@ def test_loops_compute_what_the_kinds_do(models: Models, family: str) -> None:
         ("minimax-m2", {"sigmoid"}),
         ("llama4", {"rms_norm"}),  # of queries and keys without a weight
         ("gpt-oss", {"rope", "linear_id"}),  # YaRN; with a bias of each expert
+        ("mamba", {"ssm_conv", "ssm_scan"}),
+        ("mamba2", {"ssm_scan"}),  # one decay for all of a head
+        ("qwen35", {"gated_delta_net"}),
+        ("kimi-linear", {"gated_delta_net"}),  # with a gate of each channel
+        ("rwkv6", {"rwkv_wkv6"}),
+        ("rwkv7", {"rwkv_wkv7"}),
     ],
 )
 def test_loops_of_lifted_ops_compute_what_the_kinds_do(tiny: Callable[[str], Path], arch: str, kinds: set[str]) -> None:
@@ -126,7 +142,8 @@ def test_loops_of_lifted_ops_compute_what_the_kinds_do(tiny: Callable[[str], Pat
     checked = set()
     for op in one_of_each(graph):
         if op.kind in kinds:
-            shapes = [graph[x].shape(3, 2) if x in graph else (3,) for x in op.inputs]
+            axes = [graph.axes_read(op, i) if x in graph else ("T",) for i, x in enumerate(op.inputs)]
+            shapes = [sizes(of, 3, 2) for of in axes]
             given = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
             if kinds >= {"linear_id"}:  # experts, or positions
                 given[1] = torch.randint(2, shapes[1], generator=random)

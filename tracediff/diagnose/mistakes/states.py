@@ -104,10 +104,13 @@ def _turned(predicted: Callable[..., Tensor]) -> Delta:
     """The delta rule with another change of what the state has where k points."""
 
     def step(s: Tensor, forget: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        after = s * forget + outer(predicted(s, s * forget, k, v, beta), k)
-        return after, times(after, q)
+        return _read(s * forget + outer(predicted(s, s * forget, k, v, beta), k), q)
 
     return step
+
+
+def _read(s: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    return s, times(s, q)
 
 
 def _early(s: Tensor, forget: Tensor, q: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,6 +132,10 @@ _DELTA: Mapping[str, Delta] = MappingProxyType({
     "what k finds is taken from the state before it forgets": _turned(lambda s, f, k, v, b: (v - times(s, k)) * b),
     "what k finds is not taken from v: k v^T is added": _turned(lambda s, f, k, v, b: v * b),
     "beta scales v, and not what k finds": _turned(lambda s, f, k, v, b: v * b - times(f, k)),
+    "beta (v - what k finds) is added along v's channels and k's exchanged": lambda s, f, q, k, v, b: (
+        _read(s * f + outer((v - times(s * f, k)) * b, k).mT, q)
+    ),
+    "the state decays by 1 + g, where by exp(g)": lambda s, f, *others: delta_step(s, 1 + torch.log(f), *others),
     "beta is left out": _turned(lambda s, f, k, v, b: v - times(f, k)),
     "q reads the state before k and v have changed it": _early,
     "the state does not forget": lambda s, forget, *others: delta_step(s, torch.ones_like(forget), *others),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tracediff.diagnose.solve.loops.arrays import CannotRunError, Flat
 from tracediff.diagnose.solve.loops.bound import bind, flat
-from tracediff.diagnose.solve.loops.kernels import Loops
+from tracediff.diagnose.solve.loops.loops import Loops
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Span, Weight
 from tracediff.model.weights import values_of

@@ -91,7 +91,9 @@ class Look:
         names = set.intersection(*(set(stored.variables) for stored in stores)) & program.restrictable
         loops = [stored.loops() for stored in stores]
         found = {name: np.concatenate([one[name] for one in loops]) for name in names}
-        return {**found, "at": np.concatenate([stored.at for stored in stores])}
+        found["at"] = np.concatenate([stored.at for stored in stores])
+        kept = found["at"] < n  # of states only the last may be
+        return {name: values[kept] for name, values in found.items()}
 
     def at(self, hypothesis: Bound, touches: Touches) -> Shares | None:
         """What a hypothesis gives that touches values or places; None where its loops cannot run."""
@@ -113,7 +115,7 @@ class Look:
             stores, beyond = hypothesis.stored(self.few, self._dtype)
             if beyond or not stores:
                 return beyond
-            at, values = _joined(stores)
+            at, values = _joined(stores, self.problem.exact.size)
         elif touches == "places" and "before" not in hypothesis.arrays:
             at, values = self._sent(hypothesis)
             unstored = self._zeros
@@ -194,7 +196,7 @@ class Look:
         stores, _ = hypothesis.stored(self.only, self._dtype)
         if not stores:
             raise CannotRunError("nothing is stored")
-        return _joined(stores)
+        return _joined(stores, self.problem.exact.size)
 
     def share(self, hypothesis: Bound, touches: Touches) -> float:
         """Of the squared error what a hypothesis leaves, by what is looked at, each up to a factor: numbers are fitted
@@ -254,6 +256,7 @@ class Look:
             known &= (values >= 0) & (values < size)
         own = np.zeros(len(known), int)
         own[known] = source[tuple(values[known] for values in at)]
+        known &= own >= 0
         return own, known
 
     @cached_property
@@ -264,14 +267,15 @@ class Look:
             loops = stored.loops()
             names = list(loops)
             source = np.zeros([int(values.max()) + 1 for values in loops.values()], int)
-            source[tuple(loops.values())] = stored.at
+            source[tuple(loops.values())] = np.where(stored.at < self.problem.exact.size, stored.at, -1)
             found.append((names, source))
         return found
 
 
-def _joined(stores: list[Stored]) -> tuple[np.ndarray, np.ndarray]:
+def _joined(stores: list[Stored], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """What is stored to an output of this size."""
     at, values = (np.concatenate([getattr(stored, x) for stored in stores]) for x in ("at", "values"))
-    return at, values
+    return (at, values) if at.max(initial=0) < size else (at[at < size], values[at < size])
 
 
 def _unlike(x: np.ndarray, y: np.ndarray) -> np.float64:

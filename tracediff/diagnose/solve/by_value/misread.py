@@ -229,6 +229,8 @@ def _vectors(problem: Problem) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     where none does, and how near they are.
     """
     bound, kind = problem.loops, problem.op.kind
+    if kind not in ("linear", "rms_norm"):
+        return
     y, exact, near = (v.reshape(int(bound.numbers["T"]), -1) for v in (problem.recorded, problem.exact, problem.near))
     if not np.isfinite(y).all() or not np.isfinite(exact).all():
         return

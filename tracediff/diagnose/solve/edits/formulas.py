@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
 from tracediff.diagnose.solve.by_value.maps import LOOK_AT_CACHE
 from tracediff.diagnose.solve.edit import Edit, Priced, Read, Touches
-from tracediff.diagnose.solve.edits.one_place import instead_of
+from tracediff.diagnose.solve.edits.one_place import instead_of, of_another_turn
 from tracediff.diagnose.solve.edits.several_places import in_several, touches_of, with_names
 from tracediff.diagnose.solve.loops.nodes import REAL_NUMBERS, Node, free, nodes, with_node
 from tracediff.diagnose.solve.loops.program import Program, parse
@@ -50,7 +51,7 @@ def _filling_and_kernel(source: str) -> Iterator[str]:
     """The loops up to those that fill a cache, if any do; and the last loops."""
     body = ast.parse(source).body
     for at, statement in enumerate(body[:-1]):
-        if isinstance(statement, ast.For):
+        if isinstance(statement, ast.For) and "cache[" in ast.unparse(statement):
             yield ast.unparse(ast.Module(body[: at + 1], []))
     yield ast.unparse(body[-1])
 
@@ -100,7 +101,7 @@ def edits(source: str, sizes: tuple[str, ...] = ()) -> list[Edit]:
     )
     found: dict[str, Edit] = {}
     for place in nodes(tree):
-        for new in instead_of(place, arrays):
+        for new in chain(instead_of(place, arrays), of_another_turn(place, program.recurring)):
             edit = _edited(program, place, new)
             found.setdefault(edit.source, edit)
     for edit in in_several(program, arrays, sizes):

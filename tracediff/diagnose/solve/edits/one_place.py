@@ -1,7 +1,7 @@
 """An edit at one place of some loops: what could stand there by mistake."""
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 
 from tracediff.diagnose.solve.loops.elementary import COMPARISONS, ELEMENTARY
@@ -49,7 +49,7 @@ def instead_of(place: Node, arrays: Sequence[str]) -> Iterator[ast.AST | None]:
     if isinstance(node, ast.expr) and _is_real(node, parent, names):
         yield ast.UnaryOp(ast.USub(), node)
     if isinstance(parent, ast.Subscript) and node is parent.slice:
-        yield from (ast.BinOp(node, op, ast.Constant(1)) for op in (ast.Add(), ast.Sub()))
+        yield from _neighbours(node)
     if isinstance(node, ast.Assign):
         yield from _other_stores(node, names)
 
@@ -69,6 +69,10 @@ def _other_operations(node: ast.BinOp, names: Mapping[str, str]) -> Iterator[ast
         # a - b * c where a * b * c belongs: the other operator binds last
         last = (ast.Add(), ast.Sub())
         yield from (ast.BinOp(a.left, other, ast.BinOp(a.right, op, b)) for other in last)
+    if isinstance(op, ast.Mult | ast.Div) and isinstance(a, ast.BinOp) and isinstance(a.op, ast.Add | ast.Sub):
+        yield ast.BinOp(a.left, a.op, ast.BinOp(a.right, op, b))  # a - b * c where (a - b) * c belongs
+    if isinstance(op, ast.Mult | ast.Div) and isinstance(b, ast.BinOp) and isinstance(b.op, ast.Add | ast.Sub):
+        yield ast.BinOp(ast.BinOp(a, op, b.left), b.op, b.right)
     if isinstance(op, ast.Sub | ast.Div | ast.Pow | ast.FloorDiv):
         yield ast.BinOp(b, op, a)
 
@@ -80,8 +84,20 @@ def _other_numbers(node: ast.Name, place: Node) -> Iterator[ast.expr]:
     yield from (ast.Name(other, ast.Load()) for other in alike)
     yield ast.Constant(0)
     if names[name] == "i" and not place.is_in("slice", ast.Subscript):
-        yield from (ast.BinOp(node, op(), ast.Constant(1)) for op in (ast.Add, ast.Sub))
+        yield from _neighbours(node)
         yield from _running_on(place, name)
+
+
+def of_another_turn(place: Node, recurring: Container[str]) -> Iterator[ast.expr]:
+    """What the turn before or after reads, of loops with a state: of all others the values tell which rows are read."""
+    match place.node:
+        case ast.Name(id=name, ctx=ast.Load()) if name in recurring and place.is_in("slice", ast.Subscript):
+            yield from _neighbours(place.node)
+
+
+def _neighbours(node: ast.expr) -> Iterator[ast.expr]:
+    """One more, and one less."""
+    yield from (ast.BinOp(node, op(), ast.Constant(1)) for op in (ast.Add, ast.Sub))
 
 
 def _running_on(place: Node, name: str) -> Iterator[ast.expr]:

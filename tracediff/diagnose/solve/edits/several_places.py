@@ -1,14 +1,18 @@
-"""Edits at several places of some loops at once: a name throughout, a value wherever it is read, two loops alike."""
+"""Edits at several places of some loops at once: a name throughout, a value wherever it is read, two loops alike, the
+order of statements.
+"""
 
 import ast
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 
 from tracediff.diagnose.solve.edit import Edit, Touches
 from tracediff.diagnose.solve.loops.elementary import ELEMENTARY
-from tracediff.diagnose.solve.loops.nodes import INTEGER_ARRAYS, REAL_NUMBERS, free
+from tracediff.diagnose.solve.loops.nodes import INTEGER_ARRAYS, REAL_NUMBERS, free, nodes, with_node
 from tracediff.diagnose.solve.loops.program import Program
+from tracediff.diagnose.solve.words.nouns import NAMED, NUMBERS
 
 _OF_STEP = ("past[0]",)  # numbers that every step has
 _STORED = re.compile(r"y\[(\(\w \* \w+ \+ \w\) \* \w+ \+ \w)\] = ")
@@ -23,6 +27,7 @@ def in_several(program: Program, arrays: Sequence[str], sizes: Sequence[str]) ->
     yield from _in_all_calls(tree)
     yield from _in_place(tree)
     yield from _packed(tree)
+    yield from _in_another_order(program)
     if program.reads_output:
         yield from _in_two_loops(tree)
 
@@ -125,3 +130,28 @@ def _packed(tree: ast.Module) -> Iterator[Edit]:
             edited = source.replace(stored[0], f"y[{place}] = ")
             edited = edited.replace(f"for {variable} in range({n}):", f"for {variable} in range({counted}):")
             yield Edit("", edited, "both")
+
+
+def _in_another_order(program: Program) -> Iterator[Edit]:
+    """A statement of a loop is computed before or after others: what it reads is not there yet, or another already."""
+    for place in nodes(program.tree):
+        if isinstance(loop := place.node, ast.For):
+            for i, moved in enumerate(loop.body):
+                others = [*loop.body[:i], *loop.body[i + 1 :]]
+                for at in (at for at in range(len(loop.body)) if at != i):
+                    edited = copy.copy(loop)
+                    edited.body = [*others[:at], moved, *others[at:]]
+                    when, passed = ("before", others[at]) if at < i else ("after", others[at - 1])
+                    source = ast.unparse(with_node(program.tree, place.path, edited))
+                    touches: Touches = "both" if program.reads_output else "values"
+                    yield Edit(f"{_made(moved)} is computed {when} {_made(passed)}", source, touches)
+
+
+def _made(statement: ast.stmt) -> str:
+    """What a statement, or a loop, computes first."""
+    target = next(node.targets[0] for node in ast.walk(statement) if isinstance(node, ast.Assign))
+    if isinstance(target, ast.Name):
+        return NAMED.get(target.id, NUMBERS.get(target.id, target.id))
+    assert isinstance(target, ast.Subscript)
+    assert isinstance(target.value, ast.Name)
+    return "the output" if target.value.id == "y" else f"the {target.value.id}"

@@ -170,6 +170,8 @@ def _fitting(problem: Problem, look: Look, source: str) -> tuple[list[int], int]
         return [], 0
     at, made = (np.moveaxis(x.reshape(stored.shape), axis, -1) for x in (stored.at, stored.values))
     n, at = made.shape[-1], at[..., 0].ravel()
+    if at.max(initial=0) >= problem.exact.size:  # a state that is not kept
+        return [], 0
     wrong = problem.wrong[at]
     fits = agree(problem.recorded[at, None], made.reshape(-1, n), problem.near[at, None])[wrong].all(0)
     return [int(i) for i in np.flatnonzero(fits)] if wrong.any() else [], n

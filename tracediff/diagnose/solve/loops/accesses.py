@@ -41,6 +41,9 @@ class _Places(Run):
     of_stores: bool = False
     found: list[Access] = field(default_factory=list)
 
+    def _is_in_turns(self, name: str, node: ast.For) -> bool:
+        return False
+
     def _range(self, name: str, counted: ast.expr, whole: bool) -> tuple[np.ndarray, Value]:
         values, inside = super()._range(name, counted, whole)
         n = values.size

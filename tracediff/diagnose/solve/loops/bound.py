@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tracediff.diagnose.solve.loops.arrays import Array, Flat, Prepared, Stored, is_dense
 from tracediff.diagnose.solve.loops.interpret import Run
-from tracediff.diagnose.solve.loops.kernels import Loops, loops_of
+from tracediff.diagnose.solve.loops.kernels import loops_of
+from tracediff.diagnose.solve.loops.loops import Loops
 from tracediff.diagnose.solve.loops.program import parse
 from tracediff.model.graph import Op, Weight
 from tracediff.model.weights import Weights

@@ -4,7 +4,8 @@ What runs: `for v in range(...)`, assignments to names and to array elements, ar
 elementary functions, and sum, max, min, first and last of a generator, or all parts of a sum: its upto and onwards, of
 the terms before each and from each on, its without and alone, of all but every nth and of these. A sum may be carried
 through turns of loops around it: each goes on from the one before. Reads beyond an array give 0, or what is asked for.
-Where several iterations store to one element the last one stays, in the order of the loops.
+Where several iterations store to one element the last one stays, in the order of the loops; where they go on with what
+those before left in an array they are run in turn.
 """
 
 import ast
@@ -111,8 +112,7 @@ class Run:
                     self._prepare(node)
                 case ast.For(target=ast.Name(id=name), iter=counted, body=inner):
                     with self._loop(name, counted) as (any_left, _):
-                        in_turn = self._in_turn and node in self.program.around_output
-                        if any_left and self._in_place and (in_turn or node in self.program.in_sequence):
+                        if any_left and self._is_in_turns(name, node):
                             self._one_by_one(name, inner)
                         elif any_left:
                             self._block(inner)
@@ -131,6 +131,12 @@ class Run:
                     pass
                 case _:
                     raise CannotRunError(ast.unparse(node))
+
+    def _is_in_turns(self, name: str, node: ast.For) -> bool:
+        """Whether the turns of a loop read what others stored."""
+        in_turn = self._in_turn and node in self.program.around_output
+        reads_output = self._in_place and (in_turn or node in self.program.in_sequence)
+        return reads_output or (not self.places_only and name in self.program.recurring)
 
     def _prepare(self, node: ast.For) -> None:
         """Runs a loop that stores to arrays of its own, or takes these from another run of it."""
@@ -194,6 +200,8 @@ class Run:
         values = np.arange(low, high, step)
         if name in self.only and not whole:
             wanted = self.only[name]  # in order, each once; np.intersect1d takes milliseconds
+            if name in self.program.recurring:
+                wanted = np.arange(low, wanted.max(initial=low - 1) + 1)
             values = wanted[(wanted >= low) & (wanted < high) & ((wanted - low) % step == 0)]
         values = values.reshape([-1 if axis == self.program.axes[name] else 1 for axis in range(self._rank)])
         if not isinstance(start, np.ndarray) and not isinstance(end, np.ndarray):
@@ -234,7 +242,11 @@ class Run:
         needed = int(places.max(initial=-1)) + 1
         if needed > self._most_turns:
             raise CannotRunError("too long")
-        array = self._local.get(name, np.zeros(0, self.dtype))
+        array = self._local.get(name)
+        if array is None:  # of a state the loops go on with what is handed to them
+            given = self.arrays.get(name)
+            array = np.zeros(0) if given is None else given.between(0, given.size)
+            array = array.astype(self.dtype)
         array = np.concatenate((array, np.zeros(max(0, needed - array.size), self.dtype)))
         array[places] = values
         self._local[name] = array
@@ -344,8 +356,9 @@ class Run:
         """A sum that goes on in every turn of these loops, the outermost first, and is never set to 0 in between."""
         if self._in_turn or self._mask is not True or not self.only.keys().isdisjoint(loops):
             raise CannotRunError("turns that are not all taken at once")
-        (generator,) = node.args
-        assert isinstance(generator, ast.GeneratorExp)
+        generator = node.args[0]
+        if not isinstance(generator, ast.GeneratorExp):  # the sum is another edit's: of turns, too
+            raise CannotRunError("turns of turns")
         loop = generator.generators[0]
         assert isinstance(loop.target, ast.Name)
         with self._loop(loop.target.id, loop.iter, whole=True) as (any_left, inside):

@@ -5,9 +5,11 @@ They are Python that runs as it stands; `interpret.py` runs them all at once. Ev
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
+from tracediff.diagnose.solve.loops.loops import Loops
+from tracediff.diagnose.solve.loops.recurrences import recurrence_of
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds.rope import yarn_correction_range
 
@@ -136,20 +138,6 @@ _OF_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_quick": "gelu_quick", "re
 _BINARY = {"add": "a[i] + {0}", "sub": "a[i] - {0}", "mul": "a[i] * {0}", "div": "a[i] / {0}"}
 
 
-@dataclass(frozen=True, slots=True)
-class Loops:
-    """The source, the names in it of the op's inputs and weights in their order, its numbers, and the output's shape.
-    `block` is a loop variable of which so many values are computed at a time.
-    """
-
-    source: str
-    inputs: tuple[str, ...]
-    weights: tuple[str, ...]
-    numbers: Mapping[str, float]
-    shape: tuple[int, ...]
-    block: tuple[str, int] | None = None
-
-
 def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
     """The loops of an op whose inputs have these shapes; None where no loops are written for it, or it has a function
     of its own. What it reads through a view has the view's shape.
@@ -188,7 +176,7 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
         case "weighted_values":
             (h, t, s), (_, g, d) = shapes
             return Loops(_VALUES, ("p", "v"), (), {"H": h, "T": t, "S": s, "P": s, "G": g, "D": d}, (t, h * d))
-    return _of_each(op, shapes)
+    return recurrence_of(op, shapes) or _of_each(op, shapes)
 
 
 def _of_each(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:

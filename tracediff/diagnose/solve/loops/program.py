@@ -91,8 +91,7 @@ class Program:
     @cached_property
     def reads_output(self) -> bool:
         """Whether what is stored to the output is read again: it is computed in place."""
-        subscripts = (n for n in self.nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load))
-        return any(isinstance(n.value, ast.Name) and n.value.id == "y" for n in subscripts)
+        return "y" in self._read
 
     @cached_property
     def around_output(self) -> Sequence[ast.For]:
@@ -116,6 +115,30 @@ class Program:
         return {node for node in self.nodes if isinstance(node, ast.For) and _reads_others(node.body)}
 
     @cached_property
+    def recurring(self) -> set[str]:
+        """Loop variables of which each turn goes on with what those before left in an array of the loops' own: with a
+        state.
+        """
+        found = set[str]()
+
+        def within(body: Sequence[ast.stmt], around: set[str]) -> None:
+            for node in body:
+                if isinstance(node, ast.For):
+                    assert isinstance(node.target, ast.Name)
+                    within(node.body, {*around, node.target.id})
+                elif isinstance(node, ast.Assign) and stores_to(node) in self._read - {"y"}:
+                    found.update(around - self._defining([node.targets[0]]))
+
+        within(self.tree.body, set())
+        return found
+
+    @cached_property
+    def _read(self) -> set[str]:
+        """The arrays that are read."""
+        reads = (n.value for n in self.nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load))
+        return {name.id for name in reads if isinstance(name, ast.Name)}
+
+    @cached_property
     def preparing(self) -> Mapping[ast.stmt, tuple[str, set[str]]]:
         """Outermost loops that store to arrays of their own alone: as text, with the names in them."""
         loops = (node for node in self.tree.body if isinstance(node, ast.For) and not self.stores_output(node))
@@ -123,11 +146,14 @@ class Program:
 
     @cached_property
     def restrictable(self) -> set[str]:
-        """Loop variables of which some values may be left out: no other of them reads what is stored at one."""
+        """Loop variables of which some values may be left out: no other of them reads what is stored at one, or those
+        before each that is wanted are taken, too.
+        """
         return {
             loop.target.id
             for loop, names in self._stored_in.items()
-            if names == {"y"} and isinstance(loop.target, ast.Name) and self._stands_alone(loop)
+            if isinstance(loop.target, ast.Name)
+            and (loop.target.id in self.recurring or (names == {"y"} and self._stands_alone(loop)))
         }
 
     @cached_property

@@ -48,6 +48,8 @@ class Names:
                 return stages.get(type(value), "the output")
             case ast.Subscript(value=ast.Name(id="cache")):
                 return CACHE
+            case ast.Subscript(value=ast.Name(id="state")):
+                return "the state"
         return "the output"
 
     def legend(self, *formulas: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+_STATE = {"t": "token", "h": "head", "d": "channel", "e": "channel of the key", "i": "value of the state"}
 # What the loop variables of each kind count.
 COUNTED: Mapping[str, Mapping[str, str]] = {
     "embedding": {"t": "token", "i": "channel"},
@@ -13,12 +14,22 @@ COUNTED: Mapping[str, Mapping[str, str]] = {
     "scores": {"h": "query head", "t": "query", "s": "key", "d": "channel", "c": "cached key", "i": "channel"},
     "softmax": {"h": "head", "t": "query", "s": "key"},
     "weighted_values": {"t": "token", "h": "head", "d": "channel", "s": "key", "c": "cached value", "i": "channel"},
+    "ssm_conv": {"t": "token", "c": "channel", "i": "tap"},
+    "ssm_scan": {**_STATE, "n": "channel of the state"},
+    "gated_delta_net": _STATE,
+    "gated_linear_attn": _STATE,
+    "rwkv_wkv6": _STATE,
+    "rwkv_wkv7": _STATE,
 }
 EACH = {"i": "value"}  # of all other kinds
 _NORM = {
     "x": (("row", "T"), ("channel", "n")), "y": (("row", "T"), ("channel", "n")),
     "w": (("channel", "n"),), "b": (("channel", "n"),),
 }  # fmt: skip
+_TOKENS = (("token", "T"), ("head", "H"), ("channel", "D"))
+_GROUPED = (("token", "T"), ("group", "groups"), ("channel", "D"))
+_RATES = (("token", "T"), ("head", "H"))
+_SQUARE = (("head", "H"), ("channel", "D"), ("channel of the key", "D"))
 # The axes of the arrays, with the names of the numbers that are their sizes.
 AXES: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {
     "embedding": {"y": (("token", "T"), ("channel", "n")), "table": (("row", ""), ("channel", "n"))},
@@ -50,6 +61,19 @@ AXES: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {
         "cache": (("position", "P"), ("value head", "G"), ("channel", "D")),
         "y": (("token", "T"), ("head", "H"), ("channel", "D")),
     },
+    "ssm_conv": {"x": (("channel", "n"), ("column", "columns")), "w": (("channel", "n"), ("tap", "taps"))},
+    "ssm_scan": {
+        "x": _TOKENS, "dt": _RATES,
+        **dict.fromkeys(("B", "C"), (("token", "T"), ("group", "groups"), ("channel", "N"))),
+        "state": (("head", "H"), ("channel", "D"), ("channel of the state", "N")),
+    },
+    "gated_delta_net": {
+        "q": _GROUPED, "k": _GROUPED, "v": _TOKENS, "gate": _RATES, "beta": _RATES, "state": _SQUARE,
+    },
+    **{
+        kind: {"state": _SQUARE, **dict.fromkeys(("k", "v", "q", "gate", "r", "decay", "a", "b"), _TOKENS)}
+        for kind in ("gated_linear_attn", "rwkv_wkv6", "rwkv_wkv7")
+    },
 }  # fmt: skip
 NUMBERS = {
     "T": "the number of tokens", "n": "the number of channels", "n_in": "the number of input channels",
@@ -61,12 +85,15 @@ NUMBERS = {
     "heads": "the number of heads", "queries": "the number of queries", "keys": "the number of keys",
     "channels": "the number of channels of a head", "width": "the width of a cached row",
     "slots": "the number of chosen experts", "row": "the number of values of a row",
+    "groups": "the number of groups", "N": "the number of channels of the state", "taps": "the number of taps",
+    "columns": "the number of columns", "held": "the number of values of the state",
     "past[0]": "the number of positions cached before the step", "P": "the number of cached positions",
 }  # fmt: skip
 NAMED = {
     "squares": "the sum of squares", "largest": "the maximum", "total": "the sum", "visible": "the number of keys seen",
     "here": "where a row is read", "there": "where a row is stored", "first": "a pair's first channel",
     "second": "a pair's second channel", "angle": "the angle", "mean": "the mean", "scale": "the scale",
+    "rate": "the rate", "found": "what the state holds there", "change": "the change of the state",
     "expert": "the expert", "part": "how much of a pair is interpolated",
 }  # fmt: skip
 SUMS = {"sum": "the sum", "max": "the largest", "min": "the smallest", "first": "the first", "last": "the last"}
