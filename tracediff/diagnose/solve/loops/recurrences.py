@@ -5,7 +5,7 @@ tokens, the latest first (ggml-cpu/ops.cpp).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tracediff.diagnose.solve.loops.loops import Loops
 from tracediff.model.graph import Op
@@ -127,7 +127,7 @@ def recurrence_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
 
 
 def _with_state(
-    op: Op, source: str, inputs: tuple[str, ...], weights: tuple[str, ...], numbers: dict[str, float], held: int
+    op: Op, source: str, inputs: tuple[str, ...], weights: tuple[str, ...], numbers: Mapping[str, float], held: int
 ) -> Loops:
     """Loops whose output is the values of all tokens, and after them states, each of as many values as are `held`."""
     values = int(numbers["T"] * numbers["H"] * numbers["D"])
