@@ -48,6 +48,7 @@ from tracediff.judge import Policy, judge
 from tracediff.model.families import build_graph, load_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op, Weight, sizes
+from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape
 from tracediff.model.weights import Weights
 from tracediff.names import Capture, kind_of, layer_of
@@ -57,6 +58,7 @@ from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import softmax, weighted_values
 from tracediff.numerics.kinds.linear import linear
 from tracediff.numerics.kinds.norm import rms_norm
+from tracediff.numerics.kinds.recurrent import delta_step, gated_delta_net, outer, times
 from tracediff.numerics.kinds.rope import Rope, rope_angles
 from tracediff.numerics.kinds.rope import rope as turned
 from tracediff.numerics.schemes import scheme_named
@@ -390,6 +392,43 @@ def explained(
     """The faulty ops of that trace."""
     replay = traced(path, folder, *changed, capture=capture, n_decode=n_decode)
     return [op for op in Explainer(replay).explain(judged(replay)) if op.status == "faulty"]
+
+
+def kept_beta(s: torch.Tensor, forget: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A delta rule without its parentheses: v - found * beta."""
+    q, k, v, beta = others
+    s = s * forget
+    s = s + outer(v - times(s, k) * beta, k)
+    return s, times(s, q)
+
+
+def read_first(s: torch.Tensor, forget: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A delta rule that reads its state before anything is done to it."""
+    return delta_step(s, forget, *others)[0], times(s, others[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (
+            kept_beta,
+            "gated_delta_net: the change of the state is computed with channels 128 to 255 of conv_output_silu - found"
+            " * beta_sigmoid, where (channels 128 to 255 of conv_output_silu - found) * beta_sigmoid belongs",
+        ),
+        (read_first, "gated_delta_net: the output is computed before the state"),
+    ],
+)
+def test_edits_of_a_recurrence_are_found(
+    step: Callable[..., tuple[torch.Tensor, torch.Tensor]], said: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = Model(tiny("qwen35"))
+    function = partial(gated_delta_net, step=step)
+    wrong = [replace(op, function=function) for op in model.graph if op.kind == "gated_delta_net"]
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", PROMPT, (DECODED,), (3,))
+    faulty = check_trace(path, model.path).faulty
+    assert {op.op for op in faulty} == {op.name for op in wrong}
+    assert {op.cause.text if op.cause else op.shape for op in faulty} == {said}
 
 
 def judged(replay: Replay) -> list[OpResult]:

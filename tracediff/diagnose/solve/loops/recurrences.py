@@ -95,11 +95,13 @@ _HANDED_ON = """
 def recurrence_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
     """The loops of an op with a state, whose inputs have these shapes; None where it has another sort."""
     first, *others = shapes
+    numbers: dict[str, float]
     match op.kind:
         case "ssm_conv":
             n, taps = op.weights[0].shape
-            numbers = {"T": first[1] - taps + 1, "n": n, "columns": first[1], "taps": taps}
-            return Loops(_CONV, ("x",), ("w",), numbers, (numbers["T"], n))
+            t = first[1] - taps + 1
+            numbers = {"T": t, "n": n, "columns": first[1], "taps": taps}
+            return Loops(_CONV, ("x",), ("w",), numbers, (t, n))
         case "ssm_scan":
             (t, h, d), *_, (_, groups, n) = others
             by_channel = math.prod(op.weights[0].shape) > h
