@@ -6,8 +6,9 @@ transformers, litgpt, LLMs-from-scratch, mlx-lm, ONNX Runtime, OpenVINO, bitsand
 optimum-quanto, CTranslate2 and tinygrad come from PyPI: what is not installed beside tracediff may lie in FOLDER, as
 may a clone of gpt-fast (`pip install --target FOLDER --no-deps litgpt lightning lightning-utilities torchmetrics
 llms-from-scratch requests mlx mlx-cpu mlx-lm onnx onnx-ir onnxruntime openvino bitsandbytes torchao compressed-tensors
-hqq loguru frozendict optimum-quanto ninja ctranslate2 pyyaml ml_dtypes flatbuffers protobuf tinygrad==0.13.0`; tinygrad
-calls clang). Any other engine takes part by a command that writes a trace itself, as with emitters/c: {model}, {tokens}
+hqq termcolor loguru frozendict optimum-quanto ninja ctranslate2 pyyaml ml_dtypes flatbuffers protobuf
+tinygrad==0.13.0`; tinygrad calls clang).
+Any other engine takes part by a command that writes a trace itself, as with emitters/c: {model}, {tokens}
 and {out} in it become the GGUF file, the prompt's ids with commas between, and the trace (`c_engines.py` runs C engines
 from their source so). A model that it cannot run it refuses with exit code 77. Each engine has a process of its own.
 """

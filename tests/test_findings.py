@@ -200,11 +200,9 @@ def test_what_is_explained_comes_first_and_shapes_are_of_the_op_that_they_are_of
     ]
 
 
-@pytest.mark.parametrize("mistake", ["norm_scaled", ""])
-def test_a_wrong_weight_and_the_ops_that_it_spoils_are_one(mistake: str) -> None:
-    """Whether the ops are explained by the same mistake, or by none."""
+def test_a_wrong_weight_and_the_ops_that_it_spoils_are_one() -> None:
     names = ("blk.0.attn_norm", "blk.1.attn_norm", "blk.2.attn_norm")
-    ops = [faulty(op, mistake, "multiplied by 0.14") if op.op in names else op for op in model()]
+    ops = [faulty(op, "norm_scaled", "multiplied by 0.14") if op.op in names else op for op in model()]
     weights = tuple(wrong_weight(f"{name}.weight", "multiplied by 0.14", "norm_scaled") for name in names)
     (found,) = findings(ops, weights)
     assert found.text == (
@@ -220,6 +218,15 @@ def test_another_mistake_in_the_same_op_stays_apart() -> None:
     assert texts([op], (weight,)) == [
         "output_norm.weight: wrong in memory: 1 was added to every value.",
         "output_norm: eps is 1e-05 instead of 1e-06.",
+    ]
+
+
+def test_an_op_that_a_wrong_weight_does_not_explain_stays_apart() -> None:
+    """Judged with the weight as it is held, it is as wrong."""
+    op, weight = faulty(sound("output_norm"), shape="all values are NaN"), wrong_weight("output_norm.weight", "doubled")
+    assert texts([op], (weight,)) == [
+        "output_norm.weight: wrong in memory: doubled.",
+        "output_norm: wrong, and no known mistake explains it (all values are NaN).",
     ]
 
 

@@ -1065,15 +1065,25 @@ def test_norm_weights_that_were_not_recorded_are_found_to_be_half_precision(mode
     assert said(result, "rms_norm") == {"norm weights in float16"}
 
 
-@pytest.mark.parametrize(("size", "words"), [(64, "groups of 64"), (16, "groups of 16"), (128, "whole rows")])
-def test_a_recorded_weight_is_recognised_as_requantised(size: int, words: str, models: Models, tmp_path: Path) -> None:
-    """And the op is judged with it: no arithmetic needs to be found for it."""
+@pytest.mark.parametrize(
+    ("size", "words", "columns"),
+    [(64, "groups of 64", False), (16, "groups of 16", False), (128, "whole rows", False),
+     (32, "groups of 32 along columns", True)],
+)  # fmt: skip
+def test_a_recorded_weight_is_recognised_as_requantised(
+    size: int, words: str, columns: bool, models: Models, tmp_path: Path
+) -> None:
+    """And the op is judged with it: no arithmetic needs to be found for it. Who holds a matrix transposed has groups of
+    columns.
+    """
 
     def requantised(name: str, values: np.ndarray) -> np.ndarray | None:
         if name != "blk.1.attn_q.weight":
             return None
-        q, d = quantised(values, size)
-        return (q * d).reshape(values.shape).astype(np.float32)
+        held = np.ascontiguousarray(values.T) if columns else values
+        q, d = quantised(held, size)
+        held = (q * d).reshape(held.shape).astype(np.float32)
+        return np.ascontiguousarray(held.T) if columns else held
 
     model, trace = models(SHAPE, "F32"), tmp_path / "weights.trace"
     traced(model, trace, held=requantised)

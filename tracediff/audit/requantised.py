@@ -24,20 +24,29 @@ _WORDS = {  # of roundings, by their names
 def requantised_as(expected: np.ndarray, held: np.ndarray) -> str | None:
     """In words the requantisation of `expected`, a matrix [n_out, n_in], that `held` is, with its error; None for none.
 
-    Each group of a row's values has a scale of its own. Groups may have any size that divides the row.
+    Each group of a row's values has a scale of its own, or of a column's, where an engine holds matrices transposed.
+    Groups may have any size that divides the row.
     """
     if expected.ndim != 2:
         return None
-    rows, few = held.reshape(expected.shape), slice(ROWS)
-    known = (
-        words
-        for words, rounding in _requantisations(expected.shape[1])
-        if _is(rounding, expected[few], rows[few]) and _is(rounding, expected, rows)
-    )
-    if not (words := next(known, None) or unlisted(expected, rows)):
+    rows = held.reshape(expected.shape)
+    words = _known(expected, rows)
+    if not words and (down := _known(expected.T, rows.T)):
+        words = down.replace("rows", "columns") if "rows" in down else f"{down} along columns"
+    if not (words := words or unlisted(expected, rows)):
         return None
     error = residual(expected.reshape(-1), held.reshape(-1)) ** 2
     return f"as {words} of the right values would be (NMSE {error:.1e})"
+
+
+def _known(expected: np.ndarray, held: np.ndarray) -> str | None:
+    few = slice(ROWS)
+    known = (
+        words
+        for words, rounding in _requantisations(expected.shape[1])
+        if _is(rounding, expected[few], held[few]) and _is(rounding, expected, held)
+    )
+    return next(known, None)
 
 
 def _is(rounding: str, expected: np.ndarray, held: np.ndarray) -> bool:
@@ -45,7 +54,7 @@ def _is(rounding: str, expected: np.ndarray, held: np.ndarray) -> bool:
 
     from tracediff.numerics.roundings import rounding_named
 
-    right, of = torch.from_numpy(expected.astype(np.float32)), rounding_named(rounding)
+    right, of = torch.from_numpy(np.ascontiguousarray(expected, np.float32)), rounding_named(rounding)
     kept, step = of(right).numpy(), of.step(right).numpy()
     left = residual(kept.reshape(-1), held.reshape(-1))
     most = _LEFT * residual(expected.reshape(-1), held.reshape(-1))

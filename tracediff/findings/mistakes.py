@@ -97,15 +97,14 @@ def _of_weights(weights: Iterable[WeightResult]) -> list[_Group]:
 
 
 def _merged(of_ops: list[_Group], of_weights: list[_Group], ops: Sequence[OpResult]) -> list[_Group]:
-    """Ops that are wrong because a weight is, in replay or as nothing else explains them: one with it."""
+    """Ops that are wrong because a weight is: one with it."""
     left = [*of_ops]
     for group in of_weights:
         wrong = {weight.weight for weight in group.weights}
         group.ops += [op for op in ops if wrong.intersection(op.held)]
         for other in [*left]:
-            alone = all(not op.local or (len(op.local.segment) == 1 and not op.held) for op in other.ops)
             by_these = all(_weights_of(op) & wrong for op in other.ops)
-            if by_these and (other.mistake == group.mistake or (other.mistake is None and alone)):
+            if by_these and other.mistake and other.mistake == group.mistake:
                 group.ops += [op for op in other.ops if not wrong.intersection(op.held)]  # those are there already
                 group.look = group.look or other.look
                 left.remove(other)

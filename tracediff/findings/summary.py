@@ -38,7 +38,10 @@ def details(result: Result) -> Iterator[str]:
         yield from _resolving(result)
     elif result.first_divergence and result.first_divergence.reason == "local":
         op = _first(result)
-        another = ", of another mistake" if result.findings and op.op not in result.findings[0].ops else ""
+        # What nothing explains may come of the same one.
+        own = next((one for one in result.findings if op.op in one.ops), None)
+        is_another = own and own is not result.findings[0] and own.mistake and result.findings[0].mistake
+        another = ", of another mistake" if is_another else ""
         at = f"first at {op.op}{in_step(op.step, result)}{another}"
         if op.local:
             undone = f", with the cause undone {number(op.cause.nmse)}" if op.cause else ""

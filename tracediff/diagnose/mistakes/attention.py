@@ -284,7 +284,7 @@ def _no_alibi(op: Op, _: Context) -> Variants:
 
 @AREA.mistake(
     "alibi_slopes", "heads multiply ALiBi's distances with other slopes",
-    "the slopes where heads are no power of two, and the exponent of the first", SOFTMAX,
+    "ALiBi's slopes: their sign, those of heads that are no power of two, and the exponent of the first", SOFTMAX,
 )  # fmt: skip
 def _slopes(op: Op, context: Context) -> Variants:
     most, heads = op.attrs.get("max_bias"), context.graph.axes_read(op, 0)[0]

@@ -101,8 +101,9 @@ def _fitted(
 
 
 @AREA.mistake(
-    "rope_factors_ignored", "the frequency factors of rope_freqs.weight are ignored",
-    "whether rope_freqs.weight divides the frequencies (Llama 3.1 and later)", ROPE, "llama.cpp#8676",
+    "rope_factors_ignored", "the frequency factors of a file are ignored",
+    "whether rope_freqs.weight (Llama 3.1 and later), or rope_factors_*.weight (phi3), divides the frequencies", ROPE,
+    "llama.cpp#8676",
 )  # fmt: skip
 def _no_factors(op: Op, _: Context) -> Variants:
     if op.weights:
@@ -110,8 +111,8 @@ def _no_factors(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
-    "rope_factors_multiplied", "frequencies are multiplied by the factors of rope_freqs.weight",
-    "whether rope_freqs.weight divides the frequencies: its factors are those of wavelengths", ROPE,
+    "rope_factors_multiplied", "frequencies are multiplied by a file's factors",
+    "whether the file's factors divide the frequencies: they are those of wavelengths", ROPE,
 )  # fmt: skip
 def _multiplied(op: Op, _: Context) -> Variants:
     if op.weights:
