@@ -1,12 +1,14 @@
 """Mistakes in the embedding."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.mistake import Area, Context, Seen, Variant, Variants, Where, computing
+from tracediff.diagnose.rearranged import Reread
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op
 from tracediff.model.weights import reading, values_of
@@ -49,6 +51,25 @@ def _embedding_row_off(op: Op, _: Context) -> Variants:
             return (ids + by) % len(ids)
 
         yield _other_rows(op, rows), f"{what} t has row t {'+' if by > 0 else '-'} {abs(by)} of {op.weights[0].name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Restarting(Reread):
+    """Positions are counted from the step's first token on: `Op.rework`."""
+
+    def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the step, the first at 0."""
+        (positions,) = inputs
+        return [positions - positions.flatten()[0]]
+
+
+@AREA.mistake(
+    "positions_restart", "each step looks its positions up from the table's first row on",
+    "the position ids of later chunks and of decode steps", Where(("embedding",)),
+)  # fmt: skip
+def _restarting(op: Op, _: Context) -> Variants:
+    if op.inputs[0] == "positions":
+        yield replace(op, rework=_Restarting()), f"positions of each step begin at row 0 of {op.weights[0].name}"
 
 
 @AREA.mistake(

@@ -99,6 +99,9 @@ def verified(problem: Problem, priced: Priced) -> Solved | None:
         except CannotRunError:
             return None
         something = np.count_nonzero(problem.recorded[problem.wrong])  # zeros are left by many an edit
+        # Nor is what most wrong values follow from beyond an array, be it 0 as they say: of uniform weights, say.
+        if np.count_nonzero(problem.wrong[unknown]) > np.count_nonzero(problem.wrong) / 2:
+            return None
         if len(untold) > something / 2 or (len(unknown) and problem.is_told):
             return None
         if len(untold):

@@ -212,6 +212,8 @@ class Kind:
         """Names of the `n` axes of a value of this kind; heads may lie side by side, and any kind may be of scores."""
         if n == 3 and op.axes[1:] == ("T", "S"):
             return "head", "token", "key"
+        if n == 3 and op.axes[1:2] == ("T",):  # products of each head
+            return "head", "token", "channel"
         if n == 3 and axes_of(op.name, n)[1] == "slot":
             return axes_of(op.name, n)
         if n == len(op.axes) and "T" not in op.axes:  # a state; what a convolution leaves: tokens are columns
