@@ -394,6 +394,23 @@ def explained(
     return [op for op in Explainer(replay).explain(judged(replay)) if op.status == "faulty"]
 
 
+def test_a_variance_of_another_row_is_found(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """As where a norm computes that of its first row alone; weights and biases are its own."""
+
+    def normed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, eps: float) -> torch.Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / torch.sqrt(centred[:1].square().mean(-1, keepdim=True) + eps) * weight + bias
+
+    model = Model(tiny("gpt2"))
+    wrong = [replace(op, function=normed) for op in model.graph if op.kind == "layer_norm"]
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", PROMPT, (DECODED,))
+    faulty = check_trace(path, model.path).faulty
+    assert {op.op for op in faulty} == {op.name for op in wrong}
+    assert {op.cause.text if op.cause else op.shape for op in faulty} == {
+        "of the variances, every token has that of token 0"
+    }
+
+
 def kept_beta(s: torch.Tensor, forget: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A delta rule without its parentheses: v - found * beta."""
     q, k, v, beta = others

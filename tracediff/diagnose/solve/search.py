@@ -99,9 +99,6 @@ def verified(problem: Problem, priced: Priced) -> Solved | None:
         except CannotRunError:
             return None
         something = np.count_nonzero(problem.recorded[problem.wrong])  # zeros are left by many an edit
-        # Nor is what most wrong values follow from beyond an array, be it 0 as they say: of uniform weights, say.
-        if np.count_nonzero(problem.wrong[unknown]) > np.count_nonzero(problem.wrong) / 2:
-            return None
         if len(untold) > something / 2 or (len(unknown) and problem.is_told):
             return None
         if len(untold):
@@ -180,7 +177,10 @@ def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
         if _is_as_true_of_the_right(problem, priced.edit):
             continue
         try:
-            fits = agree(problem.recorded, bound.output().ravel(), problem.near)
+            made, beyond = bound.computed()
+            fits = agree(problem.recorded, made.ravel(), problem.near)
+            if beyond:  # in a region any number may be there: of scores that are 0 weights are alike
+                fits[bound.from_beyond(made)] = False
         except CannotRunError:
             continue
         for region in regions:

@@ -1,4 +1,4 @@
-"""A norm that divides by another root mean square than its row's own: of another row, or of another value.
+"""A norm that divides by another root mean square, or deviation, than its row's own: of another row, or value.
 
 Kernels that compute it apart hand it on in a buffer, which is indexed by token and head, and which the norm before has
 used. What each row is off by tells the mean of squares that was taken.
@@ -19,9 +19,10 @@ from tracediff.numerics.evaluate import computed, evaluate, noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Made
 
-_LOOK = "where the root mean square is computed, kept and indexed: by token, and by head"
+_LOOK = "where the root mean square, or the deviation, is computed, kept and indexed: by token, and by head"
 _SAME = 1e-5  # of a mean of squares: a look, no verdict
 _BITS = 14.0
+_MEANS = {"rms_norm": ("mean of squares", "means of squares"), "layer_norm": ("variance", "variances")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class OtherSquares:
     def compute(self, call: Call) -> Tensor:
         """The output."""
         right = self._right(call.op)
-        return computed(right, call, call.inputs[:1]) * self._factors(right, call.inputs)
+        y = computed(right, call, call.inputs[:1]) * self._factors(right, call.inputs)
+        return y + call.weights.load(call.op.weights[1]) if len(call.op.weights) > 1 else y
 
     def noise(self, made: Made) -> Noise:
         """That of the right op times as much; of another sum of squares as much again."""
@@ -47,13 +49,14 @@ class OtherSquares:
         return replace(own, sigma=2 * own.sigma * factors, hard=2 * own.hard * factors + made.stored)
 
     def _right(self, op: Op) -> Op:
-        return replace(op.reading_only(1), rework=None)
+        """The right op, before a bias is added."""
+        return replace(op.reading_only(1), weights=op.weights[:1], rework=None)
 
     def _factors(self, op: Op, inputs: Sequence[Tensor]) -> Tensor:
         x, other = inputs[0], inputs[1]
         eps = op.attrs["eps"]
-        own = x.square().mean(-1, keepdim=True) + eps
-        taken = means(other, len(x), self.parts) + eps
+        own = means(op, x, len(x), x[0].numel() // x.shape[-1]).reshape(*x.shape[:-1], 1) + eps
+        taken = means(op, other, len(x), self.parts) + eps
         if self.map is not None:
             source = torch.from_numpy(self.map.of(taken.shape[self.axis])).clamp(min=0)
             taken = taken.index_select(self.axis, source.to(x.device))
@@ -61,19 +64,21 @@ class OtherSquares:
         return torch.sqrt(own / taken[:, :rows].reshape(own.shape))
 
 
-def means(x: Tensor, n_tokens: int, parts: int) -> Tensor:
-    """The means of squares of so many parts of each token, [T, parts]."""
-    return x.reshape(n_tokens, parts, -1).square().mean(-1)
+def means(norm: Op, x: Tensor, n_tokens: int, parts: int) -> Tensor:
+    """The means of squares, or variances, of so many parts of each token, [T, parts], as the norm has them."""
+    x = x.reshape(n_tokens, parts, -1)
+    return (x - x.mean(-1, keepdim=True) if norm.kind == "layer_norm" else x).square().mean(-1)
 
 
 def variants(problem: Problem) -> Iterator[Solved]:
     """Whose mean of squares each row has, where that is found."""
-    if problem.op.kind != "rms_norm" or len(problem.op.inputs) != 1:
+    op = problem.op
+    if op.kind not in _MEANS or len(op.inputs) != 1:
         return
     *rows, n = problem.loops.own.shape
     n_tokens, n_rows = rows[0], rows[1] if len(rows) > 1 else 1
     x = torch.from_numpy(problem.loops.arrays["x"].take(np.arange(problem.exact.size)))
-    own, eps = means(x, n_tokens, n_rows).numpy(), problem.op.attrs["eps"]
+    own, eps = means(op, x, n_tokens, n_rows).numpy(), op.attrs["eps"]
     taken = _taken(problem, own + eps, n)
     if taken is None:
         return
@@ -82,7 +87,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
         for how in named(source) if source is not None else ():
             said = how.words(noun, own.shape[axis]).replace("the values of", "that of")
             yield _solved(
-                problem, problem.op.inputs[0], OtherSquares(n_rows, how, axis), f"of the means of squares, {said}"
+                problem, op.inputs[0], OtherSquares(n_rows, how, axis), f"of the {_MEANS[op.kind][1]}, {said}"
             )
     for name in problem.earlier:
         yield from _of_another(problem, name, taken - eps, n)
@@ -91,6 +96,9 @@ def variants(problem: Problem) -> Iterator[Solved]:
 def _taken(problem: Problem, right: np.ndarray, n: int) -> np.ndarray | None:
     """The mean of squares, eps included, that each row was divided by, [T, rows]; None where rows are no multiples."""
     recorded, exact = problem.recorded.reshape(-1, n), problem.exact.reshape(-1, n)
+    if len(problem.op.weights) > 1:
+        bias = problem.loops.arrays["b"].take(np.arange(n))
+        recorded, exact = recorded - bias, exact - bias
     sizes = np.square(exact).sum(1)
     if not np.isfinite(recorded).all() or not sizes.all():
         return None
@@ -108,11 +116,11 @@ def _of_another(problem: Problem, name: str, taken: np.ndarray, n: int) -> Itera
     for parts in dict.fromkeys((width // n, n_rows)):
         if parts < n_rows or width % parts:
             continue
-        found = means(torch.from_numpy(values), n_tokens, parts).numpy()[:, :n_rows]
+        found = means(problem.op, torch.from_numpy(values), n_tokens, parts).numpy()[:, :n_rows]
         if (np.abs(found - taken) <= _SAME * taken).all():
             other, own = (Read(value).words(problem.op) for value in (name, problem.op.inputs[0]))
             cut = f", in {parts} parts," if parts > 1 and width // parts != n else ""
-            words = f"the mean of squares is that of {other}{cut} where that of {own} belongs"
+            words = f"the {_MEANS[problem.op.kind][0]} is that of {other}{cut} where that of {own} belongs"
             yield _solved(problem, name, OtherSquares(parts), words)
 
 

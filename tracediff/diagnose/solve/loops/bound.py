@@ -127,10 +127,14 @@ class Bound:
         """Places of values in the output `y` that follow from what lies beyond the arrays; none if these are many of
         those that are stored: what was there before tells nothing of the loops.
         """
+        there = self.from_beyond(y)
+        return there if len(there) <= _MOST * len(self.stored_places()) else there[:0]
+
+    def from_beyond(self, y: np.ndarray) -> np.ndarray:
+        """Places of values in the output `y` that are others where something else lies beyond the arrays."""
         other = replace(self, beyond=SOMETHING).output()
         with np.errstate(invalid="ignore"):
-            there = np.flatnonzero((y != other) & ~(np.isnan(y) & np.isnan(other)))
-        return there if len(there) <= _MOST * len(self.stored_places()) else there[:0]
+            return np.flatnonzero((y != other) & ~(np.isnan(y) & np.isnan(other)))
 
     def measured(self) -> tuple[np.ndarray, np.ndarray]:
         """The output in float64, and how far float32 is from it. What overflows float32 does so here too."""

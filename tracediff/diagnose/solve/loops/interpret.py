@@ -313,15 +313,19 @@ class Run:
             self._touched.read(at, self._turn())
         if not at.size or not array.size:
             self.went_beyond |= bool(at.size)
-            return np.full(at.shape, self.beyond, self.dtype)
+            return self._beyond(at).astype(self.dtype)
         if at.min() >= 0 and at.max() < array.size:
             values = array.take(at)
         else:
             self.went_beyond = True
             inside = (at >= 0) & (at < array.size)
-            values = np.where(inside, array.take(np.where(inside, at, 0)), self.beyond)
+            values = np.where(inside, array.take(np.where(inside, at, 0)), self._beyond(at))
             values = values if name not in INTEGER_ARRAYS else values.astype(int)
         return self._typed(values)
+
+    def _beyond(self, at: np.ndarray) -> np.ndarray:
+        """Other numbers at other places: of like ones a softmax makes what it makes of zeros."""
+        return self.beyond * (1.0 + at % 7)
 
     def _typed(self, values: np.ndarray) -> np.ndarray:
         return values if kind(values) == "i" else values.astype(self.dtype, copy=False)
@@ -357,8 +361,9 @@ class Run:
         if self._in_turn or self._mask is not True or not self.only.keys().isdisjoint(loops):
             raise CannotRunError("turns that are not all taken at once")
         generator = node.args[0]
-        if not isinstance(generator, ast.GeneratorExp):  # the sum is another edit's: of turns, too
-            raise CannotRunError("turns of turns")
+        # Another edit of these loops may have changed the sum, or the names of the loops.
+        if not isinstance(generator, ast.GeneratorExp) or not self.program.axes.keys() >= set(loops):
+            raise CannotRunError("turns of what is no loop")
         loop = generator.generators[0]
         assert isinstance(loop.target, ast.Name)
         with self._loop(loop.target.id, loop.iter, whole=True) as (any_left, inside):

@@ -112,16 +112,16 @@ class Speaker(Names):
         if said:
             terms, left, one = said
             return f"{terms}{of} {'is' if one else 'are'} {verb}{left}"
-        bounds = [self._bounds(call) for call in (new, old)]
+        bounds = self._bounds(new, edited), self._bounds(old, self.right)
         return f"{plural(noun)} {bounds[0]}{of} are {verb}, where {bounds[1]} belong{self.legend(*bounds)}"
 
     def _taken(self, noun: str, old: ast.Call, new: ast.Call, edited: Bound) -> tuple[str, str, bool] | None:
         follows = bool(names_in(*old.args) & names_in(*new.args))
         return taken(noun, range_of(old, self.right), range_of(new, edited), follows)
 
-    def _bounds(self, call: ast.Call) -> str:
+    def _bounds(self, call: ast.Call, bound: Bound) -> str:
         start, end = ([ast.Constant(0), *call.args] if len(call.args) == 1 else call.args)[:2]
-        return f"{self.printed(start)} to before {self.printed(end)}"
+        return f"{self._count(start, bound)} to before {self._count(end, bound)}"
 
     # --- values
 
@@ -182,7 +182,7 @@ class Speaker(Names):
         said = self._taken(noun, old, new, edited)
         if said:
             return f"{whole} takes {said[0]}{said[1]}"
-        bounds = f"{self._bounds(new)}, where {self._bounds(old)} belong"
+        bounds = f"{self._bounds(new, edited)}, where {self._bounds(old, self.right)} belong"
         return f"{whole} takes {plural(noun)} {bounds}{self.legend(bounds)}"
 
     def _mask(self, old: ast.expr, new: ast.expr, edited: Bound, said: str, belongs: str) -> str:
