@@ -79,7 +79,7 @@ PLANTED = {
     "mamba2": ("conv_reversed", "rate_without_softplus", "decay_as_logarithm", "state_not_carried@blk.1.conv_state",
                "gate_after_norm", "act_ungated", "written_once@blk.1.conv_state_next",
                "conv_window_misplaced", "state_of_another_layer@blk.0.conv_state", "scan_groups",
-               "state_space", "bias_twice@blk.1.ssm_dt"),
+               "state_space", "bias_twice@blk.1.ssm_dt", "parts_off_by_one@blk.1.ssm_scan"),
     "granitemoe": ("rope_factors_multiplied", "factor_of_another_term"),
     "hunyuan-dense": ("norm_before_rope@blk.1.attn_q_norm",),
     "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2",),

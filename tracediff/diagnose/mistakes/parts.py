@@ -31,6 +31,28 @@ def _exchanged(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
+    "parts_off_by_one", "a part of a fused value begins a channel early or late",
+    "the sizes of the parts into which a fused projection is split", Where(),
+)  # fmt: skip
+def _off_by_one(op: Op, context: Context) -> Variants:
+    graph = context.graph
+    for by in (-1, 1):
+        shifted: dict[str, list[tuple[int, View, View]]] = {}  # an op may read several, of one value
+        for position, name, own in _parts(op):
+            row = math.prod(n for n in graph[name].axes if isinstance(n, int)) if name in graph else 0
+            assert isinstance(own.offset, int)
+            if own.offset and _size(own) and own.offset + by + _reach(own) < row:
+                shifted.setdefault(name, []).append((position, own, replace(own, offset=own.offset + by)))
+        for name, parts in shifted.items():
+            for some in ([parts] if len(parts) > 1 else []) + [[part] for part in parts]:
+                read, belong = (
+                    " and ".join(map(_run, views)) for views in ([x[2] for x in some], [x[1] for x in some])
+                )
+                words = f"channels {read} of {local_name(name)} are read where {belong} belong"
+                yield op.seeing({position: other for position, _, other in some}), words
+
+
+@AREA.mistake(
     "parts_in_another_order", "a value is split into its parts in another order",
     "the order in which a fused projection, or each of its heads, is split", Where(),
 )  # fmt: skip
