@@ -640,6 +640,16 @@ def test_what_is_said_of_an_error_is_of_the_error_and_not_of_what_is_right() -> 
     assert "in another order" not in describe(many + 3e-3 * many.flip(0) * (many > 0), many, axes)
 
 
+def test_an_activation_that_is_approximated_is_said_to_follow_from_its_input() -> None:
+    """As where tanh is a polynomial: in a gate, too, whose second value scales what it is off by."""
+    x, up = (torch.randn(17, 64, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in (0, 1))
+    exact, by = torch.nn.functional.silu(x), 1e-3 * torch.sin(3 * x)
+    said = "it is off by what follows from its input alone, as another function is, at most "
+    assert said in describe(exact + by, exact, ("token", "channel"), inputs=[x])
+    assert said in describe((exact + by) * up, exact * up, ("token", "channel"), inputs=[x, up])
+    assert said not in describe(exact + by.flip(0), exact, ("token", "channel"), inputs=[x])
+
+
 def test_what_leaks_where_0_belongs_is_not_called_rounding() -> None:
     right = torch.linspace(1.0, 2.0, 12, dtype=torch.float64).reshape(3, 4).tril()
     leaked = right.where(right != 0, 1e-31)

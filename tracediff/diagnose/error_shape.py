@@ -1,7 +1,7 @@
 """The shape of an error that no known mistake explains: facts with figures, never a guess."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -24,16 +24,25 @@ _VECTOR = 1e-3  # NMSE: a vector of the file is another by far
 # lie so near to levels once in 10^30 times; a group of few values may lack two neighbours, and with them its step.
 _ROWS, _GROUPS, _MOST_LEVELS, _NEAR_LEVEL, _MOST_GROUPS = 16, (256, 128, 64, 32), 256, 0.05, 0.9
 _APART = 1e-6  # of the largest: values that are no farther apart are one
+# Values in order of what is read, and how much of their errors' variance is left from each to the next (von Neumann's
+# ratio): by chance, of so many, 1 with a deviation of 1 / sqrt(256).
+_SORTED, _SMOOTH = 256, 0.1
 _MULTIPLES = 8  # values of a slice that can tell that it is one
 
 Vectors = Callable[[int], Iterable[tuple[str, Tensor]]]
 
 
-def describe(recorded: Tensor, exact: Tensor, axes: tuple[str, ...], vectors: Vectors = lambda n: ()) -> str:
+def describe(
+    recorded: Tensor,
+    exact: Tensor,
+    axes: tuple[str, ...],
+    vectors: Vectors = lambda n: (),
+    inputs: Sequence[Tensor] = (),
+) -> str:
     """What sets `recorded` apart from `exact`, whose axes are called so, in one line. `vectors` are those of the model
-    that have so many numbers.
+    that have so many numbers, `inputs` what is read of an op that makes each value of those at its place.
     """
-    return "; ".join(_facts(recorded, exact, axes, vectors)) or "no simple relation to the right values"
+    return "; ".join(_facts(recorded, exact, axes, vectors, inputs)) or "no simple relation to the right values"
 
 
 def describe_scan(recorded: Tensor, exact: Tensor, shape: tuple[int, ...], n_states: int) -> str:
@@ -68,7 +77,7 @@ def describe_choice(chosen: Tensor, right: Tensor) -> str:
     return f"{said}; {count(twice, 'token')} took one twice" if twice else said
 
 
-def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors) -> Iterator[str]:
+def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors, inputs: Sequence[Tensor]) -> Iterator[str]:
     inherited = ~torch.isfinite(x) & ~torch.isfinite(y)
     if bool(inherited.any()):  # its inputs' own are no mistake of this op
         x, y = x.masked_fill(inherited, 0.0), y.masked_fill(inherited, 0.0)
@@ -111,6 +120,7 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors) -> Ite
         yield dropped
         return
     yield from multiples
+    yield from _of_an_input(difference, x, inputs)
     yield from _levels(y, x)
     yield from _places(difference, x, axes)
     if y.ndim >= 2 and off > _MOVED and nmse(y.flatten().sort().values, x.flatten().sort().values) < little:
@@ -184,6 +194,26 @@ def _multiples(y: Tensor, x: Tensor, axes: tuple[str, ...], little: float) -> It
             least, most = float(ratios.min()), float(ratios.max())
             yield f"each {name} is a multiple of what it should be, {least:.4g} to {most:.4g} times"
             return
+
+
+def _of_an_input(error: Tensor, x: Tensor, inputs: Sequence[Tensor]) -> Iterator[str]:
+    """That an op of each value, or such a gate of a second one, errs alike where it reads alike: it is another
+    function, an approximation, say.
+    """
+    if not 1 <= len(inputs) <= 2 or any(of.shape != x.shape for of in inputs):
+        return
+    read, *gated = (of.flatten() for of in inputs)
+    error = error.flatten()
+    if gated:
+        told = gated[0].abs() >= gated[0].abs().median()
+        read, error = read[told], error[told] / gated[0][told]
+    order = read.argsort()
+    read, error = read[order], error[order]
+    if len(error) < _SORTED or float(error.diff().square().mean()) > _SMOOTH * 2 * float(error.var()):
+        return
+    most, per = int(error.abs().argmax()), " for each 1 that it gates" * bool(gated)
+    at = f"at most {float(error[most]):.2g}{per}, where {float(read[most]):.4g} is read"
+    yield f"it is off by what follows from its input alone, as another function is, {at}"
 
 
 def _levels(y: Tensor, x: Tensor) -> Iterator[str]:

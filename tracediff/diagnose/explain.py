@@ -31,6 +31,7 @@ from tracediff.names import layer_of, local_name
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import in_words_of
 from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.activation import ACTIVATIONS
 from tracediff.replay.look import Known
 from tracediff.replay.replay import Replay
 from tracediff.replay.score import NOTHING, judge
@@ -330,7 +331,8 @@ class Explainer:
         is_choice = KINDS[op.kind].picks is not None and bool(known.recorded.isfinite().all())
         of_places = describe_choice(known.recorded, known.exact) if is_choice else ""
         vectors = partial(_vectors, self._replay.weights.file, op)
-        shape = of_places or _of_scan(op, known) or describe(known.recorded, known.exact, axes, vectors)
+        inputs = known.inputs if op.kind in ACTIVATIONS and len(one.error.segment) == 1 else ()
+        shape = of_places or _of_scan(op, known) or describe(known.recorded, known.exact, axes, vectors, inputs)
         finite_before = len(one.error.segment) == 1 and all(bool(x.isfinite().all()) for x in known.inputs)
         if finite_before and not bool(known.recorded.isfinite().all() or known.exact.isinf().any()):
             shape = f"{shape}; all that it reads is finite"

@@ -148,3 +148,4 @@ KINDS = (
     exponential(Kind("sigmoid", torch.sigmoid, ("x",))),
     *(Kind(name, f, ("x",), keeps_part=name == "tanh") for name, f in _UNARY.items()),  # a score that is capped
 )
+ACTIVATIONS = frozenset(kind.name for kind in KINDS)  # of each value, or of a gate with a second one
