@@ -105,7 +105,7 @@ def test_hidden_states_alone_name_a_missing_bias(weights: str, models, torch_tra
     assert {op.cause.name if op.cause else op.shape for op in result.faulty} == {"bias_missing"}
 
 
-@pytest.mark.parametrize("weights", ["F16", "Q8_0"])
+@pytest.mark.parametrize("weights", [pytest.param("F16", marks=pytest.mark.slow), "Q8_0"])
 @pytest.mark.parametrize(
     ("layers", "n_decode"),
     [((0,), 30), *(pytest.param(layers, n, marks=pytest.mark.slow) for layers, n in (((0, 1), 0), ((1, 2), 1)))],
@@ -122,7 +122,10 @@ def test_layers_beside_mistaken_ones_pass_in_the_engines_arithmetic(
     assert {op.cause and op.cause.name for op in result.faulty} == {"rope_theta"}
 
 
-@pytest.mark.parametrize(("fault", "n_faulty"), [("residual_normed@0", 1), ("attention_scale", 3)])
+@pytest.mark.parametrize(
+    ("fault", "n_faulty"),
+    [("residual_normed@0", 1), pytest.param("attention_scale", 3, marks=pytest.mark.slow)],
+)
 def test_an_unusual_arithmetic_is_known_beside_a_mistake_and_under_it(
     fault: str, n_faulty: int, models, torch_trace
 ) -> None:
@@ -148,7 +151,7 @@ def test_norms_that_were_never_loaded_are_no_other_model(models, torch_trace) ->
     [
         ("bias_missing", "attn_q, attn_k, attn_v: ", "F32", "exact", 1),
         pytest.param("bias_missing", "attn_q, attn_k, attn_v: ", "Q4_K_M", "exact", 1, marks=pytest.mark.slow),
-        ("bias_missing", "attn_q, attn_k, attn_v: ", "Q4_K_M", "llama.cpp", 1),
+        pytest.param("bias_missing", "attn_q, attn_k, attn_v: ", "Q4_K_M", "llama.cpp", 1, marks=pytest.mark.slow),
         pytest.param(
             "rope_pairing@1", "blk.1.attn_q_rope, blk.1.attn_k_rope: ", "Q4_K_M", "llama.cpp", 0, marks=pytest.mark.slow
         ),
@@ -422,7 +425,7 @@ def test_keys_of_a_last_block_that_is_not_full_are_told_in_decode_alone(size: in
     assert texts == {f"attn_probs: {words}, in steps of one token alone"}
 
 
-@pytest.mark.parametrize("weights", ["F16", "Q4_K_M"])
+@pytest.mark.parametrize("weights", [pytest.param("F16", marks=pytest.mark.slow), "Q4_K_M"])
 @pytest.mark.parametrize(
     "words",
     [

@@ -123,8 +123,8 @@ def test_what_a_step_finds_is_not_to_be_recorded(tiny: Callable[[str], Path], tm
     assert {model.graph[op].kind for op in named} & {"state"} == set()
 
 
-def test_what_comes_first_may_be_of_another_mistake(models: Models, tmp_path: Path) -> None:
-    """The headline is of what is explained, wherever that is; the line below it was of what is first."""
+def test_what_comes_first_may_be_listed_below_the_headline(models: Models, tmp_path: Path) -> None:
+    """The headline is of what is explained, wherever that is; the line below it is of what is first."""
 
     def change(op: Op) -> Op:
         unlike = {
@@ -137,7 +137,7 @@ def test_what_comes_first_may_be_of_another_mistake(models: Models, tmp_path: Pa
     path = traced(model, tmp_path / "t.trace", change=change, n_decode=0)
     result = check_trace(path, model, effort=Effort(seconds=8))
     assert result.summary.startswith("ffn_act in layer 1: ReLU is used for SiLU.")
-    assert next(details(result)).startswith("first at blk.0.ffn_norm, of another mistake: local error (NMSE) ")
+    assert next(details(result)).startswith("first at blk.0.ffn_norm, listed below: local error (NMSE) ")
 
 
 def test_what_a_tied_head_multiplies_with_is_called_by_its_name(models: Models, tmp_path: Path) -> None:

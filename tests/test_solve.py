@@ -125,15 +125,15 @@ def test_loops_compute_what_the_kinds_do(models: Models, family: str) -> None:
     [
         ("gpt2", {"layer_norm", "gelu"}),
         ("gemma2", {"geglu", "scale", "tanh"}),
-        ("lfm2", {"swiglu", "add"}),
-        ("minimax-m2", {"sigmoid"}),
+        pytest.param("lfm2", {"swiglu", "add"}, marks=pytest.mark.slow),
+        pytest.param("minimax-m2", {"sigmoid"}, marks=pytest.mark.slow),
         ("llama4", {"rms_norm"}),  # of queries and keys without a weight
         ("gpt-oss", {"rope", "linear_id"}),  # YaRN; with a bias of each expert
-        ("mamba", {"ssm_conv", "ssm_scan"}),
+        pytest.param("mamba", {"ssm_conv", "ssm_scan"}, marks=pytest.mark.slow),
         ("mamba2", {"ssm_scan"}),  # one decay for all of a head
         ("qwen35", {"gated_delta_net"}),
         ("kimi-linear", {"gated_delta_net"}),  # with a gate of each channel
-        ("rwkv6", {"rwkv_wkv6"}),
+        pytest.param("rwkv6", {"rwkv_wkv6"}, marks=pytest.mark.slow),
         ("rwkv7", {"rwkv_wkv7"}),
     ],
 )

@@ -38,11 +38,9 @@ def details(result: Result) -> Iterator[str]:
         yield from _resolving(result)
     elif result.first_divergence and result.first_divergence.reason == "local":
         op = _first(result)
-        # What nothing explains may come of the same one.
-        own = next((one for one in result.findings if op.op in one.ops), None)
-        is_another = own and own is not result.findings[0] and own.mistake and result.findings[0].mistake
-        another = ", of another mistake" if is_another else ""
-        at = f"first at {op.op}{in_step(op.step, result)}{another}"
+        # Whether it is of another mistake is open: what nothing explains may come of the same one.
+        below = "" if op.op in result.findings[0].ops else ", listed below"
+        at = f"first at {op.op}{in_step(op.step, result)}{below}"
         if op.local:
             undone = f", with the cause undone {number(op.cause.nmse)}" if op.cause else ""
             yield f"{at}: local error (NMSE) {number(op.local.nmse)}, floor {number(op.floor)}{undone}"
