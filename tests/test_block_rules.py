@@ -14,7 +14,7 @@ from test_mistakes import traced
 
 from tracediff.diagnose.solve.by_value.block_layout import Part, layout_of
 from tracediff.diagnose.solve.by_value.block_words import expression
-from tracediff.diagnose.solve.by_value.blocks import OfBits, Order, Rule, Scaled, Shared
+from tracediff.diagnose.solve.by_value.blocks import OfBits, OfParts, Order, Rule, Scaled, Shared, Taken
 from tracediff.model.block_fields import FIELDS, EditedBlocks
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
@@ -95,6 +95,30 @@ RULES = [
         "of hmask[",
     ),
     (
+        "Q6_K",
+        Order(None, of(np.where(J256 >> 5 & 3 == 2, J256 - 32, J256))),
+        "in a block of Q6_K, values 64 to 95, 192 to 223 take the pairs of bits of qh that belong to values 32 to 63, "
+        "160 to 191",
+    ),
+    (
+        "Q6_K",
+        OfParts(of(J256 // 32 * 2 + J256 // 8 % 2)),
+        "in a block of Q6_K, value j has the scale of sub-block j / 32 * 2 + j / 8 % 2 where that of j / 16 belongs",
+    ),
+    (  # a pointer that goes on by 32 bytes, where 64 belong
+        "Q6_K",
+        Order(of(np.where(J256 < 128, J256, np.where(J256 >> 5 & 1, J256 - 32, J256 - 96)))),
+        "in a block of Q6_K, values 128 to 255 take the nibbles of ql that belong to values 32 to 63, 128 to 159, "
+        "96 to 127, 192 to 223",
+    ),
+    (  # bits that overlap
+        "Q5_K",
+        Taken((4, 5, 6, 7), (("scale", ((12, 0, 4, 0), (4, 6, 2, 2))), ("minimum", ((12, 4, 4, 0), (8, 6, 2, 2))))),
+        "the scale of sub-blocks p = 4 to 7 is (scales[p + 4] & 15) | ((scales[p - 4] >> 6) << 2) where "
+        "(scales[p + 4] & 15) | ((scales[p - 4] >> 6) << 4) belongs; the minimum of sub-blocks p = 4 to 7 is "
+        "(scales[p + 4] >> 4) | ((scales[p] >> 6) << 2) where",
+    ),
+    (
         "Q8_0",
         Scaled(of(J32 < 24), (0.0,) * 32),
         "in each block of Q8_0, q of values 24 to 31 is 0",
@@ -117,6 +141,21 @@ def test_a_rule_that_nobody_listed_is_told(type_: str, rule: Rule, said: str, mo
     (finding,) = check_trace(trace, path).findings
     assert said in finding.text
     assert {"token_embd", "blk.1.ffn_up", "blk.2.ffn_gate"} <= {*finding.ops} <= {op.name for op in wrong}
+
+
+def test_a_rule_of_a_few_rows_of_the_embedding_explains_layers_behind_hidden_states(
+    models: Models, tmp_path: Path
+) -> None:
+    """Five tokens, of one block each, are too few to solve for the bits; one index alone is another."""
+    path = models("k-quants", "Q4_K_M")
+    file = GGUFFile(path)
+    graph = build_graph(file)
+    rule = Taken((4, 5, 6, 7), (("scale", ((12, 0, 4, 0), (8, 6, 2, 4))),))
+    wrong = [reading(op, EditedBlocks(("Q4_K",), rule)) for op in graph if op.kind in ("linear", "embedding")]
+    trace = trace_graph(graph.changed(*wrong), file, tmp_path / "t.trace", TOKENS[:5], capture="layers")
+    (finding,) = check_trace(trace, path).findings
+    assert "the scale of sub-blocks p = 4 to 7 is (scales[p + 4] & 15) | ((scales[p] >> 6) << 4) where" in finding.text
+    assert {*finding.ops} >= {"token_embd", *(f"blk.{n}.ffn_residual" for n in range(3))}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tracediff.diagnose.search import Search
 from tracediff.diagnose.solve.by_value import rotations
 from tracediff.diagnose.solve.by_value.functions import Mapped, _cap
 from tracediff.diagnose.solve.by_value.maps import Map
-from tracediff.diagnose.solve.by_value.outputs import MovedOutput
+from tracediff.diagnose.solve.by_value.outputs import MovedOutput, RowsApart
 from tracediff.diagnose.solve.by_value.readings import Moved, Reading, RowRun, words_of_rows
 from tracediff.diagnose.solve.by_value.regions import Along, Region, around, widest
 from tracediff.diagnose.solve.edit import AND, Edit, OtherTensor, Read, relayered
@@ -130,6 +130,7 @@ def test_loops_compute_what_the_kinds_do(models: Models, family: str) -> None:
         ("llama4", {"rms_norm"}),  # of queries and keys without a weight
         ("gpt-oss", {"rope", "linear_id"}),  # YaRN; with a bias of each expert
         pytest.param("mamba", {"ssm_conv", "ssm_scan"}, marks=pytest.mark.slow),
+        ("deepseek2", {"mul_mat"}),  # of each head
         ("mamba2", {"ssm_scan"}),  # one decay for all of a head
         ("qwen35", {"gated_delta_net"}),
         ("kimi-linear", {"gated_delta_net"}),  # with a gate of each channel
@@ -825,6 +826,18 @@ def test_an_edit_of_a_kernel_is_found_behind_hidden_states(models: Models, tmp_p
 def moved(name: str, how: Map, axis: int, *shape: int) -> Callable[[Graph], Op]:
     """An op whose output has slices elsewhere."""
     return lambda graph: replace(graph[name], rework=MovedOutput(how, axis, shape))
+
+
+def test_rows_that_are_stored_apart_are_found(models: Models, tmp_path: Path) -> None:
+    """As of a vocabulary that is padded, whose logits are read as if it were not."""
+
+    def change(graph: Graph) -> Op:
+        return replace(graph["output"], rework=RowsApart(320))
+
+    (faulty,) = explained(models(TINY), tmp_path, change, n_decode=1)
+    assert faulty.step == 0  # of one row nothing lies apart
+    assert faulty.cause
+    assert faulty.cause.text == "each row is stored 320 values after the one before, where 300 belong"
 
 
 def mapped(name: str, function: str, *numbers: float, operand: int | None = None) -> Callable[[Graph], Op]:

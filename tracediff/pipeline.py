@@ -55,6 +55,8 @@ _LATE = (
 )
 _TERMS = "a sum over ranks whose copies of what it is made of differ: terms of different sums, which are not judged"
 
+_ANOTHER_WAY = "the reference computes it in another way: each is judged by itself, and they are not compared"
+
 
 def compare_traces(
     reference: Paths,
@@ -91,7 +93,7 @@ def compare_traces(
             given = [*((*one, arithmetic) for one in zip(sides, weights, strict=True)), (r, held, None)]
             *judged, theirs = _replayed(model, given, effort, cluster, progress)
             measured = [
-                [_with_replay(op, model, one, theirs) for op in ops] for ops, one in zip(measured, judged, strict=True)
+                [_with_replay(op, one, theirs) for op in ops] for ops, one in zip(measured, judged, strict=True)
             ]
             notes += [*theirs.notes, *judged[0].notes, *judged[0].ties(r)]
         return _result(measured, weights_of(sides, weights), notes, r, sides, judged, model, policy, effort, progress)
@@ -116,21 +118,21 @@ def check_trace(
     with connected(effort.ray, effort.workers) as cluster:
         given = [(*one, arithmetic) for one in zip(sides, weights, strict=True)]
         judged = _replayed(model, given, effort, cluster, progress)
-        checked = [_checked(side, model, one) for side, one in zip(sides, judged, strict=True)]
+        checked = [_checked(side, one) for side, one in zip(sides, judged, strict=True)]
         notes = [*trace_notes(c), *judged[0].notes, *judged[0].ties(None)]
         return _result(checked, weights_of(sides, weights), notes, None, sides, judged, model, policy, effort, progress)
 
 
-def _checked(trace: Trace, model: "Model", judged: "Judged") -> list[OpResult]:
+def _checked(trace: Trace, judged: "Judged") -> list[OpResult]:
     """What replay says of each op of a trace."""
     ops = []
     for (step, name), record in trace.ops.items():
         statistics = record_statistics(record, trace)
         op = OpResult(name, step, layer_of(name), kind_of(name), "ok", None, statistics)
-        op = _with_replay(op, model, judged)
+        op = _with_replay(op, judged)
         if not op.local and op.status == "ok":
             why = "no op of this model" if record.has_data else "statistics only: there is nothing to replay"
-            why = _TERMS if name in model.graph and trace.own(record) == [] else why
+            why = _TERMS if name in judged.replay.graph and trace.own(record) == [] else why
             op = replace(op, status="unmatched", note=UNCOVERED if name in judged.uncovered else why)
         ops.append(op)
     return ops
@@ -164,11 +166,11 @@ def plan_traces(
         progress((done + 1) / len(traces))
 
 
-def _with_replay(op: OpResult, model: "Model", ours: "Judged", theirs: "Judged | None" = None) -> OpResult:
+def _with_replay(op: OpResult, ours: "Judged", theirs: "Judged | None" = None) -> OpResult:
     """What replay of either side says of the op; one of another shape than the model's is faulty by that."""
     key = op.step, op.op
-    if op.op in model.graph:  # a name alone does not tell the kind: of a feed-forward's activation there are several
-        op = replace(op, kind=model.graph[op.op].kind)
+    if op.op in ours.replay.graph:  # a name does not tell the kind: of a feed-forward's activation there are several
+        op = replace(op, kind=ours.replay.graph[op.op].kind)
     wrong, other = ours.misshapen.get(key), theirs.misshapen.get(key) if theirs else None
     local, reference_local = ours.locals.get(key), theirs.locals.get(key) if theirs else None
     if wrong and wrong.some_tokens:
@@ -182,6 +184,8 @@ def _with_replay(op: OpResult, model: "Model", ours: "Judged", theirs: "Judged |
         return replace(op, status="faulty", note=wrong.shapes, cause=cause, in_some_steps=True)
     if other:
         op = replace(op, status="unmatched", note=f"the reference's has {other.shapes}")
+    if theirs and theirs.replay.graph.ops.get(op.op) != ours.replay.graph.ops.get(op.op):
+        op = replace(op, status="unmatched", drift=None, tolerance=None, note=_ANOTHER_WAY)
     if local and local.faulty and (of := _misshapen_in(local.segment, op.step, ours)):
         note = f"made of {of}, which has another shape: there is nothing to replay"
         return replace(op, status="unmatched", note=note)
@@ -245,7 +249,7 @@ def _result(
             ops = [replace(op, sought=False, bug=bug) if op.status == "faulty" else op for op in found]
     else:
         ops = [op for _, op in gathered(sides, measured)]
-    coverage = measure_coverage(candidate, model.graph, ops) if model else None
+    coverage = measure_coverage(candidate, judged[0].replay.graph, ops) if judged else None
     undecided = (*doubts(reference, candidate, ops, coverage), *unresolved(weights, policy.resolve))
     outcome, first = verdict(ops, weights, policy, undecided)
     of = (model.path.name, model.graph.hparams.arch, model.graph.matmul_type) if model else None

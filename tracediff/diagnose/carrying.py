@@ -26,7 +26,22 @@ def carried(found: Hypothesis, graph: Graph, segment: Sequence[str]) -> Hypothes
         ways: list[_Change] = [] if is_known else [relayered]
         ways += [transferred] if is_known or (len(segment) == 1 and _suits(found, graph, graph[segment[0]])) else []
         ops = next(filter(None, (_each(ops, graph, segment, change) for change in ways)), ())
+        ops = ops or _in_all_blocks(found.ops, graph, segment)
     return replace(found, ops=ops, parts=_renamed(found, ops, graph)) if ops else None
+
+
+def is_rule(ops: Sequence[Op]) -> bool:
+    """Whether one op reads quantised blocks by another rule."""
+    return len(ops) == 1 and bool(ops[0].weights) and isinstance(ops[0].weights[0].read, EditedBlocks)
+
+
+def _in_all_blocks(ops: Sequence[Op], graph: Graph, segment: Sequence[str]) -> tuple[Op, ...]:
+    """A rule by which blocks are read, in all that reads some: one function does. Empty where it is none."""
+    if not is_rule(ops):
+        return ()
+    rule = ops[0].weights[0].read
+    matrices = (graph[name] for name in segment if graph[name].kind in ("linear", "linear_id", "embedding"))
+    return tuple(replace(op, weights=(replace(op.weights[0], read=rule), *op.weights[1:])) for op in matrices)
 
 
 def _suits(found: Hypothesis, graph: Graph, other: Op) -> bool:
@@ -53,7 +68,7 @@ def _renamed(found: Hypothesis, ops: Sequence[Op], graph: Graph) -> tuple[Assume
     """The words of a solved edit as they are true of the same op in another layer: what it reads may have another
     name, as the first residual adds to the embedding, and the buffer of all layers holds the last one's value.
     """
-    if SOLVED not in found.mistakes:
+    if SOLVED not in found.mistakes or len(ops) != len(found.ops):
         return found.parts
     text = found.parts[-1].text
     for a, b in zip(found.ops, ops, strict=True):

@@ -1,6 +1,6 @@
 """Explains the faulty ops of a trace that was replayed, those of one kind together."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from tracediff.diagnose.low_rank import followed
 from tracediff.diagnose.mistakes import ALIKE, BANK
 from tracediff.diagnose.rows.told import Told
 from tracediff.diagnose.search import Search, ends_soon, several_layers
+from tracediff.diagnose.solve.by_value.blocks import is_of_blocks
 from tracediff.diagnose.solve.edit import Read
 from tracediff.diagnose.trials import Trials
 from tracediff.english import listed
@@ -96,7 +97,12 @@ class Explainer:
                 continue
             if self._replay.is_excused(op.local):
                 by_kin.setdefault(kin, []).append(at)
-        return _joined([by_kin[key] for key in sorted(by_kin, key=lambda key: key[0])], ops)
+        return _joined([by_kin[key] for key in sorted(by_kin, key=lambda key: key[0])], ops, self._types)
+
+    def _types(self, names: Iterable[str]) -> set[str]:
+        """The types of the quantised blocks that these ops read: one function reads all of a type."""
+        of_blocks = (op for op in map(self._replay.graph.__getitem__, names) if is_of_blocks(op, self._replay.weights))
+        return {self._replay.weights.type_of(op.weights[0]) for op in of_blocks}
 
     def _sort(self, op: Op) -> str:
         """The kind of op, or one for all that read quantised blocks, be they rows of a table: one function does."""
@@ -199,7 +205,7 @@ class Explainer:
                 known_first = False
             first = kin.pending.pop(0)
             done = n - len(kin.pending) - len(later) - 1
-            if given := kin.given(first):
+            if given := kin.given(first) or kin.read_alike(first):
                 yield first, given
                 continue
             is_told, name = self._is_told(first, kin.budget), local_name(first.record.op)
@@ -386,13 +392,23 @@ def _suits_better(same: Hypothesis, before: Hypothesis) -> bool:
     return same.left <= NOTHING and (is_as_simple or judge(same.score - before.score) == "faulty")
 
 
-def _joined(kins: Sequence[list[int]], ops: Sequence[OpResult]) -> list[list[int]]:
-    """Places of single ops and those of segments that run through them as one lot, in the order of its last."""
+def _joined(
+    kins: Sequence[list[int]], ops: Sequence[OpResult], types: Callable[[Iterable[str]], set[str]]
+) -> list[list[int]]:
+    """Places of single ops, and those of segments that run through them or read blocks of a type that they read, as one
+    lot, in the order of its last.
+    """
     joined: list[list[int]] = []
     for kin in kins:
         faulty = (local for at in kin if ops[at].status == "faulty" and (local := ops[at].local))
-        through = {name for local in faulty for name in local.segment[:-1]}
-        parts = [other for other in joined if any(ops[at].op in through and _is_alone(ops[at]) for at in other)]
+        segments = {local.segment for local in faulty if len(local.segment) > 1}
+        through = {name for segment in segments for name in segment[:-1]}
+        read = types(name for segment in segments for name in segment)
+        parts = [
+            other
+            for other in joined
+            if any(_is_alone(ops[at]) and (ops[at].op in through or types([ops[at].op]) & read) for at in other)
+        ]
         joined = [other for other in joined if other not in parts] + [[*chain.from_iterable(parts), *kin]]
     return joined
 

@@ -1,7 +1,7 @@
 """What replay says of traces, and how to explain what it found: by this process, or by workers a kind of op each."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from tracediff.diagnose.budget import Budget, Progress
@@ -16,6 +16,11 @@ from tracediff.replay.replay import Replay
 from tracediff.replay.workers import ALONE, Workers, judged_by, spread
 from tracediff.result import Local, OpResult
 from tracediff.trace.reader import Trace
+
+_EXPANDED = (
+    "{}: judged with keys and values of each head, which the engine makes of the latent before it caches them: so less "
+    "diverges than with the latent as every head's key and value, which is llama.cpp's way."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,11 @@ class Judged:
         first = self.begun_late.get(here.sequence) if here else None
         return first if first and reads_cache(names, self.replay.graph) else None
 
+    def wrong(self) -> set[tuple[int, str]]:
+        """The ops that have another shape, or in whose records something is faulty."""
+        faulty = {(step, op) for (step, _), local in self.locals.items() if local.faulty for op in local.segment}
+        return faulty | {*self.misshapen}
+
 
 def replay_and_explain(
     model: Model,
@@ -55,6 +65,20 @@ def replay_and_explain(
     EngineError for a device that is not there.
     """
     check_device(device)
+    judged = _judged(model, subjects, workers, progress, device)
+    if other := model.expanded():
+        ops = {op.name for op in model.graph if op != other.graph[op.name]}
+        for at, one in enumerate(judged):
+            if any(op in ops for _, op in one.wrong()):
+                (again,) = _judged(other, [subjects[at]], workers, progress, device)
+                if len(again.wrong()) < len(one.wrong()):
+                    judged[at] = replace(again, notes=(_EXPANDED.format(subjects[at].trace.path), *again.notes))
+    return judged
+
+
+def _judged(
+    model: Model, subjects: Sequence[Subject], workers: Workers, progress: Progress, device: str
+) -> list[Judged]:
     graph = model.graph
     for subject in subjects:
         refuse_no_choice(subject.trace, graph)

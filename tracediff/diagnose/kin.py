@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import combinations
 
 from tracediff.diagnose.budget import Budget
-from tracediff.diagnose.carrying import carried
+from tracediff.diagnose.carrying import carried, is_rule
 from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, to_beat
 from tracediff.diagnose.trials import Trials
 from tracediff.model.graph import Op
@@ -93,6 +93,13 @@ class Kin:
         tried = Hypothesis(parts, (*ops.values(),), one.error)
         tried = replace(tried, local=self.replay.under(one.record, tried.ops, to_beat(one.error)))
         return tried if self.explains(tried, one) else None
+
+    def read_alike(self, one: Faulty) -> Hypothesis | None:
+        """A rule by which another op reads quantised blocks, where it explains a segment: one function reads all."""
+        if len(one.error.segment) == 1:
+            return None
+        rules = (found for found in self.found if is_rule(found.ops) and found.ops[0].name not in one.error.segment)
+        return next(filter(None, (self.carried(found, one) for found in rules)), None)
 
     def carry(self, found: Hypothesis, members: list[Faulty]) -> list[tuple[Faulty, Hypothesis]]:
         """The members that what was found in one record explains too: they are taken from the list."""

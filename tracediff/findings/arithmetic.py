@@ -9,7 +9,7 @@ from tracediff.names import local_name
 from tracediff.result import Local, OpResult, Result, Said, Storage
 
 _Fits = list[tuple[OpResult, Local]]
-_MATMULS = ("linear", "linear_id", "mul_mat", "scores", "weighted_values")
+_MATMULS = ("linear", "linear_id", "mul_mat", "of_latent", "scores", "weighted_values")
 _FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _Places = dict[str, list[OpResult]]  # by arithmetic
 

@@ -72,7 +72,7 @@ def _other(op: Op, x: str, rest: list[str]) -> str:
         case "scale":
             bias = f" + {op.attrs['bias']:.6g}" if op.attrs.get("bias") else ""
             return f"{x} * {op.attrs['scale']:.6g}{bias}"
-        case "linear" | "mul_mat" if op.weights:
+        case "linear" | "mul_mat" | "of_latent" if op.weights:
             return f"projection of {x}" if op.kind == "linear" else f"projection of {x}, each head's by itself"
         case "linear_id":
             return f"projection of {x} by each chosen expert"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from tracediff.result import Remark, Statistics, Validation
 from tracediff.trace.format import Values
 from tracediff.trace.reader import Trace
 from tracediff.trace.runs import files_of_run, together
+
+if TYPE_CHECKING:
+    from tracediff.model.graph import Graph
 
 _NOT_FINITE = "Is that memory written before it is recorded? If the engine computes it: the first of them is the place."
 _ZERO = "Is it recorded before the kernel has run, or from a buffer that nobody fills?"
@@ -43,11 +47,13 @@ def validate(paths: Path | Sequence[Path], model: Path | None = None) -> Validat
 
     Raises TraceError if one cannot be opened, ModelError for the model.
     """
-    graph = None
+    graphs: list[Graph] = []
     if model:
         from tracediff.model.families import load_graph
+        from tracediff.model.latent import expanded
 
-        graph = load_graph(model)
+        own = load_graph(model)
+        graphs = [graph for graph in (own, expanded(own)) if graph]
     found, traces = _Found(), []
     for path in files_of_run(paths):
         trace, problems = Trace.lenient(path)
@@ -59,12 +65,16 @@ def validate(paths: Path | Sequence[Path], model: Path | None = None) -> Validat
         what = f"rank {whole.header.rank} of {whole.header.ranks}: parts are held to no model, nor to one another"
         found.add([Remark(1, "warning", what, "Give the traces of all ranks.")])
     elif whole and (whole.ops or whole.weights):
-        graph = graph.with_scores(op for _, op in whole.ops) if graph else None
-        found.add(against_model(whole, graph) if graph else names(whole))
+        against = [[*against_model(whole, graph.with_scores(op for _, op in whole.ops))] for graph in graphs]
+        found.add(min(against, key=_n_violations) if against else names(whole))
     listed = tuple(sorted(found.listed, key=lambda f: f.line))
     counts = found.counts["violation"], found.counts["warning"]
     last = whole or traces[0]
     return Validation(str(last.path), len(last.steps), len(last.ops), *counts, listed)
+
+
+def _n_violations(remarks: Iterable[Remark]) -> int:
+    return sum(remark.level == "violation" for remark in remarks)
 
 
 def _of_file(trace: Trace) -> Iterator[Remark]:

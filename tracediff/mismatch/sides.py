@@ -133,7 +133,8 @@ def label(op: Op) -> str:
     words = {
         "rms_norm": "norms", "layer_norm": "norms", "linear": "matmuls", "scores": "attention", "softmax": "attention",
         "weighted_values": "attention", "soft_max": "attention", "add": "sums", "swiglu": "activations",
-        "linear_id": "experts", "mul_mat": "products", "top_k": ROUTES, "argsort": ROUTES,
+        "linear_id": "experts", "mul_mat": "products", "of_latent": "products",
+        "top_k": ROUTES, "argsort": ROUTES,
     }  # fmt: skip
     return words.get(op.kind, op.kind.replace("_", " "))
 

@@ -1,6 +1,7 @@
 """A model as a command has it: its file is opened once, and what is made of it is made once."""
 
 from collections.abc import Iterable
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
+from tracediff.model.latent import expanded
 from tracediff.model.tensors import FileTensors
 from tracediff.model.vocabulary import Vocabulary
 
@@ -25,14 +27,16 @@ class Model:
     Raises ModelError when the file is missing, is not GGUF, or ends before what it announces.
     """
 
-    def __init__(self, path: Path, shown: frozenset[str] = frozenset(), length: int = 0) -> None:
+    def __init__(
+        self, path: Path, shown: frozenset[str] = frozenset(), length: int = 0, is_expanded: bool = False
+    ) -> None:
         self.path = path
         self.file = GGUFFile(path)
-        self._shown, self._length = shown, length
+        self._shown, self._length, self._is_expanded = shown, length, is_expanded
 
-    def __reduce__(self) -> "tuple[type[Model], tuple[Path, frozenset[str], int]]":
+    def __reduce__(self) -> "tuple[type[Model], tuple[Path, frozenset[str], int, bool]]":
         """In another process it is opened again."""
-        return type(self), (self.path, self._shown, self._length)
+        return type(self), (self.path, self._shown, self._length, self._is_expanded)
 
     @classmethod
     def opened(cls, model: "str | Path | Model") -> "Model":
@@ -46,7 +50,17 @@ class Model:
 
     @cached_property
     def _built(self) -> Graph:
-        return build_graph(self.file)
+        graph = build_graph(self.file)
+        return (expanded(graph) or graph) if self._is_expanded else graph
+
+    def expanded(self) -> "Model | None":
+        """The same with keys and values of each head; None where it has no latent attention, or has them."""
+        if self._is_expanded or not (graph := expanded(self._built)):
+            return None
+        other = copy(self)
+        other._is_expanded, other._built = True, graph
+        other.graph = graph.with_scores(self._shown).at_length(self._length)
+        return other
 
     def show(self, ops: Iterable[str], length: int = 0) -> None:
         """Give the graph those of these ops that only some engines have: scores before and after they are scaled. And

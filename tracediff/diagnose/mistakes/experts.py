@@ -319,7 +319,7 @@ def _weights(op: Op, context: Context) -> Variants:
 
 @AREA.mistake(
     "expert_off_by_one", "the weights of an expert, or of a head, stand under another's number",
-    "the offset of each one's matrix in the stacked weight", Where(("linear_id", "mul_mat")),
+    "the offset of each one's matrix in the stacked weight", Where(("linear_id", "mul_mat", "of_latent")),
 )  # fmt: skip
 def _off_by_one(op: Op, _: Context) -> Variants:
     if not op.weights or len(op.weights[0].shape) < 3:

@@ -1,7 +1,7 @@
 """Mistakes in which keys a query sees."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from tracediff.diagnose.mistakes.mistake import (
     computing,
     weights_of,
 )
-from tracediff.english import count
+from tracediff.english import count, ranges
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds.attention import VISIBLE, causal, hidden, softmax, unseen_in
 
@@ -30,6 +30,7 @@ _NEAR = frozenset(("window", "chunk"))  # of what says what a query sees, what h
 _PLANTED = 4  # tokens of a window
 _CACHES = (512.0, 64.0, 4096.0)  # lengths
 _BLOCKS = (4, 8, 16, 32, 64, 128, 256)  # keys that attention reads at once
+_PADS = (2, 4, 8, 16, 32)  # multiples that kernels round a number of keys up to
 _USUAL = (1e4, 1e3, 1e2, 1e1, 1.0)  # in the place of infinity
 
 
@@ -79,11 +80,49 @@ def _whole_blocks(op: Op, _: Context) -> Variants:
     for size in _BLOCKS:
         words = f"keys are read in blocks of {size}, and those of a last block that is not full are left out"
         yield op.with_attrs(mask=partial(_of_whole_blocks, size=size)), words
+        words = f"keys are read in blocks of {size}, and those of each query's last block that is not full are left out"
+        yield op.with_attrs(mask=partial(_of_own_blocks, size=size)), words
 
 
 def _of_whole_blocks(queries: Tensor, keys: Tensor, size: int) -> Tensor:
     n = len(keys) // size * size or len(keys)  # a block by itself is read as it is
     return causal(queries, keys) | (torch.arange(len(keys), device=keys.device) >= n)
+
+
+def _of_own_blocks(queries: Tensor, keys: Tensor, size: int) -> Tensor:
+    seen = queries[:, None] + 1
+    whole = torch.where(seen >= size, seen // size * size, seen)
+    return keys[None, :] >= whole
+
+
+@AREA.mistake(
+    "keys_skipped", "some keys are left out by every query that sees others",
+    "the first key of the loop over the cache, and what hides some positions of it", SOFTMAX,
+)  # fmt: skip
+def _skipped(op: Op, context: Context) -> Variants:
+    for skipped in ([0],) if context.seen is None else _never_read(op, context.seen):
+        keys = f"key {skipped[0]}" if len(skipped) == 1 else f"keys {ranges(skipped)}"
+        words = f"{keys} {'is' if len(skipped) == 1 else 'are'} left out by every query that sees others"
+        yield op.with_attrs(mask=partial(_but_these, hides=partial(unseen_in, op.attrs), skipped=tuple(skipped))), words
+
+
+def _never_read(op: Op, seen: Seen) -> list[list[int]]:
+    """Keys that have no weight with any query that should see them and sees another; what underflows may have none."""
+    _, queries, keys = seen.inputs[:3]
+    visible = ~unseen_in(op.attrs, queries, keys)
+    read = (seen.output != 0).any(0) & visible
+    others = read.sum(1, keepdim=True) > read.long()
+    never = (visible & others).any(0) & ~(read & others).any(0)
+    return [keys[never].tolist()] if bool(never.any()) and not bool(never.all()) else []
+
+
+def _but_these(
+    queries: Tensor, keys: Tensor, hides: Callable[[Tensor, Tensor], Tensor], skipped: Sequence[int]
+) -> Tensor:
+    hidden_ = hides(queries, keys)
+    those = torch.isin(keys, torch.tensor(skipped, device=keys.device))[None, :]
+    sees_others = (~hidden_ & ~those).any(1, keepdim=True)
+    return hidden_ | (those & sees_others)
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------
@@ -267,6 +306,27 @@ def _padded(op: Op, context: Context) -> Variants:
         yield from (_in_padded(op, length)._replace(fitted=False) for length in _CACHES)
     elif (length := _missing(op, context.seen, weights_of(op, context)) or 0) > len(context.seen.inputs[2]) + 1:
         yield _in_padded(op, length)
+
+
+@AREA.mistake(
+    "softmax_rounded_up", "the softmax's sum runs over whole blocks of keys, be they there or not",
+    "how many keys each query's sum runs over: a number that is rounded up, for vectors, needs what hides the rest",
+    SOFTMAX,
+)  # fmt: skip
+def _in_whole_blocks(op: Op, _: Context) -> Variants:
+    for size in () if is_bent(op) else _PADS:
+        words = (
+            f"the softmax's sum runs over keys up to a multiple of {size} for each query: those beyond its own score 0"
+        )
+        yield computing(op, partial(_rounded_up, size=size)), words
+
+
+def _rounded_up(scores: Tensor, queries: Tensor, keys: Tensor, *sinks: Tensor, size: int, **attrs: Any) -> Tensor:
+    """With n more keys of score 0 a sum Z is Z + n; the largest probability is exp(the largest score) / Z."""
+    right = softmax(scores, queries, keys, *sinks, **attrs)
+    scaled = (scores * attrs["scale"]).masked_fill(unseen_in(attrs, queries, keys), -math.inf)
+    more = (-(queries + 1) % size)[:, None].to(scores.dtype)
+    return right / (1 + more * right.amax(-1, keepdim=True) * torch.exp(-scaled.amax(-1, keepdim=True)))
 
 
 def _missing(op: Op, seen: Seen, sinks: Sequence[Tensor]) -> int | None:

@@ -128,6 +128,21 @@ def _divisor(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
+    "norm_of_magnitudes", "the norm divides by the mean of magnitudes, or by their sum",
+    "what is summed up in the norm, and its root: sqrt(mean(x^2) + eps)", NORM,
+)  # fmt: skip
+def _of_magnitudes(op: Op, _: Context) -> Variants:
+    for words, of in (("mean", torch.mean), ("sum", torch.sum)):
+
+        def function(x: Tensor, *weight: Tensor, eps: float, of: Callable[..., Tensor] = of) -> Tensor:
+            x = _centred(op, x)
+            return scaled(x / (of(x.abs(), -1, keepdim=True) + eps), *weight)
+
+        said = f"values are divided by the {words} of magnitudes, where the root of the mean of squares belongs"
+        yield computing(op, function), said
+
+
+@AREA.mistake(
     "norm_weight_minus_one", "1 is taken from the norm weight", "a 1 + w convention: GGUF weights have their 1 already",
     NORM, "Liger-Kernel#74",
 )  # fmt: skip

@@ -159,7 +159,10 @@ def _unscaled(way: Callable[[Tensor], Tensor], y: Tensor, *, scale: float) -> Te
 
 @AREA.mistake(
     "wrong_layer", "the weight of another layer is read", "the layer index in the loader",
-    Where((*MATMUL.kinds, *NORM.kinds, *SOFTMAX.kinds, "ssm_scan", "ssm_conv", "mul"), in_layer=True),
+    Where(
+        (*MATMUL.kinds, "mul_mat", "of_latent", *NORM.kinds, *SOFTMAX.kinds, "ssm_scan", "ssm_conv", "mul"),
+        in_layer=True,
+    ),
 )  # fmt: skip
 def _other_layer(op: Op, context: Context) -> Variants:
     layer = layer_of(op.name)

@@ -36,6 +36,11 @@ def mul_mat(a: Tensor, b: Tensor) -> Tensor:
     return b @ a.mT
 
 
+def of_latent(x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+    """[T, k] x [H, n, k], or of transposed matrices [H, k, n], -> [T, H, n]: what each head makes of one latent."""
+    return torch.einsum("tk,hkn->thn" if transposed else "tk,hnk->thn", x, weight)
+
+
 def product(call: Call, x: Tensor, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Energy]:
     """[n, n_in] times a matrix, and bias, [n, n_out]; the energy is empty where the call does not ask for one."""
     return products([call], [x], weight, bias)[0]
@@ -155,6 +160,16 @@ def _of_values(call: Call) -> Tensor:
     return call.function(stored.to(dtype), x.to(dtype)).to(b.dtype)
 
 
+def _of_latent(call: Call) -> Tensor:
+    (weight,) = call.op.weights
+    x = call.rounded(call.inputs[0], call.arithmetic.operands)
+    held = rounding_of(call.arithmetic.stored, weight, call.weights)(call.weights.load(weight))
+    if call.energy:
+        call.energy.value = of_latent(x.square(), held.square(), **call.op.attrs)
+    dtype = sums_in(call.arithmetic, call.weights.dtype)
+    return call.function(x.to(dtype), held.to(dtype), **call.op.attrs).to(call.weights.dtype)
+
+
 def rounded_whole(call: Call, x: Tensor) -> tuple[Call, Tensor]:
     """Activations of several matrices, where all of them share a scale: rounded before each reads its own."""
     if not rounding_named(call.arithmetic.operands).is_whole:
@@ -220,4 +235,5 @@ def _noise_of_rows(made: Made) -> Noise:
 KINDS = (
     Kind("linear", linear, ("x",), compute=_linear, noise=_noise, scheme="linear", together=_together),
     Kind("mul_mat", mul_mat, ("a", "b"), compute=_mul_mat, noise=_noise_of_rows, scheme="linear"),
+    Kind("of_latent", of_latent, ("x",), compute=_of_latent, noise=_noise_of_rows, scheme="linear"),
 )

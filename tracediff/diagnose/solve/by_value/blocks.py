@@ -35,6 +35,8 @@ _LIKELY, _TRIED = 0.5, 6  # of the best order's gain, and of orders that have as
 _AT_ONCE = 1 << 9  # outputs, of which bits times what these are worth are in memory
 _BLOCKS = 16  # different ones: bits of fewer are alike by chance
 _BYTE = 8  # bits of a scale
+_FIRST = 16  # rows at which a rule is tried first
+_LEAST_PLANE = 4  # the lowest bit of a value's number that statements of a kernel tell apart: loops count those below
 _RIDGE = 1e-12  # of the squares: what nothing tells is as it should be
 _BITS, _ORDER, _SHARED, _VALUES = 24.0, 20.0, 14.0, 24.0
 
@@ -62,7 +64,7 @@ def variants(problems: Sequence[Problem]) -> Iterator[Solved]:
     """
     seen = _Seen.of(problems)
     for rule, fields, bits in _rules(seen) if seen else ():
-        if seen and seen.is_made_of(fields):
+        if seen and seen.few.is_made_of(fields.first(len(seen.few.rows) * fields.row)) and seen.is_made_of(fields):
             type_ = seen.layout.type
             op = reading(problems[0].op, EditedBlocks((type_,), rule))
             yield Solved((op,), rule.words(seen.layout), bits, _LOOK.format(type_))
@@ -77,6 +79,8 @@ def _rules(seen: "_Seen") -> Iterator[tuple[Rule, Fields, float]]:
     yield from ((order, order(seen.fields), _ORDER) for order in _orders(seen))
     if sums := _sums(seen):
         yield sums, sums(seen.fields), _BITS
+    yield from ((taken, taken(seen.fields), _BITS) for taken in _takings(seen.layout))
+    yield from ((parts, parts(seen.fields), _ORDER) for parts in _parts(seen.fields))
     yield from ((values, values(seen.fields), _VALUES) for values in _values(seen))
 
 
@@ -154,6 +158,12 @@ class _Seen:
             rows = fields.values().reshape(self.n_rows, -1)
         made = rows if self.x is None else self.x @ rows.T.astype(np.float64)
         return bool(agree(self.y, made, self.near).all())
+
+    @cached_property
+    def few(self) -> Self:
+        """A first look, at some of the rows."""
+        some = (slice(_FIRST),) if self.x is None else (slice(None), slice(_FIRST))
+        return replace(self, rows=self.rows[:_FIRST], y=self.y[some], exact=self.exact[some], near=self.near[some])
 
     @property
     def is_one_factor(self) -> bool:
@@ -309,20 +319,21 @@ class Order:
 def _orders(seen: _Seen) -> Iterator[Order]:
     """Those under which what was recorded is larger where it should be, the likeliest first."""
     fields, followed = seen.fields, seen.along * seen.steps
-    low = _likely(followed, fields.codes.reshape(followed.shape))
-    high = [] if fields.high is None else _likely(followed, fields.high.reshape(followed.shape))
+    of = seen.layout
+    low = _likely(followed, fields.codes.reshape(followed.shape), of.low)
+    high = [] if fields.high is None else _likely(followed, fields.high.reshape(followed.shape), of.high)
     for taken, taken_high in product([None, *low], [None, *high]):
         if taken or taken_high:
             yield Order(taken, taken_high)
 
 
-def _likely(followed: np.ndarray, codes: np.ndarray) -> list[tuple[int, ...]]:
+def _likely(followed: np.ndarray, codes: np.ndarray, lowest: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Orders of the codes [blocks, values] that the error follows best; it follows a code where that is taken, and the
-    right one, with the other sign, where it is not.
+    right one, with the other sign, where it is not. `lowest` are their lowest bits.
     """
     n = codes.shape[1]
     each = (followed.T @ (codes - codes.mean(0))).astype(np.float32)
-    sources = _sources(n.bit_length() - 1)
+    sources = np.concatenate([_sources(n.bit_length() - 1), *_further(lowest)])
     gains = np.zeros(len(sources), np.float32)
     for j in range(n):
         gains += each[j][sources[:, j]] - each[j, j]
@@ -334,7 +345,8 @@ def _likely(followed: np.ndarray, codes: np.ndarray) -> list[tuple[int, ...]]:
 def _sources(n_bits: int) -> np.ndarray:
     """Orders of 2^n places, [orders, places], which permute the bits of a place's number, as loops over bytes and their
     halves do that are nested otherwise; of those that exchange two bits at most also with a bit that is 0, 1 or not
-    what it was.
+    what it was. And with some neighbouring bits another number where they are a certain one, or two numbers exchanged,
+    as where a shift or an index in one of several statements is wrong.
     """
     places = np.arange(1 << n_bits, dtype=np.int16)
     bits = places >> np.arange(n_bits, dtype=np.int16)[:, None] & 1
@@ -345,7 +357,29 @@ def _sources(n_bits: int) -> np.ndarray:
     for order, k in product(exchanged, range(n_bits)):
         own = sum(bits[m] << k for k, m in enumerate(order))
         made += [own & ~(1 << k), own | 1 << k, own ^ 1 << k]
+    for low, n in product(range(_LEAST_PLANE, n_bits), (1, 2, 3)):
+        if low + n <= n_bits:
+            number = places >> low & (1 << n) - 1
+            for a, b in permutations(range(1 << n), 2):
+                to_b = places ^ (a ^ b) << low  # of a, and of b the other way
+                made.append(np.where(number == a, to_b, places))
+                made += [np.where((number == a) | (number == b), to_b, places)] * (a < b)
     return np.stack(made).astype(np.int16)
+
+
+@lru_cache(maxsize=16)
+def _further(lowest: tuple[int, ...]) -> list[np.ndarray]:
+    """Orders where from some quarter of a block on the bytes are others, so far on or back: a pointer that goes on by
+    another step.
+    """
+    n, made = len(lowest), []
+    places = {bit: j for j, bit in enumerate(lowest)}
+    for begin, by in product((n // 4, n // 2, 3 * n // 4), (4, 8, 16, 32, 64)):
+        for sign in (1, -1):
+            each = [places.get(bit + sign * by * _BYTE if j >= begin else bit) for j, bit in enumerate(lowest)]
+            if None not in each:
+                made.append(np.array([each], np.int16))
+    return made
 
 
 # --- of which bits scales and minima are made -------------------------------------------------------------------------
@@ -376,6 +410,112 @@ def _made(bits: np.ndarray, sums: Sums) -> np.ndarray:
     one = np.ones((len(bits), 1), np.int64)
     extended = np.concatenate((bits.astype(np.int64), one), 1)
     return np.stack([sum((extended[:, bit] * by for bit, by in part), np.zeros_like(one[:, 0])) for part in sums], 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Scales, minima or both of some parts are made of other bits than those of the layout, which may overlap: `Rule`.
+    `runs` are those of the first of these parts; of the others they lie as many bytes further on.
+    """
+
+    parts: tuple[int, ...]
+    runs: tuple[tuple[str, tuple[block_words.Run, ...]], ...]  # and what is made of them
+
+    def __call__(self, fields: Fields) -> Fields:
+        """With those so made."""
+        made = {"scale": fields.scales, "minimum": fields.minima}
+        for what, runs in self.runs:
+            numbers = made[what]
+            assert numbers is not None
+            numbers = numbers.astype(np.int64)
+            for p in self.parts:
+                numbers[:, p] = 0
+                for byte, first, n, up in runs:
+                    at = (byte + p - self.parts[0]) % fields.raw.shape[1]
+                    numbers[:, p] |= (fields.raw[:, at].astype(np.int64) >> first & (1 << n) - 1) << up
+            made[what] = numbers
+        return replace(fields, scales=made["scale"], minima=made["minimum"])
+
+    def words(self, layout: Layout) -> str:
+        """What they are computed with."""
+        right = {"scale": layout.scales, "minimum": layout.minima}
+        said = (block_words.of_runs(what, runs, right[what], self.parts, layout) for what, runs in self.runs)
+        return f"in a block of {layout.type}, {'; '.join(said)}"
+
+
+def _takings(layout: Layout) -> Iterator[Taken]:
+    """One byte, shift or mask of the statements that make scales and minima is another, in one or in both."""
+    of = {"scale": layout.scales, "minimum": layout.minima}
+    edited: dict[str, dict[object, Taken]] = {what: {} for what in of}
+    for what, sums in of.items():
+        for parts in _alike(sums):
+            runs = tuple(block_words.runs_of(sums[parts[0]])[0])
+            for i, run in enumerate(runs):
+                for edit, new in _other_runs(run):
+                    made = (*runs[:i], *new, *runs[i + 1 :])
+                    edited[what][parts, i, edit] = Taken(parts, ((what, made),))
+    scales, minima = edited.values()
+    yield from (*scales.values(), *minima.values())
+    for edit in scales.keys() & minima.keys():
+        yield replace(scales[edit], runs=(*scales[edit].runs, *minima[edit].runs))
+
+
+def _alike(sums: Sums) -> list[tuple[int, ...]]:
+    """The parts that are made of bytes as far from one another as they are; none where a sum is not of whole runs."""
+    found: dict[object, list[int]] = {}
+    for p, part in enumerate(sums):
+        runs, others, signed = block_words.runs_of(part)
+        if others or signed:
+            return []
+        found.setdefault(tuple((byte - p, *rest) for byte, *rest in runs), []).append(p)
+    return [tuple(parts) for parts in found.values()]
+
+
+def _other_runs(run: block_words.Run) -> Iterator[tuple[object, tuple[block_words.Run, ...]]]:
+    """What a term may be in its place, by what the edit is called: none, or one with another number."""
+    byte, first, n, up = run
+    yield "none", ()
+    yield from ((("byte", by), ((byte + by, first, n, up),)) for by in (-8, -4, -2, -1, 1, 2, 4, 8))
+    yield from ((("shift", to), ((byte, to, n, up),)) for to in range(8) if to != first)
+    yield from ((("mask", to), ((byte, first, to, up),)) for to in range(1, 9) if to != n)
+    yield from ((("up", to), ((byte, first, n, to),)) for to in range(8) if to != up)
+
+
+# --- whose scale a value has ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OfParts:
+    """Value j of a block has the scale and minimum of part `source[j]`: `Rule`."""
+
+    source: tuple[int, ...]
+
+    def __call__(self, fields: Fields) -> Fields:
+        """With a part for each value."""
+        at, low = list(self.source), fields.low.reshape(len(fields.low), -1, 1)
+        assert fields.scales is not None
+        minima = None if fields.minima is None else fields.minima[:, at]
+        return replace(fields, low=low, scales=fields.scales[:, at], minima=minima)
+
+    def words(self, layout: Layout) -> str:
+        """Whose each has."""
+        n, parts = len(self.source), len(layout.scales)
+        right = [j * parts // n for j in range(n)]
+        return f"in a block of {layout.type}, {block_words.of_parts(self.source, right)}"
+
+
+def _parts(fields: Fields) -> Iterator[OfParts]:
+    """One bit of a part's number is another bit of the value's, or none."""
+    if fields.scales is None:
+        return
+    n_parts, n = fields.scales.shape[1], fields.low[0].size
+    j = np.arange(n)
+    right = j * n_parts // n
+    for k, m in product(range(n_parts.bit_length() - 1), range(-1, n.bit_length() - 1)):
+        bit = np.zeros(n, int) if m < 0 else j >> m & 1
+        source = right & ~(1 << k) | bit << k
+        if (source != right).any():
+            yield OfParts(tuple(map(int, source)))
 
 
 def _sums(seen: _Seen) -> OfBits | None:

@@ -7,16 +7,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import Tensor
 
 from tracediff.diagnose.rearranged import Rearranged
 from tracediff.diagnose.solve.by_value.maps import LOOK_AT_CACHE, Map, matched, named, slices, usual_of
 from tracediff.diagnose.solve.edit import Solved
-from tracediff.diagnose.solve.problem import Problem
+from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.model.graph import Op
 from tracediff.names import axes_of
 
 OutputView = tuple[tuple[int, ...], tuple[str, ...], int]  # a shape, its axes, and which of these follows the step
+_APART = 16.0  # bits that a stride takes
 _LOOK = "the strides of its output and of the rows that it is made of"
 
 
@@ -35,8 +37,39 @@ class MovedOutput(Rearranged):
         return slices(x, self.map, self.axis, self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class RowsApart(Rearranged):
+    """An op whose rows are stored so many values apart, and read as if one came right after the other."""
+
+    apart: int
+
+    def moved(self, x: Tensor) -> Tensor:
+        """With 0 in between."""
+        rows = x.flatten(1)
+        wide = rows.new_zeros((len(rows), self.apart))
+        wide[:, : rows.shape[1]] = rows
+        return wide.flatten()[: rows.numel()].reshape(x.shape)
+
+
+def apart(problem: Problem) -> Iterator[Solved]:
+    """Rows of logits that are stored further apart than they are long, as where a vocabulary is padded."""
+    shape = problem.loops.own.shape
+    n, width = shape[0], math.prod(shape[1:])
+    if problem.op.axes[:1] != ("T",) or n < 2:
+        return
+    there, right, near = problem.recorded, problem.exact[width:], problem.near
+    beginnings = agree(there[width + 1 : 2 * width], right[:1], near[width + 1 : 2 * width])
+    for by in map(int, np.flatnonzero(beginnings)):
+        first = width + 1 + by
+        row = slice(first, first + min(width, len(there) - first))
+        if agree(there[row], right[: len(there[row])], near[row]).all():
+            words = f"each row is stored {first} values after the one before, where {width} belong"
+            yield Solved((replace(problem.op, rework=RowsApart(first)),), words, _APART, _LOOK)
+
+
 def variants(problem: Problem) -> Iterator[Solved]:
-    """Maps along each axis of the output that give all of it."""
+    """Maps along each axis of the output that give all of it, and rows that lie apart."""
+    yield from apart(problem)
     for shape, axes, follows in views(problem):
         right, there = problem.exact.reshape(shape), problem.recorded.reshape(shape)
         near = problem.near.reshape(shape)

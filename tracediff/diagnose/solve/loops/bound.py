@@ -169,6 +169,8 @@ def bind(
     roundings = {
         "linear": (rounding_named(arithmetic.operands),),
         "linear_id": (rounding_named(arithmetic.operands),),
+        "mul_mat": (rounding_named(arithmetic.operands),),
+        "of_latent": (rounding_named(arithmetic.operands),),
         "scores": (rounding_named(arithmetic.operands), hold),
         "weighted_values": (rounding_named(arithmetic.operands), hold),
         "add": (rounding_named(arithmetic.operands),),

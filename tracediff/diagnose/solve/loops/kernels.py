@@ -40,6 +40,20 @@ for t in range(T):
     for o in range(n_out):
         y[t * n_out + o] = sum(x[t * n_in + i] * w[o * n_in + i] for i in range(n_in)) + b[o]
 """
+_HEADS = """
+for h in range(H):
+    for t in range(T):
+        for o in range(n_out):
+            y[(h * T + t) * n_out + o] = sum(
+                x[(h * T + t) * n_in + i] * w[(h * n_out + o) * n_in + i] for i in range(n_in)
+            )
+"""
+_OF_LATENT = """
+for t in range(T):
+    for h in range(H):
+        for o in range(n_out):
+            y[(t * H + h) * n_out + o] = sum(x[t * n_in + i] * w[(h * n_out + o) * n_in + i] for i in range(n_in))
+"""
 _LINEAR_ID = """
 for t in range(T):
     for s in range(slots):
@@ -164,6 +178,19 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
             return Loops(source, ("x",), ("w", "b"), numbers, shape, ("o", max(1, _BLOCK // n_in)))
         case "linear_id":
             return _linear_id(op, *shapes)
+        case "mul_mat" if op.weights and len(first) == 3 and op.weights[0].shape[:-2] == first[:1]:
+            h, n_out, n_in = op.weights[0].shape
+            return Loops(
+                _HEADS, ("x",), ("w",), {"H": h, "T": first[1], "n_in": n_in, "n_out": n_out}, (h, first[1], n_out)
+            )
+        case "of_latent":
+            t, h, n_out = op.shape(first[0])
+            source = (
+                _OF_LATENT.replace("(h * n_out + o) * n_in + i", "(h * n_in + i) * n_out + o")
+                if op.attrs
+                else _OF_LATENT
+            )
+            return Loops(source, ("x",), ("w",), {"H": h, "T": t, "n_in": first[1], "n_out": n_out}, (t, h, n_out))
         case "rope":
             return _rope(op, first)
         case "scores":

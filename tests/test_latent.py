@@ -1,0 +1,91 @@
+"""Latent attention in the two forms that engines have: keys and values of each head, and llama.cpp's."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import trace_graph
+
+from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.inspect.validate import validate
+from tracediff.model.families import load_graph
+from tracediff.model.graph import Graph
+from tracediff.model.latent import expanded
+from tracediff.model.model import Model
+from tracediff.model.weights import Weights
+from tracediff.numerics.schemes import scheme_named
+from tracediff.pipeline import check_trace, compare_traces
+
+TOKENS, NEXT = (5, 9, 17, 33, 70, 2, 14, 21, 8), 8
+CACHED = scheme_named("exact, KV cache in float16")
+Tiny = Callable[[str], Path]
+
+
+def of_heads(path: Path) -> Graph:
+    graph = expanded(load_graph(path))
+    assert graph
+    return graph
+
+
+# With rope and without, queries scaled by their positions, values gated.
+@pytest.mark.parametrize("arch", ["deepseek2", "kimi-linear", "mistral4", "bailingmoe3"])
+def test_both_forms_compute_the_same(arch: str, tiny: Tiny) -> None:
+    model = Model(tiny(arch))
+    made = []
+    for graph in (model.graph, of_heads(model.path)):
+        engine = TorchEngine(graph, Weights(model.file, torch.float64))
+        steps = StepInput(TOKENS, tuple(range(len(TOKENS)))), StepInput((NEXT,), (len(TOKENS),))
+        made.append(torch.cat([engine.run(step, given) for step, given in enumerate(steps)]))
+    assert torch.allclose(*made, rtol=1e-12, atol=1e-12)
+
+
+def test_other_attention_has_one_form(tiny: Tiny) -> None:
+    assert expanded(load_graph(tiny("minicpm3"))) is None  # whose graph has keys and values of each head
+    assert expanded(load_graph(tiny("gemma2"))) is None
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_an_engine_that_caches_keys_and_values_of_each_head_is_right(capture: str, tiny: Tiny, tmp_path: Path) -> None:
+    """In float16, which rounds others than the latent: that alone was wrong by 2e-8."""
+    model = Model(tiny("deepseek2"))
+    graph = of_heads(model.path)
+    path = trace_graph(graph, model.file, tmp_path / "t.trace", TOKENS, (NEXT,), capture=capture, scheme=CACHED)
+    result = check_trace(path, model.path)
+    assert result.verdict == "match"
+    assert any("judged with keys and values of each head" in note for note in result.notes)
+    assert validate(path, model.path).n_violations == 0
+
+
+def test_what_two_sides_make_in_two_ways_is_not_compared(tiny: Tiny, tmp_path: Path, llama_cpp_trace) -> None:
+    model = Model(tiny("deepseek2"))
+    reference = llama_cpp_trace(model.path, tokens=TOKENS, n_decode=0)
+    path = trace_graph(of_heads(model.path), model.file, tmp_path / "t.trace", TOKENS, scheme=CACHED)
+    result = compare_traces(reference, path, model=model.path)
+    assert result.verdict == "match"
+    apart = {op.op for op in result.ops if op.note and "in another way" in op.note}
+    assert apart >= {"blk.1.attn_k_b", "blk.1.attn_q_rope", "blk.1.attn_k_rope", "blk.1.attn_kqv", "blk.1.attn_v_b"}
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_mistakes_of_keys_and_values_of_each_head_are_named(capture: str, tiny: Tiny, tmp_path: Path) -> None:
+    model = Model(tiny("deepseek2"))
+    graph = of_heads(model.path)
+    keys = graph["blk.1.attn_k_nope"]
+    of_another_layer = replace(keys, weights=(replace(keys.weights[0], name="blk.0.attn_k_b.weight"),))
+    wrong = graph.changed(of_another_layer)
+    path = trace_graph(wrong, model.file, tmp_path / "t.trace", TOKENS, (NEXT,), capture=capture, scheme=CACHED)
+    (finding,) = check_trace(path, model.path).findings
+    assert finding.mistake == "wrong_layer"
+    assert "attn_k_nope" in finding.text
+    assert "the weights of the layer before are used" in finding.text
+
+
+def test_mistakes_elsewhere_are_judged_in_the_models_own_form(tiny: Tiny, tmp_path: Path) -> None:
+    model = Model(tiny("deepseek2"))
+    wrong = model.graph.changed(model.graph["blk.1.attn_probs"].with_attrs(scale=24**-0.5))
+    path = trace_graph(wrong, model.file, tmp_path / "t.trace", TOKENS, (NEXT,), scheme=CACHED)
+    result = check_trace(path, model.path)
+    assert [op.op for op in result.faulty] == ["blk.1.attn_probs"] * 2
+    assert not any("each head" in note for note in result.notes)
