@@ -54,14 +54,6 @@ class Fields:
         """With the scale and minimum of these blocks, one for each."""
         return replace(self, d=self.d[blocks], m=None if self.m is None else self.m[blocks])
 
-    def first(self, n: int) -> "Fields":
-        """Of the first `n` blocks."""
-        m, scales, minima, high = (
-            None if of is None else of[:n] for of in (self.m, self.scales, self.minima, self.high)
-        )
-        made = replace(self, d=self.d[:n], low=self.low[:n], m=m, scales=scales, minima=minima)
-        return replace(made, high=high, raw=self.raw[:n])
-
     @property
     def bits(self) -> np.ndarray:
         """Those of the blocks, each byte's lowest first, uint8 [n, bits of one]."""

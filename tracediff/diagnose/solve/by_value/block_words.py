@@ -79,6 +79,16 @@ def of_runs(what: str, made: Sequence[Run], right: Sums, parts: Sequence[int], l
     return f"the {what} of {those} is {is_} where {_sum(right[parts[0]], layout, p)} belongs"
 
 
+def of_integer(name: str, by: int, first: int, mask: int, up: int) -> str:
+    """Bits of a byte, where they come to lie: "qs[i] >> 4", "(qh[i + 1] & 3) << 4"."""
+    at = f"i {'-' if by < 0 else '+'} {abs(by)}" if by else "i"
+    is_needed = mask & 255 >> first != 255 >> first
+    text = f"{name}[{at}]" + f" >> {first}" * bool(first) + f" & {mask}" * is_needed
+    if not up:
+        return text
+    return f"({text}) << {up}" if first or is_needed else f"{text} << {up}"
+
+
 def of_parts(source: Sequence[int], right: Sequence[int]) -> str:
     """As in "value j has the scale of sub-block j / 32 * 2 + j / 8 % 2 where that of j / 16 belongs"."""
     ours, theirs = (expression(np.array(of)) for of in (source, right))

@@ -21,6 +21,7 @@ from tracediff.diagnose.solve.by_value import block_words
 from tracediff.diagnose.solve.by_value.block_layout import Layout, Part, Sums, layout_of
 from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.problem import Problem, agree
+from tracediff.english import ranges
 from tracediff.model.block_fields import FIELDS, EditedBlocks, Fields
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights, raw_rows, reading
@@ -63,25 +64,26 @@ def variants(problems: Sequence[Problem]) -> Iterator[Solved]:
     token alone has fewer outputs than a rule has numbers.
     """
     seen = _Seen.of(problems)
-    for rule, fields, bits in _rules(seen) if seen else ():
-        if seen and seen.few.is_made_of(fields.first(len(seen.few.rows) * fields.row)) and seen.is_made_of(fields):
+    for rule, bits in _rules(seen) if seen else ():
+        if seen and seen.few.suits(rule) and seen.suits(rule):
             type_ = seen.layout.type
             op = reading(problems[0].op, EditedBlocks((type_,), rule))
             yield Solved((op,), rule.words(seen.layout), bits, _LOOK.format(type_))
             return
 
 
-def _rules(seen: "_Seen") -> Iterator[tuple[Rule, Fields, float]]:
-    """What may be, the fields of the rows that are seen as it reads them, and what it takes to say it, in bits."""
+def _rules(seen: "_Seen") -> Iterator[tuple[Rule, float]]:
+    """What may be, and what it takes to say it, in bits."""
     whats = WHATS if seen.fields.m is not None else WHATS[:1]
     whose = sorted(WHOSE, key=lambda one: "row" not in one) if seen.fields.row == 1 else WHOSE
-    yield from ((shared, shared.of(seen), _SHARED) for shared in starmap(Shared, product(whats, whose)))
-    yield from ((order, order(seen.fields), _ORDER) for order in _orders(seen))
+    yield from ((shared, _SHARED) for shared in starmap(Shared, product(whats, whose)))
+    yield from ((order, _ORDER) for order in _orders(seen))
     if sums := _sums(seen):
-        yield sums, sums(seen.fields), _BITS
-    yield from ((taken, taken(seen.fields), _BITS) for taken in _takings(seen.layout))
-    yield from ((parts, parts(seen.fields), _ORDER) for parts in _parts(seen.fields))
-    yield from ((values, values(seen.fields), _VALUES) for values in _values(seen))
+        yield sums, _BITS
+    yield from ((taken, _BITS) for taken in _takings(seen.layout))
+    yield from ((parts, _ORDER) for parts in _parts(seen.fields))
+    yield from ((integers, _BITS) for integers in _integer_takings(seen.layout))
+    yield from ((values, _VALUES) for values in _values(seen))
 
 
 @dataclass(frozen=True)
@@ -152,9 +154,10 @@ class _Seen:
         seen = cls(layout, tensor, first + rows, x, y[at] - bias[rows], exact[at] - bias[rows], near[at])
         return None if seen.is_one_factor else seen
 
-    def is_made_of(self, fields: Fields) -> bool:
-        """Whether rows of these give what was recorded."""
+    def suits(self, rule: Rule) -> bool:
+        """Whether rows that are read so give what was recorded."""
         with np.errstate(all="ignore"):
+            fields = rule.of(self) if isinstance(rule, Shared) else rule(self.fields)
             rows = fields.values().reshape(self.n_rows, -1)
         made = rows if self.x is None else self.x @ rows.T.astype(np.float64)
         return bool(agree(self.y, made, self.near).all())
@@ -307,10 +310,9 @@ class Order:
 
     def words(self, layout: Layout) -> str:
         """Where what is taken for value j lies."""
-        low = "ql" if layout.type == "Q6_K" else "qs"  # ggml-common.h
         parts = (
-            (self.low, layout.low, layout.low_bits, low),
-            (self.high, layout.high, layout.high_bits, "hmask" if layout.type == "Q3_K" else "qh"),
+            (self.low, layout.low, layout.low_bits, layout.of_low),
+            (self.high, layout.high, layout.high_bits, layout.of_high),
         )
         said = [block_words.of_order(taken, first, n, name) for taken, first, n, name in parts if taken and first]
         return f"in a block of {layout.type}, {'; '.join(said)}"
@@ -479,6 +481,82 @@ def _other_runs(run: block_words.Run) -> Iterator[tuple[object, tuple[block_word
     yield from ((("shift", to), ((byte, to, n, up),)) for to in range(8) if to != first)
     yield from ((("mask", to), ((byte, first, to, up),)) for to in range(1, 9) if to != n)
     yield from ((("up", to), ((byte, first, n, to),)) for to in range(8) if to != up)
+
+
+# --- of which bits integers are made ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TakenIntegers:
+    """The integers of some values, the low bits of them or the `high` ones, are made of other bits, which may overlap
+    the others: of bytes `by` further on than their own, those of a `mask` from bit `more` after the first on, held from
+    bit `up` on: `Rule`.
+    """
+
+    places: tuple[int, ...]
+    lowest: tuple[int, ...]  # bits that are right
+    high: bool
+    by: int
+    more: int
+    mask: int
+    up: int
+
+    def __call__(self, fields: Fields) -> Fields:
+        """With those so made."""
+        low = fields.low.reshape(len(fields.low), -1).astype(np.int64)
+        high = None if fields.high is None else fields.high.reshape(low.shape).astype(np.int64) << fields.shift
+        lowest = np.array(self.lowest)
+        byte = (lowest // _BYTE + self.by) % fields.raw.shape[1]
+        taken = fields.raw[:, byte].astype(np.int64) >> lowest % _BYTE + self.more & self.mask
+        part = high if self.high else low
+        assert part is not None
+        part[:, list(self.places)] = taken << self.up
+        return replace(fields, low=(low if high is None else low | high).reshape(fields.low.shape), high=None)
+
+    def words(self, layout: Layout) -> str:
+        """What they are computed with, the first of them as the others."""
+        n, up = (layout.high_bits, layout.low_bits) if self.high else (layout.low_bits, 0)
+        name, first = layout.of_high if self.high else layout.of_low, self.lowest[0] % _BYTE
+        right = block_words.of_integer(name, 0, first, (1 << n) - 1, up)
+        made = block_words.of_integer(name, self.by, first + self.more, self.mask, self.up)
+        those = f"values {ranges([*self.places])}" if len(self.places) < len(layout.low) else "all values"
+        return f"in a block of {layout.type}, {those} take {made} where {right} belongs (i: the byte of each)"
+
+
+def _integer_takings(layout: Layout) -> Iterator[TakenIntegers]:
+    """One byte, shift or mask of a statement that makes integers is another: of all values, of those whose bits lie
+    alike in their bytes, or of those that a loop over 16 or 32 of them makes.
+    """
+    if layout.integer.startswith("kvalues"):
+        return
+    parts = [(False, layout.low, layout.low_bits, 0)]
+    parts += [(True, layout.high, layout.high_bits, layout.low_bits)] if layout.high else []
+    j = np.arange(len(layout.low))
+    for high, bits, n, up in parts:
+        lowest = np.array(bits)
+        keys = (0 * j, lowest % _BYTE, j // 16, j // 32, j // 32 % 4)
+        groups = {tuple(map(int, np.flatnonzero(key == value))) for key in keys for value in np.unique(key)}
+        for places in sorted(groups, key=lambda group: (-len(group), group)):
+            own = lowest[list(places)]
+            firsts = own % _BYTE
+            yield from (
+                TakenIntegers(places, tuple(map(int, own)), high, *edit)
+                for edit in _edits_of_integers(int(firsts.min()), int(firsts.max()), n, up)
+            )
+
+
+def _edits_of_integers(least: int, most: int, n: int, up: int) -> Iterator[tuple[int, int, int, int]]:
+    """How far on, from which bit more on, which bits and where to, with one of these another. A mask that is not needed
+    is not there.
+    """
+    mask = (1 << n) - 1
+    yield from ((by * sign, 0, mask, up) for by in (1, 2, 4, 8, 16, 32, 64) for sign in (1, -1))
+    for more in range(-least, _BYTE - most):
+        yield from ((0, more, other, up) for other in dict.fromkeys((mask, (1 << _BYTE - most - more) - 1)) if more)
+    widths = ((1 << width) - 1 for width in range(_BYTE + 1))
+    others = dict.fromkeys((*widths, mask + 1, mask - 1, 2 * mask, mask ^ 1))
+    yield from ((0, 0, other, up) for other in others if other != mask)
+    yield from ((0, 0, mask, to) for to in range(_BYTE) if to != up)
 
 
 # --- whose scale a value has ------------------------------------------------------------------------------------------
