@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,6 +28,7 @@ from architectures import table
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from msgspec import Struct
 
+from tracediff.diagnose.solve.by_value.block_kernels import KERNELS, Kernel
 from tracediff.diagnose.solve.by_value.block_layout import Layout, Part, Sums, layout_of
 from tracediff.diagnose.solve.by_value.blocks import WHATS, WHOSE, OfBits, Order, Rule, Scaled, Shared
 from tracediff.engine.recorder import TensorWriter
@@ -130,137 +131,6 @@ def scaled(rng: random.Random, layout: Layout) -> Rule:
     return Scaled(tuple(times), tuple(more))
 
 
-# How ggml's kernels read a block (ggml-quants.c, dequantize_row_*), statement by statement: b are its bytes, d and m
-# its scale and minimum.
-CODE = {
-    "Q4_0": """
-for l in range(16):
-    y[l] = d * ((b[2 + l] & 15) - 8)
-    y[l + 16] = d * ((b[2 + l] >> 4) - 8)
-""",
-    "Q4_1": """
-for l in range(16):
-    y[l] = d * (b[4 + l] & 15) + m
-    y[l + 16] = d * (b[4 + l] >> 4) + m
-""",
-    "Q5_0": """
-for l in range(16):
-    low = b[2 + l // 8] >> l % 8 & 1
-    high = b[4 + l // 8] >> l % 8 & 1
-    y[l] = d * ((b[6 + l] & 15 | low << 4) - 16)
-    y[l + 16] = d * ((b[6 + l] >> 4 | high << 4) - 16)
-""",
-    "Q5_1": """
-for l in range(16):
-    low = b[4 + l // 8] >> l % 8 & 1
-    high = b[6 + l // 8] >> l % 8 & 1
-    y[l] = d * (b[8 + l] & 15 | low << 4) + m
-    y[l + 16] = d * (b[8 + l] >> 4 | high << 4) + m
-""",
-    "Q8_0": """
-for l in range(32):
-    y[l] = d * int8(b[2 + l])
-""",
-    "Q2_K": """
-for j in range(16):
-    for l in range(16):
-        q = b[16 + j // 8 * 32 + j % 2 * 16 + l] >> j // 2 % 4 * 2 & 3
-        y[16 * j + l] = d * (b[j] & 15) * q - m * (b[j] >> 4)
-""",
-    "Q3_K": """
-for j in range(16):
-    low = b[96 + j % 8] >> j // 8 * 4 & 15
-    high = b[104 + j % 4] >> j // 4 * 2 & 3
-    scale = (low | high << 4) - 32
-    for l in range(16):
-        q = b[32 + j // 8 * 32 + j % 2 * 16 + l] >> j // 2 % 4 * 2 & 3
-        top = b[j % 2 * 16 + l] >> j // 2 & 1
-        y[16 * j + l] = d * scale * ((q | top << 2) - 4)
-""",
-    "Q4_K": """
-for j in range(8):
-    if j < 4:
-        scale = b[4 + j] & 63
-        minimum = b[8 + j] & 63
-    else:
-        scale = b[8 + j] & 15 | b[j] >> 6 << 4
-        minimum = b[8 + j] >> 4 | b[4 + j] >> 6 << 4
-    for l in range(32):
-        q = b[16 + j // 2 * 32 + l] >> j % 2 * 4 & 15
-        y[32 * j + l] = d * scale * q - m * minimum
-""",
-    "Q5_K": """
-for j in range(8):
-    if j < 4:
-        scale = b[4 + j] & 63
-        minimum = b[8 + j] & 63
-    else:
-        scale = b[8 + j] & 15 | b[j] >> 6 << 4
-        minimum = b[8 + j] >> 4 | b[4 + j] >> 6 << 4
-    for l in range(32):
-        q = b[48 + j // 2 * 32 + l] >> j % 2 * 4 & 15
-        top = b[16 + l] >> j & 1
-        y[32 * j + l] = d * scale * (q | top << 4) - m * minimum
-""",
-    "Q6_K": """
-for h in range(2):
-    for l in range(32):
-        q1 = b[64 * h + l] & 15 | (b[128 + 32 * h + l] >> 0 & 3) << 4
-        q2 = b[64 * h + l + 32] & 15 | (b[128 + 32 * h + l] >> 2 & 3) << 4
-        q3 = b[64 * h + l] >> 4 | (b[128 + 32 * h + l] >> 4 & 3) << 4
-        q4 = b[64 * h + l + 32] >> 4 | (b[128 + 32 * h + l] >> 6 & 3) << 4
-        y[128 * h + l] = d * int8(b[192 + 8 * h + l // 16]) * (q1 - 32)
-        y[128 * h + l + 32] = d * int8(b[192 + 8 * h + l // 16 + 2]) * (q2 - 32)
-        y[128 * h + l + 64] = d * int8(b[192 + 8 * h + l // 16 + 4]) * (q3 - 32)
-        y[128 * h + l + 96] = d * int8(b[192 + 8 * h + l // 16 + 6]) * (q4 - 32)
-""",
-}
-
-
-class _Bytes:
-    """Those of blocks, each by its number; beyond a block those of the next."""
-
-    def __init__(self, raw: np.ndarray) -> None:
-        self._raw = raw.astype(np.int64)
-
-    def __getitem__(self, at: int) -> np.ndarray:
-        n, width = self._raw.shape
-        return self._raw.ravel()[(np.arange(n) * width + at) % self._raw.size]
-
-
-@dataclass(frozen=True)
-class Code:
-    """Blocks read by a kernel's statements, of which one is edited: `Rule`."""
-
-    edited: str
-    right: str
-    source: str
-
-    def __call__(self, fields: Fields) -> Fields:
-        """What the statements make."""
-        values = np.zeros((len(fields.d), fields.low[0].size))
-        y = dict[int, np.ndarray]()
-        d, m = (None if of is None else fields.read(of).astype(np.float64) for of in (fields.d, fields.m))
-        int8 = lambda x: x.astype(np.int8).astype(np.int64)  # noqa: E731
-        exec(self.source, {"b": _Bytes(fields.raw), "d": d, "m": m, "y": y, "int8": int8, "range": range})
-        for at, of in y.items():
-            if 0 <= at < values.shape[1]:
-                values[:, at] = of
-        return _Made(values.astype(np.float32))  # type: ignore[return-value]
-
-    def words(self, layout: Layout) -> str:
-        """The statement, and what belongs there."""
-        return f"{self.edited}, where {self.right} belongs"
-
-
-@dataclass(frozen=True)
-class _Made:
-    made: np.ndarray
-
-    def values(self) -> np.ndarray:
-        return self.made
-
-
 _OTHERS: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
     ast.FloorDiv: ast.Mod, ast.Mod: ast.FloorDiv, ast.Add: ast.Sub, ast.Sub: ast.Add,
@@ -269,7 +139,7 @@ _OTHERS: dict[type[ast.operator], type[ast.operator]] = {
 
 def code(rng: random.Random, layout: Layout) -> Rule:
     """One number, or one operator, of a statement of the kernel is another, or one index is."""
-    source = CODE[layout.type]
+    source = KERNELS[layout.type]
     while True:
         tree = ast.parse(source)
         statements = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
@@ -283,12 +153,12 @@ def code(rng: random.Random, layout: Layout) -> Rule:
             node.value = rng.choice([other for other in {c + 1, c - 1, 2 * c, c // 2, 0, c ^ 1} - {c} if other >= 0])
         elif isinstance(node, ast.BinOp) and type(node.op) in _OTHERS:
             node.op = _OTHERS[type(node.op)]()
-        rule = Code(ast.unparse(statement), right, ast.unparse(tree))
+        rule = Kernel(ast.unparse(tree), ((ast.unparse(statement), right),))
         with suppress(ValueError, ZeroDivisionError), np.errstate(all="raise"):
             some = Fields.of_rows(
                 layout.type, np.random.default_rng(0).integers(0, 60, (4, _n_bytes(layout)), np.uint8)
             )
-            if not np.array_equal(rule(some).values(), Code(right, right, source)(some).values()):
+            if not np.array_equal(rule(some).values(), some.values()):
                 return rule
 
 
@@ -310,7 +180,7 @@ def drawn(number: int, seed: int, only: str | None = None) -> tuple[str, str, Ru
     rng = random.Random(f"{seed} {number}")
     type_ = TYPES[number % len(TYPES)]
     layout = layout_of(type_)
-    lacking = [*([] if layout.scales else [of_bits]), *([] if type_ in CODE else [code])]
+    lacking = [*([] if layout.scales else [of_bits]), *([] if type_ in KERNELS else [code])]
     sorts = [name for name, make in SORTS.items() if make not in lacking]
     sorts = [only] if only in sorts else sorts
     while True:

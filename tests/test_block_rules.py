@@ -12,10 +12,11 @@ from conftest import SHAPES, Models, trace_graph
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from test_mistakes import traced
 
+from tracediff.diagnose.solve.by_value.block_kernels import KERNELS, Kernel, edited
 from tracediff.diagnose.solve.by_value.block_layout import Part, layout_of
 from tracediff.diagnose.solve.by_value.block_words import expression
-from tracediff.diagnose.solve.by_value.blocks import OfBits, OfParts, Order, Rule, Scaled, Shared, Taken
-from tracediff.model.block_fields import FIELDS, EditedBlocks
+from tracediff.diagnose.solve.by_value.blocks import OfBits, Order, Rule, Scaled, Shared
+from tracediff.model.block_fields import FIELDS, EditedBlocks, Fields
 from tracediff.model.families import build_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op
@@ -46,6 +47,11 @@ def low_four(type_: str, what: str, *parts: int) -> OfBits:
 
 def of(order: np.ndarray) -> tuple[int, ...]:
     return tuple(map(int, order))
+
+
+def kernel(type_: str, *statements: str) -> Kernel:
+    """That in which these statements are edited."""
+    return next(one for one in edited(type_) if tuple(made for made, _ in one.said) == statements)
 
 
 RULES = [
@@ -96,27 +102,24 @@ RULES = [
     ),
     (
         "Q6_K",
-        Order(None, of(np.where(J256 >> 5 & 3 == 2, J256 - 32, J256))),
-        "in a block of Q6_K, values 64 to 95, 192 to 223 take the pairs of bits of qh that belong to values 32 to 63, "
-        "160 to 191",
+        kernel("Q6_K", "q3 = b[64 * h + l] >> 4 | (b[128 + 32 * h + l] >> 2 & 3) << 4"),
+        "in a block of Q6_K, whose bytes are b, q3 = b[64 * h + l] >> 4 | (b[128 + 32 * h + l] >> 2 & 3) << 4 where "
+        "q3 = b[64 * h + l] >> 4 | (b[128 + 32 * h + l] >> 4 & 3) << 4 belongs",
     ),
-    (
-        "Q6_K",
-        OfParts(of(J256 // 32 * 2 + J256 // 8 % 2)),
-        "in a block of Q6_K, value j has the scale of sub-block j / 32 * 2 + j / 8 % 2 where that of j / 16 belongs",
-    ),
-    (  # a pointer that goes on by 32 bytes, where 64 belong
-        "Q6_K",
-        Order(of(np.where(J256 < 128, J256, np.where(J256 >> 5 & 1, J256 - 32, J256 - 96)))),
-        "in a block of Q6_K, values 128 to 255 take the nibbles of ql that belong to values 32 to 63, 128 to 159, "
-        "96 to 127, 192 to 223",
-    ),
-    (  # bits that overlap
+    (  # in two statements
         "Q5_K",
-        Taken((4, 5, 6, 7), (("scale", ((12, 0, 4, 0), (4, 6, 2, 2))), ("minimum", ((12, 4, 4, 0), (8, 6, 2, 2))))),
-        "the scale of sub-blocks p = 4 to 7 is (scales[p + 4] & 15) | ((scales[p - 4] >> 6) << 2) where "
-        "(scales[p + 4] & 15) | ((scales[p - 4] >> 6) << 4) belongs; the minimum of sub-blocks p = 4 to 7 is "
-        "(scales[p + 4] >> 4) | ((scales[p] >> 6) << 2) where",
+        kernel(
+            "Q5_K",
+            "scale = b[4 + j + 4] & 15 | b[4 + j - 4] >> 6 << 2",
+            "minimum = b[4 + j + 4] >> 4 | b[4 + j - 0] >> 6 << 2",
+        ),
+        "scale = b[4 + j + 4] & 15 | b[4 + j - 4] >> 6 << 2 where scale = b[4 + j + 4] & 15 | b[4 + j - 4] >> 6 << 4 "
+        "belongs; minimum = b[4 + j + 4] >> 4 | b[4 + j - 0] >> 6 << 2 where",
+    ),
+    (  # bits of the low nibble with those of the high one
+        "Q4_1",
+        kernel("Q4_1", "y[l + 16] = d * (b[4 + l] >> 3) + m"),
+        "y[l + 16] = d * (b[4 + l] >> 3) + m where y[l + 16] = d * (b[4 + l] >> 4) + m belongs",
     ),
     (
         "Q8_0",
@@ -124,6 +127,19 @@ RULES = [
         "in each block of Q8_0, q of values 24 to 31 is 0",
     ),
 ]
+
+
+@pytest.mark.parametrize("type_", KERNELS)
+def test_kernels_read_blocks_as_they_are_read(type_: str) -> None:
+    """And each of their edits is another kernel, that ends."""
+    raw = np.random.default_rng(1).integers(0, 60, (6, GGML_QUANT_SIZES[GGMLQuantizationType[type_]][1]), np.uint8)
+    fields = Fields.of_rows(type_, raw)
+    assert np.array_equal(Kernel(KERNELS[type_], ())(fields).values(), fields.values())
+    kernels = edited(type_)
+    assert len({one.source for one in kernels}) == len(kernels) > 10
+    for one in kernels[::7]:
+        with np.errstate(all="ignore"):
+            assert one(fields).values().shape == fields.values().shape
 
 
 @pytest.mark.parametrize(("type_", "rule", "said"), RULES, ids=[f"{t}-{type(r).__name__}" for t, r, _ in RULES])
@@ -150,11 +166,11 @@ def test_a_rule_of_a_few_rows_of_the_embedding_explains_layers_behind_hidden_sta
     path = models("k-quants", "Q4_K_M")
     file = GGUFFile(path)
     graph = build_graph(file)
-    rule = Taken((4, 5, 6, 7), (("scale", ((12, 0, 4, 0), (8, 6, 2, 4))),))
+    rule = kernel("Q4_K", "scale = b[4 + j + 4] & 15 | b[4 + j - 0] >> 6 << 4")
     wrong = [reading(op, EditedBlocks(("Q4_K",), rule)) for op in graph if op.kind in ("linear", "embedding")]
     trace = trace_graph(graph.changed(*wrong), file, tmp_path / "t.trace", TOKENS[:5], capture="layers")
     (finding,) = check_trace(trace, path).findings
-    assert "the scale of sub-blocks p = 4 to 7 is (scales[p + 4] & 15) | ((scales[p] >> 6) << 4) where" in finding.text
+    assert "scale = b[4 + j + 4] & 15 | b[4 + j] >> 6 << 4 where scale = b[4 + j + 4]" in finding.text
     assert {*finding.ops} >= {"token_embd", *(f"blk.{n}.ffn_residual" for n in range(3))}
 
 

@@ -307,15 +307,15 @@ def test_one_row_is_not_explained_by_what_other_rows_contradict(models, torch_tr
 
 
 def test_several_mistakes_of_one_row_are_contradicted_by_the_prompts_rows(tiny, tmp_path: Path) -> None:
-    """A norm of absolute values was "multiplied by 1.27, and eps is added outside the root, and eps is 1e-07" in each
-    decoded row: of the three the last has no number of its own.
+    """A norm of another power than the second was "multiplied by 1.27, and eps is added outside the root, and eps is
+    1e-07" in each decoded row: of the three the last has no number of its own.
     """
     model = Model(tiny("qwen3"))
 
-    def of_absolutes(x, weight, *, eps: float):
-        return x / (x.abs().mean(-1, keepdim=True) + eps) * weight
+    def of_powers(x, weight, *, eps: float):
+        return x / (x.abs().pow(1.5).mean(-1, keepdim=True).pow(1 / 1.5) + eps) * weight
 
-    graph = model.graph.changed(replace(model.graph["output_norm"], function=of_absolutes))
+    graph = model.graph.changed(replace(model.graph["output_norm"], function=of_powers))
     path = trace_graph(graph, model.file, tmp_path / "norm.trace", TOKENS, (200,), (53,))
     faulty = check_trace(path, model.path).faulty
     assert [(op.op, op.step, op.cause) for op in faulty] == [("output_norm", step, None) for step in range(3)]
@@ -651,6 +651,20 @@ def test_an_activation_that_is_approximated_is_said_to_follow_from_its_input() -
     assert said in describe(exact + by, exact, ("token", "channel"), inputs=[x])
     assert said in describe((exact + by) * up, exact * up, ("token", "channel"), inputs=[x, up])
     assert said not in describe(exact + by.flip(0), exact, ("token", "channel"), inputs=[x])
+
+
+def test_exponentials_that_are_approximated_are_said_to_follow_from_their_scores() -> None:
+    """By their bits (Schraudolph, A Fast, Compact Approximation of the Exponential Function, 1999)."""
+    scores = torch.randn(8, 9, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    below = scores - scores.amax(-1, keepdim=True)
+    bits = (12102203 * below.clamp(min=-80) + 127 * 2**23 - 298765).int()
+    each = bits.view(torch.float32).double().masked_fill(below == -torch.inf, 0.0)
+    right, axes = scores.softmax(-1), ("head", "token", "key")
+    approximated = each / each.sum(-1, keepdim=True)
+    said = "beside the largest of its query each is off by what follows from its score alone, "
+    assert said in describe(approximated, right, axes)
+    assert said not in describe((scores * 1.01 + scores.flip(-1).nan_to_num(neginf=0) * 0.01).softmax(-1), right, axes)
 
 
 def test_what_leaks_where_0_belongs_is_not_called_rounding() -> None:

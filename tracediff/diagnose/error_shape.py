@@ -25,8 +25,9 @@ _VECTOR = 1e-3  # NMSE: a vector of the file is another by far
 _ROWS, _GROUPS, _MOST_LEVELS, _NEAR_LEVEL, _MOST_GROUPS = 16, (256, 128, 64, 32), 256, 0.05, 0.9
 _APART = 1e-6  # of the largest: values that are no farther apart are one
 # Values in order of what is read, and how much of their errors' variance is left from each to the next (von Neumann's
-# ratio): by chance, of so many, 1 with a deviation of 1 / sqrt(256).
-_SORTED, _SMOOTH = 256, 0.1
+# ratio): by chance, of so many, 1 with a deviation of 1 / sqrt(64). Schraudolph's exp left 0.03 to 0.06.
+_SORTED, _SMOOTH = 64, 0.1
+_TINY_SHARE = 1e-4  # of the largest probability: of smaller ones float32 tells less
 _MULTIPLES = 8  # values of a slice that can tell that it is one
 
 Vectors = Callable[[int], Iterable[tuple[str, Tensor]]]
@@ -121,6 +122,8 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors, inputs
         return
     yield from multiples
     yield from _of_an_input(difference, x, inputs)
+    if axes[-1:] == ("key",):
+        yield from _of_exponentials(y, x)
     yield from _levels(y, x)
     yield from _places(difference, x, axes)
     if y.ndim >= 2 and off > _MOVED and nmse(y.flatten().sort().values, x.flatten().sort().values) < little:
@@ -209,11 +212,33 @@ def _of_an_input(error: Tensor, x: Tensor, inputs: Sequence[Tensor]) -> Iterator
         read, error = read[told], error[told] / gated[0][told]
     order = read.argsort()
     read, error = read[order], error[order]
-    if len(error) < _SORTED or float(error.diff().square().mean()) > _SMOOTH * 2 * float(error.var()):
+    if len(error) < _SORTED or not _is_smooth(error):
         return
     most, per = int(error.abs().argmax()), " for each 1 that it gates" * bool(gated)
     at = f"at most {float(error[most]):.2g}{per}, where {float(read[most]):.4g} is read"
     yield f"it is off by what follows from its input alone, as another function is, {at}"
+
+
+def _of_exponentials(y: Tensor, x: Tensor) -> Iterator[str]:
+    """That each probability, beside the largest of its query, errs alike where its score is as far below the largest:
+    the exponentials are other ones.
+    """
+    largest, at = x.max(-1, keepdim=True)
+    told = (x > _TINY_SHARE * largest) & (x < largest)
+    below = (x / largest).log()[told]
+    error = (y / x * largest / y.gather(-1, at) - 1)[told]
+    order = below.argsort()
+    below, error = below[order], error[order]
+    if len(error) < _SORTED or not _is_smooth(error):
+        return
+    least, most = (f"{100 * float(of):+.2g}%" for of in (error.min(), error.max()))
+    said = "beside the largest of its query each is off by what follows from its score alone"
+    yield f"{said}, {least} to {most}: exp is approximated"
+
+
+def _is_smooth(error: Tensor) -> bool:
+    """Whether neighbours, in the order of what they follow from, err nearly alike."""
+    return float(error.diff().square().mean()) <= _SMOOTH * 2 * float(error.var())
 
 
 def _levels(y: Tensor, x: Tensor) -> Iterator[str]:

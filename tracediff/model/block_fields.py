@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,13 @@ from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.weights import raw_rows, values_of
 
 Blocks = np.ndarray  # uint8 [blocks, bytes per block]
+
+
+class Valued(Protocol):
+    """What blocks are read as."""
+
+    def values(self) -> np.ndarray:
+        """Float32 [n, values of a block]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +204,7 @@ class EditedBlocks:
     """
 
     types: tuple[str, ...]
-    edit: Callable[[Fields], Fields]
+    edit: Callable[[Fields], Valued]
 
     def __call__(self, file: GGUFFile, info: TensorInfo) -> Tensor:
         """The weight as it is held."""

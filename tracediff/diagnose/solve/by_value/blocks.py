@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from tracediff.diagnose.solve.by_value import block_words
+from tracediff.diagnose.solve.by_value.block_kernels import edited
 from tracediff.diagnose.solve.by_value.block_layout import Layout, Part, Sums, layout_of
 from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.problem import Problem, agree
-from tracediff.english import ranges
-from tracediff.model.block_fields import FIELDS, EditedBlocks, Fields
+from tracediff.model.block_fields import FIELDS, EditedBlocks, Fields, Valued
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights, raw_rows, reading
 
@@ -37,7 +37,6 @@ _AT_ONCE = 1 << 9  # outputs, of which bits times what these are worth are in me
 _BLOCKS = 16  # different ones: bits of fewer are alike by chance
 _BYTE = 8  # bits of a scale
 _FIRST = 16  # rows at which a rule is tried first
-_LEAST_PLANE = 4  # the lowest bit of a value's number that statements of a kernel tell apart: loops count those below
 _RIDGE = 1e-12  # of the squares: what nothing tells is as it should be
 _BITS, _ORDER, _SHARED, _VALUES = 24.0, 20.0, 14.0, 24.0
 
@@ -45,8 +44,8 @@ _BITS, _ORDER, _SHARED, _VALUES = 24.0, 20.0, 14.0, 24.0
 class Rule(Protocol):
     """What an engine makes of the fields of blocks of a type."""
 
-    def __call__(self, fields: Fields) -> Fields:
-        """The fields as it reads them."""
+    def __call__(self, fields: Fields) -> Valued:
+        """The fields, or the values, as it reads them."""
 
     def words(self, layout: Layout) -> str:
         """How it does."""
@@ -80,9 +79,7 @@ def _rules(seen: "_Seen") -> Iterator[tuple[Rule, float]]:
     yield from ((order, _ORDER) for order in _orders(seen))
     if sums := _sums(seen):
         yield sums, _BITS
-    yield from ((taken, _BITS) for taken in _takings(seen.layout))
-    yield from ((parts, _ORDER) for parts in _parts(seen.fields))
-    yield from ((integers, _BITS) for integers in _integer_takings(seen.layout))
+    yield from ((kernel, _BITS) for kernel in edited(seen.layout.type))
     yield from ((values, _VALUES) for values in _values(seen))
 
 
@@ -321,21 +318,20 @@ class Order:
 def _orders(seen: _Seen) -> Iterator[Order]:
     """Those under which what was recorded is larger where it should be, the likeliest first."""
     fields, followed = seen.fields, seen.along * seen.steps
-    of = seen.layout
-    low = _likely(followed, fields.codes.reshape(followed.shape), of.low)
-    high = [] if fields.high is None else _likely(followed, fields.high.reshape(followed.shape), of.high)
+    low = _likely(followed, fields.codes.reshape(followed.shape))
+    high = [] if fields.high is None else _likely(followed, fields.high.reshape(followed.shape))
     for taken, taken_high in product([None, *low], [None, *high]):
         if taken or taken_high:
             yield Order(taken, taken_high)
 
 
-def _likely(followed: np.ndarray, codes: np.ndarray, lowest: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _likely(followed: np.ndarray, codes: np.ndarray) -> list[tuple[int, ...]]:
     """Orders of the codes [blocks, values] that the error follows best; it follows a code where that is taken, and the
-    right one, with the other sign, where it is not. `lowest` are their lowest bits.
+    right one, with the other sign, where it is not.
     """
     n = codes.shape[1]
     each = (followed.T @ (codes - codes.mean(0))).astype(np.float32)
-    sources = np.concatenate([_sources(n.bit_length() - 1), *_further(lowest)])
+    sources = _sources(n.bit_length() - 1)
     gains = np.zeros(len(sources), np.float32)
     for j in range(n):
         gains += each[j][sources[:, j]] - each[j, j]
@@ -347,8 +343,7 @@ def _likely(followed: np.ndarray, codes: np.ndarray, lowest: tuple[int, ...]) ->
 def _sources(n_bits: int) -> np.ndarray:
     """Orders of 2^n places, [orders, places], which permute the bits of a place's number, as loops over bytes and their
     halves do that are nested otherwise; of those that exchange two bits at most also with a bit that is 0, 1 or not
-    what it was. And with some neighbouring bits another number where they are a certain one, or two numbers exchanged,
-    as where a shift or an index in one of several statements is wrong.
+    what it was.
     """
     places = np.arange(1 << n_bits, dtype=np.int16)
     bits = places >> np.arange(n_bits, dtype=np.int16)[:, None] & 1
@@ -359,29 +354,7 @@ def _sources(n_bits: int) -> np.ndarray:
     for order, k in product(exchanged, range(n_bits)):
         own = sum(bits[m] << k for k, m in enumerate(order))
         made += [own & ~(1 << k), own | 1 << k, own ^ 1 << k]
-    for low, n in product(range(_LEAST_PLANE, n_bits), (1, 2, 3)):
-        if low + n <= n_bits:
-            number = places >> low & (1 << n) - 1
-            for a, b in permutations(range(1 << n), 2):
-                to_b = places ^ (a ^ b) << low  # of a, and of b the other way
-                made.append(np.where(number == a, to_b, places))
-                made += [np.where((number == a) | (number == b), to_b, places)] * (a < b)
     return np.stack(made).astype(np.int16)
-
-
-@lru_cache(maxsize=16)
-def _further(lowest: tuple[int, ...]) -> list[np.ndarray]:
-    """Orders where from some quarter of a block on the bytes are others, so far on or back: a pointer that goes on by
-    another step.
-    """
-    n, made = len(lowest), []
-    places = {bit: j for j, bit in enumerate(lowest)}
-    for begin, by in product((n // 4, n // 2, 3 * n // 4), (4, 8, 16, 32, 64)):
-        for sign in (1, -1):
-            each = [places.get(bit + sign * by * _BYTE if j >= begin else bit) for j, bit in enumerate(lowest)]
-            if None not in each:
-                made.append(np.array([each], np.int16))
-    return made
 
 
 # --- of which bits scales and minima are made -------------------------------------------------------------------------
@@ -412,188 +385,6 @@ def _made(bits: np.ndarray, sums: Sums) -> np.ndarray:
     one = np.ones((len(bits), 1), np.int64)
     extended = np.concatenate((bits.astype(np.int64), one), 1)
     return np.stack([sum((extended[:, bit] * by for bit, by in part), np.zeros_like(one[:, 0])) for part in sums], 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Scales, minima or both of some parts are made of other bits than those of the layout, which may overlap: `Rule`.
-    `runs` are those of the first of these parts; of the others they lie as many bytes further on.
-    """
-
-    parts: tuple[int, ...]
-    runs: tuple[tuple[str, tuple[block_words.Run, ...]], ...]  # and what is made of them
-
-    def __call__(self, fields: Fields) -> Fields:
-        """With those so made."""
-        made = {"scale": fields.scales, "minimum": fields.minima}
-        for what, runs in self.runs:
-            numbers = made[what]
-            assert numbers is not None
-            numbers = numbers.astype(np.int64)
-            for p in self.parts:
-                numbers[:, p] = 0
-                for byte, first, n, up in runs:
-                    at = (byte + p - self.parts[0]) % fields.raw.shape[1]
-                    numbers[:, p] |= (fields.raw[:, at].astype(np.int64) >> first & (1 << n) - 1) << up
-            made[what] = numbers
-        return replace(fields, scales=made["scale"], minima=made["minimum"])
-
-    def words(self, layout: Layout) -> str:
-        """What they are computed with."""
-        right = {"scale": layout.scales, "minimum": layout.minima}
-        said = (block_words.of_runs(what, runs, right[what], self.parts, layout) for what, runs in self.runs)
-        return f"in a block of {layout.type}, {'; '.join(said)}"
-
-
-def _takings(layout: Layout) -> Iterator[Taken]:
-    """One byte, shift or mask of the statements that make scales and minima is another, in one or in both."""
-    of = {"scale": layout.scales, "minimum": layout.minima}
-    edited: dict[str, dict[object, Taken]] = {what: {} for what in of}
-    for what, sums in of.items():
-        for parts in _alike(sums):
-            runs = tuple(block_words.runs_of(sums[parts[0]])[0])
-            for i, run in enumerate(runs):
-                for edit, new in _other_runs(run):
-                    made = (*runs[:i], *new, *runs[i + 1 :])
-                    edited[what][parts, i, edit] = Taken(parts, ((what, made),))
-    scales, minima = edited.values()
-    yield from (*scales.values(), *minima.values())
-    for edit in scales.keys() & minima.keys():
-        yield replace(scales[edit], runs=(*scales[edit].runs, *minima[edit].runs))
-
-
-def _alike(sums: Sums) -> list[tuple[int, ...]]:
-    """The parts that are made of bytes as far from one another as they are; none where a sum is not of whole runs."""
-    found: dict[object, list[int]] = {}
-    for p, part in enumerate(sums):
-        runs, others, signed = block_words.runs_of(part)
-        if others or signed:
-            return []
-        found.setdefault(tuple((byte - p, *rest) for byte, *rest in runs), []).append(p)
-    return [tuple(parts) for parts in found.values()]
-
-
-def _other_runs(run: block_words.Run) -> Iterator[tuple[object, tuple[block_words.Run, ...]]]:
-    """What a term may be in its place, by what the edit is called: none, or one with another number."""
-    byte, first, n, up = run
-    yield "none", ()
-    yield from ((("byte", by), ((byte + by, first, n, up),)) for by in (-8, -4, -2, -1, 1, 2, 4, 8))
-    yield from ((("shift", to), ((byte, to, n, up),)) for to in range(8) if to != first)
-    yield from ((("mask", to), ((byte, first, to, up),)) for to in range(1, 9) if to != n)
-    yield from ((("up", to), ((byte, first, n, to),)) for to in range(8) if to != up)
-
-
-# --- of which bits integers are made ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TakenIntegers:
-    """The integers of some values, the low bits of them or the `high` ones, are made of other bits, which may overlap
-    the others: of bytes `by` further on than their own, those of a `mask` from bit `more` after the first on, held from
-    bit `up` on: `Rule`.
-    """
-
-    places: tuple[int, ...]
-    lowest: tuple[int, ...]  # bits that are right
-    high: bool
-    by: int
-    more: int
-    mask: int
-    up: int
-
-    def __call__(self, fields: Fields) -> Fields:
-        """With those so made."""
-        low = fields.low.reshape(len(fields.low), -1).astype(np.int64)
-        high = None if fields.high is None else fields.high.reshape(low.shape).astype(np.int64) << fields.shift
-        lowest = np.array(self.lowest)
-        byte = (lowest // _BYTE + self.by) % fields.raw.shape[1]
-        taken = fields.raw[:, byte].astype(np.int64) >> lowest % _BYTE + self.more & self.mask
-        part = high if self.high else low
-        assert part is not None
-        part[:, list(self.places)] = taken << self.up
-        return replace(fields, low=(low if high is None else low | high).reshape(fields.low.shape), high=None)
-
-    def words(self, layout: Layout) -> str:
-        """What they are computed with, the first of them as the others."""
-        n, up = (layout.high_bits, layout.low_bits) if self.high else (layout.low_bits, 0)
-        name, first = layout.of_high if self.high else layout.of_low, self.lowest[0] % _BYTE
-        right = block_words.of_integer(name, 0, first, (1 << n) - 1, up)
-        made = block_words.of_integer(name, self.by, first + self.more, self.mask, self.up)
-        those = f"values {ranges([*self.places])}" if len(self.places) < len(layout.low) else "all values"
-        return f"in a block of {layout.type}, {those} take {made} where {right} belongs (i: the byte of each)"
-
-
-def _integer_takings(layout: Layout) -> Iterator[TakenIntegers]:
-    """One byte, shift or mask of a statement that makes integers is another: of all values, of those whose bits lie
-    alike in their bytes, or of those that a loop over 16 or 32 of them makes.
-    """
-    if layout.integer.startswith("kvalues"):
-        return
-    parts = [(False, layout.low, layout.low_bits, 0)]
-    parts += [(True, layout.high, layout.high_bits, layout.low_bits)] if layout.high else []
-    j = np.arange(len(layout.low))
-    for high, bits, n, up in parts:
-        lowest = np.array(bits)
-        keys = (0 * j, lowest % _BYTE, j // 16, j // 32, j // 32 % 4)
-        groups = {tuple(map(int, np.flatnonzero(key == value))) for key in keys for value in np.unique(key)}
-        for places in sorted(groups, key=lambda group: (-len(group), group)):
-            own = lowest[list(places)]
-            firsts = own % _BYTE
-            yield from (
-                TakenIntegers(places, tuple(map(int, own)), high, *edit)
-                for edit in _edits_of_integers(int(firsts.min()), int(firsts.max()), n, up)
-            )
-
-
-def _edits_of_integers(least: int, most: int, n: int, up: int) -> Iterator[tuple[int, int, int, int]]:
-    """How far on, from which bit more on, which bits and where to, with one of these another. A mask that is not needed
-    is not there.
-    """
-    mask = (1 << n) - 1
-    yield from ((by * sign, 0, mask, up) for by in (1, 2, 4, 8, 16, 32, 64) for sign in (1, -1))
-    for more in range(-least, _BYTE - most):
-        yield from ((0, more, other, up) for other in dict.fromkeys((mask, (1 << _BYTE - most - more) - 1)) if more)
-    widths = ((1 << width) - 1 for width in range(_BYTE + 1))
-    others = dict.fromkeys((*widths, mask + 1, mask - 1, 2 * mask, mask ^ 1))
-    yield from ((0, 0, other, up) for other in others if other != mask)
-    yield from ((0, 0, mask, to) for to in range(_BYTE) if to != up)
-
-
-# --- whose scale a value has ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class OfParts:
-    """Value j of a block has the scale and minimum of part `source[j]`: `Rule`."""
-
-    source: tuple[int, ...]
-
-    def __call__(self, fields: Fields) -> Fields:
-        """With a part for each value."""
-        at, low = list(self.source), fields.low.reshape(len(fields.low), -1, 1)
-        assert fields.scales is not None
-        minima = None if fields.minima is None else fields.minima[:, at]
-        return replace(fields, low=low, scales=fields.scales[:, at], minima=minima)
-
-    def words(self, layout: Layout) -> str:
-        """Whose each has."""
-        n, parts = len(self.source), len(layout.scales)
-        right = [j * parts // n for j in range(n)]
-        return f"in a block of {layout.type}, {block_words.of_parts(self.source, right)}"
-
-
-def _parts(fields: Fields) -> Iterator[OfParts]:
-    """One bit of a part's number is another bit of the value's, or none."""
-    if fields.scales is None:
-        return
-    n_parts, n = fields.scales.shape[1], fields.low[0].size
-    j = np.arange(n)
-    right = j * n_parts // n
-    for k, m in product(range(n_parts.bit_length() - 1), range(-1, n.bit_length() - 1)):
-        bit = np.zeros(n, int) if m < 0 else j >> m & 1
-        source = right & ~(1 << k) | bit << k
-        if (source != right).any():
-            yield OfParts(tuple(map(int, source)))
 
 
 def _sums(seen: _Seen) -> OfBits | None:
