@@ -125,10 +125,24 @@ class Kernel:
     said: tuple[tuple[str, str], ...]
 
     def __call__(self, fields: Fields) -> "Values":
-        """What it makes. Beyond a block lie the bytes of the next; what is stored beyond its values is lost."""
+        """What it makes of all blocks of a tensor."""
+        return self.made(fields, fields.raw, np.arange(len(fields.raw)))
+
+    def made(self, fields: Fields, tensor: np.ndarray, blocks: np.ndarray) -> "Values":
+        """What it makes of these `blocks` of a tensor, whose other bytes lie beyond them. What is stored beyond a block's
+        values is lost.
+        """
         y = _Stored(np.zeros((len(fields.raw), fields.low[0].size), np.float32))
         d, m = (None if of is None else fields.read(of).astype(np.float64)[:, None] for of in (fields.d, fields.m))
-        names = {"b": _Bytes(fields.raw), "d": d, "m": m, "y": y, "int8": _as_int8, "range": range, "lanes": _lanes}
+        names = {
+            "b": _Bytes(tensor, blocks * fields.raw.shape[1]),
+            "d": d,
+            "m": m,
+            "y": y,
+            "int8": _as_int8,
+            "range": range,
+            "lanes": _lanes,
+        }
         try:
             exec(_compiled(self.source), {"__builtins__": {}}, names)
         except (ArithmeticError, NameError, ValueError):  # no engine divides by 0, or reads what is not there yet
@@ -155,13 +169,13 @@ class Values:
 
 
 class _Bytes:
-    """Those of blocks, by their numbers in a block: int64 [n, lanes]."""
+    """Those of blocks that begin at these bytes of a tensor, by their numbers in a block: int64 [n, lanes]."""
 
-    def __init__(self, raw: np.ndarray) -> None:
-        self._raw, self._first = raw.astype(np.int64).ravel(), np.arange(len(raw))[:, None] * raw.shape[1]
+    def __init__(self, tensor: np.ndarray, begin: np.ndarray) -> None:
+        self._all, self._begin = tensor.reshape(-1), begin[:, None]
 
     def __getitem__(self, at: int | np.ndarray) -> np.ndarray:
-        return self._raw[(self._first + at) % self._raw.size]
+        return self._all[(self._begin + at) % self._all.size].astype(np.int64)
 
 
 class _Stored:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tracediff.diagnose.solve.by_value import block_words
-from tracediff.diagnose.solve.by_value.block_kernels import edited
+from tracediff.diagnose.solve.by_value.block_kernels import Kernel, edited
 from tracediff.diagnose.solve.by_value.block_layout import Layout, Part, Sums, layout_of
 from tracediff.diagnose.solve.edit import Read, Solved
 from tracediff.diagnose.solve.problem import Problem, agree
@@ -154,10 +154,19 @@ class _Seen:
     def suits(self, rule: Rule) -> bool:
         """Whether rows that are read so give what was recorded."""
         with np.errstate(all="ignore"):
-            fields = rule.of(self) if isinstance(rule, Shared) else rule(self.fields)
-            rows = fields.values().reshape(self.n_rows, -1)
+            rows = self._read_by(rule).values().reshape(self.n_rows, -1)
         made = rows if self.x is None else self.x @ rows.T.astype(np.float64)
         return bool(agree(self.y, made, self.near).all())
+
+    def _read_by(self, rule: Rule) -> Valued:
+        """The rows as the rule reads them, which may be by what lies elsewhere in the tensor."""
+        match rule:
+            case Shared():
+                return rule.of(self)
+            case Kernel():
+                at = self.rows[:, None] * self.fields.row + np.arange(self.fields.row)
+                return rule.made(self.fields, self.tensor, at.ravel())
+        return rule(self.fields)
 
     @cached_property
     def few(self) -> Self:
