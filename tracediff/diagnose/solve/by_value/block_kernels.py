@@ -129,7 +129,7 @@ class Kernel:
         return self.made(fields, fields.raw, np.arange(len(fields.raw)))
 
     def made(self, fields: Fields, tensor: np.ndarray, blocks: np.ndarray) -> "Values":
-        """What it makes of these `blocks` of a tensor, whose other bytes lie beyond them. What is stored beyond the values
+        """What it makes of these `blocks` of a tensor, whose bytes lie beyond them, too. What is stored beyond the values
         of one is lost.
         """
         y = _Stored(np.zeros((len(fields.raw), fields.low[0].size), np.float32))
