@@ -129,8 +129,9 @@ class Kernel:
         return self.made(fields, fields.raw, np.arange(len(fields.raw)))
 
     def made(self, fields: Fields, tensor: np.ndarray, blocks: np.ndarray) -> "Values":
-        """What it makes of these `blocks` of a tensor, whose bytes lie beyond them, too. What is stored beyond the values
-        of one is lost.
+        """What it makes of these `blocks` of a tensor, beyond which lie its other bytes.
+
+        What is stored beyond the values of a block is lost.
         """
         y = _Stored(np.zeros((len(fields.raw), fields.low[0].size), np.float32))
         d, m = (None if of is None else fields.read(of).astype(np.float64)[:, None] for of in (fields.d, fields.m))
