@@ -26,11 +26,13 @@ def _of_heads(graph: Graph, unlatent: Op) -> Iterator[Op]:
     scores = next((op for op, _ in graph.readers(keys.name) if op.kind == "scores"), None)
     if keys.kind != "concat" or scores is None:
         return
-    between = [graph[scores.inputs[0]]]  # what is done to queries when they are whole
-    while between[-1].kind != "concat":
-        between.append(graph[between[-1].inputs[0]])
+    between = [graph.ops.get(scores.inputs[0])]  # what is done to queries when they are whole
+    while between[-1] and between[-1].kind != "concat":
+        between.append(graph.ops.get(between[-1].inputs[0]))
     queries = between.pop()
-    absorbed = graph[queries.inputs[0]]
+    absorbed = graph.ops.get(queries.inputs[0]) if queries else None
+    if queries is None or absorbed is None or absorbed.kind != "mul_mat" or not absorbed.weights:
+        return
     n_heads, n_values, _ = unlatent.weights[0].shape
     _, _, n_plain = absorbed.weights[0].shape
     latent, rotated = keys.inputs
@@ -41,7 +43,7 @@ def _of_heads(graph: Graph, unlatent: Op) -> Iterator[Op]:
     heads = View(("T", n_heads, n_plain), (n_plain, Extent(t=n_plain), 1))
     yield replace(absorbed, kind="copy", axes=(n_heads, "T", n_plain), weights=())
     yield replace(queries, axes=("T", n_heads, width), views=(heads, queries.seen[1]))
-    yield from (replace(op, axes=("T", n_heads, width)) for op in between)
+    yield from (replace(op, axes=("T", n_heads, width)) for op in between if op)
     plain = Op(
         f"{layer}.attn_k_nope", "of_latent", (latent,), ("T", n_heads, n_plain), absorbed.weights, {"transposed": True}
     )
