@@ -214,6 +214,6 @@ class EditedBlocks:
 
     def of_rows(self, info: TensorInfo, rows: np.ndarray) -> Tensor:
         """Rows of bytes, uint8 [rows, bytes per row], as float32 [rows, columns]."""
-        with np.errstate(invalid="ignore", over="ignore"):  # misread bits may be no number
+        with np.errstate(all="ignore"):  # misread bits may be no number
             values = self.edit(Fields.of_rows(info.type.name, rows)).values()
         return torch.from_numpy(values.reshape(len(rows), -1))
