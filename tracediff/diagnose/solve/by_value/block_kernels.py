@@ -18,6 +18,15 @@ from tracediff.model.block_fields import Fields
 
 # As ggml's read them (ggml-quants.c, dequantize_row_*): b are the bytes of a block, d and m its scale and minimum, y
 # its values. Lanes are taken all at once; a statement is a line.
+_SIX_BITS = """
+for j in range(8):
+    if j < 4:
+        scale = b[4 + j] & 63
+        minimum = b[4 + j + 4] & 63
+    else:
+        scale = b[4 + j + 4] & 15 | b[4 + j - 4] >> 6 << 4
+        minimum = b[4 + j + 4] >> 4 | b[4 + j - 0] >> 6 << 4
+"""
 KERNELS = {
     "Q4_0": """
 for l in lanes(16):
@@ -63,27 +72,13 @@ for j in range(16):
         top = b[j % 2 * 16 + l] >> j // 2 & 1
         y[16 * j + l] = d * scale * ((q | top << 2) - 4)
 """,
-    "Q4_K": """
-for j in range(8):
-    if j < 4:
-        scale = b[4 + j] & 63
-        minimum = b[4 + j + 4] & 63
-    else:
-        scale = b[4 + j + 4] & 15 | b[4 + j - 4] >> 6 << 4
-        minimum = b[4 + j + 4] >> 4 | b[4 + j - 0] >> 6 << 4
-    for l in lanes(32):
+    "Q4_K": _SIX_BITS
+    + """    for l in lanes(32):
         q = b[16 + j // 2 * 32 + l] >> j % 2 * 4 & 15
         y[32 * j + l] = d * scale * q - m * minimum
 """,
-    "Q5_K": """
-for j in range(8):
-    if j < 4:
-        scale = b[4 + j] & 63
-        minimum = b[4 + j + 4] & 63
-    else:
-        scale = b[4 + j + 4] & 15 | b[4 + j - 4] >> 6 << 4
-        minimum = b[4 + j + 4] >> 4 | b[4 + j - 0] >> 6 << 4
-    for l in lanes(32):
+    "Q5_K": _SIX_BITS
+    + """    for l in lanes(32):
         q = b[48 + j // 2 * 32 + l] >> j % 2 * 4 & 15
         top = b[16 + l] >> j & 1
         y[32 * j + l] = d * scale * (q | top << 4) - m * minimum
