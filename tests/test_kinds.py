@@ -175,6 +175,9 @@ CASES = [
     *(one("mul_mat", normal(5, T, 64), weights=(q,), ggml=lambda x, w: compute("mul_mat", w, x),
           note=f"of {q.type} matrices")
       for q in quantised("F16", "Q8_0", "Q4_1")),
+    *(one("of_latent", normal(T, 64), weights=(q,), note=f"of {q.type} matrices",
+          ggml=lambda x, w: compute("mul_mat", w, np.stack([x] * 5)).swapaxes(0, 1))
+      for q in quantised("F32", "F16", "Q8_0")),
     *(one("linear_id", normal(T, n, 64), CHOSEN, weights=(q,), ggml=lambda x, at, w: compute("mul_mat_id", w, x, at),
           note=f"of {q.type}, {n} rows a token")
       for q in quantised("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", "MXFP4") for n in (1, 2)),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import trace_graph
+from conftest import some_of, trace_graph
 
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.inspect.validate import validate
@@ -16,7 +16,7 @@ from tracediff.model.latent import expanded
 from tracediff.model.model import Model
 from tracediff.model.weights import Weights
 from tracediff.numerics.schemes import scheme_named
-from tracediff.pipeline import check_trace, compare_traces
+from tracediff.pipeline import Effort, check_trace, compare_traces
 
 TOKENS, NEXT = (5, 9, 17, 33, 70, 2, 14, 21, 8), 8
 CACHED = scheme_named("exact, KV cache in float16")
@@ -56,6 +56,26 @@ def test_an_engine_that_caches_keys_and_values_of_each_head_is_right(capture: st
     assert result.verdict == "match"
     assert any("judged with keys and values of each head" in note for note in result.notes)
     assert validate(path, model.path).n_violations == 0
+
+
+def test_records_of_each_head_are_judged_though_they_are_most(tiny: Tiny, tmp_path: Path, cli) -> None:
+    """Of other shapes than llama.cpp's: the trace was refused as that of another model."""
+    model = Model(tiny("deepseek2"))
+    graph = of_heads(model.path)
+
+    def unlike(probs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.cos(3 * torch.einsum("hts,shd->thd", probs, values)).flatten(1)
+
+    wrong = replace(graph["blk.1.attn_kqv"], function=unlike)
+    whole = trace_graph(graph.changed(wrong), model.file, tmp_path / "all.trace", TOKENS)
+    names = ("attn_q_rope", "attn_k_rope", "attn_v", "attn_probs", "attn_kqv")
+    kept = {f"blk.{n}.{name}" for n in range(2) for name in names}
+    path = some_of(whole, tmp_path / "t.trace", kept.__contains__)
+    result = check_trace(path, model.path, effort=Effort(seconds=5))
+    assert {op.op for op in result.faulty} == {"blk.1.attn_kqv"}
+    given = ("reproduce", path, "--model", model.path, "--op", "blk.1.attn_kqv", "--out", tmp_path / "case")
+    code, text, said = cli(*given)
+    assert code == 0, (text, said)
 
 
 def test_what_two_sides_make_in_two_ways_is_not_compared(tiny: Tiny, tmp_path: Path, llama_cpp_trace) -> None:

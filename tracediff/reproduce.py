@@ -18,6 +18,7 @@ from tracediff.model.model import Model
 from tracediff.numerics.kinds import KINDS
 from tracediff.pipeline import opened
 from tracediff.replay.judging import Subject, judge_ops, replays_of
+from tracediff.replay.misshapen import suited
 from tracediff.trace.runs import Paths, open_trace
 
 _MOST = 990_000  # bytes of data.npz: with the script less than 1 MB
@@ -50,7 +51,7 @@ def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path, ar
     path = trace.path
     if (step, name) not in trace.ops:
         raise TracediffError(f"{path}: it has no record {name} in step {step}. `tracediff inspect {path}` lists all.")
-    model = opened(model, trace)
+    model = suited(opened(model, trace), trace)
     if name not in model.graph:
         raise TracediffError(
             f"{name} is no op of this model: there is nothing to replay it by. "

@@ -11,15 +11,15 @@ from tracediff.numerics.evaluate import is_covered
 from tracediff.replay.choices import refuse_no_choice, ties
 from tracediff.replay.judging import Subject, replays_of
 from tracediff.replay.late import begun_late, reads_cache
-from tracediff.replay.misshapen import Misshapen, misshapen
+from tracediff.replay.misshapen import Misshapen, misshapen, suited
 from tracediff.replay.replay import Replay
 from tracediff.replay.workers import ALONE, Workers, judged_by, spread
 from tracediff.result import Local, OpResult
 from tracediff.trace.reader import Trace
 
 _EXPANDED = (
-    "{}: judged with keys and values of each head, which the engine makes of the latent before it caches them: so less "
-    "diverges than with the latent as every head's key and value, which is llama.cpp's way."
+    "{}: judged with keys and values of each head, which the engine makes of the latent before it caches them. In "
+    "llama.cpp the latent is every head's key and value: so more would diverge, or be of another shape."
 )
 
 
@@ -65,15 +65,18 @@ def replay_and_explain(
     EngineError for a device that is not there.
     """
     check_device(device)
-    judged = _judged(model, subjects, workers, progress, device)
+    own = [at for at, subject in enumerate(subjects) if suited(model, subject.trace) is model]
+    each = _judged(model, [subjects[at] for at in own], workers, progress, device) if own else []
+    judged = dict(zip(own, each, strict=True))
     if other := model.expanded():
         ops = {op.name for op in model.graph if op != other.graph[op.name]}
-        for at, one in enumerate(judged):
-            if any(op in ops for _, op in one.wrong()):
-                (again,) = _judged(other, [subjects[at]], workers, progress, device)
-                if len(again.wrong()) < len(one.wrong()):
-                    judged[at] = replace(again, notes=(_EXPANDED.format(subjects[at].trace.path), *again.notes))
-    return judged
+        for at, subject in enumerate(subjects):
+            one = judged.get(at)
+            if one is None or any(op in ops for _, op in one.wrong()):
+                (again,) = _judged(other, [subject], workers, progress, device)
+                if one is None or len(again.wrong()) < len(one.wrong()):
+                    judged[at] = replace(again, notes=(_EXPANDED.format(subject.trace.path), *again.notes))
+    return [judged[at] for at in range(len(subjects))]
 
 
 def _judged(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from tracediff.errors import TraceError
 from tracediff.model.graph import Graph
+from tracediff.model.model import Model
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 from tracediff.trace.shapes import misfit
@@ -28,14 +29,7 @@ class Misshapen:
 def misshapen(trace: Trace, graph: Graph) -> dict[tuple[int, str], Misshapen]:
     """Every such record of the trace. Raises TraceError where they are the most: it is of another model."""
     known = {key: record for key, record in trace.ops.items() if record.op in graph}
-    found = {}
-    for key, record in known.items():
-        n_tokens = len(trace.steps[record.step].tokens)
-        n_rows = n_tokens if record.rows is None else len(record.rows)
-        n_past = trace.n_before(record.step) + n_tokens - n_rows
-        wrong = _misshapen(record, graph[record.op].shape(n_rows, n_past))
-        if wrong:
-            found[key] = wrong
+    found = _of_other_shapes(trace, graph)
     if 2 * len(found) > len(known):
         (step, op), first = next(iter(found.items()))
         raise TraceError(
@@ -44,6 +38,28 @@ def misshapen(trace: Trace, graph: Graph) -> dict[tuple[int, str], Misshapen]:
             "says what else it may be."
         )
     return found | _of_a_window({key: known[key] for key in found}, found)
+
+
+def suited(model: Model, trace: Trace) -> Model:
+    """The model in the form of its latent attention that more of the records have names and shapes of."""
+    other = model.expanded()
+    return other if other and _n_unfit(trace, other.graph) < _n_unfit(trace, model.graph) else model
+
+
+def _n_unfit(trace: Trace, graph: Graph) -> int:
+    return sum(record.op not in graph for record in trace.ops.values()) + len(_of_other_shapes(trace, graph))
+
+
+def _of_other_shapes(trace: Trace, graph: Graph) -> dict[Key, Misshapen]:
+    found = {}
+    for key, record in trace.ops.items():
+        if record.op in graph:
+            n_tokens = len(trace.steps[record.step].tokens)
+            n_rows = n_tokens if record.rows is None else len(record.rows)
+            n_past = trace.n_before(record.step) + n_tokens - n_rows
+            if wrong := _misshapen(record, graph[record.op].shape(n_rows, n_past)):
+                found[key] = wrong
+    return found
 
 
 def _of_a_window(records: Mapping[Key, OpRecord], found: Mapping[Key, Misshapen]) -> dict[Key, Misshapen]:
