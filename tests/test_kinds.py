@@ -176,7 +176,7 @@ CASES = [
           note=f"of {q.type} matrices")
       for q in quantised("F16", "Q8_0", "Q4_1")),
     *(one("of_latent", normal(T, 64), weights=(q,), note=f"of {q.type} matrices",
-          ggml=lambda x, w: compute("mul_mat", w, np.stack([x] * 5)).swapaxes(0, 1))
+          ggml=lambda x, w: compute("mul_mat", w, np.stack([x] * 5)).reshape(5, T, 24).swapaxes(0, 1).copy())
       for q in quantised("F32", "F16", "Q8_0")),
     *(one("linear_id", normal(T, n, 64), CHOSEN, weights=(q,), ggml=lambda x, at, w: compute("mul_mat_id", w, x, at),
           note=f"of {q.type}, {n} rows a token")
