@@ -1300,6 +1300,27 @@ def test_what_a_cache_holds_elsewhere_is_found(
         assert ("slots of the cache" in op.cause.look["solved"]) == ("heads" not in said)
 
 
+def test_values_are_found_where_the_scores_show_that_keys_are(models: Models, tmp_path: Path) -> None:
+    """In steps of one token, whose sums are fewer than the positions that are wrong."""
+
+    def over(cached: torch.Tensor) -> torch.Tensor:
+        moved = cached.clone()
+        moved[:2], moved[3:5] = cached[3:5], 0
+        return moved
+
+    wrong = [in_cache(f"blk.0.{name}", over, True) for name in ("attn_scores", "attn_kqv")]
+    faulty = explained(models("llama"), tmp_path, *wrong, n_decode=2)
+    assert {(op.op, op.step, op.cause and op.cause.text) for op in faulty if op.op.endswith("kqv")} == {
+        (
+            "blk.0.attn_kqv",
+            step,
+            "as it reads attn_v, positions 0 to 1 have the values of positions 3 to 4, positions 3 to 4 are 0, in steps of "
+            "one token alone",
+        )
+        for step in (1, 2)
+    }
+
+
 def test_where_values_are_cached_is_said_of_the_cache(models: Models, tmp_path: Path) -> None:
     """Each step writes from the first slot on; the last channel is not written."""
     over = rewritten("blk.0.attn_kqv", "starts[c] * width + ", "0 * width + ")

@@ -31,7 +31,7 @@ from tracediff.diagnose.solve.by_value.maps import (
 )
 from tracediff.diagnose.solve.by_value.parts import in_region
 from tracediff.diagnose.solve.by_value.regions import Along, Region
-from tracediff.diagnose.solve.edit import Solved, input_words
+from tracediff.diagnose.solve.edit import Read, Solved, input_words
 from tracediff.diagnose.solve.look import Look
 from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.problem import Problem
@@ -206,13 +206,32 @@ def _named(there: np.ndarray, right: np.ndarray, axis: int) -> Sequence[Map]:
 
 
 def _cached(problem: Problem, operand: Operand) -> Iterator[Solved]:
-    """Positions of which the sum has what belongs to others, or nothing, in all value heads or in some."""
+    """Positions of which the sum has what belongs to others, or nothing, in all value heads or in some; or those of
+    which the scores have it: keys and values are written to the same slots.
+    """
     sums = _Sums.of(problem)
     if not len(sums.heads):
         return
+    yield from (operand.solved(problem, how, 0) for how in _of_keys(problem))
     for there in sums.told():
         for how in _named(there, sums.values[:, sums.heads], 0):
             yield from _in_heads(problem, operand.solved(problem, how, 0), sums.heads)
+
+
+def _of_keys(problem: Problem) -> Sequence[Map]:
+    """Which keys the recorded scores were made of, where these are not those of their places."""
+    graph, op = problem.graph, problem.op
+    while op.kind != "scores":
+        if op.inputs[0] not in graph:
+            return []
+        op = graph[op.inputs[0]]
+    scores, *operands_ = (problem.held(read) for read in (Read(op.name), *(Read.of(*one) for one in op.reads)))
+    if scores is None or any(x is None for x in operands_) or any(op.seen):
+        return []
+    h, t, s, g = (int(problem.loops.numbers[name]) for name in "HTSG")
+    q, k = (x.reshape(n, heads, -1) for x, n, heads in zip(operands_, (t, s), (h, g), strict=True) if x is not None)
+    right = np.einsum("thd,shd->hts", q, k.repeat(h // g, 1))
+    return _named(scores.reshape(h, t, s), right, 2)
 
 
 def _in_heads(problem: Problem, solved: Solved, heads: np.ndarray) -> Iterator[Solved]:
