@@ -1314,8 +1314,8 @@ def test_values_are_found_where_the_scores_show_that_keys_are(models: Models, tm
         (
             "blk.0.attn_kqv",
             step,
-            "as it reads attn_v, positions 0 to 1 have the values of positions 3 to 4, positions 3 to 4 are 0, in steps "
-            "of one token alone",
+            "as it reads attn_v, positions 0 to 1 have the values of positions 3 to 4, positions 3 to 4 are 0, in "
+            "steps of one token alone",
         )
         for step in (1, 2)
     }
