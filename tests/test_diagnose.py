@@ -251,7 +251,7 @@ def test_several_mistakes_are_all_found_and_nothing_else(models, torch_trace, ll
     ("faults", "capture", "where"),
     [
         (("weight_transposed@blk.1.attn_q", "bias_missing@blk.1.attn_q"), "all", "blk.1.attn_q"),
-        (("rope_pairing@1", "act_gelu@1"), "layers", "blk.1.ffn_residual"),
+        pytest.param(("rope_pairing@1", "act_gelu@1"), "layers", "blk.1.ffn_residual", marks=pytest.mark.slow),
     ],
 )
 def test_two_mistakes_behind_one_record_are_both_named(faults, capture, where, models, torch_trace) -> None:
