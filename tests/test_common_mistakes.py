@@ -302,7 +302,10 @@ def test_it_is_named_where_every_op_is_recorded(case: str, models: Models, tmp_p
     assert all(text.endswith(CASES[case].words) for _, text in found)
 
 
-LONG = {"positions by any factor", "a soft cap of any size", "positions halved"}
+LONG = {
+    "positions by any factor", "a soft cap of any size", "positions halved", "a soft cap of another model",
+    "angles in float16", "nothing that is rescaled",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in HIDDEN])

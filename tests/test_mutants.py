@@ -82,9 +82,10 @@ def test_what_follows_a_mistake_does_not_choose_the_arithmetic(bench: Bench, old
             "*const values = s->v + il * MAX_TOKENS * kv", "*const values = s->v + il * 3 * kv", ("llama", "F32"),
             "each layer's cached attn_v begins 192 values after that of the layer before: they overlap",
         ),
-        (  # so far that only what the layer before has cached in the last step lies there
+        pytest.param(  # so far that only what the layer before has cached in the last step lies there
             "*const values = s->v + il * MAX_TOKENS * kv", "*const values = s->v + il * 10 * kv", ("llama", "F32"),
             "each layer's cached attn_v begins 640 values after that of the layer before: they overlap",
+            marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
