@@ -25,8 +25,8 @@ _VECTOR = 1e-3  # NMSE: a vector of the file is another by far
 _ROWS, _GROUPS, _MOST_LEVELS, _NEAR_LEVEL, _MOST_GROUPS = 16, (256, 128, 64, 32), 256, 0.05, 0.9
 _APART = 1e-6  # of the largest: values that are no farther apart are one
 # Values in order of what is read, and how much of their errors' variance is left from each to the next (von Neumann's
-# ratio): by chance, of so many, 1 with a deviation of 1 / sqrt(64). Schraudolph's exp left 0.03 to 0.06.
-_SORTED, _SMOOTH = 64, 0.1
+# ratio): by chance, of so many, 1 with a deviation of 1 / sqrt(128). Schraudolph's exp left 0.01 to 0.18.
+_SORTED, _SMOOTH = 128, 0.2
 _TINY_SHARE = 1e-4  # of the largest probability: of smaller ones float32 tells less
 _MULTIPLES = 8  # values of a slice that can tell that it is one
 
