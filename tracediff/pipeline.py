@@ -54,7 +54,6 @@ _LATE = (
     "step as well, and give its ops the rows that were computed"
 )
 _TERMS = "a sum over ranks whose copies of what it is made of differ: terms of different sums, which are not judged"
-
 _ANOTHER_WAY = "the reference computes it in another way: each is judged by itself, and they are not compared"
 
 

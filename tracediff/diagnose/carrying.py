@@ -9,6 +9,7 @@ from tracediff.diagnose.solve.by_value.readings import Reading
 from tracediff.diagnose.solve.edit import Read, Reworked, relayered
 from tracediff.model.block_fields import EditedBlocks
 from tracediff.model.graph import Graph, Op, Weight
+from tracediff.model.weights import reading
 from tracediff.names import local_name
 
 _COUNTS = re.compile(r"(?<![\w.])\d")
@@ -40,8 +41,9 @@ def _in_all_blocks(ops: Sequence[Op], graph: Graph, segment: Sequence[str]) -> t
     if not is_rule(ops):
         return ()
     rule = ops[0].weights[0].read
+    assert rule is not None
     matrices = (graph[name] for name in segment if graph[name].kind in ("linear", "linear_id", "embedding"))
-    return tuple(replace(op, weights=(replace(op.weights[0], read=rule), *op.weights[1:])) for op in matrices)
+    return tuple(reading(op, rule) for op in matrices)
 
 
 def _suits(found: Hypothesis, graph: Graph, other: Op) -> bool:
@@ -93,8 +95,7 @@ def transferred(changed: Op, right: Op, other: Op) -> Op | None:
         return None
     if right.kind != other.kind:  # a rule for quantised blocks is one of all kinds
         rule = changed.weights[0].read if changed.weights and other.weights else None
-        is_rule = isinstance(rule, EditedBlocks)
-        return replace(other, weights=(replace(other.weights[0], read=rule), *other.weights[1:])) if is_rule else None
+        return reading(other, rule) if isinstance(rule, EditedBlocks) else None
     if [w.name for w in changed.weights] != [w.name for w in right.weights]:
         return None
     if changed.inputs != right.inputs or len(right.weights) != len(other.weights):

@@ -210,9 +210,7 @@ def _of_an_input(error: Tensor, x: Tensor, inputs: Sequence[Tensor]) -> Iterator
     if gated:
         told = gated[0].abs() >= gated[0].abs().median()
         read, error = read[told], error[told] / gated[0][told]
-    order = read.argsort()
-    read, error = read[order], error[order]
-    if len(error) < _SORTED or not _is_smooth(error):
+    if not _follows(error, read):
         return
     most, per = int(error.abs().argmax()), " for each 1 that it gates" * bool(gated)
     at = f"at most {float(error[most]):.2g}{per}, where {float(read[most]):.4g} is read"
@@ -227,18 +225,17 @@ def _of_exponentials(y: Tensor, x: Tensor) -> Iterator[str]:
     told = (x > _TINY_SHARE * largest) & (x < largest)
     below = (x / largest).log()[told]
     error = (y / x * largest / y.gather(-1, at) - 1)[told]
-    order = below.argsort()
-    below, error = below[order], error[order]
-    if len(error) < _SORTED or not _is_smooth(error):
+    if not _follows(error, below):
         return
     least, most = (f"{100 * float(of):+.2g}%" for of in (error.min(), error.max()))
     said = "beside the largest of its query each is off by what follows from its score alone"
     yield f"{said}, {least} to {most}: exp is approximated"
 
 
-def _is_smooth(error: Tensor) -> bool:
-    """Whether neighbours, in the order of what they follow from, err nearly alike."""
-    return float(error.diff().square().mean()) <= _SMOOTH * 2 * float(error.var())
+def _follows(error: Tensor, given: Tensor) -> bool:
+    """Whether neighbours, in the order of what is given, err nearly alike; of few values that is not known."""
+    steps = error[given.argsort()].diff()
+    return len(error) >= _SORTED and float(steps.square().mean()) <= _SMOOTH * 2 * float(error.var())
 
 
 def _levels(y: Tensor, x: Tensor) -> Iterator[str]:

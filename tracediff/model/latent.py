@@ -26,10 +26,10 @@ def _of_heads(graph: Graph, unlatent: Op) -> Iterator[Op]:
     scores = next((op for op, _ in graph.readers(keys.name) if op.kind == "scores"), None)
     if keys.kind != "concat" or scores is None:
         return
-    between = [graph.ops.get(scores.inputs[0])]  # what is done to queries when they are whole
-    while between[-1] and between[-1].kind != "concat":
-        between.append(graph.ops.get(between[-1].inputs[0]))
-    queries = between.pop()
+    queries, between = graph.ops.get(scores.inputs[0]), list[Op]()  # what is done to queries when they are whole
+    while queries and queries.kind != "concat":
+        between.append(queries)
+        queries = graph.ops.get(queries.inputs[0])
     absorbed = graph.ops.get(queries.inputs[0]) if queries else None
     if queries is None or absorbed is None or absorbed.kind != "mul_mat" or not absorbed.weights:
         return
@@ -43,7 +43,7 @@ def _of_heads(graph: Graph, unlatent: Op) -> Iterator[Op]:
     heads = View(("T", n_heads, n_plain), (n_plain, Extent(t=n_plain), 1))
     yield replace(absorbed, kind="copy", axes=(n_heads, "T", n_plain), weights=())
     yield replace(queries, axes=("T", n_heads, width), views=(heads, queries.seen[1]))
-    yield from (replace(op, axes=("T", n_heads, width)) for op in between if op)
+    yield from (replace(op, axes=("T", n_heads, width)) for op in between)
     plain = Op(
         f"{layer}.attn_k_nope", "of_latent", (latent,), ("T", n_heads, n_plain), absorbed.weights, {"transposed": True}
     )

@@ -59,7 +59,7 @@ class Model:
             return None
         other = copy(self)
         other._is_expanded, other._built = True, graph
-        other.graph = graph.with_scores(self._shown).at_length(self._length)
+        other.show(())
         return other
 
     def show(self, ops: Iterable[str], length: int = 0) -> None:

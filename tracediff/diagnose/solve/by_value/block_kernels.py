@@ -6,7 +6,7 @@ of the code is one of a thousand or two: of these a few rows tell which it is.
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from tracediff.diagnose.solve.by_value.block_layout import Layout
+from tracediff.diagnose.solve.loops.nodes import Path, with_node
+from tracediff.diagnose.solve.loops.nodes import nodes as nodes_of
 from tracediff.model.block_fields import Fields
 
 # As ggml's read them (ggml-quants.c, dequantize_row_*): b are the bytes of a block, d and m its scale and minimum, y
@@ -211,9 +213,9 @@ def edited(type_: str) -> tuple[Kernel, ...]:
 
 def _edited(source: str) -> Iterator[Kernel]:
     lines = source.splitlines()
-    statements = {at: ast.parse(line.strip()).body[0] for at, line in enumerate(lines) if " = " in line}
+    statements = {at: ast.parse(line.strip()) for at, line in enumerate(lines) if " = " in line}
     nodes = [(at, *found) for at, statement in statements.items() for found in _nodes(statement)]
-    targets = [ast.unparse(of.targets[0]) for of in statements.values() if isinstance(of, ast.Assign)]
+    targets = [lines[at].partition(" = ")[0].strip() for at in statements]
     names = [
         {"d", "m"} if " m " in source else set(),
         {*re.findall(r"for (\w+)", source)},
@@ -222,46 +224,30 @@ def _edited(source: str) -> Iterator[Kernel]:
     heads = [at for at in range(len(lines)) if at not in statements]
     blocks = {at: max(head for head in heads if head < at) for at in statements}  # those of a loop or a branch
     alike: dict[object, list[int]] = {}
-    for place, (at, node, beside) in enumerate(nodes):
+    for place, (at, node, _, beside) in enumerate(nodes):
         if isinstance(node, ast.Constant):
             alike.setdefault((blocks[at], beside, node.value), []).append(place)
     singly = [[place] for place in range(len(nodes))]
     for places in (*singly, *(places for places in alike.values() if len(places) > 1)):
         for others in zip(*(_others(nodes[place][1], names) for place in places), strict=True):
-            instead = _Instead({id(nodes[place][1]): other for place, other in zip(places, others, strict=True)})
-            made = {at: ast.unparse(instead.of(statements[at])) for at in {nodes[place][0]: None for place in places}}
+            made: dict[int, ast.AST] = {}
+            for place, other in zip(places, others, strict=True):
+                at, _, path, _ = nodes[place]
+                made[at] = with_node(made.get(at, statements[at]), path, other)
             changed = lines.copy()
-            for at, text in made.items():
-                changed[at] = lines[at].replace(lines[at].strip(), text)
-            said = tuple((text, ast.unparse(statements[at])) for at, text in made.items())
+            for at, tree in made.items():
+                changed[at] = lines[at].replace(lines[at].strip(), ast.unparse(tree))
+            said = tuple((ast.unparse(tree), ast.unparse(statements[at])) for at, tree in made.items())
             yield Kernel("\n".join(changed), said)
 
 
-class _Instead:
-    """Puts other nodes in the place of some, in a copy."""
-
-    def __init__(self, others: Mapping[int, ast.expr]) -> None:
-        self._others = others
-
-    def of(self, node: ast.AST) -> ast.AST:
-        """The node as it is then."""
-        if other := self._others.get(id(node)):
-            return other
-        fields = {name: self._of(value) for name, value in ast.iter_fields(node)}
-        return type(node)(**fields, **{name: 0 for name in ("lineno", "col_offset") if name in node._attributes})
-
-    def _of(self, value: Any) -> Any:
-        if isinstance(value, list):
-            return [self._of(each) for each in value]
-        return self.of(value) if isinstance(value, ast.AST) else value
-
-
-def _nodes(statement: ast.stmt) -> list[tuple[ast.expr, object]]:
-    """What may be edited in a statement, and beside which operator it stands, on which side."""
+def _nodes(statement: ast.Module) -> list[tuple[ast.expr, Path, object]]:
+    """What may be edited in a statement, where it is, and beside which operator it stands, on which side."""
+    paths = {id(place.node): place.path for place in nodes_of(statement)}
     inside = [node for node in ast.walk(statement) if isinstance(node, ast.Constant | ast.BinOp | ast.Name)]
     operands = ((node, side) for node in inside if isinstance(node, ast.BinOp) for side in ("left", "right"))
     beside = {id(getattr(node, side)): (type(node.op), side) for node, side in operands}
-    return [(node, beside.get(id(node))) for node in inside]
+    return [(node, paths[id(node)], beside.get(id(node))) for node in inside]
 
 
 def _others(node: ast.expr, names: Sequence[set[str]]) -> list[ast.expr]:

@@ -45,16 +45,6 @@ class Layout:
     first: int
 
     @property
-    def of_low(self) -> str:
-        """What ggml calls the bytes that hold low bits (ggml-common.h)."""
-        return "ql" if self.type == "Q6_K" else "qs"
-
-    @property
-    def of_high(self) -> str:
-        """What it calls those that hold high bits."""
-        return "hmask" if self.type == "Q3_K" else "qh"
-
-    @property
     def header(self) -> list[int]:
         """Bits that scales and minima are made of."""
         return sorted({bit for part in (*self.scales, *self.minima) for bit, _ in part if bit >= 0})

@@ -10,7 +10,7 @@ from tracediff.english import ranges
 
 _TOLD = 4  # places that are told one by one
 _GROUPS = 4  # of parts that are wrong alike: more are counted
-Run = tuple[int, int, int, int]  # a byte, the first of its bits, how many, and the bit of the number that this becomes
+_Run = tuple[int, int, int, int]  # a byte, the first of its bits, how many, and the bit of the number that this becomes
 
 
 def of_sums(what: str, made: Sums, right: Sums, layout: Layout) -> Iterator[str]:
@@ -30,18 +30,7 @@ def of_sums(what: str, made: Sums, right: Sums, layout: Layout) -> Iterator[str]
 
 def _sum(part: Part, layout: Layout, p: int | None = None) -> str:
     """As in "(scales[p + 4] & 15) | ((scales[p - 4] >> 6) << 4)"; of one part with the bytes' own numbers."""
-    runs, others, signed = runs_of(part)
-    said = [_term(run, layout, p, is_signed=run[0] in signed and run[2] == 8) for run in runs]
-    said += [f"{by} * ({_term((bit // 8, bit % 8, 1, 0), layout, p)})" if bit >= 0 else str(by) for bit, by in others]
-    if len(said) < 2:
-        return said[0] if said else "0"
-    apart = not others and not signed and len({by for _, by in part}) == len(part)
-    return (" | " if apart else " + ").join(f"({one})" if " >> " in one or " & " in one else one for one in said)
-
-
-def runs_of(part: Part) -> tuple[list[Run], list[tuple[int, int]], set[int]]:
-    """The bits of a sum that lie together and stay so, those that do not, and the bytes that are read as int8."""
-    runs, others, signed = list[Run](), list[tuple[int, int]](), set[int]()
+    runs, others, signed = list[_Run](), list[tuple[int, int]](), set[int]()
     for bit, by in part:
         byte, first, up = bit // 8, bit % 8, abs(by).bit_length() - 1
         last = runs[-1] if runs else None
@@ -55,10 +44,15 @@ def runs_of(part: Part) -> tuple[list[Run], list[tuple[int, int]], set[int]]:
         else:
             runs.append((byte, first, 1, up))
     runs.sort(key=lambda run: run[3])
-    return runs, others, signed
+    said = [_term(run, layout, p, is_signed=run[0] in signed and run[2] == 8) for run in runs]
+    said += [f"{by} * ({_term((bit // 8, bit % 8, 1, 0), layout, p)})" if bit >= 0 else str(by) for bit, by in others]
+    if len(said) < 2:
+        return said[0] if said else "0"
+    apart = not others and not signed and len({by for _, by in part}) == len(part)
+    return (" | " if apart else " + ").join(f"({one})" if " >> " in one or " & " in one else one for one in said)
 
 
-def _term(run: Run, layout: Layout, p: int | None, is_signed: bool = False) -> str:
+def _term(run: _Run, layout: Layout, p: int | None, is_signed: bool = False) -> str:
     """Bits of a byte, where they come to lie: "scales[3]", "scales[3] >> 6", "(scales[8] & 15) << 1"."""
     byte, first, n, up = run
     at = byte - layout.first - (p or 0)
@@ -70,31 +64,6 @@ def _term(run: Run, layout: Layout, p: int | None, is_signed: bool = False) -> s
     return f"({text}) << {up}" if first or first + n < 8 else f"{text} << {up}"
 
 
-def of_runs(what: str, made: Sequence[Run], right: Sums, parts: Sequence[int], layout: Layout) -> str:
-    """As `of_sums`, of parts whose bits are taken alike; `made` are those of the first, which may overlap."""
-    p = None if len(parts) == 1 else parts[0]
-    said = [_term(run, layout, p) for run in made]
-    is_ = " | ".join(f"({one})" if len(said) > 1 and (" >> " in one or " & " in one) else one for one in said) or "0"
-    those = f"sub-block {parts[0]}" if p is None else f"sub-blocks p = {ranges([*parts])}"
-    return f"the {what} of {those} is {is_} where {_sum(right[parts[0]], layout, p)} belongs"
-
-
-def of_integer(name: str, by: int, first: int, mask: int, up: int) -> str:
-    """Bits of a byte, where they come to lie: "qs[i] >> 4", "(qh[i + 1] & 3) << 4"."""
-    at = f"i {'-' if by < 0 else '+'} {abs(by)}" if by else "i"
-    is_needed = mask & 255 >> first != 255 >> first
-    text = f"{name}[{at}]" + f" >> {first}" * bool(first) + f" & {mask}" * is_needed
-    if not up:
-        return text
-    return f"({text}) << {up}" if first or is_needed else f"{text} << {up}"
-
-
-def of_parts(source: Sequence[int], right: Sequence[int]) -> str:
-    """As in "value j has the scale of sub-block j / 32 * 2 + j / 8 % 2 where that of j / 16 belongs"."""
-    ours, theirs = (expression(np.array(of)) for of in (source, right))
-    return f"value j has the scale of sub-block {ours} where that of {theirs} belongs"
-
-
 def of_order(taken: Sequence[int], first: Sequence[int], n_bits: int, name: str) -> str:
     """As in "value j is made of nibble j % 2 of qs[j / 2] where nibble j / 32 % 2 of qs[...] belongs"; `first` are the
     lowest bits of each value, of `n_bits`, in bytes that ggml calls so.
@@ -103,11 +72,6 @@ def of_order(taken: Sequence[int], first: Sequence[int], n_bits: int, name: str)
     right = np.array(first) - 8 * begin
     ours, theirs = (_place(bits, n_bits, name) for bits in (right[list(taken)], right))
     what = {4: " (nibble 0 is the low one)", 2: " (pair 0 is the lowest)"}.get(n_bits, "")
-    if "?" in ours:
-        other = np.flatnonzero(right[list(taken)] != right)
-        nouns = {1: "bits", 2: "pairs of bits", 4: "nibbles"}.get(n_bits, "bytes")
-        places = [ranges([*map(int, of)]) for of in (other, np.array(taken)[other])]
-        return f"values {places[0]} take the {nouns} of {name} that belong to values {places[1]}"
     return f"value j is made of {ours} where {theirs} belongs{what}"
 
 

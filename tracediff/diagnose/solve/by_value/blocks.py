@@ -316,9 +316,10 @@ class Order:
 
     def words(self, layout: Layout) -> str:
         """Where what is taken for value j lies."""
+        low = "ql" if layout.type == "Q6_K" else "qs"  # ggml-common.h
         parts = (
-            (self.low, layout.low, layout.low_bits, layout.of_low),
-            (self.high, layout.high, layout.high_bits, layout.of_high),
+            (self.low, layout.low, layout.low_bits, low),
+            (self.high, layout.high, layout.high_bits, "hmask" if layout.type == "Q3_K" else "qh"),
         )
         said = [block_words.of_order(taken, first, n, name) for taken, first, n, name in parts if taken and first]
         return f"in a block of {layout.type}, {'; '.join(said)}"
