@@ -27,6 +27,7 @@ _GRID = ((5, 256), (7, 256), (11, 256), (5, 512), (7, 512))  # tokens, cells: wh
 _CHECK = (13, 768)  # and what they must predict
 _UBATCH = 64
 _CELLS = 256  # a cache is a multiple of so many
+_LONGEST = 256  # bytes of a value of the metadata
 _IS_INPUT = 1  # GGML_TENSOR_FLAG_INPUT
 # llama_graph_reserve(llama_context *, uint32_t, uint32_t, uint32_t) is exported, though no part of the public header
 # (src/llama-ext.h): as C++ compilers of Linux and macOS name it, and that of Windows.
@@ -64,7 +65,7 @@ def describe(path: Path, options: Options) -> Description:
     model = _load(path, is_dry=_reserving() is None)
     causal = _is_causal(model, options)
     tables = [_reserve(model, options, *at) for at in (*_GRID, _CHECK)]
-    window = max(llama.llama_model_n_swa(model), 0)
+    window = _window(model)
     windowed = _windowed(model, options, window) if window else np.zeros(len(tables[0].ops), bool)
     llama.llama_model_free(model)
     for table in tables[1:]:
@@ -81,6 +82,19 @@ def _load(path: Path, is_dry: bool) -> Any:
     params.use_extra_bufts = False
     params.n_gpu_layers = 0
     return loaded(str(path), params)
+
+
+def _window(model: Any) -> int:
+    """Tokens of a sliding window; llama.cpp says 0 of deepseek4 for the sake of rolling back, so its metadata is asked."""
+    said = max(llama.llama_model_n_swa(model), 0)
+    return said or int(_metadata(model, f"{_metadata(model, 'general.architecture')}.attention.sliding_window") or 0)
+
+
+def _metadata(model: Any, key: str) -> str:
+    """As text; empty where there is none."""
+    value = ctypes.create_string_buffer(_LONGEST)
+    n = llama.llama_model_meta_val_str(model, key.encode(), value, len(value))
+    return value.value.decode() if n >= 0 else ""
 
 
 def _windowed(model: Any, options: Options, window: int) -> np.ndarray:

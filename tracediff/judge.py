@@ -144,8 +144,8 @@ def _replayed(op: OpResult, local: Local, faulty_before: bool) -> OpResult:
         return replace(op, status="drift", note="replay is blind here: judged by its drift alone")
     if local.blind and op.resolving > USEFUL:
         return replace(op, status="undecided", note="replay is blind here: roundings may hide any mistake")
-    # What is filled with -inf, as the scores of groups before some are chosen, has no other value.
-    empty = lost and op.candidate and _empty(op.candidate) and op.kind != "fill"
+    # What is filled with -inf, as the scores of groups before some are chosen, or hides all, has no other value.
+    empty = lost and op.candidate and _empty(op.candidate) and op.kind not in ("fill", "mask")
     return replace(op, status="undecided", note=_NO_VALUE) if empty else op
 
 

@@ -18,6 +18,7 @@ class Rope:
     angle = p * theta**(-2i/n_rot) / factor_i, then scaled by `freq_scale`, or mixed with it as YaRN does
     where `ext_factor` is not 0 (https://arxiv.org/abs/2309.00071; ggml-cpu/ops.cpp, `rope_yarn`).
     cos and sin are multiplied by `magnitude`. The channels that turn begin with channel `first`.
+    Where it turns `back`, by the angle's negative.
     """
 
     pairing: Pairing
@@ -30,6 +31,7 @@ class Rope:
     beta_slow: float = 1.0
     n_ctx_orig: int = 0
     first: int = 0
+    back: bool = False
 
 
 @dataclass(frozen=True, slots=True)

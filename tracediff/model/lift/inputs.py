@@ -1,9 +1,11 @@
 """What llama.cpp sets at each step by itself, outside of its graph: as ops of the step's positions, known by name."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tracediff.model.lift.compressed import BLOCKS
 from tracediff.model.lift.patterns import Attrs
 from tracediff_reference.description import POSITIONS, Node
 
@@ -21,6 +23,8 @@ class Made:
 def made_of_positions(node: Node, metadata: Mapping[str, Any]) -> Made | None:
     """The op whose value an input of the graph holds; None where nobody knows what it is (src/llama-graph.cpp)."""
     name, arch = node.name, metadata.get("general.architecture")
+    if found := _OF_BLOCKS.fullmatch(name):
+        return _of_blocks(*found.groups())
     if name.endswith("kq_mask"):
         return Made("attn_mask", "mask", {}, of_keys=True)
     if name == "inp_attn_scale":
@@ -33,6 +37,17 @@ def made_of_positions(node: Node, metadata: Mapping[str, Any]) -> Made | None:
     if name in _DECAYS:
         return Made(name, "decays", {"heads": metadata[f"{arch}.attention.head_count"], "of": name.partition("_")[0]})
     return None
+
+
+_OF_BLOCKS = re.compile(rf"dsv4_({'|'.join(BLOCKS)})_(kq_mask|state_pos|state_write_pos)")
+
+
+def _of_blocks(cache: str, what: str) -> Made:
+    """What is made of where a token is in its block (src/llama-kv-cache-dsv4.cpp, dsv4_build_comp_plan)."""
+    n = {"n": BLOCKS[cache]}
+    if what == "kq_mask":
+        return Made(f"{cache}_mask", "mask", {"block": BLOCKS[cache]}, of_keys=True)
+    return Made(f"{cache}_place", "place_in_block", n) if what == "state_pos" else Made(f"{cache}_start", "block_start", n)
 
 
 _DECAYS = ("slopes", "q_decay_exp", "k_decay_exp", "diag_decay_exp")  # src/models/minimax-01.cpp

@@ -7,6 +7,7 @@ from tracediff.errors import ModelError
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, matmul_type
 from tracediff.model.hparams import guess_hparams
+from tracediff.model.lift.compressed import by_tokens
 from tracediff.model.lift.lifter import Lifter, Shown
 from tracediff.model.lift.rules import RULES
 from tracediff_reference.description import Description
@@ -22,11 +23,13 @@ class Lifted:
 
 def lift(description: Description, file: GGUFFile) -> Lifted:
     """The description of `file`'s graph as ops; raises ModelError where there is nothing to lift."""
-    lifter = Lifter(description, file)
-    for i, node in enumerate(description.nodes):
+    described, others = by_tokens(description)
+    lifter = Lifter(described, file)
+    for i, node in enumerate(described.nodes):
         if node.op != "NONE" and i not in lifter.absorbed and 0 not in node.shape:
             RULES.get(node.op, Lifter.plain)(lifter, i, node)
     if not lifter.ops:
         raise ModelError(f"{file.path}: llama.cpp's graph of this model computes nothing.")
     ops = lifter.ops
-    return Lifted(Graph(guess_hparams(file), ops, matmul_type(ops.values(), file)), lifter.shown)
+    shown = {name: place for name, place in lifter.shown.items() if place.node not in others}
+    return Lifted(Graph(guess_hparams(file), ops, matmul_type(ops.values(), file)), shown)

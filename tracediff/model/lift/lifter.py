@@ -76,15 +76,15 @@ class Lifter:
         """What llama.cpp sets at each step: a source of ours, or a value that it makes of the step by itself."""
         if node.name in _SOURCES:
             return _SOURCES[node.name]
-        if node.type == "i32" and node.shape == (TOKENS,):  # a second use of the tokens, without a name
+        made = made_of_positions(node, self._file.metadata)
+        if made is None and node.type == "i32" and node.shape == (TOKENS,):  # the tokens again, without a name
             return "tokens"
         if i not in self.value:
-            made = made_of_positions(node, self._file.metadata)
             if made is None:
                 self.add(i, naming.of_value(node.name) or "input", "input", ())
             else:
                 keys = [Input("positions", node.shape[-1] == POSITIONS)] * made.of_keys
-                attrs = self.visible(node) if made.kind == "mask" else made.attrs
+                attrs = made.attrs or (self.visible(node) if made.kind == "mask" else {})
                 self.add(i, made.name, made.kind, [Input("positions"), *keys], attrs=attrs)
         return self.value[i]
 

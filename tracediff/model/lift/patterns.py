@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tracediff.model.hparams import Pairing, Rope, yarn_magnitude
+from tracediff.model.lift.compressed import COMPRESS
 from tracediff_reference.description import Node
 
 Attrs = dict[str, Any]
@@ -72,6 +73,7 @@ def rope(node: Node) -> Rope:
         beta_slow=number(node, 10),
         n_ctx_orig=integer(node, 4),
         first=integer(node, 15),
+        back=node.op == "ROPE_BACK",
     )
 
 
@@ -124,6 +126,7 @@ _ATTRS: Mapping[str, Callable[[Node], Attrs]] = MappingProxyType({
     "TRI": _named(part=(integer, 0)),
     "SSM_SCAN": _named(snapshots=(integer, 0)), "GATED_DELTA_NET": _named(snapshots=(integer, 0)),
     "GATED_LINEAR_ATTN": _named(scale=(number, 0)),
+    COMPRESS: lambda node: {"n": integer(node, 0), "overlap": bool(integer(node, 1))},
     "DSV4_HC_COMB": _named(eps=(number, 0), iterations=(integer, 1)),
     "DSV4_HC_PRE": _named(scale=(number, 0), sigmoid=(integer, 1)),
 })  # fmt: skip

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from tracediff.model.graph import View
 from tracediff.model.lift import attention, layout, naming, patterns
+from tracediff.model.lift.compressed import COMPRESS
 from tracediff.model.lift.lifter import Input, Lifter, Shown
 from tracediff.model.lift.nodes import KEYS, VALUES, operands
 from tracediff_reference.description import TOKENS, Node, Read
@@ -92,6 +93,12 @@ def _rotation(lifter: Lifter, i: int, node: Node) -> None:
     lifter.ops[name] = replace(lifter.ops[name], weights=weights)
 
 
+def _compress(lifter: Lifter, i: int, node: Node) -> None:
+    """COMPRESS: of all rows so far, those of the step's tokens."""
+    inputs = [*map(lifter.input, operands(node)), Input("positions"), Input("positions", True)]
+    lifter.add(i, lifter.name(node, "compress", inputs), "compress", inputs, attrs=patterns.attrs(node))
+
+
 def _sort(lifter: Lifter, i: int, node: Node) -> None:
     """ARGSORT of which only the first k are ever read: the choice of experts."""
     seen = {layout.view(read) for _, read in lifter.nodes.users(i)}
@@ -160,7 +167,7 @@ def _hand_on(lifter: Lifter, i: int, read: Read, into: Read) -> None:
 
 RULES: Mapping[str, Callable[[Lifter, int, Node], None]] = MappingProxyType({
     "GET_ROWS": _rows, "RMS_NORM": _norm, "NORM": _norm,
-    "MUL_MAT": _matmul, "MUL_MAT_ID": _matmul, "ROPE": _rotation, "SET_ROWS": attention.keep,
+    "MUL_MAT": _matmul, "MUL_MAT_ID": _matmul, "ROPE": _rotation, "ROPE_BACK": _rotation, "SET_ROWS": attention.keep,
     "SOFT_MAX": attention.softmax, "FLASH_ATTN_EXT": attention.flash, "ARGSORT": _sort, "SCALE": _scale,
-    "FILL": _fill, "SILU": _silu, "CONT": _copy, "CPY": _copy, "DUP": _copy,
+    "FILL": _fill, COMPRESS: _compress, "SILU": _silu, "CONT": _copy, "CPY": _copy, "DUP": _copy,
 })  # fmt: skip

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from tracediff.numerics.kinds import (
     activation,
     attention,
+    compressed,
     elementwise,
     embedding,
     experts,
@@ -24,6 +25,6 @@ from tracediff.numerics.kinds import (
 
 _FAMILIES = (
     embedding, norm, linear, rope, attention, elementwise, activation, reduction, layout, experts, recurrent,
-    hyper_connections, positional,
+    hyper_connections, positional, compressed,
 )  # fmt: skip
 KINDS = MappingProxyType({kind.name: kind for family in _FAMILIES for kind in family.KINDS})

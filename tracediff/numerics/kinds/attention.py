@@ -33,18 +33,26 @@ def causal(query_positions: Tensor, key_positions: Tensor) -> Tensor:
 
 
 def hidden(
-    query_positions: Tensor, key_positions: Tensor, *, window: int = 0, chunk: int = 0, causal: bool = True
+    query_positions: Tensor,
+    key_positions: Tensor,
+    *,
+    window: int = 0,
+    chunk: int = 0,
+    block: int = 0,
+    causal: bool = True,
 ) -> Tensor:
     """[T], [S] -> bool [T, S]: which keys a query may not see (llama-hparams.h, is_masked_swa).
 
     Those after it, where attention is causal; those `window` positions before it or more (half of it on each side where
-    it is not); and those before the chunk that it is in.
+    it is not); those before the chunk that it is in; and those that end no block, where keys are of such.
     """
     q, k = query_positions[:, None], key_positions[None, :]
     away = q - k
     unseen = away < 0 if causal else torch.zeros_like(away, dtype=torch.bool)
     if window:
         unseen = unseen | (away >= window if causal else away.abs() > window // 2)
+    if block:
+        unseen = unseen | ((k + 1) % block != 0)
     return unseen | (k < q // chunk * chunk) if chunk else unseen
 
 

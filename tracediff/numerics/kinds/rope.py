@@ -21,7 +21,8 @@ _NEAR = 2.0**-18
 def rope_angles(positions: Tensor, factors: Tensor | None, rope: Rope) -> Tensor:
     """Angle of each pair at each position in float64, [T, n_rot / 2] (ggml-cpu/ops.cpp, ggml_rope_cache_init)."""
     pair = torch.arange(rope.n_rot // 2, device=positions.device, dtype=torch.float64)
-    extrapolated = positions.double()[:, None] * rope.theta ** (-2.0 * pair / rope.n_rot)
+    turned = -positions.double() if rope.back else positions.double()
+    extrapolated = turned[:, None] * rope.theta ** (-2.0 * pair / rope.n_rot)
     if factors is not None:
         extrapolated = extrapolated / factors.double()
     if not rope.ext_factor:
