@@ -24,6 +24,7 @@ class Observer:
         self._capture = request.capture
         self._norm_weights = set(request.norm_weights)
         self._recogniser = ByName(request.shown, request.first) if request.first else BySources(request.nodes)
+        self._blocks = {one.role: one.block for one in request.shown if one.block}
         self._parts = {one.role: one.part for one in request.shown if one.part}
         self.axes: dict[str, tuple[Size | str, ...]] = {
             **{node.role: node.axes for node in request.nodes if node.axes is not None},
@@ -82,6 +83,8 @@ class Observer:
         n_tokens = self._recogniser.n_tokens
         if role in self._parts:
             x = part_of(x, self._parts[role], n_tokens)
+        if role in self._blocks:
+            x = (x + 1) * self._blocks[role] - 1
         if x.dtype.kind == "i":
             x = x.astype(np.float32)  # ids of experts and the like
         if role not in self._pieces:

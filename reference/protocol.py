@@ -21,7 +21,8 @@ class Sought(Struct, frozen=True):
 class Shown(Struct, frozen=True):
     """A node that holds the value of the op `role`: the nth of this op and name in a graph.
 
-    `axes` are the op's, `part` is where its value lies in that of the node, where it is not all of it.
+    `axes` are the op's, `part` is where its value lies in that of the node, where it is not all of it. Places among
+    `block`s of so many tokens are those of the tokens that end them.
     """
 
     op: str
@@ -30,6 +31,7 @@ class Shown(Struct, frozen=True):
     role: str
     axes: tuple[Size, ...]
     part: Read | None = None
+    block: int = 0
 
 
 class First(Struct, frozen=True):

@@ -79,7 +79,7 @@ def shown(lifted: Lifted, description: Description) -> list[Shown]:
         if node.op != "NONE":
             axes = tuple(size(axis) for axis in lifted.graph[name].axes)
             part = read(place.node, place.view) if place.view else None
-            found.append(Shown(node.op, node.name, nth[place.node], name, axes, part))
+            found.append(Shown(node.op, node.name, nth[place.node], name, axes, part, place.block))
     return found
 
 

@@ -7,7 +7,8 @@ a block is that of the block, and no query sees the others.
 """
 
 import re
-from itertools import chain
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -20,24 +21,35 @@ _MADE = re.compile(r"(csa|lid|hca)_state_compress-\d+")
 _MASK = re.compile(r"dsv4_(csa|lid|hca)_kq_mask")
 
 
-def by_tokens(description: Description) -> tuple[Description, set[int]]:
-    """The same graph with compressed rows of each token, and the nodes whose values are others there than llama.cpp's."""
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Those of a cache: how many llama.cpp has of them, and how many tokens each is of."""
+
+    n: int
+    tokens: int
+
+
+def by_tokens(description: Description) -> tuple[Description, Mapping[int, Cells]]:
+    """The same graph with compressed rows of each token, and the nodes that have rows of cells in llama.cpp's, or places
+    among them.
+    """
     nodes = [*description.nodes]
     rotations = [i for i, node in enumerate(nodes) if node.op == "ROPE" and _MADE.fullmatch(node.name)]
-    made, caches = set[int](), dict[int, int]()
+    made, caches = dict[int, Cells](), dict[int, Cells]()
     for i in rotations:
         inside, cache = _compressor(nodes, i)
-        made |= inside
-        caches[cache] = _cells(nodes[cache], 0)
-    masks = {i: _cells(node, -1) for i, node in enumerate(nodes) if _MASK.fullmatch(node.name)}
+        caches[cache] = _cells(nodes[cache], 0, nodes[i].name.partition("_")[0])
+        made |= dict.fromkeys(inside, caches[cache])
+    named = ((i, node, _MASK.fullmatch(node.name)) for i, node in enumerate(nodes))
+    masks = {i: _cells(node, -1, found[1]) for i, node, found in named if found}
     made |= _see(nodes, caches, masks)
     return replace(description, nodes=tuple(nodes)), made
 
 
-def _cells(node: Node, axis: int) -> int:
+def _cells(node: Node, axis: int, cache: str) -> Cells:
     size = node.shape[axis]
     assert isinstance(size, int)
-    return size
+    return Cells(size, BLOCKS[cache])
 
 
 def _compressor(nodes: list[Node], rotation: int) -> tuple[set[int], int]:
@@ -123,22 +135,22 @@ def _nothing(node: Node) -> Node:
     return Node("NONE", node.name, node.type, node.shape)
 
 
-def _see(nodes: list[Node], caches: dict[int, int], masks: dict[int, int]) -> set[int]:
-    """Rewrites all that reads these caches and masks, of so many cells, of which each position has one; what it changes
-    by that, places among them too.
+def _see(nodes: list[Node], caches: Mapping[int, Cells], masks: Mapping[int, Cells]) -> dict[int, Cells]:
+    """Rewrites all that reads these caches and masks, as if each position had a cell: what has rows of cells, or places
+    among them.
     """
-    cells = caches | masks
+    cells = {**caches, **masks}
     for i in cells:
-        nodes[i] = replace(nodes[i], shape=_rows(nodes[i].shape, cells[i]))
+        nodes[i] = replace(nodes[i], shape=_rows(nodes[i].shape, cells[i].n))
     for i, node in enumerate(nodes):
         of = [cells[read.of] for read in operands(node) if read.of in cells]
         if not of or (node.into and node.into.of in caches):
             continue
-        reads = [read and (_seen(read, of[0]) if read.of in cells else read) for read in node.reads]
-        nodes[i] = replace(node, shape=_rows(node.shape, of[0]), reads=tuple(reads))
-        if nodes[i].shape != node.shape or node.op in ("TOP_K", "CONT"):
+        reads = [read and (_seen(read, of[0].n) if read.of in cells else read) for read in node.reads]
+        nodes[i] = replace(node, shape=_rows(node.shape, of[0].n), reads=tuple(reads))
+        if nodes[i].shape != node.shape or node.type == "i32":
             cells[i] = of[0]
-    return {*cells}
+    return cells
 
 
 def _seen(read: Read, cells: int) -> Read:

@@ -1,7 +1,7 @@
 """The graph of a GGUF file of any architecture."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tracediff.errors import ModelError
 from tracediff.model.gguf_file import GGUFFile
@@ -23,13 +23,17 @@ class Lifted:
 
 def lift(description: Description, file: GGUFFile) -> Lifted:
     """The description of `file`'s graph as ops; raises ModelError where there is nothing to lift."""
-    described, others = by_tokens(description)
+    described, cells = by_tokens(description)
     lifter = Lifter(described, file)
     for i, node in enumerate(described.nodes):
         if node.op != "NONE" and i not in lifter.absorbed and 0 not in node.shape:
             RULES.get(node.op, Lifter.plain)(lifter, i, node)
     if not lifter.ops:
         raise ModelError(f"{file.path}: llama.cpp's graph of this model computes nothing.")
-    ops = lifter.ops
-    shown = {name: place for name, place in lifter.shown.items() if place.node not in others}
+    ops, shown = lifter.ops, dict[str, Shown]()
+    for name, place in lifter.shown.items():
+        if place.node not in cells:
+            shown[name] = place
+        elif described.nodes[place.node].type == "i32":
+            shown[name] = replace(place, block=cells[place.node].tokens)
     return Lifted(Graph(guess_hparams(file), ops, matmul_type(ops.values(), file)), shown)

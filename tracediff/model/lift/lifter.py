@@ -26,10 +26,14 @@ _STATES = MappingProxyType({"r": "conv_state", "s": "ssm_state"})
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Where llama.cpp's graph shows an op's value: in this node, and in which part of it."""
+    """Where llama.cpp's graph shows an op's value: in this node, and in which part of it.
+
+    There it is of places among blocks of so many tokens, where `block` is not 0.
+    """
 
     node: int
     view: View | None = None
+    block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
