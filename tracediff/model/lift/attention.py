@@ -56,7 +56,7 @@ def weighted_values(lifter: Lifter, i: int, node: Node, values: Input, probs: Re
     user = lifter.nodes.only_user(i)
     merged = user is not None and user[1].op == "CONT" and layout.is_permuted(reads[0], node, (1, 0, 2))
     as_it_is = all(read.shape == node.shape and layout.is_whole(read, node) for read in reads)
-    is_softmax = lifter.nodes[probs.of].op == "SOFT_MAX" and lifter.ops[lifter.value[probs.of]].kind == "softmax"
+    is_softmax = lifter.nodes[probs.of].op == "SOFT_MAX" and lifter.ops[lifter.value[probs.of]].kind in ("softmax", "soft_max")
     if not (merged or as_it_is) or not (values.past or is_softmax):
         lifter.plain(i, node)
         return

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from tracediff.model.lift.layout import BOTH
 from tracediff.model.lift.nodes import operands
 from tracediff_reference.description import POSITIONS, TOKENS, Description, Node, Read, Size
 
@@ -166,7 +167,7 @@ def _rows(shape: tuple[Size, ...], cells: int) -> tuple[Size, ...]:
 
 def _size(size: Size, cells: int, is_plain: bool) -> Size:
     """Cells beside positions are as many again; by themselves, where they may be, a position each."""
-    both = {(cells, 0, 1, 0, 0): (0, 0, 2, 0, 0), (0, cells, 0, 1, 0): (0, 0, 0, 2, 0)}
+    both = {(cells, 0, 1, 0, 0): BOTH, (0, cells, 0, 1, 0): (0, 0, 0, 2, 0)}
     if isinstance(size, tuple):
         return both.get(size, size)
     return POSITIONS if is_plain and size == cells else size

@@ -8,6 +8,7 @@ from tracediff.errors import ModelError
 from tracediff.model.graph import Axis, Extent, View, sizes
 from tracediff_reference.description import POSITIONS, TOKENS, Node, Read, Size
 
+BOTH: Size = (0, 0, 2, 0, 0)  # keys of all tokens, and behind them those of the blocks that they end
 _STEPS = ((5, 256), (7, 512), (13, 768))  # tokens and positions that layouts are compared at
 
 
@@ -64,12 +65,18 @@ def is_permuted(read: Read, node: Node, order: tuple[int, ...]) -> bool:
 
 
 def rows(read: Read, order: tuple[int, int, int]) -> Read | None:
-    """[T, heads, head_dim] as it is, of what is read with those axes in this order; None where it has no such axes."""
+    """[T, heads, head_dim] as it is, of what is read with those axes in this order; None where it has no such axes.
+
+    Keys may be of tokens and of the blocks that these end, and then of one head.
+    """
+    if BOTH in read.shape:
+        one = (1,) * (len(order) - len(read.shape))
+        read = Read(read.of, (*one, *read.shape), (*one, *read.strides), read.offset)
     if len(read.shape) != len(order):
         return None
     back = [order.index(i) for i in range(len(order))]
     turned = Read(read.of, tuple(read.shape[i] for i in back), tuple(read.strides[i] for i in back), read.offset)
-    return turned if turned.shape[0] == TOKENS else None
+    return turned if turned.shape[0] in (TOKENS, BOTH) else None
 
 
 def permuted(of: int, node: Node, order: tuple[int, ...]) -> Read:
