@@ -24,6 +24,7 @@ from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.weights import Weights
 from tracediff.replay.judging import judge_all
 from tracediff.replay.replay import Replay
+from tracediff.trace.data import Stored
 from tracediff.trace.format import OpRecord, Rows, Values
 from tracediff.trace.reader import Trace
 
@@ -77,9 +78,17 @@ class Perturbed(Trace):
 
     def values(self, record: Values, rows: Rows = None, channels: slice | None = None) -> np.ndarray:
         """Those of the file, or the tampered ones."""
-        if self.tampered and isinstance(record, OpRecord) and record.op == self.tampered[0]:
+        if self._is_tampered(record):
+            assert self.tampered
             return self.tampered[1] if channels is None else self.tampered[1][:, channels]
         return super().values(record, rows, channels)
+
+    def by_slice(self, record: Values, rows: Rows = None) -> np.ndarray | Stored:
+        """The same."""
+        return self.values(record, rows) if self._is_tampered(record) else super().by_slice(record, rows)
+
+    def _is_tampered(self, record: Values) -> bool:
+        return self.tampered is not None and isinstance(record, OpRecord) and record.op == self.tampered[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 # Of every architecture: keys without the architecture's name before them. None leaves a key out.
-N_VOCAB, N_EMBD, N_HEAD, N_HEAD_KV, D, N_FF = 320, 96, 6, 2, 16, 160
+N_VOCAB, N_EMBD, N_HEAD, N_HEAD_KV, D, N_FF, N_EXPERT = 320, 96, 6, 2, 16, 160, 7
 Metadata = Mapping[str, Any]
 BASE: Metadata = {
     "vocab_size": N_VOCAB,
@@ -65,7 +65,7 @@ BASE: Metadata = {
     "convnext.embedding_length": N_EMBD, "convnext.block_count": 2,
 }  # fmt: skip
 EXPERTS: Metadata = {
-    "expert_count": 7,
+    "expert_count": N_EXPERT,
     "expert_used_count": 3,
     "expert_shared_count": 1,
     "expert_feed_forward_length": 64,
@@ -147,13 +147,13 @@ OF: dict[str, Metadata] = {
     "deepseek4": {
         **HYPER,
         **INDEXER,
-        "block_count": 4,
+        "block_count": 5,
         "attention.head_count_kv": 1,
         "attention.output_group_count": 2,
         "attention.output_lora_rank": 32,
-        "attention.compress_ratios": [0, 0, 4, 128],
+        "attention.compress_ratios": [0, 4, 128, 4, 0],
         "attention.compress_rope_freq_base": 160000.0,
-        "hash_layer_count": 0,
+        "hash_layer_count": 1,
         "swiglu_clamp_exp": 10.0,
         "expert_weights_norm": True,
         "expert_gating_func": 4,

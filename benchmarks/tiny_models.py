@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFValueType, GGUFWriter
-from tiny_metadata import WIDE, Metadata, metadata
+from tiny_metadata import N_EXPERT, WIDE, Metadata, metadata
 
 from tracediff.model.synthetic import add_tokenizer
 
@@ -75,6 +75,8 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     layer = int(found[1]) if (found := re.match(r"blk\.(\d+)\.", name)) else 0
     if re.search(r"rope_freqs|rope_factors", name):
         return np.geomspace(1.0, 2.0 if "short" in name else 8.0, shape[-1]).astype(np.float32)
+    if "tid2eid" in name:  # the experts of each token
+        return np.argsort(rng.random((shape[0], N_EXPERT)), 1)[:, : shape[1]].astype(np.int32)
     if re.search(r"ssm_a(\.|$)", name):  # the decay of a state is negative
         return -spread
     if name.endswith(".bias") and "norm" not in name:

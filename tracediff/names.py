@@ -94,6 +94,7 @@ ALIASES = {
         "Qcur_norm": "attn_q_norm",
         "Kcur_norm": "attn_k_norm",
         "layer_out": "ffn_residual",
+        "l_last": "ffn_residual",
     },
     "transformers": {"layers.N.self_attn": "attn_output", "layers.N.mlp": "ffn_down"},
     "transformer_lens": {"blocks.0.hook_resid_pre": "token_embd", "blocks.N+1.hook_resid_pre": "ffn_residual"},

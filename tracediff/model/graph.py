@@ -353,6 +353,6 @@ def _counts_tokens(name: str, axes: Sequence[Axis]) -> bool:
 
 def matmul_type(ops: Iterable[Op], file: GGUFFile) -> str:
     """The ggml type of the matrices that ops multiply with; where they are mixed, the one of fewest bits."""
-    names = {op.weights[0].name for op in ops if op.weights and len(op.weights[0].shape) > 1}
+    names = {op.weights[0].name for op in ops if op.weights and len(op.weights[0].shape) > 1 and op.kind != "get_rows"}
     types = {file.tensors[name].type for name in names}
     return min(types, key=lambda t: GGML_QUANT_SIZES[t][1] / GGML_QUANT_SIZES[t][0]).name if types else "F32"

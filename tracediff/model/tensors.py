@@ -9,7 +9,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from tracediff.model.dequantise import dequantise
 from tracediff.model.gguf_file import GGUFFile
 
-_PLAIN = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
+_PLAIN = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I32": np.int32}
 _SLICE = 1 << 22  # values that are dequantised at a time
 
 

@@ -23,11 +23,12 @@ from tracediff.model.hparams import check_tokens
 # itself (0.3 ms); the allocator keeps blocks of this size. Row blocks also bound memory by the slice, not the matrix.
 _SLICE = 1 << 20
 _AHEAD = 3  # blocks that are dequantised before they are wanted
-_FLOATS = {
+_PLAIN = {
     GGMLQuantizationType.F32: (np.float32, torch.float32),
     GGMLQuantizationType.F16: (np.float16, torch.float16),
     GGMLQuantizationType.BF16: (np.int16, torch.bfloat16),
     GGMLQuantizationType.F64: (np.float64, torch.float64),
+    GGMLQuantizationType.I32: (np.int32, torch.int32),
 }
 
 
@@ -150,7 +151,7 @@ class Weights:
 
     def _stays(self, weight: Weight) -> bool:
         """Whether it is kept until it is wanted again: there is room for it, and it is not at hand as it lies there."""
-        at_hand = self._info(weight).type in _FLOATS and self.device == "cpu"
+        at_hand = self._info(weight).type in _PLAIN and self.device == "cpu"
         return not at_hand and math.prod(weight.shape) * self._dtype_of_slices(weight).itemsize <= self._recent.room
 
     def _key(self, weight: Weight) -> "_Key":
@@ -170,7 +171,7 @@ class Weights:
             rows = slice(weight.first + at, weight.first + min(at + step, n_rows))
             return self._rows(info, rows, None if into is None else into[at : at + step].numpy())
 
-        if info.type in _FLOATS:
+        if info.type in _PLAIN:
             yield from ((at, block(at)) for at in range(0, n_rows, step))
             return
         ahead = [self._pool.submit(block, at) for at in range(0, min(n_rows, _AHEAD * step), step)]
@@ -247,8 +248,8 @@ def dequantize(info: TensorInfo, raw: np.ndarray, into: np.ndarray | None = None
     """Rows of bytes, uint8 [rows, bytes per row], as a tensor [rows, columns] of the widest type they need; quantised
     ones `into` float32 memory where it is given.
     """
-    if info.type in _FLOATS:
-        stored, dtype = _FLOATS[info.type]
+    if info.type in _PLAIN:
+        stored, dtype = _PLAIN[info.type]
         return torch.from_numpy(raw.view(stored)).view(dtype)
     return torch.from_numpy(dequantise(raw, info.type, info.name, into))
 

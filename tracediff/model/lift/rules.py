@@ -18,7 +18,7 @@ from tracediff_reference.description import TOKENS, Node, Read
 def _rows(lifter: Lifter, i: int, node: Node) -> None:
     """GET_ROWS: the embedding; all rows of a value, those whose logits were asked for; or rows by computed ids."""
     table, ids = operands(node)
-    if lifter.nodes.is_weight(table) and lifter.nodes.is_input(ids):
+    if lifter.nodes.is_weight(table) and lifter.nodes.is_input(ids) and node.type != "i32":
         lifter.add(i, lifter.stem(table), "embedding", [lifter.input(ids)], [table])
     elif lifter.nodes.is_input(ids) and not lifter.nodes.is_leaf(table.of) and lifter.nodes[ids.of].name == "out_ids":
         lifter.value[i] = lifter.value[table.of]
