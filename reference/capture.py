@@ -85,7 +85,9 @@ def _load(path: Path, is_dry: bool) -> Any:
 
 
 def _window(model: Any) -> int:
-    """Tokens of a sliding window; llama.cpp says 0 of deepseek4 for the sake of rolling back, so its metadata is asked."""
+    """Tokens of a sliding window. Of deepseek4 llama_model_n_swa says 0, for it tells whether a cache may be rolled
+    back: the metadata have it.
+    """
     said = max(llama.llama_model_n_swa(model), 0)
     return said or int(_metadata(model, f"{_metadata(model, 'general.architecture')}.attention.sliding_window") or 0)
 

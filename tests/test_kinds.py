@@ -291,6 +291,7 @@ def test_a_scale_is_a_constant_that_roundings_made(tmp_path: Path) -> None:
         ({"chunk": 4}, [4, 5, 6]),
         ({"causal": False}, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
         ({"causal": False, "window": 4}, [4, 5, 6, 7, 8]),
+        ({"block": 3}, [2, 5]),  # which end one
     ],
 )
 def test_what_a_token_at_position_6_sees(visible: dict[str, Any], keys: list[int]) -> None:
@@ -356,6 +357,7 @@ def test_every_kind_is_tested_here_or_runs_in_the_hand_written_families() -> Non
     families = {name.kind for name in NAMES.values()} - {"logprobs"}  # which no op of a graph makes
     elsewhere = {"top_k", "argsort", "mask", "state", "temperature", "hadamard"}
     elsewhere |= {"relative_buckets", "decays", "scale_by_tokens"}
+    elsewhere |= {"compress", "place_in_block", "block_start"}  # test_compressed.py
     assert families <= set(KINDS)
     assert set(KINDS) == families | {case.kind for case in CASES} | elsewhere
 

@@ -7,6 +7,8 @@ from tracediff.model.lift.nodes import KEYS, VALUES, operands
 from tracediff.names import layer_of
 from tracediff_reference.description import POSITIONS, Node, Read
 
+_SOFTMAX = ("softmax", "soft_max")  # of a mask that follows from positions, or of any
+
 
 def keep(lifter: Lifter, i: int, node: Node) -> None:
     """SET_ROWS into a cache: its rows are kept for later steps."""
@@ -56,7 +58,7 @@ def weighted_values(lifter: Lifter, i: int, node: Node, values: Input, probs: Re
     user = lifter.nodes.only_user(i)
     merged = user is not None and user[1].op == "CONT" and layout.is_permuted(reads[0], node, (1, 0, 2))
     as_it_is = all(read.shape == node.shape and layout.is_whole(read, node) for read in reads)
-    is_softmax = lifter.nodes[probs.of].op == "SOFT_MAX" and lifter.ops[lifter.value[probs.of]].kind in ("softmax", "soft_max")
+    is_softmax = lifter.nodes[probs.of].op == "SOFT_MAX" and lifter.ops[lifter.value[probs.of]].kind in _SOFTMAX
     if not (merged or as_it_is) or not (values.past or is_softmax):
         lifter.plain(i, node)
         return

@@ -1,9 +1,9 @@
 """Keys that are compressed over blocks of tokens, as DeepSeek V4 has them, described with a row for each token.
 
-llama.cpp keeps a row for each block that is complete, and what the next ones are made of; how many rows there are follows
-neither tokens nor positions, and which a step reads is in inputs that it sets by itself (src/models/deepseek4.cpp,
-src/llama-kv-cache-dsv4.cpp). The same values are those of a cache like any other, where the row of the token that ends
-a block is that of the block, and no query sees the others.
+llama.cpp keeps a row for each block that is complete, and what the next ones are made of; how many rows there are
+follows neither tokens nor positions, and which a step reads is in inputs that it sets by itself
+(src/models/deepseek4.cpp, src/llama-kv-cache-dsv4.cpp). The same values are those of a cache like any other, where the
+row of the token that ends a block is that of the block, and no query sees the others.
 """
 
 import re
@@ -31,8 +31,8 @@ class Cells:
 
 
 def by_tokens(description: Description) -> tuple[Description, Mapping[int, Cells]]:
-    """The same graph with compressed rows of each token, and the nodes that have rows of cells in llama.cpp's, or places
-    among them.
+    """The same graph with compressed rows of each token; and the nodes that have rows of cells in llama.cpp's, or
+    places among them.
     """
     nodes = [*description.nodes]
     rotations = [i for i, node in enumerate(nodes) if node.op == "ROPE" and _MADE.fullmatch(node.name)]

@@ -44,10 +44,13 @@ _OF_BLOCKS = re.compile(rf"dsv4_({'|'.join(BLOCKS)})_(kq_mask|state_pos|state_wr
 
 def _of_blocks(cache: str, what: str) -> Made:
     """What is made of where a token is in its block (src/llama-kv-cache-dsv4.cpp, dsv4_build_comp_plan)."""
-    n = {"n": BLOCKS[cache]}
-    if what == "kq_mask":
-        return Made(f"{cache}_mask", "mask", {"block": BLOCKS[cache]}, of_keys=True)
-    return Made(f"{cache}_place", "place_in_block", n) if what == "state_pos" else Made(f"{cache}_start", "block_start", n)
+    n = BLOCKS[cache]
+    match what:
+        case "kq_mask":
+            return Made(f"{cache}_mask", "mask", {"block": n}, of_keys=True)
+        case "state_pos":
+            return Made(f"{cache}_place", "place_in_block", {"n": n})
+    return Made(f"{cache}_start", "block_start", {"n": n})
 
 
 _DECAYS = ("slopes", "q_decay_exp", "k_decay_exp", "diag_decay_exp")  # src/models/minimax-01.cpp

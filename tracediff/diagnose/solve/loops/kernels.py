@@ -7,6 +7,7 @@ They are Python that runs as it stands; `interpret.py` runs them all at once. Ev
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 from tracediff.diagnose.solve.loops.loops import Loops
 from tracediff.diagnose.solve.loops.recurrences import recurrence_of
@@ -127,6 +128,53 @@ for t in range(T):
                 p[(h * T + t) * S + s] * cache[(s * G + h // (H // G)) * D + d] for s in range(S)
             )
 """
+_SOFT_MAX = """
+for h in range(H):
+    for t in range(T):
+        here = (h * T + t) * S
+        for s in range(S):
+            y[here + s] = x[here + s] * scale + mask[t * S + s]
+        largest = max(y[here + s] for s in range(S))
+        largest = sinks[h] if sinks[h] > largest else largest
+        for s in range(S):
+            y[here + s] = exp(y[here + s] - largest)
+        total = sum(y[here + s] for s in range(S)) + exp(sinks[h] - largest)
+        for s in range(S):
+            y[here + s] = y[here + s] / total
+"""
+_SINKS = ("        largest = sinks[h] if sinks[h] > largest else largest\n", " + exp(sinks[h] - largest)")
+_INDEXER = """
+for t in range(T):
+    for h in range(H):
+        for s in range(S):
+            products[(t * H + h) * S + s] = sum(q[(t * H + h) * D + d] * k[s * D + d] for d in range(D))
+    for s in range(S):
+        y[t * S + s] = sum(
+            (products[(t * H + h) * S + s] if products[(t * H + h) * S + s] > 0 else 0) * weights[t * H + h]
+            for h in range(H)
+        ) + mask[t * S + s]
+"""
+# A part of a row's channels is read of the block before, where blocks overlap.
+_COMPRESS = """
+width = parts * D
+for t in range(T):
+    oldest = positions[t] + 1 - parts * block
+    for d in range(D):
+        largest = max(
+            scores[(oldest + j) * width + j // block * D + d] if oldest + j >= 0 else -inf for j in range(parts * block)
+        )
+        total = sum(
+            exp(scores[(oldest + j) * width + j // block * D + d] - largest) if oldest + j >= 0 else 0
+            for j in range(parts * block)
+        )
+        weighted = sum(
+            exp(scores[(oldest + j) * width + j // block * D + d] - largest)
+            * values[(oldest + j) * width + j // block * D + d]
+            if oldest + j >= 0 else 0
+            for j in range(parts * block)
+        )
+        y[t * D + d] = weighted / total if (positions[t] + 1) % block == 0 else 0
+"""
 _GATED = """
 for i in range(T * n):
     NAME = ACT
@@ -193,6 +241,11 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
             return Loops(source, ("x",), ("w",), {"H": h, "T": t, "n_in": first[1], "n_out": n_out}, (t, h, n_out))
         case "rope":
             return _rope(op, first)
+        case "compress":
+            (t,), parts = shapes[2], 2 if op.attrs["overlap"] else 1
+            d = first[1] // parts
+            numbers = {"T": t, "D": d, "block": op.attrs["n"], "parts": parts}
+            return Loops(_COMPRESS, ("values", "scores", "positions", "keys"), (), numbers, (t, d))
         case "scores":
             (t, h, d), (s, g, _) = shapes
             return Loops(_SCORES, ("q", "k"), (), {"H": h, "T": t, "S": s, "P": s, "G": g, "D": d}, (h, t, s))
@@ -200,6 +253,16 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
             h, t, s = first
             numbers = {"H": h, "T": t, "S": s, "scale": float(op.attrs["scale"])}
             return Loops(_SOFTMAX, ("x",), (), numbers, first)
+        case "soft_max" if len(shapes) > 1 and len(first) == 3 and shapes[1] == first[1:]:
+            h, t, s = first
+            source = _SOFT_MAX if op.weights else reduce(lambda text, line: text.replace(line, ""), _SINKS, _SOFT_MAX)
+            numbers = {"H": h, "T": t, "S": s, "scale": float(op.attrs["scale"])}
+            return Loops(source, ("x", "mask"), ("sinks",)[: len(op.weights)], numbers, first)
+        case "lightning_indexer":
+            t, h, d = first
+            s = shapes[1][0]
+            numbers = {"H": h, "T": t, "S": s, "D": d}
+            return Loops(_INDEXER, ("q", "k", "weights", "mask"), (), numbers, (t, s))
         case "weighted_values":
             (h, t, s), (_, g, d) = shapes
             return Loops(_VALUES, ("p", "v"), (), {"H": h, "T": t, "S": s, "P": s, "G": g, "D": d}, (t, h * d))

@@ -13,6 +13,9 @@ COUNTED: Mapping[str, Mapping[str, str]] = {
     "rope": {"t": "token", "h": "head", "i": "pair", "j": "channel"},
     "scores": {"h": "query head", "t": "query", "s": "key", "d": "channel", "c": "cached key", "i": "channel"},
     "softmax": {"h": "head", "t": "query", "s": "key"},
+    "soft_max": {"h": "head", "t": "query", "s": "key"},
+    "lightning_indexer": {"t": "query", "h": "head", "s": "key", "d": "channel"},
+    "compress": {"t": "token", "d": "channel", "j": "token of the block"},
     "weighted_values": {"t": "token", "h": "head", "d": "channel", "s": "key", "c": "cached value", "i": "channel"},
     "ssm_conv": {"t": "token", "c": "channel", "i": "tap"},
     "ssm_scan": {**_STATE, "n": "channel of the state"},
@@ -55,6 +58,19 @@ AXES: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {
     "softmax": {
         "x": (("head", "H"), ("query", "T"), ("key", "S")), "y": (("head", "H"), ("query", "T"), ("key", "S")),
     },
+    "soft_max": {
+        "x": (("head", "H"), ("query", "T"), ("key", "S")), "y": (("head", "H"), ("query", "T"), ("key", "S")),
+        "mask": (("query", "T"), ("key", "S")),
+    },
+    "lightning_indexer": {
+        "q": (("query", "T"), ("head", "H"), ("channel", "D")), "k": (("key", "S"), ("channel", "D")),
+        "weights": (("query", "T"), ("head", "H")), "mask": (("query", "T"), ("key", "S")),
+        "y": (("query", "T"), ("key", "S")),
+    },
+    "compress": {
+        "values": (("token", ""), ("channel", "width")), "scores": (("token", ""), ("channel", "width")),
+        "y": (("token", "T"), ("channel", "D")),
+    },
     "weighted_values": {
         "p": (("head", "H"), ("query", "T"), ("key", "S")),
         "v": (("position", "P"), ("value head", "G"), ("channel", "D")),
@@ -87,6 +103,7 @@ NUMBERS = {
     "slots": "the number of chosen experts", "row": "the number of values of a row",
     "groups": "the number of groups", "N": "the number of channels of the state", "taps": "the number of taps",
     "columns": "the number of columns", "held": "the number of values of the state",
+    "block": "the number of tokens of a block", "parts": "the number of blocks that a row is made of",
     "past[0]": "the number of positions cached before the step", "P": "the number of cached positions",
 }  # fmt: skip
 NAMED = {
@@ -94,7 +111,8 @@ NAMED = {
     "here": "where a row is read", "there": "where a row is stored", "first": "a pair's first channel",
     "second": "a pair's second channel", "angle": "the angle", "mean": "the mean", "scale": "the scale",
     "rate": "the rate", "found": "what the state holds there", "change": "the change of the state",
-    "expert": "the expert", "part": "how much of a pair is interpolated",
+    "expert": "the expert", "part": "how much of a pair is interpolated", "oldest": "the first token",
+    "weighted": "the weighted sum",
 }  # fmt: skip
 SUMS = {"sum": "the sum", "max": "the largest", "min": "the smallest", "first": "the first", "last": "the last"}
 SUMMED = ("the sum of squares", "the sum", "the maximum")
