@@ -19,7 +19,7 @@ import numpy as np
 from tracediff.errors import EngineError
 from tracediff_reference import ggml
 from tracediff_reference.description import Description, Node, Read, Size, encode
-from tracediff_reference.engine import context_params, decoded, loaded, start_library
+from tracediff_reference.engine import context_params, decoded, is_encoder, loaded, start_library
 from tracediff_reference.protocol import DescribeRequest, Options
 from tracediff_reference.recognise import VIEWS
 
@@ -167,7 +167,11 @@ def _context(model: Any, options: Options, n_cells: int, whole: bool = True, cal
 
 
 def _is_causal(model: Any, options: Options) -> bool:
-    """Whether tokens see none after them: as the model says, and never without a memory (llama_context::encode)."""
+    """Whether tokens see none after them: as the model says, and never where it only encodes, or has no memory
+    (llama_context::encode).
+    """
+    if is_encoder(model):
+        return False
     context = _context(model, options, _CELLS)
     function = llama._lib.llama_get_causal_attn
     function.restype, function.argtypes = ctypes.c_bool, [ctypes.c_void_p]

@@ -6,7 +6,7 @@ This is what crosses from the child to the parent and what is kept on disk: no p
 import msgspec
 from msgspec import Struct
 
-VERSION = 4  # of this description: one of another version is made again
+VERSION = 5  # of this description: one of another version is made again
 
 # A whole number, or [a, b, c, d, e] for a + b T + c S + d T S + e T T: T tokens of the step, S positions visible.
 # None where neither fits: the size follows something else.

@@ -183,16 +183,22 @@ def _decode(
 def decoded(
     context: llama.llama_context_p, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
 ) -> int:
-    """One batch of these tokens: what llama_decode answers."""
+    """One batch of these tokens: what llama_decode answers, or llama_encode for an encoder alone."""
     batch = llama.llama_batch_init(len(tokens), 0, 1)
     batch.n_tokens = len(tokens)
     for i, token in enumerate(tokens):
         batch.token[i], batch.pos[i] = token, positions[i]
         batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequences[i]
         batch.logits[i] = 1  # every row, or the last layer is pruned to the last row
-    result = llama.llama_decode(context, batch)
+    run = llama.llama_encode if is_encoder(llama.llama_get_model(context)) else llama.llama_decode
+    result = run(context, batch)
     llama.llama_batch_free(batch)
     return int(result)
+
+
+def is_encoder(model: llama.llama_model_p) -> bool:
+    """Whether it is an encoder without a decoder: then all tokens see one another, which llama_decode does not know."""
+    return bool(llama.llama_model_has_encoder(model)) and not llama.llama_model_has_decoder(model)
 
 
 def _check_seen(observer: Observer, request: Request) -> None:

@@ -41,7 +41,8 @@ def theirs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_llama_cpp_is_right(theirs: Path, tiny: Tiny) -> None:
     result = check_trace(theirs, tiny("deepseek4"))
     assert result.verdict == "match"
-    assert result.candidate.coverage and not result.candidate.coverage.unjudged
+    assert result.coverage
+    assert not result.coverage.unjudged
 
 
 def test_torch_computes_what_llama_cpp_does(theirs: Path, tiny: Tiny) -> None:
