@@ -1187,7 +1187,7 @@ def test_a_head_that_reads_another_key_head_is_told_behind_its_values(models: Mo
     """As of flash attention, which has neither scores nor probabilities to record."""
     path = models("k-quants")
     groups = (0, 0, 1, 0, 1, 1, 0, 1)
-    wrong = traced(path, tmp_path, lambda graph: replace(graph["blk.1.attn_scores"], rework=SomeHeads(1, groups)))
+    wrong = traced(path, tmp_path, lambda graph: replace(graph["blk.1.attn_scores"], rework=SomeHeads({1: groups})))
     kept = some_of(wrong.trace.path, tmp_path / "some.trace", lambda op: not op.endswith(("attn_scores", "attn_probs")))
     replay = Replay(Trace(kept), wrong.graph, wrong.weights)
     faulty = [op for op in Explainer(replay).explain(judged(replay)) if op.status == "faulty"]

@@ -1,6 +1,6 @@
 """Ops whose values, or those that they read, lie in other places than they should."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -57,13 +57,10 @@ class Reread:
 
 @dataclass(frozen=True, slots=True)
 class SomeHeads(Reread):
-    """Of an input, [tokens, heads, channels], these heads are read."""
+    """Of inputs, [tokens, heads, channels], by their positions these heads are read."""
 
-    position: int
-    heads: tuple[int, ...]
+    heads: Mapping[int, Sequence[int]]
 
     def read(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs, one with these heads alone."""
-        read = list(inputs)
-        read[self.position] = read[self.position][:, list(self.heads)]
-        return read
+        """The inputs, those with these heads alone."""
+        return [x[:, list(self.heads[i])] if i in self.heads else x for i, x in enumerate(inputs)]

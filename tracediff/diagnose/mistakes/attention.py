@@ -19,11 +19,10 @@ from tracediff.diagnose.mistakes.mistake import (
     Where,
     computing,
     fitted_attr,
-    reading_heads,
 )
+from tracediff.diagnose.rearranged import SomeHeads
 from tracediff.english import count, told_apart
 from tracediff.model.graph import Graph, Op
-from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.attention import alibi, scores, softmax, unseen_in
 
 AREA = Area()
@@ -179,7 +178,7 @@ def _heads(op: Op, context: Context) -> Variants:
         (f"h // {n_head_kv}{last}", (heads // n_head_kv).clamp(max=n_head_kv - 1)),
     ):
         if not torch.equal(read, heads // group):
-            wrong = computing(op, partial(reading_heads, KINDS[op.kind].function, {1: read.tolist()}))
+            wrong = replace(op, rework=SomeHeads({1: read.tolist()}))
             yield wrong, f"query head h reads key/value head {words}; it is h // {group}"
 
 

@@ -1,10 +1,10 @@
 """What a known mistake is: a small change to an op, and the kinds of ops and the parts they play where it is made."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -221,13 +221,6 @@ def first_wrong(off: Tensor, size: Tensor) -> int | None:
     """The first token that is off by more than rounding, and far less than a value that is left out; [T, n] both."""
     wrong = torch.nonzero(off.norm(dim=1) > _WRONG * size.norm(dim=1)).flatten()
     return int(wrong[0]) if len(wrong) else None
-
-
-def reading_heads(
-    function: Callable[..., Tensor], read: Mapping[int, list[int]], *inputs: Tensor, **attrs: Any
-) -> Tensor:
-    """A function of which each head has these rows of inputs that groups of heads share, [tokens, groups, channels]."""
-    return function(*(x[:, read[i]] if i in read else x for i, x in enumerate(inputs)), **attrs)
 
 
 def first_alone(a: Tensor, b: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def _other_order(op: Op, context: Context) -> Variants:
             whole, places = blocks
             both = f"{local_name(name)} is split in another order, as if each part had its heads side by side"
             words = f"{both}: in it the parts of each head lie side by side"
-            yield Variant(replace(op.seeing({position: whole}), rework=SomeHeads(position, places)), words, name=both)
+            yield Variant(replace(op.seeing({position: whole}), rework=SomeHeads({position: places})), words, name=both)
 
 
 def _by_heads(own: View, of: Op) -> tuple[View, tuple[int, ...]] | None:

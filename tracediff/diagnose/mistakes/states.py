@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing, reading_heads
+from tracediff.diagnose.mistakes.mistake import Area, Context, Variants, Where, computing
+from tracediff.diagnose.rearranged import SomeHeads
 from tracediff.model.graph import Extent, Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import local_name, split
-from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.elementwise import softplus
 from tracediff.numerics.kinds.recurrent import delta_step, gated_delta_net, outer, scan_step, ssm_conv, ssm_scan, times
 
@@ -229,8 +229,7 @@ def _other_groups(op: Op, context: Context) -> Variants:
     for chosen in (shared, shared[:1], shared[1:]):
         read = {i: (wrong if i in chosen else right)[1].tolist() for i in shared}
         words = " and ".join(name for i, name in zip(shared, names, strict=True) if i in chosen)
-        changed = computing(op, partial(reading_heads, KINDS[op.kind].function, read))
-        yield changed, f"head h reads {words} of group {wrong[0]}; it is {right[0]}"
+        yield replace(op, rework=SomeHeads(read)), f"head h reads {words} of group {wrong[0]}; it is {right[0]}"
 
 
 @AREA.mistake(

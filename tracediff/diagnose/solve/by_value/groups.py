@@ -63,7 +63,7 @@ def behind(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solve
         return
 
     def of_heads(other: int) -> np.ndarray:
-        op = replace(problem.op, rework=SomeHeads(1, (other,) * h))
+        op = replace(problem.op, rework=SomeHeads({1: (other,) * h}))
         y = left(op)
         return np.square(y).reshape(len(y), h, -1).sum((0, 2))
 
@@ -105,5 +105,5 @@ def _solved(problem: Problem, right: Sequence[int], found: Sequence[int]) -> Sol
     s = "s" * (len(others) > 1)
     read, belong = (few([of[head] for head in others]) for of in (found, right))
     words = f"query head{s} {few(others)} read{'' if s else 's'} key/value head{s} {read} where {belong} belong"
-    op = replace(problem.op, rework=SomeHeads(1, tuple(found)))
+    op = replace(problem.op, rework=SomeHeads({1: tuple(found)}))
     return Solved((op,), words + ("" if s else "s"), _EACH * len(others), _LOOK)
