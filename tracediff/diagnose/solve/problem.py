@@ -1,5 +1,6 @@
 """One faulty op with all that is known of it."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,6 +10,7 @@ import numpy as np
 from tracediff.diagnose.solve.edit import BROUGHT, Edit, Read
 from tracediff.diagnose.solve.loops.arrays import Flat
 from tracediff.diagnose.solve.loops.bound import Bound, bind, flat, without_loops
+from tracediff.diagnose.solve.words.nouns import AXES
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import split
@@ -84,9 +86,17 @@ class Problem:
         """Those of which there is something: in the first step no buffer holds any."""
         return [read for read in reads if (held := self.held(read)) is not None and held.size]
 
+    def array(self, name: str) -> np.ndarray:
+        """What the loops call so, as the op reads it: in its own axes, flat where these are not known."""
+        array = self.loops.arrays[name]
+        axes = AXES.get(self.op.kind, {}).get(name, (("value", ""),))
+        sizes = [int(self.loops.numbers.get(size, -1)) for _, size in axes]
+        n = math.prod(sizes)
+        return array.take(np.arange(n if n >= 0 else array.size)).reshape(sizes)
+
     def operand(self, position: int) -> np.ndarray:
-        """An input of an op that makes each value of those at its place, as the op sees it."""
-        return self.loops.arrays[self.loops.own.inputs[position]].take(np.arange(self.exact.size))
+        """An input by its position, flat."""
+        return self.array(self.loops.own.inputs[position]).ravel()
 
     def given(self, edited: Bound) -> "Problem":
         """The same op with edited loops for right ones: what these leave is to be explained."""

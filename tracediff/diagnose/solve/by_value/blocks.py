@@ -230,9 +230,8 @@ class _Seen:
 
 def _read(problem: Problem) -> list[np.ndarray]:
     """The op's inputs, flat, as it rounds them; of one without loops as they were recorded."""
-    loops = problem.loops
     if problem.has_loops:
-        return [loops.arrays[name].take(np.arange(loops.arrays[name].size)) for name in loops.own.inputs]
+        return [problem.operand(i) for i in range(len(problem.loops.own.inputs))]
     held = (problem.held(Read.of(name, past)) for name, past in problem.op.reads)
     return [values for values in held if values is not None]
 

@@ -111,10 +111,9 @@ def _distances(problem: Problem, layer: int, caches: Mapping[int, Tensor], start
 def _terms(problem: Problem, place: int) -> tuple[Tensor, Tensor]:
     """Which values of the cache an output is the sum of, long [n], and what each is multiplied with, float64 [n]."""
     h, t, s, g, d = (int(problem.loops.numbers[name]) for name in "HTSGD")
-    first = problem.loops.arrays[problem.loops.own.inputs[0]]
-    factors = torch.from_numpy(first.take(np.arange(first.size)))
+    factors = torch.from_numpy(problem.array(problem.loops.own.inputs[0]))
     if problem.op.kind == "scores":
         head, token, key = map(int, np.unravel_index(place, (h, t, s)))
-        return (key * g + head // (h // g)) * d + torch.arange(d), factors.reshape(t, h, d)[token, head]
+        return (key * g + head // (h // g)) * d + torch.arange(d), factors[token, head]
     token, head, channel = map(int, np.unravel_index(place, (t, h, d)))
-    return (torch.arange(s) * g + head // (h // g)) * d + channel, factors.reshape(h, t, s)[head, token]
+    return (torch.arange(s) * g + head // (h // g)) * d + channel, factors[head, token]

@@ -87,8 +87,8 @@ def _of_matmul(problem: Problem, values: np.ndarray) -> _Products:
 
 def _of_scores(problem: Problem, keys: np.ndarray) -> _Products:
     """Some scores [H, T, S] of queries [T, H, D] and keys [S, G, D]."""
-    n_heads, n_queries, width = (int(problem.loops.numbers[name]) for name in "HTD")
-    q = problem.loops.arrays["q"].take(np.arange(n_queries * n_heads * width)).reshape(n_queries, n_heads, width)
+    q = problem.array("q")
+    n_queries, n_heads, _ = q.shape
     places = spread(np.flatnonzero(problem.wrong), _FEW[0] * _FEW[1])
     head, query, key = np.unravel_index(places, (n_heads, n_queries, problem.wrong.size // (n_heads * n_queries)))
     return _products(problem, keys[key, head * keys.shape[1] // n_heads], q[query, head], places)

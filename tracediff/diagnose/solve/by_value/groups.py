@@ -31,10 +31,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
     right = _right(h, g)
     if not right or h * t * s * g * d > _MOST:
         return
-    (first, shape), (second, cached) = zip(
-        problem.loops.own.inputs, _shapes(problem.op.kind, h, t, s, g, d), strict=True
-    )
-    x, kv = (_values(problem, name, size) for name, size in ((first, shape), (second, cached)))
+    x, kv = (torch.from_numpy(problem.array(name)) for name in problem.loops.own.inputs)
     there, near, wrong = (_by_head(problem, y) for y in (problem.recorded, problem.near, problem.wrong))
     found, heads = list(right), np.flatnonzero(wrong.any(1)).tolist()
     fits: dict[int, list[int]] = {head: [] for head in heads}
@@ -80,14 +77,6 @@ def behind(problem: Problem, left: Callable[[Op], np.ndarray]) -> Iterator[Solve
 def _right(h: int, g: int) -> list[int]:
     """The key/value head that each query head should read; empty where none is shared, or there is one."""
     return [] if h == g or g == 1 else [head // (h // g) for head in range(h)]
-
-
-def _shapes(kind: str, h: int, t: int, s: int, g: int, d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return ((t, h, d) if kind == "scores" else (h, t, s)), (s, g, d)
-
-
-def _values(problem: Problem, name: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(problem.loops.arrays[name].take(np.arange(np.prod(shape)))).reshape(shape)
 
 
 def _by_head(problem: Problem, y: np.ndarray) -> np.ndarray:

@@ -86,14 +86,13 @@ class _Known:
     @classmethod
     def of(cls, problem: Problem) -> "_Known | None":
         bound = problem.loops
-        n_in, n_out, t = (int(bound.numbers[name]) for name in ("n_in", "n_out", "T"))
-        x = bound.arrays["x"].take(np.arange(t * n_in)).reshape(t, n_in)
+        n_out, t = (int(bound.numbers[name]) for name in ("n_out", "T"))
+        x = problem.array("x")
         y, exact = (values.reshape(t, n_out) for values in (problem.recorded, problem.exact))
         if not (np.isfinite(x).all() and np.isfinite(y).all()) or not y.any():
             return None
         if "b" in bound.arrays:
-            bias = bound.arrays["b"].take(np.arange(n_out))
-            y, exact = y - bias, exact - bias
+            y, exact = (values - problem.array("b") for values in (y, exact))
         return cls(x, y, exact, np.flatnonzero(problem.wrong.reshape(t, n_out).any(0)))
 
 
@@ -235,10 +234,10 @@ def _vectors(problem: Problem) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     if not np.isfinite(y).all() or not np.isfinite(exact).all():
         return
     if kind == "linear" and "b" in bound.arrays:
-        own, more = bound.arrays["b"].take(np.arange(y.shape[1])), (y - exact).mean(0)
+        own, more = problem.array("b"), (y - exact).mean(0)
         yield 1, np.where(_agree(y, exact + more, near), own + more, np.nan), near.max(0)
     if kind == "rms_norm" and "w" in bound.arrays:
-        own, size = bound.arrays["w"].take(np.arange(y.shape[1])), np.square(exact).sum(0)
+        own, size = problem.array("w"), np.square(exact).sum(0)
         with np.errstate(all="ignore"):
             times = (y * exact).sum(0) / size
             values = np.where(_agree(y, exact * times, near), own * times, np.nan)
@@ -252,7 +251,7 @@ def _agree(y: np.ndarray, made: np.ndarray, near: np.ndarray) -> np.ndarray:
 
 def _of_vector(problem: Problem, weight: int, values: np.ndarray, near: np.ndarray) -> Iterator[Solved]:
     """Runs of the numbers as they stand in some tensor."""
-    own = problem.loops.arrays[problem.loops.own.weights[weight]].take(np.arange(len(values)))
+    own = problem.array(problem.loops.own.weights[weight])
     wrong = np.flatnonzero(~(np.abs(values - own) <= near))
     if not len(wrong):
         return

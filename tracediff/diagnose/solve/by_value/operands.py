@@ -6,7 +6,6 @@ found where the input follows from the output: a norm or a matmul is undone, and
 position is solved for.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -135,20 +134,19 @@ def variants(problem: Problem, look: Look) -> Iterator[Solved]:
     """Maps of an input that give the output, as far as a look tells."""
     loops = problem.loops
     for operand in operands(problem):
-        values = torch.from_numpy(loops.arrays[operand.name].take(np.arange(math.prod(operand.shape))))
+        values = torch.from_numpy(problem.array(operand.name).reshape(operand.shape))
         for axis in operand.along:
             for how in _tried(problem, operand, axis):
-                elsewhere = Flat(slices(values, how, axis, operand.shape).numpy())
+                elsewhere = Flat(slices(values, how, axis, ()).numpy().ravel())
                 seen = look.at(loops.with_(loops.source, {operand.name: elsewhere}, {}), "values")
                 if seen and seen.passes:
                     yield operand.solved(problem, how, axis)
         if operand.name == "v":
             yield from _cached(problem, operand)
         elif operand.name == "x":
-            yield from _of_channels(problem, operand, values.numpy().reshape(operand.shape))
+            yield from _of_channels(problem, operand, values.numpy())
         elif operand.name == "k":
-            found = channels.maps_of(problem, values.numpy().reshape(operand.shape))
-            yield from (operand.solved(problem, how, 2) for how in found)
+            yield from (operand.solved(problem, how, 2) for how in channels.maps_of(problem, values.numpy()))
 
 
 def _tried(problem: Problem, operand: Operand, axis: int) -> Sequence[Map]:
@@ -187,7 +185,7 @@ def _before(problem: Problem, values: np.ndarray) -> np.ndarray | None:
             return recorded.reshape(values.shape) * values / exact.reshape(values.shape)
     if problem.op.kind != "linear" or n_out < n or n_out * n * n > _UNDONE:
         return None
-    w = problem.loops.arrays["w"].take(np.arange(n_out * n)).reshape(n_out, n)
+    w = problem.array("w")
     try:
         return values + np.linalg.solve(w.T @ w, w.T @ (recorded - exact).T).T
     except np.linalg.LinAlgError:
@@ -261,15 +259,14 @@ class _Sums:
     @classmethod
     def of(cls, problem: Problem) -> Self:
         """Those of a problem; no heads where something is not finite."""
-        h, t, s, g, d = (int(problem.loops.numbers[name]) for name in "HTSGD")
-        shares = problem.loops.arrays["p"].take(np.arange(h * t * s)).reshape(g, h // g * t, s)
-        values = problem.loops.arrays["v"].take(np.arange(s * g * d)).reshape(s, g, d)
+        shares, values = problem.array("p"), problem.array("v")
+        (h, t, s), (_, g, d) = shares.shape, values.shape
         left, near, wrong = (
             x.reshape(t, g, h // g, d).transpose(1, 2, 0, 3).reshape(g, -1, d)
             for x in (problem.recorded - problem.exact, problem.near, problem.wrong)
         )
         heads = np.flatnonzero(wrong.any((1, 2)) & np.isfinite(left).all())
-        return cls(values, shares, left, near, heads)
+        return cls(values, shares.reshape(g, -1, s), left, near, heads)
 
     def told(self) -> Iterator[np.ndarray]:
         """What the sums had of the wrong heads' values, [S, heads, D]. From as many sums as positions all of them

@@ -46,15 +46,15 @@ class Rates:
 
 def variants(problem: Problem) -> Iterator[Solved]:
     """The rates that give what was recorded, where tokens that follow one another tell them."""
-    op, arrays = problem.op, problem.loops.arrays
+    op = problem.op
     if op.kind != "rope" or op.function or not np.isfinite(problem.recorded).all():
         return
     shape = problem.loops.own.shape
-    x, positions = arrays["x"].take(np.arange(problem.exact.size)), arrays["positions"].take(np.arange(shape[0]))
+    x, positions = problem.array("x"), problem.array("positions")
     right = op.attrs["rope"]
     factors = problem.weights.load(op.weights[0], torch.float64) if op.weights else None
     of_one = rope_angles(torch.ones(1), factors, right)[0].numpy()
-    turned = _turned(x.reshape(shape), problem.recorded.reshape(shape), right)
+    turned = _turned(x, problem.recorded.reshape(shape), right)
     rates = _rates(turned, positions)
     if rates is None:
         return
@@ -63,7 +63,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
     within = _RATE + max(_ANGLE, coarse) / np.maximum(of_one * reach, 1e-30)
     times = _alike(rates / of_one, within)
     changed = turning(op, times)
-    given = [torch.from_numpy(x.reshape(shape)), torch.from_numpy(positions)]
+    given = [torch.from_numpy(x), torch.from_numpy(positions)]
     y = evaluate(changed, given, problem.weights, problem.arithmetic).double().numpy().ravel()
     n = len(_runs(times))
     if n and agree(problem.recorded, y, problem.near).all():

@@ -77,7 +77,7 @@ def variants(problem: Problem) -> Iterator[Solved]:
         return
     *rows, n = problem.loops.own.shape
     n_tokens, n_rows = rows[0], rows[1] if len(rows) > 1 else 1
-    x = torch.from_numpy(problem.loops.arrays["x"].take(np.arange(problem.exact.size)))
+    x = torch.from_numpy(problem.array("x"))
     own, eps = means(op, x, n_tokens, n_rows).numpy(), op.attrs["eps"]
     taken = _taken(problem, own + eps, n)
     if taken is None:
@@ -97,8 +97,7 @@ def _taken(problem: Problem, right: np.ndarray, n: int) -> np.ndarray | None:
     """The mean of squares, eps included, that each row was divided by, [T, rows]; None where rows are no multiples."""
     recorded, exact = problem.recorded.reshape(-1, n), problem.exact.reshape(-1, n)
     if len(problem.op.weights) > 1:
-        bias = problem.loops.arrays["b"].take(np.arange(n))
-        recorded, exact = recorded - bias, exact - bias
+        recorded, exact = (values - problem.array("b") for values in (recorded, exact))
     sizes = np.square(exact).sum(1)
     if not np.isfinite(recorded).all() or not sizes.all():
         return None

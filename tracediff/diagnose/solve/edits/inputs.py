@@ -57,7 +57,7 @@ def _sums(problem: Problem, name: str, belongs: str, bits: float) -> Iterator[Pr
 def _transposed(problem: Problem, right: str, name: str) -> Iterator[Priced]:
     """What the first step cached lies with its heads first and is read with its tokens first, or the reverse."""
     loops, value = problem.loops, Read(problem.op.inputs[1]).words(problem.op)
-    first = int((loops.arrays["starts"].take(np.arange(int(loops.numbers["P"]))) == 0).sum())
+    first = int((problem.array("starts") == 0).sum())
     orders = "[heads, tokens, channels]", "[tokens, heads, channels]"
     at = "(c * width + i)"
     places = f"{at} // D % {first} * width + {at} // ({first} * D) * D + i % D", f"(i // D * {first} + c) * D + i % D"

@@ -82,7 +82,7 @@ def positions(problem: Problem) -> Iterator[Priced]:
         words = f"every token is rotated as position {one}"
         yield Priced(Edit(words, source.replace("positions[t]", str(one))), 8.0, _LOOK)
     n = int(problem.loops.numbers["T"])
-    wrong = problem.loops.arrays["positions"].take(np.arange(n))[problem.wrong.reshape(n, -1).any(1)]
+    wrong = problem.array("positions")[problem.wrong.reshape(n, -1).any(1)]
     for last in dict.fromkeys((*(wrong[:1] - 1).astype(int).tolist(), *range(1, _POSITIONS))):
         clipped = f"(positions[t] if positions[t] < {last} else {last})"
         words = f"positions beyond {last} are taken for {last}"
