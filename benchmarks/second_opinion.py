@@ -210,8 +210,8 @@ class Opinion:
                 out, within = self._made(outside, record), self._made(inside, record)
                 shape = self._trace.values(record).shape
                 return None if out is None or within is None else np.where(region.mask(shape).ravel(), within, out)
-            case Excepting(right=read, channels=channels):
-                made = self._made(read, record)
+            case Excepting(channels=channels):
+                made = self._made(replace(op.reading_only(len(op.inputs) - 1), rework=None), record)
                 if made is not None:
                     made[1].reshape(self._trace.values(record).shape[0], -1)[:, list(channels)] += (
                         1  # of nobody knows what

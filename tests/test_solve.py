@@ -842,7 +842,7 @@ def test_rows_that_are_stored_apart_are_found(models: Models, tmp_path: Path) ->
 
 def mapped(name: str, function: str, *numbers: float, operand: int | None = None) -> Callable[[Graph], Op]:
     """An op with a function of its values, or of those of an input."""
-    return lambda graph: replace(graph[name], rework=Mapped(graph[name], function, numbers, operand))
+    return lambda graph: replace(graph[name], rework=Mapped(function, numbers, operand))
 
 
 def read(name: str, reading: Reading) -> Callable[[Graph], Op]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Self
 
 import numpy as np
 import torch
@@ -74,21 +73,17 @@ class Mapped:
     gate: `Op.rework`.
     """
 
-    right: Op
     name: str
     numbers: tuple[float, ...]
     operand: int | None = None
 
-    def carried(self, right: Op, other: Op) -> Self:
-        """The same in another layer's op."""
-        return replace(self, right=other)
-
     def compute(self, call: Call) -> Tensor:
         """The output."""
+        right = replace(call.op, rework=None)
         if self.operand == _ACTIVATED:
             gate, up = call.inputs
-            return FUNCTIONS[self.name](computed(self.right, call, [gate, torch.ones_like(up)]), *self.numbers) * up
-        y = computed(self.right, call, self._inputs(call.inputs))
+            return FUNCTIONS[self.name](computed(right, call, [gate, torch.ones_like(up)]), *self.numbers) * up
+        y = computed(right, call, self._inputs(call.inputs))
         return y if self.operand is not None else FUNCTIONS[self.name](y, *self.numbers)
 
     def _inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -96,23 +91,24 @@ class Mapped:
 
     def noise(self, made: Made) -> Noise:
         """That of the right op times the slope of the function there, and one rounding more."""
+        right = replace(made.op, rework=None)
         if self.operand is not None:
-            return self._noise_of_operand(made)
-        x = evaluate(self.right, made.inputs, made.weights, made.arithmetic)
-        own = noise_of(self.right, made, y=x)
+            return self._noise_of_operand(right, made)
+        x = evaluate(right, made.inputs, made.weights, made.arithmetic)
+        own = noise_of(right, made, y=x)
         step = 1e-6 * (x.abs() + 1e-30)
         slope = (FUNCTIONS[self.name](x + step, *self.numbers) - made.y).abs() / step
         slope = slope.nan_to_num(0.0, 0.0, 0.0)
         hard = own.hard * slope + 4 * made.unit * made.size + made.stored
         return Noise(own.sigma * slope, hard, alike=own.alike)
 
-    def _noise_of_operand(self, made: Made) -> Noise:
+    def _noise_of_operand(self, right: Op, made: Made) -> Noise:
         """That of the right op, and a rounding of the operand: of a sum that is near 0 it is what is left."""
-        own = noise_of(self.right, made, self._inputs(made.inputs))
+        own = noise_of(right, made, self._inputs(made.inputs))
         if self.operand == _ACTIVATED:
             return own
         without = [torch.zeros_like(x) if i == self.operand else x for i, x in enumerate(made.inputs)]
-        part = made.y - evaluate(self.right, without, made.weights, made.arithmetic)
+        part = made.y - evaluate(right, without, made.weights, made.arithmetic)
         return replace(own, hard=own.hard + 4 * made.unit * part.abs())
 
 
@@ -273,7 +269,7 @@ def _before(problem: Problem, given: np.ndarray, slope: np.ndarray) -> Iterator[
 
 def mapped(op: Op, name: str, numbers: tuple[float, ...], operand: int | None = None) -> Op:
     """The op with a function of each of its values, or of those of an input."""
-    return replace(op, rework=Mapped(op, name, numbers, operand))
+    return replace(op, rework=Mapped(name, numbers, operand))
 
 
 def words(name: str, numbers: tuple[float, ...]) -> str:

@@ -60,29 +60,26 @@ class InRegion:
 
 def excepting(op: Op, channels: np.ndarray) -> Op:
     """`op`, but in these channels, of which nothing known makes what was recorded: they are as they were."""
-    right = replace(op, rework=None)
-    return replace(op.also_reading((op.name, False)), rework=Excepting(right, tuple(map(int, channels))))
+    return replace(op.also_reading((op.name, False)), rework=Excepting(tuple(map(int, channels))))
 
 
 @dataclass(frozen=True, slots=True)
 class Excepting:
     """Computes an op of whose channels some are as recorded: `Op.rework`. Its last input is its own record."""
 
-    right: Op
     channels: tuple[int, ...]
-
-    def carried(self, right: Op, other: Op) -> Self:
-        """The same in another layer's op."""
-        return replace(self, right=relayered(self.right, right, other) or self.right)
 
     def compute(self, call: Call) -> Tensor:
         """The output."""
         *inputs, recorded = call.inputs
-        y = computed(self.right, call, inputs).clone()
+        y = computed(self._right(call.op), call, inputs).clone()
         told = list(self.channels)
         y.view(len(y), -1)[:, told] = recorded.to(y.dtype).reshape(len(y), -1)[:, told]
         return y
 
     def noise(self, made: Made) -> Noise:
         """That of the op."""
-        return noise_of(self.right, made, made.inputs[:-1])
+        return noise_of(self._right(made.op), made, made.inputs[:-1])
+
+    def _right(self, op: Op) -> Op:
+        return replace(op.reading_only(len(op.inputs) - 1), rework=None)
