@@ -345,6 +345,23 @@ def test_a_mistake_of_one_rank_is_named_behind_what_was_not_recorded(
     assert "rope pairs" in said(result)
 
 
+class NoNumbers(sharded.Engine):
+    """Writes one value that is no number in one layer's queries, on rank 2."""
+
+    def _one(self, op: Op, rank: int, inputs: Sequence[Tensor]) -> Tensor:
+        y = super()._one(op, rank, inputs)
+        if op.name == "blk.1.attn_q" and rank == 2:
+            heads = self.place(op).cut(rank)  # type: ignore[union-attr]
+            y[heads][0, 0, 0] = torch.nan
+        return y
+
+
+def test_a_rank_whose_values_are_no_numbers_is_named(of: Callable[[str], Model], tmp_path: Path) -> None:
+    """A comparison of such a value with a bound is false: no rank was named."""
+    result = check_trace(NoNumbers(of("llama"), sharded.N).trace(tmp_path, sharded.TOKENS), of("llama"))
+    assert "on rank 2: 1 of 512 values are NaN or Inf" in said(result)
+
+
 def twice(trace: Path, folder: Path) -> list[Path]:
     """Two ranks, each of which has all of the trace."""
     first, _, rest = trace.read_bytes().partition(b"\n")

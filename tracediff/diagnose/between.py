@@ -12,7 +12,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from tracediff.english import ranges
+from tracediff.english import few, ranges
 from tracediff.model.graph import SOURCES, Op
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import evaluate
@@ -103,7 +103,7 @@ class Between:
         if shard is None or shard.axis is None or len(self.error.segment) > 1:
             faulty = self.trace.members
         else:
-            wrong = ((self.known.recorded - self.known.exact).abs() > self.known.bound).reshape(self.record.shape)
+            wrong = self.known.wrong.reshape(self.record.shape)
             faulty = tuple(p.rank for p in self.parts if p.rank in self.trace.members and bool(wrong[p.at].any()))
         return faulty or self.trace.members
 
@@ -113,7 +113,7 @@ class Between:
         known, rows = self.known, self.record.rows or range(len(self.trace.steps[self.record.step].tokens))
         if self.op.axes[0] != "T" or len(rows) == 1 or made.shape != known.exact.shape:
             return
-        wrong = ((known.recorded - known.exact).abs() > known.bound).flatten(1).any(1)
+        wrong = known.wrong.flatten(1).any(1)
         at, tokens = wrong.reshape(-1, *(1,) * (made.ndim - 1)), [rows[i] for i in wrong.nonzero().flatten().tolist()]
         if 0 < len(tokens) < len(rows):
             named = f"token{'s' * (len(tokens) > 1)} {ranges(tokens)} of {len(rows)}"
@@ -282,7 +282,7 @@ class Between:
             return "the same rows"
         chosen = self.known.inputs[-1].reshape(where.shape[:2])[where.any(-1)]
         ids = sorted({int(i) for i in chosen})
-        return f"expert{'s' * (len(ids) > 1)} {', '.join(map(str, ids[:6]))}"
+        return f"expert{'s' * (len(ids) > 1)} {few(ids)}"
 
     def _of_vocabulary(self, terms: dict[int, Tensor]) -> Tries:
         tokens, y = self.known.inputs[0], self.known.exact

@@ -361,8 +361,7 @@ class Explainer:
         """
 
         def n_wrong(scheme: Scheme) -> int:
-            known = self._replay.known(record, scheme)
-            return int(((known.recorded - known.exact).abs() > known.bound).sum())
+            return int(self._replay.known(record, scheme).wrong.sum())
 
         schemes = [self._replay.scheme(record, scheme) for scheme in self._replay.plain_ones(record)]
         return schemes[0] if len(schemes) == 1 else min(schemes, key=n_wrong)

@@ -28,7 +28,7 @@ def followed(op: Op, known: Known, weights: Weights) -> str:
         case "weighted_values":
             return _of_positions(op, known, error)
         case "linear_id":
-            return _of_experts(known, error)
+            return _of_experts(known)
     return ""
 
 
@@ -71,10 +71,10 @@ def _of_positions(op: Op, known: Known, error: Tensor) -> str:
     return f"all that is wrong follows {where}: as if what is cached there {'was another' if one else 'were others'}"
 
 
-def _of_experts(known: Known, error: Tensor) -> str:
+def _of_experts(known: Known) -> str:
     """Experts' outputs [T, k, n] and which they are [T, k]: the matrices of some are others."""
     chosen = known.inputs[-1].long()
-    wrong = (error.abs() > known.bound).any(-1).reshape(chosen.shape)
+    wrong = known.wrong.any(-1).reshape(chosen.shape)
     ours, others = ({*chosen[rows].tolist()} for rows in (wrong, ~wrong))
     if not ours or not others or ours & others:
         return ""

@@ -79,6 +79,12 @@ class Known:
     inputs: tuple[Tensor, ...]
     arithmetic: Arithmetic
 
+    @property
+    def wrong(self) -> Tensor:
+        """Which values arithmetic does not explain, bool; one that is no number where one belongs among them."""
+        alike = (self.recorded == self.exact) | (self.recorded.isnan() & self.exact.isnan())
+        return ~(alike | ((self.recorded - self.exact).abs() <= self.bound))
+
     def of_tokens(self, op: Op) -> tuple[int, ...] | None:
         """The shape [T, H, D] of the tokens' values, where the op's output is one row of these and of states."""
         return KINDS[op.kind].of_tokens(self.inputs) if self.exact.ndim == 1 else None

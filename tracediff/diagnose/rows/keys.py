@@ -55,12 +55,12 @@ def _keys(replay: Replay, record: OpRecord, scheme: Scheme) -> _Read | None:
     if n_values < _NUMBERS or not all(bool(x.isfinite().all()) for x in (known.recorded, q, k)):
         return None
     rows, (keys,) = cached_by_all(replay, record, op.inputs[1:2], (k,), _ROWS)
-    every, made, which = scores(q, keys), known.exact.clone(), [*range(len(k))]
+    every, made, wrong, which = scores(q, keys), known.exact.clone(), known.wrong, [*range(len(k))]
     first = len(k) - len(q)
     for key in range(len(k)):
         sees = slice(max(0, key - first), None)  # the queries that do
-        y, right, bound = (x[:, sees, key] for x in (known.recorded, known.exact, known.bound))
-        if y.numel() >= _NUMBERS and not bool(((y - right).abs() <= bound).all()):
+        y, right = (x[:, sees, key] for x in (known.recorded, known.exact))
+        if y.numel() >= _NUMBERS and bool(wrong[:, sees, key].any()):
             left = (every[:, sees] - y[..., None]).square().sum((0, 1))
             which[key] = int(left.argmin())
             if not float(left[which[key]]) <= OF_ERROR * float((y - right).square().sum()):

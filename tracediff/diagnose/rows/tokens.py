@@ -41,9 +41,9 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     if others is None or others.shape[1:] != known.recorded.shape[1:] or not bool(known.recorded.isfinite().all()):
         return None
     at = [step.positions[row] for row in record.rows or range(len(step.positions))]
-    made, texts = known.exact.clone(), list[str]()
-    for i, (right, y, bound) in enumerate(zip(known.exact, known.recorded, known.bound, strict=True)):
-        if bool(((y - right).abs() <= bound).all()):
+    made, wrong, texts = known.exact.clone(), known.wrong, list[str]()
+    for i, (right, y) in enumerate(zip(known.exact, known.recorded, strict=True)):
+        if not bool(wrong[i].any()):
             continue
         nearest = int((others - y).flatten(1).square().sum(1).argmin())
         left = nmse(others[nearest], y)

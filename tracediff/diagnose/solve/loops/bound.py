@@ -20,11 +20,13 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.exponentials import exponential_named, exponential_of
 from tracediff.numerics.floats import Rounding
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.matmul import rounding_of
 from tracediff.numerics.roundings import rounding_named
 
 SOMETHING = 0.731  # beyond arrays, where 0 was assumed
 _MOST = 0.5  # of the values that are stored: where more cannot be told, nothing is explained
+_CACHED = ("scores", "weighted_values")  # kinds whose second input is what a cache holds
 _ROWS = 1 << 19  # numbers of a weight from which only the rows that are needed are read
 
 
@@ -165,16 +167,9 @@ def bind(
     loops = loops_of(op, [tuple(x.shape) for x in inputs])
     if loops is None:
         return None
-    hold = rounding_named(arithmetic.stored)  # caches
-    roundings = {
-        "linear": (rounding_named(arithmetic.operands),),
-        "linear_id": (rounding_named(arithmetic.operands),),
-        "mul_mat": (rounding_named(arithmetic.operands),),
-        "of_latent": (rounding_named(arithmetic.operands),),
-        "scores": (rounding_named(arithmetic.operands), hold),
-        "weighted_values": (rounding_named(arithmetic.operands), hold),
-        "add": (rounding_named(arithmetic.operands),),
-    }.get(op.kind, ())
+    operands, hold = rounding_named(arithmetic.operands), rounding_named(arithmetic.stored)
+    is_rounded = op.kind == "add" or KINDS[op.kind].scheme == "linear"
+    roundings = (operands, hold) if op.kind in _CACHED else (operands,) * is_rounded
     of_inputs = dict(zip(loops.inputs, roundings, strict=False))
     # A row that shares a scale is as long as the input's, which another value's is not; nor is all of a tensor.
     again = {name: rounding for name, rounding in of_inputs.items() if rounding.name != "f64" and rounding.block > 0}
