@@ -1,9 +1,7 @@
 """What an op is made of, in the words of one who writes it: "silu(ffn_gate) * ffn_up"."""
 
-import math
-
 from tracediff.model.graph import SOURCES, Graph, Op
-from tracediff.names import NAMES, axes_of, layer_of, local_name, split
+from tracediff.names import NAMES, layer_of, local_name, split
 
 _BETWEEN = {"add": " + ", "sub": " - ", "mul": " * ", "div": " / ", "concat": ", then "}
 _GATED = {"swiglu": "silu", "geglu": "gelu_tanh", "geglu_erf": "gelu_erf", "geglu_quick": "gelu_quick", "reglu": "relu"}
@@ -29,25 +27,7 @@ def term(op: Op, position: int, graph: Graph) -> str:
         return name
     layer, local = split(name)
     stream = layer_of(op.name) not in (None, layer) and graph[name].kind in ("add", "embedding", "scale")
-    return "the layer's input" if stream else _part(op, position, graph) + local
-
-
-def _part(op: Op, position: int, graph: Graph) -> str:
-    """Which part of an input is read: a run of its channels, of all heads or slots or of one. Empty for all of it."""
-    view, axes = op.seen[position], graph[op.inputs[position]].axes
-    sizes = [axis for axis in axes[1:] if isinstance(axis, int)]
-    if view is None or not isinstance(view.offset, int) or len(sizes) + 1 != len(axes) or axes[0] != "T":
-        return ""
-    read = [axis for axis in view.shape[1:] if isinstance(axis, int)]
-    if math.prod(read) == math.prod(sizes) or len(read) + 1 != len(view.shape) or view.shape[0] != "T":
-        return ""
-    if len(axes) == 3 and view.shape[1:] == axes[2:]:
-        return f"{axes_of(op.inputs[position], 3)[1]} {view.offset // sizes[-1]} of "
-    run = view.run()
-    assert run
-    first, n, is_of_each = run
-    first %= math.prod(sizes)
-    return f"channels {first} to {first + n - 1}{' of each head' * is_of_each} of "
+    return "the layer's input" if stream else op.part_read(position) + local
 
 
 def _named(op: Op, graph: Graph) -> str:

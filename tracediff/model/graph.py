@@ -12,7 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.hparams import HParams
-from tracediff.names import NORMS, layer_of, token_axis
+from tracediff.names import NORMS, axes_of, layer_of, token_axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +164,24 @@ class Op:
     def reading_only(self, n: int) -> "Op":
         """The op with its first `n` inputs alone: as it was before it was `also_reading`."""
         return replace(self, inputs=self.inputs[:n], past=self.past[:n], views=self.views[:n])
+
+    def part_read(self, position: int) -> str:
+        """Which part of an input is read, as in "slot 2 of " and "channels 24 to 39 of each head of "; empty for all of
+        it, and where that is no run of channels.
+        """
+        view = self.seen[position]
+        run, row = (view.run(), view.strides[0]) if view and view.shape[:1] == ("T",) else (None, 0)
+        if view is None or run is None or not isinstance(row, int):
+            return ""
+        read = [(n, by) for n, by in zip(view.shape[1:], view.strides[1:], strict=True) if n != 1]
+        first, n, is_of_each = run
+        in_a_run = 0 < len(read) < 3 and read[-1][1] == 1 and all(isinstance(x, int) for axis in read for x in axis)
+        if not in_a_run or n == row:
+            return ""
+        first, part = first if is_of_each else first % row, axes_of(self.inputs[position], 3)[1]
+        if part == "slot" and not is_of_each and first % n == 0:
+            return f"slot {first // n} of "
+        return f"channels {first} to {first + n - 1} of {f'each {part} of ' * is_of_each}"
 
     def seeing(self, views: Mapping[int, View]) -> "Op":
         """The op with other views of some inputs."""

@@ -17,7 +17,7 @@ from tracediff.diagnose.mistakes.mistake import (
     second_alone,
 )
 from tracediff.model.graph import Graph, Op
-from tracediff.names import axes_of, local_name
+from tracediff.names import local_name
 
 AREA = Area()
 OVERWRITTEN = "residual_overwritten"
@@ -52,21 +52,10 @@ def _no_residual(op: Op, context: Context) -> Variants:
 def _no_term(op: Op, context: Context) -> Variants:
     if _is_residual(op, context.graph):
         return
-    terms = [_term(op, i, context.graph) for i in range(len(op.inputs))] + [weight.name for weight in op.weights]
+    terms = [op.part_read(i) + name for i, name in enumerate(op.inputs)] + [weight.name for weight in op.weights]
     yield computing(op, first_alone), f"{terms[-1]} is not added"
     if len(op.inputs) == 2:
         yield computing(op, second_alone), f"{terms[0]} is not added"
-
-
-def _term(op: Op, position: int, graph: Graph) -> str:
-    """An input in words: of a value with slots or heads that one alone is read of, which."""
-    name, view = op.inputs[position], op.seen[position]
-    axes = graph[name].axes if name in graph else ()
-    if view is None or len(axes) != 3 or view.shape != (axes[0], axes[2]):
-        return name
-    width, offset = axes[2], view.offset
-    whole = isinstance(width, int) and isinstance(offset, int)
-    return f"{axes_of(name, 3)[1]} {offset // width} of {name}" if whole else name  # type: ignore[operator]
 
 
 @AREA.mistake("residual_twice", "the residual is added twice", "a residual both fused and added after", SUM)

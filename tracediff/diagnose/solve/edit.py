@@ -15,7 +15,7 @@ from tracediff.diagnose.solve.loops.loops import Loops
 from tracediff.model.gguf_file import GGUFFile, TensorInfo
 from tracediff.model.graph import Op, Span, Weight
 from tracediff.model.weights import values_of
-from tracediff.names import axes_of, layer_of, split
+from tracediff.names import layer_of, split
 from tracediff.numerics.arithmetic import EXPONENTIAL
 from tracediff.numerics.evaluate import evaluate, noise_of
 from tracediff.numerics.floors import Noise
@@ -63,24 +63,7 @@ class Read:
 
 def input_words(op: Op, position: int) -> str:
     """What words call an input of the op: of a value that it reads a part of, which part."""
-    whole, view = Read(op.inputs[position]).words(op), op.seen[position]
-    if view is None or not isinstance(view.offset, int) or view.shape[:1] != ("T",):
-        return whole
-    fixed = [
-        (n, by) for n, by in zip(view.shape, view.strides, strict=True) if isinstance(n, int) and isinstance(by, int)
-    ]
-    row, read = view.strides[0], [(n, by) for n, by in fixed if n != 1]
-    if not isinstance(row, int) or len(fixed) != len(view.shape) - 1 or not read or read[-1][1] != 1 or len(read) > 2:
-        return whole
-    width, each = math.prod(n for n, _ in read), row
-    if len(read) == 2 and read[0][1] != read[1][0]:  # a part of each head
-        width, each = read[1][0], read[0][1]
-    if width == row:
-        return whole
-    first, part = view.offset % each, axes_of(op.inputs[position], 3)[1]
-    if each == row and part == "slot" and first % width == 0:
-        return f"slot {first // width} of {whole}"
-    return f"channels {first} to {first + width - 1}{f' of each {part}' if each != row else ''} of {whole}"
+    return op.part_read(position) + Read(op.inputs[position]).words(op)
 
 
 # What loops may read besides their own arrays, by its name in them.
