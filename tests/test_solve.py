@@ -105,7 +105,7 @@ def test_loops_of_a_recurrence_go_on_with_its_state(models: Models) -> None:
 
 
 def one_of_each(graph: Graph) -> list[Op]:
-    return list({(op.kind, len(op.weights)): op for op in graph}.values())
+    return list({(op.kind, *(len(weight.shape) for weight in op.weights)): op for op in graph}.values())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -131,7 +131,7 @@ def test_loops_compute_what_the_kinds_do(models: Models, family: str) -> None:
         ("gpt-oss", {"rope", "linear_id"}),  # YaRN; with a bias of each expert
         pytest.param("mamba", {"ssm_conv", "ssm_scan"}, marks=pytest.mark.slow),
         ("deepseek2", {"mul_mat"}),  # of each head
-        ("mamba2", {"ssm_scan"}),  # one decay for all of a head
+        ("mamba2", {"ssm_scan", "rms_norm"}),  # one decay for all of a head; a weight of each group's own
         ("qwen35", {"gated_delta_net"}),
         ("kimi-linear", {"gated_delta_net"}),  # with a gate of each channel
         pytest.param("rwkv6", {"rwkv_wkv6"}, marks=pytest.mark.slow),

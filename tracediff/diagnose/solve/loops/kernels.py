@@ -217,6 +217,9 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
             source = _NORM if op.kind == "rms_norm" else _LAYER_NORM
             for term in (" * w[i]", " + b[i]")[len(op.weights) :]:
                 source = source.replace(term, "")
+            if op.weights and len(op.weights[0].shape) > 1:  # each head has its own
+                numbers["H"] = op.weights[0].shape[0]
+                source = source.replace("w[i]", "w[t % H * n + i]").replace("b[i]", "b[t % H * n + i]")
             return Loops(source, ("x",), ("w", "b"), numbers, first)
         case "linear":
             n_out, n_in = op.weights[0].shape
