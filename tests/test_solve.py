@@ -1051,6 +1051,21 @@ def test_what_is_carried_to_another_layer_is_said_as_it_is_there(models: Models,
     assert there.parts[-1].text == "attn_probs; elsewhere the output is attn_kqv of the step before"
 
 
+def test_norms_that_are_mistaken_alike_are_said_of_the_weight_of_each(models: Models, tmp_path: Path) -> None:
+    """Those of queries and keys were said to add the weight of the norm before attention."""
+
+    def added(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) + weight
+
+    model = Model(models(replace(TINY, arch="qwen3", n_layer=2)))
+    wrong = [replace(op, function=added) for op in model.graph if op.kind == "rms_norm"]
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "a.trace", PROMPT, (DECODED,))
+    assert [finding.text for finding in check_trace(path, model).findings] == [
+        "all 9 norms: the output is computed with its input * scale + the weight, "
+        "where its input * scale * the weight belongs."
+    ]
+
+
 def test_what_is_nan_is_not_the_nan_of_another_value(models: Models, tmp_path: Path) -> None:
     """Of the step before, say, or of another layer: these all have the same value."""
 

@@ -67,8 +67,9 @@ def _each(ops: Sequence[Op], graph: Graph, segment: Sequence[str], change: _Chan
 
 
 def _renamed(found: Hypothesis, ops: Sequence[Op], graph: Graph) -> tuple[Assumed, ...]:
-    """The words of a solved edit as they are true of the same op in another layer: what it reads may have another
-    name, as the first residual adds to the embedding, and the buffer of all layers holds the last one's value.
+    """The words of a solved edit as they are true of the same op in another layer, or of another op: what it reads may
+    have another name, as the first residual adds to the embedding, and the buffer of all layers holds the last one's
+    value.
     """
     if SOLVED not in found.mistakes or len(ops) != len(found.ops):
         return found.parts
@@ -77,6 +78,7 @@ def _renamed(found: Hypothesis, ops: Sequence[Op], graph: Graph) -> tuple[Assume
         here, there = graph[a.name], graph[b.name]
         pairs = zip((*here.reads, *a.reads), (*there.reads, *b.reads), strict=False)
         names = {Read.of(*ours).words(here): Read.of(*theirs).words(there) for ours, theirs in pairs}
+        names |= {local_name(w.name): local_name(v.name) for w, v in zip(here.weights, there.weights, strict=False)}
         text = _with_names(text, names)
     return (*found.parts[:-1], replace(found.parts[-1], text=text))
 
