@@ -2,16 +2,19 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Models
+from conftest import Models, trace_graph
 from test_solve import explained, rewritten
 
 from tracediff.diagnose.planting import plant
 from tracediff.diagnose.solve.edit import AND
 from tracediff.diagnose.solve.grammar import EXAMPLES
 from tracediff.model.gguf_file import GGUFFile
+from tracediff.model.model import Model
+from tracediff.pipeline import check_trace
 from tracediff.result import OpResult
 
 
@@ -33,6 +36,18 @@ def test_three_places_are_made_by_the_mistake_as_recorded(gate: tuple[Path, OpRe
         assert re.fullmatch(r"token \d+, channel \d+", place.at)
         assert place.inputs.startswith("ffn_norm ")
     assert abs(cause.places[0].right - cause.places[0].recorded) > 1e-3
+
+
+def test_of_what_is_computed_value_by_value_one_value_goes_in(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of a gate with GELU the whole rows were shown."""
+    model = Model(tiny("gemma2"))
+    gate = next(op for op in model.graph if op.kind == "geglu")
+    wrong = replace(gate, function=lambda gate, up: gate.relu() * up)
+    trace = trace_graph(model.graph.changed(wrong), model.file, tmp_path / "t.trace", [5, 9, 2, 7])
+    (faulty,) = check_trace(trace, model).faulty
+    assert faulty.cause
+    for place in faulty.cause.places:
+        assert re.fullmatch(r"ffn_gate [^,;]+; ffn_up [^,;]+", place.inputs)
 
 
 def test_the_command_prints_them(

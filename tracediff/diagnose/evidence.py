@@ -10,6 +10,8 @@ from torch import Tensor
 from tracediff.diagnose.solve.edit import Read
 from tracediff.model.graph import Op
 from tracediff.numerics.kinds import KINDS
+from tracediff.numerics.kinds.activation import ACTIVATIONS
+from tracediff.numerics.kinds.elementwise import ELEMENTWISE
 from tracediff.replay.look import Known
 from tracediff.replay.replay import Replay
 from tracediff.result import Local, Place
@@ -71,7 +73,7 @@ def _row(op: Op, i: int, x: Tensor, at: tuple[int, ...]) -> Tensor:
         case "weighted_values", 1:
             d = x.shape[2]
             return x[:, at[-1] // d * x.shape[1] * d // _size(op, -1), at[-1] % d]
-    if x.shape == op.shape(len(x)) and op.kind in ("add", "swiglu"):
+    if x.shape == op.shape(len(x)) and op.kind in ELEMENTWISE | ACTIVATIONS:
         return x[at].reshape(1)
     leading = at[: max(1, min(x.ndim - 1, len(at) - 1))]
     return x[leading].flatten() if all(j < n for j, n in zip(leading, x.shape, strict=False)) else x.flatten()

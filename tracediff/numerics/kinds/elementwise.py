@@ -91,3 +91,4 @@ KINDS = (
     Kind("expm1", torch.expm1, ("x",), noise=expressed_as(lambda x: torch.exp(x) - 1)),
     *(Kind(name, f, ("x",)) for name, f in _UNARY.items()),
 )
+ELEMENTWISE = frozenset(kind.name for kind in KINDS)
