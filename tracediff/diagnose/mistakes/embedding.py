@@ -15,6 +15,7 @@ from tracediff.model.weights import reading, values_of
 
 AREA = Area()
 _CLOSE = 1e-3  # of a row's length: by so much a recorded row may be off the table's
+_NEAR = (1, -1, 2, -2)  # rows off that are tried where none can be seen: of one id, or behind other ops
 _LISTED = 4  # ids of which each is told what it was taken for
 
 
@@ -43,14 +44,19 @@ def _embedding_scaled(op: Op, _: Context) -> Variants:
     "embedding_row_off", "each row of the table is that of a neighbour",
     "the offset of token ids, or of positions (OPT's begin at 2)", Where(("embedding",)),
 )  # fmt: skip
-def _embedding_row_off(op: Op, _: Context) -> Variants:
+def _embedding_row_off(op: Op, context: Context) -> Variants:
     what = "position" if op.inputs[0] == "positions" else "token"
-    for by in (1, -1, 2, -2):
+    taken = _taken(op, context, context.seen) if context.seen else {}
+    n_rows = op.weights[0].shape[0]
+    offsets = {(row - token) % n_rows for token, row in taken.items()}
+    seen = {by if by <= n_rows // 2 else by - n_rows for by in offsets if len(offsets) == 1 < len(taken)}
+    for by in dict.fromkeys((*_NEAR, *seen)):
 
         def rows(ids: Tensor, by: int = by) -> Tensor:
             return (ids + by) % len(ids)
 
-        yield _other_rows(op, rows), f"{what} t has row t {'+' if by > 0 else '-'} {abs(by)} of {op.weights[0].name}"
+        words = f"{what} t has row t {'+' if by > 0 else '-'} {abs(by)} of {op.weights[0].name}"
+        yield Variant(_other_rows(op, rows), words, fitted=by not in _NEAR)
 
 
 @dataclass(frozen=True, slots=True)
