@@ -243,7 +243,8 @@ def test_modules_of_unknown_names_are_told_by_what_they_hold_and_are(models: Mod
             "rows": nn.Embedding.from_pretrained(load("token_embd.weight")),
         }
     )
-    taps, notes = find_taps(engine, graph, Weights(file, torch.float32))
+    found = find_taps(engine, graph, Weights(file, torch.float32))
+    taps, notes = found.taps, found.notes
     assert [(tap.path, tap.op.name) for tap in taps] == [
         ("rows", "token_embd"), ("last", "output_norm"), ("head", "output"),
     ]  # fmt: skip
@@ -331,7 +332,8 @@ def test_modules_whose_weights_are_packed_are_told(models: Models) -> None:
     wrapped["first"] = module = nn.Linear(1, 1, bias=False)
     module.weight = nn.Parameter(weights.load(graph["blk.1.ffn_down"].weights[0]).as_subclass(Packed), False)
     layers = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict(), wrapped])})
-    taps, notes = find_taps(layers, graph, weights)
+    found = find_taps(layers, graph, weights)
+    taps, notes = found.taps, found.notes
     assert [(tap.path, tap.op.name) for tap in taps] == [("layers.1.first", "blk.1.ffn_down")]
     assert notes == []
 
@@ -359,7 +361,8 @@ def test_rows_of_a_matrix_that_nobody_sees_are_told_by_what_it_makes(models: Mod
     assert not torch.equal(held, right)
     attention = nn.ModuleDict({"q_proj": Eight(held)})
     layers = nn.ModuleList([nn.ModuleDict(), nn.ModuleDict({"self_attn": attention})])
-    taps, notes = find_taps(nn.ModuleDict({"model": nn.ModuleDict({"layers": layers})}), graph, weights)
+    found = find_taps(nn.ModuleDict({"model": nn.ModuleDict({"layers": layers})}), graph, weights)
+    taps, notes = found.taps, found.notes
     assert [(tap.path, tap.op.name) for tap in taps] == [("model.layers.1.self_attn.q_proj", "blk.1.attn_q")]
     x = torch.randn(3, right.shape[1], generator=torch.Generator().manual_seed(0))
     assert torch.nn.functional.cosine_similarity(taps[0].of(attention["q_proj"](x)), x @ right.T).min() > 0.999
@@ -600,10 +603,11 @@ def test_modules_are_found_whatever_the_default_type_is(models: Models) -> None:
     model = models("llama")
     file = GGUFFile(model)
     engine, weights = Engine(model), Weights(file, torch.float32)
-    usual = find_taps(engine, build_graph(file), weights)[0]
+    usual = find_taps(engine, build_graph(file), weights).taps
     torch.set_default_dtype(torch.bfloat16)
     try:
-        taps, notes = find_taps(engine, build_graph(file), weights)
+        found = find_taps(engine, build_graph(file), weights)
+        taps, notes = found.taps, found.notes
     finally:
         torch.set_default_dtype(torch.float32)
     assert ([tap.path for tap in taps], notes) == ([tap.path for tap in usual], [])

@@ -28,7 +28,7 @@ def norm_as_held(module: nn.Module, op: Op, weights: Weights) -> Tensor:
     and their like add 1 in float32, whatever it is held in; layer norms (Nemotron) as it is held.
     """
     weight = cast(Tensor, weight_of(module)).detach()
-    file = weights.load(op.weights[0]).to(weight)
+    file = weights.load(op.weights[0]).reshape(weight.shape).to(weight)
     wide = torch.promote_types(weight.dtype, torch.float32) if op.kind == "rms_norm" else weight.dtype
     added = weight.to(wide) + 1
     return added if (added - file).norm() < (weight - file).norm() / 2 else weight

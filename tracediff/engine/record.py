@@ -81,7 +81,8 @@ def recorded(
     """`record` into the very file `out`; what a reader must know is in the list when the block has ended."""
     _refuse_compiled(model)
     graph, of_file, notes = gguf.graph, gguf.weights(torch.float32), list[str]()
-    taps, others = find_taps(model, graph, of_file)
+    found = find_taps(model, graph, of_file)
+    taps, others = found.taps, found.notes
     if not taps:
         raise EngineError(
             f"{type(model).__name__}: no module of it holds a weight of {gguf.path}. Give the file of this very model, "
@@ -94,7 +95,7 @@ def recorded(
             if tap.op.kind in NORMS:
                 recorder.weight(tap.op.weights[0].name, norm_as_held(modules[tap.path], tap.op, of_file))
         unseen = _record_matrices(taps, modules, recorder) if weights else []
-        watch = Watch(graph, taps, recorder, progress)
+        watch = Watch(graph, found, recorder, progress)
         calls = _Calls(watch, expected)
         with calls.of(model), watch.hooked(modules), Functions(watch):
             yield notes

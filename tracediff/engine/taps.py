@@ -4,6 +4,7 @@ gguf-py's table knows what checkpoints call their tensors. Where it does not kno
 tensors of the file side by side (`qkv_proj`, `gate_up_proj`), or its rows in another order, the rows themselves say it.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,13 @@ from tracediff.model.weights import Weights
 from tracediff.names import NORMS, layer_of, local_name
 
 _KINDS = ("linear", *NORMS, "embedding")  # of ops that are a module in every torch model
-_NORMED = (*NORMS, "scale")  # between a projection and rope
+NORMED = (*NORMS, "scale", "clamp")  # between a projection and rope
 _SAMPLES = 64  # rows that are compared to see whether all are in the file's order
 _ALIKE = 0.9  # cosine: two bits a weight leave 0.95 of a row, and two rows of a model have less than 0.5 in common
 _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
+
+
+Heads = tuple[int, ...]  # of each head of the file's the one of the model's that it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +44,24 @@ class Tap:
         return output if self.rows is None else output.index_select(-1, self.rows.to(output.device))
 
 
-def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Tap], list[str]]:
-    """Each op that a module computes; and what a reader must know: modules that hold other weights than the file.
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Each op that a module computes; in which order a layer's heads lie where that is not the file's, and what a
+    reader must know: modules that hold other weights than the file.
+    """
+
+    taps: list[Tap]
+    heads: Mapping[int, Heads]
+    notes: list[str]
+
+
+def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> Taps:
+    """What the modules of `model` compute of the graph.
 
     Raises EngineError for a module whose weight has another shape than the tensor of its name.
     """
     by_weight = {op.name: op for op in graph if op.kind in _KINDS and op.weights}
-    taps, notes = [], []
+    taps, notes, unlike = [], [], []
     modules = dict(model.named_modules())
     named = _named(modules, graph, by_weight, weights)
     wider: dict[str, EngineError] = {}  # what is wrong, if the rows tell no op
@@ -63,9 +78,8 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
             wider[path] = misfit
             continue
         found, rows = _order(held, op, weights)
-        if not found:
-            notes.append(f"{path} holds other weights than {op.weights[0].name}")
         taps.append(Tap(path, op, rows))
+        unlike += [taps[-1]] * (not found)
         by_weight.pop(op.name)
     unnamed = [(path, module) for path, module in modules.items() if path not in named or path in wider]
     for path, module in unnamed:
@@ -82,13 +96,14 @@ def find_taps(model: nn.Module, graph: Graph, weights: Weights) -> tuple[list[Ta
     known = {tap.path for tap in taps}
     if misfits := [misfit for path, misfit in wider.items() if path not in known]:
         raise misfits[0]
-    for tap in list(_as_elsewhere(taps, [path for path, _ in unnamed], by_weight)):
-        notes.append(f"{tap.path} holds other weights than {tap.op.weights[0].name}")
-        taps.append(tap)
-    taps, others = _in_order(taps, graph)
-    notes += others
+    elsewhere = list(_as_elsewhere(taps, [path for path, _ in unnamed], by_weight))
+    heads = _heads(taps)
+    for tap in (*unlike, *elsewhere):
+        if not _holds_columns(modules[tap.path], tap.op, weights, heads.get(_layer(tap.path) or 0)):
+            notes.append(f"{tap.path} holds other weights than {tap.op.weights[0].name}")
+    taps, others = _in_order([*taps, *elsewhere], graph, heads)
     order = graph.places()
-    return sorted(taps, key=lambda tap: order[tap.op.name]), notes
+    return Taps(sorted(taps, key=lambda tap: order[tap.op.name]), heads, [*notes, *others])
 
 
 def _may_hold_several(held: Tensor, op: Op) -> bool:
@@ -144,7 +159,7 @@ def _holds(module: nn.Module, op: Op, weights: Weights) -> bool:
 
 def _is_vector(weight: Tensor, op: Op, weights: Weights) -> bool:
     """Whether it is the op's, be it less 1."""
-    file = weights.load(op.weights[0]).to(weight)
+    file = weights.load(op.weights[0]).reshape(weight.shape).to(weight)
     return bool(min((weight - file).norm(), (weight + 1 - file).norm()) < 0.1 * file.norm())
 
 
@@ -155,8 +170,10 @@ def _layer(path: str) -> int | None:
 
 
 def _fits(weight: Tensor, op: Op) -> bool:
-    """As many columns, and rows enough: some engines pad the vocabulary."""
+    """As many columns, and rows enough: some engines pad the vocabulary. Norms of groups may have all in a row."""
     shape = op.weights[0].shape
+    if op.kind in NORMS and weight.ndim == 1:
+        return weight.numel() == math.prod(shape)
     return weight.shape == shape or (_is_vocabulary(op) and weight.shape[1:] == shape[1:] and len(weight) >= shape[0])
 
 
@@ -208,10 +225,47 @@ def _as_elsewhere(taps: list[Tap], paths: list[str], left: dict[str, Op]) -> Ite
                 yield Tap(path, op, tap.rows)
 
 
-def _in_order(taps: Sequence[Tap], graph: Graph) -> tuple[list[Tap], list[str]]:
-    """Those whose rows lie as they may: in the file's order, be it with others between them, or within heads in another
-    that most Q and K share, as conversion reorders them for rope, also in layers without; of what is read in parts in
-    any. What else lies otherwise is taken as it lies, and said: if it were undone, what reads it would look wrong.
+def _heads(taps: Sequence[Tap]) -> dict[int, Heads]:
+    """In which order the heads of a layer lie, where two matrices and more share one that is not the file's: conversion
+    has reordered them (Qwen3.5's value heads). A single matrix in another order is a mistake.
+    """
+    orders = Counter(
+        (layer, heads)
+        for tap in taps
+        if (layer := layer_of(tap.op.name)) is not None and (heads := _of_heads(tap)) is not None
+    )
+    return {layer: heads for (layer, heads), n in orders.items() if n > 1}
+
+
+def _of_heads(tap: Tap) -> Heads | None:
+    """The order of the largest runs of rows that a matrix is made of; None where they lie in the file's."""
+    if tap.rows is None or tap.op.kind != "linear" or _within_heads(tap) is None:
+        return None
+    n = len(tap.rows)
+    for width in (n // heads for heads in range(2, n + 1) if n % heads == 0):
+        runs = tap.rows.reshape(-1, width)
+        first = runs[:, 0] // width
+        if bool((runs == first[:, None] * width + torch.arange(width)).all()):
+            return tuple(first.tolist())
+    return None
+
+
+def _holds_columns(module: nn.Module, op: Op, weights: Weights, heads: Heads | None) -> bool:
+    """Whether it holds the op's matrix with its columns in the order of these heads."""
+    held = to_be_found(module)
+    n = op.weights[0].shape[-1]
+    if heads is None or held is None or held.ndim != 2 or held.shape != op.weights[0].shape or n % len(heads):
+        return False
+    columns = (torch.tensor(heads)[:, None] * (n // len(heads)) + torch.arange(n // len(heads))).flatten()
+    file = weights.load(op.weights[0]).to(held)
+    return bool((nn.functional.cosine_similarity(held[:, columns.to(held.device)], file, dim=1) > _ALIKE).all())
+
+
+def _in_order(taps: Sequence[Tap], graph: Graph, heads: Mapping[int, Heads]) -> tuple[list[Tap], list[str]]:
+    """Those whose rows lie as they may: in the file's order, be it with others between them, in that of the layer's
+    heads, or within heads in another that most Q and K share, as conversion reorders them for rope, also in layers
+    without; of what is read in parts in any. What else lies otherwise is taken as it lies, and said: if it were undone,
+    what reads it would look wrong.
     """
     orders = {tap.op.name: _within_heads(tap) for tap in taps}
     turned = [tap.op.name for tap in taps if _is_q_or_k(tap.op, graph)]
@@ -221,7 +275,9 @@ def _in_order(taps: Sequence[Tap], graph: Graph) -> tuple[list[Tap], list[str]]:
     for tap in taps:
         order = orders[tap.op.name]
         in_parts = any(reader.seen[at] is not None for reader, at in graph.readers(tap.op.name))
-        if order is None or in_parts or (order == usual and tap.op.name in turned):
+        layer = layer_of(tap.op.name)
+        as_heads = layer in heads and _of_heads(tap) == heads[layer]
+        if order is None or in_parts or as_heads or (order == usual and tap.op.name in turned):
             kept.append(tap)
             continue
         kept.append(replace(tap, rows=cast(Tensor, tap.rows).sort().values))
@@ -235,11 +291,15 @@ def _within_heads(tap: Tap) -> tuple[int, ...] | None:
     """
     if tap.rows is None or tap.op.kind != "linear":
         return None
-    width = tap.op.axes[-1]
-    heads = tap.rows.reshape(-1, width) if len(tap.op.axes) == 3 and isinstance(width, int) else tap.rows[None]
-    orders = heads.argsort(1)
-    if bool((heads.amin(1).diff() > 0).all()) and bool((orders == orders[0]).all()):
-        order = orders[0]
+    width, n = tap.op.axes[-1], len(tap.rows)
+    known = len(tap.op.axes) == 3 and isinstance(width, int)
+    for each in (width,) if known else (each for each in range(2, n) if n % each == 0):
+        heads = tap.rows.reshape(-1, each)
+        orders = heads.argsort(1)
+        apart = bool((heads.amin(1).diff() > 0).all()) and (known or bool((heads.amax(1) - heads.amin(1) < each).all()))
+        if apart and bool((orders == orders[0]).all()):
+            order = orders[0]
+            break
     else:
         order = tap.rows.argsort()
     return None if bool((order.diff() == 1).all()) else tuple(order.tolist())
@@ -248,7 +308,7 @@ def _within_heads(tap: Tap) -> tuple[int, ...] | None:
 def _is_q_or_k(op: Op, graph: Graph) -> bool:
     """Whether what it makes is rotated or multiplied as it is, be it behind a norm."""
     readers = [reader for reader, _ in graph.readers(op.name)]
-    normed = _NORMED if op.kind == "linear" else ()
+    normed = NORMED if op.kind == "linear" else ()
     return any(one.kind in ("rope", "scores") or (one.kind in normed and _is_q_or_k(one, graph)) for one in readers)
 
 

@@ -20,11 +20,12 @@ from tracediff.engine.matrices import weight_of
 from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.residual import Residual
 from tracediff.engine.stored import StoredKeys
-from tracediff.engine.taps import Tap
+from tracediff.engine.taps import NORMED, Tap, Taps
 from tracediff.errors import EngineError
 from tracediff.model.graph import Graph, Op
 from tracediff.names import NORMS, layer_of
 
+_HEADS = 2  # axes of heads and channels
 _NEXT_TO = 0.1  # of a value's size: another epsilon or half precision leaves it so near, a gate does not
 
 
@@ -34,15 +35,16 @@ class Watch:
     def __init__(
         self,
         graph: Graph,
-        taps: Sequence[Tap],
+        found: Taps,
         recorder: TensorWriter,
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
         self.seen: set[str] = set()
         self.again: set[str] = set()  # ops whose module ran more than once in a pass: the first call is recorded
         self._graph = graph
-        self._taps = taps
-        self._tapped = {tap.op.name: tap for tap in taps}
+        self._taps = found.taps
+        self._tapped = {tap.op.name: tap for tap in found.taps}
+        self._heads = {layer: torch.tensor(heads) for layer, heads in found.heads.items()}
         self._recorder = recorder
         self._progress = progress
         # Q and K that are parts of one value (a fused projection, without rope) are no ops that a product could show.
@@ -110,13 +112,15 @@ class Watch:
         def record(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             if not self.running or _looks_up(op, inputs):
                 return
-            added = len(inputs) > 1 and isinstance(inputs[1], Tensor) and inputs[1].shape == inputs[0].shape
+            # A norm that adds the residual first, where the graph adds one; another is called with a gate.
+            is_sum = name in self._graph and self._graph[name].kind == "add"
+            added = is_sum and len(inputs) > 1 and getattr(inputs[1], "shape", None) == inputs[0].shape
             is_it = added or not inputs or op.seen[0] is not None or self.residual.read(name, inputs[0])
             if self._layer != layer_of(op.name):
                 self._enter(layer_of(op.name), inputs)
-            if unseen or name in self._done or not inputs or not is_it:
+            if unseen or name in self._done or not inputs or not is_it or not inputs[0].is_floating_point():
                 return
-            values = inputs[0] + inputs[1] if added else inputs[0]  # a norm that adds the residual first
+            values = inputs[0] + inputs[1] if added else inputs[0]
             self._record(name, self._like_rows(name, self._tokens_first(self._graph[name], values, values)))
 
         return record
@@ -251,7 +255,9 @@ class Watch:
     def _like_rows(self, name: str, values: Tensor) -> Tensor:
         """Values that follow a projection's channels, in the order of the file's."""
         tap = self._tapped.get(self._projection(name))
-        if tap is None or tap.rows is None or tap.op.kind != "linear" or len(tap.op.axes) < 3:
+        if tap is None or tap.rows is None or tap.op.kind != "linear" or values.ndim < _HEADS:
+            return values
+        if values.shape[-2:].numel() != len(tap.rows):
             return values
         # Inside a module several may lie side by side; behind it each stands alone, in the same order.
         order = tap.rows.argsort().argsort().to(values.device)
@@ -259,7 +265,7 @@ class Watch:
 
     def _projection(self, name: str) -> str:
         """The linear op that a value comes from through norms and rope, or its own name."""
-        while name in self._graph and self._graph[name].kind in ("rope", "scale", *NORMS):
+        while name in self._graph and self._graph[name].kind in ("rope", *NORMED):
             name = self._graph[name].inputs[0]
         return name
 
@@ -274,6 +280,7 @@ class Watch:
         if name in self._done or name not in self._graph:
             return
         op, here = self._graph[name], self._pass
+        values = self._in_order(op, values)
         by_keys = op.axes[1:] == ("T", "S") and len(op.axes) == 3
         shape = op.shape(here.n_columns, here.n_keys - here.n_columns)
         last = (
@@ -307,6 +314,14 @@ class Watch:
         self._done.add(name)
         self.seen.add(name)
         self._progress(len(self._done) / len(self._graph.ops))
+
+    def _in_order(self, op: Op, values: Tensor) -> Tensor:
+        """What is made of a layer's heads, as of a state, in the file's order: a matrix has it by its rows."""
+        heads = self._heads.get(layer_of(op.name))  # type: ignore[arg-type]
+        if heads is None or op.kind == "linear" or len(op.axes) != 3 or op.axes[1] != len(heads):
+            return values
+        lying = values.reshape(-1, len(heads), op.axes[2])  # type: ignore[call-overload]
+        return lying.index_select(1, heads.to(values.device)).reshape(values.shape)
 
     def _record_last(self, name: str, values: Tensor) -> None:
         """The value of the last column, [rows, 1, ...], of the sequences whose last token is there."""

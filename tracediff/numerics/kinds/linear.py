@@ -85,7 +85,7 @@ def products(
     made = []
     for call, raw, y in zip(calls, xs, torch.cat(parts, 1).split(lengths), strict=True):
         if call.arithmetic.operands == "q8_1":
-            y = y + _q8_1_sums(raw) @ weights.minima(weight).T
+            y = y + (_q8_1_sums(raw).to(weights.dtype) @ weights.minima(weight).T).to(y.dtype)
         energy = Energy()
         if call.energy:
             energy = Energy(values.pop(0), None if bias is None else y - bias, turning.pop(0) if turning else None)

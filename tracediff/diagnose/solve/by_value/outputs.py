@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from tracediff.diagnose.rearranged import Rearranged
-from tracediff.diagnose.solve.by_value.maps import LOOK_AT_CACHE, Map, matched, named, slices, usual_of
+from tracediff.diagnose.solve.by_value.maps import LOOK_AT_CACHE, ZERO, Map, matched, named, slices, usual_of
 from tracediff.diagnose.solve.edit import Solved
 from tracediff.diagnose.solve.problem import Problem, agree
 from tracediff.model.graph import Op
@@ -20,6 +20,8 @@ from tracediff.names import axes_of
 OutputView = tuple[tuple[int, ...], tuple[str, ...], int]  # a shape, its axes, and which of these follows the step
 _APART = 16.0  # bits that a stride takes
 _LOOK = "the strides of its output and of the rows that it is made of"
+_LOOK_AT_TURNS = "whether all of it is computed, and waited for before it is read"
+_LOOK_AT_HEADS = "the strides of its output and of the rows that it is made of, and what its threads share"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,11 @@ def usual(problem: Problem) -> Iterator[Solved]:
 
 def _solved(problem: Problem, how: Map, axis: int, view: OutputView) -> Solved:
     shape, axes, follows = view
-    op, look = moved_output(problem.op, how, axis, shape, follows), LOOK_AT_CACHE if axes[axis] == "key" else _LOOK
+    op, source = moved_output(problem.op, how, axis, shape, follows), how.of(shape[axis])
+    elsewhere = source[source != np.arange(len(source))]
+    look = LOOK_AT_CACHE if axes[axis] == "key" else _LOOK_AT_HEADS if axes[axis] == "head" else _LOOK
+    if axes[axis] != "key" and len(elsewhere) and (elsewhere == ZERO).all():
+        look = _LOOK_AT_TURNS
     return Solved((op,), how.words(axes[axis], shape[axis]), how.bits + math.log2(len(axes)), look)
 
 

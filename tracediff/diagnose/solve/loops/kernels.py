@@ -156,7 +156,6 @@ for t in range(T):
 """
 # A part of a row's channels is read of the block before, where blocks overlap.
 _COMPRESS = """
-width = parts * D
 for t in range(T):
     oldest = positions[t] + 1 - parts * block
     for d in range(D):
@@ -247,7 +246,7 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
         case "compress":
             (t,), parts = shapes[2], 2 if op.attrs["overlap"] else 1
             d = first[1] // parts
-            numbers = {"T": t, "D": d, "block": op.attrs["n"], "parts": parts}
+            numbers = {"T": t, "D": d, "block": op.attrs["n"], "parts": parts, "width": first[1]}
             return Loops(_COMPRESS, ("values", "scores", "positions", "keys"), (), numbers, (t, d))
         case "scores":
             (t, h, d), (s, g, _) = shapes
