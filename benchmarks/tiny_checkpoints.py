@@ -93,6 +93,27 @@ def _qkvz(file: File, layer: str) -> Tensor:
     return torch.cat(parts, 1).flatten(0, 1)
 
 
+def _grouped(name: str, each: int, before: int = 0, axis: int = 0) -> Made:
+    """The value heads of each key head side by side, where the file has the first of all key heads first (Qwen3.5);
+    `before` are Q and K.
+    """
+
+    def made(file: File, layer: str) -> Tensor:
+        whole = file[f"{layer}.{name}"].movedim(axis, 0)
+        heads = whole[before:].unflatten(0, (-1, DELTA_NET["ssm.group_count"], each))
+        return torch.cat((whole[:before], heads.transpose(0, 1).flatten(0, 2))).movedim(0, axis)
+
+    return made
+
+
+def _decay(of: Made) -> Made:
+    return lambda file, layer: of(file, layer).neg().log()
+
+
+def _flat(name: str) -> Made:
+    return lambda file, layer: file[f"{layer}.{name}"].flatten()
+
+
 @dataclass(frozen=True, slots=True)
 class Class:
     """A class of transformers, its `config` beside USUAL, and tensors that are several of the file's, by pattern.
@@ -122,7 +143,7 @@ _EXPERTS = {
 }  # fmt: skip
 _GATE_UP = {r"gate_up_proj\.weight$": rows("ffn_up.weight")}
 _QKV = {r"qkv_proj\.weight$": rows("attn_q.weight", "attn_k.weight", "attn_v.weight")}
-PERMUTED = ("llama", "granitemoe", "smollm3")  # convert_hf_to_gguf.py: LlamaModel and its heirs
+PERMUTED = ("llama", "granitemoe", "smollm3", "olmo")  # convert_hf_to_gguf.py: LlamaModel and its heirs
 
 CLASSES: Mapping[str, Class] = {
     "command-r": Class(
@@ -189,6 +210,44 @@ CLASSES: Mapping[str, Class] = {
         {**_EXPERTS, r"experts\.gate_up_proj$": rows("ffn_gate_up_exps.weight"), r"in_proj_qkvz\.weight$": _qkvz,
          r"A_log$": lambda file, layer: file[f"{layer}.ssm_a"].neg().log(), r"dt_bias$": rows("ssm_dt.bias")},
         others={"rope.dimension_count": 8}, less_one=r"(layernorm|[qk]_norm|model\.norm)\.weight$",
+        without=_BIAS,
+    ),
+    "qwen35": Class(
+        "Qwen3_5", "qwen3_5",
+        {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+         "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+         "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+                             "mrope_interleaved": True}},
+        {r"in_proj_qkv\.weight$": _grouped("attn_qkv.weight", 32, 128),
+         r"in_proj_z\.weight$": _grouped("attn_gate.weight", 32),
+         r"in_proj_b\.weight$": _grouped("ssm_beta.weight", 1), r"in_proj_a\.weight$": _grouped("ssm_alpha.weight", 1),
+         r"A_log$": _decay(_grouped("ssm_a", 1)), r"dt_bias$": _grouped("ssm_dt.bias", 1),
+         r"conv1d\.weight$": _grouped("ssm_conv1d.weight", 32, 128),
+         r"linear_attn\.out_proj\.weight$": _grouped("ssm_out.weight", 32, axis=1),
+         r"linear_attn\.norm\.weight$": rows("ssm_norm.weight")},
+        others={"rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0]},
+        less_one=r"(layernorm|[qk]_norm|model\.norm)\.weight$", without=_BIAS,
+    ),
+    "kimi-linear": Class(
+        "KimiLinear", "kimi_linear",
+        {"n_routed_experts": 7, "num_experts": 7, "moe_intermediate_size": 64, "num_shared_experts": 1,
+         "routed_scaling_factor": 1.7, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+         "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 24, "head_dim": 16,
+         "num_key_value_heads": 6, "linear_num_heads": 6, "linear_head_dim": 32, "linear_conv_kernel_dim": 4,
+         "layer_types": ["full_attention", "linear_attention"]},
+        {**_EXPERTS, r"correction_bias$": rows("exp_probs_b.bias"), r"kv_b_proj\.weight$": _latent,
+         r"conv1d\.weight$": rows("ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight"),
+         r"dt_bias$": rows("ssm_dt.bias"), r"A_log$": _decay(rows("ssm_a")), r"\.b_proj\.weight$": rows("ssm_beta.weight"),
+         **{rf"{x}_{y}_proj\.weight$": rows(f"ssm_{x}_{y}.weight") for x in "fg" for y in "ab"}},
+        others={"expert_shared_feed_forward_length": 64}, without=_BIAS,
+    ),
+    "olmo": Class("Olmo", "olmo", {"clip_qkv": BASE["attention.clamp_kqv"]}, without=_BIAS),
+    "falcon-h1": Class(
+        "FalconH1", "falcon_h1",
+        {"mamba_d_ssm": 192, "mamba_n_heads": 12, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 40,
+         "mamba_chunk_size": 4, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_conv": 4},
+        {r"dt_bias$": rows("ssm_dt.bias"), r"A_log$": _decay(_flat("ssm_a")), r"\.D$": _flat("ssm_d"),
+         r"mamba\.norm\.weight$": _flat("ssm_norm.weight")},
         without=_BIAS,
     ),
     "smollm3": Class(
@@ -269,7 +328,7 @@ def _tensor(key: str, held: Tensor, known: Class, arch: str, file: File, names: 
     layer = f"blk.{found[1]}" if (found := re.search(r"\.(\d+)\.", key)) else ""
     for pattern, made in reversed([*known.made.items()]):
         if re.search(pattern, key):
-            return made(file, layer)
+            return made(file, layer).reshape(held.shape)
     name = names.get_name(key, try_suffixes=(".weight", ".bias"))
     if name not in file and key == "lm_head.weight":
         name = "token_embd.weight"

@@ -665,10 +665,14 @@ def test_weights_that_are_not_the_file_s_are_said(models: Models, tmp_path: Path
     assert [op.op for op in check_trace(out, model).faulty] == ["blk.0.ffn_down"]
 
 
-@pytest.mark.parametrize("arch", ["hunyuan-dense", "llama4", "qwen3next", "deepseek2", "smollm3"])
+@pytest.mark.parametrize(
+    "arch",
+    ["hunyuan-dense", "llama4", "qwen3next", "deepseek2", "smollm3", "qwen35", "kimi-linear", "olmo", "falcon-h1"],
+)
 def test_transformers_of_other_architectures_are_sound(arch: str, tmp_path: Path) -> None:
     """Norms behind rope, a router that puts out its scores first, a norm with its gate, latent attention, a layer
-    without rope whose Q and K conversion reorders as if it had one.
+    without rope whose Q and K conversion reorders as if it had one; value heads that it reorders, the gate of a norm
+    as wide as what is normed, Q and K that are clipped before rope, a norm of groups whose weight is one row.
     """
     path = tiny_checkpoints.CLASSES[arch].write(arch, tmp_path / "tiny.gguf")
     loaded, model, out = tiny_checkpoints.load(arch, path), Model(path), tmp_path / "tiny.trace"
