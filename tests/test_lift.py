@@ -22,6 +22,7 @@ from tracediff.model.hparams import Rope
 from tracediff.model.lift import described
 from tracediff.model.lift.lift import lift
 from tracediff.model.synthetic import QWEN25_05B, Shape, add_metadata, add_tokenizer
+from tracediff.names import layer_of, layers_of, wanted
 from tracediff_reference.description import decode
 from tracediff_reference.protocol import Options
 
@@ -100,6 +101,16 @@ def test_names_of_a_mixture_of_experts(tiny: Tiny) -> None:
     assert [[name, *map(str, ops[name].axes)] for name in names] == table
     assert ops["blk.0.ffn_gate_exps"].weights[0].name == "blk.0.ffn_gate_exps.weight"
     assert ops["blk.0.ffn_down_exps"].inputs == ("blk.0.ffn_moe_swiglu", "blk.0.ffn_moe_topk")
+
+
+@pytest.mark.parametrize("arch", ["bert", "eurobert", "nemotron_h", "deepseek4"])
+def test_hidden_states_are_those_that_layers_end_in(arch: str, tiny: Tiny) -> None:
+    """In a norm, in a sum without a name, in what llama.cpp calls otherwise: `--capture layers` recorded none."""
+    graph = load_graph(tiny(arch))
+    ends = [[op for op in graph.layer(n) if wanted(op.name, "layers")] for n in layers_of(graph.ops)]
+    assert [len(of_layer) for of_layer in ends] == [1] * len(ends)
+    for (end,), after in zip(ends, ends[1:], strict=False):
+        assert any(layer_of(reader.name) == layer_of(after[0].name) for reader, _ in graph.readers(end.name))
 
 
 def test_windows_are_on_their_layers(tiny: Tiny) -> None:

@@ -95,6 +95,7 @@ ALIASES = {
         "Kcur_norm": "attn_k_norm",
         "layer_out": "ffn_residual",
         "l_last": "ffn_residual",
+        "nemotron_h_block_out": "ffn_residual",
     },
     "transformers": {"layers.N.self_attn": "attn_output", "layers.N.mlp": "ffn_down"},
     "transformer_lens": {"blocks.0.hook_resid_pre": "token_embd", "blocks.N+1.hook_resid_pre": "ffn_residual"},
@@ -129,7 +130,8 @@ NOT_OPS = {
 TOKEN_LOGPROBS = "token_logprobs"  # [T], in nats, of each token of the step; no op, but all that some engines tell
 Capture = Literal["all", "layers", "stats", "sketch"]
 _DIGITS = 10  # of a layer's number, below it
-HIDDEN_STATES = ("token_embd", "ffn_residual", "output_norm", "output")  # and the logits, which they end in
+# Layers end in a sum, or in the norm of it (BERT and its heirs); and the logits, which they end in.
+HIDDEN_STATES = ("token_embd", "ffn_residual", "layer_output_norm", "output_norm", "output")
 
 
 def wanted(op: str, capture: Capture) -> bool:

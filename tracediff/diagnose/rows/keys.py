@@ -104,7 +104,11 @@ def _said(read: _Read, replay: Replay, record: OpRecord, scheme: Scheme, what: s
     parts = []
     for sequence, (here, there) in moved.items():
         s = "s" * (len(here) > 1)
-        whose = "none that a step has cached whole in this layer" if sequence is None else f"of position{s} {_listed(there)}"
+        whose = (
+            "none that a step has cached whole in this layer"
+            if sequence is None
+            else f"of position{s} {_listed(there)}"
+        )
         parts.append(
             f"the {what}{s} at position{s} {ranges(here)} {'are' if s else 'is'} {whose}"
             f"{f' of sequence {sequence}' * (sequence not in (None, own))}"
