@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_hidden_states_are_those_that_layers_end_in(arch: str, tiny: Tiny) -> No
     graph = load_graph(tiny(arch))
     ends = [[op for op in graph.layer(n) if wanted(op.name, "layers")] for n in layers_of(graph.ops)]
     assert [len(of_layer) for of_layer in ends] == [1] * len(ends)
-    for (end,), after in zip(ends, ends[1:], strict=False):
+    for (end,), after in pairwise(ends):
         assert any(layer_of(reader.name) == layer_of(after[0].name) for reader, _ in graph.readers(end.name))
 
 
