@@ -276,7 +276,7 @@ def _in_order(taps: Sequence[Tap], graph: Graph, heads: Mapping[int, Heads]) -> 
         order = orders[tap.op.name]
         in_parts = any(reader.seen[at] is not None for reader, at in graph.readers(tap.op.name))
         layer = layer_of(tap.op.name)
-        as_heads = layer in heads and _of_heads(tap) == heads[layer]
+        as_heads = layer is not None and layer in heads and _of_heads(tap) == heads[layer]
         if order is None or in_parts or as_heads or (order == usual and tap.op.name in turned):
             kept.append(tap)
             continue
@@ -293,15 +293,14 @@ def _within_heads(tap: Tap) -> tuple[int, ...] | None:
         return None
     width, n = tap.op.axes[-1], len(tap.rows)
     known = len(tap.op.axes) == 3 and isinstance(width, int)
-    for each in (width,) if known else (each for each in range(2, n) if n % each == 0):
+    order = tap.rows.argsort()
+    for each in [int(width)] if known else [each for each in range(2, n) if n % each == 0]:  # type: ignore[arg-type]
         heads = tap.rows.reshape(-1, each)
-        orders = heads.argsort(1)
-        apart = bool((heads.amin(1).diff() > 0).all()) and (known or bool((heads.amax(1) - heads.amin(1) < each).all()))
-        if apart and bool((orders == orders[0]).all()):
+        orders, first = heads.argsort(1), heads.amin(1)
+        in_turn = bool((first.diff() > 0).all()) and (known or bool((heads.amax(1) < first + each).all()))
+        if in_turn and bool((orders == orders[0]).all()):
             order = orders[0]
             break
-    else:
-        order = tap.rows.argsort()
     return None if bool((order.diff() == 1).all()) else tuple(order.tolist())
 
 

@@ -317,10 +317,11 @@ class Watch:
 
     def _in_order(self, op: Op, values: Tensor) -> Tensor:
         """What is made of a layer's heads, as of a state, in the file's order: a matrix has it by its rows."""
-        heads = self._heads.get(layer_of(op.name))  # type: ignore[arg-type]
-        if heads is None or op.kind == "linear" or len(op.axes) != 3 or op.axes[1] != len(heads):
+        layer, of_heads = layer_of(op.name), len(op.axes) == 3 and op.kind != "linear"
+        heads = self._heads.get(layer) if of_heads and layer is not None else None
+        if heads is None or op.axes[1] != len(heads):
             return values
-        lying = values.reshape(-1, len(heads), op.axes[2])  # type: ignore[call-overload]
+        lying = values.reshape(-1, len(heads), math.prod(op.shape(1)[2:]))
         return lying.index_select(1, heads.to(values.device)).reshape(values.shape)
 
     def _record_last(self, name: str, values: Tensor) -> None:

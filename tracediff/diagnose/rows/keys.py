@@ -18,6 +18,7 @@ from tracediff.trace.format import OpRecord
 
 _LOOK = "block tables and slots: where a step writes its keys and values, and which of them are read"
 _READ = "{} are those of other positions or sequences"
+_NOBODYS = "none that a step has cached whole in this layer"
 _NUMBERS = 4  # scores that a key must have, or any key would do
 _ROWS = 1 << 13  # of all sequences, with which each key is compared
 _NONE = -1  # of a key that nobody cached
@@ -104,11 +105,7 @@ def _said(read: _Read, replay: Replay, record: OpRecord, scheme: Scheme, what: s
     parts = []
     for sequence, (here, there) in moved.items():
         s = "s" * (len(here) > 1)
-        whose = (
-            "none that a step has cached whole in this layer"
-            if sequence is None
-            else f"of position{s} {_listed(there)}"
-        )
+        whose = _NOBODYS if sequence is None else f"of position{s} {_listed(there)}"
         parts.append(
             f"the {what}{s} at position{s} {ranges(here)} {'are' if s else 'is'} {whose}"
             f"{f' of sequence {sequence}' * (sequence not in (None, own))}"
