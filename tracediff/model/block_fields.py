@@ -84,8 +84,15 @@ class Fields:
         """Float32 [n, g * l]."""
         made = self.steps * self.integers
         if self.m is not None:
-            made += self.sign * self._times(self.m, self.minima)
+            made += self.added[:, :, None]
         return made.reshape(len(made), -1).astype(np.float32)
+
+    @property
+    def added(self) -> np.ndarray:
+        """What each part has besides, float32 [n, g or 1]: 0 in types without minima."""
+        if self.m is None:
+            return np.zeros((len(self.d), 1), np.float32)
+        return self.sign * self._times(self.m, self.minima)[..., 0]
 
     @property
     def steps(self) -> np.ndarray:

@@ -44,6 +44,93 @@ class _Rounding:
         return replace(other, operands=self.operands)
 
 
+@dataclass(frozen=True, slots=True)
+class _Integers:
+    """Computes an op as its kind does, with activations whose integers in these blocks are made or scaled otherwise:
+    `Op.rework`. `of` blocks share what belongs to each; 0: all of a row.
+    """
+
+    blocks: str
+    how: str
+    of: int = 0
+
+    def compute(self, call: Call) -> Tensor:
+        """The output."""
+
+        def rounded(x: Tensor, name: str) -> Tensor:
+            return self.values(x) if name == self.blocks else call.rounded(x, name)
+
+        arithmetic = replace(call.arithmetic, operands=self.blocks)
+        return KINDS[call.op.kind].compute(replace(call, rounded=rounded, arithmetic=arithmetic))
+
+    def noise(self, made: Made) -> Noise:
+        """That of the op with activations in such blocks."""
+        arithmetic = replace(made.arithmetic, operands=self.blocks)
+        return noise_of(replace(made.op, rework=None), replace(made, arithmetic=arithmetic))
+
+    def values(self, x: Tensor) -> Tensor:
+        """What the integers stand for."""
+        blocks = rounding_named(self.blocks)
+        assert isinstance(blocks, Blocks)
+        quotients, scales, _ = blocks.grid(x.float())
+        scales = scales.to(blocks.scales).float()
+        first = scales.unflatten(-2, (-1, self.of or scales.shape[-2]))[..., :1, :]
+        first = first.expand(*first.shape[:-2], self.of or scales.shape[-2], 1).flatten(-3, -2)
+        match self.how:
+            case "scaled":
+                values = torch.round(quotients) * first
+            case "divided":
+                values = _as_bytes(quotients * scales / first) * scales
+            case "by 128":
+                values = _as_bytes(quotients * (128 / 127)) * scales
+            case _:
+                largest = (quotients * scales).amax(-1, keepdim=True) / 127
+                values = _as_bytes(quotients * scales / largest) * largest
+        return values.flatten(-2).to(x.dtype)
+
+    @property
+    def words(self) -> str:
+        """For a reader."""
+        words = rounding_named(self.blocks).words
+        whose = f"each {self.of}" if self.of else "the row"
+        match self.how:
+            case "scaled":
+                return (
+                    f"activations in {words}: their integers are multiplied by the scale of the first block of {whose}"
+                )
+            case "divided":
+                return f"activations in {words} are divided by the scale of the first block of {whose}"
+            case "by 128":
+                return f"activations in {words}: the largest becomes 128, which is no 8-bit integer, where 127 belongs"
+        return f"activations in {words} are scaled by their largest value, where the largest magnitude belongs"
+
+
+def _as_bytes(quotients: Tensor) -> Tensor:
+    """Rounded, and what 8 bits leave of it."""
+    return (torch.round(quotients) + 128) % 256 - 128
+
+
+@AREA.mistake(
+    "activations_miscounted", "the integers of 8-bit activations are made by another scale than they are multiplied by",
+    "the quantisation of activations: the largest magnitude of each block, its scale, and where that is looked up",
+    MATMUL, everywhere=True,
+)  # fmt: skip
+def _miscounted(op: Op, context: Context) -> Variants:
+    columns = op.weights[0].shape[-1]
+    for name in (*(group.name for group in _groups(op)), "q8_0", "q8_K"):
+        blocks = rounding_named(name)
+        assert isinstance(blocks, Blocks)
+        width = blocks.width(columns)
+        if columns % width:
+            continue
+        in_ggml = [256 // width] if width < 256 and columns > 256 else []  # of a block of K-quants
+        shared = [(how, of) for how in ("scaled", "divided") for of in (0, *in_ggml) if columns > width]
+        for how, of in (*shared, ("by 128", 0), ("signed", 0)):
+            wrong = _Integers(name, how, of)
+            if is_near(op, context, of_input=wrong.values):
+                yield replace(op, rework=wrong), wrong.words
+
+
 @AREA.mistake(
     "activations_truncated", "8-bit activations are truncated towards 0, where rounding belongs",
     "the cast to int8 in the quantisation of activations: round before it", MATMUL, everywhere=True,

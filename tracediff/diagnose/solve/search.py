@@ -8,6 +8,7 @@ from tracediff.diagnose.solve.by_value import (
     caches,
     functions,
     groups,
+    minima,
     misread,
     operands,
     outputs,
@@ -53,7 +54,7 @@ def solve(problem: Problem, check: Callable[[], None]) -> Iterator[Solved]:
             yield solved
     others = _checked(
         check,
-        *(one.variants(problem) for one in (outputs, functions, misread, squares, rotations)),
+        *(one.variants(problem) for one in (outputs, functions, minima, misread, squares, rotations)),
         operands.variants(problem, look),
         *(one.variants(problem) for one in (groups, caches)),
     )
@@ -167,7 +168,11 @@ def bound_of(problem: Problem, edit: Edit) -> Bound | None:
 
 
 def _in_parts(problem: Problem, partial: list[Priced]) -> Iterator[Solved]:
-    """What gives all that is wrong, in the smallest region that holds it."""
+    """What gives all that is wrong, in the smallest region that holds it: not where all of that is NaN, which many an
+    edit makes of some tokens.
+    """
+    if problem.is_lost:
+        return
     shape = problem.loops.own.shape
     axes = KINDS[problem.op.kind].axis_names(problem.op, len(shape))
     regions = around(problem.wrong.reshape(shape))
