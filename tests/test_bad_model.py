@@ -15,7 +15,7 @@ from tracediff.model.families import load_graph
 
 Change = Callable[[bytes], bytes]
 TENSOR = b"blk.1.ffn_up.weight"
-I32 = 26  # a tensor's type; those of metadata:
+I16 = 25  # a tensor's type; those of metadata:
 UINT8, UINT32, INT32, FLOAT32, ARRAY = 0, 4, 5, 6, 9
 
 
@@ -133,9 +133,9 @@ def test_a_folder(tmp_path: Path, refused: Callable[..., str]) -> None:
 
 def test_a_type_that_cannot_be_dequantised(good: bytes, tmp_path: Path, refused: Callable[..., str]) -> None:
     model = tmp_path / "bad.gguf"
-    model.write_bytes(patched(b"output_norm.weight", 4 + 8, "<I", I32)(good))
+    model.write_bytes(patched(b"output_norm.weight", 4 + 8, "<I", I16)(good))
     message = refused("trace", model, "--tokens", "1", "-o", tmp_path / "out.trace")
-    assert "tensor 'output_norm.weight' is I32, which gguf-py cannot dequantise. It can: " in message
+    assert "tensor 'output_norm.weight' is I16, which gguf-py cannot dequantise. It can: " in message
 
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "torch"])

@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 
 from tracediff.model.graph import Op, Tokens
 from tracediff.numerics.arithmetic import Scheme
-from tracediff.replay.score import EDITED_IN_SEGMENT, FITTED, KNOWN, KNOWN_BLINDLY, KNOWN_IN_SEGMENT, MARGIN, score
+from tracediff.replay.score import (
+    EDITED_IN_SEGMENT,
+    FAR_BELOW,
+    FITTED,
+    KNOWN,
+    KNOWN_BLINDLY,
+    KNOWN_IN_SEGMENT,
+    MARGIN,
+    WIDER,
+    score,
+)
 from tracediff.result import Local
 
 # Errors of independent mistakes add up: of five the largest makes a fifth, and undone it leaves 0.8.
@@ -102,7 +112,13 @@ class Hypothesis:
         """
         no_worse = score(self.left) >= score(error.nmse) - MARGIN
         better = no_worse if _is_of_single_values(error) else self.score > score(error.nmse)
-        return not self.local.faulty and self.left <= _TELLS and better
+        return not self.local.faulty and self.left <= _TELLS and better and not self._rests_on_noise(error)
+
+    def _rests_on_noise(self, error: Local) -> bool:
+        """Whether it is within its floor because that is wide, where the right op's is not: what divides by a tiny
+        number hides much behind it. The mistake that was made comes nearer than an honest engine may be off.
+        """
+        return self.local.floor > WIDER * error.floor and self.left > FAR_BELOW * self.local.floor
 
 
 class Least:

@@ -30,6 +30,10 @@ _LEAST = 1e-60
 # has a margin of 16 there: an engine that rounds as the floor allows comes no nearer by chance. So this one rounds
 # less, and a mistake would add to what is left. (Scores not rounded before the softmax, in bfloat16: 1e-6 of 0.1.)
 BLIND, FAR_BELOW = 0.05, 4e-3
+# So much wider than that of the right op is a floor of its own. (Norms divided by the sum of magnitudes "explained"
+# what a padded softmax and a window of values made of a layer, all but 1e-4 of it, for rope's Q and K were next to 0
+# then: the floor was 2e-4, and 1e-10 with the right mistakes, which left 1e-13.)
+WIDER = 1e3
 # Beyond the same no rounding is asked for what it explains but of weights in four bits, whose values are known to the
 # bit: they leave 0.02 to 0.06 of a layer of generated models, and nothing leaves more than this.
 COARSE = 0.25

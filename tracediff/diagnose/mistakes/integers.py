@@ -123,7 +123,7 @@ def _miscounted(op: Op, context: Context) -> Variants:
         width = blocks.width(columns)
         if columns % width:
             continue
-        in_ggml = [256 // width] if width < 256 and columns > 256 else []  # of a block of K-quants
+        in_ggml = [256 // width] if width < 256 < columns and columns % 256 == 0 else []  # of a block of K-quants
         shared = [(how, of) for how in ("scaled", "divided") for of in (0, *in_ggml) if columns > width]
         for how, of in (*shared, ("by 128", 0), ("signed", 0)):
             wrong = _Integers(name, how, of)
