@@ -14,7 +14,10 @@ from tracediff.model.pairing import neighbours
 
 # convert_hf_to_gguf.py (LlamaModel.permute, which the others inherit or call) lays out each head of Q and K for rope on
 # neighbours; checkpoints pair halves. The whole head is permuted, whatever part of it is rotated.
-PERMUTED_ARCHITECTURES = ("llama", "arcee", "granite", "granitemoe", "minicpm", "smollm3")
+PERMUTED_ARCHITECTURES = (
+    "llama", "arcee", "arctic", "cogvlm", "deci", "deepseek", "granite", "granite_swa", "granitemoe", "llada",
+    "llama-embed", "minicpm", "mistral3", "nanbeige", "olmo", "smollm3", "xverse",
+)  # fmt: skip
 PERMUTED_OPS = ("attn_q", "attn_k", "attn_q_rope", "attn_k_rope")
 _COMPUTED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold and every engine computes
 
