@@ -695,6 +695,17 @@ def test_a_number_that_no_list_holds_is_told_from_hidden_states(models, tmp_path
     assert all("rope's base is 12345 instead of" in op.cause.text for op in faulty)
 
 
+def test_a_factor_in_the_sigmoid_is_told_from_hidden_states(models, tmp_path: Path) -> None:
+    model = Model(models("qwen2"))
+    act = model.graph["blk.1.ffn_act"]
+    wrong = replace(act, function=lambda gate, up: gate * torch.sigmoid(1.43 * gate) * up)
+    trace = trace_graph(
+        model.graph.changed(wrong), model.file, tmp_path / "t.trace", range(1, 7), [8], capture="layers"
+    )
+    (finding,) = check_trace(trace, model).findings
+    assert finding.text == "layer 1 (seen in ffn_residual): ffn_act: the factor in the sigmoid is 1.43 instead of 1."
+
+
 @pytest.mark.parametrize("eps", [0.00373, 0.0001])  # and one that is a usual number times the right one
 def test_an_epsilon_far_too_large_is_told_from_hidden_states(eps: float, models, tmp_path: Path) -> None:
     """Ten times the right one takes nothing away: what is not looked for far off is not found."""

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from tracediff.diagnose.mistakes.fit import fitted
-from tracediff.diagnose.mistakes.mistake import Area, Change, Context, Variant, Variants, Where, computing, fitted_attr
+from tracediff.diagnose.mistakes.mistake import (
+    Area,
+    Change,
+    Context,
+    Number,
+    Variant,
+    Variants,
+    Where,
+    computing,
+    fitted_attr,
+)
 from tracediff.english import told_apart
 from tracediff.model.graph import Op
 from tracediff.numerics.floats import HALVES
@@ -178,23 +188,32 @@ _BETA = MappingProxyType({"silu": 1.0, "swiglu": 1.0, "swiglu_clamp": 1.0, "sigm
                           "gelu_quick": 1.702, "geglu_quick": 1.702, "swiglu_oai": 1.702})  # fmt: skip
 
 
+def _beta(op: Op) -> float:
+    return float(op.attrs.get("alpha", _BETA[op.kind]))
+
+
+def _with_beta(op: Op, beta: float) -> Callable[..., Tensor]:
+    return _activating(op, lambda x: torch.sigmoid(beta * x) * (1 if op.kind == "sigmoid" else x))
+
+
+def _by_another(op: Op, beta: float) -> Variant:
+    words = "the factor in the sigmoid is {} instead of {}".format(*told_apart(beta, _beta(op)))
+    return Variant(computing(op, _with_beta(op, beta)), words, fitted=True)
+
+
 @AREA.mistake(
     "sigmoid_factor", "the factor in the sigmoid of an activation is another", "the constant in x sigmoid(beta x)",
-    Where((*_BETA,)),
+    Where((*_BETA,)), number=Number(_beta, _by_another),
 )  # fmt: skip
 def _factor(op: Op, context: Context) -> Variants:
-    right = float(op.attrs.get("alpha", _BETA[op.kind]))
-
-    def by(beta: float) -> Callable[..., Tensor]:
-        return _activating(op, lambda x: torch.sigmoid(beta * x) * (1 if op.kind == "sigmoid" else x))
-
-    seen, number = context.seen, 1.1 * right
-    if seen:
-        found = fitted(lambda beta: by(beta)(*seen.inputs), seen.output, (right * 2.0**i for i in (0, -1, 1)))
-        number = right if found is None else found
-    if number != right and not context.wrong_from:
-        words = "the factor in the sigmoid is {} instead of {}".format(*told_apart(number, right))
-        yield Variant(computing(op, by(number)), words, fitted=seen is not None)
+    right, seen = _beta(op), context.seen
+    if seen is None:
+        yield _by_another(op, 1.1 * right)._replace(fitted=False)
+        return
+    starts = (right * 2.0**i for i in (0, -1, 1))
+    number = fitted(lambda beta: _with_beta(op, beta)(*seen.inputs), seen.output, starts)
+    if number is not None and number != right:
+        yield _by_another(op, number)
 
 
 @AREA.mistake(
