@@ -695,6 +695,17 @@ def test_a_number_that_no_list_holds_is_told_from_hidden_states(models, tmp_path
     assert all("rope's base is 12345 instead of" in op.cause.text for op in faulty)
 
 
+def test_an_epsilon_that_the_file_has_is_said_to_be_the_files(tiny, tmp_path: Path) -> None:
+    """llama.cpp's builder of qwen2vl does not read it."""
+    model = Model(tiny("qwen2vl"))
+    norm = model.graph["blk.0.attn_norm"]
+    assert norm.attrs["eps"] == 0.0
+    wrong = model.graph.changed(norm.with_attrs(eps=1e-6))
+    trace = trace_graph(wrong, model.file, tmp_path / "t.trace", range(1, 7))
+    (finding,) = check_trace(trace, model).findings
+    assert finding.text.endswith("eps is 1e-06, as the file says; llama.cpp's graph of this model has 0.")
+
+
 def test_a_factor_in_the_sigmoid_is_told_from_hidden_states(models, tmp_path: Path) -> None:
     model = Model(models("qwen2"))
     act = model.graph["blk.1.ffn_act"]

@@ -59,13 +59,24 @@ def _eps(op: Op, context: Context) -> Variants:
     for eps in (1e-5, 1e-6, 1e-12, 1e-8, 0.0, 1e-4, 1e-3, 1e-7):
         if not (math.isclose(eps, right) or math.isclose(eps, of_sum, rel_tol=1e-6)):
             said = "1e-12 or 0" if eps == 1e-12 else f"{eps:g}"  # float32 cannot tell these
-            yield op.with_attrs(eps=eps), f"eps is {said} instead of {right:g}"
+            if _is_of_the_file(eps, context):  # which some builders of llama.cpp's do not read
+                words = f"eps is {said}, as the file says; llama.cpp's graph of this model has {right:g}"
+            else:
+                words = f"eps is {said} instead of {right:g}"
+            yield op.with_attrs(eps=eps), words
     divided = right / n  # where it is added to the sum
     words = f"eps is divided by the number of channels: {divided:.3g} instead of {right:g}"
     yield op.with_attrs(eps=divided), words
     number = fitted_attr(op, context, "eps", (right * 10.0**i for i in _DECADES))
     if number is not None:
         yield _adding(op, number)
+
+
+def _is_of_the_file(eps: float, context: Context) -> bool:
+    """Whether the file has this epsilon."""
+    said = context.file.metadata.items()
+    own = [value for key, value in said if key.endswith((".layer_norm_rms_epsilon", ".layer_norm_epsilon"))]
+    return any(isinstance(value, float) and math.isclose(value, eps, rel_tol=1e-5) for value in own)
 
 
 def _centred(op: Op, x: Tensor) -> Tensor:
