@@ -242,6 +242,12 @@ CLASSES: Mapping[str, Class] = {
          **{rf"{x}_{y}_proj\.weight$": rows(f"ssm_{x}_{y}.weight") for x in "fg" for y in "ab"}},
         others={"expert_shared_feed_forward_length": 64}, without=_BIAS,
     ),
+    "minicpm3": Class(
+        "MiniCPM3", "minicpm3",
+        {"q_lora_rank": 48, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 24,
+         "head_dim": None, "num_key_value_heads": 6},
+        without=_BIAS + "|rope_factors",
+    ),
     "olmo": Class("Olmo", "olmo", {"clip_qkv": BASE["attention.clamp_kqv"]}, without=_BIAS),
     "falcon-h1": Class(
         "FalconH1", "falcon_h1",

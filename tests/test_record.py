@@ -667,7 +667,18 @@ def test_weights_that_are_not_the_file_s_are_said(models: Models, tmp_path: Path
 
 @pytest.mark.parametrize(
     "arch",
-    ["hunyuan-dense", "llama4", "qwen3next", "deepseek2", "smollm3", "qwen35", "kimi-linear", "olmo", "falcon-h1"],
+    [
+        "hunyuan-dense",
+        "llama4",
+        "qwen3next",
+        "deepseek2",
+        "smollm3",
+        "qwen35",
+        "kimi-linear",
+        "olmo",
+        "falcon-h1",
+        "minicpm3",
+    ],
 )
 def test_transformers_of_other_architectures_are_sound(arch: str, tmp_path: Path) -> None:
     """Norms behind rope, a router that puts out its scores first, a norm with its gate, latent attention, a layer

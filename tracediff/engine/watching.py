@@ -288,6 +288,10 @@ class Watch:
             and here.n_columns > 1
             and values.numel() * here.n_columns == math.prod(shape) * here.n_rows
         )
+        of_cached = math.prod(shape) * here.n_rows * here.n_keys
+        if op.axes[0] == "T" and here.n_keys > here.n_columns and values.numel() * here.n_columns == of_cached:
+            # Of all that is cached, as MiniCPM3 makes K and V of its latents anew in each step: the step's own.
+            values = values.reshape(here.n_rows, here.n_keys, -1)[:, -here.n_columns :]
         if not last and values.numel() != math.prod(shape) * here.n_rows:
             raise EngineError(
                 f"{name} has the shape {list(values.shape)} in this model, {list(shape)} in the GGUF file: it is "
