@@ -77,6 +77,8 @@ FAULTS = {
     "residual_dropped@ffn_residual": {"ffn_residual"},
     "row_before@output": {"output"},
     "activations_truncated@ffn_gate": {"ffn_gate"},
+    "activations_miscounted@ffn_gate": {"ffn_gate"},
+    "norm_weight_twice@ffn_norm": {"ffn_norm"},
     "scales_of_first_row@attn_v": {"attn_v"},
 }
 

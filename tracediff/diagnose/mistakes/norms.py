@@ -233,6 +233,15 @@ def _no_weight(op: Op, _: Context) -> Variants:
 
 
 @AREA.mistake(
+    "norm_weight_twice", "the norm's weight is applied twice",
+    "whether the weight is in what is normed, or in what follows, already", NORM,
+)  # fmt: skip
+def _weight_twice(op: Op, _: Context) -> Variants:
+    if op.weights:
+        yield reading(op, lambda file, info: values_of(file, info).square()), f"{op.weights[0].name} is applied twice"
+
+
+@AREA.mistake(
     "layer_norm", "the mean is subtracted: LayerNorm instead of RMS norm", "which norm the family uses", RMS_NORM,
 )  # fmt: skip
 def _layer_norm(op: Op, _: Context) -> Variants:
