@@ -24,7 +24,7 @@ from tracediff.diagnose.mistakes.mistake import (
 from tracediff.diagnose.mistakes.weights import without_bias
 from tracediff.english import told_apart
 from tracediff.model.graph import Op
-from tracediff.model.weights import reading, values_of
+from tracediff.model.weights import reading
 from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
@@ -237,8 +237,11 @@ def _no_weight(op: Op, _: Context) -> Variants:
     "whether the weight is in what is normed, or in what follows, already", NORM,
 )  # fmt: skip
 def _weight_twice(op: Op, _: Context) -> Variants:
+    def function(x: Tensor, weight: Tensor, *bias: Tensor, eps: float) -> Tensor:
+        return KINDS[op.kind].function(x, weight * weight, *bias, eps=eps)
+
     if op.weights:
-        yield reading(op, lambda file, info: values_of(file, info).square()), f"{op.weights[0].name} is applied twice"
+        yield computing(op, function), f"{op.weights[0].name} is applied twice"
 
 
 @AREA.mistake(
