@@ -24,7 +24,7 @@ from tracediff.diagnose.mistakes.mistake import (
 from tracediff.diagnose.mistakes.weights import without_bias
 from tracediff.english import told_apart
 from tracediff.model.graph import Op
-from tracediff.model.weights import reading
+from tracediff.model.weights import reading, values_of
 from tracediff.numerics.evaluate import noise_of
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
