@@ -237,8 +237,9 @@ def _no_weight(op: Op, _: Context) -> Variants:
     "whether the weight is in what is normed, or in what follows, already", NORM,
 )  # fmt: skip
 def _weight_twice(op: Op, _: Context) -> Variants:
-    def function(x: Tensor, weight: Tensor, *bias: Tensor, eps: float) -> Tensor:
-        return KINDS[op.kind].function(x, weight * weight, *bias, eps=eps)
+    def function(x: Tensor, *weights: Tensor, eps: float) -> Tensor:
+        squares = (weights[0].square(), *weights[1:]) if weights else ()
+        return KINDS[op.kind].function(x, *squares, eps=eps)
 
     if op.weights:
         yield computing(op, function), f"{op.weights[0].name} is applied twice"
