@@ -115,9 +115,9 @@ class Hypothesis:
         return not self.local.faulty and self.left <= _TELLS and better and not self._rests_on_noise(error)
 
     def _rests_on_noise(self, error: Local) -> bool:
-        """Whether it is within the floor of a segment because that is wide, where the right ops' is not: what divides by
-        a tiny number hides much behind it. The mistake that was made comes nearer than an honest engine may be off. (By
-        itself an op that rounds to half precision has such a floor, and comes no nearer.)
+        """Whether it is within the floor of a segment because that is wide, where the right ops' is not: what divides
+        by a tiny number hides much behind it. The mistake that was made comes nearer than an honest engine may be off.
+        (By itself an op that rounds to half precision has such a floor, and comes no nearer.)
         """
         is_wide = len(error.segment) > 1 and self.local.floor > WIDER * error.floor
         return is_wide and self.left > FAR_BELOW * self.local.floor

@@ -125,7 +125,8 @@ def _miscounted(op: Op, context: Context) -> Variants:
             continue
         in_ggml = [256 // width] if width < 256 < columns and columns % 256 == 0 else []  # of a block of K-quants
         shared = [(how, of) for how in ("scaled", "divided") for of in (0, *in_ggml) if columns > width]
-        for how, of in (*shared, ("by 128", 0), ("signed", 0)):
+        ways = [*shared, ("by 128", 0), ("signed", 0)]
+        for how, of in ways if context.seen else ways[:1]:  # behind other ops each takes passes of all weights
             wrong = _Integers(name, how, of)
             if is_near(op, context, of_input=wrong.values):
                 yield replace(op, rework=wrong), wrong.words
