@@ -196,8 +196,7 @@ CLASSES: Mapping[str, Class] = {
         "Mamba2", "mamba2",
         {"num_heads": 12, "head_dim": 16, "state_size": 40, "n_groups": 1, "layer_norm_epsilon": 1e-6,
          "chunk_size": 4},
-        {r"dt_bias$": rows("ssm_dt.bias"), r"A_log$": lambda file, layer: file[f"{layer}.ssm_a"].neg().log().flatten(),
-         r"\.D$": lambda file, layer: file[f"{layer}.ssm_d"].flatten()},
+        {r"dt_bias$": rows("ssm_dt.bias"), r"A_log$": _decay(_flat("ssm_a")), r"\.D$": _flat("ssm_d")},
         others={"ssm.group_count": 1},
     ),
     "qwen3next": Class(
@@ -208,7 +207,7 @@ CLASSES: Mapping[str, Class] = {
          "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
          "layer_types": ["linear_attention", "full_attention"]},
         {**_EXPERTS, r"experts\.gate_up_proj$": rows("ffn_gate_up_exps.weight"), r"in_proj_qkvz\.weight$": _qkvz,
-         r"A_log$": lambda file, layer: file[f"{layer}.ssm_a"].neg().log(), r"dt_bias$": rows("ssm_dt.bias")},
+         r"A_log$": _decay(rows("ssm_a")), r"dt_bias$": rows("ssm_dt.bias")},
         others={"rope.dimension_count": 8}, less_one=r"(layernorm|[qk]_norm|model\.norm)\.weight$",
         without=_BIAS,
     ),
