@@ -22,7 +22,7 @@ from tracediff.engine.recorder import DTYPES, TensorWriter
 from tracediff.engine.torch_engine import StepInput
 from tracediff.engine.torch_run import TorchOptions
 from tracediff.engine.transformers_run import load, trace_model
-from tracediff.model.checkpoint import PERMUTED_ARCHITECTURES, PERMUTED_OPS
+from tracediff.model.conversion import PERMUTED_ARCHITECTURES, PERMUTED_OPS
 from tracediff.model.families import load_graph
 from tracediff.model.graph import Graph
 from tracediff.model.model import Model

@@ -18,7 +18,7 @@ from gguf import GGUFReader
 from tiny_metadata import ALL_HEADS, BASE, DELTA_NET, EXPERTS, Metadata
 from torch import Tensor
 
-from tracediff.model.checkpoint import tensor_names
+from tracediff.model.conversion import tensor_names
 
 File = Mapping[str, Tensor]
 Made = Callable[[File, str], Tensor]  # a tensor of a class, of those of a file and the name of its layer in it

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_checkpoints
 from conftest import Models
 
 from tracediff.audit.causes import explain
@@ -256,8 +257,84 @@ def test_missing_and_extra(models: Models, tmp_path: Path) -> None:
     assert wrong(audit_checkpoint(models("llama"), folder).tensors) == {
         UP: (None, "the checkpoint has no such tensor"),
         "blk.2.attn_q.bias": (None, "the file has no such tensor"),
-        "model.layers.0.mlp.new.weight": (None, "gguf-py has no name for it in this architecture"),
     }
+    # Others may hold a vision tower, which is no mistake of the file.
+    (unnamed,) = (t for t in audit_checkpoint(models("llama"), folder).tensors if t.status == "not compared")
+    assert (unnamed.tensor, unnamed.note) == (
+        "model.layers.0.mlp.new.weight", "gguf-py has no name for it in this architecture"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", tiny_checkpoints.CLASSES)
+def test_checkpoints_of_all_that_conversion_does(arch: str, tmp_path: Path) -> None:
+    """Experts together, fused projections apart, heads in another order, norms less 1, decays: transformers' own class
+    computes what llama.cpp does (tests/test_record.py) with the tensors that it saves here.
+    """
+    model = tiny_checkpoints.CLASSES[arch].write(arch, tmp_path / "model.gguf")
+    tiny_checkpoints.load(arch, model).save_pretrained(tmp_path / "hf")
+    result = audit_checkpoint(model, tmp_path / "hf")
+    assert (result.verdict, len(result.tensors)) == ("match", len(GGUFFile(model).tensors))
+    # Decays and weights to which 1 is added are rounded by that.
+    assert {t.status for t in result.tensors} <= {"identical", "rounded"}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "shape"),
+    [("_scale_inv", (2, 1)), ("_scale", (160, 1)), ("_scale", ())],
+    ids=["blocks of 128", "rows", "whole"],
+)
+def test_a_checkpoint_in_eight_bits(
+    suffix: str, shape: tuple[int, ...], model: Path, models: Models, tmp_path: Path
+) -> None:
+    """Float8 with scales in a tensor of their own: DeepSeek's, of blocks, and those of rows or of all (vLLM)."""
+    folder = checkpoint(models("llama"), tmp_path / "hf")
+    (shard,) = (path for path in folder.iterdir() if hf_name(UP) in safetensors.load_file(path))
+    held = safetensors.load_file(shard)
+    eighth = held[hf_name(UP)].to(torch.float8_e4m3fn)
+    scale = torch.linspace(1.25, 1.5, max(1, int(np.prod(shape)))).reshape(shape)
+    safetensors.save_file(held | {hf_name(UP): eighth, f"{hf_name(UP)}{suffix}": scale}, shard)
+    of_each = scale.repeat_interleave(128, 0)[:160] if suffix == "_scale_inv" else scale
+    plant(model, UP, (eighth.float() * of_each).numpy())
+    result = audit_checkpoint(model, folder)
+    assert (result.verdict, {t.status for t in result.tensors}) == ("match", {"identical"})
+    plant(model, UP, eighth.float().numpy())
+    assert [*wrong(audit_checkpoint(model, folder).tensors)] == [UP]
+
+
+def test_an_expert_in_the_place_of_another(tmp_path: Path) -> None:
+    model = tiny_checkpoints.CLASSES["mixtral"].write("mixtral", tmp_path / "model.gguf")
+    tiny_checkpoints.load("mixtral", model).save_pretrained(tmp_path / "hf")
+    name = "blk.1.ffn_up_exps.weight"
+    plant(model, name, tensors_of(model)[name][[0, 1, 2, 4, 3, 5, 6]])
+    result = audit_checkpoint(model, tmp_path / "hf")
+    assert wrong(result.tensors) == {name: (None, "2 of 7 experts are wrong: 3 to 4")}
+
+
+def test_norms_that_a_checkpoint_holds_less_1(models: Models, tmp_path: Path) -> None:
+    """Gemma's: a file that lacks the 1 is wrong, as one of Llama's that has it is."""
+    model = Path(shutil.copy(models(replace(K_QUANTS, arch="gemma"), "F32"), tmp_path / "model.gguf"))
+    norms = {name: values - 1 for name, values in tensors_of(model).items() if name.endswith("norm.weight")}
+    folder = checkpoint(model, tmp_path / "hf", tensors=tensors_of(model) | norms)
+    statuses = {t.tensor: t.status for t in audit_checkpoint(model, folder).tensors}
+    assert {statuses[name] for name in norms} == {"rounded"}
+    plant(model, (norm := "blk.1.attn_norm.weight"), norms[norm])
+    assert wrong(audit_checkpoint(model, folder).tensors)[norm][0] == "norm_weight_minus_one"
+
+
+def test_a_tensor_that_nobody_knows_the_parts_of(models: Models, tmp_path: Path) -> None:
+    """It is neither right nor wrong: so is the file."""
+    folder = checkpoint(models("llama"), tmp_path / "hf")
+    (shard,) = (path for path in folder.iterdir() if hf_name(UP) in safetensors.load_file(path))
+    held = safetensors.load_file(shard)
+    held["model.layers.1.mlp.packed.weight"] = held.pop(hf_name(UP))
+    safetensors.save_file(held, shard)
+    result = audit_checkpoint(models("llama"), folder)
+    assert (result.verdict, wrong(result.tensors)) == ("undecided", {})
+    assert result.summary == (
+        f"all {len(result.tensors) - 2} tensors are what the checkpoint's become. 1 of the file's was not compared "
+        f"({UP}): what tensors without a name it is made of, and how, is not known. 1 of the checkpoint's was not "
+        "compared (model.layers.1.mlp.packed.weight): gguf-py has no name for it in this architecture."
+    )
 
 
 @pytest.mark.parametrize("weights", ["F32", "Q8_0"])

@@ -180,14 +180,14 @@ def rounded_to(flat: Array, held: Array) -> str | None:
 def _describe(expected: Array, held: Array) -> str:
     """Facts, where no mistake is known."""
     flat = expected.reshape(-1)
-    if np.allclose(np.sort(held), np.sort(flat), rtol=CLOSE, atol=1e-6):
-        return "the same values in another order"
     rows = flat.reshape(expected.shape[0], -1), held.reshape(expected.shape[0], -1)
     off = ~np.isclose(*rows, rtol=1e-2, atol=1e-6)
-    for axis, what in ((1, "rows" if expected.ndim > 1 else "values"), (0, "values of each row")):
+    for axis, what in ((1, ("values", "rows", "experts")[min(expected.ndim, 3) - 1]), (0, "values of each row")):
         wrong = off.any(axis)
         if 0 < wrong.sum() <= len(wrong) // 2:
             return f"{int(wrong.sum())} of {len(wrong)} {what} are wrong: {ranges(np.flatnonzero(wrong).tolist())}"
+    if np.allclose(np.sort(held), np.sort(flat), rtol=CLOSE, atol=1e-6):
+        return "the same values in another order"
     correlation = _correlation(flat, held)
     if correlation > _FOLLOWS:
         return (

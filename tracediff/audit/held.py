@@ -164,7 +164,7 @@ def _other_tensors(source: "Tensors", name: str, held: np.ndarray) -> Iterator[R
 
 
 def _permutations(values: np.ndarray, name: str, file: "GGUFFile") -> Iterator[Reading]:
-    from tracediff.model.checkpoint import head_counts
+    from tracediff.model.conversion import head_counts
     from tracediff.model.pairing import neighbours
 
     heads = head_counts(file).get(name)

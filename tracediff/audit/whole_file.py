@@ -1,5 +1,6 @@
 """Every tensor of a GGUF file, one by one, against what an engine holds or the checkpoint it was made from."""
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,16 +11,19 @@ from tracediff.audit.held import compare_weight, judge_values, look_at, readings
 from tracediff.audit.quantisation import expected_error, relative_errors
 from tracediff.compare.sides import picked
 from tracediff.errors import MismatchError
-from tracediff.findings.tensors import told
+from tracediff.findings.tensors import SILENT, say
 from tracediff.model.checkpoint import Checkpoint
 from tracediff.model.model import Model
 from tracediff.model.tensors import FileTensors
+from tracediff.names import layer_of
 from tracediff.result import AuditResult, TensorResult
 from tracediff.trace.reader import Trace
 from tracediff.trace.runs import open_trace
 
 _TIED = {"output.weight": "token_embd.weight"}
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_UNNAMED = "gguf-py has no name for it in this architecture"
+_UNKNOWN = "what tensors without a name it is made of, and how, is not known"
 _PLAIN = ("F32", "F16", "BF16", "F64")
 Progress = Callable[[float], None]
 
@@ -43,10 +47,7 @@ def audit_checkpoint(model: Path, folder: Path, progress: Progress = lambda frac
     checkpoint = Checkpoint(folder, tensors.file)
     names = list(dict.fromkeys((*tensors.names(), *checkpoint.names())))
     results = [_converted(name, tensors, checkpoint) for name in _counted(names, progress)]
-    results += [
-        TensorResult(key, "missing", None, None, note="gguf-py has no name for it in this architecture")
-        for key in checkpoint.unnamed
-    ]
+    results += [TensorResult(key, "not compared", note=_UNNAMED) for key in checkpoint.unnamed]
     return _result(model, "checkpoint", folder, results)
 
 
@@ -58,11 +59,12 @@ def _counted(names: list[str], progress: Progress) -> Iterator[str]:
 
 def _result(model: Path, against: str, path: Path, results: list[TensorResult]) -> AuditResult:
     failing = any(result.failing for result in results)
-    recorded = any(result.status != "not recorded" for result in results)
-    outcome = "diverged" if failing else "match" if recorded else "undecided"
-    result = AuditResult(outcome, str(model), against, str(path), tuple(results))  # type: ignore[arg-type]
+    told = any(result.status not in SILENT for result in results)
+    open_ = any(result.status == "not compared" and result.type for result in results)  # of the file's
+    outcome = "diverged" if failing else "match" if told and not open_ else "undecided"
+    audit = AuditResult(outcome, str(model), against, str(path), tuple(results))  # type: ignore[arg-type]
     looks = {cause: look_at(cause) for cause in {tensor.cause for tensor in results}}
-    return told(result, looks)
+    return say(audit, looks)
 
 
 def _recorded(name: str, tensors: FileTensors, trace: Trace) -> TensorResult:
@@ -90,18 +92,21 @@ def _converted(name: str, tensors: FileTensors, checkpoint: Checkpoint) -> Tenso
     """A tensor of the file against the checkpoint's; what one side ties is its embedding."""
     original = name if name in checkpoint else _TIED.get(name, name)
     if original not in checkpoint:
-        status = "computed" if name in _COMPUTED else "extra"
-        note = "converters make it from config.json" if status == "computed" else "the checkpoint has no such tensor"
-        return TensorResult(name, status, tensors.storage(name), None, note=note)  # type: ignore[arg-type]
+        kind = tensors.storage(name)
+        if name in _COMPUTED:
+            return TensorResult(name, "computed", kind, note="converters make it from config.json")
+        if _may_be_made(name, tensors, checkpoint):
+            return TensorResult(name, "not compared", kind, note=_UNKNOWN)
+        return TensorResult(name, "extra", kind, note="the checkpoint has no such tensor")
     stored = checkpoint.storage(original)
     source = name if name in tensors else _TIED.get(name, name)
     if source not in tensors:
         return TensorResult(name, "missing", None, stored, note="the file has no such tensor")
-    kind, ours, theirs = tensors.storage(source), tensors.file.tensors[source].shape, checkpoint.shape(original)
-    if tuple(ours) != theirs:
-        note = f"the file holds the shape {list(ours)}, the checkpoint {list(theirs)}"
+    kind, ours, expected = tensors.storage(source), tensors.file.tensors[source].shape, checkpoint.get(original)
+    if tuple(ours) != expected.shape:
+        note = f"the file holds the shape {list(ours)}, the checkpoint {list(expected.shape)}"
         return TensorResult(name, "wrong", kind, stored, note=note)
-    expected, held = checkpoint.get(original), tensors.get(source)
+    held = tensors.get(source)
     others = readings(checkpoint, original, tensors.file)
     if kind in _PLAIN:
         error = relative_errors(_rows(expected), held.reshape(_rows(expected).shape))[0]
@@ -116,6 +121,13 @@ def _converted(name: str, tensors: FileTensors, checkpoint: Checkpoint) -> Tenso
         return TensorResult(name, "quantised", kind, stored, error, whole)
     cause, note = explain(name, expected, held, others, max(CLOSE, whole))
     return TensorResult(name, "wrong", kind, stored, error, whole, cause, note)
+
+
+def _may_be_made(name: str, tensors: FileTensors, checkpoint: Checkpoint) -> bool:
+    """Whether tensors of the same layer that have no name are as many values: it may be made of them."""
+    layer = layer_of(name)
+    of_layer = [key for key in checkpoint.unnamed if str(layer) in key.split(".") or layer is None]
+    return sum(map(checkpoint.n_values, of_layer)) >= math.prod(tensors.file.tensors[name].shape)
 
 
 def _rows(values: np.ndarray) -> np.ndarray:

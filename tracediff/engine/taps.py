@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tracediff.engine.matrices import evenly, looked_at, to_be_found, weight_of
 from tracediff.errors import EngineError
-from tracediff.model.checkpoint import tensor_names
+from tracediff.model.conversion import tensor_names
 from tracediff.model.graph import Graph, Op
 from tracediff.model.weights import Weights
 from tracediff.names import NORMS, layer_of, local_name

@@ -1,22 +1,25 @@
 """What is said of an audit of weights: each cause once, for all tensors that it is in."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from tracediff.english import few
 from tracediff.findings.mistakes import in_common, pattern, unnamed
 from tracediff.findings.places import of_weights
 from tracediff.findings.words import number
 from tracediff.result import AuditResult, Finding, TensorResult
 
+SILENT = ("not recorded", "not compared")  # statuses of what nothing is said about
 
-def told(result: AuditResult, looks: Mapping[str | None, str | None]) -> AuditResult:
+
+def say(result: AuditResult, looks: Mapping[str | None, str | None]) -> AuditResult:
     """The audit with its findings and its summary; `looks` says where to look in one's code for each cause."""
     groups: dict[tuple[str, str | None, str], list[TensorResult]] = {}
     for tensor in result.tensors:
         if tensor.failing:
             alike = pattern(unnamed(tensor.note or "", tensor.tensor))
             groups.setdefault((tensor.status, tensor.cause, alike), []).append(tensor)
-    types = {tensor.tensor: tensor.type for tensor in result.tensors if tensor.status != "not recorded"}
+    types = {tensor.tensor: tensor.type for tensor in result.tensors if tensor.status not in SILENT}
     found = tuple(_finding(group, types, result, looks) for group in groups.values())
     return replace(result, findings=found, summary=_summary(result, found))
 
@@ -53,14 +56,27 @@ def _figures(group: list[TensorResult], result: AuditResult) -> str:
 
 
 def _summary(result: AuditResult, found: tuple[Finding, ...]) -> str:
-    silent = sum(tensor.status == "not recorded" for tensor in result.tensors)
+    checked = [tensor for tensor in result.tensors if tensor.status not in SILENT]
     failing = sum(tensor.failing for tensor in result.tensors)
-    checked = len(result.tensors) - silent
+    rest = "".join(f" {said}" for said in _left_out(result))
     if not checked:
-        return f"{result.path} holds no weights. Record them, as the engine holds them after loading."
-    rest = f" {silent} more were not recorded." if silent else ""
+        return rest.strip() or f"{result.path} holds no weights. Record them, as the engine holds them after loading."
     if found:
         verb = "is" if failing == 1 else "are"
-        return f"{failing} of {checked} tensors {verb} not right; {found[0].text}{rest}"
+        return f"{failing} of {len(checked)} tensors {verb} not right; {found[0].text}{rest}"
     where = "as in the file" if result.against == "trace" else "what the checkpoint's become"
-    return f"all {checked} tensors {'recorded ' * (result.against == 'trace')}are {where}.{rest}"
+    return f"all {len(checked)} tensors {'recorded ' * (result.against == 'trace')}are {where}.{rest}"
+
+
+def _left_out(result: AuditResult) -> Iterator[str]:
+    """What was not compared, and why."""
+    unrecorded = [tensor for tensor in result.tensors if tensor.status == "not recorded"]
+    if result.against == "trace" and len(unrecorded) < len(result.tensors) and unrecorded:
+        yield f"{len(unrecorded)} more were not recorded."
+    silent = [tensor for tensor in result.tensors if tensor.status == "not compared"]
+    for of, whose in ((True, "of the file's"), (False, "of the checkpoint's")):
+        these = [tensor for tensor in silent if bool(tensor.type) == of]
+        if these:
+            names = few([tensor.tensor for tensor in these], 2)
+            verb = "was" if len(these) == 1 else "were"
+            yield f"{len(these)} {whose} {verb} not compared ({names}): {these[0].note}."

@@ -6,7 +6,7 @@ import numpy as np
 
 from tracediff.errors import InterchangeError
 from tracediff.interchange.entry import Array
-from tracediff.model.checkpoint import PERMUTED_OPS
+from tracediff.model.conversion import PERMUTED_OPS
 from tracediff.model.pairing import neighbours
 from tracediff.names import kind_of, local_name, token_axis
 from tracediff.trace.format import STORAGE, possible

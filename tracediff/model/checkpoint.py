@@ -1,25 +1,18 @@
 """A Hugging Face checkpoint beside a GGUF file: its safetensors read tensor by tensor, named and laid out as GGUF's."""
 
-from collections.abc import Mapping
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from tracediff.errors import ModelError
 from tracediff.inputs import require_file
+from tracediff.model.conversion import sources_of
 from tracediff.model.gguf_file import GGUFFile
-from tracediff.model.pairing import neighbours
 
-# convert_hf_to_gguf.py (LlamaModel.permute, which the others inherit or call) lays out each head of Q and K for rope on
-# neighbours; checkpoints pair halves. The whole head is permuted, whatever part of it is rotated.
-PERMUTED_ARCHITECTURES = (
-    "llama", "arcee", "arctic", "cogvlm", "deci", "deepseek", "granite", "granite_swa", "granitemoe", "llada",
-    "llama-embed", "minicpm", "mistral3", "nanbeige", "olmo", "smollm3", "xverse",
-)  # fmt: skip
-PERMUTED_OPS = ("attn_q", "attn_k", "attn_q_rope", "attn_k_rope")
-_COMPUTED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold and every engine computes
+# Buffers that old checkpoints hold and every engine computes: rope's angles, causal masks.
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$")
 
 
 class Checkpoint:
@@ -33,10 +26,8 @@ class Checkpoint:
         from safetensors import SafetensorError, safe_open
 
         self.folder = folder
-        self.unnamed: list[str] = []
-        self._places: dict[str, tuple[Any, str]] = {}
-        self._shards: dict[str, Path] = {}
-        names = _name_map(file)
+        self._file = file
+        self._shards: dict[str, tuple[Any, Path]] = {}  # where the tensor of each key is
         shards = sorted(folder.glob("*.safetensors"))
         if not shards:
             raise ModelError(f"{folder}: no *.safetensors file in this folder. Give the folder of the checkpoint.")
@@ -47,90 +38,72 @@ class Checkpoint:
                 said = error.strerror if isinstance(error, OSError) and error.strerror else error
                 raise ModelError(f"{shard}: not a safetensors file: {said}. Download it again.") from None
             for key in opened.keys():  # noqa: SIM118 - not a dict
-                self._add(key, names.get_name(key, try_suffixes=(".weight", ".bias")), opened, shard)
-        self._permuted = head_counts(file) if _arch(file) in PERMUTED_ARCHITECTURES else {}
+                self._add(key, opened, shard)
+        scales = {scale for key in self._shards if (scale := self._scale(key))}
+        self._sources, self.unnamed = sources_of(file, [key for key in self._shards if key not in scales])
 
-    def _add(self, key: str, name: str | None, opened: Any, shard: Path) -> None:
-        if key.endswith(_COMPUTED):
+    def _add(self, key: str, opened: Any, shard: Path) -> None:
+        if _COMPUTED.search(key):
             return
-        if name is None:
-            self.unnamed.append(key)
-            return
-        if name in self._places and not _same(self._places[name], (opened, key)):
-            raise ModelError(
-                f"{self.folder}: {self._shards[name].name} and {shard.name} hold other values of {key}. Move the one "
-                "away that the GGUF file was not made from."
-            )
-        self._places[name], self._shards[name] = (opened, key), shard
+        if key in self._shards:
+            before, at = self._shards[key]
+            x, y = (of.get_tensor(key) for of in (before, opened))
+            if x.shape != y.shape or not (x == y).all():
+                raise ModelError(
+                    f"{self.folder}: {at.name} and {shard.name} hold other values of {key}. Move the one away that the "
+                    "GGUF file was not made from."
+                )
+        self._shards[key] = opened, shard
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._sources
 
     def names(self) -> list[str]:
         """GGUF names of the tensors."""
-        return list(self._places)
+        return list(self._sources)
 
     def storage(self, name: str) -> str:
         """The type that it is stored in, as in BF16."""
-        opened, key = self._places[name]
-        return str(opened.get_slice(key).get_dtype())
+        return str(self._slice(self._sources[name].keys[0]).get_dtype())
 
     def get(self, name: str) -> np.ndarray:
         """The values in GGUF's layout, float32 or what they are stored in."""
-        opened, key = self._places[name]
-        tensor = opened.get_tensor(key)
-        values = (tensor.float() if tensor.dtype.itemsize < 4 else tensor).numpy()
-        if name not in self._permuted:
-            return values
-        return neighbours(values, values.shape[0] // self._permuted[name], 0)
+        source = self._sources[name]
+        return source.of([self._values(key) for key in source.keys])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the tensor, outermost first."""
-        opened, key = self._places[name]
-        return tuple(opened.get_slice(key).get_shape())
+        """Of the tensor in GGUF's layout, outermost first: as the file has it, where it does."""
+        if name in self._file.tensors:
+            return tuple(self._file.tensors[name].shape)
+        return tuple(self._slice(self._sources[name].keys[0]).get_shape())
 
     def head(self, name: str) -> np.ndarray:
-        """Its first row, which no permutation moves; of a vector its first value."""
-        opened, key = self._places[name]
-        return opened.get_slice(key)[:1].double().numpy().reshape(-1)
+        """Its first row; of a vector its first value."""
+        return self.get(name)[:1].astype(np.float64).reshape(-1)
+
+    def n_values(self, key: str) -> int:
+        """How many the tensor of a key has."""
+        return int(np.prod(self._slice(key).get_shape()))
+
+    def _slice(self, key: str) -> Any:
+        return self._shards[key][0].get_slice(key)
+
+    def _scale(self, key: str) -> str | None:
+        """The key of what values in eight bits are multiplied by: one number, of each row, or of each block."""
+        if not self._slice(key).get_dtype().startswith("F8"):
+            return None
+        return next((name for name in (f"{key}_scale_inv", f"{key}_scale") if name in self._shards), None)
+
+    def _values(self, key: str) -> np.ndarray:
+        tensor = self._shards[key][0].get_tensor(key)
+        values = (tensor.float() if tensor.dtype.itemsize < 4 else tensor).numpy()
+        return values * _over(values.shape, self._values(scale)) if (scale := self._scale(key)) else values
 
 
-def _same(a: tuple[Any, str], b: tuple[Any, str]) -> bool:
-    """Whether two places, each an opened file and a key, hold the same values."""
-    x, y = (opened.get_tensor(key) for opened, key in (a, b))
-    return bool(x.shape == y.shape and (x == y).all())
-
-
-def head_counts(file: GGUFFile) -> Mapping[str, int]:
-    """Heads of each Q and K tensor; none where the metadata does not say."""
-    arch, n_layer = _arch(file), _n_layer(file)
-    q = file.metadata.get(f"{arch}.attention.head_count")
-    kv = file.metadata.get(f"{arch}.attention.head_count_kv", q)
-    return {
-        f"blk.{layer}.attn_{x}.{kind}": heads
-        for layer in range(n_layer)
-        for x, heads in (("q", q), ("k", kv))
-        for kind in ("weight", "bias")
-        if isinstance(heads, int)
-    }
-
-
-def _arch(file: GGUFFile) -> str:
-    return str(file.metadata.get("general.architecture"))
-
-
-def _n_layer(file: GGUFFile) -> int:
-    return int(file.metadata.get(f"{_arch(file)}.block_count", 0))
-
-
-def _name_map(file: GGUFFile) -> Any:
-    names = tensor_names(_arch(file), _n_layer(file))
-    if names is None:
-        raise ModelError(f"{file.path}: gguf-py knows no tensor names of the architecture {_arch(file)!r}.")
-    return names
-
-
-def tensor_names(arch: str, n_layer: int) -> Any:
-    """gguf-py's table of what checkpoints call the tensors of an architecture; None of one that it does not know."""
-    known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-    return get_tensor_name_map(known[arch], n_layer) if arch in known else None
+def _over(shape: tuple[int, ...], scale: np.ndarray) -> np.ndarray:
+    """The scale of each value, where there is one of each block of a power of two along an axis, the last cut short."""
+    for axis, (size, n) in enumerate(zip(shape, scale.shape, strict=False)):
+        if 1 < n < size:
+            block = 1 << (-(-size // n) - 1).bit_length()
+            scale = np.repeat(scale, block, axis)[(slice(None),) * axis + (slice(size),)]
+    return scale

@@ -138,11 +138,14 @@ class ThreeWay:
 class TensorResult:
     """One tensor of a weights audit. `error` is the RMS of the difference over that of the values.
 
-    "computed" tensors are made by converters and stand in no checkpoint; "not recorded" ones are not in the trace.
+    "computed" tensors are made by converters and stand in no checkpoint; "not recorded" ones are not in the trace;
+    of "not compared" ones it is not known which of the checkpoint's become which of the file's.
     """
 
     tensor: str
-    status: Literal["identical", "rounded", "quantised", "computed", "not recorded", "wrong", "missing", "extra"]
+    status: Literal[
+        "identical", "rounded", "quantised", "computed", "not recorded", "not compared", "wrong", "missing", "extra"
+    ]
     type: str | None = None  # in the GGUF file
     other: str | None = None  # in the trace or the checkpoint
     error: float | None = None
