@@ -53,7 +53,8 @@ def _trace(request: Request, model: llama.llama_model_p, tokens: list[int], prog
     engine = f"llama.cpp (llama-cpp-python {ggml.llama_version()})"
     model_name = Path(request.model).name
     of, context = Path(request.out or ""), request.options.n_ctx or None
-    with TraceWriter(of, engine, request.arch, model_name, request.weights, context) as writer:
+    told = (engine, request.arch, model_name, request.weights, context)
+    with TraceWriter(of, *told, rounding=request.rounding) as writer:
         observer = Observer(request, writer, progress)
         longest = max(map(len, fed))
         n_sequences = max(chain((0,), *request.sequences)) + 1

@@ -81,6 +81,7 @@ class Request(Struct, frozen=True, kw_only=True, tag="trace"):
     n_vocab: int
     n_ctx_train: int
     weights: str | None = None
+    rounding: str | None = None
     prompt: str | None = None
     tokens: tuple[int, ...] | None = None
     passes: tuple[tuple[int, ...], ...] = ()  # tokens to be fed after the prompt, before any that llama.cpp chooses

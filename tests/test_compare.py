@@ -1,6 +1,8 @@
 """Metrics against a second computation in plain numpy, and what must hold of them whatever the data."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,9 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracediff.compare.metrics import compare_values, drift_of_statistics, statistics_of
+from tracediff.engine.llama_cpp import LlamaCpp, Prompt
+from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.judge import Policy, judge, verdict
 from tracediff.names import StepOf
+from tracediff.pipeline import compare_traces
 from tracediff.result import Drift, Local, OpResult, Statistics, Worst
+from tracediff.trace.reader import Trace
 
 RNG = np.random.default_rng(1)
 
@@ -174,3 +180,12 @@ def test_where_replay_is_blind_the_drift_is_judged(blind: bool, status: str) -> 
     assert judged.status == status
     assert judged.note == ("replay is blind here: judged by its drift alone" if blind else None)
     assert verdict([judged], [], Policy())[0] == ("diverged" if blind else "match")
+
+
+def test_gelu_that_ggml_looks_up_is_no_drift(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """In a table of float16, be the weights in float32: llama.cpp's trace says so."""
+    model, tokens = tiny("gemma2"), (256, 11, 48, 85, 122)
+    LlamaCpp(model, Prompt(tokens=tokens), theirs := tmp_path / "l.trace").wait()
+    ours = trace_torch(model, tmp_path / "t.trace", TorchOptions(), tokens)
+    assert Trace(theirs).header.rounding == "f16"
+    assert compare_traces(theirs, ours).verdict == "match"

@@ -13,6 +13,7 @@ from conftest import trace_graph
 from tracediff.diagnose.solve.loops.bound import bind
 from tracediff.engine.llama_cpp import LlamaCpp, Prompt
 from tracediff.engine.torch_engine import StepInput, TorchEngine
+from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.model.families import load_graph
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Extent, Op
@@ -21,7 +22,7 @@ from tracediff.names import local_name
 from tracediff.numerics.arithmetic import EXACT
 from tracediff.numerics.evaluate import evaluate
 from tracediff.numerics.kinds.compressed import compress
-from tracediff.pipeline import Effort, check_trace
+from tracediff.pipeline import Effort, check_trace, compare_traces
 from tracediff.trace.reader import Trace
 
 Tiny = Callable[[str], Path]
@@ -54,6 +55,18 @@ def test_torch_computes_what_llama_cpp_does(theirs: Path, tiny: Tiny) -> None:
     logits = engine.run(0, StepInput(tuple(PROMPT[:n]), tuple(range(n))))
     recorded = torch.from_numpy(trace.values(trace.ops[0, "output"])[:n]).double()
     assert float((recorded - logits).square().sum() / recorded.square().sum()) < 1e-10
+
+
+def test_without_a_model_choices_tell_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    """ggml_top_k orders nothing, and takes hidden keys where there are too few others: no drift. A mask has -inf."""
+    model = tiny("deepseek4")
+    LlamaCpp(model, Prompt(tokens=tuple(SHORT)), theirs := tmp_path / "l.trace").wait()
+    ours = trace_torch(model, tmp_path / "t.trace", TorchOptions(), SHORT)
+    result = compare_traces(theirs, ours)
+    assert (result.verdict, {op.status for op in result.ops}) == ("undecided", {"ok", "undecided", "unmatched"})
+    assert {local_name(op.op) for op in result.ops if op.status == "undecided"} == {
+        "fill", "fill#2", "lid_score_masked.top_k"
+    }  # fmt: skip
 
 
 def test_what_is_chosen_is_recorded_as_places_of_tokens(theirs: Path) -> None:

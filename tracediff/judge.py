@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tracediff.errors import TracediffError
-from tracediff.names import kind_of, layer_of, local_name, matches, sequence_of
+from tracediff.names import is_mask, kind_of, layer_of, local_name, matches, sequence_of
 from tracediff.result import Divergence, Local, OpResult, Statistics, Verdict, WeightResult
 
 # NMSE that one rounding of all operands makes, rounded up: llama.cpp's matmuls replayed without it are off by 4e-8
@@ -23,6 +23,7 @@ _WORST = 0.3  # beyond it two signals have little in common, whatever made them 
 USEFUL = 0.05
 UNCOVERED = "nothing here computes it, or what it is made of: not judged"
 UNRESOLVED = "a mistake of the size that --resolve asks for may not show"
+_AS_IT_HAPPENS = "in which order keys are chosen, and which of the hidden ones, means nothing: --model tells"
 _NO_VALUE = "no value is finite: there is nothing to compare"
 # Softmax turns an absolute difference of scores into a relative one of probabilities.
 _SENSITIVE = MappingProxyType({"softmax": 10.0, "weighted_values": 3.0})
@@ -91,12 +92,14 @@ class Policy:
 USUAL = Policy()
 
 
-def coarsest(storages: Iterable[str | None], weight_types: Iterable[str | None]) -> str:
-    """The coarsest rounding that two traces can have gone through, by what they store and by weight types."""
+def coarsest(storages: Iterable[str | None], weight_types: Iterable[str | None], others: Iterable[str] = ()) -> str:
+    """The coarsest rounding that two traces can have gone through, by what they store, by weight types, and by what
+    their engines say they round to besides.
+    """
     order = list(_ONE_ROUNDING)
     found = [storage or "f32" for storage in storages]
-    for kind in weight_types:
-        found.append({None: "q8", "F64": "f64", "F32": "f32", "F16": "f16", "BF16": "bf16"}.get(kind, "q8"))
+    for kind in (*weight_types, *others):
+        found.append(kind.lower() if kind and kind.lower() in order else "q8")
     return max(found, key=order.index)
 
 
@@ -170,7 +173,8 @@ def _other_non_finite(op: OpResult) -> str | None:
         return None
     ours = (op.candidate.nan, op.candidate.inf)
     if op.reference is None:
-        return "it holds NaN or Inf, and could not be replayed" if any(ours) else None
+        hides = not op.candidate.nan and is_mask(op.op)
+        return "it holds NaN or Inf, and could not be replayed" if any(ours) and not hides else None
     if ours != (op.reference.nan, op.reference.inf):
         return "NaN or Inf on one side that the other does not have"
     return "NaN or Inf in other places than on the other side" if any(ours) and op.drift and op.drift.apart else None
@@ -180,6 +184,8 @@ def _nothing_to_compare(op: OpResult) -> str | None:
     """Why it says nothing that both sides are alike."""
     if op.candidate is None or op.reference is None:
         return None
+    if op.drift is None:
+        return _AS_IT_HAPPENS
     if op.candidate.nan or op.candidate.inf:
         return _NO_VALUE if _empty(op.candidate) else "NaN on both sides" if op.candidate.nan else None
     if op.candidate.min == op.candidate.max == op.candidate.rms == 0 == op.reference.rms:

@@ -159,6 +159,16 @@ def local_name(op: str) -> str:
     return split(op)[1]
 
 
+def is_choice(op: str) -> bool:
+    """Whether it chooses keys (ggml_top_k, as a lifted graph calls it): in any order, and hidden ones as it happens."""
+    return op.endswith(".top_k")
+
+
+def is_mask(op: str) -> bool:
+    """Whether it hides keys, by -inf."""
+    return "mask" in local_name(op)
+
+
 def layers_of(ops: Iterable[str]) -> list[int]:
     """The layers that these ops are in, in order."""
     return sorted({layer for layer in map(layer_of, ops) if layer is not None})
@@ -170,6 +180,7 @@ def matches(op: str, pattern: str) -> bool:
 
 
 NORMS = ("rms_norm", "layer_norm")  # kinds of norms over channels, which have weights
+TABLED = ("gelu", "geglu", "gelu_quick", "geglu_quick")  # which ggml looks up in tables of float16
 _OF_KEYS = ("scores", "softmax")  # kinds; llama.cpp's names of what is made of scores before that begin with kq_
 _BY_HEAD = ("attn_k_b", "attn_v_b")
 # Parts of the names of what a mixture has of each chosen expert; of two axes what the last two name.

@@ -319,4 +319,4 @@ def _coarsest(pairs: list[Pair], r: Trace, c: Trace) -> str:
     storages = [record.dtype for pair in pairs for record in (pair.reference, pair.candidate) if record]
     # The two ran the same model: a side that does not say the type of its weights has the other's.
     known = [kind for kind in (r.header.weights, c.header.weights) if kind]
-    return coarsest(storages, known or [None])
+    return coarsest(storages, known or [None], [of for of in (r.header.rounding, c.header.rounding) if of])

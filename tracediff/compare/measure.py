@@ -8,7 +8,7 @@ import numpy as np
 
 from tracediff.compare.align import Pair
 from tracediff.compare.metrics import compare_values, drift_of_statistics, statistics_of
-from tracediff.names import kind_of, layer_of
+from tracediff.names import is_choice, kind_of, layer_of
 from tracediff.result import Drift, OpResult, Statistics, Worst
 from tracediff.trace.format import OpRecord, Rows
 from tracediff.trace.reader import Trace
@@ -26,6 +26,8 @@ def _measure_pair(pair: Pair, r: Trace, c: Trace, tolerance: float) -> OpResult:
         reference = record_statistics(pair.reference, r) if pair.reference else None
         candidate = record_statistics(pair.candidate, c) if pair.candidate else None
         return OpResult(*where, "drift" if pair.misshapen else "unmatched", reference, candidate, note=pair.problem)
+    if is_choice(pair.op):
+        return OpResult(*where, "ok", record_statistics(pair.reference, r), record_statistics(pair.candidate, c))
     reference, candidate, drift = _drift(pair.reference, pair.candidate, r, c, pair.rows)
     if drift is None and pair.reference.has_statistics and pair.candidate.has_statistics:
         return OpResult(*where, "unmatched", reference, candidate, note="no statistic is on both sides")

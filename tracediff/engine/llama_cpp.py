@@ -15,7 +15,7 @@ from tracediff.model.lift.described import describe
 from tracediff.model.lift.layout import read, size
 from tracediff.model.lift.lift import Lifted, lift
 from tracediff.model.model import Model
-from tracediff.names import Capture
+from tracediff.names import TABLED, Capture
 from tracediff.trace.format import Step
 from tracediff_reference.child import Child
 from tracediff_reference.description import TOKENS, Description
@@ -96,6 +96,13 @@ def _to_recognise(model: Model, options: Options) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _rounding(graph: Graph, options: Options) -> str | None:
+    """The coarsest type that values are rounded to inside ops: the cache's, or that of ggml's table of GELU."""
+    if options.kv_type != "f32":
+        return options.kv_type
+    return "f16" if any(op.kind in TABLED for op in graph) else None
+
+
 class LlamaCpp(Child):
     """A running child that writes one trace: of the prompt, of `passes` after it, then of so many tokens of its choice.
 
@@ -135,7 +142,7 @@ class LlamaCpp(Child):
             norm_weights=tuple(weight.name for weight in graph.norm_weights()),
             n_vocab=h.n_vocab, n_ctx_train=h.n_ctx, prompt=prompt.text, tokens=prompt.tokens,
             passes=tuple(passes), sequences=tuple(sequences), n_decode=n_decode, options=options,
-            weights=graph.matmul_type, **recognised,
+            weights=graph.matmul_type, rounding=_rounding(graph, options), **recognised,
         )  # fmt: skip
         super().__init__(request)
 

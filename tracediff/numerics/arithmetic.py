@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tracediff.model.graph import Tokens
+from tracediff.names import TABLED
 from tracediff.numerics.exponentials import exponential_named
 from tracediff.numerics.roundings import held_before, rounding_named
 
@@ -23,7 +24,7 @@ _ROLES = MappingProxyType(
         "add": ("what is added to the residual", "biases"),
         "softmax": ("scaled scores", ""),
         "state": ("", "states"),
-        **dict.fromkeys(("gelu", "geglu", "gelu_quick", "geglu_quick"), ("activations looked up", "")),
+        **dict.fromkeys(TABLED, ("activations looked up", "")),
     }
 )
 

@@ -44,8 +44,11 @@ class TraceWriter:
         weights: str | None = None,
         context: int | None = None,
         rank: tuple[int, int] | None = None,
+        rounding: str | None = None,
     ) -> None:
-        """`rank` is that of the process and how many there are, where several ranks write a trace each."""
+        """`rank` is that of the process and how many there are, where several ranks write a trace each; `rounding` the
+        coarsest type that values are rounded to inside ops.
+        """
         self.path = path
         check(path)
         data_path = path.with_suffix(".bin")
@@ -55,7 +58,9 @@ class TraceWriter:
             with ExitStack() as files:
                 self._text: BinaryIO = files.enter_context(path.open("wb"))
                 self._data: BinaryIO = files.enter_context(data_path.open("wb"))
-                self._line(Header(VERSION, engine, arch, model, data_path.name, weights, context, *(rank or ())))
+                which, of = rank or (None, None)
+                told = (engine, arch, model, data_path.name, weights, context, which, of, rounding)
+                self._line(Header(VERSION, *told))
                 self._files = files.pop_all()
         except OSError as error:
             raise cannot_write(self.path, error) from None
@@ -63,7 +68,8 @@ class TraceWriter:
     @classmethod
     def like(cls, path: Path, header: Header) -> Self:
         """A trace of the same engine, as it was set up for another."""
-        return cls(path, header.engine, header.arch, header.model, header.weights, header.context, header.place)
+        h = header
+        return cls(path, h.engine, h.arch, h.model, h.weights, h.context, h.place, h.rounding)
 
     def __enter__(self) -> Self:
         return self
