@@ -95,9 +95,10 @@ def engine(model: Model, wrong: Callable[[Fields], Kernel]) -> tuple[Graph, set[
             lambda fields: Kernel(fields, by_the_first_scale),
             ": their integers are multiplied by the scale of the first block of the row",
         ),
-        (
+        pytest.param(
             lambda fields: Kernel(fields, sums=lambda q, d: q[..., :16].sum(2) * d[..., 0]),
             "the minimum of each part of a row is multiplied by the sum of the first half of its activations alone",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             lambda fields: Kernel(fields, sums=lambda q, d: q.sum(2)),

@@ -130,8 +130,14 @@ CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("capture", ["all", "layers"])
-@pytest.mark.parametrize("mistake", CHUNKS)
+@pytest.mark.parametrize(
+    ("mistake", "capture"),
+    [
+        pytest.param(mistake, capture, marks=[pytest.mark.slow] * (capture == "layers" and mistake != "forgotten"))
+        for mistake in CHUNKS
+        for capture in ("all", "layers")
+    ],
+)
 def test_what_chunks_of_a_scan_leave_for_one_another(
     mistake: str, capture: Capture, tiny: Tiny, tmp_path: Path
 ) -> None:
@@ -356,7 +362,10 @@ UNSEEN = {
 }  # fmt: skip
 
 
-LONG = ("a router's softmax before its choice", "another activation in that formula")
+LONG = (
+    "a router's softmax before its choice", "another activation in that formula", "the same experts, another weight each",
+    "weights that no sum divides", "weights and biases that are split otherwise",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in UNSEEN])
