@@ -363,8 +363,8 @@ UNSEEN = {
 
 
 LONG = (
-    "a router's softmax before its choice", "another activation in that formula", "the same experts, another weight each",
-    "weights that no sum divides", "weights and biases that are split otherwise",
+    "a router's softmax before its choice", "another activation in that formula", "weights that no sum divides",
+    "the same experts, another weight each", "weights and biases that are split otherwise",
 )  # fmt: skip
 
 
