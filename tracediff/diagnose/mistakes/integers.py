@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,7 +34,12 @@ class _Rounding:
 
     def compute(self, call: Call) -> Tensor:
         """The output."""
-        return KINDS[call.op.kind].compute(replace(call, arithmetic=self._arithmetic(call.arithmetic)))
+        arithmetic = self._arithmetic(call.arithmetic)
+        return KINDS[call.op.kind].compute(replace(call, rounded=partial(self.rounded, call), arithmetic=arithmetic))
+
+    def rounded(self, call: Call, x: Tensor, name: str) -> Tensor:
+        """What becomes of an operand that is rounded to what is called so."""
+        return call.rounded(x, name)
 
     def noise(self, made: Made) -> Noise:
         """That of the op with activations rounded so."""
@@ -45,32 +51,21 @@ class _Rounding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Integers:
-    """Computes an op as its kind does, with activations whose integers in these blocks are made or scaled otherwise:
-    `Op.rework`. `of` blocks share what belongs to each; 0: all of a row.
+class _Integers(_Rounding):
+    """The same in blocks of 8-bit integers that are made or scaled otherwise. `of` blocks share what belongs to each;
+    0: all of a row.
     """
 
-    blocks: str
     how: str
     of: int = 0
 
-    def compute(self, call: Call) -> Tensor:
-        """The output."""
-
-        def rounded(x: Tensor, name: str) -> Tensor:
-            return self.values(x) if name == self.blocks else call.rounded(x, name)
-
-        arithmetic = replace(call.arithmetic, operands=self.blocks)
-        return KINDS[call.op.kind].compute(replace(call, rounded=rounded, arithmetic=arithmetic))
-
-    def noise(self, made: Made) -> Noise:
-        """That of the op with activations in such blocks."""
-        arithmetic = replace(made.arithmetic, operands=self.blocks)
-        return noise_of(replace(made.op, rework=None), replace(made, arithmetic=arithmetic))
+    def rounded(self, call: Call, x: Tensor, name: str) -> Tensor:
+        """The activations by these integers."""
+        return self.values(x) if name == self.operands else call.rounded(x, name)
 
     def values(self, x: Tensor) -> Tensor:
         """What the integers stand for."""
-        blocks = rounding_named(self.blocks)
+        blocks = rounding_named(self.operands)
         assert isinstance(blocks, Blocks)
         quotients, scales, _ = blocks.grid(x.float())
         scales = scales.to(blocks.scales).float()
@@ -91,7 +86,7 @@ class _Integers:
     @property
     def words(self) -> str:
         """For a reader."""
-        words = rounding_named(self.blocks).words
+        words = rounding_named(self.operands).words
         whose = f"each {self.of}" if self.of else "the row"
         match self.how:
             case "scaled":
