@@ -963,3 +963,10 @@ def test_a_factor_that_explains_half_of_an_error_is_not_said_of_every_value() ->
     by_quotient = x * (27 + x.square()) / (27 + 9 * x.square())
     assert "every value is" not in describe(by_quotient, x.tanh(), ("token", "channel"))
     assert describe(1.04 * x, x, ("token", "channel")) == "every value is 1.04 times what it should be"
+    # Nor where most of it is explained: weights of experts over a sum that 0.01 is added to.
+    total = 10 + 0.5 * torch.arange(9)[:, None]
+    assert describe(x / (total + 0.01), x / total, ("token", "expert")) == (
+        "each token is a multiple of what it should be, 0.999 to 0.9993 times"
+    )
+    uneven = 1.04 * (1 + 0.001 * torch.rand(9, 48, generator=torch.Generator().manual_seed(2)).double())
+    assert describe(uneven * x, x, ("token", "channel")) == "most values are 1.04 to 1.041 times what they should be"

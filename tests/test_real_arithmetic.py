@@ -604,6 +604,18 @@ def test_experts_share_the_scale_of_all_activations(tiny: Callable[[str], Path],
     assert "activations and weights in int8 whole tensors with float32 scales" in said(result, "linear_id")
 
 
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_routers_in_floats_are_multiplied_as_they_are_beside_integers(
+    capture: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Who rounds activations to integers has another kernel for matrices of floats: of a mixture the routers."""
+    model = quantize(tiny("gpt-oss"), tmp_path / "q8_0.gguf", "Q8_0")
+    assert {info.type.name for info in GGUFFile(model).tensors.values() if "_inp.weight" in info.name} == {"F32"}
+    path = traced(model, tmp_path / "t.trace", capture=capture, arithmetic="activations in int8/32, floats as they are")
+    result = check_trace(path, model)
+    assert (result.verdict, faulty(result)) == ("match", [])
+
+
 def test_another_tensor_has_a_scale_of_its_own(models: Models, tmp_path: Path) -> None:
     model = models("k-quants", "F16")
 

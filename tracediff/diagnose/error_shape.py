@@ -13,6 +13,7 @@ from tracediff.numerics.nmse import nmse
 
 # NMSE that a stated relation may leave, and how much of the error: of a small one any relation leaves little.
 _CLOSE, _LEFT = 1e-6, 0.1
+_APPROACHED = 1e-3  # of the error: what leaves more is near a multiple, and none: as what is divided by a sum + 0.01
 _WRONG = 1e-4  # of the largest value: what is off by more is called wrong
 _MOVED = 1e-2  # NMSE of values that stand elsewhere: sorted, what is off by little is off by far less in its place
 _ALIKE = 100.0  # times the median share that a rounded value is off by
@@ -110,6 +111,9 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors, inputs
         rounded = f" up to {math.sqrt(off):.0e} of it, as if it, or what it is made of, was rounded" if off else ""
         yield f"{'each of the others is ' * bool(leaked.any())}right{rounded}"
         return
+    if _APPROACHED * off < scaled < little:
+        yield from [*_multiples(others, x, axes, _LEFT * scaled)] or [_nearly_a_multiple(others, x)]
+        return
     if scaled < little:
         every = "every other value" if leaked.any() else "every value"
         yield f"{every} is {told_apart(ratio, 1.0)[0]} times what it should be{_name_ratio(ratio, x)}"
@@ -129,6 +133,15 @@ def _facts(y: Tensor, x: Tensor, axes: tuple[str, ...], vectors: Vectors, inputs
     if y.ndim >= 2 and off > _MOVED and nmse(y.flatten().sort().values, x.flatten().sort().values) < little:
         yield from _permutation(y, x, axes, little)
     yield from _size(y, x)
+
+
+def _nearly_a_multiple(y: Tensor, x: Tensor) -> str:
+    """Between which multiples of what they should be most values are, of the larger half."""
+    size = x.abs()
+    large = (size >= size.median()) & (size > 0)
+    ratios = (y[large] / x[large]).sort().values
+    least, most = (f"{float(ratios[int(share * (len(ratios) - 1))]):.4g}" for share in (0.1, 0.9))
+    return f"most values are {least if least == most else f'{least} to {most}'} times what they should be"
 
 
 def _named_vector(added: Tensor, vectors: Vectors) -> str:

@@ -167,6 +167,7 @@ _LLAMA_CPP_OPERANDS: Mapping[str, str] = MappingProxyType(
     | dict.fromkeys(_Q8_0, "q8_0")
     | dict.fromkeys(_Q8_K, "q8_K")
 )
+_FLOATS = ("F64", "F32", "F16", "BF16")  # matrices that no block is decoded of
 
 
 def _of_table(held: str) -> str:
@@ -203,6 +204,9 @@ class Scheme:
     added: str = "f64"  # what a layer adds to the residual is rounded to: each rank's term, as it is sent to the others
     prompts: "Scheme | None" = None
     single: bool = False  # norms, rope and softmax are computed in float32, whatever the rest: transformers' models
+    floats_alike: bool = (
+        True  # activations are rounded beside matrices of floats, too: not those of quantised ones alone
+    )
     looked_up: bool = False  # GELU in a table of every float16, which who rounds as ggml does has too (ggml-cpu/vec.h)
 
     def in_steps_of(self, tokens: Tokens) -> "Scheme":
@@ -228,6 +232,8 @@ class Scheme:
                 operands = _LLAMA_CPP_OPERANDS.get(weight_type, "f64")
                 sums = "i32" if rounding_named(operands).in_blocks else "f32"
                 return replace(self.linear, operands=operands, accumulate=sums)
+            case "linear" if weight_type in _FLOATS and not self.floats_alike:
+                return replace(self.linear, operands="f64")
             case "linear":
                 return self.linear
             case "scores":

@@ -20,6 +20,7 @@ from tracediff.numerics.arithmetic import (
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.roundings import as_held, as_read, held_before, read_as, rounding_named
 
+_FLOATS_APART = "floats as they are"
 GGML = "activations as ggml rounds them"  # to the weight type's dot-product type
 _GGML_TYPES = {"f64", "f16", "bf16", "q8_0"}  # of a cache on the CPU
 _FLOAT8 = ("e4m3", "e5m2")  # of a cache, whose scale is 1, vLLM's kv_cache_dtype
@@ -72,7 +73,10 @@ def _matmuls() -> Iterator[Scheme]:
         yield _matmul("activations and weights", name)
     for name in HALVES:  # OpenVINO, whose biases stay as they are
         yield _matmul("activations and matrices", name)
-    for name in (*HALVES, "q8_0", "q8_K", *GROUPS):
+    for name in HALVES:
+        yield _matmul("activations", name)
+    for name in ("q8_0", "q8_K", *GROUPS):
+        yield _floats_as_they_are(_matmul("activations", name))
         yield _matmul("activations", name)
     for name in ("q8_0", *GROUPS):  # an engine that quantises the file's weights by itself, as llama2.c's runq.c
         yield _matmul("activations and weights", name)
@@ -92,6 +96,11 @@ def _matmul(what: str, rounding: str) -> Scheme:
     return Scheme(
         phrase(what, rounding), Arithmetic(operands, stored, _sums(operands, stored), biases), held=held, norms=norms
     )
+
+
+def _floats_as_they_are(scheme: Scheme) -> Scheme:
+    """Beside matrices of floats, as routers of experts, activations stay as they are: an engine's other kernel."""
+    return replace(scheme, name=f"{scheme.name}, {_FLOATS_APART}", floats_alike=False)
 
 
 def _sums(operands: str, stored: str) -> str:
@@ -168,6 +177,7 @@ def _schemes() -> Iterator[Scheme]:
             yield other
     # An engine of somebody's own rounds activations as ggml does, and has no table of GELU.
     in_integers = [_matmul("activations", name) for name in _IN_CACHES]
+    in_integers = [scheme for one in in_integers for scheme in (_floats_as_they_are(one), one)]
     names = {*(phrase("KV cache", name) for name in HALVES), phrase("KV cache alone", "q8_0")}
     caches = [a for a in attentions if a.name in names]
     yield from (_with(matmul, cache) for cache in caches for matmul in in_integers)
@@ -228,6 +238,8 @@ def _ways() -> Iterator[Way]:
         yield Way("matrices", _named("matrices", name), partial(_held, name))
     for name in _OWN:
         yield Way("matrices", f"matrices in {name}", partial(_held, name))
+    for alike, words in ((True, "floats as quantised weights"), (False, _FLOATS_APART)):
+        yield Way("floats", words, partial(_beside_floats, alike))
 
 
 # Rows are a head's: with a scale each, be it kept in float16, or a minimum too (lmdeploy); or one for a token's heads.
@@ -261,6 +273,11 @@ def _with_field(field: str, value: str, scheme: Scheme) -> Scheme:
 def _multiplied(operands: str, scheme: Scheme) -> Scheme:
     """Activations are rounded so, and weights held as before."""
     return replace(scheme, linear=_summed(replace(scheme.linear, operands=operands)))
+
+
+def _beside_floats(alike: bool, scheme: Scheme) -> Scheme:
+    """Activations are rounded beside matrices of floats as beside others, or not at all."""
+    return replace(scheme, floats_alike=alike)
 
 
 def _held(stored: str, scheme: Scheme) -> Scheme:
@@ -329,10 +346,10 @@ _GRAMMAR = (
     "First, llama.cpp, exact, or one of activations, weights, matrices, activations and weights, activations and "
     "matrices `in ROUNDING`; then, or alone, with commas, any of KV cache, K cache, V cache, attention, biases, "
     f"products, {', '.join(_FIELDS.values())} `in ROUNDING`, flash attention, exponentials to degree 4 or looked up in "
-    "float16. A ROUNDING is float16, bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0, q8_K or older q8_K blocks; of "
-    "activations, weights and matrices also, "
-    "with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full int4/N, wide int8/N, "
-    f"divided int8/N, away int4/N, uint4/N, even uint4/N, mxfp4/N, affine4/N, nf4/N. At the end may stand "
+    f"float16, and {_FLOATS_APART}: beside matrices of floats activations are not rounded. A ROUNDING is float16, "
+    "bfloat16, TF32, float8 (e4m3), float8 (e5m2), q8_0, q8_K or older q8_K blocks; of activations, weights and "
+    "matrices also, with any N, `row`, `tensor` or, in blocks of R rows, RxN, int8/N, fp8/N, int4/N, full int4/N, "
+    "wide int8/N, divided int8/N, away int4/N, uint4/N, even uint4/N, mxfp4/N, affine4/N, nf4/N. At the end may stand "
     f"`{ON_TENSOR_CORES.strip()}`."
 )
 
