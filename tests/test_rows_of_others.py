@@ -49,9 +49,9 @@ def garbage_at_0_and_all_late(cached: Tensor) -> Tensor:
     return torch.cat((noise_like(cached[:1], 3), cached[:-1]))
 
 
-def fused(models: Models, rows: Callable[[Tensor], Tensor], folder: Path, tokens: tuple[int, ...]) -> tuple[Path, Path]:
+def fused(path: Path, rows: Callable[[Tensor], Tensor], folder: Path, tokens: tuple[int, ...]) -> tuple[Path, Path]:
     """The trace of an engine that reads these rows of the cache and shows no scores, and its model."""
-    model = Model(models("qwen3"))
+    model = Model(path)
     changed = [
         replace(op, function=lambda x, cached, right=KINDS[op.kind].function: right(x, rows(cached)))
         for op in model.graph
@@ -83,9 +83,18 @@ def overwrite(data: Path, record: OpRecord, values: np.ndarray) -> None:
 def test_rows_of_the_cache_are_told(
     rows: Callable[[Tensor], Tensor], text: str, models: Models, tmp_path: Path
 ) -> None:
-    path, model = fused(models, rows, tmp_path, TOKENS)
+    path, model = fused(models("qwen3"), rows, tmp_path, TOKENS)
     (finding,) = check_trace(path, model).findings
     assert finding.text == (f"all 3 layers (seen in attn_kqv): {READ} (blk.0.attn_kqv in step 0: {text}).")
+
+
+@pytest.mark.parametrize("arch", ["gpt-oss", "deepseek2"])
+def test_rows_are_told_beside_sinks_and_of_latents(arch: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """A sink is one more row; of a latent cache heads see views."""
+    path, model = fused(tiny(arch), other_at_3, tmp_path, TOKENS)
+    found = [finding.text for finding in check_trace(path, model).findings]
+    said = "the token at position 3 attends to positions 0, 2 and 2 times position 1, not to positions 0 to 3"
+    assert [text for text in found if READ in text and said in text] == found
 
 
 def test_a_key_that_a_sum_leaves_out_is_no_row_that_was_never_written_to(models: Models, tmp_path: Path) -> None:
@@ -188,7 +197,7 @@ def test_what_no_rows_give_is_not_told(models: Models, tmp_path: Path) -> None:
     def two(cached: Tensor) -> Tensor:
         return torch.cat((cached[:1], noise_like(cached[:2], cached.shape[1]), cached[3:]))
 
-    path, model = fused(models, two, tmp_path, TOKENS[:4])
+    path, model = fused(models("qwen3"), two, tmp_path, TOKENS[:4])
     assert all(READ not in finding.text for finding in check_trace(path, model).findings if 1 in finding.steps)
 
 

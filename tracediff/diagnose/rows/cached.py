@@ -3,9 +3,9 @@
 Attention is a mean of values, weighted by e_j = exp(scale q.k_j). Of every row j that any sequence has cached so far
 key and value are known, so what was made of a token, y, tells which of them were read: sum_j x_j e_j (v_j - y) = 0 in
 each channel of each head, where x_j is how often j was read. That is linear in x, with as many equations as y has
-values. Of a row that no sequence cached, as in a slot that nobody wrote to, neither is known: then y = a + w (u - a)
-with one value u for all heads of a group and all tokens, a share w of each, and the mean a over the rest; u and 1 / w
-are linear in what is known.
+values. A head's sink is one more row, whose value is 0. Of a row that no sequence cached, as in a slot that nobody
+wrote to, neither is known: then y = a + w (u - a) with one value u for all heads of a group and all tokens, a share w
+of each, and the mean a over the rest; u and 1 / w are linear in what is known.
 """
 
 import math
@@ -17,10 +17,12 @@ from torch import Tensor
 
 from tracediff.diagnose.rows.told import OF_ERROR, Row, Told
 from tracediff.english import listed, ranges
+from tracediff.model.graph import Op
 from tracediff.names import plain_step
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.kinds.attention import VISIBLE
 from tracediff.numerics.nmse import nmse
+from tracediff.numerics.views import seen
 from tracediff.replay.replay import Replay
 from tracediff.trace.format import OpRecord
 
@@ -42,6 +44,8 @@ _NOWHERE = "a key and value that no step has cached"
 class _Attention:
     """What was made of queries [T, H, D], `y` [T, H, D], and what they could read: keys and values [N, G, D], each of
     one of `rows`, or of several that are alike. Which of them each query should see, bool [T, N].
+
+    `sinks` [H, 1] are scores of a row that is none: after the others its values are 0, and each query sees it once.
     """
 
     q: Tensor
@@ -50,12 +54,24 @@ class _Attention:
     values: Tensor
     rows: Sequence[Sequence[Row]]
     sees: Tensor
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.sinks is not None:
+            object.__setattr__(self, "values", torch.cat((self.values, torch.zeros_like(self.values[:1]))))
+            object.__setattr__(self, "sees", torch.cat((self.sees, torch.ones_like(self.sees[:, :1])), 1))
 
     def weights(self, t: int) -> Tensor:
         """Of each row for a token, [H, N], the largest 1."""
         q = self.q[t].unflatten(0, (self.keys.shape[1], -1))  # G, H/G, D
         logits = (q @ self.keys.permute(1, 2, 0)).flatten(0, 1)
+        if self.sinks is not None:
+            logits = torch.cat((logits, self.sinks), 1)
         return (logits - logits.amax(1, keepdim=True)).exp()
+
+    def rows_of(self, times: Tensor) -> Tensor:
+        """Without the sink."""
+        return times[..., : len(self.rows)]
 
     def mean(self, t: int, times: Tensor) -> Tensor:
         """What comes of a token that reads each row so many times, [H, D]; NaN where it reads none."""
@@ -87,7 +103,7 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
         times = _read(attention, t)
         if times is not None:
             made[t] = attention.mean(t, times)
-            read, right = (_words(attention.rows, n, own) for n in (times, attention.sees[t]))
+            read, right = (_words(attention.rows, attention.rows_of(n), own) for n in (times, attention.sees[t]))
             texts[t] = f"the token at position {positions[t]} attends to {read}, not to {right}"
     rest = [t for t in asked if t not in texts]
     for some in [rest, *([t] for t in rest)] if rest else ():
@@ -105,11 +121,11 @@ def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention |
     """The attention that ends in the record; None where it is of another sort, or a part of it was recorded."""
     graph = replay.graph
     out = graph[record.op]
-    softmax = graph.ops.get(out.inputs[0]) if out.kind == "weighted_values" and not any(out.seen) else None
+    softmax = graph.ops.get(out.inputs[0]) if out.kind == "weighted_values" else None
     scores = graph.ops.get(softmax.inputs[0]) if softmax and softmax.kind == "softmax" else None
-    if softmax is None or scores is None or scores.kind != "scores" or any(scores.seen) or record.rows is not None:
+    if softmax is None or scores is None or scores.kind != "scores" or record.rows is not None:
         return None
-    is_plain = len(softmax.inputs) == 3 and not softmax.weights and softmax.attrs.keys() <= {"scale", *VISIBLE}
+    is_plain = len(softmax.inputs) == 3 and softmax.attrs.keys() <= {"scale", *VISIBLE}
     if not is_plain or not {softmax.name, scores.name} <= {*replay.segment(record)}:
         return None
     if math.prod(record.shape) * len(replay.trace.positions_until(record.step)) > _PRODUCTS:
@@ -120,19 +136,20 @@ def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention |
     if not all(bool(x.isfinite().all()) for x in (q, k, v, y)) or not bool((probs > 0).any(0).any(-1).all()):
         return None
     most = min(y[0].numel() - 1, _MOST // y[0].numel())  # more rows than equations tell nothing
-    rows, (keys, values) = cached_by_all(replay, record, (scores.inputs[1], out.inputs[1]), (k, v), most)
+    rows, (keys, values) = cached_by_all(replay, record, ((scores, 1), (out, 1)), (k, v), most)
     alike = _alike(torch.cat((keys.flatten(1), values.flatten(1)), 1), len(k))
     sees = torch.zeros(len(y), len(alike), dtype=torch.bool, device=y.device)
     sees[:, : len(k)] = (probs > 0).any(0)
     q, new = q * float(softmax.attrs["scale"]), [*alike]
-    return _Attention(q, y, keys[new], values[new], [[rows[i] for i in of] for of in alike.values()], sees)
+    sinks = replay.weights.load(softmax.weights[0], q.dtype)[:, None] if softmax.weights else None
+    return _Attention(q, y, keys[new], values[new], [[rows[i] for i in of] for of in alike.values()], sees, sinks)
 
 
 def cached_by_all(
-    replay: Replay, record: OpRecord, names: Sequence[str], own: Sequence[Tensor], most: int
+    replay: Replay, record: OpRecord, read: Sequence[tuple[Op, int]], own: Sequence[Tensor], most: int
 ) -> tuple[list[Row], list[Tensor]]:
-    """What was cached until the record's step under these names, [N, G, D] each, and whose each row is: its own
-    sequence's, and the others' as long as there are no more than so many.
+    """What was cached until the record's step of these inputs of ops, as these see it, [N, G, D] each, and whose each
+    row is: its own sequence's, and the others' as long as there are no more than so many.
     """
     trace = replay.trace
     sequence = trace.steps[record.step].sequence
@@ -140,7 +157,8 @@ def cached_by_all(
     if len(at := trace.positions_until(record.step)) == len(rows):
         rows = [(sequence, int(position)) for position in at]
     for other, step in _others(replay, record).items():
-        theirs = [replay.held(step, name, True) for name in names]
+        sizes = len(trace.steps[step].tokens), len(trace.positions_until(step))
+        theirs = [_held(replay, step, op, i, sizes) for op, i in read]
         more = [(other, int(position)) for position in trace.positions_until(step)]
         are_told = all(values is not None and bool(values.isfinite().all()) for values in theirs)
         if are_told and len(rows) + len(more) <= most:
@@ -149,6 +167,12 @@ def cached_by_all(
                 assert values is not None
                 of.append(values.reshape(-1, *like.shape[1:]))
     return rows, [torch.cat(of) for of in cached]
+
+
+def _held(replay: Replay, step: int, op: Op, i: int, sizes: tuple[int, int]) -> Tensor | None:
+    """What a step's cache holds of the op's input; None where it was not recorded."""
+    values, view = replay.held(step, op.inputs[i], True), op.seen[i]
+    return seen(view, *sizes, values) if view and values is not None else values
 
 
 def _others(replay: Replay, record: OpRecord) -> Mapping[int, int]:
@@ -187,7 +211,7 @@ def _read(attention: _Attention, t: int) -> Tensor | None:
         times = most * found / found[vector.abs().argmax()]
         whole = times.round()
         whole = torch.where(((times - whole).abs() <= _SURE) & (whole >= 0), whole, sees)
-        if bool(whole.any()) and nmse(attention.mean(t, whole), y) <= enough:
+        if bool(attention.rows_of(whole).any()) and nmse(attention.mean(t, whole), y) <= enough:
             return whole
     return None
 
@@ -199,14 +223,14 @@ def _unknown(attention: _Attention, tokens: Sequence[int]) -> tuple[str, Tensor]
     sees = attention.sees[[*tokens]]
     if (made := _with_one_more(attention, tokens, sees)) is not None:
         return "beside those that it should read", made
-    instead = sees.any(0).nonzero().flatten().tolist()
+    instead = attention.rows_of(sees).any(0).nonzero().flatten().tolist()
     for row in instead if len(instead) <= _PLACES else (instead[0], instead[-1]):
         others = sees.clone()
         others[:, row] = False
         if (made := _with_one_more(attention, tokens, others)) is not None:
             return f"in the place of position {attention.rows[row][0][1]}", made
     own = torch.zeros_like(sees)
-    own[range(len(tokens)), [int(of.nonzero()[-1]) for of in sees]] = True
+    own[range(len(tokens)), [int(of.nonzero()[-1]) for of in attention.rows_of(sees)]] = True
     made = _with_one_more(attention, tokens, sees & ~own)
     return None if made is None else ("in the place of the last that each should read", made)
 

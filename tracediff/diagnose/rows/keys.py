@@ -38,7 +38,7 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     told.
     """
     op = replay.graph[record.op]
-    if len(replay.segment(record)) > 1 or record.rows is not None or any(op.seen) or op.function or op.rework:
+    if len(replay.segment(record)) > 1 or record.rows is not None or op.function or op.rework:
         return None
     sought = {"scores": (_keys, "key"), "weighted_values": (_values, "value")}.get(op.kind)
     if sought is None:
@@ -55,7 +55,7 @@ def _keys(replay: Replay, record: OpRecord, scheme: Scheme) -> _Read | None:
     n_values = known.recorded.shape[0] * known.recorded.shape[1]
     if n_values < _NUMBERS or not all(bool(x.isfinite().all()) for x in (known.recorded, q, k)):
         return None
-    rows, (keys,) = cached_by_all(replay, record, op.inputs[1:2], (k,), _ROWS)
+    rows, (keys,) = cached_by_all(replay, record, [(op, 1)], (k,), _ROWS)
     every, made, wrong, which = scores(q, keys), known.exact.clone(), known.wrong, [*range(len(k))]
     first = len(k) - len(q)
     for key in range(len(k)):
@@ -85,7 +85,7 @@ def _values(replay: Replay, record: OpRecord, scheme: Scheme) -> _Read | None:
     if read is None or _NONE in read.which:
         return None
     probs, v = known.inputs[:2]
-    _, (values,) = cached_by_all(replay, record, op.inputs[1:2], (v,), _ROWS)
+    _, (values,) = cached_by_all(replay, record, [(op, 1)], (v,), _ROWS)
     made = weighted_values(probs, values[read.which])
     leaves_little = nmse(made, known.recorded) <= OF_ERROR * nmse(known.exact, known.recorded)
     return _Read(read.rows, read.which, made) if leaves_little else None
