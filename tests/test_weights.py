@@ -132,7 +132,7 @@ def test_k_quants_are_within_what_they_cost(kind: str, models: Models, tmp_path:
     assert (result.verdict, wrong(result.tensors)) == ("match", {})
     quantised = [t for t in result.tensors if t.status == "quantised"]
     assert len(quantised) == 16
-    assert all(t.error and t.bound and 0.4 * t.bound < t.error < t.bound for t in quantised)
+    assert all(t.error and t.bound and 0.3 * t.bound < t.error < t.bound for t in quantised)
 
 
 def bfloat16_bits(x: np.ndarray) -> np.ndarray:
@@ -265,7 +265,7 @@ def test_missing_and_extra(models: Models, tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", tiny_checkpoints.CLASSES)
+@pytest.mark.parametrize("arch", [arch for arch in tiny_checkpoints.CLASSES if arch != "falcon-h1"])
 def test_checkpoints_of_all_that_conversion_does(arch: str, tmp_path: Path) -> None:
     """Experts together, fused projections apart, heads in another order, norms less 1, decays: transformers' own class
     computes what llama.cpp does (tests/test_record.py) with the tensors that it saves here.
@@ -299,6 +299,53 @@ def test_a_checkpoint_in_eight_bits(
     assert (result.verdict, {t.status for t in result.tensors}) == ("match", {"identical"})
     plant(model, UP, eighth.float().numpy())
     assert [*wrong(audit_checkpoint(model, folder).tensors)] == [UP]
+
+
+def test_what_conversion_computes_by_config_json_is_left_open(tmp_path: Path) -> None:
+    """Multipliers, which are in the file's weights."""
+    model = tiny_checkpoints.CLASSES["falcon-h1"].write("falcon-h1", tmp_path / "model.gguf")
+    tiny_checkpoints.load("falcon-h1", model).save_pretrained(tmp_path / "hf")
+    result = audit_checkpoint(model, tmp_path / "hf")
+    assert (result.verdict, wrong(result.tensors)) == ("undecided", {})
+    assert {t.tensor for t in result.tensors if t.status == "not compared"} >= {
+        "token_embd.weight",
+        "blk.1.ssm_in.weight",
+    }
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_a_factor_in_quantised_weights(kind: str, models: Models, tmp_path: Path) -> None:
+    """Which leaves an error no larger than the type may have."""
+    model, folder = models("llama", kind), tmp_path / "hf"
+    checkpoint(models("llama", "F32"), folder)
+    for shard in folder.iterdir():
+        held = safetensors.load_file(shard)
+        if hf_name(UP) in held:
+            safetensors.save_file(held | {hf_name(UP): held[hf_name(UP)] / 1.05}, shard)
+    ((name, (cause, note)),) = wrong(audit_checkpoint(model, folder).tensors).items()
+    assert (name, cause, note and note[:31]) == (UP, "weight_scaled", "every value was multiplied by 1")
+
+
+def test_a_layer_that_was_left_out(models: Models, tmp_path: Path) -> None:
+    """A checkpoint of a layer more; one that predicts the token after the next is left out by right."""
+    folder = checkpoint(models("llama"), tmp_path / "hf")
+    n = 1 + max(int(name.split(".")[1]) for name in GGUFFile(models("llama")).tensors if name.startswith("blk."))
+    more = {hf_name(f"blk.{n}.ffn_up.weight"): torch.ones(160, 96)}
+    safetensors.save_file(more, folder / "more.safetensors")
+    (missing,) = wrong(audit_checkpoint(models("llama"), folder).tensors).items()
+    assert missing == (hf_name(f"blk.{n}.ffn_up.weight"), (None, "the file has fewer layers"))
+    safetensors.save_file(more | {f"model.layers.{n}.eh_proj.weight": torch.ones(96, 192)}, folder / "more.safetensors")
+    assert audit_checkpoint(models("llama"), folder).verdict == "match"
+
+
+def test_a_part_of_a_model_is_refused(models: Models, tmp_path: Path) -> None:
+    raw = models("tiny").read_bytes()
+    key, field = b"split.count", (2).to_bytes(4, "little")  # uint16
+    entry = len(key).to_bytes(8, "little") + key + field + (3).to_bytes(2, "little")
+    counted = (int.from_bytes(raw[16:24], "little") + 1).to_bytes(8, "little")
+    (tmp_path / "part.gguf").write_bytes(raw[:16] + counted + entry + raw[24:])
+    with pytest.raises(ModelError, match=r"one of 3 parts of a model\. Join them: llama-gguf-split --merge"):
+        GGUFFile(tmp_path / "part.gguf")
 
 
 def test_an_expert_in_the_place_of_another(tmp_path: Path) -> None:
@@ -476,7 +523,6 @@ DIVERGED: 1 of 30 tensors is not right; blk.1.ffn_norm.weight: wrong: 1 was adde
 Not right
   - blk.1.ffn_norm.weight: wrong: 1 was added to every value; in a GGUF file it is in already (F32
     in the file, F32 in the checkpoint, error 0.9245).
-    look at a 1 + w convention of another family (Gemma)
 
 Counts
   status     file  checkpoint  tensors  error up to  allowed from

@@ -64,7 +64,7 @@ def explain(name: str, expected: Array, held: Array, others: Readings, close: fl
         left = residual(reading.values.reshape(-1), held)
         if left < least:
             best, least = (reading.cause, reading.text), left
-    return best or (None, _describe(expected, held))
+    return best or (None, _describe(expected, held, close))
 
 
 def _single(x: Array) -> Array:
@@ -177,16 +177,23 @@ def rounded_to(flat: Array, held: Array) -> str | None:
     return next(iter(left))
 
 
-def _describe(expected: Array, held: Array) -> str:
-    """Facts, where no mistake is known."""
-    flat = expected.reshape(-1)
+def _describe(expected: Array, held: Array, close: float) -> str:
+    """Facts, where no mistake is known, of values that are right to a relative RMS error of `close`."""
+    flat, lost = expected.reshape(-1), ~np.isfinite(held)
+    if lost.any() and np.isfinite(flat).all():
+        return f"{int(lost.sum())} of {held.size} values are NaN or Inf"
     rows = flat.reshape(expected.shape[0], -1), held.reshape(expected.shape[0], -1)
-    off = ~np.isclose(*rows, rtol=1e-2, atol=1e-6)
-    for axis, what in ((1, ("values", "rows", "experts")[min(expected.ndim, 3) - 1]), (0, "values of each row")):
-        wrong = off.any(axis)
+    what = ("values", "rows", "experts")[min(expected.ndim, 3) - 1]
+    if close > CLOSE:  # quantised: a row tells, a value does not
+        each = np.sqrt([float(np.square(b - a, dtype=np.float64).mean()) for a, b in zip(*rows, strict=True)])
+        offs = [(each > 2 * close * float(np.sqrt(np.square(flat, dtype=np.float64).mean())), what)]
+    else:
+        off = ~np.isclose(*rows, rtol=1e-2, atol=1e-6)
+        offs = [(off.any(1), what), (off.any(0), "values of each row")]
+    for wrong, of in offs:
         if 0 < wrong.sum() <= len(wrong) // 2:
-            return f"{int(wrong.sum())} of {len(wrong)} {what} are wrong: {ranges(np.flatnonzero(wrong).tolist())}"
-    if np.allclose(np.sort(held), np.sort(flat), rtol=CLOSE, atol=1e-6):
+            return f"{int(wrong.sum())} of {len(wrong)} {of} are wrong: {ranges(np.flatnonzero(wrong).tolist())}"
+    if close <= CLOSE and np.allclose(np.sort(held), np.sort(flat), rtol=CLOSE, atol=1e-6):
         return "the same values in another order"
     correlation = _correlation(flat, held)
     if correlation > _FOLLOWS:

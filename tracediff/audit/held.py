@@ -139,13 +139,13 @@ def _rounded_less_1(flat: np.ndarray, held: np.ndarray) -> str | None:
 # --- what a file tells of other ways to read a tensor --------------------------------------------------------------
 
 
-def readings(source: "Tensors", name: str, file: "GGUFFile") -> Readings:
-    """Other tensors that may have been taken for `name`, its rows permuted, its blocks misread."""
+def readings(source: "Tensors", name: str, file: "GGUFFile", in_memory: bool = True) -> Readings:
+    """Other tensors that may have been taken for `name`, its rows permuted, its blocks misread by who holds it."""
 
     def all_of(held: np.ndarray) -> Iterator[Reading]:
         yield from _other_tensors(source, name, held)
         yield from _permutations(source.get(name), name, file)
-        if name in file.tensors:
+        if in_memory and name in file.tensors:
             yield from _misread_blocks(name, file)
 
     return all_of
@@ -184,3 +184,12 @@ def _misread_blocks(name: str, file: "GGUFFile") -> Iterator[Reading]:
     for mistake in misread(info.type.name):
         made = EditedBlocks(mistake.types, mistake.edit)(file, info).numpy()
         yield Reading(mistake.name, mistake.text.format(info.type.name), made)
+
+
+def written_otherwise(expected: np.ndarray, held: np.ndarray, name: str, file: "GGUFFile") -> Iterator[Reading]:
+    """Blocks of a file that are the expected values to who makes a mistake in reading them: so they were written."""
+    for mistake in _misread_blocks(name, file):
+        text = f"written for who reads them mistakenly: {mistake.text}"
+        yield Reading(
+            mistake.cause, text, held.reshape(-1) + (expected - mistake.values.reshape(expected.shape)).reshape(-1)
+        )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tracediff.audit.causes import CLOSE, explain, rounded_to
-from tracediff.audit.held import compare_weight, judge_values, look_at, readings
+from tracediff.audit.causes import CLOSE, Reading, explain, rounded_to
+from tracediff.audit.held import compare_weight, judge_values, look_at, readings, written_otherwise
 from tracediff.audit.quantisation import expected_error, relative_errors
 from tracediff.compare.sides import picked
 from tracediff.errors import MismatchError
@@ -23,7 +23,10 @@ from tracediff.trace.runs import open_trace
 _TIED = {"output.weight": "token_embd.weight"}
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _UNNAMED = "gguf-py has no name for it in this architecture"
+_BEYOND = "the file has fewer layers"
+_OTHERWISE = "conversion computes it, by numbers that are not read here"
 _UNKNOWN = "what tensors without a name it is made of, and how, is not known"
+_FACTOR = 0.01  # by which a tensor may be larger: what is nearest has, squared, what the error has of its size
 _PLAIN = ("F32", "F16", "BF16", "F64")
 Progress = Callable[[float], None]
 
@@ -47,6 +50,7 @@ def audit_checkpoint(model: Path, folder: Path, progress: Progress = lambda frac
     checkpoint = Checkpoint(folder, tensors.file)
     names = list(dict.fromkeys((*tensors.names(), *checkpoint.names())))
     results = [_converted(name, tensors, checkpoint) for name in _counted(names, progress)]
+    results += [TensorResult(key, "missing", note=_BEYOND) for key in checkpoint.beyond]
     results += [TensorResult(key, "not compared", note=_UNNAMED) for key in checkpoint.unnamed]
     return _result(model, "checkpoint", folder, results)
 
@@ -63,7 +67,8 @@ def _result(model: Path, against: str, path: Path, results: list[TensorResult]) 
     open_ = any(result.status == "not compared" and result.type for result in results)  # of the file's
     outcome = "diverged" if failing else "match" if told and not open_ else "undecided"
     audit = AuditResult(outcome, str(model), against, str(path), tuple(results))  # type: ignore[arg-type]
-    looks = {cause: look_at(cause) for cause in {tensor.cause for tensor in results}}
+    causes = {tensor.cause for tensor in results} if against == "trace" else set()  # of a file no engine is to blame
+    looks = {cause: look_at(cause) for cause in causes}
     return say(audit, looks)
 
 
@@ -90,6 +95,8 @@ def _recorded(name: str, tensors: FileTensors, trace: Trace) -> TensorResult:
 
 def _converted(name: str, tensors: FileTensors, checkpoint: Checkpoint) -> TensorResult:
     """A tensor of the file against the checkpoint's; what one side ties is its embedding."""
+    if name in checkpoint.unknown:
+        return TensorResult(name, "not compared", tensors.storage(name), note=_OTHERWISE)
     original = name if name in checkpoint else _TIED.get(name, name)
     if original not in checkpoint:
         kind = tensors.storage(name)
@@ -107,7 +114,7 @@ def _converted(name: str, tensors: FileTensors, checkpoint: Checkpoint) -> Tenso
         note = f"the file holds the shape {list(ours)}, the checkpoint {list(expected.shape)}"
         return TensorResult(name, "wrong", kind, stored, note=note)
     held = tensors.get(source)
-    others = readings(checkpoint, original, tensors.file)
+    others = readings(checkpoint, original, tensors.file, in_memory=False)
     if kind in _PLAIN:
         error = relative_errors(_rows(expected), held.reshape(_rows(expected).shape))[0]
         coarser = rounded_to(held.reshape(-1), expected.reshape(-1)) if error else None
@@ -118,15 +125,28 @@ def _converted(name: str, tensors: FileTensors, checkpoint: Checkpoint) -> Tenso
     whole, row = expected_error(expected, tensors.file.tensors[source].type)
     error, each = relative_errors(_rows(expected), held.reshape(_rows(expected).shape))
     if error <= whole and each.max() <= row:
-        return TensorResult(name, "quantised", kind, stored, error, whole)
-    cause, note = explain(name, expected, held, others, max(CLOSE, whole))
+        factor = float((expected * held).sum(dtype=np.float64) / np.square(expected).sum(dtype=np.float64))
+        if abs(factor - 1) <= _FACTOR + 2 * error**2:
+            return TensorResult(name, "quantised", kind, stored, error, whole)
+        scaled = f"every value was multiplied by {factor:.4g}"
+        return TensorResult(name, "wrong", kind, stored, error, whole, "weight_scaled", scaled)
+
+    def written(held: np.ndarray) -> Iterator[Reading]:
+        yield from others(held)
+        yield from written_otherwise(expected, held, name, tensors.file)
+
+    cause, note = explain(name, expected, held, written, max(CLOSE, whole))
     return TensorResult(name, "wrong", kind, stored, error, whole, cause, note)
 
 
 def _may_be_made(name: str, tensors: FileTensors, checkpoint: Checkpoint) -> bool:
     """Whether tensors of the same layer that have no name are as many values: it may be made of them."""
     layer = layer_of(name)
-    of_layer = [key for key in checkpoint.unnamed if str(layer) in key.split(".") or layer is None]
+    of_layer = [
+        key for key in checkpoint.unnamed if layer is None or str(layer) in key.split(".") or key.startswith("mtp.")
+    ]
+    if any(map(checkpoint.is_packed, of_layer)):
+        return True
     return sum(map(checkpoint.n_values, of_layer)) >= math.prod(tensors.file.tensors[name].shape)
 
 

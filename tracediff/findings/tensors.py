@@ -9,7 +9,7 @@ from tracediff.findings.places import of_weights
 from tracediff.findings.words import number
 from tracediff.result import AuditResult, Finding, TensorResult
 
-SILENT = ("not recorded", "not compared")  # statuses of what nothing is said about
+SILENT = ("not recorded", "not compared", "computed")  # statuses of what nothing is said about
 
 
 def say(result: AuditResult, looks: Mapping[str | None, str | None]) -> AuditResult:
@@ -73,6 +73,9 @@ def _left_out(result: AuditResult) -> Iterator[str]:
     unrecorded = [tensor for tensor in result.tensors if tensor.status == "not recorded"]
     if result.against == "trace" and len(unrecorded) < len(result.tensors) and unrecorded:
         yield f"{len(unrecorded)} more were not recorded."
+    computed = [tensor.tensor for tensor in result.tensors if tensor.status == "computed"]
+    if computed:
+        yield f"{few(computed)} follows from config.json, which is not read."
     silent = [tensor for tensor in result.tensors if tensor.status == "not compared"]
     for of, whose in ((True, "of the file's"), (False, "of the checkpoint's")):
         these = [tensor for tensor in silent if bool(tensor.type) == of]

@@ -1,6 +1,9 @@
 """A Hugging Face checkpoint beside a GGUF file: its safetensors read tensor by tensor, named and laid out as GGUF's."""
 
+import json
 import re
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +11,19 @@ import numpy as np
 
 from tracediff.errors import ModelError
 from tracediff.inputs import require_file
-from tracediff.model.conversion import sources_of
+from tracediff.model.conversion import PACKED, sources_of
 from tracediff.model.gguf_file import GGUFFile
 
 # Buffers that old checkpoints hold and every engine computes: rope's angles, causal masks.
-_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$")
+_COMPUTED = re.compile(r"rotary_(pos_)?emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$")
 
 
 class Checkpoint:
     """The tensors of a folder of safetensors files, memory-mapped, by the names that `file` gives them.
 
-    `unnamed` are those that the architecture has no GGUF name for. Raises ModelError for a folder without any, and
-    where two files hold other values of one tensor: which of them the GGUF file was made from nobody can tell.
+    `unnamed` are those that the architecture has no GGUF name for, `beyond` those of a layer more than the file has,
+    and `unknown` names of tensors of which it is not known how they are made. Raises ModelError for a folder without
+    any, and where two files hold other values of one tensor: which of them the GGUF file was made from nobody can tell.
     """
 
     def __init__(self, folder: Path, file: GGUFFile) -> None:
@@ -40,7 +44,10 @@ class Checkpoint:
             for key in opened.keys():  # noqa: SIM118 - not a dict
                 self._add(key, opened, shard)
         scales = {scale for key in self._shards if (scale := self._scale(key))}
-        self._sources, self.unnamed = sources_of(file, [key for key in self._shards if key not in scales])
+        packed = [key for key in self._shards if self._slice(key).get_dtype() == "U8"]  # two values in a byte
+        sources = sources_of(file, [key for key in self._shards if key not in scales and key not in packed])
+        self._sources, self.unnamed = sources.known, sources.unnamed + packed
+        self.beyond, self.unknown = sources.beyond, sources.unknown
 
     def _add(self, key: str, opened: Any, shard: Path) -> None:
         if _COMPUTED.search(key):
@@ -81,6 +88,10 @@ class Checkpoint:
         """Its first row; of a vector its first value."""
         return self.get(name)[:1].astype(np.float64).reshape(-1)
 
+    def is_packed(self, key: str) -> bool:
+        """Whether it is a part of values that are packed."""
+        return self._slice(key).get_dtype() in ("U8", "I32") or bool(PACKED.search(key))
+
     def n_values(self, key: str) -> int:
         """How many the tensor of a key has."""
         return int(np.prod(self._slice(key).get_shape()))
@@ -90,20 +101,30 @@ class Checkpoint:
 
     def _scale(self, key: str) -> str | None:
         """The key of what values in eight bits are multiplied by: one number, of each row, or of each block."""
-        if not self._slice(key).get_dtype().startswith("F8"):
+        if not self._slice(key).get_dtype().startswith(("F8", "I8")):
             return None
         return next((name for name in (f"{key}_scale_inv", f"{key}_scale") if name in self._shards), None)
 
     def _values(self, key: str) -> np.ndarray:
         tensor = self._shards[key][0].get_tensor(key)
         values = (tensor.float() if tensor.dtype.itemsize < 4 else tensor).numpy()
-        return values * _over(values.shape, self._values(scale)) if (scale := self._scale(key)) else values
+        return values * self._over(values.shape, self._values(scale)) if (scale := self._scale(key)) else values
 
+    @cached_property
+    def _block(self) -> Sequence[int]:
+        """Of how many values along each axis a scale is, as config.json says; nothing where it does not."""
+        try:
+            config = json.loads((self.folder / "config.json").read_text())
+            return [int(size) for size in config["quantization_config"]["weight_block_size"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return ()
 
-def _over(shape: tuple[int, ...], scale: np.ndarray) -> np.ndarray:
-    """The scale of each value, where there is one of each block of a power of two along an axis, the last cut short."""
-    for axis, (size, n) in enumerate(zip(shape, scale.shape, strict=False)):
-        if 1 < n < size:
-            block = 1 << (-(-size // n) - 1).bit_length()
-            scale = np.repeat(scale, block, axis)[(slice(None),) * axis + (slice(size),)]
-    return scale
+    def _over(self, shape: tuple[int, ...], scale: np.ndarray) -> np.ndarray:
+        """The scale of each value: of all, of each row, or of blocks, the last along an axis cut short."""
+        if scale.ndim == 1 < len(shape):
+            scale = scale[:, None]
+        for axis, (size, n) in enumerate(zip(shape, scale.shape, strict=False)):
+            if 1 < n < size:
+                block = self._block[axis] if axis < len(self._block) else 1 << (-(-size // n) - 1).bit_length()
+                scale = np.repeat(scale, block, axis)[(slice(None),) * axis + (slice(size),)]
+        return scale

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 
 from tracediff.errors import ModelError
 from tracediff.model.gguf_file import GGUFFile
@@ -24,23 +24,38 @@ Way = Callable[[Array], Array]
 # LlamaModel.permute, which the others inherit or call, lays out each head of Q and K for rope on neighbours;
 # checkpoints pair halves. The whole head is permuted, whatever part of it is rotated.
 PERMUTED_ARCHITECTURES = (
-    "llama", "arcee", "arctic", "baichuan", "bailingmoe", "cogvlm", "deci", "deepseek", "granite", "granite_swa",
-    "granitehybrid", "granitemoe", "internlm2", "llada", "llama-embed", "minicpm", "mistral3", "nanbeige", "nemotron_h",
-    "nemotron_h_moe", "olmo", "smollm3", "xverse",
+    "llama", "arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "cogvlm", "deci", "deepseek", "granite",
+    "granite_swa", "granitehybrid", "granitemoe", "internlm2", "llada", "llama-embed", "minicpm", "mistral3",
+    "nanbeige", "nemotron_h", "nemotron_h_moe", "olmo", "smollm3", "xverse",
 )  # fmt: skip
 PERMUTED_OPS = ("attn_q", "attn_k", "attn_q_rope", "attn_k_rope")
 _NONE = r"$^"
-# Norms that are held less 1 (Gemma's, LayerNorm1P).
-_LESS_ONE: Mapping[str, str] = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma-embedding", "minimax-m3", "nemotron"), r"norm\.weight$"),
-    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), r"(?<!ssm_)norm\.weight$"),
+_NORM = ((r"norm\.weight$", 1.0),)
+# What is added to weights: norms are held less 1 (Gemma's, LayerNorm1P).
+_ADDED: Mapping[str, Sequence[tuple[str, float]]] = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma-embedding", "minimax-m3", "nemotron", "step35"), _NORM),
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), ((r"(?<!ssm_)norm\.weight$", 1.0),)),
 }
 # Matrices that are held with their inputs first.
 _TRANSPOSED: Mapping[str, str] = {
     **dict.fromkeys(("gpt2", "jais"), r"attn_(qkv|output)\.weight$|ffn_(up|down)\.weight$"),
-    **dict.fromkeys(("gpt-oss", "llama4"), r"ffn_(gate|up|down)_exps\.weight$"),
-    "dbrx": r"ffn_down_exps\.weight$",
+    **dict.fromkeys(("gpt-oss", "llama4", "qwen3vlmoe"), r"ffn_(gate|up|down)_exps\.weight$"),
+    **dict.fromkeys(("dbrx", "nomic-bert-moe"), r"ffn_down_exps\.weight$"),
 }
+# What is done otherwise, by numbers of config.json or by statistics of the tensor: it is left open.
+_OTHERWISE: Mapping[str, str] = {
+    "bailingmoe": r"^output\.weight$",
+    "bailingmoe2": r"^output\.weight$|exp_probs_b",
+    "bitnet": r"(attn|ffn)_(?!norm|sub_norm)\w+\.weight$",
+    "chameleon": r"attn_[qk]_norm",
+    "falcon-h1": r"(attn_(q|k|v|output)|ffn_(gate|down)|ssm_(in|out)|token_embd|output)\.weight$",
+    "jais": r"token_embd|^output\.|ffn_gate",
+    "plamo": r"attn_(q|output)\.weight$",
+    **dict.fromkeys(("plamo2", "plamo3"), "norm"),
+    **dict.fromkeys(("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"), "."),
+}
+_VOCABULARY = ("token_embd.weight", "output.weight", "per_layer_token_embd.weight")  # rows that the tokeniser has
+_LINEAR = r"(?<!\.c)_proj\.weight$"  # beside others of GPT-2 that are Conv1D
 _ALTERNATING = ("gpt-oss",)  # gate and up of each channel side by side, where others have all of gate first
 # Q, K and V of each head of K, where others have all of Q first.
 _OF_GROUPS = ("bloom", "falcon", "gptneox", "internlm2")
@@ -58,7 +73,20 @@ _SPLIT = (
 _FUSED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"), "attn_qkv": ("attn_q", "attn_k", "attn_v")}
 _STACKED = re.compile(r"(experts|altup_projections|altup_unembed_projections)\.(\d+)\.")
 # How keys are spelled where the table has them otherwise.
-_PREFIXES = ((_NONE, ""), (r"language_model\.", ""), (r"^(transformer|model)\.", ""), (r"^", "model."))
+_PREFIXES = (
+    (_NONE, ""), (r"language_model\.", ""), (r"^(transformer|model|bert|roberta|distilbert|thinker)\.", ""),
+    (r"text_model\.", ""), (r"^", "model."),
+)  # fmt: skip
+# A head that predicts tokens after the next is a layer behind the last.
+_PREDICTING = {
+    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"
+}  # fmt: skip
+_OF_A_PREDICTOR = r"eh_proj|enorm|hnorm|shared_head"
+_LAYER = re.compile(r"(?:layers|layer|h|blocks|block)\.(\d+)\.")
+# Parts of values that are packed, as GPTQ's, compressed-tensors' and MXFP4's: nothing that is compared by itself.
+PACKED = re.compile(
+    r"[._](packed|blocks|scales?|scale_2|scale_inv|shape|zero_point|zeros|qweight|qzeros|g_idx|input_scale)$"
+)
 _SPELLINGS = (
     (_NONE, ""),
     (r"\.dt_bias$", ".dt_proj.bias"),
@@ -84,11 +112,19 @@ class Source(NamedTuple):
             return held[0]
 
 
-def sources_of(file: GGUFFile, keys: Sequence[str]) -> tuple[dict[str, Source], list[str]]:
-    """What each tensor of a GGUF file, by its name, is made of; and the keys that have no name in the architecture.
-
-    Raises ModelError for an architecture that gguf-py has no table of names for.
+class Sources(NamedTuple):
+    """What each tensor of a GGUF file, by its name, is made of; the keys that have no name in the architecture, and
+    those of a layer that is one more than the file has; and names of tensors of which nobody knows how they are made.
     """
+
+    known: dict[str, Source]
+    unnamed: list[str]
+    beyond: list[str]
+    unknown: set[str]
+
+
+def sources_of(file: GGUFFile, keys: Sequence[str]) -> Sources:
+    """Of these keys of a checkpoint. Raises ModelError for an architecture that gguf-py has no table of names for."""
     return _Conversion(file).sources(keys)
 
 
@@ -97,38 +133,61 @@ class _Conversion:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.arch = file, architecture(file)
-        self.names = tensor_names(self.arch, n_layer(file))
+        self.n_layer = n_layer(file)
+        self.names = tensor_names(self.arch, self.n_layer)
         if self.names is None:
             raise ModelError(f"{file.path}: gguf-py knows no tensor names of the architecture {self.arch!r}.")
         self.heads = head_counts(file) if self.arch in PERMUTED_ARCHITECTURES else {}
 
-    def sources(self, keys: Sequence[str]) -> tuple[dict[str, Source], list[str]]:
+    def sources(self, keys: Sequence[str]) -> Sources:
         """As `sources_of` says."""
         whole: dict[str, list[str]] = {}
         found: dict[str, Source] = {}
-        unnamed = []
+        unnamed, beyond = [], dict[int, list[str]]()
         for key in keys:
-            name = self._name(key)
+            name = None if PACKED.search(key) else self._name(key)
             split = {} if name in self.file.tensors else self._split(key)
             found |= split
             if name and not split:
                 whole.setdefault(name, []).append(key)
+            elif not split and (layer := self._layer_beyond(key)) is not None:
+                beyond.setdefault(layer, []).append(key)
             elif not split:
                 unnamed.append(key)
         found |= {name: self._whole(name, of) for name, of in whole.items()}
         for name, parts in self._fused(found):
             made = [found.pop(part) for part in parts]
             found[name] = Source(tuple(key for one in made for key in one.keys), partial(_joined, made))
-        return found, unnamed
+        unknown = {one for one in (*found, *self.file.tensors) if re.search(_OTHERWISE.get(self.arch, _NONE), one)}
+        known = {name: source for name, source in found.items() if name not in unknown}
+        predicting = {int(at[1]) for key in unnamed if (at := _LAYER.search(key)) and re.search(_OF_A_PREDICTOR, key)}
+        unnamed += [key for layer in sorted(beyond.keys() & predicting) for key in beyond[layer]]
+        return Sources(known, unnamed, [key for n in sorted(beyond.keys() - predicting) for key in beyond[n]], unknown)
 
     def _name(self, key: str) -> str | None:
         """What the table calls it, be it in another spelling."""
-        plain = _STACKED.sub(r"\1.", key)
+        plain = self._in_layers(_STACKED.sub(r"\1.", key))
         spelled = (re.sub(*by, re.sub(*before, plain)) for before in _PREFIXES for by in _SPELLINGS)
         found = (name for one in spelled if (name := self.names.get_name(one, try_suffixes=(".weight", ".bias"))))
         name = next(found, None)
-        # A parameter may be a module's, rather than the weight of one.
-        return next((one for one in (name, f"{name}.weight", f"{name}.bias") if one in self.file.tensors), name)
+        # A parameter may be a module's, rather than the weight of one; a classifier is called by what it tells.
+        others = (name, f"{name}.weight", f"{name}.bias", (name or "").replace("cls.", "cls.output."))
+        return next((one for one in others if one in self.file.tensors), name)
+
+    def _in_layers(self, key: str) -> str:
+        """A key of a head that predicts further tokens as one of the layers behind the last that generates."""
+        first = self.n_layer - int(self.file.metadata.get(f"{self.arch}.nextn_predict_layers", 0))
+        if layer := re.match(r"(?:model\.)?mtp\.layers\.(\d+)\.(.*)", key):
+            return f"model.layers.{first + int(layer[1])}.{layer[2]}"
+        part = re.match(r"(?:model\.)?mtp\.(\w+)(\..*)", key)
+        return f"model.layers.{first}.{_PREDICTING[part[1]]}{part[2]}" if part and part[1] in _PREDICTING else key
+
+    def _layer_beyond(self, key: str) -> int | None:
+        """The number of a layer behind the file's last that has such a tensor; None of any other key."""
+        found = _LAYER.search(key)
+        if not found or int(found[1]) < self.n_layer or PACKED.search(key):
+            return None
+        return int(found[1]) if self._name(f"{key[: found.start(1)]}0{key[found.end(1) :]}") else None
 
     def _whole(self, name: str, keys: Sequence[str]) -> Source:
         """One tensor of the checkpoint, or that of each expert."""
@@ -140,7 +199,9 @@ class _Conversion:
 
     def _split(self, key: str) -> dict[str, Source]:
         """The tensors of the file that one of the checkpoint becomes; none where the file does not have them."""
-        block = next((f"blk.{number}" for number in re.findall(r"\.(\d+)\.", key)), None)
+        if PACKED.search(key):
+            return {}
+        block = next((f"blk.{number}" for number in re.findall(r"\.(\d+)\.", self._in_layers(key))), None)
         suffix = "bias" if key.endswith("bias") else "weight"
         for pattern, parts in _SPLIT:
             names = [f"{block}.{part}.{suffix}" for part in parts]
@@ -188,17 +249,19 @@ class _Conversion:
         if name.endswith("_exps.weight") and name in self.file.tensors:  # of all experts in one matrix (DBRX)
             n_expert = self.file.tensors[name].shape[0]
             ways.append(lambda x: x.reshape(n_expert, -1, x.shape[-1]) if x.ndim == 2 else x)
-        if re.search(_TRANSPOSED.get(self.arch, _NONE), name) and not split:
+        if re.search(_TRANSPOSED.get(self.arch, _NONE), name) and not split and not re.search(_LINEAR, key):
             ways.append(lambda x: np.swapaxes(x, -1, -2))
         if key.endswith("A_log"):
             ways.append(lambda x: -np.exp(x))
-        if re.search(_LESS_ONE.get(self.arch, _NONE), name):
-            ways.append(lambda x: x + np.float32(1))
+        ways += [partial(_added, by) for pattern, by in _ADDED.get(self.arch, ()) if re.search(pattern, name)]
         if name in self.heads:
             ways.append(lambda x: neighbours(x, x.shape[0] // self.heads[name], 0))
         ways += self._regrouped(local_name(name))
         if name in self.file.tensors:
-            ways.append(partial(_shaped, self.file.tensors[name].shape))
+            shape = self.file.tensors[name].shape
+            if name == "position_embd.weight":  # the first positions of RoBERTa are none
+                ways.append(lambda x: x[-shape[0] :])
+            ways.append(partial(_cut_or_padded if name in _VOCABULARY else _shaped, shape))
         return lambda x: reduce(lambda y, way: way(y), ways, x)
 
     def _regrouped(self, local: str) -> Iterator[Way]:
@@ -281,6 +344,17 @@ def _by_sort(x: Array, n_groups: int, sizes: Sequence[int]) -> list[Array]:
     return [part.reshape(-1, *x.shape[1:]) for part in _cut(groups, [size // n_groups for size in sizes], 1)]
 
 
+def _added(by: float, x: Array) -> Array:
+    return x + np.float32(by)
+
+
+def _cut_or_padded(shape: Sequence[int], x: Array) -> Array:
+    """The rows of the tokens that there are, and zeros for those that the checkpoint has no row of."""
+    if len(x.shape) != 2 or x.shape[1] != shape[1]:
+        return x
+    return np.pad(x[: shape[0]], ((0, max(0, shape[0] - len(x))), (0, 0)))
+
+
 def _shaped(shape: Sequence[int], x: Array) -> Array:
     """In the file's shape, where that is the same but for axes of 1, or rows of what is one row in the checkpoint."""
     ours, theirs = ([size for size in of if size != 1] for of in (shape, x.shape))
@@ -313,4 +387,10 @@ def n_layer(file: GGUFFile) -> int:
 def tensor_names(arch: str, n_layer: int) -> Any:
     """gguf-py's table of what checkpoints call the tensors of an architecture; None of one that it does not know."""
     known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-    return get_tensor_name_map(known[arch], n_layer) if arch in known else None
+    if arch not in known:
+        return None
+    every = dict(TensorNameMap.block_mappings_cfg)
+    try:
+        return get_tensor_name_map(known[arch], n_layer)
+    finally:  # an architecture's own names stay in the table of all (gguf 0.19): the next one would have them, too
+        TensorNameMap.block_mappings_cfg = every

@@ -87,6 +87,11 @@ class GGUFFile:
         for _ in range(n_keys):
             key = self._string()
             self.metadata[key] = self._value(self._value_type())
+        parts = self.metadata.get("split.count", 0)
+        if isinstance(parts, int) and parts > 1:
+            raise ModelError(
+                f"{self.path}: one of {parts} parts of a model. Join them: llama-gguf-split --merge FIRST_PART OUT.gguf"
+            )
         directory = [self._tensor() for _ in range(n_tensors)]
         self._header_size = self._at
         alignment = self.metadata.get("general.alignment", 32)
