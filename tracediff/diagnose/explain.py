@@ -320,12 +320,15 @@ class Explainer:
         trials, way = Trials(self._replay, ENDLESS), Way(tokens=part.tokens)
         rest = [other for other in best.parts if other is not part]
         given = [*trials.together(rest, one.record, one.error)] if rest else [None]
+        said = part.text.partition(":")[0].split(", ")  # of these ops it is said already
         for name, before in product((part.mistake, *ALIKE.get(part.mistake, ())), given):
             others = {op.name for op in (before.ops if before else ())}
             ours = {op.name for op in best.ops} - others
             for tried in trials.of([BANK[name]], one.record, one.error, before, way):
                 if tried.pays(one.error) and ours.isdisjoint(op.name for op in tried.ops):
                     there = local_name(tried.ops[-1].name)
+                    if name == part.mistake and there in said:  # another part of it is in that op as well
+                        continue
                     text = f"in {there} instead" if name == part.mistake else tried.parts[-1].text
                     yield text, ours | ({op.name for op in tried.ops} - others)
 

@@ -7,6 +7,8 @@ from tracediff.findings.gaps import to_record, to_split
 from tracediff.names import sequence_of
 from tracediff.result import Coverage, Finding, Next, OpResult, Result
 
+_LONGER = "600"  # seconds in which causes are sought, where those that were given were too few
+
 
 def next_step(result: Result, again: str | None = None) -> Next:
     """Of what is open the largest: whether it can be judged, then what is known to be wrong, then what hides.
@@ -32,6 +34,8 @@ def next_step(result: Result, again: str | None = None) -> Next:
         hidden = "drift hides what is smaller than its tolerance: with the model each op is judged by itself"
         named = "with the model each op is judged by itself, and known mistakes are named"
         return Next(f"{made} {shlex.join(('--model', _model(result)))}", hidden if result.verdict == "match" else named)
+    if first and not again and any(not op.sought and not op.bug for op in result.faulty):
+        return Next(_again(result, "--time", _LONGER), "there was no time for all that may explain it")
     if first:
         return _of_unknown(first, result, again)
     if result.verdict == "undecided":

@@ -120,7 +120,7 @@ def look_together(asked: Sequence[Asked], glance: bool = False) -> list[Look]:
     for channels in islice(parts, 1) if glance else parts:
         part = op.channels(channels) if channels else op
         values = [one.by.values(one.record, channels) for one in asked]
-        storages = storages or [a.by.recorded.stored(a.record, x) for x, a in zip(values, asked, strict=True)]
+        storages = storages or [_storage(a, x) for x, a in zip(values, asked, strict=True)]
         made = made_together(
             part, [(one.by, one.record, one.scheme, storage) for one, storage in zip(asked, storages, strict=True)]
         )
@@ -249,6 +249,13 @@ def _covered(nmse: float, floor: float, excess: float) -> Judgement:
         return "faulty"
     told = FAR_BELOW * floor if math.isfinite(floor) else 0.0  # where there is a floor at all
     return "undecided" if floor > BLIND and nmse > max(NOTHING, told) else "sound"
+
+
+def _storage(asked: Asked, values: Tensor) -> str:
+    """What the engine stored them in. Rows of a table in half precision fit that whatever they are stored in."""
+    storage, op = asked.by.recorded.stored(asked.record, values), asked.by.op_of(asked.record)
+    is_table = op.kind == "embedding" and asked.by.weights.type_of(op.weights[0]).lower() == storage
+    return (asked.record.dtype or "f32") if is_table else storage
 
 
 def _stored(storage: str, exact: Tensor) -> str | None:

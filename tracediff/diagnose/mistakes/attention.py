@@ -22,6 +22,7 @@ from tracediff.diagnose.mistakes.mistake import (
 )
 from tracediff.diagnose.rearranged import SomeHeads
 from tracediff.english import count, told_apart
+from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph, Op
 from tracediff.numerics.kinds.attention import alibi, scores, softmax, unseen_in
 
@@ -44,7 +45,8 @@ def _scaled(op: Op, scale: float) -> Variant:
 
 @AREA.mistake(
     "attention_scale", "another attention scale",
-    "the scale, applied once: attention.scale of the file, else 1/sqrt(channels of a query head)",
+    "the scale, applied once: attention.scale of the file, else 1/sqrt(channels of a query head), times mscale^2 beside"
+    " YaRN (DeepSeek)",
     Where(("softmax", "scale"), ("probs", "scores", "q")), "llama.cpp#8444",
     Number(lambda op: float(op.attrs["scale"]), _scaled),
 )  # fmt: skip
@@ -58,6 +60,7 @@ def _scale(op: Op, context: Context) -> Variants:
         "1/head_dim": 1 / h.head_dim, "1/sqrt(n_head_kv * head_dim)": (h.n_head_kv * h.head_dim) ** -0.5,
         "ln 2 times what belongs, as of 2^x in the place of e^x": right * math.log(2),
         "1/ln 2 times what belongs, as of e^x in the place of 2^x": right / math.log(2),
+        **_without_mscale(right, context.file),
     }  # fmt: skip
     named = {scale: word for word, scale in reversed(formulas.items())}  # of the same number the first
     for scale, word in reversed(named.items()):
@@ -65,6 +68,19 @@ def _scale(op: Op, context: Context) -> Variants:
             yield op.with_attrs(scale=scale), f"the attention scale is {word} ({scale:.4g} instead of {right:.4g})"
     if context.seen and (number := fitted_attr(op, context, "scale", (right * 2.0**i for i in range(-8, 9)))):
         yield _scaled(op, number)
+
+
+def _without_mscale(right: float, file: GGUFFile) -> dict[str, float]:
+    """Of latent attention with YaRN, whose scale is mscale^2 / sqrt(channels of a head): with other powers of it."""
+    width = file.metadata.get(f"{file.metadata.get('general.architecture')}.attention.key_length_mla")
+    if not isinstance(width, int) or math.isclose(square := right * math.sqrt(width), 1):
+        return {}
+    words = {
+        0: "without YaRN's mscale^2",
+        1: "times YaRN's mscale, which belongs squared",
+        4: "times mscale^4",
+    }
+    return {f"1/sqrt({width}) {of}": width**-0.5 * square ** (power / 2) for power, of in words.items()}
 
 
 @AREA.mistake(
