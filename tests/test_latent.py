@@ -5,15 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from conftest import some_of, trace_graph
 
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.inspect.validate import validate
+from tracediff.judge import Policy
 from tracediff.model.families import load_graph
+from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Graph
 from tracediff.model.latent import expanded
 from tracediff.model.model import Model
+from tracediff.model.synthetic import quantize
 from tracediff.model.weights import Weights
 from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import Effort, check_trace, compare_traces
@@ -109,3 +113,28 @@ def test_mistakes_elsewhere_are_judged_in_the_models_own_form(tiny: Tiny, tmp_pa
     result = check_trace(path, model.path)
     assert [op.op for op in result.faulty] == ["blk.1.attn_probs"] * 2
     assert not any("each head" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("power", "words"), [(0, "without YaRN's mscale^2"), (1, "times YaRN's mscale, which belongs squared")]
+)
+def test_the_power_of_mscale_that_a_scale_has_is_said(power: int, words: str, tmp_path: Path) -> None:
+    """Scores of latent attention are scaled by mscale^2 / sqrt(40) here."""
+    yarn = {"type": "yarn", "factor": 8.0, "original_context_length": 64, "yarn_log_multiplier": 0.0707}
+    others = {f"rope.scaling.{name}": value for name, value in yarn.items()}
+    model = Model(tiny_models.write("deepseek2", tmp_path / "yarn.gguf", others=others | {"context_length": 512}))
+    scaled = [op for op in model.graph if op.kind == "softmax"]
+    right = scaled[0].attrs["scale"]
+    scale = right / (right * 40**0.5) ** (1 - power / 2)
+    wrong = (op.with_attrs(scale=scale) for op in scaled)
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "t.trace", TOKENS)
+    (finding,) = check_trace(path, model.path).findings
+    assert finding.text.endswith(f"the attention scale is 1/sqrt(40) {words} ({scale:.4g} instead of {right:.4g}).")
+
+
+def test_a_table_in_half_precision_hides_no_mistake_of_a_trace_in_float32(tiny: Tiny, tmp_path: Path) -> None:
+    """All its rows fit bfloat16: that says nothing of what the engine stores them in."""
+    model = quantize(tiny("deepseek2"), tmp_path / "bf16.gguf", "BF16")
+    path = trace_graph(load_graph(model), GGUFFile(model), tmp_path / "t.trace", TOKENS)
+    result = check_trace(path, model, policy=Policy(resolve=1e-6))
+    assert result.verdict == "match"
