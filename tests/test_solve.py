@@ -1140,6 +1140,10 @@ GATE = "blk.0.ffn_gate"
             mapped("blk.1.attn_residual", "linear", 2.6, 0.0, operand=0),
             "every value of attn_output is 2.6 times",
         ),
+        (
+            mapped("blk.1.attn_q", "linear", 2.0, 0.0, operand=0),
+            "the product is 2 times what it should be before the bias is",
+        ),
         (mapped(GATE, "linear", 0.5, 0.25), "every value is 0.5 times what it should be, more by 0.25"),
         (
             read(GATE, Reading(rows=(RowRun(100, 511, "blk.0.ffn_gate.weight", 0, 256),))),

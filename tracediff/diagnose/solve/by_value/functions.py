@@ -27,6 +27,7 @@ _ALONE = ("silu", "gelu", "gelu_erf", "gelu_quick")
 _LINEAR_IN = {**dict.fromkeys(_GATED, (1,)), "add": (0, 1), "mul": (0, 1)}  # inputs that the output is linear in
 _ACTIVATED = -1  # in the place of an input's number: the activated gate
 _LOOK = "what is done to its result: a scale, a clamp, a cap"
+_LOOK_PRODUCT = "the scale of the weight's blocks, and what the sum is multiplied by before the bias is added"
 _LOOK_BEFORE = "what is done to that value before it is used: a scale, a clamp, a cap"
 _NUMBER = 12.0  # bits of a fitted number
 _DIGIT = 0.1  # and of each digit: of a clamp before an activation and of one behind it the rounder is meant
@@ -122,6 +123,8 @@ def variants(problem: Problem) -> Iterator[Solved]:
             yield _solved(mapped(problem.op, name, numbers), words(name, numbers), numbers)
     for operand in _linear_in(problem):
         yield from _of_operand(problem, operand)
+    if problem.op.kind in ("linear", "linear_id") and len(problem.op.weights) > 1:
+        yield from _of_product(problem)
     if problem.op.kind in _GATED:
         yield from _of_activated(problem)
     if problem.op.kind in (*_GATED, *_ALONE):
@@ -193,6 +196,20 @@ def _of_operand(problem: Problem, operand: int) -> Iterator[Solved]:
         slope = problem.exact / given if op.kind != "add" else np.ones_like(given)
     for name, numbers in _before(problem, given, slope):
         yield _of_input(op, operand, name, numbers)
+
+
+def _of_product(problem: Problem) -> Iterator[Solved]:
+    """A multiple of a product that a bias is added to, as of a block's scale that is mistaken alike in all."""
+    bias = problem.weights.load(problem.op.weights[1], torch.float64).cpu().numpy()
+    if problem.op.kind == "linear_id":  # of the experts that were chosen
+        bias = bias[problem.operand(1).astype(int)].ravel()
+    added = np.tile(bias, problem.exact.size // bias.size)
+    product, made = problem.exact - added, problem.recorded - added
+    if bias.any() and product.any():
+        factor = _rounder(float(product @ made / (product @ product)))
+        if agree(problem.recorded, factor * product + added, problem.near).all():
+            said = f"the product is {told_apart(factor, 1.0)[0]} times what it should be before the bias is added"
+            yield replace(_solved(mapped(problem.op, "linear", (factor, 0.0), 0), said, (factor,)), look=_LOOK_PRODUCT)
 
 
 def _of_input(op: Op, operand: int, name: str, numbers: tuple[float, ...]) -> Solved:
