@@ -18,8 +18,10 @@ import tiny_models
 import torch
 from chunked import ssd
 from conftest import Models, some_of, trace_graph
+from test_solve import judged
 from torch import Tensor
 
+from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.mistakes import BANK, experts, order, parts, states
 from tracediff.diagnose.mistakes.mistake import Context, Variant
 from tracediff.diagnose.planting import plant, undoes
@@ -40,6 +42,7 @@ from tracediff.numerics.kinds.kind import Energy
 from tracediff.numerics.kinds.recurrent import ssm_scan
 from tracediff.numerics.views import seen
 from tracediff.pipeline import check_trace, compare_traces
+from tracediff.replay.replay import Replay
 from tracediff.trace.reader import Trace
 from tracediff.trace.shapes import Misfit, misfit
 from tracediff.trace.writer import TraceWriter
@@ -67,6 +70,7 @@ PLANTED = {
               "input_normed@blk.1.ffn_gate", "sum_normed", "norm_of_all_heads@blk.1.attn_q_norm"),
     "gpt-oss": ("bias_not_weighted", "alpha_outside", "sinks_misread", "wrong_layer@blk.1.attn_probs",
                 "expert_off_by_one@blk.1.ffn_up_exps",
+                "sinks_in_blocks", "window_by_pages@0", "flash_not_rescaled",
                 "sinks_ignored", "window@0", "act_limits", "up_plus_one", "softmax_before_choice",
                 "bias_missing@blk.1.ffn_down_exps"),
     "gemma3": ("window@blk.5.attn_probs", "norm_of_another_part@blk.1.attn_v", "norm_of_another_part@blk.1.ffn_up",
@@ -958,3 +962,33 @@ def test_a_norm_of_a_norm_that_another_mistake_inserted_is_no_circle(models: Mod
         for second in order._input_normed(given["blk.0.ffn_gate"], Context(given, file)):
             assert isinstance(second, Variant)
             assert all(op.name not in op.inputs for op in second.ops)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (
+            lambda gate, up, limit: (gate.clamp(max=limit), (up + 1).clamp(-limit, limit) - 1),
+            "up is held within 3 after 1 was added to it",
+        ),
+        (lambda gate, up, limit: (gate.clamp(max=2.0), up.clamp(-limit, limit)), "gate is held within 2 instead of 3"),
+        (lambda gate, up, limit: (gate.clamp(max=limit), up.clamp(-2.5, 2.5)), "up is held within 2.5 instead of 3"),
+    ],
+    ids=["up + 1", "gate", "up"],
+)
+def test_a_limit_of_gate_or_of_up_is_told(
+    made: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]], said: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    model = Model(tiny("gpt-oss"))
+    op = model.graph["blk.1.ffn_moe_swiglu_oai"].with_attrs(limit=3.0)  # which some values exceed here
+    right = model.graph.changed(op)
+
+    def wrong(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
+        gate, up = made(gate, up, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+    path = traced(right.changed(replace(op, function=wrong)), model.file, tmp_path / "t.trace")
+    replay = Replay(Trace(path), right, Weights(model.file, torch.float64))
+    faulty = [one for one in Explainer(replay).explain(judged(replay)) if one.status == "faulty"]
+    assert {one.op for one in faulty} == {op.name}
+    assert {one.cause.text for one in faulty if one.cause} == {said}

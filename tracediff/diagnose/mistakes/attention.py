@@ -153,7 +153,7 @@ _RESCALED = {(False, True): "sum", (True, False): "output", (False, False): "sum
     "exp(old maximum - new maximum), by which flash attention multiplies both its sum and its output", SOFTMAX,
 )  # fmt: skip
 def _not_rescaled(op: Op, context: Context) -> Variants:
-    if is_bent(op) or op.weights:
+    if is_bent(op):
         return
     # A query that sees one block alone has nothing to rescale.
     most = context.wrong_from() if context.wrong_from else _BLOCKS[-1]
@@ -165,15 +165,65 @@ def _not_rescaled(op: Op, context: Context) -> Variants:
 
 
 def _online(
-    op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *, block: int, of_sum: bool, of_output: bool, **_: Any
+    op: Op,
+    scores: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    block: int,
+    of_sum: bool,
+    of_output: bool,
+    **_: Any,
 ) -> Tensor:
-    """Probabilities as they come of sums of exp(score - largest score up to the key's block), some not rescaled."""
+    """Probabilities as they come of sums of exp(score - largest score up to the key's block), some not rescaled; a sink
+    is added behind the last block.
+    """
     scaled = (scores * op.attrs["scale"]).masked_fill(unseen_in(op.attrs, queries, keys), -math.inf)
+    largest = _in_blocks(scaled, block).amax(-1).cummax(-1).values.repeat_interleave(block, -1)[..., : len(keys)]
+    before, after = (torch.exp(scaled - of).nan_to_num(0.0) for of in (largest, largest[..., -1:]))
+    total = (after if of_sum else before).sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks[:, None, None] - largest[..., -1:])
+    return (after if of_output else before) / total
+
+
+def _in_blocks(scaled: Tensor, block: int) -> Tensor:
+    """[..., S] -> [..., blocks, block]: the last filled up with minus infinity."""
     plain = scaled.as_subclass(Tensor)  # what the largest is off by makes no difference
-    blocks = torch.nn.functional.pad(plain, (0, -len(keys) % block), value=-math.inf).unflatten(-1, (-1, block))
-    largest = blocks.amax(-1).cummax(-1).values.repeat_interleave(block, -1)[..., : len(keys)]
-    before, after = (torch.exp(scaled - of) for of in (largest, largest[..., -1:]))
-    return (after if of_output else before) / (after if of_sum else before).sum(-1, keepdim=True)
+    filled = torch.nn.functional.pad(plain, (0, -plain.shape[-1] % block), value=-math.inf)
+    return filled.unflatten(-1, (-1, block))
+
+
+@AREA.mistake(
+    "sinks_in_blocks", "a sink is added more than once, or what was added up before it is not rescaled",
+    "where flash attention adds the sink: once, behind all blocks of keys, and below the same maximum", SOFTMAX,
+)  # fmt: skip
+def _sinks_in_blocks(op: Op, context: Context) -> Variants:
+    if not op.weights or is_bent(op):
+        return
+    words = "what was added up is not rescaled where the sink is the largest score"
+    yield computing(op, partial(_beside_sinks, op, block=0)), words
+    most = context.wrong_from() if context.wrong_from else _BLOCKS[-1]
+    for block in _BLOCKS:
+        if block <= most:
+            added = f"the sink is added for each block of {count(block, 'key')}"
+            yield computing(op, partial(_beside_sinks, op, block=block)), added
+
+
+def _beside_sinks(
+    op: Op, scores: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor, *, block: int, **_: Any
+) -> Tensor:
+    """Probabilities beside a sink for each block in which a query sees a key, or, of no blocks, below two maxima."""
+    scaled = (scores * op.attrs["scale"]).masked_fill(unseen_in(op.attrs, queries, keys), -math.inf)
+    sink, largest = sinks[:, None, None].expand(*scaled.shape[:-1], 1), scaled.amax(-1, keepdim=True)
+    if block:
+        n = (_in_blocks(scaled, block) > -math.inf).any(-1).sum(-1, keepdim=True)
+        added = n * torch.exp(sink - largest)
+    else:
+        added = torch.exp(sink - torch.maximum(sink, largest))
+    weights = torch.exp(scaled - largest)
+    return weights / (weights.sum(-1, keepdim=True) + added)
 
 
 @AREA.mistake(

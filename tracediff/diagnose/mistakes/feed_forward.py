@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,6 +123,24 @@ def _skipped(op: Op, _: Context) -> Variants:
     yield computing(op, lambda x: x), f"{op.kind} is not applied"
 
 
+_NEAR = (-1, -0.2, 0.2, 1)  # powers of two that a limit may be off by
+Held = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _held(right: Callable[..., Tensor], way: Held, gate: Tensor, up: Tensor, **attrs: float) -> Tensor:
+    """What is made of gate and up that are held so, whatever the limit."""
+    return right(*way(gate, up), **{**attrs, "limit": math.inf})
+
+
+def _held_within(
+    right: Callable[..., Tensor],
+    way: Callable[[float, Tensor, Tensor], tuple[Tensor, Tensor]],
+    number: float,
+    **of: Any,
+) -> Tensor:
+    return _held(right, partial(way, number), **of)
+
+
 @AREA.mistake(
     "act_limits", "gate and up are not held within their limits", "the clamp before the activation",
     Where(("swiglu_oai", "swiglu_clamp")),
@@ -128,25 +148,31 @@ def _skipped(op: Op, _: Context) -> Variants:
 def _no_limits(op: Op, context: Context) -> Variants:
     limit, right = op.attrs["limit"], KINDS[op.kind].function
     yield op.with_attrs(limit=math.inf), f"values beyond {limit:g} are not cut off"
-    ways: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    ways: dict[str, Held] = {
         f"up is not held within {limit:g}, gate is": lambda gate, up: (gate.clamp(max=limit), up),
         f"gate is not held below {limit:g}, up is": lambda gate, up: (gate, up.clamp(-limit, limit)),
         f"gate is held within -{limit:g} too": lambda gate, up: (gate.clamp(-limit, limit), up.clamp(-limit, limit)),
         f"up is held below {limit:g} alone": lambda gate, up: (gate.clamp(max=limit), up.clamp(max=limit)),
     }
+    if op.kind == "swiglu_oai":
+        ways[f"up is held within {limit:g} after 1 was added to it"] = lambda gate, up: (
+            gate.clamp(max=limit), (up + 1).clamp(-limit, limit) - 1
+        )  # fmt: skip
     for words, way in ways.items():
-
-        def function(
-            gate: Tensor,
-            up: Tensor,
-            way: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = way,
-            limit: float = limit,
-            **attrs: float,
-        ) -> Tensor:
-            return right(*way(gate, up), limit=math.inf, **attrs)
-
-        yield computing(op, function), words
-    if context.seen and (number := fitted_attr(op, context, "limit", (limit * 2.0**i for i in (-1, -0.2, 0.2, 1)))):
+        yield computing(op, partial(_held, right, way)), words
+    if context.seen is None:
+        return
+    others: dict[str, Callable[[float, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+        "gate": lambda other, gate, up: (gate.clamp(max=other), up.clamp(-limit, limit)),
+        "up": lambda other, gate, up: (gate.clamp(max=limit), up.clamp(-other, other)),
+    }
+    for what, held in others.items():
+        gate, up = context.seen.inputs[:2]
+        made = partial(_held_within, right, held, gate=gate, up=up, **op.attrs)
+        if number := fitted(made, context.seen.output, (limit * 2.0**i for i in _NEAR)):
+            words = f"{what} is held within {number:.6g} instead of {limit:g}"
+            yield Variant(computing(op, partial(_held, right, partial(held, number))), words, fitted=True)
+    if number := fitted_attr(op, context, "limit", (limit * 2.0**i for i in _NEAR)):
         yield Variant(op.with_attrs(limit=number), f"values are held within {number:.6g} instead of {limit:g}", True)
 
 

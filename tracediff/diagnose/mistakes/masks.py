@@ -125,6 +125,8 @@ def _but_these(
     return hidden_ | (those & sees_others)
 
 
+_PAGES = (2, 4, 8, 16, 32, 64)  # keys of the cache that lie together
+
 # --- windows ----------------------------------------------------------------------------------------------------------
 
 
@@ -145,10 +147,32 @@ def _window(op: Op, context: Context) -> Variants:
                 belongs = f"a {other} of {op.attrs[other]}" if other else f"one of {right}" if right else "none"
                 said = f"{f'a {name} of {wrong}' if wrong else f'no {name}'} instead of {belongs}"
                 attrs = {name: wrong} | ({other: 0} if other else {})
-                yield Variant(op.with_attrs(**attrs), said, fitted=wrong not in usual)
+                yield Variant(op.with_attrs(**attrs), said, fitted=bool(wrong))  # of one token many numbers suit
     if kept and not any(op.attrs.get(name) for name in shown):
         words = f"a query sees the last {count(shown['window'], 'token')}, its own among them, and the first {kept}"
         yield Variant(op.with_attrs(mask=partial(_but_the_first, size=shown["window"], kept=kept)), words, fitted=True)
+
+
+@AREA.mistake(
+    "window_by_pages", "a window begins with a whole page of the cache",
+    "which pages of the cache are skipped or freed before a window, and what is hidden in the first that is read",
+    SOFTMAX,
+)  # fmt: skip
+def _by_pages(op: Op, _: Context) -> Variants:
+    if not (window := op.attrs.get("window")):
+        return
+    for page in _PAGES:
+        for up in (False, True)[: 1 + (page <= window)]:
+            mask = partial(_from_a_page, window=window, page=page, up=up)
+            end = "the first page that lies in it" if up else "the page that it begins in"
+            words = f"the window of {window} begins at a multiple of {page}, where {end} does"
+            yield op.with_attrs(window=0, mask=mask), words
+
+
+def _from_a_page(queries: Tensor, keys: Tensor, window: int, page: int, up: bool) -> Tensor:
+    first = (queries - window + 1).clamp(min=0)
+    first = (first + (page - 1) * up) // page * page
+    return causal(queries, keys) | (keys[None, :] < first[:, None])
 
 
 def _shown(context: Context) -> tuple[int, dict[str, int]]:
