@@ -70,7 +70,7 @@ PLANTED = {
               "input_normed@blk.1.ffn_gate", "sum_normed", "norm_of_all_heads@blk.1.attn_q_norm"),
     "gpt-oss": ("bias_not_weighted", "alpha_outside", "sinks_misread", "wrong_layer@blk.1.attn_probs",
                 "expert_off_by_one@blk.1.ffn_up_exps",
-                "sinks_in_blocks", "window_by_pages@0", "flash_not_rescaled",
+                "sinks_in_blocks", "window_by_pages@0", "flash_not_rescaled", "chosen_weighted_otherwise",
                 "sinks_ignored", "window@0", "act_limits", "up_plus_one", "softmax_before_choice",
                 "bias_missing@blk.1.ffn_down_exps"),
     "gemma3": ("window@blk.5.attn_probs", "norm_of_another_part@blk.1.attn_v", "norm_of_another_part@blk.1.ffn_up",

@@ -182,6 +182,35 @@ def _before_choice(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
+    "chosen_weighted_otherwise", "the weights of the chosen experts are no softmax of their scores",
+    "the softmax over the chosen experts: its exponentials, and the loop that adds them up", Where(("soft_max",)),
+)  # fmt: skip
+def _weighted_otherwise(op: Op, context: Context) -> Variants:
+    rows = context.graph.ops.get(op.inputs[0])
+    choice = context.graph.ops.get(rows.inputs[-1]) if rows and rows.kind == "get_rows" else None
+    if choice is None or choice.kind != "top_k" or len(op.inputs) > 1:
+        return
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "a sigmoid is taken where a softmax belongs": torch.sigmoid,
+        "exponentials are not divided by their sum": lambda x: torch.exp(x - x.amax(-1, keepdim=True)),
+        "exponentials are divided by a sum that lacks the last chosen expert's": lambda x: _over_some(
+            x, slice(None, -1)
+        ),
+        "exponentials are divided by a sum that lacks the first chosen expert's": lambda x: _over_some(
+            x, slice(1, None)
+        ),
+    }
+    for words, way in ways.items():
+        yield computing(op, lambda x, way=way, **_: way(x)), words
+
+
+def _over_some(x: Tensor, some: slice) -> Tensor:
+    """exp(x) over the sum of some of them."""
+    weights = torch.exp(x - x.amax(-1, keepdim=True))
+    return weights / weights[..., some].sum(-1, keepdim=True)
+
+
+@AREA.mistake(
     "too_few_experts", "fewer experts are used than the model chooses", "the number of experts used",
     Where(("get_rows",)),
 )  # fmt: skip
