@@ -212,9 +212,18 @@ def _sinks_in_blocks(op: Op, context: Context) -> Variants:
 
 
 def _beside_sinks(
-    op: Op, scores: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor, *, block: int, **_: Any
+    op: Op,
+    scores: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    block: int,
+    **attrs: Any,
 ) -> Tensor:
     """Probabilities beside a sink for each block in which a query sees a key, or, of no blocks, below two maxima."""
+    if sinks is None:
+        return softmax(scores, queries, keys, **attrs)
     scaled = (scores * op.attrs["scale"]).masked_fill(unseen_in(op.attrs, queries, keys), -math.inf)
     sink, largest = sinks[:, None, None].expand(*scaled.shape[:-1], 1), scaled.amax(-1, keepdim=True)
     if block:
