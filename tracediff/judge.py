@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tracediff.errors import TracediffError
-from tracediff.names import is_mask, kind_of, layer_of, local_name, matches, sequence_of
+from tracediff.names import is_choice, is_mask, kind_of, layer_of, local_name, matches, sequence_of
 from tracediff.result import Divergence, Local, OpResult, Statistics, Verdict, WeightResult
 
 # NMSE that one rounding of all operands makes, rounded up: llama.cpp's matmuls replayed without it are off by 4e-8
@@ -184,7 +184,7 @@ def _nothing_to_compare(op: OpResult) -> str | None:
     """Why it says nothing that both sides are alike."""
     if op.candidate is None or op.reference is None:
         return None
-    if op.drift is None:
+    if is_choice(op.op):
         return _AS_IT_HAPPENS
     if op.candidate.nan or op.candidate.inf:
         return _NO_VALUE if _empty(op.candidate) else "NaN on both sides" if op.candidate.nan else None

@@ -44,9 +44,9 @@ class Checkpoint:
             for key in opened.keys():  # noqa: SIM118 - not a dict
                 self._add(key, opened, shard)
         scales = {scale for key in self._shards if (scale := self._scale(key))}
-        packed = [key for key in self._shards if self._slice(key).get_dtype() == "U8"]  # two values in a byte
+        packed = {key: None for key in self._shards if self._slice(key).get_dtype() == "U8"}  # two values in a byte
         sources = sources_of(file, [key for key in self._shards if key not in scales and key not in packed])
-        self._sources, self.unnamed = sources.known, sources.unnamed + packed
+        self._sources, self.unnamed = sources.known, [*sources.unnamed, *packed]
         self.beyond, self.unknown = sources.beyond, sources.unknown
 
     def _add(self, key: str, opened: Any, shard: Path) -> None:
@@ -86,6 +86,9 @@ class Checkpoint:
 
     def head(self, name: str) -> np.ndarray:
         """Its first row; of a vector its first value."""
+        source = self._sources[name]
+        if source.keeps_first and not self._scale(source.keys[0]):
+            return self._slice(source.keys[0])[:1].double().numpy().reshape(-1)
         return self.get(name)[:1].astype(np.float64).reshape(-1)
 
     def is_packed(self, key: str) -> bool:

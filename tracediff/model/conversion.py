@@ -103,6 +103,7 @@ class Source(NamedTuple):
 
     keys: tuple[str, ...]
     make: Callable[[Sequence[Array]], Array]
+    keeps_first: bool = False  # the first row is that of the one tensor that it is made of
 
     def of(self, held: Sequence[Array]) -> Array:
         """What becomes of these values; of other sizes than belong together the first of them as they are."""
@@ -193,7 +194,7 @@ class _Conversion:
         """One tensor of the checkpoint, or that of each expert."""
         way = self._way(name, keys[0])
         if not _STACKED.search(keys[0]):
-            return Source((keys[-1],), lambda held: way(held[0]))
+            return Source((keys[-1],), lambda held: way(held[0]), not self._changes(name, keys[-1]))
         each = sorted(keys, key=lambda key: int(_STACKED.findall(key)[-1][1]))
         return Source(tuple(each), lambda held: way(np.stack(held)))
 
@@ -245,6 +246,16 @@ class _Conversion:
 
     def _way(self, name: str, key: str, split: bool = False) -> Way:
         """What is done to the values of a tensor of this name, whose parts are together, or were `split`."""
+        ways = self._changes(name, key, split)
+        if name in self.heads:  # which moves no first row
+            ways.append(lambda x: neighbours(x, x.shape[0] // self.heads[name], 0))
+        if name in self.file.tensors:
+            to = _cut_or_padded if name in _VOCABULARY else _shaped
+            ways.append(partial(to, self.file.tensors[name].shape))
+        return lambda x: reduce(lambda y, way: way(y), ways, x)
+
+    def _changes(self, name: str, key: str, split: bool = False) -> list[Way]:
+        """What makes other values of the first row, or another row the first."""
         ways: list[Way] = []
         if name.endswith("_exps.weight") and name in self.file.tensors:  # of all experts in one matrix (DBRX)
             n_expert = self.file.tensors[name].shape[0]
@@ -254,15 +265,11 @@ class _Conversion:
         if key.endswith("A_log"):
             ways.append(lambda x: -np.exp(x))
         ways += [partial(_added, by) for pattern, by in _ADDED.get(self.arch, ()) if re.search(pattern, name)]
-        if name in self.heads:
-            ways.append(lambda x: neighbours(x, x.shape[0] // self.heads[name], 0))
         ways += self._regrouped(local_name(name))
-        if name in self.file.tensors:
-            shape = self.file.tensors[name].shape
-            if name == "position_embd.weight":  # the first positions of RoBERTa are none
-                ways.append(lambda x: x[-shape[0] :])
-            ways.append(partial(_cut_or_padded if name in _VOCABULARY else _shaped, shape))
-        return lambda x: reduce(lambda y, way: way(y), ways, x)
+        if name == "position_embd.weight" and name in self.file.tensors:  # the first positions of RoBERTa are none
+            n_positions = self.file.tensors[name].shape[0]
+            ways.append(lambda x: x[-n_positions:])
+        return ways
 
     def _regrouped(self, local: str) -> Iterator[Way]:
         """Heads that lie in another order."""

@@ -239,7 +239,7 @@ def _ways() -> Iterator[Way]:
     for name in _OWN:
         yield Way("matrices", f"matrices in {name}", partial(_held, name))
     for alike, words in ((True, "floats as quantised weights"), (False, _FLOATS_APART)):
-        yield Way("floats", words, partial(_beside_floats, alike))
+        yield Way("floats", words, partial(_with_field, "floats_alike", alike))
 
 
 # Rows are a head's: with a scale each, be it kept in float16, or a minimum too (lmdeploy); or one for a token's heads.
@@ -265,7 +265,7 @@ def _named(part: str, rounding: str) -> str:
     return {"f64": f"{part} not rounded", AS_IN_GGML: GGML}.get(rounding) or phrase(part, rounding)
 
 
-def _with_field(field: str, value: str, scheme: Scheme) -> Scheme:
+def _with_field(field: str, value: str | bool, scheme: Scheme) -> Scheme:
     changed: dict[str, Any] = {field: value}
     return replace(scheme, **changed)
 
@@ -273,11 +273,6 @@ def _with_field(field: str, value: str, scheme: Scheme) -> Scheme:
 def _multiplied(operands: str, scheme: Scheme) -> Scheme:
     """Activations are rounded so, and weights held as before."""
     return replace(scheme, linear=_summed(replace(scheme.linear, operands=operands)))
-
-
-def _beside_floats(alike: bool, scheme: Scheme) -> Scheme:
-    """Activations are rounded beside matrices of floats as beside others, or not at all."""
-    return replace(scheme, floats_alike=alike)
 
 
 def _held(stored: str, scheme: Scheme) -> Scheme:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.masks import SOFTMAX, is_bent
+from tracediff.diagnose.mistakes.masks import SOFTMAX, is_bent, masked
 from tracediff.diagnose.mistakes.mistake import (
     Area,
     Context,
@@ -178,7 +178,7 @@ def _online(
     """Probabilities as they come of sums of exp(score - largest score up to the key's block), some not rescaled; a sink
     is added behind the last block.
     """
-    scaled = (scores * op.attrs["scale"]).masked_fill(unseen_in(op.attrs, queries, keys), -math.inf)
+    scaled = masked(op, scores, queries, keys)
     largest = _in_blocks(scaled, block).amax(-1).cummax(-1).values.repeat_interleave(block, -1)[..., : len(keys)]
     before, after = (torch.exp(scaled - of).nan_to_num(0.0) for of in (largest, largest[..., -1:]))
     total = (after if of_sum else before).sum(-1, keepdim=True)
@@ -223,7 +223,7 @@ def _beside_sinks(
     """Probabilities beside a sink for each block in which a query sees a key, or, of no blocks, below two maxima."""
     if sinks is None:
         return softmax(scores, queries, keys, **attrs)
-    scaled = (scores * op.attrs["scale"]).masked_fill(unseen_in(op.attrs, queries, keys), -math.inf)
+    scaled = masked(op, scores, queries, keys)
     sink, largest = sinks[:, None, None].expand(*scaled.shape[:-1], 1), scaled.amax(-1, keepdim=True)
     if block:
         n = (_in_blocks(scaled, block) > -math.inf).any(-1).sum(-1, keepdim=True)

@@ -164,14 +164,20 @@ def _normalised(op: Op, context: Context) -> Variants:
         yield computing(op, function), "the weights are divided by their sum"
 
 
+def _of_chosen(op: Op, graph: Graph) -> Op | None:
+    """What a softmax over the chosen experts' scores reads: the rows that were chosen; None of any other op."""
+    rows = graph.ops.get(op.inputs[0])
+    choice = graph.ops.get(rows.inputs[-1]) if rows and rows.kind == "get_rows" else None
+    return rows if choice and choice.kind == "top_k" and len(op.inputs) == 1 else None
+
+
 @AREA.mistake(
     "softmax_before_choice", "the softmax of the router is over all experts, where it is over the chosen ones",
     "the order of softmax and choice in the router", Where(("soft_max",)),
 )  # fmt: skip
 def _before_choice(op: Op, context: Context) -> Variants:
-    rows = context.graph.ops.get(op.inputs[0])
-    choice = context.graph.ops.get(rows.inputs[-1]) if rows and rows.kind == "get_rows" else None
-    if rows is None or choice is None or choice.kind != "top_k" or len(op.inputs) > 1:
+    rows = _of_chosen(op, context.graph)
+    if rows is None:
         return
 
     def function(logits: Tensor, ids: Tensor, **_: float) -> Tensor:
@@ -186,9 +192,7 @@ def _before_choice(op: Op, context: Context) -> Variants:
     "the softmax over the chosen experts: its exponentials, and the loop that adds them up", Where(("soft_max",)),
 )  # fmt: skip
 def _weighted_otherwise(op: Op, context: Context) -> Variants:
-    rows = context.graph.ops.get(op.inputs[0])
-    choice = context.graph.ops.get(rows.inputs[-1]) if rows and rows.kind == "get_rows" else None
-    if choice is None or choice.kind != "top_k" or len(op.inputs) > 1:
+    if _of_chosen(op, context.graph) is None:
         return
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "a sigmoid is taken where a softmax belongs": torch.sigmoid,

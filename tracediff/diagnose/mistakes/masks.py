@@ -125,9 +125,9 @@ def _but_these(
     return hidden_ | (those & sees_others)
 
 
-_PAGES = (2, 4, 8, 16, 32, 64)  # keys of the cache that lie together
-
 # --- windows ----------------------------------------------------------------------------------------------------------
+
+_PAGES = (2, 4, 8, 16, 32, 64)  # keys of the cache that lie together
 
 
 @AREA.mistake(
@@ -200,6 +200,11 @@ def _but_the_first(queries: Tensor, keys: Tensor, size: int, kept: int) -> Tenso
 
 
 # --- what is added to masked scores -----------------------------------------------------------------------------------
+
+
+def masked(op: Op, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Scores as the softmax is taken of them: scaled, and minus infinity where nothing is seen."""
+    return (scores * op.attrs["scale"]).masked_fill(unseen_in(op.attrs, queries, keys), -math.inf)
 
 
 def is_bent(op: Op) -> bool:

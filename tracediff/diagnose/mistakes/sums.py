@@ -1,6 +1,5 @@
 """Mistakes in the type that sums are kept in while they are added up."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracediff.diagnose.mistakes.masks import is_bent
+from tracediff.diagnose.mistakes.masks import is_bent, masked
 from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants, Where, computing
 from tracediff.diagnose.mistakes.near import is_near
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import computed, noise_of
 from tracediff.numerics.floors import UNIT, Noise
-from tracediff.numerics.kinds.attention import unseen_in
 from tracediff.numerics.kinds.kind import Call, Made
 from tracediff.numerics.kinds.norm import scaled
 from tracediff.numerics.roundings import rounding_named, single
@@ -83,7 +81,7 @@ def _norm(x: Tensor, *weights: Tensor, eps: float, sums: _Sums) -> Tensor:
 
 
 def _softmax(op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *, sums: _Sums, **_: Any) -> Tensor:
-    logits = (scores * op.attrs["scale"]).masked_fill(unseen_in(op.attrs, queries, keys), -math.inf)
+    logits = masked(op, scores, queries, keys)
     each = torch.exp(logits - logits.amax(-1, keepdim=True))
     return each / sums.along(each)
 

@@ -56,11 +56,6 @@ class _Attention:
     sees: Tensor
     sinks: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        if self.sinks is not None:
-            object.__setattr__(self, "values", torch.cat((self.values, torch.zeros_like(self.values[:1]))))
-            object.__setattr__(self, "sees", torch.cat((self.sees, torch.ones_like(self.sees[:, :1])), 1))
-
     def weights(self, t: int) -> Tensor:
         """Of each row for a token, [H, N], the largest 1."""
         q = self.q[t].unflatten(0, (self.keys.shape[1], -1))  # G, H/G, D
@@ -141,8 +136,12 @@ def _attention(replay: Replay, record: OpRecord, scheme: Scheme) -> _Attention |
     sees = torch.zeros(len(y), len(alike), dtype=torch.bool, device=y.device)
     sees[:, : len(k)] = (probs > 0).any(0)
     q, new = q * float(softmax.attrs["scale"]), [*alike]
-    sinks = replay.weights.load(softmax.weights[0], q.dtype)[:, None] if softmax.weights else None
-    return _Attention(q, y, keys[new], values[new], [[rows[i] for i in of] for of in alike.values()], sees, sinks)
+    keys, values, sinks = keys[new], values[new], None
+    if softmax.weights:
+        sinks = replay.weights.load(softmax.weights[0], q.dtype)[:, None]
+        values = torch.cat((values, torch.zeros_like(values[:1])))
+        sees = torch.cat((sees, torch.ones_like(sees[:, :1])), 1)
+    return _Attention(q, y, keys, values, [[rows[i] for i in of] for of in alike.values()], sees, sinks)
 
 
 def cached_by_all(
