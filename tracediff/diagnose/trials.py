@@ -76,14 +76,17 @@ class Trials:
         names = list(dict.fromkeys(local_name(op.name) for op in targets))
         # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone, or at its twin's.
         alone = [] if mistake.everywhere or len(names) == 1 else [[name] for name in names] + _siblings(targets)
+        done = set[tuple[str, ...]]()
         for chosen in (names, *alone):
             alike = [op for op in targets if local_name(op.name) in chosen]
             for variant, changed in _by_variant(mistake, alike, context, only).items():
-                if only is None or only.variant == variant:
+                made = [replace(op, tokens=way.tokens) for one in changed for op in one.ops]
+                what = variant, *(op.name for op in made)  # which all of the ops may have, or one of them alone
+                if what not in done and (only is None or only.variant == variant):
+                    done.add(what)
                     self.budget.check()
                     part = _said(mistake, variant, changed, way, len(error.segment) > 1)
                     part = replace(part, in_some_steps=only.in_some_steps) if only else part
-                    made = [replace(op, tokens=way.tokens) for one in changed for op in one.ops]
                     yield part, (*{op.name: op for op in (*before, *made)}.values(),)
 
     def together(self, parts: Sequence[Assumed], record: OpRecord, error: Local) -> Iterator[Hypothesis]:
@@ -122,8 +125,11 @@ class Trials:
             self.budget.check()
             return self._replay.under(record, [one.op for one in variants(value)], 0.0, way.plain).left
 
-        own = number.of(right[0])
-        starts = {own * times: left(own * times) for times in number.starts} | {number.of(first.ops[0]): first.left}
+        values = [number.of(right[0]) * times for times in number.starts]
+        each = ([one.op for one in variants(value)] for value in values)
+        looks = self._replay.under_each(record, each, error.nmse, way.plain)  # most take nothing away, at a glance
+        starts = {value: one.left for value, one in zip(values, looks, strict=True)}
+        starts[number.of(first.ops[0])] = first.left
         start = min(starts, key=lambda value: starts[value])
         if first.left <= NOTHING or not starts[start] <= PART * error.nmse:
             return None

@@ -75,17 +75,20 @@ class Fields:
     @property
     def integers(self) -> np.ndarray:
         """What scales are multiplied with, float32 [n, g, l]."""
-        integers = self.codes - self.offset
+        integers = self.codes
+        if self.offset:
+            integers -= self.offset
         if self.high is not None:
-            integers += self.high.reshape(self.low.shape).astype(np.float32) * (1 << self.shift)
+            integers += np.multiply(self.high.reshape(self.low.shape), 1 << self.shift, dtype=np.float32)
         return integers
 
     def values(self) -> np.ndarray:
         """Float32 [n, g * l]."""
-        made = self.steps * self.integers
+        made = self.integers
+        made *= self.steps
         if self.m is not None:
             made += self.added[:, :, None]
-        return made.reshape(len(made), -1).astype(np.float32)
+        return made.reshape(len(made), -1)
 
     @property
     def added(self) -> np.ndarray:

@@ -113,7 +113,8 @@ class Op:
     seen through it. A state has what its inputs were in the step before, zeros in the first.
     `function` replaces the mathematics of `kind`, `rework` all that is done with inputs and weights, and `stored` is a
     type that the output is rounded to: that is how a graph expresses somebody's mistake. One that is made in steps of
-    one token alone, or of several, has these `tokens`: in others the op is the model's.
+    one token alone, or of several, has these `tokens`: in others the op is the model's. One that `mixes_tokens` makes
+    each of what is read of others as well, whatever its axes say.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Op:
     rework: Rework | None = None
     stored: str = "f64"  # as it is
     tokens: Tokens | None = None
+    mixes_tokens: bool = False
 
     @property
     def seen(self) -> tuple[View | None, ...]:
@@ -255,7 +257,7 @@ class Graph:
     def _is_by_token(self, op: Op) -> bool:
         reads = zip(op.reads, op.seen, strict=True)
         of_token = (past or self._is_of_token(name, view) for (name, past), view in reads)
-        return _counts_tokens(op.name, op.axes) and all(of_token)
+        return not op.mixes_tokens and _counts_tokens(op.name, op.axes) and all(of_token)
 
     def _is_of_token(self, name: str, view: View | None) -> bool:
         """Whether an input has what is read of a token at that token's own place."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
@@ -39,26 +39,28 @@ class Few:
         left = look(by, few, scheme).local.nmse
         return cls(by, few, scheme, left) if 0 < left < math.inf else None
 
-    def under_each(self, hypotheses: Sequence[Sequence[Op]]) -> list[Local | None]:
-        """What the ops of each hypothesis leave of them; None where one mixes tokens, as one that reads the next one's
-        values does, or is not the model's. What follows is computed for all together.
-        """
-        found: list[Local | None] = [None] * len(hypotheses)
-        by_token = [i for i, ops in enumerate(hypotheses) if all(map(self._is_by_token, ops))]
-        asked = {i: Asked(self.by.changed(hypotheses[i], n_samples=0), self.record, self.scheme) for i in by_token}
-        recompute_together([one.by for one in asked.values()], self.record, self.scheme)
+    def under_each(self, hypotheses: Sequence[Sequence[Op]]) -> list[Local]:
+        """What the ops of each hypothesis leave of them. What follows is computed for all together."""
+        told = (map(self._told, ops) for ops in hypotheses)
+        asked = [Asked(self.by.changed([*ops], n_samples=0), self.record, self.scheme) for ops in told]
+        recompute_together([one.by for one in asked], self.record, self.scheme)
         alike: dict[int, list[int]] = {}
-        for i, one in asked.items():
+        for i, one in enumerate(asked):
             alike.setdefault(id(one.by.op_of(self.record)), []).append(i)
+        found: dict[int, Local] = {}
         for these in alike.values():
-            for i, seen in zip(these, look_together([asked[i] for i in these]), strict=True):
-                found[i] = seen.local
-        return found
+            looks = look_together([asked[i] for i in these])
+            found.update((i, seen.local) for i, seen in zip(these, looks, strict=True))
+        return [found[i] for i in range(len(asked))]
+
+    def _told(self, op: Op) -> Op:
+        """The op that says whether it mixes tokens."""
+        return op if self._is_by_token(op) else replace(op, mixes_tokens=True)
 
     def _is_by_token(self, op: Op) -> bool:
-        """Whether it makes of these tokens what it makes of all, as every kind does by itself."""
+        """Whether it makes of these tokens what it makes of all: as every kind does by itself, others by trial."""
         own = self.by.graph.ops.get(op.name)
-        if own and own.inputs == op.inputs and op.function is own.function and op.rework is own.rework:
+        if (op.function, op.rework) == ((own.function, own.rework) if own else (None, None)):
             return True
         if not {op.name, *op.inputs} <= {*self.by.graph.ops, *SOURCES}:
             return False

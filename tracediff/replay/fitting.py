@@ -259,7 +259,7 @@ class Fitting:
             more = [[op for op in ops if common.graph.ops.get(op.name) is not op] for ops in lot]
             looks = few.under_each(more) if few else [None] * len(lot)
             for ops, changed, seen in zip(lot, more, looks, strict=True):
-                if few and seen and not (left := seen.nmse * before / few.left) <= enough:
+                if seen and few and not (left := seen.nmse * before / few.left) <= enough:
                     yield ops, replace(seen, nmse=left)
                 else:
                     yield ops, look(common.changed(changed, n_samples=0), record, scheme).local

@@ -98,7 +98,7 @@ class Making:
             y = y.double()  # be it multiplied in float32
             none = torch.zeros((), dtype=y.dtype, device=y.device).expand_as(y)
             return Recomputed(y, Noise(none, none), Noise(none, none), inputs=tuple(exact.inputs))
-        terms = self._terms_of_ranks(exact.op, exact.inputs, exact.energy.value)  # before it is used up
+        terms = self._terms_of_ranks(exact, y)  # before its energy is used up
         own = noise(exact.op, exact.inputs, y, exact.weights, exact.energy, exact.arithmetic, self.storage)
         if terms is not None:
             own = replace(own, sigma=torch.sqrt(own.sigma.square() + terms.reshape(own.sigma.shape)))
@@ -120,23 +120,26 @@ class Making:
         part, random = _OF_HALVES if self.storage in HALVES else 1.0, numbers_of(self.step, self.calls[0].op.name)
         return Value(made.exact, tuple(_perturbed(x, made.own, random, part) for x in before))
 
-    def _terms_of_ranks(self, op: Op, inputs: Sequence[Tensor], energy: Tensor | None) -> Tensor | None:
-        """The variance of what ranks round besides where they add up: each its term, and every sum on the way.
+    def _terms_of_ranks(self, call: Call, y: Tensor) -> Tensor | None:
+        """The variance of what ranks round besides where they add up to y: each its term, and every sum on the way.
 
         With Q the sum of squares of all terms, u^2 / 3 n Q for n ranks, as of any sum (`numerics.floors`); what is
         added besides may come first, and be in every sum. Terms of a matmul are not recorded; their squares add up to
         its energy, but for chance.
         """
-        n, dtype = self.recorded.summed(self.step, op)
+        op, (n, dtype) = call.op, self.recorded.summed(self.step, call.op)
         if not n:
             return None
         if op.kind == "linear":
+            energy = call.energy.value if call.energy else None
             return energy * (UNIT[dtype] ** 2 * n / 3) if dtype in HALVES and energy is not None else None
         sizes, unit = self.recorded.sizes(self.step, self.rows), UNIT[dtype]
         own = self.recorded.terms(self.step, op.name, self.rows) if op.kind != "add" else None
+        if op.kind == "embedding":  # one rank has the row, the others zeros
+            own = y[None]
         if own is not None:  # what each makes of its term it rounds
             return own.square().sum(0) * (unit**2 * n / 3)
-        squares = [x.square() for x in inputs]
+        squares = [x.square() for x in call.inputs]
         for i, (view, name) in enumerate(zip(op.seen, op.inputs, strict=True)):
             terms = self.recorded.terms(self.step, name, self.rows)
             if terms is not None:

@@ -367,7 +367,7 @@ class Recomputation:
         """
         arithmetic = arithmetic_of(op, self._in_step_of(step, scheme), self.weights)
         halves = KINDS[op.kind].scheme == "linear" and arithmetic.operands == arithmetic.stored in HALVES
-        held = self.recorded.storage(step)
+        held = self.recorded.storage(step, op.name)
         return arithmetic.operands if halves else "f32" if held == "f64" else held
 
 

@@ -1,7 +1,7 @@
 """A trace seen through the graph of its model: what it holds, and where the inputs of an op are. All in float64."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -11,6 +11,8 @@ from tracediff.errors import TraceError
 from tracediff.model.graph import SOURCES, Graph, Op, Tokens, sizes
 from tracediff.names import local_name
 from tracediff.numerics.evaluate import is_covered
+from tracediff.numerics.floats import HALVES
+from tracediff.numerics.floors import UNIT
 from tracediff.numerics.kinds.attention import causal
 from tracediff.numerics.roundings import rounding_named
 from tracediff.replay.storage import rounded_on_the_way, stored_as, stored_in_all
@@ -48,7 +50,7 @@ class Recorded:
         }
         self._first_lacking: dict[tuple[str, int], float] = {}
         self._of_kin: dict[str, str | None] = {}
-        self._storages: dict[int, str] = {}  # of steps
+        self._storages: dict[int, tuple[str, str]] = {}  # of steps: of the residual stream, and of all else
         self._uncovered = {op.name for op in graph if not is_covered(op)}
 
     def holds(self, place: Place) -> bool:
@@ -130,7 +132,7 @@ class Recorded:
         if place[1] in SOURCES:
             return None
         storage = self.stored(self.trace.ops[place[:2]], value)
-        if self._graph[place[1]].kind == "embedding" and self.storage(place[0]) != storage:
+        if self._graph[place[1]].kind == "embedding" and self.storage(*place[:2]) != storage:
             return None
         return storage if storage in self.on_the_way and self.on_the_way[storage] is not False else None
 
@@ -152,17 +154,19 @@ class Recorded:
 
     def summed(self, step: int, op: Op) -> tuple[int, str]:
         """Of how many ranks' terms an op's output is the sum, be it that each rank makes its own, and what these are
-        stored as; 0 where it is none.
+        stored as, which is what they are added up in at the shortest; 0 where it is none.
         """
         parts = self._parts(step, op.name)
         if not parts or (parts[0].shard and parts[0].shard.axis is not None):
             return 0, ""
-        shards = [part.shard for name in op.inputs for part in self._parts(step, name)[:1] if part.shard]
+        read = [part for name in op.inputs for part in self._parts(step, name)[:1] if part.shard]
+        terms = [part for part in read if part.shard and part.shard.sum]
         if op.kind == "linear":
-            summed = any(shard.axis for shard in shards)
+            summed = any(part.shard.axis for part in read if part.shard)
         else:
-            summed = parts[0].shard is not None or (op.kind == "add" and any(shard.sum for shard in shards))
-        return (len(parts), parts[0].record.dtype or "f32") if summed else (0, "")
+            summed = parts[0].shard is not None or (op.kind == "add" and bool(terms))
+        dtypes = [part.record.dtype or "f32" for part in (parts[0], *(terms if op.kind == "add" else ()))]
+        return (len(parts), max(dtypes, key=UNIT.__getitem__)) if summed else (0, "")
 
     def terms(self, step: int, name: str, rows: Rows) -> Tensor | None:
         """What ranks hold of a value as terms of a sum, [rank, ...]; None of what is no sum."""
@@ -230,15 +234,35 @@ class Recorded:
             self.value((step, "positions", rows)), self._all_positions[self.sequence(step)][: self.n_tokens(step)]
         )
 
-    def storage(self, step: int) -> str:
+    def storage(self, step: int, op: str | None = None) -> str:
         """What the engine stores values in, by the first that it computed of what it recorded in this step: what it
-        looked up in a table fits what the table is held in.
+        looked up in a table fits what the table is held in. Of an `op` of the residual stream what that is held in: it
+        may be float32 where all between two sums is in half precision (vLLM's and SGLang's fused norms with one).
         """
         if step not in self._storages:
-            records = [r for r in self.trace.step_ops(step) if r.dtype and r.has_data and r.op in self._graph]
-            computed = next((r for r in records if self._graph[r.op].kind != "embedding"), None)
-            self._storages[step] = self.stored(computed, self.values(computed)) if computed else "f32"
-        return self._storages[step]
+            self._storages[step] = self._storages_of(step)
+        stream, others = self._storages[step]
+        return stream if op in self._stream else others
+
+    def _storages_of(self, step: int) -> tuple[str, str]:
+        """Of the residual stream, and of all else."""
+        records = [r for r in self.trace.step_ops(step) if r.dtype and r.has_data and r.op in self._graph]
+        computed = [r for r in records if self._graph[r.op].kind != "embedding"]
+
+        def held(some: Iterable[OpRecord]) -> str:
+            return next((self.stored(record, self.values(record)) for record in some), "f32")
+
+        stream, others = (held(r for r in computed if (r.op in self._stream) is is_so) for is_so in (True, False))
+        return (stream, others) if others in HALVES and stream not in HALVES else (held(computed),) * 2
+
+    @cached_property
+    def _stream(self) -> set[str]:
+        """The residual stream: what the embedding looked up, and sums that begin with it."""
+        stream = {op.name for op in self._graph if op.kind == "embedding"}
+        for op in self._graph:
+            if op.kind in ("add", "scale") and not stream.isdisjoint(op.inputs):
+                stream.add(op.name)
+        return stream
 
     def shape(self, record: OpRecord, rows: Rows) -> tuple[int, ...]:
         """The shape that the graph gives the record's op, for these tokens of the step."""

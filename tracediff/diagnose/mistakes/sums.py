@@ -1,6 +1,6 @@
 """Mistakes in the type that sums are kept in while they are added up."""
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,35 +13,37 @@ from tracediff.diagnose.mistakes.mistake import Area, Context, Variant, Variants
 from tracediff.diagnose.mistakes.near import is_near
 from tracediff.model.graph import Op
 from tracediff.numerics.evaluate import computed, noise_of
-from tracediff.numerics.floors import UNIT, Noise
+from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds.kind import Call, Made
 from tracediff.numerics.kinds.norm import scaled
-from tracediff.numerics.roundings import rounding_named, single
+from tracediff.numerics.roundings import rounding_named
 
 AREA = Area()
-_TYPES = {"f16": "float16", "bf16": "bfloat16"}
+_TYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
     """Sums that are rounded to a type after each term, and the terms as well where `terms` says so."""
 
-    dtype: str
+    dtype: torch.dtype
     terms: bool
 
-    def of(self, n: int, term: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
-        """The sum of so many terms, and the largest that it was on the way."""
-        rounded = rounding_named(self.dtype)
-        total = largest = torch.zeros_like(term(0))
-        for i in range(n):
-            each = single(term(i))
-            total = rounded(single(total + (rounded(each) if self.terms else each)))
-            largest = torch.maximum(largest, total.abs())
-        return total, largest
+    def on_the_way(self, terms: Iterable[Tensor]) -> Iterator[Tensor]:
+        """What the sum is after each term, in its type."""
+        total: Tensor | float = 0.0
+        for term in terms:
+            each = term.float()
+            # PyTorch adds two halves in float32, and rounds once.
+            total = (total + (each.to(self.dtype) if self.terms else each)).to(self.dtype)
+            yield total
 
     def followed(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """[T, n_in] x [n_out, n_in] -> [T, n_out], and the largest sums on the way."""
-        return self.of(x.shape[-1], lambda i: x[:, i : i + 1] * rows[:, i])
+        total = largest = torch.zeros(len(x), len(rows), dtype=self.dtype, device=x.device)
+        for total in self.on_the_way(x[:, i : i + 1] * rows[:, i] for i in range(x.shape[-1])):
+            largest = torch.maximum(largest, total.abs())
+        return total.to(x.dtype), largest.to(x.dtype)
 
     def product(self, x: Tensor, rows: Tensor) -> Tensor:
         """[T, n_in] x [n_out, n_in] -> [T, n_out]."""
@@ -50,7 +52,8 @@ class _Sums:
     def along(self, x: Tensor) -> Tensor:
         """[..., n] -> [..., 1]."""
         plain = x.as_subclass(Tensor)  # what the terms are off by is far less than the roundings
-        return self.of(x.shape[-1], lambda i: plain[..., i])[0].unsqueeze(-1)
+        *_, total = self.on_the_way(plain.unbind(-1))
+        return total.to(plain.dtype).unsqueeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class _HalfMatmul:
         x = call.rounded(call.inputs[0].flatten(1), call.arithmetic.operands)
         total, largest = self.sums.followed(x, matrix)
         if call.energy:
-            call.energy.last_place = (2 * UNIT[self.sums.dtype] * largest).reshape(y.shape)
+            call.energy.last_place = (torch.finfo(self.sums.dtype).eps * largest).reshape(y.shape)
         return (total + bias[0] if bias else total).reshape(y.shape)
 
     def noise(self, made: Made) -> Noise:
@@ -93,9 +96,10 @@ def _softmax(op: Op, scores: Tensor, queries: Tensor, keys: Tensor, *, sums: _Su
 def _in_half(op: Op, context: Context) -> Variants:
     if op.kind == "softmax" and (is_bent(op) or op.weights):
         return
-    for dtype, name in _TYPES.items():
+    for dtype in _TYPES:
         for terms, also in ((False, ""), (True, ", rounded to it too,")):
             sums = _Sums(dtype, terms)
+            name = str(dtype).removeprefix("torch.")
             words = f"its sum is kept in {name} while terms{also} are added one after the other"
             match op.kind:
                 case "rms_norm":
