@@ -22,12 +22,13 @@ from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import TraceError
 from tracediff.model.graph import Op
 from tracediff.model.model import Model
-from tracediff.names import split
+from tracediff.names import split, token_axis
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.result import Result
 from tracediff.trace.ranks import Ranks
 from tracediff.trace.reader import Trace
 from tracediff.trace.runs import open_trace
+from tracediff.trace.writer import TraceWriter
 
 # What is said of each mistake, ranks included.
 SAID = {
@@ -77,6 +78,39 @@ def test_ranks_are_judged_as_one_engine(arch: str, of: Callable[[str], Model], t
 
 def test_rounding_each_term_of_a_sum_is_no_mistake(of: Callable[[str], Model], tmp_path: Path) -> None:
     assert check_trace(ranks(of("llama"), tmp_path, dtype=torch.bfloat16), of("llama")).verdict == "match"
+
+
+@pytest.mark.parametrize(("n", "verdict"), [(sharded.N, "match"), (None, "diverged")])
+def test_one_trace_of_all_ranks_says_how_many_there_are(
+    n: int | None, verdict: str, of: Callable[[str], Model], tmp_path: Path
+) -> None:
+    merged = open_trace(ranks(of("llama"), tmp_path, dtype=torch.bfloat16))
+    with TraceWriter(tmp_path / "one.trace", "merged", ranks=n) as writer:
+        for number, step in merged.steps.items():
+            writer.step(number, step.tokens, step.positions)
+            for record in merged.step_ops(number):
+                values = torch.from_numpy(merged.values(record)).bfloat16()
+                writer.op(number, record.op, values.view(torch.uint16).numpy(), "bf16", record.rows)
+    assert check_trace(tmp_path / "one.trace", of("llama")).verdict == verdict
+
+
+def test_ranks_that_begin_behind_a_prefix_cache_match(of: Callable[[str], Model], tmp_path: Path) -> None:
+    (tmp_path / "late").mkdir()
+    late = []
+    for path in ranks(of("llama"), tmp_path):
+        trace, out = Trace(path), tmp_path / "late" / path.name
+        late.append(out)
+        with TraceWriter(out, "late", rank=trace.header.place) as writer:
+            step, rows = trace.steps[0], (*range(4, len(trace.steps[0].tokens)),)
+            writer.step(0, step.tokens, step.positions)
+            for record in trace.step_ops(0):
+                axis = token_axis(record.op)
+                if record.has_data:
+                    values = trace.stored(record).take(rows, axis)
+                    writer.op(0, record.op, values, record.dtype or "f32", rows, shard=record.shard)
+    result = check_trace(late, of("llama"))
+    assert result.verdict == "match"
+    assert any(op.op == "token_embd" for op in result.ops)
 
 
 class OneByOne(sharded.Engine):

@@ -111,7 +111,7 @@ class Hypothesis:
         are, of these, and as a whole no worse, but by what roundings make of so little.
         """
         no_worse = score(self.left) >= score(error.nmse) - MARGIN
-        better = no_worse if _is_of_single_values(error) else self.score > score(error.nmse)
+        better = no_worse if is_of_single_values(error) else self.score > score(error.nmse)
         return not self.local.faulty and self.left <= _TELLS and better and not self._rests_on_noise(error)
 
     def _rests_on_noise(self, error: Local) -> bool:
@@ -156,10 +156,10 @@ IN_ALL_LAYERS = Way()
 
 def to_beat(error: Local) -> float:
     """The NMSE of which a hypothesis must take a part away; infinite where single values alone are wrong."""
-    return math.inf if _is_of_single_values(error) else error.left
+    return math.inf if is_of_single_values(error) else error.left
 
 
-def _is_of_single_values(error: Local) -> bool:
+def is_of_single_values(error: Local) -> bool:
     """Whether the whole is within its floor and single values are not within their bounds, as those that leak through a
     mask.
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 
+import torch
+
 from tracediff.diagnose.budget import Budget
 from tracediff.diagnose.carrying import carried, is_rule
-from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, to_beat
+from tracediff.diagnose.hypothesis import SOLVED, Assumed, Hypothesis, is_of_single_values, to_beat
 from tracediff.diagnose.trials import Trials
 from tracediff.model.graph import Op
 from tracediff.names import local_name
@@ -211,7 +213,19 @@ class Kin:
         in_some = tried.in_some_steps and not self._is_choice(one.record) and not self.is_handed_on(tried, one.record)
         if not in_some and self._contradicted(tried, one.record):
             return False
-        return not self._is_unlikely(tried, one) and not self._is_without_table(tried, one)
+        return self._is_nearer(tried, one) and not (self._is_unlikely(tried, one) or self._is_without_table(tried, one))
+
+    def _is_nearer(self, tried: Hypothesis, one: Faulty) -> bool:
+        """Whether it brings single values that are wrong to where the right op's bounds allow them, or leaves little of
+        how far they were off, and does not make their bounds wider alone: sums of a few parts in bfloat16, as ranks
+        have them, were taken for one in float16, which is followed less closely.
+        """
+        if not is_of_single_values(one.error):
+            return True
+        right, under = (self.replay.known(one.record, given=ops) for ops in ((), tried.ops))
+        before, after = ((known.recorded - known.exact)[right.wrong].square() for known in (right, under))
+        enough = torch.maximum(right.bound[right.wrong].square(), _TOLD * before)
+        return not after.sum() > enough.sum()
 
     def _is_without_table(self, tried: Hypothesis, one: Faulty) -> bool:
         """Whether the record is as well explained where nothing is changed but that an activation is computed, not

@@ -130,7 +130,7 @@ class Making:
         op, (n, dtype) = call.op, self.recorded.summed(self.step, call.op)
         if not n:
             return None
-        if op.kind == "linear":
+        if op.kind in ("linear", "linear_id"):
             energy = call.energy.value if call.energy else None
             return energy * (UNIT[dtype] ** 2 * n / 3) if dtype in HALVES and energy is not None else None
         sizes, unit = self.recorded.sizes(self.step, self.rows), UNIT[dtype]
@@ -140,6 +140,8 @@ class Making:
         if own is not None:  # what each makes of its term it rounds
             return own.square().sum(0) * (unit**2 * n / 3)
         squares = [x.square() for x in call.inputs]
+        if self.recorded.trace.header.ranks:  # of terms that nobody recorded: those of a row are as large on average
+            squares = [x.mean(-1, keepdim=True).expand_as(x) for x in squares]
         for i, (view, name) in enumerate(zip(op.seen, op.inputs, strict=True)):
             terms = self.recorded.terms(self.step, name, self.rows)
             if terms is not None:

@@ -154,8 +154,14 @@ class Recorded:
 
     def summed(self, step: int, op: Op) -> tuple[int, str]:
         """Of how many ranks' terms an op's output is the sum, be it that each rank makes its own, and what these are
-        stored as, which is what they are added up in at the shortest; 0 where it is none.
+        stored as, which is what they are added up in at the shortest; 0 where it is none. In one trace of what all
+        ranks hold together any matmul may be one, and what is added up before the residual.
         """
+        if n := self.trace.header.ranks:
+            kept = self.trace.ops.get((step, op.name))
+            dtype = (kept.dtype if kept else self.storage(step, op.name)) or "f32"
+            may_be = op.kind in ("linear", "linear_id") or (op.kind == "add" and op.name not in self._stream)
+            return (n, dtype) if n > 1 and may_be else (0, "")
         parts = self._parts(step, op.name)
         if not parts or (parts[0].shard and parts[0].shard.axis is not None):
             return 0, ""

@@ -60,7 +60,7 @@ class Header(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="tra
     weights: str | None = None  # the matmul weights' ggml type, the coarsest where they are mixed
     context: Size | None = None  # for how many positions the engine was set up, where that is more than it was fed
     rank: Size | None = None  # of an engine that runs as several processes, each of which writes a trace: which one,
-    ranks: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None  # and of how many
+    ranks: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None  # and of how many; alone: one trace of all of them
     rounding: str | None = None  # what values are rounded to inside ops, the coarsest: a cache's type, a table's
 
     @property

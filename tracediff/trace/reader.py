@@ -55,7 +55,7 @@ class Trace:
     @property
     def is_one_of_several(self) -> bool:
         """Whether it holds what one of several ranks computed."""
-        return (self.header.ranks or 1) > 1
+        return self.header.place is not None and self.header.place[1] > 1
 
     @property
     def sides(self) -> "list[Trace]":

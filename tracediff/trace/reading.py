@@ -263,8 +263,8 @@ def _header(line: bytes) -> Header | str:
         return f'not a trace: {found}, where a trace begins with {{"type":"trace","version":{VERSION},...}}'
     if header.version != VERSION:
         return f"trace version {header.version} is not supported; this is version {VERSION}"
-    if (header.rank is None) != (header.ranks is None) or (header.rank or 0) >= (header.ranks or 1):
-        return f"rank {header.rank} of {header.ranks} ranks: both are given, and ranks count from 0"
+    if header.rank is not None and header.rank >= (header.ranks or 0):
+        return f"rank {header.rank} of {header.ranks} ranks: a rank says of how many it is one, and they count from 0"
     return header
 
 

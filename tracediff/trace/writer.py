@@ -45,9 +45,11 @@ class TraceWriter:
         context: int | None = None,
         rank: tuple[int, int] | None = None,
         rounding: str | None = None,
+        ranks: int | None = None,
     ) -> None:
-        """`rank` is that of the process and how many there are, where several ranks write a trace each; `rounding` the
-        coarsest type that values are rounded to inside ops.
+        """`rank` is that of the process and how many there are, where several ranks write a trace each; `ranks` how
+        many there are where this is one trace of what all of them hold together; `rounding` the coarsest type that
+        values are rounded to inside ops.
         """
         self.path = path
         check(path)
@@ -58,7 +60,7 @@ class TraceWriter:
             with ExitStack() as files:
                 self._text: BinaryIO = files.enter_context(path.open("wb"))
                 self._data: BinaryIO = files.enter_context(data_path.open("wb"))
-                which, of = rank or (None, None)
+                which, of = rank or (None, ranks)
                 told = (engine, arch, model, data_path.name, weights, context, which, of, rounding)
                 self._line(Header(VERSION, *told))
                 self._files = files.pop_all()
@@ -69,7 +71,7 @@ class TraceWriter:
     def like(cls, path: Path, header: Header) -> Self:
         """A trace of the same engine, as it was set up for another."""
         h = header
-        return cls(path, h.engine, h.arch, h.model, h.weights, h.context, h.place, h.rounding)
+        return cls(path, h.engine, h.arch, h.model, h.weights, h.context, h.place, h.rounding, h.ranks)
 
     def __enter__(self) -> Self:
         return self
