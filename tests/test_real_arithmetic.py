@@ -1295,6 +1295,22 @@ def test_a_residual_stream_in_bfloat16_is_said_and_warned_of(
     )
 
 
+@pytest.mark.parametrize("of", [SHAPE, LLAMA], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("stored", ["bf16", "f16"])
+def test_a_residual_stream_may_be_in_float32_where_all_else_is_in_half_precision(
+    stored: str, of: Shape, models: Models, tmp_path: Path
+) -> None:
+    """Fused kernels that add and norm keep it so (vLLM, SGLang): what lies between was held to float32's floor."""
+
+    def stores(op: Op) -> Op:
+        return op if op.kind in ("add", "scores", "softmax") else replace(op, stored=stored)
+
+    model = models(of, "BF16")
+    trace = traced(model, tmp_path / "stream.trace", change=stores, capture="layers")
+    result = check_trace(trace, model)
+    assert (result.verdict, faulty(result)) == ("match", [])
+
+
 def test_what_norms_give_is_said_to_be_held_in_bfloat16(models: Models, tmp_path: Path) -> None:
     model = models(SHAPE, "F32")
     result = check_trace(traced(model, tmp_path / "norms.trace", change=in_bfloat16("rms_norm")), model)
