@@ -1,7 +1,7 @@
 """Tries known mistakes on a record: one by one, together, and with the number that leaves least."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import tee
@@ -14,7 +14,7 @@ from tracediff.diagnose.mistakes import BANK
 from tracediff.diagnose.mistakes.fit import searched
 from tracediff.diagnose.mistakes.mistake import Context, Mistake, Seen, Variant
 from tracediff.diagnose.planting import undoes
-from tracediff.model.graph import Op
+from tracediff.model.graph import Graph, Op
 from tracediff.names import layer_of, layers_of, local_name
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.exponentials import approximated
@@ -77,10 +77,13 @@ class Trials:
         # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone, or at its twin's.
         alone = [] if mistake.everywhere or len(names) == 1 else [[name] for name in names] + _siblings(targets)
         done = set[tuple[str, ...]]()
+        rebuilt = {op.name: op for op in before if _built(op) != _built(self._replay.graph.ops.get(op.name))}
         for chosen in (names, *alone):
             alike = [op for op in targets if local_name(op.name) in chosen]
             for variant, changed in _by_variant(mistake, alike, context, only).items():
                 made = [replace(op, tokens=way.tokens) for one in changed for op in one.ops]
+                if any(_is_rebuilt_again(op, rebuilt, graph) for op in made):
+                    continue
                 what = variant, *(op.name for op in made)  # which all of the ops may have, or one of them alone
                 if what not in done and (only is None or only.variant == variant):
                     done.add(what)
@@ -173,6 +176,22 @@ class Trials:
         most = excess.flatten(1).nan_to_num(math.inf).amax(1).cpu()
         rows = torch.tensor([positions[row] for row in record.rows or range(len(positions))])
         return int(rows[most >= min(1.0, float(most.max()))].min())
+
+
+def _built(op: Op | None) -> tuple[object, ...]:
+    """What an op reads, and how it is computed."""
+    return (op.inputs, op.views, op.function, op.rework) if op else ()
+
+
+def _is_rebuilt_again(op: Op, rebuilt: Mapping[str, Op], graph: Graph) -> bool:
+    """Whether another mistake says what the op reads and how it is computed, or how one does that it is a copy of. Of a
+    norm that reads what was not gated yet, by another function, a second one knows neither shape nor operands.
+    """
+    if op.name in rebuilt:
+        return _built(op) != _built(rebuilt[op.name])
+    own = graph.ops.get(op.name)
+    is_copy = op.function is not None and (own is None or own.kind != op.kind)
+    return is_copy and any(op.function is other.function for other in rebuilt.values())
 
 
 def _by_variant(

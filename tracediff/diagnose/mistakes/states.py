@@ -34,17 +34,29 @@ def _not_carried(op: Op, _: Context) -> Variants:
     "the layer's index in the states that are kept", Where(("state",)),
 )  # fmt: skip
 def _of_another_layer(op: Op, context: Context) -> Variants:
-    layer, name = split(op.inputs[0])
-    alike = [of for of in context.graph if of.kind == "copy" and local_name(of.name) == name and layer is not None]
-    layers = [split(of.name)[0] for of in alike]
-    if layer not in layers:
+    layers = [layer for layer in dict.fromkeys(split(of.name)[0] for of in context.graph) if layer is not None]
+    own = split(op.inputs[0])[0]
+
+    def of(layer: int) -> tuple[str, ...]:
+        return tuple(f"blk.{layer}.{local_name(name)}" for name in op.inputs)
+
+    def is_alike(layer: int) -> bool:
+        pairs = [
+            (context.graph.ops.get(there), context.graph[here])
+            for there, here in zip(of(layer), op.inputs, strict=True)
+        ]
+        return all(there is not None and (there.kind, there.axes) == ("copy", here.axes) for there, here in pairs)
+
+    alike = [layer for layer in layers if is_alike(layer)]
+    if own not in alike:
         return
-    at = layers.index(layer)
+    at = alike.index(own)
     for place in dict.fromkeys((at - 1, at + 1, 0)):
-        if 0 <= place < len(alike) and place != at and alike[place].axes == alike[at].axes:
-            other = alike[place].name  # of a layer before this one the state of this step is there
-            read = replace(op, inputs=(other,), kind="copy" if place < at else op.kind)
-            yield read, f"{op.name} is what {other} left, where {op.inputs[0]} belongs"
+        if 0 <= place < len(alike) and place != at:
+            others = of(alike[place])  # of a layer before this one the state of this step is there
+            kind = "copy" if place < at and len(others) == 1 else op.kind
+            words = f"{op.name} is what {' and '.join(others)} left, where {' and '.join(op.inputs)} belongs"
+            yield replace(op, inputs=others, kind=kind), words
 
 
 @AREA.mistake(
@@ -52,12 +64,14 @@ def _of_another_layer(op: Op, context: Context) -> Variants:
     "where the state is written: by a prompt's kernel and by that of decode steps", Where(("copy",)),
 )  # fmt: skip
 def _not_written(op: Op, context: Context) -> Variants:
-    state = next((reader for reader, _ in context.graph.readers(op.name) if reader.kind == "state"), None)
+    state, at = next(((of, i) for of, i in context.graph.readers(op.name) if of.kind == "state"), (None, 0))
     if state is None or len(op.inputs) != 1:
         return
+    before = [math.prod(context.graph[name].shape(1)) for name in state.inputs[:at]]  # of as many tokens in each step
 
     def function(new: Tensor, held: Tensor, positions: Tensor) -> Tensor:
-        return held.reshape(new.shape) if int(positions[0]) else new
+        own = held.flatten()[sum(before) :][: new.numel()]
+        return own.reshape(new.shape) if int(positions[0]) else new
 
     yield (
         replace(op, inputs=(*op.inputs, state.name, "positions"), views=(*op.seen, None, None), function=function),
