@@ -153,6 +153,38 @@ def test_terms_that_are_added_to_the_residual_one_by_one_are_no_mistake(models: 
         assert result.verdict == "match"
 
 
+def test_what_is_said_of_several_ops_says_on_which_rank(of: Callable[[str], Model], tmp_path: Path) -> None:
+    class Swaps(sharded.Engine):
+        """Reads gate and up of one rank the other way round."""
+
+        def _one(self, op: Op, rank: int, inputs: list[Tensor]) -> Tensor:
+            other = {"ffn_gate": "ffn_up", "ffn_up": "ffn_gate"}.get(split(op.name)[1])
+            if other and rank == 1:
+                op = replace(op, weights=self.graph[f"blk.{split(op.name)[0]}.{other}"].weights)
+            return super()._one(op, rank, inputs)
+
+    result = check_trace(Swaps(of("llama"), sharded.N).trace(tmp_path, sharded.TOKENS), of("llama"))
+    assert said(result) == ("ffn_gate and ffn_up in all 3 layers: each multiplies with the other's weight (on rank 1).")
+
+
+def test_single_values_that_two_ranks_share_by_chance_are_not_the_same_rows(
+    of: Callable[[str], Model], tmp_path: Path
+) -> None:
+    class Rounds(OneByOne):
+        """Terms of so few digits that ranks have many values in common."""
+
+        def _one(self, op: Op, rank: int, inputs: list[Tensor]) -> Tensor:
+            y = super()._one(op, rank, inputs)
+            if split(op.name)[1] != "attn_output":
+                return y
+            place = 2.0 ** (y.abs().amax().log2().floor() - 3)
+            return (y / place).round() * place
+
+    result = check_trace(Rounds(of("llama"), sharded.N).trace(tmp_path, sharded.TOKENS), of("llama"))
+    assert result.verdict == "diverged"
+    assert "both compute" not in said(result)
+
+
 def test_terms_of_zeros_are_not_called_experts(of: Callable[[str], Model], tmp_path: Path) -> None:
     class Forgets(OneByOne):
         """Its cast of the buffer that attn_output reads is not run."""

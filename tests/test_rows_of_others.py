@@ -201,7 +201,7 @@ def test_what_no_rows_give_is_not_told(models: Models, tmp_path: Path) -> None:
     assert all(READ not in finding.text for finding in check_trace(path, model).findings if 1 in finding.steps)
 
 
-@pytest.mark.parametrize("arch", ["mamba2", "qwen3next"])
+@pytest.mark.parametrize("arch", ["mamba2", "qwen3next", "kimi-linear"])
 def test_a_state_that_is_not_cleared_for_another_sequence_is_told(
     arch: str, tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -209,12 +209,13 @@ def test_a_state_that_is_not_cleared_for_another_sequence_is_told(
     model, path = Model(tiny(arch)), tmp_path / "a.trace"
     engine = TorchEngine(model.graph, model.weights(torch.float32))
     with TraceWriter(path, "torch", arch) as writer:
-        for step, (sequence, tokens) in enumerate([(0, TOKENS), (0, (9,)), (1, TOKENS[::-1]), (1, (7,))]):
-            begin = len(TOKENS) if len(tokens) == 1 else 0
-            if sequence and not begin:
+        fed = [0, 0]
+        for step, (sequence, tokens) in enumerate([(0, TOKENS), (0, (9,)), (1, TOKENS[::-1]), (1, (7,)), (0, (5,))]):
+            if sequence and not fed[sequence]:
                 engine.caches[sequence] = Cache(model.graph, engine.caches[0].past, torch.float32)
                 engine.caches[sequence].handed = dict(engine.caches[0].handed)
-            positions = tuple(range(begin, begin + len(tokens)))
+            positions = tuple(range(fed[sequence], fed[sequence] + len(tokens)))
+            fed[sequence] += len(tokens)
             engine.run(step, StepInput(tokens, positions, (sequence,) * len(tokens)), TensorWriter(writer))
     result = check_trace(path, model.path)
     states = {split(op.name)[1] for op in model.graph if op.kind == "state"}

@@ -659,8 +659,8 @@ def stale(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         ),
         (
             "attn_v", with_matrix(adapted),
-            "the error is of rank 1, as an adapter (LoRA) of that rank, or an offset of part of each row of weights, "
-            "would leave",
+            "as a matrix the error has rank 1: an adapter (LoRA) of that rank, or an offset of part of each row of "
+            "weights, would leave such a one",
         ),
         pytest.param(
             "attn_kqv", stale, "attn_v of position 3: as if what is cached there was another", marks=pytest.mark.slow

@@ -266,22 +266,26 @@ class Between:
         if not any(bool(term.any()) for term in terms.values()):
             yield "term_is_zero", "all_reduce", "every rank's term of the sum is 0", torch.zeros_like(known.exact)
         for a, b in combinations(terms, 2):
-            both = (terms[a] == terms[b]) & (terms[a] != 0)
+            # Whole rows: in half precision single values of different ones are equal by chance.
+            both = (terms[a] == terms[b]).all(-1, keepdim=True) & terms[a].any(-1, keepdim=True)
             if bool(both.any()):
-                rows = both.any(-1, keepdim=True).expand(both.shape)
-                text = f"ranks {a} and {b} both compute {self._experts(both)}, so that it counts twice"
+                rows = both.expand(known.exact.shape)
+                text = f"ranks {a} and {b} both compute {self._experts(rows)}, so that it counts twice"
                 yield "expert_twice", "experts", text, torch.where(rows, known.recorded, known.exact)
         none = ~torch.stack([*terms.values()]).any(0).any(-1, keepdim=True).expand(known.exact.shape)
         if self.op.kind != "linear" and bool(none.any()):
-            text = f"no rank computes {self._experts(none)}"
+            text = f"no rank computes {self._experts(none, only=True)}"
             yield "expert_nowhere", "experts", text, known.exact.masked_fill(none, 0.0)
 
-    def _experts(self, where: Tensor) -> str:
-        """Which experts' rows these are."""
+    def _experts(self, where: Tensor, only: bool = False) -> str:
+        """Which experts' rows these are; `only` where they are all that these experts make."""
         if self.op.kind != "linear_id" or where.ndim != 3:
-            return "the same rows"
-        chosen = self.known.inputs[-1].reshape(where.shape[:2])[where.any(-1)]
-        ids = sorted({int(i) for i in chosen})
+            return "some rows" if only else "the same rows"
+        chosen = self.known.inputs[-1].reshape(where.shape[:2])
+        ids = sorted({int(i) for i in chosen[where.any(-1)]})
+        if only and {*ids} & {int(i) for i in chosen[~where.any(-1)]}:  # a capacity that is too small drops tokens
+            tokens = torch.nonzero(where.any(-1).any(-1)).flatten().tolist()
+            return f"some of the experts that token{'s' * (len(tokens) > 1)} {few(tokens)} chose"
         return f"expert{'s' * (len(ids) > 1)} {few(ids)}"
 
     def _of_vocabulary(self, terms: dict[int, Tensor]) -> Tries:

@@ -90,7 +90,8 @@ def _of_rank(error: Tensor, near: Tensor) -> str:
     for rank in range(1, min(_MOST, n_wrong // _EQUATIONS) + 1):
         if bool(((error - u[:, :rank] * s[:rank] @ v[:rank]).abs() <= near).all()):
             offset = ", or an offset of part of each row of weights," if rank == 1 else ""  # a minimum that is left out
-            return f"the error is of rank {rank}, as an adapter (LoRA) of that rank{offset} would leave"
+            adapter = f"an adapter (LoRA) of that rank{offset}"
+            return f"as a matrix the error has rank {rank}: {adapter} would leave such a one"
     return ""
 
 

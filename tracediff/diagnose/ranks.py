@@ -84,6 +84,7 @@ def _explained(
 def _named(op: OpResult, ranks: Sequence[int]) -> OpResult:
     """With the ranks of which what explains it is true."""
     if op.cause and op.cause.name != "shape":
-        each = {name: f"{text} ({on_ranks(ranks)})" for name, text in op.cause.each.items()}
-        return replace(op, cause=replace(op.cause, text=f"{op.cause.text} ({on_ranks(ranks)})", each=each))
+        on = f" ({on_ranks(ranks)})"
+        each, common = ({of: text + on for of, text in texts.items() if text} for texts in (op.cause.each, op.common))
+        return replace(op, cause=replace(op.cause, text=op.cause.text + on, each=each), common=common)
     return replace(op, shape=f"{on_ranks(ranks)}: {op.shape}") if op.shape else op
