@@ -10,15 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import Models
 from json_schema import valid
 
+from tracediff.engine.recorder import TensorWriter
+from tracediff.engine.torch_engine import Cache, StepInput, TorchEngine
 from tracediff.engine.torch_run import TorchOptions, trace_torch
 from tracediff.errors import TraceError
+from tracediff.model.model import Model
 from tracediff.names import StepOf
 from tracediff.pipeline import check_trace, compare_traces
 from tracediff.trace.format import Step
 from tracediff.trace.reader import Trace
+from tracediff.trace.writer import TraceWriter
 
 ROOT = Path(__file__).parent.parent
 A, B = (256, 84, 104, 101, 32, 113), (7, 9, 11)
@@ -254,3 +259,54 @@ def test_factors_of_rope_follow_from_the_longest_sequence(
     options = TorchOptions(capture="layers")
     path = trace_torch(model, tmp_path / "a.trace", options, (), n_decode, steps=batch)
     assert check_trace(path, model).verdict == "match"
+
+
+def drafted(model: Model, path: Path, kept: int = 8, **header: Any) -> Path:
+    """A prompt of 6 tokens, 4 drafts from 6 on, and 2 tokens from 8 on behind `kept` of all."""
+    engine = TorchEngine(model.graph, model.weights(torch.float32))
+    with TraceWriter(path, "drafts", **header) as writer:
+        for step, (tokens, first) in enumerate([(A, 0), ((5, 9, 31, 37), 6), ((11, 8), 8), ((7,), 10)]):
+            if step == 2:
+                old = engine.caches[0]
+                new = engine.caches[0] = Cache(model.graph, old.past, torch.float32)
+                new.n_positions = kept
+                for name, past in old.past.items():
+                    new.past[name].append(past.first(kept).clone())
+            positions = tuple(range(first, first + len(tokens)))
+            engine.run(step, StepInput(tokens, positions), TensorWriter(writer))
+    return path
+
+
+def test_what_follows_rejected_drafts_is_read_without_them(models: Models, cli: Cli, tmp_path: Path) -> None:
+    model = Model(models("qwen3", "F32"))
+    path = drafted(model, tmp_path / "a.trace", rollback=True)
+    trace = Trace(path)
+    assert {str(n): (s.tokens, s.positions[-1]) for n, s in trace.steps.items()} == {
+        "0 of sequence 0": (A, 5), "1 of sequence 0": ((5, 9, 31, 37), 9),
+        "2 of sequence 1": ((*A, 5, 9, 11, 8), 9), "3 of sequence 1": ((7,), 10),
+    }  # fmt: skip
+    assert trace.ops[StepOf(2, 1), "blk.0.attn_q"].rows == (8, 9)
+    assert check_trace(path, model).verdict == "match"
+    code, said, _ = cli("check", path, "--model", model.path)
+    assert (code, "from there on it is called sequence 1" in " ".join(said.split())) == (0, True)
+
+
+def test_rejected_drafts_that_stay_in_the_cache_are_a_mistake(models: Models, tmp_path: Path) -> None:
+    model = Model(models("qwen3", "F32"))
+    result = check_trace(drafted(model, tmp_path / "a.trace", kept=10, rollback=True), model)
+    assert result.verdict == "diverged"
+    (finding,) = result.findings
+    assert finding.text.startswith(
+        "attn_scores and attn_probs in all 3 layers, in steps 2, 3 of sequence 1: 2 keys more than positions so far"
+    )
+
+
+def test_a_step_that_goes_back_unsaid_has_wrong_positions(models: Models, tmp_path: Path) -> None:
+    model = Model(models("qwen3", "F32"))
+    result = check_trace(drafted(model, tmp_path / "a.trace"), model)
+    assert result.verdict == "diverged"
+    (note,) = (note for note in result.notes if "drafts" in note)
+    assert note.endswith(
+        "step 2 begins at position 8, which was fed before, and is judged as one whose positions are wrong. If drafts "
+        'were rejected there, say "rollback":true in the first line.'
+    )

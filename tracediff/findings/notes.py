@@ -1,5 +1,6 @@
 """What a reader must know besides what was found: of a trace, how it was written; of a run, what time left undone."""
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from tracediff.names import plain_step
 from tracediff.result import OpResult
 from tracediff.trace.reader import Trace
 
-_LISTED = 3  # sequences that are fed anew
+_LISTED = 3  # sequences that are fed anew, or dropped
 
 
 def trace_notes(trace: Trace) -> list[str]:
@@ -21,6 +22,19 @@ def trace_notes(trace: Trace) -> list[str]:
         )
     if (more := len(trace.begun_again) - _LISTED) > 0:
         notes.append(f"{trace.path}: so {'does' if more == 1 else 'do'} {count(more, 'more step')}.")
+    for sequence, step, again in trace.rolled_back[:_LISTED]:
+        notes.append(
+            f"{trace.path}: step {plain_step(step)} drops what sequence {sequence} was fed from its first position on, "
+            f"as rejected drafts: from there on it is called sequence {again}, and what it keeps is recomputed."
+        )
+    if (more := len(trace.rolled_back) - _LISTED) > 0:
+        notes.append(f"{trace.path}: so {'does' if more == 1 else 'do'} {count(more, 'more step')}.")
+    if not trace.header.rollback and (back := _first_that_goes_back(trace)):
+        notes.append(
+            f"{trace.path}: step {plain_step(back[0])} begins at position {back[1]}, which was fed before, and is "
+            "judged as one whose positions are wrong. If drafts were rejected there, say "
+            '"rollback":true in the first line.'
+        )
     if any(record.sketch for record in trace.ops.values()):
         notes.append(
             f"{trace.path} holds sketches: how far two values are apart is estimated from at most 336 numbers of each, "
@@ -82,3 +96,13 @@ def unsought(ops: Iterable[OpResult], seconds: float) -> list[str]:
             for words in said
         ),
     ]
+
+
+def _first_that_goes_back(trace: Trace) -> tuple[int, int] | None:
+    """The first step of several tokens that begins in the midst of what its sequence was fed, and where it does."""
+    fed: Counter[int] = Counter()
+    for number, step in trace.steps.items():
+        if len(step.tokens) > 1 and 0 < step.positions[0] < fed[step.sequence]:
+            return number, step.positions[0]
+        fed[step.sequence] += len(step.tokens)
+    return None

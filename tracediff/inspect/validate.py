@@ -124,7 +124,10 @@ def _steps(trace: Trace) -> Iterator[Remark]:
         expected = range(first, first + len(step.positions))
         if step.positions != tuple(expected):
             what = f"step {number} has positions {few(step.positions)}, where {few(expected)} follow"
-            then = "Every step goes on where the last ended, unless that is the engine's mistake."
+            then = (
+                "Every step goes on where the last ended, unless that is the engine's mistake. Where drafts were "
+                'rejected the first line says "rollback":true.'
+            )
             yield Remark(trace.lines[number], "warning", what, then)
         following[step.sequence] = expected.stop
 

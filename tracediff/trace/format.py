@@ -62,6 +62,9 @@ class Header(Struct, frozen=True, omit_defaults=True, tag_field="type", tag="tra
     rank: Size | None = None  # of an engine that runs as several processes, each of which writes a trace: which one,
     ranks: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None  # and of how many; alone: one trace of all of them
     rounding: str | None = None  # what values are rounded to inside ops, the coarsest: a cache's type, a table's
+    # Whether a step that begins at an earlier position than its sequence had reached drops what was fed from there on,
+    # as drafts of speculative decoding that were rejected.
+    rollback: bool = False
 
     @property
     def place(self) -> tuple[int, int] | None:

@@ -39,7 +39,7 @@ class Ranks(Trace):
         self.path = _path_of([trace.path for trace in traces.values()])
         self.header = msgspec.structs.replace(first.header, rank=None, ranks=None)
         self.cut = next((f"rank {rank}: {trace.cut}" for rank, trace in traces.items() if trace.cut), None)
-        self.begun_again = first.begun_again
+        self.begun_again, self.rolled_back = first.begun_again, first.rolled_back
         self.steps = min((trace.steps for trace in traces.values()), key=len)
         self.lines = {key: line for trace in reversed(traces.values()) for key, line in trace.lines.items()}
         self._parted: int | None = None  # where in the order of all keys copies begin to differ

@@ -21,13 +21,15 @@ class Trace:
     """A trace file, its records read, their data to be read when it is asked for.
 
     Each of several sequences has steps and records of its own: a step's number, of type StepOf, says whose it is.
-    One that begins again is another from there on: `begun_again` has its number, the step's key and the new number.
+    One that begins again is another from there on: `begun_again` has its number, the step's key and the new number. So
+    is one behind tokens that were rejected, where the trace says that they are dropped: `rolled_back` has the same.
     `cut` says where and how a trace without its `end` record breaks off; None for a whole one.
     Raises TraceError, naming file and line, for anything that breaks the format.
     """
 
     cut: str | None
     begun_again: Sequence[tuple[int, int, int]]
+    rolled_back: Sequence[tuple[int, int, int]]
 
     def __init__(self, path: Path) -> None:
         reading, self.cut = Reading(path), None
@@ -151,7 +153,7 @@ class Trace:
         reading.settle()
         self.path, self.header, self._data = reading.path, reading.header, reading.data
         self.weights, self.steps, self.ops, self.lines = reading.weights, reading.steps, reading.ops, reading.lines
-        self.begun_again = reading.begun_again
+        self.begun_again, self.rolled_back = reading.begun_again, reading.rolled_back
         self._index()
 
     def _index(self) -> None:

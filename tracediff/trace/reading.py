@@ -24,7 +24,7 @@ from tracediff.trace.format import (
     decode,
     possible,
 )
-from tracediff.trace.sequences import SequencePart, begun_again, parts_of, split
+from tracediff.trace.sequences import SequencePart, begun_again, parts_of, rolled_back, split
 
 Record = Header | Weight | Step | OpRecord | End
 _FIRST_LINE, _PIECE = 1 << 20, 1 << 14  # bytes of a first line at most, and that are read at once
@@ -146,6 +146,9 @@ class Reading:
         """Where there are several sequences each step's number says whose it is; of one it is the number alone. One
         that begins again is another from there on.
         """
+        self.rolled_back: list[tuple[int, int, int]] = []
+        if self.header.rollback:
+            self._roll_back()
         self.begun_again = [*begun_again(self.steps)]
         anew, called = {first: again for _, first, again in self.begun_again}, dict[int, int]()
         for at, step in self.steps.items() if anew else ():
@@ -171,6 +174,18 @@ class Reading:
             else key: n
             for key, n in self.lines.items()
         }
+
+    def _roll_back(self) -> None:
+        """What follows rejected drafts is another sequence, which names what is kept, and has rows of its own alone."""
+        n_kept = dict[int, int]()
+        for at, n, step in [*rolled_back(self.steps)]:
+            if n:
+                self.rolled_back.append((self.steps[at].sequence, at, step.sequence))
+            self.steps[at], n_kept[at] = step, n
+        for (at, op), record in [*self.ops.items()] if n_kept else ():
+            if n := n_kept.get(at, 0):
+                own = record.rows or range(len(self.steps[at].tokens) - n)
+                self.ops[at, op] = msgspec.structs.replace(record, rows=tuple(n + row for row in own))
 
     def _wrong(self, record: Record | None) -> Iterator[str]:
         if isinstance(record, Values):

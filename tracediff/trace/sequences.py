@@ -53,6 +53,25 @@ def begun_again(steps: Mapping[int, Step]) -> Iterator[tuple[int, int, int]]:
         before += tokens
 
 
+def rolled_back(steps: Mapping[int, Step]) -> Iterator[tuple[int, int, Step]]:
+    """Steps that begin at an earlier position than their sequence had reached: the step's key, how many tokens are kept
+    before it, and the step as the first of a sequence of its own, which has these too.
+    """
+    free = max((step.sequence for step in steps.values()), default=0) + 1
+    fed: dict[int, list[int]] = {}
+    called: dict[int, int] = {}
+    for at, step in steps.items():
+        before, n = fed.setdefault(step.sequence, []), step.positions[0]
+        if 0 < n < len(before) and free < _SEQUENCES and plain_step(at) < _STEPS:
+            del before[n:]
+            called[step.sequence], free = free, free + 1
+            whole = (*before, *step.tokens), (*range(n), *step.positions)
+            yield at, n, Step(step.step, *whole, called[step.sequence])
+        elif step.sequence in called:
+            yield at, 0, msgspec.structs.replace(step, sequence=called[step.sequence])
+        before += step.tokens
+
+
 def split(record: OpRecord, parts: Sequence[SequencePart]) -> Iterator[OpRecord]:
     """The record of each sequence; raises ValueError, which says why, for one that cannot be split."""
     if record.sequence is not None:

@@ -46,10 +46,12 @@ class TraceWriter:
         rank: tuple[int, int] | None = None,
         rounding: str | None = None,
         ranks: int | None = None,
+        rollback: bool = False,
     ) -> None:
         """`rank` is that of the process and how many there are, where several ranks write a trace each; `ranks` how
         many there are where this is one trace of what all of them hold together; `rounding` the coarsest type that
-        values are rounded to inside ops.
+        values are rounded to inside ops; with `rollback` a step at an earlier position drops what was fed from there
+        on, as drafts that were rejected.
         """
         self.path = path
         check(path)
@@ -61,7 +63,7 @@ class TraceWriter:
                 self._text: BinaryIO = files.enter_context(path.open("wb"))
                 self._data: BinaryIO = files.enter_context(data_path.open("wb"))
                 which, of = rank or (None, ranks)
-                told = (engine, arch, model, data_path.name, weights, context, which, of, rounding)
+                told = (engine, arch, model, data_path.name, weights, context, which, of, rounding, rollback)
                 self._line(Header(VERSION, *told))
                 self._files = files.pop_all()
         except OSError as error:
@@ -71,7 +73,7 @@ class TraceWriter:
     def like(cls, path: Path, header: Header) -> Self:
         """A trace of the same engine, as it was set up for another."""
         h = header
-        return cls(path, h.engine, h.arch, h.model, h.weights, h.context, h.place, h.rounding, h.ranks)
+        return cls(path, h.engine, h.arch, h.model, h.weights, h.context, h.place, h.rounding, h.ranks, h.rollback)
 
     def __enter__(self) -> Self:
         return self
