@@ -91,7 +91,9 @@ def test_one_trace_of_all_ranks_says_how_many_there_are(
             for record in merged.step_ops(number):
                 values = torch.from_numpy(merged.values(record)).bfloat16()
                 writer.op(number, record.op, values.view(torch.uint16).numpy(), "bf16", record.rows)
-    assert check_trace(tmp_path / "one.trace", of("llama")).verdict == verdict
+    result = check_trace(tmp_path / "one.trace", of("llama"))
+    assert result.verdict == verdict
+    assert any('say how many there are in the first line: "ranks":4' in note for note in result.notes) is (n is None)
 
 
 def test_ranks_that_begin_behind_a_prefix_cache_match(of: Callable[[str], Model], tmp_path: Path) -> None:

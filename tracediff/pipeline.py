@@ -16,7 +16,7 @@ from tracediff.compare.storage import measure_storage
 from tracediff.compare.vital_signs import measure_normal
 from tracediff.errors import in_one_line, is_bug
 from tracediff.findings.doubts import doubts, unresolved
-from tracediff.findings.notes import of_another_file, trace_notes, unsought
+from tracediff.findings.notes import as_of_ranks, of_another_file, trace_notes, unsought
 from tracediff.findings.tell import told
 from tracediff.judge import UNCOVERED, USUAL, Policy, coarsest, judge, verdict
 from tracediff.model.vocabulary import Vocabulary
@@ -253,7 +253,7 @@ def _result(
     undecided = (*doubts(reference, candidate, ops, coverage), *unresolved(weights, policy.resolve))
     outcome, first = verdict(ops, weights, policy, undecided)
     of = (model.path.name, model.graph.hparams.arch, model.graph.matmul_type) if model else None
-    other_file = of_another_file(candidate, *of, ops) if of else []
+    other_file = [*of_another_file(candidate, *of, ops), *as_of_ranks(candidate, ops)] if of else []
     result = Result(
         verdict=outcome,
         first_divergence=first,

@@ -5,10 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tracediff.english import count
-from tracediff.names import plain_step
+from tracediff.names import local_name, plain_step
 from tracediff.result import OpResult
+from tracediff.trace.ranks import Ranks
 from tracediff.trace.reader import Trace
 
+# What ranks add up, of which each has a part of the inputs (Megatron-LM, https://arxiv.org/abs/1909.08053, figure 3).
+_ADDED_UP = ("attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
 _LISTED = 3  # sequences that are fed anew, or dropped
 
 
@@ -74,6 +77,25 @@ def of_another_file(trace: Trace, name: str, arch: str, matmul_type: str, ops: I
     else:
         return []
     return [f"{says} {told}; {name} {has}. If it read another file, judge it with that one: --model."]
+
+
+def as_of_ranks(trace: Trace, ops: Iterable[OpResult]) -> list[str]:
+    """That what is wrong may be ranks' terms, each rounded before they are added up, where nothing else is wrong."""
+    faulty = [op for op in ops if op.status == "faulty"]
+    if not faulty or trace.header.ranks or trace.is_one_of_several or isinstance(trace, Ranks):
+        return []
+    names = {local_name(op.op) for op in faulty}
+    records = (trace.ops.get((op.step, op.op)) for op in faulty)
+    in_half = all(record is not None and record.dtype in ("f16", "bf16") for record in records)
+    # As a whole they are off by no more than the rounding of their values.
+    by_roundings = all(op.cause is None and op.local and op.local.nmse <= op.local.floor for op in faulty)
+    if not (in_half and by_roundings and names <= {*_ADDED_UP}):
+        return []
+    return [
+        f"{trace.path}: single values of {' and '.join(sorted(names))} alone are wrong, by roundings. If it is of "
+        "several ranks, each of which rounds its term before they are added up, say how many there are in the first "
+        'line: "ranks":4.'
+    ]
 
 
 def unsought(ops: Iterable[OpResult], seconds: float) -> list[str]:
