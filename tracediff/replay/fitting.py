@@ -89,8 +89,8 @@ class Fitting:
             seen[record, scheme] = left = self.left(record, scheme)
             if self._needs_no_rival(record, scheme, left):
                 scheme = self._finest(record, scheme, left, schemes, usual)
-                return Choice((scheme,), True, self.left(record, scheme))
-        for i, record in enumerate(records):
+                return Choice((scheme,), True, self.left(record, scheme), self._unfit(records, record, scheme))
+        for record in records:
             first, *others = _promising(table)
             for scheme in (first, *others):
                 within = scheme is first or scheme in PLAIN or self._reaches(record, scheme, first, table[first][-1])
@@ -98,8 +98,8 @@ class Fitting:
                 table[scheme].append(self.left(record, scheme) if known is None else known)
                 if self._needs_no_rival(record, scheme, table[scheme][-1]):
                     scheme = self._finest(record, scheme, table[scheme][-1], schemes, usual)
-                    asked = *records[:i], *self._planner.treated_otherwise(record, records[i + 1 :])
-                    return Choice((scheme,), True, self.left(record, scheme), self._unfit(asked, scheme))
+                    unfit = self._unfit(records, record, scheme)
+                    return Choice((scheme,), True, self.left(record, scheme), unfit)
         undivided = any(s.values.undivided and len(figures) == len(records) for s, figures in table.items())
         when_stored = median(map(self.rounded_when_stored, records)) if undivided else 0.0
         close = _close(table, len(records), unlike, when_stored)
@@ -149,10 +149,20 @@ class Fitting:
         others = (one for one in schemes if (one in PLAIN or one in usual) and left > FINE)
         return next((one for one in others if self.left(record, one) <= FINE and self.fits(record, one)), scheme)
 
-    def _unfit(self, records: Sequence[OpRecord], scheme: Scheme) -> tuple[OpRecord, ...]:
-        """Which of these the scheme does not fit. Of a segment that is asked where it fits none: it is a pass."""
-        alone = (record for record in records if not self._planner.is_segment(record))
-        return tuple(record for record in alone if self._judged(record, scheme).judgement != "sound")
+    def kinds(self, record: OpRecord) -> set[str]:
+        """Of the ops that are recomputed for the record: layers of a hybrid model have others."""
+        return {self._recomputation.graph[name].kind for name in self._recomputation.segment(record)}
+
+    def _unfit(self, records: Sequence[OpRecord], fit: OpRecord, scheme: Scheme) -> tuple[OpRecord, ...]:
+        """Which of these the scheme does not fit, that was found to fit one of them: asked are those before it, and one
+        of each op that it may treat otherwise. Of segments, where to ask one is a pass, those with ops of other kinds.
+        """
+        if self._planner.is_segment(fit):
+            asked = [record for record in records if self.kinds(record) - self.kinds(fit)]
+        else:
+            at = records.index(fit)
+            asked = [*records[:at], *self._planner.treated_otherwise(fit, records[at + 1 :])]
+        return tuple(record for record in asked if self._judged(record, scheme).judgement != "sound")
 
     def _likely(self, sound: Mapping[Scheme, set[str]], records: Sequence[OpRecord]) -> list[Scheme]:
         """Of schemes that explain the ends of several segments, first those of most, the one that does best, for it

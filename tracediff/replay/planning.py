@@ -152,7 +152,7 @@ class Planning:
         doubtful = (len(choice.schemes) > 1 or len(starts) > 1) and not choice.by_op
         asked = choice.unfit or (samples if doubtful else ())
         through_segments = self._planner.is_segment(records[0])
-        if asked and through_segments:
+        if asked and through_segments and not self._are_of_other_kinds(asked, samples):
             asked = samples  # of which one that nothing fits may be the mistaken one
         if not asked or not self._is_short(asked[0]):
             return choice
@@ -179,6 +179,12 @@ class Planning:
         whole = self._beside(choice, found, samples, records) if choice.settled and choice.unfit else found
         again = 0 < len(found.unfit) < len(asked) and not through_segments
         return self._composed(whole, records, known, elsewhere) if again else whole
+
+    def _are_of_other_kinds(self, asked: Sequence[OpRecord], samples: Sequence[OpRecord]) -> bool:
+        """Whether they are recomputed by ops of kinds that the other samples have none of: a hybrid model's layers."""
+        others = [self._fitting.kinds(record) for record in samples if record not in asked]
+        known = set[str]().union(*others)
+        return bool(others) and all(self._fitting.kinds(record) - known for record in asked)
 
     def _of_fine_ways(self, choice: Choice, records: list[OpRecord]) -> Choice:
         """In one of the ways that make so little of a difference, if it leaves far less: without it no rival is asked
