@@ -40,6 +40,7 @@ from tracediff.model.model import Model
 from tracediff.model.synthetic import Shape, quantize
 from tracediff.model.tensors import FileTensors
 from tracediff.model.weights import Weights
+from tracediff.names import split
 from tracediff.numerics.arithmetic import Arithmetic, Scheme, in_words
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
@@ -1315,6 +1316,28 @@ def test_a_residual_stream_may_be_in_float32_where_all_else_is_in_half_precision
     model = models(Shape("qwen2", n_layer=3, n_embd=96, n_head=8, n_head_kv=2, n_ff=160, n_vocab=320), "F32")
     result = check_trace(traced(model, tmp_path / "m.trace", change=stores, held=held, capture="layers"), model)
     assert (result.verdict, faulty(result)) == ("match", [])
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        ("conv", "columns of convolutions in bfloat16"),
+        ("ssm", "states in bfloat16"),
+        ("", "columns of convolutions in bfloat16, states in bfloat16"),
+    ],
+)
+def test_what_is_handed_from_step_to_step_may_be_in_half_precision(
+    held: str, words: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of hidden states alone, in a model that has layers without states: these fit without."""
+    model = Model(tiny("granitehybrid"))
+    states = [op for op in model.graph if op.kind == "state" and split(op.name)[1].startswith(held)]
+    graph = model.graph.changed(*(replace(op, stored="bf16") for op in states))
+    steps = (*TOKENS, 7), (84,), (104,), (9,)
+    path = trace_graph(graph, model.file, tmp_path / "held.trace", *steps, capture="layers")
+    result = check_trace(path, model)
+    assert (result.verdict, faulty(result)) == ("match", [])
+    assert words in said(result, "add")
 
 
 def test_what_norms_give_is_said_to_be_held_in_bfloat16(models: Models, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ _ROLES = MappingProxyType(
         "add": ("what is added to the residual", "biases"),
         "softmax": ("scaled scores", ""),
         "state": ("", "states"),
+        "columns": ("", "columns of convolutions"),
         **dict.fromkeys(TABLED, ("activations looked up", "")),
     }
 )
@@ -198,7 +199,8 @@ class Scheme:
     norms: str = "f64"  # and the weights of norms
     normed: str = "f64"  # what a norm of values held in that type gives is rounded to before its weight multiplies it
     tables: str = "f64"  # and cosines and sines of rope
-    states: str = "f64"  # what recurrent states and the columns of convolutions are held in between steps
+    states: str = "f64"  # what recurrent states are held in between steps
+    columns: str = "f64"  # and the columns of convolutions, for which engines have a type of their own
     exponentials: str = ""
     scaled: str = "f64"  # what scores are rounded to when they are scaled
     added: str = "f64"  # what a layer adds to the residual is rounded to: each rank's term, as it is sent to the others
@@ -254,6 +256,8 @@ class Scheme:
                 return Arithmetic(self.added)
             case "state":
                 return Arithmetic(stored=self.states)
+            case "columns":
+                return Arithmetic(stored=self.columns)
             case "exponential":
                 return Arithmetic(exponential=self.exponentials)
             case "softmax":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
+from tracediff.names import local_name
 from tracediff.numerics.arithmetic import EXACT, Arithmetic, Scheme, in_words
 from tracediff.numerics.floors import UNIT, Noise
 from tracediff.numerics.kinds import KINDS
@@ -31,6 +32,8 @@ def is_covered(op: Op) -> bool:
 def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
     """What the scheme rounds in this op, which depends on the type of its weight."""
     entry = KINDS[op.kind].scheme if is_covered(op) else None
+    if entry == "state":
+        entry = treated_as(op)
     if not op.weights and entry in ("rms_norm", "small"):
         added = scheme.of("residual") if op.kind == "add" and not any(op.views) else EXACT
         return added if added == EXACT or rows_fit(op, added, 0) else EXACT  # a hypothesis may add other rows
@@ -42,7 +45,14 @@ def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
 
 def in_words_of(ops: Iterable[Op], scheme: Scheme, weights: Weights) -> str:
     """What the scheme rounds in these ops."""
-    return in_words((op.kind, arithmetic_of(op, scheme, weights)) for op in ops)
+    return in_words((treated_as(op), arithmetic_of(op, scheme, weights)) for op in ops)
+
+
+def treated_as(op: Op) -> str:
+    """The kind that a scheme takes the op for. Of states the columns that a convolution reads of the steps before are
+    one of their own: ggml's graphs call them conv.
+    """
+    return "columns" if op.kind == "state" and local_name(op.name).startswith("conv") else op.kind
 
 
 def rows_fit(op: Op, arithmetic: Arithmetic, head_dim: int) -> bool:

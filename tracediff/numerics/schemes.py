@@ -257,6 +257,7 @@ _FIELDS = {
     "added": "what is added to the residual",
     "scaled": "scaled scores",
     "states": "states",
+    "columns": "columns of convolutions",
     "held": "table",
 }
 

@@ -19,7 +19,7 @@ from tracediff.model.graph import Axis, Graph, Op, Tokens
 from tracediff.model.weights import Weights
 from tracediff.names import layer_of, local_name
 from tracediff.numerics.arithmetic import EXACT, SHARED_BEYOND, TILED_FROM, UBATCH, Arithmetic, Scheme, split_keys
-from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit
+from tracediff.numerics.evaluate import arithmetic_of, in_words_of, rows_fit, treated_as
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.roundings import in_rows_of, rounding_named
@@ -279,7 +279,7 @@ class Planner:
         first = op.weights[0] if op.weights else None
         row = op.axes[-1] if op.kind == "add" else 0  # what is added may be rounded in blocks
         of = (self._weights.type_of(first), first.shape[-1], len(op.weights)) if first else ("", row, 0)
-        return op.kind, any(op.past), *of
+        return treated_as(op), any(op.past), *of
 
     def _rows_fit(self, ops: Sequence[Op], arithmetics: Sequence[Arithmetic]) -> bool:
         width = self._graph.hparams.head_dim
