@@ -53,10 +53,12 @@ def _scale(op: Op, context: Context) -> Variants:
     h, right = context.graph.hparams, op.attrs["scale"]
     if _caps(op, context.graph):
         return
+    # Of latent attention it is the width of what is cached, not of a head.
+    width = "attention.key_length" if _width_of_latents(context.file) else "head_dim"
     formulas = {
-        "missing": 1.0, "applied twice": right**2, "1/sqrt(head_dim)": h.head_dim**-0.5,
+        "missing": 1.0, "applied twice": right**2, f"1/sqrt({width})": h.head_dim**-0.5,
         "1/sqrt(n_embd/n_head)": (h.n_embd / h.n_head) ** -0.5, "1/sqrt(n_embd)": h.n_embd**-0.5,
-        "1/head_dim": 1 / h.head_dim, "1/sqrt(n_head_kv * head_dim)": (h.n_head_kv * h.head_dim) ** -0.5,
+        f"1/{width}": 1 / h.head_dim, f"1/sqrt(n_head_kv * {width})": (h.n_head_kv * h.head_dim) ** -0.5,
         "ln 2 times what belongs, as of 2^x in the place of e^x": right * math.log(2),
         "1/ln 2 times what belongs, as of e^x in the place of 2^x": right / math.log(2),
         **_without_mscale(right, context.file),
@@ -69,10 +71,16 @@ def _scale(op: Op, context: Context) -> Variants:
         yield _scaled(op, number)
 
 
+def _width_of_latents(file: GGUFFile) -> int | None:
+    """The channels of a head where keys are made of latents; None of other attention."""
+    width = file.metadata.get(f"{file.metadata.get('general.architecture')}.attention.key_length_mla")
+    return width if isinstance(width, int) else None
+
+
 def _without_mscale(right: float, file: GGUFFile) -> dict[str, float]:
     """Of latent attention with YaRN, whose scale is mscale^2 / sqrt(channels of a head): with other powers of it."""
-    width = file.metadata.get(f"{file.metadata.get('general.architecture')}.attention.key_length_mla")
-    if not isinstance(width, int) or math.isclose(square := right * math.sqrt(width), 1):
+    width = _width_of_latents(file)
+    if width is None or math.isclose(square := right * math.sqrt(width), 1):
         return {}
     words = {
         0: "without YaRN's mscale^2",
