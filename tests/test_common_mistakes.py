@@ -304,7 +304,7 @@ def test_it_is_named_where_every_op_is_recorded(case: str, models: Models, tmp_p
 
 LONG = {
     "positions by any factor", "a soft cap of any size", "positions halved", "a soft cap of another model",
-    "angles in float16", "nothing that is rescaled",
+    "angles in float16", "nothing that is rescaled", "a softmax over a padded cache",
 }  # fmt: skip
 
 

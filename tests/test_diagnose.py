@@ -432,7 +432,7 @@ def test_keys_of_a_last_block_that_is_not_full_are_told_in_decode_alone(size: in
     "words",
     [
         "query head h reads key/value head h % 2; it is h // 4",
-        "query head h reads key/value head h // 2, at most 1; it is h // 4",
+        pytest.param("query head h reads key/value head h // 2, at most 1; it is h // 4", marks=pytest.mark.slow),
     ],
 )
 def test_which_key_head_a_query_head_reads(words: str, weights: str, models, tmp_path: Path) -> None:

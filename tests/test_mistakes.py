@@ -369,6 +369,7 @@ UNSEEN = {
 LONG = (
     "a router's softmax before its choice", "another activation in that formula", "weights that no sum divides",
     "the same experts, another weight each", "weights and biases that are split otherwise",
+    "an activation with a formula of its own", "weights by another norm",
 )  # fmt: skip
 
 

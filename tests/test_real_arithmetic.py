@@ -1296,7 +1296,7 @@ def test_a_residual_stream_in_bfloat16_is_said_and_warned_of(
     )
 
 
-@pytest.mark.parametrize("stored", ["bf16", "f16"])
+@pytest.mark.parametrize("stored", [pytest.param("bf16", marks=pytest.mark.slow), "f16"])
 def test_a_residual_stream_may_be_in_float32_where_all_else_is_in_half_precision(
     stored: str, models: Models, tmp_path: Path
 ) -> None:
@@ -1323,7 +1323,7 @@ def test_a_residual_stream_may_be_in_float32_where_all_else_is_in_half_precision
     [
         ("conv", "columns of convolutions in bfloat16"),
         ("ssm", "states in bfloat16"),
-        ("", "columns of convolutions in bfloat16, states in bfloat16"),
+        pytest.param("", "columns of convolutions in bfloat16, states in bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_handed_from_step_to_step_may_be_in_half_precision(

@@ -570,11 +570,12 @@ def rewritten(name: str, old: str, new: str) -> Callable[[Graph], Op]:
             "carried(sum(p[(h * T + t) * S + s] * cache[(s * G + h // (H // G)) * D + d] for s in range(S)), h)",
             "the sum is not set to 0 again for each head: it goes on from the one before",
         ),
-        (
+        pytest.param(
             "blk.0.attn_probs",
             "y[there + s] = y[there + s] / total",
             "pass",
             "the output / total is not computed: the output stays as it is before that",
+            marks=pytest.mark.slow,
         ),
         (
             "blk.1.attn_q_rope",
@@ -600,10 +601,11 @@ def test_an_edit_that_nobody_listed_is_found(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (
+        pytest.param(
             "blk.1.ffn_gate",
             "reads attn_norm where ffn_norm belongs; and the sum takes only input channels 0 to 254: the last is left "
             "out",
+            marks=pytest.mark.slow,
         ),
         (
             "blk.1.attn_norm",
@@ -1465,7 +1467,12 @@ def test_a_step_that_reads_its_key_before_it_is_cached_is_one_finding(models: Mo
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("attn_kqv", slot(-1, lambda v: v[-2]), "attn_v, the last position has the values of the one before it"),
+        pytest.param(
+            "attn_kqv",
+            slot(-1, lambda v: v[-2]),
+            "attn_v, the last position has the values of the one before it",
+            marks=pytest.mark.slow,
+        ),
         ("attn_scores", slot(3, lambda k: 0.0), "as it reads attn_k_rope, key 3 is 0"),
         pytest.param(
             "attn_scores", lambda k: k.flip(1), "as it reads attn_k_rope, key heads reversed", marks=pytest.mark.slow
