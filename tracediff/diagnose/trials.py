@@ -77,7 +77,8 @@ class Trials:
         # A mistake in a kernel shows wherever the kernel is used; one in a call, at that call alone, or at its twin's.
         alone = [] if mistake.everywhere or len(names) == 1 else [[name] for name in names] + _siblings(targets)
         done = set[tuple[str, ...]]()
-        rebuilt = {op.name: op for op in before if _built(op) != _built(self._replay.graph.ops.get(op.name))}
+        right = self._replay.graph.ops
+        rebuilt = {op.name: op for op in before if _computed(op) != _computed(right.get(op.name))}
         for chosen in (names, *alone):
             alike = [op for op in targets if local_name(op.name) in chosen]
             for variant, changed in _by_variant(mistake, alike, context, only).items():
@@ -178,17 +179,17 @@ class Trials:
         return int(rows[most >= min(1.0, float(most.max()))].min())
 
 
-def _built(op: Op | None) -> tuple[object, ...]:
-    """What an op reads, and how it is computed."""
-    return (op.inputs, op.views, op.function, op.rework) if op else ()
+def _computed(op: Op | None) -> tuple[object, object]:
+    """How an op is computed, if not as its kind is."""
+    return (op.function, op.rework) if op else (None, None)
 
 
 def _is_rebuilt_again(op: Op, rebuilt: Mapping[str, Op], graph: Graph) -> bool:
-    """Whether another mistake says what the op reads and how it is computed, or how one does that it is a copy of. Of a
-    norm that reads what was not gated yet, by another function, a second one knows neither shape nor operands.
+    """Whether another mistake says how the op is computed, or one that it is a copy of, and this what it reads or how.
+    Of a norm that reads what was not gated yet, by another function, a second one knows neither shape nor operands.
     """
-    if op.name in rebuilt:
-        return _built(op) != _built(rebuilt[op.name])
+    if before := rebuilt.get(op.name):
+        return (op.inputs, op.views, *_computed(op)) != (before.inputs, before.views, *_computed(before))
     own = graph.ops.get(op.name)
     is_copy = op.function is not None and (own is None or own.kind != op.kind)
     return is_copy and any(op.function is other.function for other in rebuilt.values())
