@@ -90,12 +90,13 @@ class Speaker(Names):
                 return f"{subject} is not stored"
             case ast.Assign(targets=[ast.Name(id=name)], value=old), ast.Assign(value=new):
                 return self._defined(name, old, new, edited)
-            case ast.Assign(targets=[to], value=old), ast.Assign(targets=[to_other], value=new):
+            case (
+                ast.Assign(targets=[ast.Subscript() as to], value=old),
+                ast.Assign(targets=[ast.Subscript() as to_other], value=new),
+            ):
                 if ast.unparse(to) != ast.unparse(to_other):
                     array = ast.unparse(to).partition("[")[0]
                     moved = self._by_access(array, edited, stores=True, subject=self.subject(to, old))
-                    assert isinstance(to, ast.Subscript)
-                    assert isinstance(to_other, ast.Subscript)
                     return (
                         moved
                         or f"{self.subject(to, old)} is stored at {self._placed(to_other.slice, to.slice, edited)}"
