@@ -274,19 +274,33 @@ class Between:
                 yield "expert_twice", "experts", text, torch.where(rows, known.recorded, known.exact)
         none = ~torch.stack([*terms.values()]).any(0).any(-1, keepdim=True).expand(known.exact.shape)
         if self.op.kind != "linear" and bool(none.any()):
-            text = f"no rank computes {self._experts(none, only=True)}"
+            text = f"no rank computes {self._left_out(none)}"
             yield "expert_nowhere", "experts", text, known.exact.masked_fill(none, 0.0)
 
-    def _experts(self, where: Tensor, only: bool = False) -> str:
-        """Which experts' rows these are; `only` where they are all that these experts make."""
-        if self.op.kind != "linear_id" or where.ndim != 3:
-            return "some rows" if only else "the same rows"
-        chosen = self.known.inputs[-1].reshape(where.shape[:2])
-        ids = sorted({int(i) for i in chosen[where.any(-1)]})
-        if only and {*ids} & {int(i) for i in chosen[~where.any(-1)]}:  # a capacity that is too small drops tokens
-            tokens = torch.nonzero(where.any(-1).any(-1)).flatten().tolist()
-            return f"some of the experts that token{'s' * (len(tokens) > 1)} {few(tokens)} chose"
+    def _experts(self, where: Tensor) -> str:
+        """Which experts' rows these are."""
+        if not self._is_by_expert(where):
+            return "the same rows"
+        ids = sorted(self._chosen(where))
         return f"expert{'s' * (len(ids) > 1)} {few(ids)}"
+
+    def _left_out(self, where: Tensor) -> str:
+        """The experts whose rows these are, where they are all that these make: a capacity that is too small drops
+        tokens.
+        """
+        if not self._is_by_expert(where):
+            return "some rows"
+        if self._chosen(where).isdisjoint(self._chosen(~where)):
+            return self._experts(where)
+        tokens = torch.nonzero(where.any(-1).any(-1)).flatten().tolist()
+        return f"some of the experts that token{'s' * (len(tokens) > 1)} {few(tokens)} chose"
+
+    def _is_by_expert(self, where: Tensor) -> bool:
+        return self.op.kind == "linear_id" and where.ndim == 3
+
+    def _chosen(self, where: Tensor) -> set[int]:
+        """The experts of rows [token, slot] that any of these values are in."""
+        return {int(i) for i in self.known.inputs[-1].reshape(where.shape[:2])[where.any(-1)]}
 
     def _of_vocabulary(self, terms: dict[int, Tensor]) -> Tries:
         tokens, y = self.known.inputs[0], self.known.exact

@@ -1,13 +1,12 @@
 """What a reader must know besides what was found: of a trace, how it was written; of a run, what time left undone."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tracediff.english import count
 from tracediff.names import local_name, plain_step
 from tracediff.result import OpResult
-from tracediff.trace.ranks import Ranks
 from tracediff.trace.reader import Trace
 
 # What ranks add up, of which each has a part of the inputs (Megatron-LM, https://arxiv.org/abs/1909.08053, figure 3).
@@ -18,20 +17,10 @@ _LISTED = 3  # sequences that are fed anew, or dropped
 def trace_notes(trace: Trace) -> list[str]:
     """What a reader must know of the trace itself, whatever it holds."""
     notes = [f"{trace.path}: cut off: {trace.cut}."] if trace.cut else []
-    for sequence, step, again in trace.begun_again[:_LISTED]:
-        notes.append(
-            f"{trace.path}: step {plain_step(step)} feeds sequence {sequence} anew from its first token on, as after a "
-            f"preemption or without a cache: from there on it is called sequence {again}."
-        )
-    if (more := len(trace.begun_again) - _LISTED) > 0:
-        notes.append(f"{trace.path}: so {'does' if more == 1 else 'do'} {count(more, 'more step')}.")
-    for sequence, step, again in trace.rolled_back[:_LISTED]:
-        notes.append(
-            f"{trace.path}: step {plain_step(step)} drops what sequence {sequence} was fed from its first position on, "
-            f"as rejected drafts: from there on it is called sequence {again}, and what it keeps is recomputed."
-        )
-    if (more := len(trace.rolled_back) - _LISTED) > 0:
-        notes.append(f"{trace.path}: so {'does' if more == 1 else 'do'} {count(more, 'more step')}.")
+    anew = "feeds sequence {} anew from its first token on, as after a preemption or without a cache"
+    notes += _called_otherwise(trace, trace.begun_again, anew)
+    dropped = "drops what sequence {} was fed from its first position on, as rejected drafts"
+    notes += _called_otherwise(trace, trace.rolled_back, dropped, ", and what it keeps is recomputed")
     if not trace.header.rollback and (back := _first_that_goes_back(trace)):
         notes.append(
             f"{trace.path}: step {plain_step(back[0])} begins at position {back[1]}, which was fed before, and is "
@@ -82,7 +71,7 @@ def of_another_file(trace: Trace, name: str, arch: str, matmul_type: str, ops: I
 def as_of_ranks(trace: Trace, ops: Iterable[OpResult]) -> list[str]:
     """That what is wrong may be ranks' terms, each rounded before they are added up, where nothing else is wrong."""
     faulty = [op for op in ops if op.status == "faulty"]
-    if not faulty or trace.header.ranks or trace.is_one_of_several or isinstance(trace, Ranks):
+    if not faulty or trace.header.ranks or len(trace.written) > 1:
         return []
     names = {local_name(op.op) for op in faulty}
     records = (trace.ops.get((op.step, op.op)) for op in faulty)
@@ -118,6 +107,18 @@ def unsought(ops: Iterable[OpResult], seconds: float) -> list[str]:
             for words in said
         ),
     ]
+
+
+def _called_otherwise(trace: Trace, begun: Sequence[tuple[int, int, int]], does: str, besides: str = "") -> list[str]:
+    """In which steps a sequence gets another number, of the first few: what the step `does` to it, and what follows."""
+    notes = [
+        f"{trace.path}: step {plain_step(step)} {does.format(sequence)}: from there on it is called sequence "
+        f"{again}{besides}."
+        for sequence, step, again in begun[:_LISTED]
+    ]
+    if (more := len(begun) - _LISTED) > 0:
+        notes.append(f"{trace.path}: so {'does' if more == 1 else 'do'} {count(more, 'more step')}.")
+    return notes
 
 
 def _first_that_goes_back(trace: Trace) -> tuple[int, int] | None:

@@ -363,8 +363,6 @@ _FLOAT32_SUMS = 1e-6  # of the mean: what sums in float32 are off by
     "the cast to float32 before the squares: transformers' norms and llama.cpp's have it", RMS_NORM,
 )  # fmt: skip
 def _in_half(op: Op, _: Context) -> Variants:
-    if op.function:  # by another mistake, which may read it in another shape
-        return
     for dtype, of_root in product(("bf16", "f16"), (True, False)):
         steps = f"squares, their mean{', its root' * of_root} and the normed value"
         words = f"{steps} are rounded to {rounding_named(dtype).words}, one by one"
