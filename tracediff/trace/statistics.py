@@ -10,7 +10,7 @@ from tracediff.trace.format import Statistics
 # A float32 sum of this many products errs by about 1e-7 of the size of its terms; blocks are added in float64.
 _BLOCK = 4096
 _ONES = {dtype: np.ones(_BLOCK, dtype) for dtype in (np.dtype("f4"), np.dtype("f8"))}
-_CHUNK = 1 << 16  # 256 kB: four passes find it in the second-level cache
+_CHUNK = 1 << 17  # 512 kB: four passes find it in the second-level cache
 # Extremes between which float32 holds the squares of all values that matter.
 _SQUARES_FIT = (1e-15, 1e18)
 
