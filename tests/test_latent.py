@@ -1,6 +1,6 @@
 """Latent attention in the two forms that engines have: keys and values of each head, and llama.cpp's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import tiny_models
 import torch
 from conftest import some_of, trace_graph
 
+from tracediff.engine.recorder import TensorWriter
 from tracediff.engine.torch_engine import StepInput, TorchEngine
 from tracediff.inspect.validate import validate
 from tracediff.judge import Policy
@@ -19,8 +20,11 @@ from tracediff.model.latent import expanded
 from tracediff.model.model import Model
 from tracediff.model.synthetic import quantize
 from tracediff.model.weights import Weights
+from tracediff.names import Capture
 from tracediff.numerics.schemes import scheme_named
 from tracediff.pipeline import Effort, check_trace, compare_traces
+from tracediff.trace.reader import Trace
+from tracediff.trace.writer import TraceWriter
 
 TOKENS, NEXT = (5, 9, 17, 33, 70, 2, 14, 21, 8), 8
 CACHED = scheme_named("exact, KV cache in float16")
@@ -138,3 +142,69 @@ def test_a_table_in_half_precision_hides_no_mistake_of_a_trace_in_float32(tiny: 
     path = trace_graph(load_graph(model), GGUFFile(model), tmp_path / "t.trace", TOKENS)
     result = check_trace(path, model, policy=Policy(resolve=1e-6))
     assert result.verdict == "match"
+
+
+def in_both_forms(
+    model: Model,
+    *graphs: Graph,
+    out: Path,
+    capture: Capture = "all",
+    steps: Sequence[Sequence[int]] = (TOKENS, (NEXT,), TOKENS[:1]),
+) -> Path:
+    """The trace of an engine that computes the prompt as the first graph has it, and decode steps as the other."""
+    engines, at = [TorchEngine(graph, model.weights(torch.float32)) for graph in graphs], 0
+    with TraceWriter(out, "server", model.graph.hparams.arch) as writer:
+        for step, tokens in enumerate(steps):
+            given = StepInput(tuple(tokens), tuple(range(at, at + len(tokens))))
+            at += len(tokens)
+            for form, engine in enumerate(engines):
+                if form == min(step, 1):
+                    engine.run(step, given, TensorWriter(writer, capture))
+                else:
+                    engine.run(step, given)
+    return out
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_prompts_may_have_keys_of_each_head_and_decode_steps_the_latent(
+    capture: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    """As vLLM and SGLang compute: one form was chosen for all of a trace, and every step in the other was misshapen."""
+    model = Model(tiny("deepseek2"))
+    path = in_both_forms(model, of_heads(model.path), model.graph, out=tmp_path / "t.trace", capture=capture)
+    result = check_trace(path, model.path)
+    assert result.verdict == "match"
+    assert sum("1 step (first 0) of 3 judged with keys and values of each head" in n for n in result.notes) == (
+        capture == "all"
+    )
+    assert validate(path, model.path).n_violations == 0
+
+
+def test_what_two_sides_make_alike_in_some_steps_is_compared_there(tiny: Tiny, tmp_path: Path, llama_cpp_trace) -> None:
+    model = Model(tiny("deepseek2"))
+    reference = llama_cpp_trace(model.path, tokens=TOKENS, n_decode=2)
+    fed = [step.tokens for step in Trace(reference).steps.values()]
+    path = in_both_forms(model, of_heads(model.path), model.graph, out=tmp_path / "t.trace", steps=fed)
+    result = compare_traces(reference, path, model=model.path)
+    assert result.verdict == "match"
+    assert {op.step for op in result.ops if op.op == "blk.1.attn_kqv" and op.note and "in another way" in op.note} == {
+        0
+    }
+    assert {op.step for op in result.ops if op.op == "blk.1.attn_kqv" and op.drift} == {1, 2}
+
+
+@pytest.mark.parametrize(("op", "steps"), [("attn_v", (0,)), ("attn_v_b", (1, 2))])
+def test_a_mistake_in_either_form_is_explained_as_it_was_computed(
+    op: str, steps: tuple[int, ...], tiny: Tiny, tmp_path: Path
+) -> None:
+    model = Model(tiny("deepseek2"))
+
+    def mistaken(graph: Graph) -> Graph:
+        right = graph.ops.get(f"blk.1.{op}")
+        of_another_layer = [replace(w, name=w.name.replace("blk.1", "blk.0")) for w in right.weights] if right else ()
+        return graph.changed(replace(right, weights=tuple(of_another_layer))) if right and of_another_layer else graph
+
+    graphs = map(mistaken, (of_heads(model.path), model.graph))
+    path = in_both_forms(model, *graphs, out=tmp_path / "t.trace")
+    (finding,) = check_trace(path, model.path).findings
+    assert (finding.mistake, finding.ops, finding.steps) == ("wrong_layer", (f"blk.1.{op}",), steps)

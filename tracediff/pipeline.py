@@ -169,8 +169,9 @@ def plan_traces(
 def _with_replay(op: OpResult, ours: "Judged", theirs: "Judged | None" = None) -> OpResult:
     """What replay of either side says of the op; one of another shape than the model's is faulty by that."""
     key = op.step, op.op
-    if op.op in ours.replay.graph:  # a name does not tell the kind: of a feed-forward's activation there are several
-        op = replace(op, kind=ours.replay.graph[op.op].kind)
+    own = ours.graph(op.step).ops.get(op.op)
+    if own:  # a name does not tell the kind: of a feed-forward's activation there are several
+        op = replace(op, kind=own.kind)
     wrong, other = ours.misshapen.get(key), theirs.misshapen.get(key) if theirs else None
     local, reference_local = ours.locals.get(key), theirs.locals.get(key) if theirs else None
     if wrong and wrong.some_tokens:
@@ -184,7 +185,7 @@ def _with_replay(op: OpResult, ours: "Judged", theirs: "Judged | None" = None) -
         return replace(op, status="faulty", note=wrong.shapes, cause=cause, in_some_steps=True)
     if other:
         op = replace(op, status="unmatched", note=f"the reference's has {other.shapes}")
-    if theirs and theirs.replay.graph.ops.get(op.op) != ours.replay.graph.ops.get(op.op):
+    if theirs and theirs.graph(op.step).ops.get(op.op) != own:
         op = replace(op, status="unmatched", drift=None, tolerance=None, note=_ANOTHER_WAY)
     if local and local.faulty and (of := _misshapen_in(local.segment, op.step, ours)):
         note = f"made of {of}, which has another shape: there is nothing to replay"

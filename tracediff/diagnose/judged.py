@@ -1,24 +1,31 @@
 """What replay says of traces, and how to explain what it found: by this process, or by workers a kind of op each."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
-from tracediff.diagnose.budget import Budget, Progress
+from tracediff.diagnose.budget import Budget, Progress, within
+from tracediff.english import count
+from tracediff.model.graph import Graph
 from tracediff.model.model import Model
 from tracediff.model.weights import check_device
 from tracediff.numerics.evaluate import is_covered
 from tracediff.replay.choices import refuse_no_choice, ties
 from tracediff.replay.judging import Subject, replays_of
 from tracediff.replay.late import begun_late, reads_cache
-from tracediff.replay.misshapen import Misshapen, misshapen, suited
+from tracediff.replay.misshapen import Misshapen, misshapen, suits_a_step
 from tracediff.replay.replay import Replay
 from tracediff.replay.workers import ALONE, Workers, judged_by, spread
 from tracediff.result import Local, OpResult
 from tracediff.trace.reader import Trace
 
+Key = tuple[int, str]  # the step and the op of a record
+V = TypeVar("V")
+
 _EXPANDED = (
-    "{}: judged with keys and values of each head, which the engine makes of the latent before it caches them. In "
+    "{}: {}judged with keys and values of each head, which the engine makes of the latent before it caches them. In "
     "llama.cpp the latent is every head's key and value: so more would diverge, or be of another shape."
 )
 
@@ -39,6 +46,11 @@ class Judged:
     notes: tuple[str, ...]  # what replay found out about the trace itself
     ties: Callable[[Trace | None], Iterable[str]]  # what is to be said of choices other than a reference's
     replay: Replay
+    forms: Mapping[int, Graph] = field(default_factory=dict)  # of steps that were judged in another
+
+    def graph(self, step: int) -> Graph:
+        """The model in the form in which the step was judged."""
+        return self.forms.get(step, self.replay.graph)
 
     def begins_late(self, step: int, names: Iterable[str]) -> int | None:
         """Where the step's sequence begins, if the trace lacks what was cached before and one of these ops reads it."""
@@ -46,10 +58,45 @@ class Judged:
         first = self.begun_late.get(here.sequence) if here else None
         return first if first and reads_cache(names, self.replay.graph) else None
 
-    def wrong(self) -> set[tuple[int, str]]:
-        """The ops that have another shape, or in whose records something is faulty."""
-        faulty = {(step, op) for (step, _), local in self.locals.items() if local.faulty for op in local.segment}
-        return faulty | {*self.misshapen}
+    def wrong(self) -> set[str]:
+        """The ops that have another shape in some step, or in whose records something is faulty."""
+        faulty = {op for local in self.locals.values() if local.faulty for op in local.segment}
+        return faulty | {op for _, op in self.misshapen}
+
+    def n_wrong(self) -> Counter[int]:
+        """How many records of each step are faulty, or of another shape."""
+        faulty = {key for key, local in self.locals.items() if local.faulty}
+        return Counter(step for step, _ in faulty | {*self.misshapen})
+
+    def noting(self, note: str) -> "Judged":
+        """The same with a note before its own."""
+        return replace(self, notes=(note, *self.notes))
+
+    def with_steps_of(self, other: "Judged", steps: Set[int]) -> "Judged":
+        """The same trace, of which these steps were judged otherwise: each is explained as it was judged."""
+
+        def joined(mine: Mapping[Key, V], others: Mapping[Key, V]) -> dict[Key, V]:
+            return {key: of for key, of in mine.items() if key[0] not in steps} | {
+                key: of for key, of in others.items() if key[0] in steps
+            }
+
+        def explain(ops: list[OpResult], progress: Progress, seconds: float) -> list[OpResult]:
+            budget, found = Budget(seconds), [*ops]
+            for done, (one, is_other) in enumerate(((self, False), (other, True))):
+                places = [at for at, op in enumerate(ops) if (op.step in steps) == is_other]
+                explained = one.explain([ops[at] for at in places], within(progress, done, 2), budget.left)
+                for at, op in zip(places, explained, strict=True):
+                    found[at] = op
+            return found
+
+        return replace(
+            other,
+            locals=joined(self.locals, other.locals),
+            misshapen=joined(self.misshapen, other.misshapen),
+            explain=explain,
+            forms=dict.fromkeys(self.replay.trace.steps.keys() - steps, self.replay.graph),
+            ties=lambda reference: dict.fromkeys((*self.ties(reference), *other.ties(reference))),
+        )
 
 
 def replay_and_explain(
@@ -65,18 +112,34 @@ def replay_and_explain(
     EngineError for a device that is not there.
     """
     check_device(device)
-    own = [at for at, subject in enumerate(subjects) if suited(model, subject.trace) is model]
+    own = [at for at, subject in enumerate(subjects) if suits_a_step(model, subject.trace)]
     each = _judged(model, [subjects[at] for at in own], workers, progress, device) if own else []
     judged = dict(zip(own, each, strict=True))
     if other := model.expanded():
         ops = {op.name for op in model.graph if op != other.graph[op.name]}
         for at, subject in enumerate(subjects):
             one = judged.get(at)
-            if one is None or any(op in ops for _, op in one.wrong()):
+            if one is None or ops & one.wrong():
                 (again,) = _judged(other, [subject], workers, progress, device)
-                if one is None or len(again.wrong()) < len(one.wrong()):
-                    judged[at] = replace(again, notes=(_EXPANDED.format(subject.trace.path), *again.notes))
+                judged[at] = _in_either_form(one, again)
     return [judged[at] for at in range(len(subjects))]
+
+
+def _in_either_form(own: Judged | None, other: Judged) -> Judged:
+    """A trace that was judged in the model's own form of attention, and in the other: each step in that of which less
+    is wrong. Servers make keys and values of each head for prompts, and multiply with the latent in decode steps.
+    """
+    path, steps = other.replay.trace.path, [*other.replay.trace.steps]
+    if own is None:
+        return other.noting(_EXPANDED.format(path, ""))
+    wrong, of_heads = own.n_wrong(), other.n_wrong()
+    better = {step for step in steps if of_heads[step] < wrong[step]}
+    if not better:
+        return own
+    if not any(wrong[step] < of_heads[step] for step in steps):
+        return other.noting(_EXPANDED.format(path, ""))
+    said = _EXPANDED.format(path, f"{count(len(better), 'step')} (first {min(better)}) of {len(steps)} ")
+    return own.with_steps_of(other, better).noting(said)
 
 
 def _judged(

@@ -1,7 +1,7 @@
 """A trace held to the names, shapes and weights of a model; without one to the names that tracediff knows."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -28,9 +28,11 @@ def names(trace: Trace) -> Iterator[Remark]:
             yield Remark(trace.lines[step, op], "warning", f"{op}: no name that tracediff knows", then)
 
 
-def against_model(trace: Trace, graph: "Graph") -> Iterator[Remark]:
-    """What is no trace of this model, and what of it was never written."""
-    h = graph.hparams
+def against_model(trace: Trace, graphs: "Sequence[Graph]") -> Iterator[Remark]:
+    """What is no trace of this model, and what of it was never written. Of several forms of the model each step is held
+    to the one that it fits.
+    """
+    h = graphs[0].hparams
     if trace.header.arch and trace.header.arch != h.arch:
         what = f"the trace is of architecture {trace.header.arch!r}, the model of {h.arch!r}"
         yield Remark(1, "violation", what, "Give the GGUF file that the engine ran.")
@@ -39,10 +41,20 @@ def against_model(trace: Trace, graph: "Graph") -> Iterator[Remark]:
         if outside:
             what = f"token id {outside[0]} is outside the vocabulary of {h.n_vocab}"
             yield Remark(trace.lines[number], "violation", what, "Were the ids made by another tokeniser?")
-    for (step, op), record in trace.ops.items():
-        yield from _against_graph(trace, step, op, record, graph)
+    wrong = [_of_steps(trace, graph) for graph in graphs]
+    for step in trace.steps:
+        yield from min((of_steps[step] for of_steps in wrong), key=len)
+    graph, _ = min(zip(graphs, wrong, strict=True), key=lambda pair: sum(map(len, pair[1].values())))
     yield from _weights_against_graph(trace, graph)
     yield from _never_written(trace, graph)
+
+
+def _of_steps(trace: Trace, graph: "Graph") -> dict[int, list[Remark]]:
+    """What is wrong with the names and shapes of each step's records."""
+    found: dict[int, list[Remark]] = {step: [] for step in trace.steps}
+    for (step, op), record in trace.ops.items():
+        found[step] += _against_graph(trace, step, op, record, graph)
+    return found
 
 
 def _weights_against_graph(trace: Trace, graph: "Graph") -> Iterator[Remark]:

@@ -65,16 +65,12 @@ def validate(paths: Path | Sequence[Path], model: Path | None = None) -> Validat
         what = f"rank {whole.header.rank} of {whole.header.ranks}: parts are held to no model, nor to one another"
         found.add([Remark(1, "warning", what, "Give the traces of all ranks.")])
     elif whole and (whole.ops or whole.weights):
-        against = [[*against_model(whole, graph.with_scores(op for _, op in whole.ops))] for graph in graphs]
-        found.add(min(against, key=_n_violations) if against else names(whole))
+        shown = [graph.with_scores(op for _, op in whole.ops) for graph in graphs]
+        found.add(against_model(whole, shown) if shown else names(whole))
     listed = tuple(sorted(found.listed, key=lambda f: f.line))
     counts = found.counts["violation"], found.counts["warning"]
     last = whole or traces[0]
     return Validation(str(last.path), len(last.steps), len(last.ops), *counts, listed)
-
-
-def _n_violations(remarks: Iterable[Remark]) -> int:
-    return sum(remark.level == "violation" for remark in remarks)
 
 
 def _of_file(trace: Trace) -> Iterator[Remark]:

@@ -1,5 +1,6 @@
 """Records that have another shape than the model's op: what is wrong with each, so that the rest can be replayed."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -27,10 +28,11 @@ class Misshapen:
 
 
 def misshapen(trace: Trace, graph: Graph) -> dict[tuple[int, str], Misshapen]:
-    """Every such record of the trace. Raises TraceError where they are the most: it is of another model."""
+    """Every such record. Raises TraceError where they are the most of each step: the trace is of another model."""
     known = {key: record for key, record in trace.ops.items() if record.op in graph}
     found = _of_other_shapes(trace, graph)
-    if 2 * len(found) > len(known):
+    of_steps, wrong = (Counter(step for step, _ in keys) for keys in (known, found))
+    if known and all(2 * wrong[step] > n for step, n in of_steps.items()):
         (step, op), first = next(iter(found.items()))
         raise TraceError(
             f"{trace.path}: {len(found)} of {len(known)} records have other shapes than this model's ops, first {op!r} "
@@ -43,11 +45,23 @@ def misshapen(trace: Trace, graph: Graph) -> dict[tuple[int, str], Misshapen]:
 def suited(model: Model, trace: Trace) -> Model:
     """The model in the form of its latent attention that more of the records have names and shapes of."""
     other = model.expanded()
-    return other if other and _n_unfit(trace, other.graph) < _n_unfit(trace, model.graph) else model
+    return other if other and _unfit(trace, other.graph).total() < _unfit(trace, model.graph).total() else model
 
 
-def _n_unfit(trace: Trace, graph: Graph) -> int:
-    return sum(record.op not in graph for record in trace.ops.values()) + len(_of_other_shapes(trace, graph))
+def suits_a_step(model: Model, trace: Trace) -> bool:
+    """Whether of some step no fewer records fit the model's own form of its latent attention than the other."""
+    other = model.expanded()
+    if not other:
+        return True
+    own, others = _unfit(trace, model.graph), _unfit(trace, other.graph)
+    return any(own[step] <= others[step] for step in trace.steps)
+
+
+def _unfit(trace: Trace, graph: Graph) -> Counter[int]:
+    """How many records of each step have another name or shape than the graph's ops."""
+    return Counter(step for step, op in trace.ops if op not in graph) + Counter(
+        step for step, _ in _of_other_shapes(trace, graph)
+    )
 
 
 def _of_other_shapes(trace: Trace, graph: Graph) -> dict[Key, Misshapen]:
