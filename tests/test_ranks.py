@@ -247,6 +247,13 @@ def test_what_goes_wrong_between_ranks_is_named(mistake: str, of: Callable[[str]
         assert "on rank 2" in said(result)
 
 
+def test_a_weight_that_one_rank_holds_wrongly_is_all_that_is_said(of: Callable[[str], Model], tmp_path: Path) -> None:
+    """Of 96 channels a sum of squares that is divided by 150 comes to the same as a weight 1.25 times too large."""
+    model = of("qwen3moe")
+    (finding,) = check_trace(ranks(model, tmp_path, "another norm weight on a rank"), model).findings
+    assert finding.text == f"{SAID['another norm weight on a rank']} (on rank 2); so attn_norm in layer 1 is wrong."
+
+
 def test_a_mistake_of_all_ranks_is_named_as_unsharded(of: Callable[[str], Model], tmp_path: Path) -> None:
     from tracediff.diagnose.planting import plant
 

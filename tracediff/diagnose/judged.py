@@ -42,7 +42,7 @@ class Judged:
     uncovered: set[str]
     misshapen: dict[tuple[int, str], Misshapen]
     begun_late: dict[int, int]
-    explain: Callable[[list[OpResult], Progress, float], list[OpResult]]
+    explain_as: Callable[[Trace, list[OpResult], Progress, float], list[OpResult]]  # be it of some ranks alone
     notes: tuple[str, ...]  # what replay found out about the trace itself
     ties: Callable[[Trace | None], Iterable[str]]  # what is to be said of choices other than a reference's
     replay: Replay
@@ -51,6 +51,10 @@ class Judged:
     def graph(self, step: int) -> Graph:
         """The model in the form in which the step was judged."""
         return self.forms.get(step, self.replay.graph)
+
+    def explain(self, ops: list[OpResult], progress: Progress, seconds: float) -> list[OpResult]:
+        """The results of all ops of the trace, those that are faulty with their causes."""
+        return self.explain_as(self.replay.trace, ops, progress, seconds)
 
     def begins_late(self, step: int, names: Iterable[str]) -> int | None:
         """Where the step's sequence begins, if the trace lacks what was cached before and one of these ops reads it."""
@@ -80,11 +84,11 @@ class Judged:
                 key: of for key, of in others.items() if key[0] in steps
             }
 
-        def explain(ops: list[OpResult], progress: Progress, seconds: float) -> list[OpResult]:
+        def explain(trace: Trace, ops: list[OpResult], progress: Progress, seconds: float) -> list[OpResult]:
             budget, found = Budget(seconds), [*ops]
             for done, (one, is_other) in enumerate(((self, False), (other, True))):
                 places = [at for at, op in enumerate(ops) if (op.step in steps) == is_other]
-                explained = one.explain([ops[at] for at in places], within(progress, done, 2), budget.left)
+                explained = one.explain_as(trace, [ops[at] for at in places], within(progress, done, 2), budget.left)
                 for at, op in zip(places, explained, strict=True):
                     found[at] = op
             return found
@@ -93,7 +97,7 @@ class Judged:
             other,
             locals=joined(self.locals, other.locals),
             misshapen=joined(self.misshapen, other.misshapen),
-            explain=explain,
+            explain_as=explain,
             forms=dict.fromkeys(self.replay.trace.steps.keys() - steps, self.replay.graph),
             ties=lambda reference: dict.fromkeys((*self.ties(reference), *other.ties(reference))),
         )
@@ -159,7 +163,7 @@ def _judged(
             uncovered=uncovered,
             misshapen=misshapen(subject.trace, graph),
             begun_late=begun_late(subject.trace, graph, found),
-            explain=partial(_explained, workers, model, subject, replay),
+            explain_as=partial(_explained, workers, model, subject, replay),
             notes=tuple(replay.notes()),
             ties=partial(ties, replay, found),
             replay=replay,
@@ -182,14 +186,17 @@ def _explained(
     model: Model,
     subject: Subject,
     replay: Replay,
+    trace: Trace,
     ops: list[OpResult],
     progress: Progress,
     seconds: float,
 ) -> list[OpResult]:
-    """As `Explainer.explain`, by the workers: one kin each, for which each takes its share of the seconds.
+    """As `Explainer.explain`, by the workers: one kin each, for which each takes its share of the seconds. The trace is
+    the one that was judged, or what some ranks have of it.
 
     What explains is imported where there is anything to explain: a tenth of a second.
     """
+    replay, subject = replay.of(trace), replace(subject, trace=trace)
     if not any(op.status == "faulty" or (op.local and replay.is_excused(op.local)) for op in ops):
         return ops
     from tracediff.diagnose import cut_off

@@ -9,9 +9,7 @@ from dataclasses import replace
 
 from tracediff.diagnose.between import Between
 from tracediff.diagnose.budget import Budget, Progress, within
-from tracediff.diagnose.explain import Explainer
 from tracediff.diagnose.judged import Judged
-from tracediff.replay.replay import Replay
 from tracediff.result import Cause, OpResult
 from tracediff.trace.ranks import Ranks, on_ranks
 
@@ -55,7 +53,7 @@ def explain_ranks(
         if ranks == everyone:
             explained = judged[side].explain(asked, told, budget.left)
         else:
-            explained = _explained(judged[side].replay, ranks, asked, places, told, budget)
+            explained = _explained(judged[side], ranks, asked, places, told, budget)
         for at, (before, op) in enumerate(zip(asked, explained, strict=True)):
             if op is not before:
                 found[at] = side, op
@@ -69,15 +67,15 @@ def _all_of(causes: Sequence[Cause]) -> Cause:
 
 
 def _explained(
-    replay: Replay, ranks: tuple[int, ...], ops: list[OpResult], places: list[int], progress: Progress, budget: Budget
+    judged: Judged, ranks: tuple[int, ...], ops: list[OpResult], places: list[int], progress: Progress, budget: Budget
 ) -> list[OpResult]:
     """Those at these places with their cause, of the parts of these ranks alone."""
-    assert isinstance(replay.trace, Ranks)
-    of = Replay(replay.trace.of(ranks), replay.graph, replay.weights, planned=replay.plan)
+    assert isinstance(judged.replay.trace, Ranks)
+    of = judged.replay.of(judged.replay.trace.of(ranks))
     asked = [*ops]
     for at in places:
         asked[at] = replace(asked[at], local=of.judge(of.trace.ops[asked[at].step, asked[at].op]))
-    explained = Explainer(of).explain(asked, progress, budget)
+    explained = judged.explain_as(of.trace, asked, progress, budget.left)
     return [_named(op, ranks) if at in places else ops[at] for at, op in enumerate(explained)]
 
 

@@ -65,6 +65,10 @@ class Replay:
         if planned:
             self.plan, self._recorded.on_the_way = planned, planned.on_the_way
 
+    def of(self, trace: Trace) -> "Replay":
+        """Of another trace, what some ranks have of this one, by the plan of this."""
+        return self if trace is self.trace else Replay(trace, self.graph, self.weights, planned=self.plan)
+
     @cached_property
     def plan(self) -> Plan:
         """The arithmetic of each sort of record: made once, from a few records of each."""
