@@ -190,7 +190,7 @@ class Lifter:
         if found and found not in self.ops and f"{found}.weight" not in self._file.tensors:
             return found
         made_of = [one.name for one in inputs if one.name in self.ops]
-        made_of.sort(key=lambda name: layer_of(name) is None)
+        made_of.sort(key=_layer, reverse=True)  # what is added to the layer before is this one's
         if kind in _FLAT and made_of:
             return naming.in_layer(layer_of(made_of[0]), kind)
         if weights and not inputs:
@@ -207,3 +207,8 @@ class Lifter:
         """The node as a part of an op that begins before it: it makes none by itself."""
         self.absorbed.add(i)
         return i
+
+
+def _layer(name: str) -> int:
+    number = layer_of(name)
+    return -1 if number is None else number
