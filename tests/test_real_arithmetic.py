@@ -1319,20 +1319,25 @@ def test_a_residual_stream_may_be_in_float32_where_all_else_is_in_half_precision
 
 
 @pytest.mark.parametrize(
-    ("held", "words"),
+    ("arch", "held", "stored", "words"),
     [
-        ("conv", "columns of convolutions in bfloat16"),
-        ("ssm", "states in bfloat16"),
-        pytest.param("", "columns of convolutions in bfloat16, states in bfloat16", marks=pytest.mark.slow),
+        ("granitehybrid", "conv", "bf16", "columns of convolutions in bfloat16"),
+        ("granitehybrid", "ssm", "bf16", "states in bfloat16"),
+        ("granitehybrid", "ssm", "f16", "states in float16"),  # 7e-10, where the floor is 1e-11
+        ("lfm2", "conv", "bf16", "columns of convolutions in bfloat16"),
+        pytest.param(
+            *("granitehybrid", "", "bf16", "columns of convolutions in bfloat16, states in bfloat16"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_handed_from_step_to_step_may_be_in_half_precision(
-    held: str, words: str, tiny: Callable[[str], Path], tmp_path: Path
+    arch: str, held: str, stored: str, words: str, tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Of hidden states alone, in a model that has layers without states: these fit without."""
-    model = Model(tiny("granitehybrid"))
+    model = Model(tiny(arch))
     states = [op for op in model.graph if op.kind == "state" and split(op.name)[1].startswith(held)]
-    graph = model.graph.changed(*(replace(op, stored="bf16") for op in states))
+    graph = model.graph.changed(*(replace(op, stored=stored) for op in states))
     steps = (*TOKENS, 7), (84,), (104,), (9,)
     path = trace_graph(graph, model.file, tmp_path / "held.trace", *steps, capture="layers")
     result = check_trace(path, model)

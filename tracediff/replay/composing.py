@@ -59,7 +59,7 @@ class Composing:
         before = missed = self._left_of(starts[0], few)
         start, best, rivals = starts[0], starts[0], starts
         for begun in starts:
-            if missed > NOTHING:
+            if not self._is_done(start, few, missed):
                 end, near, less = self._nearer(begun, few, is_led)
                 if less < missed:
                     start, best, rivals, missed = begun, end, near, less
@@ -147,7 +147,7 @@ class Composing:
 
         found, near = {start: self._left_of(start, few)}, [start]
         best = start
-        while NOTHING < found[best] <= COARSE:
+        while found[best] <= COARSE and not self._is_done(best, few, found[best]):
             ahead = near[:_ABREAST]
             changes = self._planner.changes(ahead, *self._records)
             if found[best] > BLIND:
@@ -164,6 +164,10 @@ class Composing:
             best = near[0]
         rivals = [scheme for scheme in near if found[scheme] <= alike * found[best]]
         return best, rivals, found[best]
+
+    def _is_done(self, scheme: Scheme, few: Sequence[OpRecord], left: float) -> bool:
+        """Whether next to nothing is left, and that fits: states in float16 left 7e-10, where the floor was 1e-11."""
+        return left <= NOTHING and self._fitting.fits(few[0], scheme)
 
     def _left_of(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
         return median_low(self._fitting.left(record, scheme) for record in records)
