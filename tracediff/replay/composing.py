@@ -14,6 +14,7 @@ from tracediff.replay.score import (
     BLIND,
     COARSE,
     COMPOSED,
+    FINE,
     KNOWN,
     LESS,
     LESS_UNEXPLAINED,
@@ -59,7 +60,7 @@ class Composing:
         before = missed = self._left_of(starts[0], few)
         start, best, rivals = starts[0], starts[0], starts
         for begun in starts:
-            if not self._is_done(start, few, missed):
+            if missed > FINE:
                 end, near, less = self._nearer(begun, few, is_led)
                 if less < missed:
                     start, best, rivals, missed = begun, end, near, less
@@ -73,7 +74,8 @@ class Composing:
                 told = self._a_step_that_fits(starts[0], few)
             return told or Choice((starts[0],), False, before)
         # Of one alone it would not be asked whether it fits.
-        choice = self._fitting.settle(tuple(dict.fromkeys((best, *rivals, *starts))), self._records)
+        candidates = tuple(dict.fromkeys((best, *rivals, *starts)))
+        choice = self._fitting.settle(candidates, self._records, usual=(best,))
         if choice.settled:
             return choice
         if left > NOTHING:  # as where weights lie halfway between two others: what rounds them otherwise leaves less
@@ -147,7 +149,7 @@ class Composing:
 
         found, near = {start: self._left_of(start, few)}, [start]
         best = start
-        while found[best] <= COARSE and not self._is_done(best, few, found[best]):
+        while FINE < found[best] <= COARSE:  # states in float16 made 5e-11 of a layer whose floor was 1e-11
             ahead = near[:_ABREAST]
             changes = self._planner.changes(ahead, *self._records)
             if found[best] > BLIND:
@@ -164,10 +166,6 @@ class Composing:
             best = near[0]
         rivals = [scheme for scheme in near if found[scheme] <= alike * found[best]]
         return best, rivals, found[best]
-
-    def _is_done(self, scheme: Scheme, few: Sequence[OpRecord], left: float) -> bool:
-        """Whether next to nothing is left, and that fits: states in float16 left 7e-10, where the floor was 1e-11."""
-        return left <= NOTHING and self._fitting.fits(few[0], scheme)
 
     def _left_of(self, scheme: Scheme, records: Sequence[OpRecord]) -> float:
         return median_low(self._fitting.left(record, scheme) for record in records)

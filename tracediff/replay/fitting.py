@@ -155,10 +155,12 @@ class Fitting:
 
     def _unfit(self, records: Sequence[OpRecord], fit: OpRecord, scheme: Scheme) -> tuple[OpRecord, ...]:
         """Which of these the scheme does not fit, that was found to fit one of them: asked are those before it, and one
-        of each op that it may treat otherwise. Of segments, where to ask one is a pass, those with ops of other kinds.
+        of each op that it may treat otherwise. Of segments, where to ask one is a pass, those with ops of other kinds,
+        and all where it leaves more than float32 does: a state in float16 did so within the floor of one step.
         """
         if self._planner.is_segment(fit):
-            asked = [record for record in records if self.kinds(record) - self.kinds(fit)]
+            is_fine = self.left(fit, scheme) <= FINE
+            asked = [record for record in records if not is_fine or self.kinds(record) - self.kinds(fit)]
         else:
             at = records.index(fit)
             asked = [*records[:at], *self._planner.treated_otherwise(fit, records[at + 1 :])]

@@ -1,7 +1,7 @@
 """How the plan is made: the arithmetic of each sort of record, settled by a few records of it."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
-from tracediff.names import layers_of, local_name
+from tracediff.names import layer_of, local_name
 from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
@@ -352,10 +352,12 @@ class Planning:
         return any(self._planner.suiting((scheme,), record))
 
     def _is_short(self, record: OpRecord) -> bool:
-        """Whether it is recomputed through one layer at most. Through several each scheme is a forward pass: logits
-        alone took half as long again.
+        """Whether it is recomputed through one layer at most, and a little of others, as the values of the first that
+        RWKV-7 mixes with a layer's own. Through several each scheme is a forward pass: logits alone took half as long
+        again.
         """
-        return len(layers_of(self._recomputation.segment(record))) <= 1
+        of_layers = Counter(map(layer_of, self._recomputation.segment(record)))
+        return of_layers.total() < 2 * max(of_layers.values())
 
     def _as_others(self, record: OpRecord, settled: Iterable[tuple[str, Scheme]]) -> Sequence[Scheme]:
         """What ops of other kinds, which schemes treat alike, were seen to have."""
