@@ -471,3 +471,15 @@ def test_a_matmul_added_up_in_float16_is_named(terms: bool, models: Models, tmp_
 def test_a_softmax_that_no_mistake_may_touch_is_right_in_blocks(models: Models, tmp_path: Path) -> None:
     case = Case("attn_probs", in_blocks(4, True, True), "", "")
     assert said_of(case, models, tmp_path) == set()
+
+
+def test_what_is_next_to_nothing_is_in_no_cache_of_any_length(models: Models, tmp_path: Path) -> None:
+    """By a padding of 10^26 slots: no number of Python's fits a float64 then, and the search ended in a bug."""
+
+    def function(scores: Tensor, queries: Tensor, keys: Tensor, *, scale: float) -> Tensor:
+        return (
+            torch.softmax((scores * scale).masked_fill(~causal(queries[:, None], keys[None, :]), -math.inf), -1) / 1e25
+        )
+
+    case = Case("attn_probs", function, "", "")
+    assert {text for _, text in said_of(case, models, tmp_path)} == {"every value is 1e-25 times what it should be"}

@@ -29,6 +29,7 @@ SOFTMAX = Where(("softmax",))
 _NEAR = frozenset(("window", "chunk"))  # of what says what a query sees, what hides far keys
 _PLANTED = 4  # tokens of a window
 _CACHES = (512.0, 64.0, 4096.0)  # lengths
+_SLOTS = 2.0**31  # of no cache are there more: engines count them in 32 bits
 _BLOCKS = (4, 8, 16, 32, 64, 128, 256)  # keys that attention reads at once
 _PADS = (2, 4, 8, 16, 32)  # multiples that kernels round a number of keys up to
 _USUAL = (1e4, 1e3, 1e2, 1e1, 1.0)  # in the place of infinity
@@ -367,7 +368,7 @@ def _missing(op: Op, seen: Seen, sinks: Sequence[Tensor]) -> int | None:
     key = int(right[head, query].argmax())
     total = (scores[head, query, key] * op.attrs["scale"]).exp() / right[head, query, key]
     n = float(total * (1 / share[head, query] - 1))
-    return len(keys) + round(n) if 0.5 < n < math.inf else None
+    return len(keys) + round(n) if 0.5 < n < _SLOTS else None
 
 
 @AREA.mistake(
