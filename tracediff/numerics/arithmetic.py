@@ -58,6 +58,7 @@ class Arithmetic:
     exponential: str = ""
     products: str = "f64"
     single: bool = False  # whether an engine in float64 computes this op in float32
+    fresh: bool = False  # of attention: whether K and V of the step itself are read before they are cached
 
     @property
     def undivided(self) -> bool:
@@ -93,7 +94,7 @@ class Arithmetic:
         if self.operands != "f64":
             said.append(phrase(operands, self.operands) + after + " before they are divided" * self.undivided)
         if self.stored != "f64":
-            said.append(phrase(stored, self.stored))
+            said.append(phrase(stored, self.stored) + FRESH * self.fresh)
         if self.biases not in ("f64", self.stored):
             said.append(phrase("biases", self.biases))
         if self.products != "f64":
@@ -108,6 +109,9 @@ class Arithmetic:
         if self.exponential:
             said.append(exponential_named(self.exponential).words)
         return said
+
+
+FRESH = " but for the step's own"
 
 
 def phrase(role: str, rounding: str) -> str:
@@ -224,8 +228,9 @@ class Scheme:
 
     @property
     def mixes_tokens(self) -> bool:
-        """Whether what a token's activations are rounded to depends on the others'."""
-        return not self.is_ggml and rounding_named(self.linear.operands).is_whole
+        """Whether what a token's activations are rounded to depends on the others', or which are in its step."""
+        is_whole = not self.is_ggml and rounding_named(self.linear.operands).is_whole
+        return is_whole or self.scores.fresh or self.values.fresh
 
     def of(self, kind: str, weight_type: str = "F32") -> Arithmetic:
         """The arithmetic of an op of this kind; `weight_type` is its matrix's ggml type."""

@@ -11,6 +11,7 @@ from tracediff.errors import EngineError
 from tracediff.numerics.arithmetic import (
     AS_IN_GGML,
     EXACT,
+    FRESH,
     ON_TENSOR_CORES,
     UBATCH,
     Arithmetic,
@@ -219,6 +220,8 @@ def _ways() -> Iterator[Way]:
         yield Way("cache", _named(words, name), partial(_cached, name))
         yield Way("K cache", _named("K cache", name), partial(_cached, name, of_values=False))
         yield Way("V cache", _named("V cache", name), partial(_cached, name, of_keys=False))
+        if name != "f64":
+            yield Way("cache", _named(words, name) + FRESH, partial(_cached, name, fresh=True))
     for name in ("f64", *_READ):
         yield Way("attention", _named("attention", name), partial(_attended, name))
     for name in HALVES:
@@ -295,10 +298,13 @@ def _of_matmuls(field: str, value: str, scheme: Scheme) -> Scheme:
     return replace(scheme, linear=replace(scheme.linear, **changed))
 
 
-def _cached(stored: str, scheme: Scheme, of_keys: bool = True, of_values: bool = True) -> Scheme:
-    """K and V, or one of them, are held so, and read as what they are multiplied in."""
+def _cached(stored: str, scheme: Scheme, of_keys: bool = True, of_values: bool = True, fresh: bool = False) -> Scheme:
+    """K and V, or one of them, are held so, and read as what they are multiplied in; `fresh` ones, those of the step
+    itself, before they are cached.
+    """
     held = _attention(scheme, lambda of: (of.operands, read_as(stored, of.operands if of.operands in _READ else "f64")))
-    return replace(held, scores=(held if of_keys else scheme).scores, values=(held if of_values else scheme).values)
+    scores, values = (replace(of, fresh=fresh) for of in (held.scores, held.values))
+    return replace(held, scores=scores if of_keys else scheme.scores, values=values if of_values else scheme.values)
 
 
 def _attended(operands: str, scheme: Scheme) -> Scheme:
@@ -319,7 +325,7 @@ def _own(arithmetic: Arithmetic) -> str:
 
 
 def _attention(scheme: Scheme, change: Callable[[Arithmetic], tuple[str, str]]) -> Scheme:
-    scores, values = (Arithmetic(*change(of)) for of in (scheme.scores, scheme.values))
+    scores, values = (Arithmetic(*change(of), fresh=of.fresh) for of in (scheme.scores, scheme.values))
     return replace(scheme, scores=scores, values=values)
 
 

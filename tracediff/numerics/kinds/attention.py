@@ -177,12 +177,16 @@ def _with_cache(call: Call, of_sizes: Callable[..., Tensor], token_axis: int) ->
     inputs, arithmetic, energy = call.inputs, call.arithmetic, call.energy
     operands = "f64" if arithmetic.undivided else arithmetic.operands  # at which scale nobody knows
     x, cached = call.rounded(inputs[0], operands), call.rounded(inputs[1], arithmetic.stored)
+    n_cached = len(cached) - x.shape[token_axis] * arithmetic.fresh
+    if arithmetic.fresh:
+        cached = torch.cat((cached[:n_cached], inputs[1][n_cached:]))
     if whole := arithmetic.whole_ubatches(x.shape[token_axis]):
         rest = x.narrow(token_axis, whole, x.shape[token_axis] - whole)
         x = torch.cat((inputs[0].narrow(token_axis, 0, whole), rest), token_axis)
     if energy:
         energy.value = of_sizes(x.square(), cached.square())
         turned = turns(inputs[0], operands), turns(inputs[1], arithmetic.stored)
+        turned[1][n_cached:] = 0.0
         if any(bool(t.any()) for t in turned):
             energy.turned = of_sizes(turned[0].square(), cached.square()) + of_sizes(x.square(), turned[1].square())
 
