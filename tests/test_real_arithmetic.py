@@ -45,7 +45,7 @@ from tracediff.numerics.arithmetic import Arithmetic, Scheme, in_words
 from tracediff.numerics.floors import Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.activation import swiglu
-from tracediff.numerics.kinds.attention import scores, weighted_values
+from tracediff.numerics.kinds.attention import scores, softmax, weighted_values
 from tracediff.numerics.kinds.kind import Call
 from tracediff.numerics.kinds.linear import columns, linear
 from tracediff.numerics.kinds.rope import rope_angles
@@ -1344,6 +1344,62 @@ def test_what_is_handed_from_step_to_step_may_be_in_half_precision(
     result = check_trace(path, model)
     assert (result.verdict, faulty(result)) == ("match", [])
     assert words in said(result, "add")
+
+
+@pytest.mark.parametrize("capture", ["all", "layers"])
+def test_a_step_may_read_its_own_keys_and_values_before_they_are_cached(
+    capture: str, models: Models, tmp_path: Path
+) -> None:
+    """Prompts read them as they are, decode steps what was cached of the others."""
+
+    def fresh(left: Tensor, held: Tensor) -> Tensor:
+        of = scores if left.shape[-1] == held.shape[-1] else weighted_values
+        n = len(held) - left.shape[0 if of is scores else 1]
+        return of(left, torch.cat((held[:n].half().to(held), held[n:])))
+
+    def change(op: Op) -> Op:
+        return replace(op, function=fresh) if op.kind in ("scores", "weighted_values") else op
+
+    model = models(Shape("qwen2", n_layer=3, n_embd=96, n_head=8, n_head_kv=2, n_ff=160, n_vocab=320), "F32")
+    result = check_trace(traced(model, tmp_path / "m.trace", change=change, capture=capture), model)
+    assert (result.verdict, faulty(result)) == ("match", [])
+    if capture == "all":
+        assert said(result, "scores") == {"exact", "K cache in float16 but for the step's own"}
+        assert said(result, "weighted_values") == {"exact", "V cache in float16 but for the step's own"}
+    else:
+        assert said(result, "add") == {"exact", "KV cache in float16 but for the step's own"}
+
+
+def test_sinks_may_be_held_in_half_precision(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    model = Model(tiny("gpt-oss"))
+
+    def rounded(scores: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor, **attrs: Any) -> Tensor:
+        return softmax(scores, queries, keys, sinks.bfloat16().to(sinks), **attrs)
+
+    wrong = (replace(op, function=rounded) for op in model.graph if op.kind == "softmax")
+    path = trace_graph(model.graph.changed(*wrong), model.file, tmp_path / "t.trace", TOKENS, (7,))
+    result = check_trace(path, model)
+    assert (result.verdict, said(result, "softmax")) == ("match", {"sinks in bfloat16"})
+
+
+@pytest.mark.parametrize("of", ["attn_q_rope", "attn_k_rope"])
+def test_records_that_show_float32_leave_no_room_for_half_precision_elsewhere(
+    of: str, models: Models, tmp_path: Path
+) -> None:
+    """Of hidden states alone: what bfloat16 might make of a layer excused rope's other frequencies in most of them,
+    while the head was right in float32.
+    """
+
+    def change(op: Op) -> Op:
+        slower = replace(op.attrs["rope"], theta=op.attrs["rope"].theta * 1.3) if op.kind == "rope" else None
+        return op.with_attrs(rope=slower) if slower and split(op.name)[1] == of else op
+
+    model = models(Shape("qwen2", n_layer=3, n_embd=96, n_head=8, n_head_kv=2, n_ff=160, n_vocab=320), "F32")
+    path = traced(model, tmp_path / "m.trace", change=change, capture="layers")
+    result = check_trace(path, model, effort=Effort(seconds=5))
+    assert {(op.step, op.op) for op in result.faulty} == {
+        (s, f"blk.{n}.ffn_residual") for s in range(3) for n in range(3)
+    }
 
 
 def test_what_norms_give_is_said_to_be_held_in_bfloat16(models: Models, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ _ROLES = MappingProxyType(
         "embedding": ("", "table"),
         "rope": ("", "rope tables"),
         "add": ("what is added to the residual", "biases"),
-        "softmax": ("scaled scores", ""),
+        "softmax": ("scaled scores", "sinks"),
         "state": ("", "states"),
         "columns": ("", "columns of convolutions"),
         **dict.fromkeys(TABLED, ("activations looked up", "")),
@@ -266,7 +266,7 @@ class Scheme:
             case "exponential":
                 return Arithmetic(exponential=self.exponentials)
             case "softmax":
-                return Arithmetic(self.scaled, exponential=self.exponentials, single=self.single)
+                return Arithmetic(self.scaled, self.norms, exponential=self.exponentials, single=self.single)
         return EXACT
 
     def on_tensor_cores(self) -> "Scheme":

@@ -40,6 +40,8 @@ def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
     if not op.weights and entry == "linear":  # of two values: as in attention, where one comes from a cache
         entry = "scores" if any(op.past) else None
     found = scheme.of(entry, weights.type_of(op.weights[0]) if op.weights else "F32") if entry else EXACT
+    if entry == "softmax" and not op.weights:  # no sinks
+        found = replace(found, stored=EXACT.stored)
     return found if len(op.weights) > 1 or found.biases == EXACT.biases else replace(found, biases=EXACT.biases)
 
 

@@ -133,6 +133,9 @@ def _attentions() -> Iterator[Scheme]:
     for name in (*HALVES, "int8/row", *_FLOAT8):
         cached = Arithmetic(stored=name)  # of f16 what ggml_compute_forward_flash_attn_ext_tiled does from 64 tokens on
         yield Scheme(phrase("KV cache", name), scores=cached, values=cached)
+    for name in HALVES:
+        fresh = Arithmetic(stored=name, fresh=True)
+        yield Scheme(phrase("KV cache", name) + FRESH, scores=fresh, values=fresh)
     yield Scheme(phrase("KV cache", "q8_0"), scores=Arithmetic("q8_0", "q8_0"), values=Arithmetic("f64", "q8_0"))
     alone = Arithmetic(stored="q8_0")  # in ggml Q is rounded to as well, in an engine that reads a cache as float32 not
     yield Scheme(phrase("KV cache alone", "q8_0"), scores=alone, values=alone)
@@ -331,7 +334,8 @@ def _attention(scheme: Scheme, change: Callable[[Arithmetic], tuple[str, str]]) 
 
 WAYS = tuple(_ways())
 # What makes so little of a difference that next to nothing is left without it.
-FINE_WAYS = tuple(way for way in WAYS if way.part == "exponentials" or way.name == _named("matrices", "normal f16"))
+_FINE = (_named("matrices", "normal f16"), *(phrase("KV cache", name) + FRESH for name in HALVES))
+FINE_WAYS = tuple(way for way in WAYS if way.part == "exponentials" or way.name in _FINE)
 _BY_NAME = {way.name: way for way in WAYS}
 
 # What only a user can know: sums in half precision in an order that cannot be followed, as in GPUs' kernels

@@ -119,7 +119,7 @@ class Planning:
             if choice.settled and len(choice.schemes) == 1:
                 own = self._planner.arithmetic(by_sort[sort][0], choice.schemes[0])
                 half_table = sort.name == "embedding" and own.stored in HALVES
-                surely = all(sort.held) and choice.nmse <= NOTHING
+                surely = choice.nmse <= (NOTHING if all(sort.held) else FINE)
                 for part, ways in self._planner.told(choice.schemes[0], *by_sort[sort]).items():
                     usual = any(way.is_of(scheme) for way in ways for scheme in PLAIN)
                     known.append(Known(part, ways, surely, usual, choice.nmse, half_table))
