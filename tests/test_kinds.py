@@ -18,7 +18,7 @@ from torch import Tensor
 from tracediff.model.gguf_file import GGUFFile
 from tracediff.model.graph import Op, Weight
 from tracediff.model.weights import Weights
-from tracediff.names import NAMES
+from tracediff.names import NAMES, axes_of
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.evaluate import arithmetic_of, evaluate, noise
 from tracediff.numerics.floors import Noise
@@ -250,6 +250,12 @@ def test_the_torch_engine_stays_within_the_floor(case: Case, storage: str, tmp_p
     assert beyond.sum() < 0.1 * beyond.numel()
     assert worst <= 1
     assert whole <= 1
+
+
+def test_what_is_one_row_of_values_and_states_has_no_tokens_to_count() -> None:
+    """A report said "at token 4184" of 11 tokens."""
+    in_one_row = {name for name, kind in KINDS.items() if kind.shaped_as} | {"state"}
+    assert {name for name in KINDS if axes_of("rwkv_wkv7", 1, name) == ("value",)} == in_one_row
 
 
 @pytest.mark.parametrize("n_head", [1, 6, 8])

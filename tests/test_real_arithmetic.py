@@ -1346,6 +1346,20 @@ def test_what_is_handed_from_step_to_step_may_be_in_half_precision(
     assert words in said(result, "add")
 
 
+def test_a_state_may_be_recorded_as_it_is_handed_on(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """In half precision, in one row with values in float32."""
+    model = Model(tiny("rwkv7"))
+
+    def handed_on(*given: Tensor) -> Tensor:
+        made, n = KINDS["rwkv_wkv7"].function(*given), given[3].numel()
+        return torch.cat((made[:n], made[n:].half().to(made)))
+
+    states = (replace(op, function=handed_on) for op in model.graph if op.kind == "rwkv_wkv7")
+    path = trace_graph(model.graph.changed(*states), model.file, tmp_path / "t.trace", TOKENS, (7,))
+    result = check_trace(path, model)
+    assert (result.verdict, faulty(result)) == ("match", [])
+
+
 @pytest.mark.parametrize("capture", ["all", "layers"])
 def test_a_step_may_read_its_own_keys_and_values_before_they_are_cached(
     capture: str, models: Models, tmp_path: Path

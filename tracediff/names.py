@@ -181,6 +181,8 @@ def matches(op: str, pattern: str) -> bool:
 
 NORMS = ("rms_norm", "layer_norm")  # kinds of norms over channels, which have weights
 TABLED = ("gelu", "geglu", "gelu_quick", "geglu_quick")  # which ggml looks up in tables of float16
+# Kinds whose value is one row, of all tokens and of the states that they leave, or of a state.
+_IN_ONE_ROW = ("ssm_scan", "gated_delta_net", "gated_linear_attn", "rwkv_wkv6", "rwkv_wkv7", "state")
 _OF_KEYS = ("scores", "softmax")  # kinds; llama.cpp's names of what is made of scores before that begin with kq_
 _BY_HEAD = ("attn_k_b", "attn_v_b")
 # Parts of the names of what a mixture has of each chosen expert; of two axes what the last two name.
@@ -195,6 +197,8 @@ def axes_of(op: str, n: int, kind: str = "unknown") -> tuple[str, ...]:
         return "head", "token", "channel"
     if n > 1 and any(part in op for part in _OF_SLOTS[0 if n == 3 else 2 :]):
         return ("token", "slot", "channel")[:n]
+    if n == 1 and kind in _IN_ONE_ROW:
+        return ("value",)
     return {1: ("token",), 2: ("token", "channel"), 3: ("token", "head", "channel")}.get(n, ())
 
 

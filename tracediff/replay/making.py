@@ -13,7 +13,7 @@ from tracediff.model.weights import Weights
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.evaluate import call_of, noise
 from tracediff.numerics.floats import HALVES
-from tracediff.numerics.floors import UNIT, Noise
+from tracediff.numerics.floors import TINY, UNIT, Noise
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.kind import Call, Energy
 from tracediff.numerics.roundings import rounding_named
@@ -102,6 +102,10 @@ class Making:
         own = noise(exact.op, exact.inputs, y, exact.weights, exact.energy, exact.arithmetic, self.storage)
         if terms is not None:
             own = replace(own, sigma=torch.sqrt(own.sigma.square() + terms.reshape(own.sigma.shape)))
+        if KINDS[exact.op.kind].shaped_as and (state := self.recorded.state(self.step, exact.op)):
+            n, held = state
+            rounded = torch.cat((torch.zeros_like(y[:n]), y[n:].abs() * UNIT[held] + TINY[held]))
+            own = replace(own, hard=own.hard + rounded)
         error, signal = exact.energy.requantised
         sampled = _sampled(own, y, samples) if samples else own
         requantised = error / signal if signal else None

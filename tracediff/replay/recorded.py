@@ -108,6 +108,18 @@ class Recorded:
             return found
         return kin
 
+    def state(self, step: int, op: Op) -> tuple[int, str] | None:
+        """Of values that end in a state, which is recorded as it is handed on, in half precision: how many are before
+        it, and its type. None where it has none of its own.
+        """
+        record = self.trace.ops.get((step, op.name))
+        n = self._before_state(record) if record and record.has_data else None
+        if n is None or record is None:
+            return None
+        values = self.values(record).flatten()
+        held = stored_as(values[n:], record.dtype or "f32")
+        return (n, held) if held in HALVES and self.stored(record, values) != held else None
+
     def _before_state(self, record: OpRecord) -> int | None:
         """How many values a record has before the state that is handed on with them, which engines in half precision
         keep in float32; None where it has none.
