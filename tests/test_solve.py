@@ -135,7 +135,7 @@ def test_loops_compute_what_the_kinds_do(models: Models, family: str) -> None:
         ("qwen35", {"gated_delta_net"}),
         ("kimi-linear", {"gated_delta_net"}),  # with a gate of each channel
         pytest.param("rwkv6", {"rwkv_wkv6"}, marks=pytest.mark.slow),
-        ("rwkv7", {"rwkv_wkv7"}),
+        ("rwkv7", {"rwkv_wkv7", "l2_norm"}),
     ],
 )
 def test_loops_of_lifted_ops_compute_what_the_kinds_do(tiny: Callable[[str], Path], arch: str, kinds: set[str]) -> None:

@@ -36,6 +36,13 @@ for t in range(T):
     for i in range(n):
         y[t * n + i] = (x[t * n + i] - mean) * scale * w[i] + b[i]
 """
+_L2_NORM = """
+for t in range(T):
+    squares = sum(x[t * n + i] * x[t * n + i] for i in range(n))
+    scale = 1 / (sqrt(squares) if squares > eps * eps else eps)
+    for i in range(n):
+        y[t * n + i] = x[t * n + i] * scale
+"""
 _LINEAR = """
 for t in range(T):
     for o in range(n_out):
@@ -195,6 +202,7 @@ _ACTIVATIONS = {
     "sqr": "{0} * {0}",
     "scale": "{0} * scale",
 }
+_NORMS = {"rms_norm": _NORM, "layer_norm": _LAYER_NORM, "l2_norm": _L2_NORM}
 _OF_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_quick": "gelu_quick", "reglu": "relu"}
 _BINARY = {"add": "a[i] + {0}", "sub": "a[i] - {0}", "mul": "a[i] * {0}", "div": "a[i] / {0}"}
 
@@ -210,10 +218,10 @@ def loops_of(op: Op, shapes: Sequence[tuple[int, ...]]) -> Loops | None:
         case "embedding":
             n = op.weights[0].shape[1]
             return Loops(_EMBEDDING, ("tokens",), ("table",), {"T": first[0], "n": n}, (first[0], n))
-        case "rms_norm" | "layer_norm":
+        case "rms_norm" | "layer_norm" | "l2_norm":
             *rows, n = first
             numbers = {"T": math.prod(rows), "n": n, "eps": float(op.attrs["eps"])}
-            source = _NORM if op.kind == "rms_norm" else _LAYER_NORM
+            source = _NORMS[op.kind]
             for term in (" * w[i]", " + b[i]")[len(op.weights) :]:
                 source = source.replace(term, "")
             if op.weights and len(op.weights[0].shape) > 1:  # each head has its own

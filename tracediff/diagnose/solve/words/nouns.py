@@ -8,6 +8,7 @@ COUNTED: Mapping[str, Mapping[str, str]] = {
     "embedding": {"t": "token", "i": "channel"},
     "rms_norm": {"t": "row", "i": "channel"},
     "layer_norm": {"t": "row", "i": "channel"},
+    "l2_norm": {"t": "row", "i": "channel"},
     "linear": {"t": "token", "o": "channel", "i": "input channel"},
     "linear_id": {"t": "token", "s": "slot", "o": "channel", "i": "input channel"},
     "rope": {"t": "token", "h": "head", "i": "pair", "j": "channel"},
@@ -38,6 +39,7 @@ AXES: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {
     "embedding": {"y": (("token", "T"), ("channel", "n")), "table": (("row", ""), ("channel", "n"))},
     "rms_norm": _NORM,
     "layer_norm": _NORM,
+    "l2_norm": _NORM,
     "linear": {
         "x": (("token", "T"), ("channel", "n_in")), "w": (("row", "n_out"), ("column", "n_in")),
         "y": (("token", "T"), ("channel", "n_out")), "b": (("channel", "n_out"),),
