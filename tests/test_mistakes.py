@@ -87,7 +87,8 @@ PLANTED = {
                "state_space", "bias_twice@blk.1.ssm_dt", "parts_off_by_one@blk.1.ssm_scan"),
     "granitemoe": ("rope_factors_multiplied", "factor_of_another_term"),
     "hunyuan-dense": ("norm_before_rope@blk.1.attn_q_norm",),
-    "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2",),
+    "lfm2": ("parts_exchanged@blk.1.shortconv.in_proj.mul#2", "conv_acausal"),
+    "rwkv7": ("state_read_transposed",),
     "gpt2": ("embedding_row_off@position_embd", "positions_restart@position_embd", "act_relu_squared"),
     "gptneox": ("heads_viewed@blk.1.attn_q_rope",),  # of one product for Q, K and V
     "bloom": ("alibi_missing", "rms_norm", "norm_bias_missing"),

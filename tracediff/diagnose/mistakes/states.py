@@ -15,6 +15,7 @@ from tracediff.diagnose.rearranged import SomeHeads
 from tracediff.model.graph import Extent, Op
 from tracediff.model.weights import reading, values_of
 from tracediff.names import local_name, split
+from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.kinds.elementwise import softplus
 from tracediff.numerics.kinds.recurrent import delta_step, gated_delta_net, outer, scan_step, ssm_conv, ssm_scan, times
 
@@ -90,6 +91,22 @@ def _handed_transposed(op: Op, context: Context) -> Variants:
 
 
 @AREA.mistake(
+    "state_read_transposed", "the state of the step before is read transposed",
+    "the order of its two axes, of keys and of values", Where(("rwkv_wkv6", "rwkv_wkv7", "gated_linear_attn")),
+)  # fmt: skip
+def _read_otherwise(op: Op, _: Context) -> Variants:
+    kind = KINDS[op.kind]
+    of_state, of_values = kind.inputs.index("state"), kind.inputs.index(kind.shaped_as)
+
+    def function(*inputs: Tensor, **attrs: Any) -> Tensor:
+        read, size = [*inputs], inputs[of_values].shape[-1]
+        read[of_state] = read[of_state].flatten().unflatten(0, (-1, size, size)).mT.flatten()
+        return kind.function(*read, **attrs)
+
+    yield computing(op, function), "the state of the step before is read transposed"
+
+
+@AREA.mistake(
     "conv_window_misplaced", "a convolution keeps other columns for the next step than its last ones",
     "which columns of its input are kept, before or after the step's own are there", Where(("copy",)),
 )  # fmt: skip
@@ -109,6 +126,27 @@ def _misplaced(op: Op, context: Context) -> Variants:
 )  # fmt: skip
 def _reversed(op: Op, _: Context) -> Variants:
     yield computing(op, lambda x, w: ssm_conv(x, w.flip(-1))), "the taps of the kernel are in the reverse order"
+
+
+@AREA.mistake(
+    "conv_acausal", "the convolution reads tokens that come after", "how its input is padded: on the left alone",
+    Where(("ssm_conv",)),
+)  # fmt: skip
+def _acausal(op: Op, _: Context) -> Variants:
+    n_taps = op.weights[0].shape[-1]
+    yield computing(op, partial(_later, late=1, repeats=True)), f"{_LATE.format('the token')}, and the last again"
+    for late in dict.fromkeys((1, (n_taps - 1) // 2, n_taps - 1)):
+        if late:
+            words = _LATE.format("the token" if late == 1 else f"{late} tokens")
+            yield computing(op, partial(_later, late=late)), f"{words}, and zeros after the last"
+
+
+_LATE = "every tap reads {} after its own"
+
+
+def _later(x: Tensor, w: Tensor, late: int, repeats: bool = False) -> Tensor:
+    after = x[:, -1:].expand(-1, late) if repeats else torch.zeros_like(x[:, :late])
+    return ssm_conv(torch.cat((x[:, late:], after), 1), w)
 
 
 Delta = Callable[..., tuple[Tensor, Tensor]]
