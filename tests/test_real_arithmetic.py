@@ -1384,6 +1384,32 @@ def test_a_step_may_read_its_own_keys_and_values_before_they_are_cached(
         assert said(result, "add") == {"exact", "KV cache in float16 but for the step's own"}
 
 
+@pytest.mark.parametrize(("name", "most"), [("float8 (e4m3)", 448.0), ("int8", 127.0)])
+def test_a_cache_may_have_scales_that_were_measured_beforehand(
+    name: str, most: float, models: Models, tmp_path: Path
+) -> None:
+    """One for each layer's keys and values, no powers of two (vLLM's k_scale, v_scale): all layers diverged."""
+    dtype = torch.float8_e4m3fn if name.startswith("float8") else None
+
+    def change(op: Op) -> Op:
+        if op.kind not in ("scores", "weighted_values"):
+            return op
+        largest = (8.1 if op.kind == "scores" else 9.3) + (split(op.name)[0] or 0)
+
+        def computed(left: Tensor, held: Tensor) -> Tensor:
+            quotients = (held / (largest / most)).clamp(-most, most)
+            kept = (quotients.to(dtype) if dtype else quotients.round()).to(held) * (largest / most)
+            return (scores if op.kind == "scores" else weighted_values)(left, kept)
+
+        return replace(op, function=computed)
+
+    model = models(Shape("qwen2", n_layer=3, n_embd=96, n_head=8, n_head_kv=2, n_ff=160, n_vocab=320), "F32")
+    result = check_trace(traced(model, tmp_path / "m.trace", change=change), model)
+    assert (result.verdict, faulty(result)) == ("match", [])
+    assert said(result, "scores") == {f"K cache in {name} by a scale of its own"}
+    assert said(result, "weighted_values") == {f"V cache in {name} by a scale of its own"}
+
+
 def test_sinks_may_be_held_in_half_precision(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     model = Model(tiny("gpt-oss"))
 

@@ -1,5 +1,6 @@
 """Rounding: what a number loses when it is stored, or made an operand of a matmul; to shorter floats."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -178,3 +179,44 @@ class OfScaled(Rounding):
     def _share(self, x: Tensor) -> float:
         """What each is multiplied by, as a float32."""
         return float(torch.tensor(x.shape[-1] ** self.power, dtype=torch.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Rounding):
+    """Whole numbers: of two that are as near the even one."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """To them."""
+        return x.round()
+
+    def step(self, x: Tensor) -> Tensor:
+        """Between two of them."""
+        return torch.ones_like(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated(Rounding):
+    """Quotients by one `scale`, a float32, in another rounding whose largest value is `most`, beyond which they are
+    that: a cache whose scale was measured beforehand (vLLM's k_scale and v_scale).
+    """
+
+    of: Rounding = Rounding("f64", "float64")
+    scale: float = 1.0
+    most: float = math.inf
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """To it and back."""
+        quotients = (x.float() / self.scale).clamp(-self.most, self.most)
+        return (self.of(quotients) * self.scale).to(x.dtype)
+
+    def step(self, x: Tensor) -> Tensor:
+        """That of the quotients."""
+        return self.of.step(x / self.scale) * self.scale
+
+    def flips(self, x: Tensor) -> Tensor:
+        """Where a quotient that is off by its rounding, or is a product with the inverse, lies beyond a boundary."""
+        here, *beside = self(x), self(x * (1 - _QUOTIENT)), self(x * (1 + _QUOTIENT))
+        return sum((other - here for other in beside), torch.zeros_like(x))
+
+
+_QUOTIENT = 2.0**-22  # relative: two roundings of float32

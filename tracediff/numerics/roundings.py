@@ -1,16 +1,30 @@
 """Roundings by their names; a new one is one entry of `_KNOWN`, or one more class of blocks in `_GROUPS`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tracediff.errors import EngineError
 from tracediff.numerics.blocks import FP8, GF4, Q8K, Q80, WHOLE, Blocks, StoredQ80
-from tracediff.numerics.floats import HALVES, TF32, Cut, Float, HalfAway, Normal, OfScaled, Rounding, TF32Away
+from tracediff.numerics.floats import (
+    HALVES,
+    TF32,
+    Calibrated,
+    Cut,
+    Float,
+    HalfAway,
+    Normal,
+    OfScaled,
+    Rounding,
+    TF32Away,
+    Whole,
+)
 from tracediff.numerics.groups import (
     MX,
     NF4,
@@ -92,6 +106,11 @@ _GROUPS: dict[str, tuple[type[Blocks], Sequence[int], str]] = {
 }
 
 
+# What quotients by a scale that was measured beforehand are rounded to, each with its largest value.
+CALIBRATED: Mapping[str, tuple[Rounding, float]] = MappingProxyType({
+    "e4m3": (_KNOWN["e4m3"], 448.0), "e5m2": (_KNOWN["e5m2"], 57344.0), "int8": (Whole("int8", "int8"), 127.0),
+})  # fmt: skip
+_BY = " by "
 _SIZES = {"row": 0, "token": 0, "tensor": WHOLE}
 _ALL_HEADS = 1 << 16  # rows that share a scale at most: those of a token's heads, in a cache of one for them all
 _THEN = " then "
@@ -172,6 +191,11 @@ def in_rows_of(width: int, name: str) -> str:
     return f"{kind}/row" if size == str(width) else name
 
 
+def calibrated(name: str, scale: float) -> str:
+    """The name of one of `CALIBRATED` by a scale, which is a float32."""
+    return f"{name}{_BY}{float(np.float32(scale))!r}"
+
+
 @cache
 def rounding_named(name: str) -> Rounding:
     """A rounding by its name: one of `_KNOWN`, or in groups of N values, rows, all heads of a token or whole tensors,
@@ -187,8 +211,12 @@ def rounding_named(name: str) -> Rounding:
     if _THEN in name:
         held, read = rounding_named(as_held(name)), rounding_named(as_read(name))
         return Read(name, f"{held.words} read as {read.words}", held.block, held, read)
+    of_quotients, _, scale = name.partition(_BY)
+    if scale and of_quotients in CALIBRATED:
+        of, most = CALIBRATED[of_quotients]
+        return Calibrated(name, f"{of.words} by a scale of its own", of=of, scale=float(scale), most=most)
     found = re.fullmatch(r"(?:(f16|bf16) )?([a-z ]+)(\d)/(row|token|tensor|(?:([1-9]\d{0,5})x)?([1-9]\d{0,5}))", name)
-    of, bits, words = _GROUPS.get(found[2], (Blocks, (), "")) if found else (Blocks, (), "")
+    blocks, bits, words = _GROUPS.get(found[2], (Blocks, (), "")) if found else (Blocks, (), "")
     if not found or int(found[3]) not in bits:
         raise EngineError(
             f"unknown rounding {name!r}. Known: {', '.join(_KNOWN)}, intB/N and uintB/N (B bits, N values, RxN of R "
@@ -202,4 +230,4 @@ def rounding_named(name: str) -> Rounding:
     sized = f"blocks of {n_rows} x {size}" if found[5] else f"groups of {size}"
     sizes = {0: "whole tokens" if n_rows > 1 else "rows", WHOLE: "whole tensors"}
     said = words.format(bits=found[3], groups=sizes.get(size, sized), held=held.words)
-    return of(name, said, size, before=held.dtype, bits=int(found[3]), n_rows=n_rows)
+    return blocks(name, said, size, before=held.dtype, bits=int(found[3]), n_rows=n_rows)

@@ -310,6 +310,12 @@ def _cached(stored: str, scheme: Scheme, of_keys: bool = True, of_values: bool =
     return replace(held, scores=scores if of_keys else scheme.scores, values=values if of_values else scheme.values)
 
 
+def cached_in(stored: str, scheme: Scheme, what: str = "KV cache", fresh: bool = False) -> Scheme:
+    """The scheme with the "K cache", the "V cache" or both held in this rounding, be it but for the step's own."""
+    held = _cached(stored, scheme, of_keys=what != "V cache", of_values=what != "K cache", fresh=fresh)
+    return replace(held, name=f"{scheme.name}, {what} in {stored}{FRESH * fresh}")
+
+
 def _attended(operands: str, scheme: Scheme) -> Scheme:
     """Q and the probabilities are rounded so, and what K and V are held in is read so."""
     return _attention(scheme, lambda of: (operands, read_as(_own(of), operands)))

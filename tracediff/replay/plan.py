@@ -69,11 +69,12 @@ class Choice:
     alike: tuple[Scheme, ...] = ()  # others that fit the sample, which does not tell them from these
     said: tuple[str, ...] = ()  # what each of the schemes rounds in these records
     n_records: int = 0
-    by_op: Mapping[str, tuple[Scheme, ...]] = field(default_factory=dict)  # by the op's name in a layer, if they differ
+    # If they differ: by the op's name, or by its name in any layer.
+    by_op: Mapping[str, tuple[Scheme, ...]] = field(default_factory=dict)
 
     def of(self, name: str) -> "Choice":
         """That of records of an op."""
-        schemes = self.by_op.get(local_name(name))
+        schemes = self.by_op.get(name) or self.by_op.get(local_name(name))
         return self if schemes is None else replace(self, schemes=schemes)
 
 

@@ -15,6 +15,7 @@ from tracediff.numerics.arithmetic import EXPONENTIAL, Scheme
 from tracediff.numerics.floats import HALVES
 from tracediff.numerics.kinds import KINDS
 from tracediff.numerics.schemes import EXACTLY, FINE_WAYS, PLAIN, Way, in_tf32, unrounded
+from tracediff.replay.calibrating import Calibrating
 from tracediff.replay.composing import Composing
 from tracediff.replay.fitting import Fitting
 from tracediff.replay.plan import Choice, Plan, Planner, Sort
@@ -54,6 +55,7 @@ class Planning:
 
     def __init__(self, recomputation: Recomputation, planner: Planner, fitting: Fitting) -> None:
         self._recomputation, self._planner, self._fitting = recomputation, planner, fitting
+        self._calibrating = Calibrating(recomputation, fitting)
 
     def plan(self, records: Iterable[OpRecord]) -> Plan:
         """The arithmetic of each sort of these records."""
@@ -67,6 +69,7 @@ class Planning:
             for sort, choice in choices.items()
         }
         self._compose(choices, by_sort)
+        self._calibrate(choices, by_sort)
         choices = {sort: self._of_fine_ways(choice, by_sort[sort]) for sort, choice in choices.items()}
         choices = {
             sort: self._as_in_prompts(choice, by_sort[sort], _elsewhere(sort, choices).sole)
@@ -101,6 +104,15 @@ class Planning:
                         choice = self._behind_prompts(choice, by_sort[sort], _in_prompts(choices))
                     choices[sort] = self._composed(choice, by_sort[sort], known, elsewhere)
                 heard[sort] = hears
+
+    def _calibrate(self, choices: dict[Sort, Choice], by_sort: Mapping[Sort, list[OpRecord]]) -> None:
+        """Caches by scales of their own, where nothing else fits."""
+        found: dict[tuple[object, ...], Mapping[str, Sequence[Scheme]]] = {}
+        for sort in sorted(choices, key=lambda sort: -sort.n_tokens):  # the longest steps tell most
+            if not choices[sort].settled:
+                alike = sort.name, sort.held
+                choices[sort] = self._calibrating.calibrated(choices[sort], by_sort[sort], found.get(alike, {}))
+                found.setdefault(alike, choices[sort].by_op)
 
     def _settled(self, records: list[OpRecord], usual: Sequence[Scheme] = (), unlike: Sequence[Scheme] = ()) -> Choice:
         """By what is listed."""

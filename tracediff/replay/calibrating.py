@@ -1,0 +1,109 @@
+"""Caches in eight bits by one scale for each layer's K and V, which was measured beforehand: it is sought for each."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from tracediff.numerics.arithmetic import Scheme
+from tracediff.numerics.roundings import CALIBRATED, calibrated
+from tracediff.numerics.schemes import EXACTLY, cached_in
+from tracediff.replay.fitting import Fitting
+from tracediff.replay.plan import Choice
+from tracediff.replay.recompute import Recomputation
+from tracediff.replay.score import COMPOSED, NOTHING, score
+from tracediff.trace.format import OpRecord
+
+_PARTS = {"weighted_values": "V cache", "scores": "K cache"}  # V's errors are the larger ones
+_FEW_OPS = 6  # from queries, keys and values to what is attended, or to the product of that
+# NMSE that eight bits leave of a sum of products, and behind a softmax: float8 of 3 bits 6e-4 of each value, integers
+# (c / 127)^2 / 12, where c is the largest value over the RMS. Most mistakes leave more.
+_LEAST, _MOST, _BEHIND = 1e-5, 1e-2, 0.25
+# Quotients x / s of floats are the same but for a power of two, so an octave of scales is all there is to try; those of
+# integers begin below the largest value, and go on to four times that. A scale that is half a step of these apart from
+# the right one leaves a fifth to a third of what any other does.
+_OCTAVE = 2.0 ** (np.arange(256) / 256)
+_OF_INTEGERS = np.exp(np.arange(np.log(0.7), np.log(4.0), 0.003))
+_OCTAVES = 2.0 ** np.arange(-1, 4)
+_PROMISING = 0.9  # of what is left without: a wrong scale, which rounds elsewhere, leaves twice as much
+# Four steps to either side of the best, each a quarter of those before: until a float32 is known.
+_LEVELS, _FINER = 9, np.linspace(-4.0, 4.0, 33)
+
+
+Tried = Callable[[float], Scheme]
+
+
+class Calibrating:
+    """Seeks the scales of caches."""
+
+    def __init__(self, recomputation: Recomputation, fitting: Fitting) -> None:
+        self._recomputation, self._fitting = recomputation, fitting
+
+    def calibrated(
+        self, choice: Choice, records: Sequence[OpRecord], in_longer: Mapping[str, Sequence[Scheme]]
+    ) -> Choice:
+        """The choice of each layer's own, where that fits most of them; one may be mistaken. Those that its ops have
+        `in_longer` steps are asked first, for few values tell a scale less well.
+        """
+        of_ops = {record.op: record for record in records}
+        by_op: dict[str, tuple[Scheme, ...]] = {}
+        for n, (name, record) in enumerate(of_ops.items()):
+            known = (scheme for scheme in in_longer.get(name, ()) if self._fitting.fits(record, scheme))
+            starts = [
+                cached_in("f64", one, fresh=fresh) for one in (EXACTLY, choice.schemes[0]) for fresh in (False, True)
+            ]
+            sought = filter(None, (self._of_layer(record, start) for start in starts))
+            if (found := next(known, None) or next(sought, None)) is not None:
+                by_op[name] = (found,)
+            elif n > 2 * len(by_op):
+                return choice
+        if 2 * len(by_op) <= len(of_ops):
+            return choice
+        left = min(self._fitting.left(of_ops[name], one) for name, (one,) in by_op.items())
+        schemes = dict.fromkeys(one for of in by_op.values() for one in of)
+        return Choice((*schemes,), True, left, by_op=by_op)
+
+    def _of_layer(self, record: OpRecord, start: Scheme) -> Scheme | None:
+        """The scheme with the scales that fit a record."""
+        segment = self._recomputation.segment(record)
+        ops = {self._recomputation.graph[name].kind: name for name in segment}
+        parts = [kind for kind in _PARTS if kind in ops]
+        before, scheme = self._fitting.left(record, start), start
+        most = _BEHIND if "softmax" in ops else _MOST
+        if not parts or len(segment) > _FEW_OPS or not _LEAST <= before <= most:
+            return None
+        for kind in parts * len(parts):
+            scheme = min(self._by_scales(record, scheme, ops[kind], _PARTS[kind]), key=self._left_of(record))
+        is_nearer = score(self._fitting.left(record, scheme), COMPOSED) > score(before)
+        return scheme if is_nearer and self._fitting.fits(record, scheme) else None
+
+    def _by_scales(self, record: OpRecord, scheme: Scheme, op: str, what: str) -> Iterator[Scheme]:
+        """The scheme, and with the best scale of each type."""
+        yield scheme
+        by, left = self._recomputation, self._left_of(record)
+        values = by.inputs(record.step, by.graph[op], scheme, record.rows)[1].exact
+        for name, (_, most) in CALIBRATED.items():
+            largest, of_floats = float(values.abs().max()) / most, name != "int8"
+
+            def tried(scale: float, name: str = name) -> Scheme:
+                return cached_in(calibrated(name, scale), scheme, what, scheme.scores.fresh)
+
+            grid = largest * (_OCTAVE if of_floats else _OF_INTEGERS)
+            best = min(grid, key=lambda scale: left(tried(scale)))
+            if not left(tried(best)) <= _PROMISING * left(scheme):
+                continue
+            apart = grid[1] / grid[0] - 1
+
+            def refined(scale: float, level: int = 0, tried: Tried = tried, apart: float = apart) -> float:
+                for finer in range(level, _LEVELS):
+                    scale = min(scale * (1 + apart * 4.0**-finer * _FINER), key=lambda one: left(tried(one)))
+                return scale
+
+            best = refined(best)
+            if of_floats:  # what is next to 0 has fewer digits: in another octave another scale is the best
+                best = min((refined(best * octave, 2) for octave in _OCTAVES), key=lambda one: left(tried(one)))
+            yield tried(best)
+            if left(tried(best)) <= NOTHING:
+                return
+
+    def _left_of(self, record: OpRecord) -> Callable[[Scheme], float]:
+        return lambda scheme: self._fitting.left(record, scheme)
