@@ -1,5 +1,6 @@
 """Caches in eight bits by one scale for each layer's K and V, which was measured beforehand: it is sought for each."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -27,9 +28,7 @@ _OCTAVES = 2.0 ** np.arange(-1, 4)
 _PROMISING = 0.9  # of what is left without: a wrong scale, which rounds elsewhere, leaves twice as much
 # Four steps to either side of the best, each a quarter of those before: until a float32 is known.
 _LEVELS, _FINER = 9, np.linspace(-4.0, 4.0, 33)
-
-
-Tried = Callable[[float], Scheme]
+_NEAR = 2  # levels that are spared where a scale is known already, but for the octave
 
 
 class Calibrating:
@@ -48,10 +47,9 @@ class Calibrating:
         by_op: dict[str, tuple[Scheme, ...]] = {}
         for n, (name, record) in enumerate(of_ops.items()):
             known = (scheme for scheme in in_longer.get(name, ()) if self._fitting.fits(record, scheme))
-            starts = [
-                cached_in("f64", one, fresh=fresh) for one in (EXACTLY, choice.schemes[0]) for fresh in (False, True)
-            ]
-            sought = filter(None, (self._of_layer(record, start) for start in starts))
+            start = EXACTLY if record.dtype == "f32" else choice.schemes[0]
+            starts = (cached_in("f64", start, fresh=fresh) for fresh in ((False, True) if record.step else (False,)))
+            sought = filter(None, (self._of_layer(record, one) for one in starts))
             if (found := next(known, None) or next(sought, None)) is not None:
                 by_op[name] = (found,)
             elif n > 2 * len(by_op):
@@ -72,38 +70,37 @@ class Calibrating:
         if not parts or len(segment) > _FEW_OPS or not _LEAST <= before <= most:
             return None
         for kind in parts * len(parts):
-            scheme = min(self._by_scales(record, scheme, ops[kind], _PARTS[kind]), key=self._left_of(record))
+            others = self._by_scales(record, scheme, ops[kind], _PARTS[kind])
+            scheme = min((scheme, *others), key=lambda one: self._fitting.left(record, one))
         is_nearer = score(self._fitting.left(record, scheme), COMPOSED) > score(before)
         return scheme if is_nearer and self._fitting.fits(record, scheme) else None
 
     def _by_scales(self, record: OpRecord, scheme: Scheme, op: str, what: str) -> Iterator[Scheme]:
-        """The scheme, and with the best scale of each type."""
-        yield scheme
-        by, left = self._recomputation, self._left_of(record)
-        values = by.inputs(record.step, by.graph[op], scheme, record.rows)[1].exact
-        for name, (_, most) in CALIBRATED.items():
-            largest, of_floats = float(values.abs().max()) / most, name != "int8"
+        """The scheme with the best scale of each type that leaves less than it does."""
+        by, before = self._recomputation, self._fitting.left(record, scheme)
+        largest = float(by.inputs(record.step, by.graph[op], scheme, record.rows)[1].exact.abs().max())
+        for name, (_, most) in CALIBRATED.items() if 0 < largest < math.inf else ():
 
-            def tried(scale: float, name: str = name) -> Scheme:
+            def by_scale(scale: float, name: str = name) -> Scheme:
                 return cached_in(calibrated(name, scale), scheme, what, scheme.scores.fresh)
 
-            grid = largest * (_OCTAVE if of_floats else _OF_INTEGERS)
-            best = min(grid, key=lambda scale: left(tried(scale)))
-            if not left(tried(best)) <= _PROMISING * left(scheme):
+            def left(scale: float, by_scale: Callable[[float], Scheme] = by_scale) -> float:
+                return self._fitting.left(record, by_scale(scale))
+
+            grid = largest / most * (_OF_INTEGERS if name == "int8" else _OCTAVE)
+            if left(best := min(grid, key=left)) > _PROMISING * before:
                 continue
             apart = grid[1] / grid[0] - 1
-
-            def refined(scale: float, level: int = 0, tried: Tried = tried, apart: float = apart) -> float:
-                for finer in range(level, _LEVELS):
-                    scale = min(scale * (1 + apart * 4.0**-finer * _FINER), key=lambda one: left(tried(one)))
-                return scale
-
-            best = refined(best)
-            if of_floats:  # what is next to 0 has fewer digits: in another octave another scale is the best
-                best = min((refined(best * octave, 2) for octave in _OCTAVES), key=lambda one: left(tried(one)))
-            yield tried(best)
-            if left(tried(best)) <= NOTHING:
+            best = _refined(best, apart, left)
+            if name != "int8":  # what is next to 0 has fewer digits: in another octave another scale is the best
+                best = min((_refined(best * octave, apart, left, _NEAR) for octave in _OCTAVES), key=left)
+            yield by_scale(best)
+            if left(best) <= NOTHING:
                 return
 
-    def _left_of(self, record: OpRecord) -> Callable[[Scheme], float]:
-        return lambda scheme: self._fitting.left(record, scheme)
+
+def _refined(scale: float, apart: float, left: Callable[[float], float], level: int = 0) -> float:
+    """The scale that leaves least, about one that is right to a share `apart` at the first level."""
+    for finer in range(level, _LEVELS):
+        scale = min(scale * (1 + apart * 4.0**-finer * _FINER), key=left)
+    return scale
