@@ -1383,6 +1383,24 @@ def test_positions_beyond_a_table_are_one_finding(
     assert {op.cause and op.cause.text for op in faulty} == {said}
 
 
+def test_decode_steps_that_count_from_0_are_no_remainder_of_their_positions(models: Models, tmp_path: Path) -> None:
+    """Whose first is 0 by itself, too: "position p is taken for p % 5" was said."""
+
+    def function(x: torch.Tensor, positions: torch.Tensor, *factors: torch.Tensor, rope: Rope) -> torch.Tensor:
+        at = positions - len(PROMPT) if len(positions) == 1 else positions
+        return turned(x, at, *factors, rope=rope)
+
+    faulty = explained(
+        models("llama"),
+        tmp_path,
+        *(lambda graph, which=which: replace(graph[f"blk.0.attn_{which}_rope"], function=function) for which in "qk"),
+        n_decode=2,
+    )
+    assert {op.step for op in faulty} == {1, 2}
+    words = f"positions are {len(PROMPT)} too low, in steps of one token alone"
+    assert {op.cause and op.cause.text for op in faulty} == {words}
+
+
 def test_what_other_layers_have_in_all_steps_one_may_have_in_some(models: Models, tmp_path: Path) -> None:
     """A factor of one token alone may be any number: here it is the one that another layer has in every step."""
 

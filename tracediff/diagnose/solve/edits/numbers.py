@@ -75,14 +75,15 @@ def positions(problem: Problem) -> Iterator[Priced]:
     source = problem.loops.source
     if "positions[t]" not in source:
         return
-    for by in (k for k in range(-_POSITIONS, _POSITIONS + 1) if k):
+    n = int(problem.loops.numbers["T"])
+    wrong = problem.array("positions")[problem.wrong.reshape(n, -1).any(1)]
+    far = (k - int(first) for first in wrong[:1] for k in range(_POSITIONS))  # as where decode steps count from 0
+    for by in dict.fromkeys((*(k for k in range(-_POSITIONS, _POSITIONS + 1) if k), *(k for k in far if k < 0))):
         words = f"positions are {abs(by)} too {'high' if by > 0 else 'low'}"
         yield Priced(Edit(words, source.replace("positions[t]", f"(positions[t] + {by})")), 8.0, _LOOK)
     for one in range(_POSITIONS):
         words = f"every token is rotated as position {one}"
         yield Priced(Edit(words, source.replace("positions[t]", str(one))), 8.0, _LOOK)
-    n = int(problem.loops.numbers["T"])
-    wrong = problem.array("positions")[problem.wrong.reshape(n, -1).any(1)]
     for last in dict.fromkeys((*(wrong[:1] - 1).astype(int).tolist(), *range(1, _POSITIONS))):
         clipped = f"(positions[t] if positions[t] < {last} else {last})"
         words = f"positions beyond {last} are taken for {last}"
@@ -90,7 +91,9 @@ def positions(problem: Problem) -> Iterator[Priced]:
     for size in dict.fromkeys((*wrong[:1].astype(int).tolist(), *range(2, _POSITIONS), *_SIZES)):
         if size > 1:
             words = f"position p is taken for p % {size}"
-            yield Priced(Edit(words, source.replace("positions[t]", f"(positions[t] % {size})")), 8.0, _LOOK_AT_TABLES)
+            # Of single positions many numbers are a remainder too: 15 to 17 are 0 to 2 by 3, as if counted from there.
+            bits = 8.0 if n > 1 or size in _SIZES else 9.0
+            yield Priced(Edit(words, source.replace("positions[t]", f"(positions[t] % {size})")), bits, _LOOK_AT_TABLES)
 
 
 def simpler(fitted: float, bits: float = 0.0) -> Iterator[tuple[float, float]]:
