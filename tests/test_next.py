@@ -140,6 +140,25 @@ def test_what_comes_first_may_be_listed_below_the_headline(models: Models, tmp_p
     assert next(details(result)).startswith("first at blk.0.ffn_norm, listed below: local error (NMSE) ")
 
 
+def test_why_a_record_below_its_floor_is_faulty_is_said(models: Models, tmp_path: Path) -> None:
+    """One value of an op in a thousand is off, far beyond what arithmetic does to it alone."""
+
+    def off(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+        y = KINDS["rms_norm"].function(x, weight, eps=eps)
+        y[3, 5] *= 1 + 2e-6
+        return y
+
+    def change(op: Op) -> Op:
+        return replace(op, function=off) if op.name == "blk.0.ffn_norm" else op
+
+    model = models(LLAMA, "F16")
+    result = check_trace(traced(model, tmp_path / "t.trace", change=change, n_decode=0), model)
+    (op,) = result.faulty
+    assert op.local
+    assert op.local.nmse < op.local.floor
+    assert next(details(result)).endswith(f"; single values are off by up to {op.local.excess:.3f} times their bounds")
+
+
 def test_what_a_tied_head_multiplies_with_is_called_by_its_name(models: Models, tmp_path: Path) -> None:
     """The file has no output.weight, and `validate` said so of a trace that had one, as was asked for."""
 

@@ -43,7 +43,11 @@ def details(result: Result) -> Iterator[str]:
         at = f"first at {op.op}{in_step(op.step, result)}{below}"
         if op.local:
             undone = f", with the cause undone {number(op.cause.nmse)}" if op.cause else ""
-            yield f"{at}: local error (NMSE) {number(op.local.nmse)}, floor {number(op.floor)}{undone}"
+            is_single = op.local.nmse <= op.local.floor and op.local.excess > 1  # and not all of them together
+            beyond = (
+                f"; single values are off by up to {number(op.local.excess)} times their bounds" if is_single else ""
+            )
+            yield f"{at}: local error (NMSE) {number(op.local.nmse)}, floor {number(op.floor)}{undone}{beyond}"
         elif op.note:
             yield f"{at}: {op.note}"
 
