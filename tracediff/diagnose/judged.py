@@ -88,7 +88,8 @@ class Judged:
             budget, found = Budget(seconds), [*ops]
             for done, (one, is_other) in enumerate(((self, False), (other, True))):
                 places = [at for at, op in enumerate(ops) if (op.step in steps) == is_other]
-                explained = one.explain_as(trace, [ops[at] for at in places], within(progress, done, 2), budget.left)
+                own = one.replay.trace if trace is other.replay.trace else trace  # of each those of its shapes
+                explained = one.explain_as(own, [ops[at] for at in places], within(progress, done, 2), budget.left)
                 for at, op in zip(places, explained, strict=True):
                     found[at] = op
             return found
