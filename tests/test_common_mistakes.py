@@ -473,6 +473,7 @@ def test_a_softmax_that_no_mistake_may_touch_is_right_in_blocks(models: Models, 
     assert said_of(case, models, tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_what_is_next_to_nothing_is_in_no_cache_of_any_length(models: Models, tmp_path: Path) -> None:
     """By a padding of 10^20 slots, which no integer of 64 bits holds, and the search ended in a bug."""
 
