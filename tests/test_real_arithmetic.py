@@ -1429,12 +1429,13 @@ def test_records_that_show_float32_leave_no_room_for_half_precision_elsewhere(mo
     """
 
     def change(op: Op) -> Op:
-        slower = replace(op.attrs["rope"], theta=op.attrs["rope"].theta * 1.3) if op.kind == "rope" else None
+        slower = replace(op.attrs["rope"], theta=op.attrs["rope"].theta * 1.02) if op.kind == "rope" else None
         return op.with_attrs(rope=slower) if slower else op
 
     model = models(Shape("qwen2", n_layer=3, n_embd=96, n_head=8, n_head_kv=2, n_ff=160, n_vocab=320), "F32")
     path = traced(model, tmp_path / "m.trace", change=change, capture="layers")
-    result = check_trace(path, model, effort=Effort(seconds=5))
+    path = some_of(path, path, lambda op: op != "output_norm")
+    result = check_trace(path, model, effort=Effort(seconds=1))
     assert {(op.step, op.op) for op in result.faulty} == {
         (s, f"blk.{n}.ffn_residual") for s in range(3) for n in range(3)
     }
