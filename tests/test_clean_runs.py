@@ -271,7 +271,15 @@ def test_gelu_in_half_precision_is_not_said_to_be_looked_up(
     assert {op.local.arithmetic for op in result.ops if op.local and "looked up" in op.local.arithmetic} == set()
 
 
-@pytest.mark.parametrize("arch", [pytest.param("gemma3n", marks=pytest.mark.slow), "gemma4", "t5encoder", "rwkv7"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param("gemma3n", marks=pytest.mark.slow),
+        "gemma4",
+        "t5encoder",
+        pytest.param("rwkv7", marks=pytest.mark.slow),
+    ],
+)
 def test_sums_of_rows_that_are_no_multiples_of_blocks_are_judged(
     arch: str, tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -266,7 +266,7 @@ def test_two_mistakes_behind_one_record_are_both_named(faults, capture, where, m
 @pytest.mark.parametrize(
     ("faults", "capture"),
     [
-        (("cache_wraps",), "layers"),  # of a prompt that is written whole before it is read
+        pytest.param(("cache_wraps",), "layers", marks=pytest.mark.slow),  # of a prompt written whole before it is read
         pytest.param(
             ("values_normed", "values_rotated"), "layers", marks=pytest.mark.slow
         ),  # two ops more in the place of one

@@ -803,7 +803,7 @@ def test_the_q8_k_of_older_engines_is_an_arithmetic(models: Models, tmp_path: Pa
     assert said(result, "linear") == {"activations in older q8_K blocks"}
 
 
-@pytest.mark.parametrize("capture", ["all", "layers"])
+@pytest.mark.parametrize("capture", ["all", pytest.param("layers", marks=pytest.mark.slow)])
 def test_queries_that_are_scaled_before_they_are_rounded_are_an_arithmetic(
     capture: str, models: Models, tmp_path: Path
 ) -> None:
