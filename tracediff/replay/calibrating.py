@@ -14,11 +14,10 @@ from tracediff.replay.recompute import Recomputation
 from tracediff.replay.score import COMPOSED, NOTHING, score
 from tracediff.trace.format import OpRecord
 
-_PARTS = {"weighted_values": "V cache", "scores": "K cache"}  # V's errors are the larger ones
-_FEW_OPS = 6  # from queries, keys and values to what is attended, or to the product of that
-# NMSE that eight bits leave of a sum of products, and behind a softmax: float8 of 3 bits 6e-4 of each value, integers
-# (c / 127)^2 / 12, where c is the largest value over the RMS. Most mistakes leave more.
-_LEAST, _MOST, _BEHIND = 1e-5, 1e-2, 0.25
+_PARTS = {"weighted_values": "V cache", "scores": "K cache"}
+# NMSE that eight bits leave of a sum of products: float8 of 3 bits 6e-4 of each value, integers (c / 127)^2 / 12, where
+# c is the largest value over the RMS. Most mistakes leave more.
+_LEAST, _MOST = 1e-5, 1e-2
 # Quotients x / s of floats are the same but for a power of two, so an octave of scales is all there is to try; those of
 # integers begin below the largest value, and go on to four times that. A scale that is half a step of these apart from
 # the right one leaves a fifth to a third of what any other does.
@@ -61,28 +60,25 @@ class Calibrating:
         return Choice((*schemes,), True, left, by_op=by_op)
 
     def _of_layer(self, record: OpRecord, start: Scheme) -> Scheme | None:
-        """The scheme with the scales that fit a record."""
-        segment = self._recomputation.segment(record)
-        ops = {self._recomputation.graph[name].kind: name for name in segment}
-        parts = [kind for kind in _PARTS if kind in ops]
-        before, scheme = self._fitting.left(record, start), start
-        most = _BEHIND if "softmax" in ops else _MOST
-        if not parts or len(segment) > _FEW_OPS or not _LEAST <= before <= most:
+        """The scheme with the scale that fits a record of scores, or of values that they weighted. (Behind a softmax,
+        of both caches at once, it takes minutes and was not found.)
+        """
+        op, before = self._recomputation.op_of(record), self._fitting.left(record, start)
+        if op.kind not in _PARTS or len(self._recomputation.segment(record)) > 1 or not _LEAST <= before <= _MOST:
             return None
-        for kind in parts * len(parts):
-            others = self._by_scales(record, scheme, ops[kind], _PARTS[kind])
-            scheme = min((scheme, *others), key=lambda one: self._fitting.left(record, one))
-        is_nearer = score(self._fitting.left(record, scheme), COMPOSED) > score(before)
-        return scheme if is_nearer and self._fitting.fits(record, scheme) else None
+        found = min(self._by_scales(record, start), key=lambda one: self._fitting.left(record, one), default=start)
+        is_nearer = score(self._fitting.left(record, found), COMPOSED) > score(before)
+        return found if is_nearer and self._fitting.fits(record, found) else None
 
-    def _by_scales(self, record: OpRecord, scheme: Scheme, op: str, what: str) -> Iterator[Scheme]:
+    def _by_scales(self, record: OpRecord, scheme: Scheme) -> Iterator[Scheme]:
         """The scheme with the best scale of each type that leaves less than it does."""
         by, before = self._recomputation, self._fitting.left(record, scheme)
-        largest = float(by.inputs(record.step, by.graph[op], scheme, record.rows)[1].exact.abs().max())
+        op = by.op_of(record)
+        largest = float(by.inputs(record.step, op, scheme, record.rows)[1].exact.abs().max())
         for name, (_, most) in CALIBRATED.items() if 0 < largest < math.inf else ():
 
             def by_scale(scale: float, name: str = name) -> Scheme:
-                return cached_in(calibrated(name, scale), scheme, what, scheme.scores.fresh)
+                return cached_in(calibrated(name, scale), scheme, _PARTS[op.kind], scheme.scores.fresh)
 
             def left(scale: float, by_scale: Callable[[float], Scheme] = by_scale) -> float:
                 return self._fitting.left(record, by_scale(scale))
