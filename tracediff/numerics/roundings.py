@@ -211,10 +211,9 @@ def rounding_named(name: str) -> Rounding:
     if _THEN in name:
         held, read = rounding_named(as_held(name)), rounding_named(as_read(name))
         return Read(name, f"{held.words} read as {read.words}", held.block, held, read)
-    of_quotients, _, scale = name.partition(_BY)
-    if scale and of_quotients in CALIBRATED:
-        of, most = CALIBRATED[of_quotients]
-        return Calibrated(name, f"{of.words} by a scale of its own", of=of, scale=float(scale), most=most)
+    if by := re.fullmatch(rf"({'|'.join(CALIBRATED)}){_BY}(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", name):
+        of, most = CALIBRATED[by[1]]
+        return Calibrated(name, f"{of.words} by a scale of its own", of=of, scale=float(by[2]), most=most)
     found = re.fullmatch(r"(?:(f16|bf16) )?([a-z ]+)(\d)/(row|token|tensor|(?:([1-9]\d{0,5})x)?([1-9]\d{0,5}))", name)
     blocks, bits, words = _GROUPS.get(found[2], (Blocks, (), "")) if found else (Blocks, (), "")
     if not found or int(found[3]) not in bits:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from tracediff.model.graph import Op
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.numerics.roundings import CALIBRATED, calibrated
 from tracediff.numerics.schemes import EXACTLY, cached_in
@@ -66,15 +67,15 @@ class Calibrating:
         op, before = self._recomputation.op_of(record), self._fitting.left(record, start)
         if op.kind not in _PARTS or len(self._recomputation.segment(record)) > 1 or not _LEAST <= before <= _MOST:
             return None
-        found = min(self._by_scales(record, start), key=lambda one: self._fitting.left(record, one), default=start)
+        others = self._by_scales(record, op, start, before)
+        found = min(others, key=lambda one: self._fitting.left(record, one), default=start)
         is_nearer = score(self._fitting.left(record, found), COMPOSED) > score(before)
         return found if is_nearer and self._fitting.fits(record, found) else None
 
-    def _by_scales(self, record: OpRecord, scheme: Scheme) -> Iterator[Scheme]:
-        """The scheme with the best scale of each type that leaves less than it does."""
-        by, before = self._recomputation, self._fitting.left(record, scheme)
-        op = by.op_of(record)
-        largest = float(by.inputs(record.step, op, scheme, record.rows)[1].exact.abs().max())
+    def _by_scales(self, record: OpRecord, op: Op, scheme: Scheme, before: float) -> Iterator[Scheme]:
+        """The scheme with the best scale of each type that leaves less than it does, which is so much `before`."""
+        _, cached = self._recomputation.inputs(record.step, op, scheme, record.rows)
+        largest = float(cached.exact.abs().max())
         for name, (_, most) in CALIBRATED.items() if 0 < largest < math.inf else ():
 
             def by_scale(scale: float, name: str = name) -> Scheme:

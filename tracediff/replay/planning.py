@@ -113,6 +113,7 @@ class Planning:
                 alike = sort.name, sort.held
                 choices[sort] = self._calibrating.calibrated(choices[sort], by_sort[sort], found.get(alike, {}))
                 found.setdefault(alike, choices[sort].by_op)
+                self._recomputation.forget()
 
     def _settled(self, records: list[OpRecord], usual: Sequence[Scheme] = (), unlike: Sequence[Scheme] = ()) -> Choice:
         """By what is listed."""
