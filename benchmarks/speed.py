@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tracediff.names import Capture
-from tracediff.process import tune
+from tracediff.process import prepare
 
 TOKENS = [256, *((37 * i + 11) % 250 for i in range(127))]
 REPEATS = 3
@@ -490,7 +490,7 @@ def main() -> None:
     parser.add_argument("--only", choices=MEASURES)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    tune()  # as the command line does
+    prepare()  # as the command line does: threads that wait sleep, and are no seconds of the processor
     before, table, after = args.out.read_text().split(_MARK) if args.out else ("", "", "")
     found = rows_of(table)
     with tempfile.TemporaryDirectory() as name:

@@ -147,6 +147,7 @@ def plan_traces(
 
     Raises EngineError for a device that torch cannot use here.
     """
+    from tracediff.diagnose.beforehand import is_mistaken
     from tracediff.model.weights import check_device
     from tracediff.replay.judging import Subject, replays_of
     from tracediff.replay.memory import needed
@@ -159,7 +160,7 @@ def plan_traces(
         weights = list(compare_weights(None, trace, model))
         refuse_another_model(weights, trace, model)
         subject = Subject(trace, rounded_weights(weights, trace, model), arithmetic)
-        (replay,) = replays_of(suited(model, trace), [subject], device=device)
+        (replay,) = replays_of(suited(model, trace), [subject], device=device, is_mistaken=is_mistaken)
         yield f"{trace.path}: how each sort of record is recomputed from what was recorded of its inputs"
         yield from (f"  {line}" for line in replay.plan.lines())
         yield f"  a process that judges it takes {needed([replay])}"

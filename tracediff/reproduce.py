@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tracediff.audit.held import compare_weights, rounded_weights
+from tracediff.diagnose.beforehand import is_mistaken
 from tracediff.errors import OutputError, TracediffError
 from tracediff.files import refuse_foreign, replacing, write_text
 from tracediff.model.graph import Op
@@ -59,7 +60,7 @@ def reproduce(paths: Paths, model: Model, name: str, step: int, folder: Path, ar
         )
     held_by = [rounded_weights(compare_weights(None, one, model), one, model) for one in trace.sides]
     subjects = [Subject(one, held, arithmetic) for one, held in zip(trace.sides, held_by, strict=True)]
-    replays = replays_of(model, subjects)
+    replays = replays_of(model, subjects, is_mistaken=is_mistaken)
     judged = [one for one in judge_ops(replays, [name]) if one.record.step == step]
     if not judged:
         raise TracediffError(f"{name} in step {step} cannot be replayed. `tracediff check {path}` says why.")

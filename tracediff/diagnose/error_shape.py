@@ -28,6 +28,7 @@ _APART = 1e-6  # of the largest: values that are no farther apart are one
 # Values in order of what is read, and how much of their errors' variance is left from each to the next (von Neumann's
 # ratio): by chance, of so many, 1 with a deviation of 1 / sqrt(128). Schraudolph's exp left 0.01 to 0.18.
 _SORTED, _SMOOTH = 128, 0.2
+_TOLD_APART = 0.03  # of the largest error: so many that vary by less may vary by roundings
 _TINY_SHARE = 1e-4  # of the largest probability: of smaller ones float32 tells less
 _MULTIPLES = 8  # values of a slice that can tell that it is one
 
@@ -246,9 +247,21 @@ def _of_exponentials(y: Tensor, x: Tensor) -> Iterator[str]:
 
 
 def _follows(error: Tensor, given: Tensor) -> bool:
-    """Whether neighbours, in the order of what is given, err nearly alike; of few values that is not known."""
-    steps = error[given.argsort()].diff()
-    return len(error) >= _SORTED and float(steps.square().mean()) <= _SMOOTH * 2 * float(error.var())
+    """Whether neighbours, in the order of what is given, err nearly alike, all together and wherever errors vary; of
+    few values that is not known. (Where each token has a cutoff of its own, most err by what they read, and those near
+    the cutoffs do not.)
+    """
+    if len(error) < _SORTED:
+        return False
+    ordered = error[given.argsort()]
+    pieces = torch.stack([*ordered[:-_SORTED].split(_SORTED)[:-1], ordered[-_SORTED:]])
+    varies = pieces.std(1) > _TOLD_APART * ordered.abs().max()
+    return bool(_is_smooth(ordered)) and bool(_is_smooth(pieces[varies]).all())
+
+
+def _is_smooth(errors: Tensor) -> Tensor:
+    """Of rows of errors, in the order of what they follow."""
+    return errors.diff().square().mean(-1) <= _SMOOTH * 2 * errors.var(-1)
 
 
 def _levels(y: Tensor, x: Tensor) -> Iterator[str]:

@@ -128,11 +128,10 @@ class Explainer:
             return self._not_excused(ops, members, kin, progress)
         left = {one.at: one for one in kin.pending}
         with suppress(OutOfTime):
-            for one, best in self._explained(kin, progress):
+            for knowing, one, best in self._explained(kin, progress):
                 left.pop(one.at, None)
-                explained[one.at] = (
-                    self._named(ops[one.at], one, best, kin) if best else self._described(ops[one.at], one)
-                )
+                result = ops[one.at]
+                explained[one.at] = self._named(result, one, best, knowing) if best else self._described(result, one)
         explained |= self._hidden(ops, members, kin)
         unsought = [one for one in kin.unsought.values() if one.at not in left and not explained[one.at].cause]
         for one in (*left.values(), *unsought):
@@ -147,15 +146,10 @@ class Explainer:
         in the arithmetic of most. Of some forty roundings one is as large as many a mistake. That values are rounded is
         no mistake where honest roundings explain as much.
         """
-        first = kin.pending[0]
         try:
-            for scheme, error in self._replay.plain_looks(first.record):
-                if not error.faulty:
-                    continue
-                found = Search(kin).known(replace(first, error=error), Way(scheme), progress)
-                if found and not found.may_turn and found.left <= NOTHING:
-                    kin.found.append(found)
-                    return self._hidden(ops, members, kin)
+            if found := Search(kin).known_beyond_doubt(kin.pending[0], progress):
+                kin.found.append(found)
+                return self._hidden(ops, members, kin)
         except OutOfTime:
             return {at: replace(ops[at], sought=False) for at in members}
         return {}
@@ -187,14 +181,14 @@ class Explainer:
         step = self._replay.trace.steps[one.record.step]
         return -min(len(step.tokens), _ENOUGH), -min(max(step.positions) + 1, _ENOUGH)
 
-    def _explained(self, kin: Kin, progress: Progress) -> Iterable[tuple[Faulty, Hypothesis | None]]:
-        """Single ops first, then the segments that run through them."""
+    def _explained(self, kin: Kin, progress: Progress) -> Iterable[tuple[Kin, Faulty, Hypothesis | None]]:
+        """Single ops first, then the segments that run through them, with the kin as it is known by then."""
         alone = [one for one in kin.pending if len(one.error.segment) == 1]
         for lot in (alone, [one for one in kin.pending if len(one.error.segment) > 1]):
             kin.pending[:], kin.in_vain[:] = lot, []
             yield from self._lot_explained(kin, progress)
 
-    def _lot_explained(self, kin: Kin, progress: Progress) -> Iterable[tuple[Faulty, Hypothesis | None]]:
+    def _lot_explained(self, kin: Kin, progress: Progress) -> Iterable[tuple[Kin, Faulty, Hypothesis | None]]:
         n, groups = len(kin.pending), list[_Group]()
         # What no known mistake explains waits until these are found in ops of other names; and the names of such ops.
         later, unknown = list[Faulty](), set[str]()
@@ -206,7 +200,7 @@ class Explainer:
             first = kin.pending.pop(0)
             done = n - len(kin.pending) - len(later) - 1
             if given := kin.given(first) or kin.read_alike(first):
-                yield first, given
+                yield kin, first, given
                 continue
             is_told, name = self._is_told(first, kin.budget), local_name(first.record.op)
             best = None
@@ -221,7 +215,9 @@ class Explainer:
             if best is None:
                 kin.in_vain.append(first)
                 continue
-            carried = [(first, best), *kin.carry(best, kin.pending), *kin.carry(best, later)]
+            if best.left <= NOTHING:  # in an arithmetic that needs no rival: others are not asked in each that there is
+                kin = kin.knowing(first, best)
+            carried, over = _carried(kin, first, best, (kin.pending, later))
             carried = _of_prompts_alone(carried)
             best = carried[0][1]
             if len(carried) == 1 and first.error.one_token and kin.only_chooses(best, first.record):
@@ -232,16 +228,18 @@ class Explainer:
                 continue
             kin.found.append(best)
             kin.alone.update((one.record.op, same) for one, same in carried if len(one.error.segment) == 1)
-            yield from carried
+            yield from ((kin, *each) for each in carried)
+            if over:  # what was found is said, though some were not asked
+                raise over
             groups.append((best, carried))
             for one, same in carried if kin.pending or kin.in_vain else ():
                 kin = kin.knowing(one, same)
         # What was found in later layers may be one of several in an earlier one, or be made there in some steps.
         for best in [*kin.found, *(best.but_in_some_steps() for best in kin.found)]:
-            yield from kin.carry(best, kin.in_vain)
+            yield from ((kin, *each) for each in kin.carry(best, kin.in_vain))
         for one in kin.in_vain:
-            yield one, Search(kin).one_more(one)
-        yield from self._fewer(kin, groups)
+            yield kin, one, Search(kin).one_more(one)
+        yield from ((kin, *each) for each in self._fewer(kin, groups))
 
     def _is_told(self, one: Faulty, budget: Budget) -> bool:
         """Whether rows that are all known tell what is wrong."""
@@ -285,7 +283,7 @@ class Explainer:
             each[part.mistake] = "; ".join(filter(None, (each.get(part.mistake), part.words)))
         for part in best.parts if len(segment) > 1 and not best.parts[-1].is_said else ():
             key = one.record.op, part.mistake, part.variant  # the first of an op's records tells most
-            kin.alike[key] = kin.alike[key] if key in kin.alike else self._alike(one, best, part)
+            kin.alike[key] = kin.alike[key] if key in kin.alike else self._alike(one, best, part, kin)
             each[part.mistake] += kin.alike[key]
         name, text, under = " + ".join(each), ", and ".join(each.values()), best.local
         look = {part.mistake: BANK[part.mistake].look if part.mistake in BANK else part.look for part in best.parts}
@@ -297,14 +295,14 @@ class Explainer:
         common = {part.mistake: part.common for part in best.parts if len(segment) == 1}
         return replace(result, cause=cause, shape=None, in_some_steps=in_some, reads=reads, common=common)
 
-    def _alike(self, one: Faulty, best: Hypothesis, part: Assumed) -> str:
+    def _alike(self, one: Faulty, best: Hypothesis, part: Assumed, kin: Kin) -> str:
         """What else comes to the same from the end of a segment, in words: the mistake in another op, or one that is
         known to. Empty where nothing does. Asked when the time is over, too: without it what is said would be false.
         """
         if part.mistake == SOLVED:
             return ""
         texts, ops = list[str](), set[str]()
-        for text, of in self._comes_to_the_same(one, best, part):
+        for text, of in self._comes_to_the_same(one, best, part, kin):
             texts = [*dict.fromkeys((*texts, text))]
             ops |= of
             if len(texts) == _ALSO:
@@ -315,9 +313,11 @@ class Explainer:
         to_tell = f"; record {listed(between, len(between))} to tell" if between else ""
         return f" (or {', or '.join(texts)}: the same from here{to_tell})"
 
-    def _comes_to_the_same(self, one: Faulty, best: Hypothesis, part: Assumed) -> Iterable[tuple[str, set[str]]]:
+    def _comes_to_the_same(
+        self, one: Faulty, best: Hypothesis, part: Assumed, kin: Kin
+    ) -> Iterable[tuple[str, set[str]]]:
         """Other mistakes that explain the record in the place of a part, in words, and all ops in which they differ."""
-        trials, way = Trials(self._replay, ENDLESS), Way(tokens=part.tokens)
+        trials, way = Trials(kin.replay, ENDLESS), Way(tokens=part.tokens)
         rest = [other for other in best.parts if other is not part]
         given = [*trials.together(rest, one.record, one.error)] if rest else [None]
         said = part.text.partition(":")[0].split(", ")  # of these ops it is said already
@@ -368,6 +368,22 @@ class Explainer:
 
         schemes = [self._replay.scheme(record, scheme) for scheme in self._replay.plain_ones(record)]
         return schemes[0] if len(schemes) == 1 else min(schemes, key=n_wrong)
+
+
+def _carried(
+    kin: Kin, first: Faulty, best: Hypothesis, others: Iterable[list[Faulty]]
+) -> tuple[list[tuple[Faulty, Hypothesis]], OutOfTime | None]:
+    """The first record and those of the others that have the same mistake, which are taken from these; and whether the
+    time was over before all were asked.
+    """
+    carried = [(first, best)]
+    try:
+        for members in others:
+            for one in kin.carry(best, members):
+                carried.append(one)
+    except OutOfTime as over:
+        return carried, over
+    return carried, None
 
 
 def _of_prompts_alone(carried: list[tuple[Faulty, Hypothesis]]) -> list[tuple[Faulty, Hypothesis]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+from tracediff.diagnose.beforehand import is_mistaken
 from tracediff.diagnose.budget import Budget, Progress, within
 from tracediff.english import count
 from tracediff.model.graph import Graph
@@ -153,7 +154,7 @@ def _judged(
     graph = model.graph
     for subject in subjects:
         refuse_no_choice(subject.trace, graph)
-    replays = replays_of(model, subjects, device=device)
+    replays = replays_of(model, subjects, device=device, is_mistaken=is_mistaken)
     locals_: list[dict[tuple[int, str], Local]] = [{} for _ in replays]
     for side, record, local in judged_by(workers, model, subjects, replays, progress):
         locals_[side][record.step, record.op] = local

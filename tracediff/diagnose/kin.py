@@ -103,12 +103,12 @@ class Kin:
         rules = (found for found in self.found if is_rule(found.ops) and found.ops[0].name not in one.error.segment)
         return next(filter(None, (self.carried(found, one) for found in rules)), None)
 
-    def carry(self, found: Hypothesis, members: list[Faulty]) -> list[tuple[Faulty, Hypothesis]]:
-        """The members that what was found in one record explains too: they are taken from the list."""
-        carried = [(one, same) for one in members if (same := self.carried(found, one))]
-        for one, _ in carried:
-            members.remove(one)
-        return carried
+    def carry(self, found: Hypothesis, members: list[Faulty]) -> Iterator[tuple[Faulty, Hypothesis]]:
+        """The members that what was found in one record explains too: they are taken from the list, one by one."""
+        for one in [*members]:
+            if same := self.carried(found, one):
+                members.remove(one)
+                yield one, same
 
     def carried(self, found: Hypothesis, one: Faulty) -> Hypothesis | None:
         """What was found in another record, where it explains this one too."""

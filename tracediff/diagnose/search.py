@@ -19,6 +19,7 @@ from tracediff.names import layers_of, local_name
 from tracediff.numerics.arithmetic import Scheme
 from tracediff.replay.recompute import CircularError
 from tracediff.replay.replay import Replay
+from tracediff.replay.score import NOTHING
 from tracediff.trace.format import OpRecord
 
 # A hypothesis that leaves so little of the error needs no rival. (Two kinds of GELU leave 1e-5 of each other.)
@@ -97,9 +98,16 @@ class Search:
         """Whether it may be made where one token is computed alone."""
         return self._kin.is_of_one_token(record) and self._kin.is_sound_in_prompts(record)
 
-    def known(self, one: Faulty, way: Way, progress: Progress) -> Hypothesis | None:
-        """The known mistake, made in all layers of the segment alike, that explains the record best in this way."""
-        return next(iter(self._single(one, way, Least(), progress)), None)
+    def known_beyond_doubt(self, one: Faulty, progress: Progress) -> Hypothesis | None:
+        """The known mistake, made in all layers of the segment alike, that leaves next to nothing of the record in an
+        arithmetic of most engines, by which it is mistaken.
+        """
+        for scheme, error in self._replay.plain_looks(one.record):
+            if error.faulty:
+                found = next(iter(self._single(replace(one, error=error), Way(scheme), Least(), progress)), None)
+                if found and not found.may_turn and found.left <= NOTHING:
+                    return found
+        return None
 
     def _misread(self, one: Faulty, plain: Sequence[Scheme | None], progress: Progress) -> Hypothesis | None:
         """The rule by which an op's quantised weight is read in all its blocks; a known one, where it is that.
@@ -274,9 +282,21 @@ class Search:
                     yield replace(tried, local=self._replay.under(one.record, tried.ops, to_beat(one.error), scheme))
 
     def _may_be_in_some(self, solved: Hypothesis, one: Faulty) -> bool:
-        """Whether it may be made in some steps alone, where others contradict it."""
+        """Whether it may be made in some steps alone, where others contradict it: not where those of as many tokens are
+        mistaken and none of them has it. (Of three decoded tokens each had the row of the one before; in the first, by
+        what ids they were, that was "the number of channels is taken for 768".)
+        """
         suited = solved.parts[-1].fitted or self._kin.is_one_factor(one.record, solved.ops)
-        return not suited and solved.pays(one.error) and not self._kin.is_handed_on(solved, one.record)
+        if suited or not solved.pays(one.error) or self._kin.is_handed_on(solved, one.record):
+            return False
+        alike = [other for other in self._kin.pending if self._is_alike(other, one)][:_ASKED]
+        in_some = solved.but_in_some_steps()
+        return not alike or any(self._kin.carried(in_some, other) for other in alike)
+
+    @staticmethod
+    def _is_alike(other: Faulty, one: Faulty) -> bool:
+        """Whether it is the same op in another step, of one token if the record's is."""
+        return other.record.op == one.record.op and other.error.one_token == one.error.one_token
 
 
 def ends_soon(replay: Replay, one: Faulty) -> bool:

@@ -269,6 +269,14 @@ class Scheme:
                 return Arithmetic(self.scaled, self.norms, exponential=self.exponentials, single=self.single)
         return EXACT
 
+    def of_values(self) -> Arithmetic:
+        """The arithmetic of a matmul of two values, none of which is cached: that of any other where both operands are
+        rounded to one type, as under torch.autocast.
+        """
+        operands = self.linear.operands
+        alike = operands == self.linear.stored and not self.is_ggml and not rounding_named(operands).in_blocks
+        return replace(self.linear, stored="f64", biases="f64") if alike else EXACT
+
     def on_tensor_cores(self) -> "Scheme":
         """The same with every matmul there that they could do."""
         linear, scores, values = (of.on_tensor_cores() for of in (self.linear, self.scores, self.values))

@@ -38,7 +38,9 @@ def arithmetic_of(op: Op, scheme: Scheme, weights: Weights) -> Arithmetic:
         added = scheme.of("residual") if op.kind == "add" and not any(op.views) else EXACT
         return added if added == EXACT or rows_fit(op, added, 0) else EXACT  # a hypothesis may add other rows
     if not op.weights and entry == "linear":  # of two values: as in attention, where one comes from a cache
-        entry = "scores" if any(op.past) else None
+        if not any(op.past):
+            return scheme.of_values()
+        entry = "scores"
     found = scheme.of(entry, weights.type_of(op.weights[0]) if op.weights else "F32") if entry else EXACT
     if entry == "softmax" and not op.weights:  # no sinks
         found = replace(found, stored=EXACT.stored)

@@ -19,7 +19,7 @@ from tracediff.numerics.schemes import scheme_named
 from tracediff.replay.look import Look, look_together
 from tracediff.replay.misshapen import misshapen
 from tracediff.replay.plan import Plan
-from tracediff.replay.replay import Replay
+from tracediff.replay.replay import IsMistaken, Replay
 from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
@@ -47,10 +47,14 @@ class Subject:
 
 
 def replays_of(
-    model: Model, subjects: Sequence[Subject], plans: Iterable[Plan | None] = repeat(None), device: str = "cpu"
+    model: Model,
+    subjects: Sequence[Subject],
+    plans: Iterable[Plan | None] = repeat(None),
+    device: str = "cpu",
+    is_mistaken: IsMistaken | None = None,
 ) -> list[Replay]:
     """Replays of traces of one model, which read its weights together. Records of other shapes than the model's ops are
-    left out of them. Values are computed on this device.
+    left out of them. Values are computed on this device. It may be asked which records a mistake explains.
 
     Raises TraceError for a trace of another model, or one whose positions leave a gap.
     """
@@ -60,7 +64,7 @@ def replays_of(
         wrong = misshapen(subject.trace, model.graph)
         trace = subject.trace.without(wrong) if wrong else subject.trace
         scheme = scheme_named(subject.arithmetic) if subject.arithmetic else None
-        replays.append(Replay(trace, model.graph, weights.holding(subject.held), scheme, plan))
+        replays.append(Replay(trace, model.graph, weights.holding(subject.held), scheme, plan, is_mistaken))
     return replays
 
 

@@ -237,6 +237,7 @@ def _look(asked: Asked, storage: str, made: Recomputed, whole: Residual) -> Look
         weights_nmse=made.weights_nmse,
         one_token=len(by.recorded.trace.steps[record.step].tokens) == 1,
         strips=_strips(by, op, whole),
+        axes=KINDS[op.kind].axis_names(op, len(whole.worst.at)),
     )
     # What tensor cores cut off of sums of one sign is a factor as well.
     shaped = whole.error if arithmetic_of(op, scheme, by.weights).truncates else whole.shaped

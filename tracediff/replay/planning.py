@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
@@ -32,6 +32,9 @@ _PART, _PART_TOKENS = 1 << 15, 32
 _ROUNDS = 2  # times that arithmetic is composed with what other sorts told, be it by what was composed for them
 
 
+IsMistaken = Callable[[Mapping[Sort, Choice], OpRecord], bool]  # by what is chosen so far
+
+
 class Known(NamedTuple):
     """What some sort of record tells: that a part is done in one of these ways."""
 
@@ -57,8 +60,10 @@ class Planning:
         self._recomputation, self._planner, self._fitting = recomputation, planner, fitting
         self._calibrating = Calibrating(recomputation, fitting)
 
-    def plan(self, records: Iterable[OpRecord]) -> Plan:
-        """The arithmetic of each sort of these records."""
+    def plan(self, records: Iterable[OpRecord], is_mistaken: IsMistaken) -> Plan:
+        """The arithmetic of each sort of these records. None is composed of those of which one that nothing fits
+        `is_mistaken`.
+        """
         by_sort: defaultdict[Sort, list[OpRecord]] = defaultdict(list)
         for record in records:
             by_sort[self._planner.sort(record)].append(record)
@@ -68,7 +73,7 @@ class Planning:
             sort: self._as_on_gpus(choice, by_sort[sort], _elsewhere(sort, choices).sole)
             for sort, choice in choices.items()
         }
-        self._compose(choices, by_sort)
+        self._compose(choices, by_sort, is_mistaken)
         self._calibrate(choices, by_sort)
         choices = {sort: self._of_fine_ways(choice, by_sort[sort]) for sort, choice in choices.items()}
         choices = {
@@ -89,8 +94,15 @@ class Planning:
             if (usual and choice.schemes[0] not in usual) or any(scheme in unlike for scheme in choice.schemes):
                 choices[sort] = self._settled(by_sort[sort], usual, unlike)
 
-    def _compose(self, choices: dict[Sort, Choice], by_sort: Mapping[Sort, list[OpRecord]]) -> None:
-        """What is not listed, of each sort; again where other sorts, composed meanwhile, tell what it does not do."""
+    def _compose(
+        self, choices: dict[Sort, Choice], by_sort: Mapping[Sort, list[OpRecord]], is_mistaken: IsMistaken
+    ) -> None:
+        """What is not listed, of each sort; again where other sorts, composed meanwhile, tell what it does not do.
+
+        Not of segments that one known mistake explains: to compose takes many passes (of a model of half a billion
+        weights whose rope had another base in all layers two minutes, where the mistake was found in a quarter of one).
+        """
+        mistaken: dict[Sort, bool] = {}
         heard: dict[Sort, set[tuple[Way | Scheme, bool]]] = {}
         for _ in range(_ROUNDS):
             known = self._known(choices, by_sort)
@@ -100,10 +112,25 @@ class Planning:
                 in_longer = (scheme for other in elsewhere.longer for scheme in other.schemes)
                 hears = told | {(scheme, False) for scheme in (*elsewhere.sole, *in_longer)}
                 if sort not in heard or not all(_does(choice, one) for one, _ in hears - heard[sort]):
+                    if sort not in mistaken:
+                        mistaken[sort] = self._is_mistaken(choice, by_sort[sort], choices, is_mistaken)
+                    if mistaken[sort]:
+                        continue
                     if elsewhere.longer:
                         choice = self._behind_prompts(choice, by_sort[sort], _in_prompts(choices))
                     choices[sort] = self._composed(choice, by_sort[sort], known, elsewhere)
                 heard[sort] = hears
+
+    def _is_mistaken(
+        self, choice: Choice, records: list[OpRecord], choices: Mapping[Sort, Choice], is_mistaken: IsMistaken
+    ) -> bool:
+        """Whether of segments that nothing fits the one that is off by about as much as most is mistaken."""
+        if choice.settled or not self._planner.is_segment(records[0]):
+            return False
+        samples = sorted(self._samples(records), key=lambda record: self._fitting.left(record, choice.schemes[0]))
+        found = is_mistaken(choices, samples[(len(samples) - 1) // 2])
+        self._recomputation.forget()
+        return found
 
     def _calibrate(self, choices: dict[Sort, Choice], by_sort: Mapping[Sort, list[OpRecord]]) -> None:
         """Caches by scales of their own, where nothing else fits."""

@@ -5,7 +5,7 @@ under a hypothesis, where some ops are others.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -33,6 +33,7 @@ from tracediff.result import Local
 from tracediff.trace.format import OpRecord
 from tracediff.trace.reader import Trace
 
+IsMistaken = Callable[["Replay", OpRecord], bool]  # whether a mistake explains a record, in a usual arithmetic
 _FEW = 4  # arithmetics, that are all looked at
 _IDLE = 2.0  # times what a hypothesis leaves: with no more without it, it does nothing
 _LITTLE, _HALF = 0.1, 0.5  # of the NMSE before: what leaves more is not looked at closely
@@ -51,8 +52,11 @@ class Replay:
         weights: Weights,
         pinned: Scheme | None = None,
         planned: Plan | None = None,
+        is_mistaken: "IsMistaken | None" = None,
     ) -> None:
-        """`pinned` is the only arithmetic that is considered; a `planned` one is not sought again."""
+        """`pinned` is the only arithmetic that is considered; a `planned` one is not sought again. Of a record that
+        `is_mistaken`, whatever its arithmetic, none that is not listed is sought.
+        """
         self.trace = trace
         self.graph = graph
         self.weights = weights
@@ -61,6 +65,7 @@ class Replay:
         self._planner = Planner(self._recorded, graph, weights, (pinned,) if pinned else SCHEMES)
         self._fitting = Fitting(self._recomputation, self._planner)
         self._planning = Planning(self._recomputation, self._planner, self._fitting)
+        self._is_mistaken = is_mistaken
         self._known: tuple[tuple[OpRecord, Scheme], Known] | None = None  # of the last record that was asked of
         if planned:
             self.plan, self._recorded.on_the_way = planned, planned.on_the_way
@@ -73,7 +78,15 @@ class Replay:
     def plan(self) -> Plan:
         """The arithmetic of each sort of record: made once, from a few records of each."""
         with torch.inference_mode():
-            return self._planning.plan(self._judged_records())
+            return self._planning.plan(self._judged_records(), self._is_known_to_be_mistaken)
+
+    def _is_known_to_be_mistaken(self, choices: Mapping[Sort, Choice], record: OpRecord) -> bool:
+        """Whether it is told, by what is planned so far."""
+        if not self._is_mistaken:
+            return False
+        begun = copy(self)
+        begun.plan = Plan(choices, self.weights.device, self._recorded.on_the_way)
+        return self._is_mistaken(begun, record)
 
     def _judged_records(self) -> Iterator[OpRecord]:
         """Records with data, in the trace's order of steps and the graph's of ops."""
@@ -271,6 +284,8 @@ class Replay:
         """What seems to take most of the error away."""
         if not plain:
             return Supposed(self._fitting, ops).best_of(record, self.choice(record).schemes)
+        if look.nmse <= NOTHING and (fit := self._plainly_sound(record, ops, look, before, plain)):
+            return fit
         enough = _LITTLE * before
         schemes = self._as_elsewhere(look.segment, self._fitting.in_reach(record, plain, look.nmse, enough))
         if not schemes:
@@ -281,6 +296,18 @@ class Replay:
         if math.isfinite(before):  # of a record that is wrong as it is
             near = [scheme for scheme in near if not self._fitting.left(record, scheme) <= _IDLE * found.nmse]
         return look if found.nmse > enough or not near else other.best_of(record, near)
+
+    def _plainly_sound(
+        self, record: OpRecord, ops: Sequence[Op], look: Local, before: float, plain: Scheme
+    ) -> Local | None:
+        """The record in an arithmetic of most engines, of which the look left next to nothing: that needs no rival, and
+        how far each of the others takes it is not asked, a pass for each.
+        """
+        is_usual = plain in PLAIN and self._as_elsewhere(look.segment, [plain])
+        if not is_usual or (math.isfinite(before) and self._fitting.left(record, plain) <= _IDLE * look.nmse):
+            return None
+        local = Supposed(self._fitting, ops).best_of(record, [plain])
+        return None if local.faulty else local
 
     @torch.inference_mode()
     def plainly(self, record: OpRecord, ops: Sequence[Op], before: float) -> Iterator[Local]:

@@ -77,6 +77,7 @@ class Local:
     weights_nmse: float | None = None  # of a matmul whose weights the engine requantised: against the file's
     one_token: bool = False  # engines multiply a row by a matrix in another kernel than several
     strips: tuple[Strip, ...] = ()  # where a value exceeds its bound
+    axes: tuple[str, ...] = ()  # what the indices of `worst` count, in its model's graph
     lead: float = -math.inf  # nats by which the best explanation that finds a mistake beats the best without one
 
     @property

@@ -45,7 +45,7 @@ def _scaled(op: Op, scale: float) -> Variant:
 
 @AREA.mistake(
     "attention_scale", "another attention scale",
-    "the scale, applied once: attention.scale of the file, else 1/sqrt(channels of a query head)",
+    "the scale, applied once: attention.scale of the file, as a rule 1/sqrt(channels of a query head)",
     Where(("softmax", "scale"), ("probs", "scores", "q")), "llama.cpp#8444",
     Number(lambda op: float(op.attrs["scale"]), _scaled),
 )  # fmt: skip

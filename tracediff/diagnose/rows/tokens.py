@@ -1,6 +1,7 @@
 """Of which token's row each row was made, where an op makes each of its own token's: found by what other tokens' come
-to. A batch has several sequences, and logits are made of the last token of each, so rows are gathered. (Within one
-sequence, all of whose rows were recorded, the solver finds the map.)
+to. A batch has several sequences, and logits are made of the last token of each, so rows are gathered. And a token that
+is fed alone may be given what an earlier step left. (Within one step, all of whose rows were recorded, the solver finds
+the map.)
 """
 
 import math
@@ -22,15 +23,20 @@ _MOST = 1 << 26  # values that other tokens come to: half a gigabyte
 _NUMBERS = 8  # of a row that tells whose it is
 _READ = "rows are made of those of other tokens"
 _LOOK = "which rows of a batch are gathered: where each sequence begins and ends, and which token's logits are made"
+_STALE = "rows are those of earlier tokens"
+_LOOK_BEFORE = "what a step is given: the token that was chosen last, and buffers that are read before they are filled"
 
 
 def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
     """Whose rows a record's are made of; None where that cannot be told."""
     graph, segment, step = replay.graph, replay.segment(record), replay.trace.steps[record.step]
     numbers = (StepOf(plain_step(record.step), sequence) for sequence in replay.trace.sequences)
-    together = [number for number in numbers if number in replay.trace.steps]
+    together: list[int] = [number for number in numbers if number in replay.trace.steps]
     n_values = math.prod(record.shape) // max(1, record.shape[record.token_axis])
-    if (record.rows is None and len(together) < 2) or record.token_axis or n_values < _NUMBERS:
+    alone = record.rows is None and len(together) < 2
+    if alone:  # the steps before
+        together = [n for n, one in replay.trace.steps.items() if n <= record.step and one.sequence == step.sequence]
+    if (alone and (len(step.tokens) > 1 or len(together) < 2)) or record.token_axis or n_values < _NUMBERS:
         return None
     if any(KINDS[graph[name].kind].picks for name in segment):  # rows of few numbers are alike by chance
         return None
@@ -53,7 +59,8 @@ def told(replay: Replay, record: OpRecord, scheme: Scheme) -> Told | None:
         sequence, position = rows[nearest]
         whose = f" of sequence {sequence}" * (sequence != step.sequence)
         texts.append(f"the row of position {at[i]} is that of position {position}{whose}")
-    return Told(texts[0], nmse(made, known.recorded), _READ, _LOOK) if texts else None
+    common, look = (_STALE, _LOOK_BEFORE) if alone else (_READ, _LOOK)
+    return Told(texts[0], nmse(made, known.recorded), common, look) if texts else None
 
 
 def _others(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tracediff.model.graph import Op
 from tracediff.model.weights import Weights
-from tracediff.names import axes_of
+from tracediff.names import axes_of, local_name, token_axis
 from tracediff.numerics.arithmetic import Arithmetic
 from tracediff.numerics.exponentials import approximated
 from tracediff.numerics.floats import HALVES
@@ -212,8 +212,9 @@ class Kind:
         """Names of the `n` axes of a value of this kind; heads may lie side by side, and any kind may be of scores."""
         if n == 3 and op.axes[1:] == ("T", "S"):
             return "head", "token", "key"
-        if n == 3 and op.axes[1:2] == ("T",):  # products of each head
-            return "head", "token", "channel"
+        if n == 3 and op.axes[1:2] == ("T",):  # products of each head; Gemma 3n has streams, and layers
+            of_heads = token_axis(op.name) == 1 or local_name(op.name).startswith("attn")
+            return "head" if of_heads else "slice", "token", "channel"
         if n == 3 and axes_of(op.name, n)[1] == "slot":
             return axes_of(op.name, n)
         if n == len(op.axes) and "T" not in op.axes:  # a state; what a convolution leaves: tokens are columns

@@ -148,12 +148,16 @@ def _by_matrices(call: Call) -> Tensor:
 
 
 def _of_values(call: Call) -> Tensor:
-    """The first operand as the cache holds it, the second rounded as its type wants."""
+    """The first operand as the cache holds it, or as the second is where it was not cached, which is rounded as its
+    type wants.
+    """
     a, b = call.inputs
-    x, stored = call.rounded(b, call.arithmetic.operands), call.rounded(a, call.arithmetic.stored)
+    operands = call.arithmetic.operands
+    held = call.arithmetic.stored if any(call.op.past) else operands
+    x, stored = call.rounded(b, operands), call.rounded(a, held)
     if call.energy:
         call.energy.value = mul_mat(stored.square(), x.square())
-        turned = turns(b, call.arithmetic.operands), turns(a, call.arithmetic.stored)
+        turned = turns(b, operands), turns(a, held)
         if any(bool(t.any()) for t in turned):
             call.energy.turned = mul_mat(stored.square(), turned[0].square()) + mul_mat(turned[1].square(), x.square())
     dtype = sums_in(call.arithmetic, x.dtype)

@@ -42,13 +42,13 @@ def around(result: Result, width: int) -> Iterator[RenderableType]:
 
 def _worst(op: OpResult) -> Iterator[RenderableType]:
     if op.local:
-        worst, right, ours = op.local.worst, "replayed", "recorded"
+        worst, named, right, ours = op.local.worst, op.local.axes, "replayed", "recorded"
     elif op.drift and op.drift.worst.at:
-        worst, right, ours = op.drift.worst, "reference", "candidate"
+        worst, named, right, ours = op.drift.worst, (), "reference", "candidate"
     else:
         return
     n = len(worst.at)
-    axes = axes_of(op.op, n, op.kind) or tuple(f"axis {i} place" for i in range(n))
+    axes = named or axes_of(op.op, n, op.kind) or tuple(f"axis {i} place" for i in range(n))
     where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, worst.at, strict=True))
     yield line(f"at {where} of {op.op}: {ours} {worst.candidate:.9g}, {right} {worst.reference:.9g}")
 
